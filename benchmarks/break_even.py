@@ -45,8 +45,14 @@ def step_s(plan: str, *, width: int, samples: int) -> float:
     """Seconds a step, after the warm-up."""
     torch.manual_seed(0)
     rows = numbers(width, samples=samples)
-    job = paceline.Job(model=partial(perceptron, width), data=TensorDataset(rows.inputs, rows.targets),
-                       loss=F.cross_entropy, optimizer=adamw, batch=samples, steps=STEPS)
+    job = paceline.Job(
+        model=partial(perceptron, width),
+        data=TensorDataset(rows.inputs, rows.targets),
+        loss=F.cross_entropy,
+        optimizer=adamw,
+        batch=samples,
+        steps=STEPS,
+    )
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
         figures = paceline.train(job, plan, run=Path(folder) / "run", check=False, table=False)
     return float(figures["step_s"])
@@ -62,23 +68,39 @@ def measure(series: str, *, width: int, samples: int, rounds: int) -> dict[str, 
         seconds[plan].append(result)
     speedup = ratio(seconds["single"], seconds["data=2"])
     single_ms = 1e3 * statistics.median(seconds["single"])
-    shown = ["" if value is None else f"{value:.3f}" for value in (speedup.median, speedup.low, speedup.high)]
-    print(f"{series}: width {width}, {samples} samples: {single_ms:.2f} ms alone, {speedup} times as fast by two",
-          file=sys.stderr)
+    shown = [
+        "" if value is None else f"{value:.3f}"
+        for value in (speedup.median, speedup.low, speedup.high)
+    ]
+    print(
+        f"{series}: width {width}, {samples} samples: {single_ms:.2f} ms alone, {speedup} times as fast by two",
+        file=sys.stderr,
+    )
     return dict(zip(COLUMNS, (series, width, samples, f"{single_ms:.2f}", *shown), strict=True))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.break_even", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.break_even", description=(__doc__ or "").split("\n")[0]
+    )
     parser.add_argument("--rounds", type=int, default=6, help="turns of each; an interval needs 6")
     parser.add_argument("--csv", type=Path, help="where the table is written; by default stdout")
     options = parser.parse_args(arguments)
     if os.environ.get("OMP_NUM_THREADS") != "1":
-        raise SystemExit("one rank alone would use both cores: OMP_NUM_THREADS=1 python -m benchmarks.break_even")
+        raise SystemExit(
+            "one rank alone would use both cores: OMP_NUM_THREADS=1 python -m benchmarks.break_even"
+        )
     warn_if_busy()
-    rows = [*(measure("more samples", width=WIDTH, samples=samples, rounds=options.rounds) for samples in MORE_SAMPLES),
-            *(measure("wider layers", width=width, samples=SAMPLES, rounds=options.rounds)
-              for width in (WIDTH, *WIDER))]
+    rows = [
+        *(
+            measure("more samples", width=WIDTH, samples=samples, rounds=options.rounds)
+            for samples in MORE_SAMPLES
+        ),
+        *(
+            measure("wider layers", width=width, samples=SAMPLES, rounds=options.rounds)
+            for width in (WIDTH, *WIDER)
+        ),
+    ]
     with options.csv.open("w", encoding="utf-8", newline="") if options.csv else sys.stdout as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()

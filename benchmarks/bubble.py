@@ -77,9 +77,13 @@ class Paced(nn.Module):
 def paced_job(layers: int, microbatches: int, seconds: float) -> paceline.Job:
     x = torch.randn(microbatches * (STEPS + 1), 4)
     return paceline.Job(
-        model=lambda: nn.Sequential(*(Paced(seconds) for _ in range(layers))), data=TensorDataset(x, x),
+        model=lambda: nn.Sequential(*(Paced(seconds) for _ in range(layers))),
+        data=TensorDataset(x, x),
         loss=lambda output, target: (output - target).square().mean(1).mean(),
-        optimizer=lambda named: torch.optim.SGD(named, lr=1e-3), batch=microbatches, steps=STEPS + 1)
+        optimizer=lambda named: torch.optim.SGD(named, lr=1e-3),
+        batch=microbatches,
+        steps=STEPS + 1,
+    )
 
 
 def measure(name: str, *, ranks: int, microbatches: int, pace_s: float) -> dict[str, Any]:
@@ -88,38 +92,72 @@ def measure(name: str, *, ranks: int, microbatches: int, pace_s: float) -> dict[
     layers = 2 * ranks  # every rank holds two, whatever the schedule
     plan = Plan.of(pipeline=ranks, schedule=name, microbatches=microbatches)
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
-        paceline.train(paced_job(layers, microbatches, pace_s), plan, devices=f"cpu:0-{ranks - 1}",
-                       run=Path(folder) / "run", trace=STEPS)
-        events = [e for e in json.loads((Path(folder) / "run" / "trace.json").read_text())["traceEvents"]
-                  if e["ph"] == "X" and e["cat"] in WORK]
+        paceline.train(
+            paced_job(layers, microbatches, pace_s),
+            plan,
+            devices=f"cpu:0-{ranks - 1}",
+            run=Path(folder) / "run",
+            trace=STEPS,
+        )
+        events = [
+            e
+            for e in json.loads((Path(folder) / "run" / "trace.json").read_text())["traceEvents"]
+            if e["ph"] == "X" and e["cat"] in WORK
+        ]
     per_step = len(events) // STEPS // ranks
-    by_rank = [sorted((e for e in events if e["pid"] == rank), key=lambda e: e["ts"]) for rank in range(ranks)]
+    by_rank = [
+        sorted((e for e in events if e["pid"] == rank), key=lambda e: e["ts"])
+        for rank in range(ranks)
+    ]
     idle = []
     for step in range(STEPS):
-        step_events = [e for rank_events in by_rank for e in rank_events[step * per_step:(step + 1) * per_step]]
+        step_events = [
+            e
+            for rank_events in by_rank
+            for e in rank_events[step * per_step : (step + 1) * per_step]
+        ]
         total = max(e["ts"] + e["dur"] for e in step_events) - min(e["ts"] for e in step_events)
         idle.append(1 - sum(e["dur"] for e in step_events) / (total * ranks))
     orders = schedule(name, num_ranks=ranks, num_microbatches=microbatches, virtual=virtual)  # type: ignore[arg-type]
-    return {"schedule": name, "idle": statistics.median(idle), "in_flight": max(map(in_flight, orders)),
-            "own_bubble": bubble(orders, num_stages=ranks * virtual)}
+    return {
+        "schedule": name,
+        "idle": statistics.median(idle),
+        "in_flight": max(map(in_flight, orders)),
+        "own_bubble": bubble(orders, num_stages=ranks * virtual),
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.bubble", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.bubble", description=(__doc__ or "").split("\n")[0]
+    )
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--pace-ms", type=float, default=20.0, help="of each layer's forward and of each gradient")
+    parser.add_argument(
+        "--pace-ms", type=float, default=20.0, help="of each layer's forward and of each gradient"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON on stdout")
     options = parser.parse_args()
-    rows = [measure(name, ranks=options.ranks, microbatches=options.microbatches, pace_s=options.pace_ms / 1e3)
-            for name in SCHEDULES]
+    rows = [
+        measure(
+            name,
+            ranks=options.ranks,
+            microbatches=options.microbatches,
+            pace_s=options.pace_ms / 1e3,
+        )
+        for name in SCHEDULES
+    ]
     if options.json:
         print(json.dumps(rows, indent=2))
         return
-    print(f"{'schedule':<12} {'idle':>7} {'own bubble':>11} {'in flight':>10}   {options.ranks} ranks, "
-          f"{options.microbatches} micro-batches")
+    print(
+        f"{'schedule':<12} {'idle':>7} {'own bubble':>11} {'in flight':>10}   {options.ranks} ranks, "
+        f"{options.microbatches} micro-batches"
+    )
     for row in rows:
-        print(f"{row['schedule']:<12} {row['idle']:>6.1%} {row['own_bubble']:>10.1%} {row['in_flight']:>10}")
+        print(
+            f"{row['schedule']:<12} {row['idle']:>6.1%} {row['own_bubble']:>10.1%} {row['in_flight']:>10}"
+        )
 
 
 if __name__ == "__main__":

@@ -31,8 +31,18 @@ from torch.utils.data import TensorDataset
 import paceline as pl
 from paceline.launch.process.faults import ON_ONE_HOST, Fault, Kind, draw
 
-PLANS = ("single", "data=2", "shard=2", "pipeline=2", "tensor=2", "place=auto parts=2", "data=2 local=3",
-         "server=1 workers=2", "server=1 workers=2 staleness=2", "data=2 shard=2")
+PLANS = (
+    "single",
+    "data=2",
+    "shard=2",
+    "pipeline=2",
+    "tensor=2",
+    "place=auto parts=2",
+    "data=2 local=3",
+    "server=1 workers=2",
+    "server=1 workers=2 staleness=2",
+    "data=2 shard=2",
+)
 PLANS_OF_HOSTS = ("data=3", "shard=3", "pipeline=3", "tensor=3", "data=3 local=3")
 KINDS_ON_HOSTS: tuple[Kind, ...] = ("kill", "stop", "slow", "raise", "preempt")  # beside the cut
 BACK_S = 12.0  # after which a host that is not cut off for good is back
@@ -42,14 +52,25 @@ STEPS, SAVE_EVERY, TIMEOUT_S = 24, 6, 5.0
 def job() -> pl.Job:
     """Small, so that what is measured is the recovery."""
     source = torch.Generator().manual_seed(0)
-    pairs = TensorDataset(torch.randn(50, 8, generator=source).double(), torch.randn(50, 4, generator=source).double())
-    return pl.Job(model=net, data=pairs, loss=nn.functional.mse_loss,
-                  optimizer=lambda named: torch.optim.AdamW(named, lr=0.01), batch=12, steps=STEPS, precision="float64")
+    pairs = TensorDataset(
+        torch.randn(50, 8, generator=source).double(), torch.randn(50, 4, generator=source).double()
+    )
+    return pl.Job(
+        model=net,
+        data=pairs,
+        loss=nn.functional.mse_loss,
+        optimizer=lambda named: torch.optim.AdamW(named, lr=0.01),
+        batch=12,
+        steps=STEPS,
+        precision="float64",
+    )
 
 
 def net() -> nn.Module:
     """As many layers as a plan here has stages."""
-    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
+    return nn.Sequential(
+        nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)
+    )
 
 
 def drawn(seed: int, *, num_faults: int, cuts: bool) -> tuple[str, list[Fault]]:
@@ -58,9 +79,20 @@ def drawn(seed: int, *, num_faults: int, cuts: bool) -> tuple[str, list[Fault]]:
     plan, source = plans[seed % len(plans)], random.Random(seed)
     kinds = KINDS_ON_HOSTS if cuts else ON_ONE_HOST
     if not cuts or not num_faults:
-        return plan, draw(num_faults, seed=seed, world_size=pl.Plan.parse(plan).world_size, steps=STEPS, kinds=kinds)
+        return plan, draw(
+            num_faults,
+            seed=seed,
+            world_size=pl.Plan.parse(plan).world_size,
+            steps=STEPS,
+            kinds=kinds,
+        )
     is_back = source.random() < 0.5
-    cut = Fault("cut", source.randint(0, 2), source.randint(2, STEPS - 4), heals_s=BACK_S if is_back else None)
+    cut = Fault(
+        "cut",
+        source.randint(0, 2),
+        source.randint(2, STEPS - 4),
+        heals_s=BACK_S if is_back else None,
+    )
     rest = draw(num_faults - 1, seed=seed, world_size=2, steps=STEPS, kinds=kinds)
     return plan, [cut, *rest]
 
@@ -69,12 +101,27 @@ def rehearsed(seed: int, *, num_faults: int, cuts: bool) -> dict[str, Any]:
     """One run of the campaign; "named": whether each message of a launch that failed names a rank that was struck."""
     plan, faults = drawn(seed, num_faults=num_faults, cuts=cuts)
     with tempfile.TemporaryDirectory() as where, contextlib.redirect_stderr(sys.stdout):
-        outcome = pl.rehearse(job(), plan, faults, run=Path(where) / "run", save_every=SAVE_EVERY, timeout_s=TIMEOUT_S,
-                              recheck_every=None if cuts else 1)
+        outcome = pl.rehearse(
+            job(),
+            plan,
+            faults,
+            run=Path(where) / "run",
+            save_every=SAVE_EVERY,
+            timeout_s=TIMEOUT_S,
+            recheck_every=None if cuts else 1,
+        )
     ranks = {fault.rank for fault in faults}
-    told = [message for message in outcome.messages if not message.startswith(("it was ended", "stopped by"))]
-    return {"seed": seed, "faults": [str(fault) for fault in faults], **outcome.to_dict(),
-            "named": all(names(message, ranks) for message in told)}
+    told = [
+        message
+        for message in outcome.messages
+        if not message.startswith(("it was ended", "stopped by"))
+    ]
+    return {
+        "seed": seed,
+        "faults": [str(fault) for fault in faults],
+        **outcome.to_dict(),
+        "named": all(names(message, ranks) for message in told),
+    }
 
 
 def names(message: str, ranks: Collection[int]) -> bool:
@@ -96,33 +143,51 @@ def tables(rehearsals: Sequence[dict[str, Any]]) -> str:
                 waits.setdefault(kind, []).append(effect["next_step_s"])
                 struck[run["plan"], kind] += 1
     kinds = sorted(waits)
-    lines = [f"| plan | runs | passed | culprit named | steps again | {' | '.join(kinds)} |",
-             "|---" * (5 + len(kinds)) + "|"]
+    lines = [
+        f"| plan | runs | passed | culprit named | steps again | {' | '.join(kinds)} |",
+        "|---" * (5 + len(kinds)) + "|",
+    ]
     for plan in dict.fromkeys(run["plan"] for run in sorted(runs, key=lambda run: run["seed"])):
         of_plan = [run for run in runs if run["plan"] == plan]
-        figures = [len(of_plan), sum(run["passed"] for run in of_plan), sum(run["named"] for run in of_plan),
-                   sum(run["recomputed_updates"] for run in of_plan), *(struck[plan, kind] for kind in kinds)]
+        figures = [
+            len(of_plan),
+            sum(run["passed"] for run in of_plan),
+            sum(run["named"] for run in of_plan),
+            sum(run["recomputed_updates"] for run in of_plan),
+            *(struck[plan, kind] for kind in kinds),
+        ]
         lines.append(f"| `{plan}` | {' | '.join(map(str, figures))} |")
     lines += ["", "| fault | struck | next applied step, s: median | most |", "|---|---|---|---|"]
     for kind, seconds in sorted(waits.items()):
         known = [second for second in seconds if second is not None] or [0.0]
-        lines.append(f"| `{kind}` | {len(seconds)} | {statistics.median(known):.2f} | {max(known):.2f} |")
-    failed = ", ".join(str(run["seed"]) for run in rehearsals if not (run["passed"] and run["named"]))
+        lines.append(
+            f"| `{kind}` | {len(seconds)} | {statistics.median(known):.2f} | {max(known):.2f} |"
+        )
+    failed = ", ".join(
+        str(run["seed"]) for run in rehearsals if not (run["passed"] and run["named"])
+    )
     lost = sum(run["samples_lost"] + run["samples_repeated"] for run in rehearsals)
-    lines += ["", f"{len(runs)} runs, {sum(run['passed'] for run in runs)} passed, "
-              f"{sum(run['named'] for run in runs)} named the culprit, {lost} samples lost or repeated; "
-              f"{len(controls)} controls, {sum(is_silent(run) for run in controls)} without an alarm; "
-              f"failed: {failed or 'none'}"]
+    lines += [
+        "",
+        f"{len(runs)} runs, {sum(run['passed'] for run in runs)} passed, "
+        f"{sum(run['named'] for run in runs)} named the culprit, {lost} samples lost or repeated; "
+        f"{len(controls)} controls, {sum(is_silent(run) for run in controls)} without an alarm; "
+        f"failed: {failed or 'none'}",
+    ]
     return "\n".join(lines)
 
 
 def is_silent(control: dict[str, Any]) -> bool:
     """Whether an undisturbed run ended in one launch, without a restart."""
-    return bool(control["passed"] and control["exit_codes"] == [0] and control["audit"]["launches"] == 1)
+    return bool(
+        control["passed"] and control["exit_codes"] == [0] and control["audit"]["launches"] == 1
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--controls", type=int, default=30)
@@ -137,12 +202,21 @@ def main() -> None:
     for number in range(options.runs + options.controls):
         seed = options.first + number
         is_control = number >= options.runs
-        rehearsals.append(rehearsed(seed, num_faults=0 if is_control else 1 + seed % 4, cuts=options.cuts))
+        rehearsals.append(
+            rehearsed(seed, num_faults=0 if is_control else 1 + seed % 4, cuts=options.cuts)
+        )
         latest = rehearsals[-1]
-        waits = [effect["next_step_s"] for effect in latest["effects"] if effect["next_step_s"] is not None]
-        print(f"{seed:4} {latest['plan']:34} {'passed' if latest['passed'] else 'FAILED'} "
-              f"{'named' if latest['named'] else 'NOT NAMED':9} {max(waits, default=0):6.2f} s "
-              f"{latest['recomputed_updates']:3} again  {', '.join(latest['faults'])}", flush=True)
+        waits = [
+            effect["next_step_s"]
+            for effect in latest["effects"]
+            if effect["next_step_s"] is not None
+        ]
+        print(
+            f"{seed:4} {latest['plan']:34} {'passed' if latest['passed'] else 'FAILED'} "
+            f"{'named' if latest['named'] else 'NOT NAMED':9} {max(waits, default=0):6.2f} s "
+            f"{latest['recomputed_updates']:3} again  {', '.join(latest['faults'])}",
+            flush=True,
+        )
         if options.json is not None:
             options.json.write_text(json.dumps(rehearsals, indent=1))
     print(tables(rehearsals))

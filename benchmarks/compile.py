@@ -39,8 +39,8 @@ TIMEOUT_S = 7200.0
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """eager_s: of a step without compiled blocks. gain: of one with them. start_s: of compiling, forward and backward.
-    """
+    """eager_s: of a step without compiled blocks. gain: of one with them. start_s: of compiling,
+    forward and backward."""
 
     eager_s: float
     gain: Gain
@@ -63,7 +63,9 @@ def the_job(form: str, batch: int) -> pl.Job:
     job = pl.load(str(EXAMPLE), {"batch": batch})
     if form == "gpt":
         return job
-    size = DecoderSize(layers=4, hidden=256, heads=4, ffn=704, vocab=256, sequence=128, form="llama")
+    size = DecoderSize(
+        layers=4, hidden=256, heads=4, ffn=704, vocab=256, sequence=128, form="llama"
+    )
     return replace(job, model=lambda: Decoder(size))
 
 
@@ -85,7 +87,10 @@ def measured(job: pl.Job, pairs: int) -> Figures:
     set_up_heap(keep=True)
     model = job.model()
     optimizer = job.optimizer(model.named_parameters())
-    inputs, targets = (torch.stack(tensors) for tensors in zip(*(job.data[k] for k in range(job.batch)), strict=True))
+    inputs, targets = (
+        torch.stack(tensors)
+        for tensors in zip(*(job.data[k] for k in range(job.batch)), strict=True)
+    )
     plan = Plan.parse(PLANS[1])
     compiled = compile_blocks.prepare(model, plan=plan, mesh=Mesh(plan.axes.sizes(), 0))
 
@@ -140,15 +145,31 @@ def apart(part: str, options: argparse.Namespace) -> Figures:
     """A part in a process that finds nothing compiled."""
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as empty:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.environ["TMPDIR"] = empty
-        output = run_command([sys.executable, "-m", "benchmarks.compile", "--part", part, "--form", options.form,
-                              "--batch", str(options.batch), "--pairs", str(options.pairs)], timeout_s=TIMEOUT_S)
+        output = run_command(
+            [
+                sys.executable,
+                "-m",
+                "benchmarks.compile",
+                "--part",
+                part,
+                "--form",
+                options.form,
+                "--batch",
+                str(options.batch),
+                "--pairs",
+                str(options.pairs),
+            ],
+            timeout_s=TIMEOUT_S,
+        )
     told = json.loads(output.splitlines()[-1])
     return Figures(**{**told, "gain": Gain(**told["gain"])})
 
 
 def report(parts: Sequence[tuple[str, Figures]]) -> None:
     """For people."""
-    print(f"{'':<10}{'step s':>8}{'gain ms (95 %)':>26}{'compiling s':>13}{'break-even steps':>24}{'off':>7}")
+    print(
+        f"{'':<10}{'step s':>8}{'gain ms (95 %)':>26}{'compiling s':>13}{'break-even steps':>24}{'off':>7}"
+    )
     measured_steps = parts[0][1].break_even
     for name, figures in parts:
         gained = figures.gain
@@ -157,26 +178,47 @@ def report(parts: Sequence[tuple[str, Figures]]) -> None:
         pays = f"{steps:.0f} ({fewest:.0f} to {most:.0f})" if gained.is_sure else "never"
         is_known = name != "measured" and max(measured_steps, figures.break_even) < float("inf")
         off = f"{figures.break_even / measured_steps - 1:+.0%}" if is_known else ""
-        print(f"{name:<10}{figures.eager_s:>8.4f}{gain:>26}{figures.start_s:>13.1f}{pays:>24}{off:>7}", flush=True)
+        print(
+            f"{name:<10}{figures.eager_s:>8.4f}{gain:>26}{figures.start_s:>13.1f}{pays:>24}{off:>7}",
+            flush=True,
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.compile", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.compile", description=(__doc__ or "").split("\n")[0]
+    )
     parser.add_argument("--form", choices=("gpt", "llama"), default="gpt", help="of the model")
     parser.add_argument("--pairs", type=int, default=100, help="steps of each kind")
     parser.add_argument("--batch", type=int, default=32, help="samples a step")
-    parser.add_argument("--calibrations", type=int, default=1, help="that are made, each from nothing")
+    parser.add_argument(
+        "--calibrations", type=int, default=1, help="that are made, each from nothing"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON on stdout")
     parser.add_argument("--part", choices=tuple(PARTS), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.part:
-        print(json.dumps(asdict(PARTS[options.part](the_job(options.form, options.batch), options.pairs))))
+        print(
+            json.dumps(
+                asdict(PARTS[options.part](the_job(options.form, options.batch), options.pairs))
+            )
+        )
         return
     warn_if_busy()
-    parts = [(part, apart(part, options)) for part in ("measured", *["calibrated"] * options.calibrations, "priced")]
+    parts = [
+        (part, apart(part, options))
+        for part in ("measured", *["calibrated"] * options.calibrations, "priced")
+    ]
     if options.json:
-        print(json.dumps([{"part": part, **asdict(figures), "break_even": figures.break_even}
-                          for part, figures in parts], indent=2))
+        print(
+            json.dumps(
+                [
+                    {"part": part, **asdict(figures), "break_even": figures.break_even}
+                    for part, figures in parts
+                ],
+                indent=2,
+            )
+        )
         return
     report(parts)
 

@@ -31,7 +31,10 @@ STEPS, SAVE_EVERY, KILLED_AFTER = 120, 20, 40
 def main() -> None:
     """Show it, in about a minute on two idle cores."""
     try:
-        with hosts(NUM_HOSTS, mbit_s=MBIT_S) as made, tempfile.TemporaryDirectory(prefix="paceline-demo-") as folder:
+        with (
+            hosts(NUM_HOSTS, mbit_s=MBIT_S) as made,
+            tempfile.TemporaryDirectory(prefix="paceline-demo-") as folder,
+        ):
             show(made, Path(folder))
     except NoLab as error:
         sys.exit(f"demo-cluster can't make hosts here: {error}")
@@ -40,37 +43,68 @@ def main() -> None:
 def show(made: Sequence[Host], folder: Path) -> None:
     """The demonstration, its runs in a folder."""
     run, began_s = folder / "run", time.monotonic()
-    tell(f"{NUM_HOSTS} hosts, {MBIT_S} Mbit/s each way; what is between them (paceline doctor --hosts):")
+    tell(
+        f"{NUM_HOSTS} hosts, {MBIT_S} Mbit/s each way; what is between them (paceline doctor --hosts):"
+    )
     ended(start(made, "doctor", "--hosts"))
-    train = ["train", str(DIGITS), "--set", "width=8", "--steps", str(STEPS), "--save-every", str(SAVE_EVERY)]
+    train = [
+        "train",
+        str(DIGITS),
+        "--set",
+        "width=8",
+        "--steps",
+        str(STEPS),
+        "--save-every",
+        str(SAVE_EVERY),
+    ]
     plan, may_be = f"data={NUM_HOSTS}", f"{NUM_HOSTS - 1}:{NUM_HOSTS}"
-    tell(f"the same command on each host: paceline train 01_digits.py --plan {plan} --hosts {may_be} --run DIR")
-    started = start(made, *train, "--plan", plan, "--hosts", may_be, "--patience", "10", "--run", str(run))
+    tell(
+        f"the same command on each host: paceline train 01_digits.py --plan {plan} --hosts {may_be} --run DIR"
+    )
+    started = start(
+        made, *train, "--plan", plan, "--hosts", may_be, "--patience", "10", "--run", str(run)
+    )
     wait_for(run / "checkpoints" / f"step-{KILLED_AFTER}" / "COMMIT", started)
     os.killpg(started[-1].pid, signal.SIGKILL)
     tell(f"host {NUM_HOSTS - 1} is killed; the others go on without it")
     ended(started[:-1])
     tell("was any sample lost or counted twice (paceline audit)? what does one device compute?")
     subprocess.run([*PACELINE, "audit", str(run)], check=True)
-    subprocess.run([*PACELINE, *train, "--plan", "single", "--run", str(folder / "one")], check=True,
-                   capture_output=True)
+    subprocess.run(
+        [*PACELINE, *train, "--plan", "single", "--run", str(folder / "one")],
+        check=True,
+        capture_output=True,
+    )
     weights, expected = (load_file(each / "model.safetensors") for each in (run, folder / "one"))
     differ = max(float((weights[name] - expected[name]).abs().max()) for name in expected)
-    tell(f"the largest difference of a weight from one device's: {differ:.1e} (float32); "
-         f"{time.monotonic() - began_s:.0f} s in all")
+    tell(
+        f"the largest difference of a weight from one device's: {differ:.1e} (float32); "
+        f"{time.monotonic() - began_s:.0f} s in all"
+    )
 
 
 def start(made: Sequence[Host], *command: str) -> list[subprocess.Popen[str]]:
     """The same command on each host, which is told its place. What the first one prints is shown."""
-    place = {"PET_NNODES": str(len(made)), "PET_MASTER_ADDR": made[0].address, "PET_MASTER_PORT": str(PORT),
-             "PET_NPROC_PER_NODE": "1", "OMP_NUM_THREADS": "1"}
-    started = [host.start([*PACELINE, *command], {**place, "PET_NODE_RANK": str(number)})
-               for number, host in enumerate(made)]
+    place = {
+        "PET_NNODES": str(len(made)),
+        "PET_MASTER_ADDR": made[0].address,
+        "PET_MASTER_PORT": str(PORT),
+        "PET_NPROC_PER_NODE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    started = [
+        host.start([*PACELINE, *command], {**place, "PET_NODE_RANK": str(number)})
+        for number, host in enumerate(made)
+    ]
     for number, process in enumerate(started):
         for stream in (process.stdout, process.stderr):
             assert stream is not None
-            threading.Thread(target=read, args=(stream, sys.stdout if number == 0 else None),
-                             name=f"{process.pid}", daemon=True).start()
+            threading.Thread(
+                target=read,
+                args=(stream, sys.stdout if number == 0 else None),
+                name=f"{process.pid}",
+                daemon=True,
+            ).start()
     return started
 
 
@@ -82,7 +116,9 @@ def read(stream: TextIO, to: TextIO | None) -> None:
             to.flush()
 
 
-def wait_for(path: Path, started: Sequence[subprocess.Popen[str]], *, timeout_s: float = 120) -> None:
+def wait_for(
+    path: Path, started: Sequence[subprocess.Popen[str]], *, timeout_s: float = 120
+) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not path.exists():
         if any(process.poll() is not None for process in started) or time.monotonic() > deadline_s:

@@ -112,9 +112,21 @@ class Killer:
 def trained(way: str, plan: str, steps: int, *, mtbf_s: float = math.inf, seed: int = 0) -> Run:
     """Train, and kill ranks meanwhile. A command that ends before its time is run again."""
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as where:
-        run, killer = Path(where) / "run", Killer(mtbf_s, random.Random(seed), kills_launcher=way == "resume")
-        command = [sys.executable, "-m", "benchmarks.contenders.goodput.run", way, str(JOB), plan, str(steps), str(run),
-                   str(SAVE_EVERY)]
+        run, killer = (
+            Path(where) / "run",
+            Killer(mtbf_s, random.Random(seed), kills_launcher=way == "resume"),
+        )
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.contenders.goodput.run",
+            way,
+            str(JOB),
+            plan,
+            str(steps),
+            str(run),
+            str(SAVE_EVERY),
+        ]
         until_s = time.monotonic() + LIMIT_S
         while _launched(command, run, killer, until_s):
             pass
@@ -123,9 +135,19 @@ def trained(way: str, plan: str, steps: int, *, mtbf_s: float = math.inf, seed: 
 
 def _launched(command: Sequence[str], run: Path, killer: Killer, until_s: float) -> int:
     """Run the command to its end, with kills from the first step of the run on. Returns its exit code."""
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                          start_new_session=True) as process:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}",
+        "OMP_NUM_THREADS": "1",
+    }
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    ) as process:
         try:
             _wait(lambda: _num_steps(run) > 0 or process.poll() is not None, until_s)
             if killer.mtbf_s < math.inf and killer.next_s == math.inf:
@@ -162,21 +184,39 @@ def _figures(way: str, mtbf_s: float, run: Path, killer: Killer) -> Run:
     num_updates = len(journal) - len(launches)
     kills = [kill_s for kill_s in killer.kills_s if kill_s < ends_s[-1]]
     restarts_s = [next(end_s for end_s in ends_s if end_s > kill_s) - kill_s for kill_s in kills]
-    lone_s = [restart_s for kill_s, restart_s, later_s in zip(kills, restarts_s, [*kills, math.inf][1:], strict=True)
-              if kill_s + restart_s < later_s and kill_s in killer.of_ranks]
+    lone_s = [
+        restart_s
+        for kill_s, restart_s, later_s in zip(
+            kills, restarts_s, [*kills, math.inf][1:], strict=True
+        )
+        if kill_s + restart_s < later_s and kill_s in killer.of_ranks
+    ]
     kept = tuple(range(SAVE_EVERY, len(ends_s) + 1, SAVE_EVERY))
     if way == "copies":
         kept = tuple(sorted(set(map(int, (run / IN_MEMORY).read_text().split()))))
     began_s = launches[0].time
     useful_s = _useful_s([began_s, *ends_s], [launch.time for launch in launches[1:]])
-    return Run(way, mtbf_s, ends_s[-1] - began_s, useful_s, len(kills), tuple(lone_s), _endings_s(killer),
-               num_updates - len(ends_s), kept, useful_s / (ends_s[-1] - began_s))
+    return Run(
+        way,
+        mtbf_s,
+        ends_s[-1] - began_s,
+        useful_s,
+        len(kills),
+        tuple(lone_s),
+        _endings_s(killer),
+        num_updates - len(ends_s),
+        kept,
+        useful_s / (ends_s[-1] - began_s),
+    )
 
 
 def _endings_s(killer: Killer) -> tuple[float, ...]:
     """From the first kill of a rank of each launch that was ended by it to the launch's end."""
-    return tuple(end_s - min(kills) for before_s, end_s in pairwise((0.0, *killer.ends_s[:-1]))
-                 if (kills := [kill_s for kill_s in killer.of_ranks if before_s < kill_s < end_s]))
+    return tuple(
+        end_s - min(kills)
+        for before_s, end_s in pairwise((0.0, *killer.ends_s[:-1]))
+        if (kills := [kill_s for kill_s in killer.of_ranks if before_s < kill_s < end_s])
+    )
 
 
 def _useful_s(ends_s: Sequence[float], launches_s: Sequence[float]) -> float:
@@ -185,17 +225,28 @@ def _useful_s(ends_s: Sequence[float], launches_s: Sequence[float]) -> float:
     return sum(took_s) + (len(ends_s) - 1 - len(took_s)) * statistics.median(took_s)
 
 
-def predicted(run: Run, undisturbed: Run, steps: int, others: Sequence[Run], *, mtbf_s: float) -> float:
+def predicted(
+    run: Run, undisturbed: Run, steps: int, others: Sequence[Run], *, mtbf_s: float
+) -> float:
     """Launches that fail as often, played: from what an undisturbed one keeps, and the way's runs with other rates."""
     step_s, draws = run.useful_s / steps, random.Random(0)
     ending_s = statistics.fmean([second for other in others for second in other.endings_s] or [0.0])
     start_s = statistics.fmean(second for other in others for second in other.restarts_s) - ending_s
-    passed_s = sum(_played_s(steps, step_s, (ending_s, start_s), undisturbed.kept, mtbf_s, draws) for _ in range(PLAYS))
+    passed_s = sum(
+        _played_s(steps, step_s, (ending_s, start_s), undisturbed.kept, mtbf_s, draws)
+        for _ in range(PLAYS)
+    )
     return PLAYS * steps * step_s / passed_s
 
 
-def _played_s(steps: int, step_s: float, restart_s: tuple[float, float], kept: Sequence[int], mtbf_s: float,
-              draws: random.Random) -> float:
+def _played_s(
+    steps: int,
+    step_s: float,
+    restart_s: tuple[float, float],
+    kept: Sequence[int],
+    mtbf_s: float,
+    draws: random.Random,
+) -> float:
     """Seconds of one run. restart_s: until what failed has ended, and from then to the next step."""
     ending_s, start_s = restart_s
     done, passed_s = 0, 0.0
@@ -211,39 +262,56 @@ def _played_s(steps: int, step_s: float, restart_s: tuple[float, float], kept: S
         passed_s += start_s
 
 
-def main(rates_s: Sequence[float], ways: Sequence[str], plan: str, steps: int, *, as_json: bool) -> None:
+def main(
+    rates_s: Sequence[float], ways: Sequence[str], plan: str, steps: int, *, as_json: bool
+) -> None:
     warn_if_busy()
     rows: list[Run] = []
     for way in ways:
         undisturbed = trained(way, plan, steps)
-        print(f"{way}: undisturbed {undisturbed.trained_s:.1f} s, with {len(undisturbed.kept)} steps to go back to",
-              file=sys.stderr)
+        print(
+            f"{way}: undisturbed {undisturbed.trained_s:.1f} s, with {len(undisturbed.kept)} steps to go back to",
+            file=sys.stderr,
+        )
         runs = []
         for seed, mtbf_s in enumerate(rates_s):
             run = trained(way, plan, steps, mtbf_s=mtbf_s, seed=seed)
             runs.append(run)
-            print(f"{way}: a kill every {mtbf_s:g} s, {run.num_kills} kills, {run.trained_s:.1f} s",
-                  file=sys.stderr)
+            print(
+                f"{way}: a kill every {mtbf_s:g} s, {run.num_kills} kills, {run.trained_s:.1f} s",
+                file=sys.stderr,
+            )
         for run in runs:
             others = [other for other in runs if other is not run]
             came_s = run.trained_s / run.num_kills if run.num_kills else 1e9
-            rows.append(replace(run, predicted=predicted(run, undisturbed, steps, others, mtbf_s=run.mtbf_s),
-                                predicted_for_kills=predicted(run, undisturbed, steps, others, mtbf_s=came_s)))
+            rows.append(
+                replace(
+                    run,
+                    predicted=predicted(run, undisturbed, steps, others, mtbf_s=run.mtbf_s),
+                    predicted_for_kills=predicted(run, undisturbed, steps, others, mtbf_s=came_s),
+                )
+            )
     if as_json:
         print(json.dumps([asdict(row) for row in rows], indent=1))
         return
-    print(f"{'way':12} mtbf s  kills  s to the next step  steps again  measured  predicted  error  "
-          "for the kills  error")
+    print(
+        f"{'way':12} mtbf s  kills  s to the next step  steps again  measured  predicted  error  "
+        "for the kills  error"
+    )
     for row in rows:
         restart_s = statistics.fmean(row.restarts_s or [0])
-        print(f"{row.way:12} {row.mtbf_s:6.1f}  {row.num_kills:5}  {restart_s:18.2f}  "
-              f"{row.steps_recomputed:11}  {row.measured:8.3f}  "
-              f"{row.predicted:9.3f}  {100 * (row.predicted / row.measured - 1):+3.0f} %  "
-              f"{row.predicted_for_kills:13.3f}  {100 * (row.predicted_for_kills / row.measured - 1):+3.0f} %")
+        print(
+            f"{row.way:12} {row.mtbf_s:6.1f}  {row.num_kills:5}  {restart_s:18.2f}  "
+            f"{row.steps_recomputed:11}  {row.measured:8.3f}  "
+            f"{row.predicted:9.3f}  {100 * (row.predicted / row.measured - 1):+3.0f} %  "
+            f"{row.predicted_for_kills:13.3f}  {100 * (row.predicted_for_kills / row.measured - 1):+3.0f} %"
+        )
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mtbf-s", nargs="+", type=float, default=(6.0, 12.0, 24.0))
     parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS)
     parser.add_argument("--plan", default="data=2")

@@ -21,7 +21,9 @@ from pathlib import Path
 
 from benchmarks.turns import CONFIDENCE, ROOT, Ratio, ratio, run_command, warn_if_busy
 
-JOBS: dict[str, tuple[Path, int, int, int]] = {  # by name: the file, steps before the first block, of a block; pairs
+JOBS: dict[
+    str, tuple[Path, int, int, int]
+] = {  # by name: the file, steps before the first block, of a block; pairs
     "blocks": (ROOT / "benchmarks" / "contenders" / "recovery" / "blocks.py", 400, 10, 1000),
     "gpt": (ROOT / "examples" / "02_gpt_bytes.py", 16, 2, 60),
 }
@@ -32,8 +34,16 @@ RESAMPLES = 2000
 def blocks_s(job: str, plan: str, pairs: int | None) -> tuple[list[float], list[float]]:
     """Seconds of each block with it, and of the one beside it without."""
     file, warm_up, block, usual_pairs = JOBS[job]
-    output = run_command([sys.executable, "-m", "benchmarks.contenders.overhead.run", str(file), plan,
-                          *map(str, (warm_up, block, pairs or usual_pairs))])
+    output = run_command(
+        [
+            sys.executable,
+            "-m",
+            "benchmarks.contenders.overhead.run",
+            str(file),
+            plan,
+            *map(str, (warm_up, block, pairs or usual_pairs)),
+        ]
+    )
     figures = json.loads(output.splitlines()[-1])
     return figures["with_s"], figures["without_s"]
 
@@ -56,16 +66,24 @@ def main(pairs: int | None, jobs: Sequence[str], plans: Sequence[str], *, as_jso
     if as_json:
         print(json.dumps({"with_s, without_s": cases}))
         return
-    print(f"{'':20} ms a step: with, without   throughput with / without: median of pairs   all together")
+    print(
+        f"{'':20} ms a step: with, without   throughput with / without: median of pairs   all together"
+    )
     for case, (with_s, without_s) in cases.items():
         block = JOBS[case.partition(" ")[0]][2]
-        with_ms, without_ms = (1e3 * statistics.median(each) / block for each in (with_s, without_s))
-        print(f"{case:20} {with_ms:15.3f}  {without_ms:7.3f}   {ratio(without_s, with_s)!s:37}   "
-              f"{together(without_s, with_s)}")
+        with_ms, without_ms = (
+            1e3 * statistics.median(each) / block for each in (with_s, without_s)
+        )
+        print(
+            f"{case:20} {with_ms:15.3f}  {without_ms:7.3f}   {ratio(without_s, with_s)!s:37}   "
+            f"{together(without_s, with_s)}"
+        )
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--pairs", type=int, default=None)
     parser.add_argument("--jobs", nargs="+", default=tuple(JOBS), choices=tuple(JOBS))
     parser.add_argument("--plans", nargs="+", default=PLANS)

@@ -29,12 +29,29 @@ from typing import Any
 
 import psutil
 
-from benchmarks.turns import ROOT, ContenderFailed, Record, document, measure, paceline, torchrun, warn_if_busy
+from benchmarks.turns import (
+    ROOT,
+    ContenderFailed,
+    Record,
+    document,
+    measure,
+    paceline,
+    torchrun,
+    warn_if_busy,
+)
 from paceline.strategies.plan import Plan
 
 JOB = ROOT / "benchmarks" / "contenders" / "recovery" / "blocks.py"
-PLANS = ("single", "data=2", "shard=2", "pipeline=2 microbatches=4", "tensor=2", "data=2 local=4", "server=1 workers=2",
-         "server=1 workers=2 staleness=2")
+PLANS = (
+    "single",
+    "data=2",
+    "shard=2",
+    "pipeline=2 microbatches=4",
+    "tensor=2",
+    "data=2 local=4",
+    "server=1 workers=2",
+    "server=1 workers=2 staleness=2",
+)
 TORCHRUN = "torchrun --max-restarts"
 SAVE_EVERY = 20  # steps, of the hand-written loop
 KILLED_AFTER = 0.5  # of the steps
@@ -66,10 +83,18 @@ def _killed(command: Sequence[str], metrics: Path, *, after: int, log: Path) -> 
     """Run a command and kill its last rank after so many steps. Returns when, and the last step until then."""
     # Without the last one, gloo under torchrun (torch 2.13) reads the addresses of the ranks before it started them
     # again, from a store that both share, and gives up.
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1",
-                   "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    with log.open("wb") as output, subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output,
-                                                    start_new_session=True) as process:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}",
+        "OMP_NUM_THREADS": "1",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+    with (
+        log.open("wb") as output,
+        subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True
+        ) as process,
+    ):
         try:
             until_s = time.monotonic() + LIMIT_S
             while (last := max(map(_step, _steps(metrics)), default=0)) < after:
@@ -108,60 +133,127 @@ def _digest(model: Path) -> str:
 def _with_paceline(plan: str, steps: int, width: int, undisturbed: dict[str, str]) -> Run:
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
         run, whole = Path(folder) / "run", Path(folder) / "whole"
-        words = "train", str(JOB), "--plan", plan, "--set", f"steps={steps}", "--set", f"width={width}", "--run"
+        words = (
+            "train",
+            str(JOB),
+            "--plan",
+            plan,
+            "--set",
+            f"steps={steps}",
+            "--set",
+            f"width={width}",
+            "--run",
+        )
         if plan not in undisturbed:
-            subprocess.run(paceline(*words, str(whole)), check=True, capture_output=True, cwd=ROOT,
-                           env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"})
+            subprocess.run(
+                paceline(*words, str(whole)),
+                check=True,
+                capture_output=True,
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
+            )
             undisturbed[plan] = _digest(whole / "model.safetensors")
-        killed_s, last = _killed(paceline(*words, str(run)), run / "metrics.jsonl", after=int(KILLED_AFTER * steps),
-                                 log=Path(folder) / "log")
+        killed_s, last = _killed(
+            paceline(*words, str(run)),
+            run / "metrics.jsonl",
+            after=int(KILLED_AFTER * steps),
+            log=Path(folder) / "log",
+        )
         # What ranks did before they were ended is in the journal alone: metrics.jsonl has each step once.
         journal = [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
         begins = [number for number, line in enumerate(journal) if "after" in line]
         applied = again_from = last  # where the lost rank was replaced alone, the others went on
         if len(begins) > 1:
-            applied = max([line["step"] for line in journal[:begins[1]] if "step" in line] or [last])
+            applied = max(
+                [line["step"] for line in journal[: begins[1]] if "step" in line] or [last]
+            )
             again_from = journal[begins[1]]["after"]
-        is_comparable = not getattr(Plan.parse(plan).sync, "staleness", 0)  # with staleness, no two runs are alike
-        return _figures(_steps(run / "metrics.jsonl"), killed_s, steps, applied=applied, again_from=again_from,
-                        has_equal_weights=_digest(run / "model.safetensors") == undisturbed[plan]
-                        if is_comparable else None)
+        is_comparable = not getattr(
+            Plan.parse(plan).sync, "staleness", 0
+        )  # with staleness, no two runs are alike
+        return _figures(
+            _steps(run / "metrics.jsonl"),
+            killed_s,
+            steps,
+            applied=applied,
+            again_from=again_from,
+            has_equal_weights=_digest(run / "model.safetensors") == undisturbed[plan]
+            if is_comparable
+            else None,
+        )
 
 
 def _torchrun(steps: int, width: int) -> Run:
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
-        words = folder, "--steps", str(steps), "--save-every", str(SAVE_EVERY), "--width", str(width)
+        words = (
+            folder,
+            "--steps",
+            str(steps),
+            "--save-every",
+            str(SAVE_EVERY),
+            "--width",
+            str(width),
+        )
         command = torchrun("benchmarks.contenders.recovery.checkpointing", *words)
-        command[command.index("--standalone"):command.index("--standalone")] = ["--max-restarts", "3"]
+        command[command.index("--standalone") : command.index("--standalone")] = [
+            "--max-restarts",
+            "3",
+        ]
         metrics = Path(folder) / "metrics.jsonl"
-        half_way = int(KILLED_AFTER * steps) // SAVE_EVERY * SAVE_EVERY + SAVE_EVERY // 2  # between two saves
+        half_way = (
+            int(KILLED_AFTER * steps) // SAVE_EVERY * SAVE_EVERY + SAVE_EVERY // 2
+        )  # between two saves
         killed_s, last = _killed(command, metrics, after=half_way, log=Path(folder) / "log")
         records = _steps(metrics)
         later = [record for record in records if record["pid"] != records[0]["pid"]]
         applied = max(_step(record) for record in records if record["pid"] == records[0]["pid"])
-        return _figures(later, killed_s, steps, applied=max(applied, last), again_from=_step(later[0]) - 1,
-                        has_equal_weights=None)
+        return _figures(
+            later,
+            killed_s,
+            steps,
+            applied=max(applied, last),
+            again_from=_step(later[0]) - 1,
+            has_equal_weights=None,
+        )
 
 
-def _figures(records: Sequence[dict[str, Any]], killed_s: float, steps: int, *, applied: int, again_from: int,
-             has_equal_weights: bool | None) -> Run:
+def _figures(
+    records: Sequence[dict[str, Any]],
+    killed_s: float,
+    steps: int,
+    *,
+    applied: int,
+    again_from: int,
+    has_equal_weights: bool | None,
+) -> Run:
     """applied: the last step before the new ranks began, after the step `again_from`."""
-    after = {_step(record): record["time"] - killed_s for record in records if record["time"] > killed_s}
-    return Run(after[again_from + 1], after[min(applied + 1, max(after))], applied - again_from,
-               len(set(range(again_from + 1, steps + 1)) - set(after)), has_equal_weights)
+    after = {
+        _step(record): record["time"] - killed_s for record in records if record["time"] > killed_s
+    }
+    return Run(
+        after[again_from + 1],
+        after[min(applied + 1, max(after))],
+        applied - again_from,
+        len(set(range(again_from + 1, steps + 1)) - set(after)),
+        has_equal_weights,
+    )
 
 
 def _say(run: Run) -> str:
     weights = {True: "equal weights", False: "OTHER WEIGHTS", None: ""}[run.has_equal_weights]
-    return f"{run.first_step_s:.2f} s to the first step, {run.new_step_s:.2f} s to a new one, " \
-           f"{run.steps_recomputed} steps again, {run.steps_missing} missing {weights}"
+    return (
+        f"{run.first_step_s:.2f} s to the first step, {run.new_step_s:.2f} s to a new one, "
+        f"{run.steps_recomputed} steps again, {run.steps_missing} missing {weights}"
+    )
 
 
 def main(rounds: int, plans: Sequence[str], steps: int, width: int, *, as_json: bool) -> None:
     warn_if_busy()
     undisturbed: dict[str, str] = {}
     contenders: dict[str, tuple[str, Callable[[], Run]]] = {
-        plan: ("paceline", partial(_with_paceline, plan, steps, width, undisturbed)) for plan in plans}
+        plan: ("paceline", partial(_with_paceline, plan, steps, width, undisturbed))
+        for plan in plans
+    }
     contenders[TORCHRUN] = "torch", partial(_torchrun, steps, width)
     records: dict[str, Record[Run]] = measure(contenders, rounds=rounds, say=_say)
     if as_json:
@@ -172,18 +264,27 @@ def main(rounds: int, plans: Sequence[str], steps: int, width: int, *, as_json: 
         if record.skipped:
             print(f"{name:28} {record.skipped}")
             continue
-        weights = "-" if record.runs[0].has_equal_weights is None else (
-            "equal" if all(run.has_equal_weights for run in record.runs) else "DIFFER")
-        print(f"{name:28} {record.median('first_step_s'):12.2f}  {record.median('new_step_s'):10.2f}  "
-              f"{record.median('steps_recomputed'):11.0f}  {record.median('steps_missing'):7.0f}  {weights}")
+        weights = (
+            "-"
+            if record.runs[0].has_equal_weights is None
+            else ("equal" if all(run.has_equal_weights for run in record.runs) else "DIFFER")
+        )
+        print(
+            f"{name:28} {record.median('first_step_s'):12.2f}  {record.median('new_step_s'):10.2f}  "
+            f"{record.median('steps_recomputed'):11.0f}  {record.median('steps_missing'):7.0f}  {weights}"
+        )
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--plans", nargs="+", default=PLANS)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args(sys.argv[1:])
-    main(arguments.rounds, arguments.plans, arguments.steps, arguments.width, as_json=arguments.json)
+    main(
+        arguments.rounds, arguments.plans, arguments.steps, arguments.width, as_json=arguments.json
+    )

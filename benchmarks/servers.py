@@ -19,7 +19,17 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.contenders.servers.work import BATCH, LOSSES, LR, WARM_UP_UPDATES
-from benchmarks.turns import ROOT, Ratio, Record, document, measure, paceline, ratio, run_command, warn_if_busy
+from benchmarks.turns import (
+    ROOT,
+    Ratio,
+    Record,
+    document,
+    measure,
+    paceline,
+    ratio,
+    run_command,
+    warn_if_busy,
+)
 
 WORKERS = 2
 JOB = ROOT / "benchmarks" / "contenders" / "servers" / "perceptron.py"
@@ -50,9 +60,21 @@ class Ours:
         with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
             run = Path(folder) / "run"
             steps = WARM_UP_UPDATES + updates // self.updates_a_step
-            command = paceline("train", str(JOB), "--plan", self.plan, "--set", f"batch={WORKERS * BATCH}",
-                               "--set", f"steps={steps}", "--set", f"lr={LR * self.updates_a_step}",
-                               "--run", str(run), "--json")
+            command = paceline(
+                "train",
+                str(JOB),
+                "--plan",
+                self.plan,
+                "--set",
+                f"batch={WORKERS * BATCH}",
+                "--set",
+                f"steps={steps}",
+                "--set",
+                f"lr={LR * self.updates_a_step}",
+                "--run",
+                str(run),
+                "--json",
+            )
             summary = json.loads(run_command(command))
             lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         losses = [line["loss"] for line in lines if "loss" in line]
@@ -69,8 +91,16 @@ class Peer:
 
     def run(self, updates: int) -> Run:
         module, *arguments = self.command
-        command = [sys.executable, "-m", f"benchmarks.contenders.servers.{module}", *arguments,
-                   "--updates", str(updates), "--workers", str(WORKERS)]
+        command = [
+            sys.executable,
+            "-m",
+            f"benchmarks.contenders.servers.{module}",
+            *arguments,
+            "--updates",
+            str(updates),
+            "--workers",
+            str(WORKERS),
+        ]
         return Run(**json.loads(run_command(command).strip().splitlines()[-1]))
 
 
@@ -86,38 +116,68 @@ CONTENDERS: dict[str, Ours | Peer] = {
 
 def compare(records: Mapping[str, Record[Run]]) -> dict[str, Ratio]:
     """Ours by each peer's speed, pair by pair."""
-    speeds = {name: record.all("samples_per_s") for name, record in records.items() if not record.skipped}
+    speeds = {
+        name: record.all("samples_per_s") for name, record in records.items() if not record.skipped
+    }
     pairs = {name: CONTENDERS[name].beside for name in speeds}
-    return {name: ratio(speeds[contender], speeds[name]) for name, contender in pairs.items() if contender in speeds}
+    return {
+        name: ratio(speeds[contender], speeds[name])
+        for name, contender in pairs.items()
+        if contender in speeds
+    }
 
 
 def table(records: Mapping[str, Record[Run]], ratios: Mapping[str, Ratio]) -> str:
     """The result for people."""
-    rows = [f"{'':<22} {'samples/s':>9} {'loss':>7}   paceline / peer, median of pairs [95 % interval, sign test]"]
+    rows = [
+        f"{'':<22} {'samples/s':>9} {'loss':>7}   paceline / peer, median of pairs [95 % interval, sign test]"
+    ]
     for name, record in records.items():
         if record.skipped:
             rows.append(f"{name:<22} skipped: {record.skipped}")
         else:
-            rows.append(f"{name:<22} {record.median('samples_per_s'):>9.0f} {record.median('final_loss'):>7.3f}   "
-                        f"{ratios.get(name, '')}")
+            rows.append(
+                f"{name:<22} {record.median('samples_per_s'):>9.0f} {record.median('final_loss'):>7.3f}   "
+                f"{ratios.get(name, '')}"
+            )
     return "\n".join(rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.servers", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=7, help="turns of each contender; an interval needs 6")
-    parser.add_argument("--updates", type=int, default=200, help=f"measured, after {WARM_UP_UPDATES} of warm-up")
-    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS),
-                        help="which; all by default")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.servers", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=7, help="turns of each contender; an interval needs 6"
+    )
+    parser.add_argument(
+        "--updates", type=int, default=200, help=f"measured, after {WARM_UP_UPDATES} of warm-up"
+    )
+    parser.add_argument(
+        "--contenders",
+        nargs="+",
+        choices=CONTENDERS,
+        default=list(CONTENDERS),
+        help="which; all by default",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON on stdout")
     options = parser.parse_args()
     warn_if_busy()
-    records = measure({name: (CONTENDERS[name].package, partial(CONTENDERS[name].run, options.updates))
-                       for name in options.contenders},
-                      rounds=options.rounds, say=lambda run: f"{run.samples_per_s:.0f} samples/s")
+    records = measure(
+        {
+            name: (CONTENDERS[name].package, partial(CONTENDERS[name].run, options.updates))
+            for name in options.contenders
+        },
+        rounds=options.rounds,
+        say=lambda run: f"{run.samples_per_s:.0f} samples/s",
+    )
     ratios = compare(records)
-    print(json.dumps(document(records, ratios), indent=2) if options.json else table(records, ratios))
-    if any(record.skipped for name, record in records.items() if isinstance(CONTENDERS[name], Ours)):
+    print(
+        json.dumps(document(records, ratios), indent=2) if options.json else table(records, ratios)
+    )
+    if any(
+        record.skipped for name, record in records.items() if isinstance(CONTENDERS[name], Ours)
+    ):
         raise SystemExit(1)
 
 

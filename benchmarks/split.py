@@ -33,7 +33,9 @@ PARTS = '[parts]\n0 = ["left", "out"]\n1 = ["right"]\n'
 
 
 def tower(width: int, layers: int) -> nn.Module:
-    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(layers)))
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(layers))
+    )
 
 
 class TwoTowers(nn.Module):
@@ -60,10 +62,18 @@ def lopsided() -> nn.Module:
 def step_s(model: Callable[[], nn.Module], plan: str, *, batch: int) -> float:
     """Seconds a step, after the warm-up."""
     x = torch.randn(2048, 768, generator=torch.Generator().manual_seed(0))
-    job = paceline.Job(model=model, data=TensorDataset(x, x[:, :8].argmax(1)), loss=F.cross_entropy,
-                       optimizer=lambda named: torch.optim.SGD(named, lr=1e-3), batch=batch, steps=STEPS)
+    job = paceline.Job(
+        model=model,
+        data=TensorDataset(x, x[:, :8].argmax(1)),
+        loss=F.cross_entropy,
+        optimizer=lambda named: torch.optim.SGD(named, lr=1e-3),
+        batch=batch,
+        steps=STEPS,
+    )
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
-        return float(paceline.train(job, plan, devices="cpu:0-1", run=Path(folder) / "run")["step_s"])
+        return float(
+            paceline.train(job, plan, devices="cpu:0-1", run=Path(folder) / "run")["step_s"]
+        )
 
 
 @contextmanager
@@ -82,18 +92,24 @@ def cut_by_layers() -> float:
         return step_s(lopsided, "pipeline=2 microbatches=8", batch=BALANCE_BATCH)
 
 
-def compare(name: str, candidate: Callable[[], float], other: Callable[[], float], *, rounds: int) -> tuple[Ratio, Any]:
+def compare(
+    name: str, candidate: Callable[[], float], other: Callable[[], float], *, rounds: int
+) -> tuple[Ratio, Any]:
     """How much faster the candidate is than the other, pair by pair."""
     seconds: dict[str, list[float]] = {"ours": [], "other": []}
     for _, contender, outcome in take_turns({"ours": candidate, "other": other}, rounds=rounds):
         if isinstance(outcome, Exception):
             raise SystemExit(f"{name}: {outcome}")
         seconds[contender].append(outcome)
-    return ratio(seconds["other"], seconds["ours"]), {k: statistics.median(v) for k, v in seconds.items()}
+    return ratio(seconds["other"], seconds["ours"]), {
+        k: statistics.median(v) for k, v in seconds.items()
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.split", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.split", description=(__doc__ or "").split("\n")[0]
+    )
     parser.add_argument("--rounds", type=int, default=7, help="turns of each; an interval needs 6")
     parser.add_argument("--json", action="store_true", help="print JSON on stdout")
     options = parser.parse_args()
@@ -103,17 +119,30 @@ def main() -> None:
         file.flush()
         placed = f"place={file.name} parts=2"
         comparisons = {
-            "branches": compare("branches", lambda: step_s(lambda: TwoTowers(False), placed, batch=BRANCHES_BATCH),
-                                lambda: step_s(lambda: TwoTowers(True), placed, batch=BRANCHES_BATCH),
-                                rounds=options.rounds),
-            "balance": compare("balance", lambda: step_s(lopsided, "pipeline=2 microbatches=8", batch=BALANCE_BATCH),
-                               cut_by_layers, rounds=options.rounds)}
+            "branches": compare(
+                "branches",
+                lambda: step_s(lambda: TwoTowers(False), placed, batch=BRANCHES_BATCH),
+                lambda: step_s(lambda: TwoTowers(True), placed, batch=BRANCHES_BATCH),
+                rounds=options.rounds,
+            ),
+            "balance": compare(
+                "balance",
+                lambda: step_s(lopsided, "pipeline=2 microbatches=8", batch=BALANCE_BATCH),
+                cut_by_layers,
+                rounds=options.rounds,
+            ),
+        }
     if options.json:
-        document = {name: {"ratio": asdict(value), "step_s": seconds} for name, (value, seconds) in comparisons.items()}
+        document = {
+            name: {"ratio": asdict(value), "step_s": seconds}
+            for name, (value, seconds) in comparisons.items()
+        }
         print(json.dumps(document, indent=2))
         return
     for name, (value, seconds) in comparisons.items():
-        print(f"{name:<10} {value} (median step {1e3 * seconds['ours']:.1f} ms beside {1e3 * seconds['other']:.1f} ms)")
+        print(
+            f"{name:<10} {value} (median step {1e3 * seconds['ours']:.1f} ms beside {1e3 * seconds['other']:.1f} ms)"
+        )
 
 
 if __name__ == "__main__":

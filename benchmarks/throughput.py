@@ -1,6 +1,6 @@
 """Steps a second of the byte GPT on two CPU ranks of one thread each, beside other tools, in turns.
 
-    python -m benchmarks.throughput [--rounds 7] [--steps 30] [--peers NAME...] [--json]
+python -m benchmarks.throughput [--rounds 7] [--steps 30] [--peers NAME...] [--json]
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def run_ours(steps: int) -> Run:
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
         run = Path(folder) / "run"
         total = str(WARM_UP_STEPS + steps)
-        command = paceline("train", str(EXAMPLE), "--plan", f"data={RANKS}", "--steps", total, "--run", str(run))
+        command = paceline(
+            "train", str(EXAMPLE), "--plan", f"data={RANKS}", "--steps", total, "--run", str(run)
+        )
         summary = json.loads(run_command([*command, "--json"]))
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if "loss" in line]
@@ -65,42 +67,64 @@ def run_peer(module: str, steps: int) -> Run:
 
 def contenders(steps: int, peers: Sequence[str]) -> dict[str, tuple[str, Callable[[], Run]]]:
     """Ours first."""
-    return {OURS: (OURS, partial(run_ours, steps)),
-            **{name: (PEERS[name][0], partial(run_peer, PEERS[name][1], steps)) for name in peers}}
+    return {
+        OURS: (OURS, partial(run_ours, steps)),
+        **{name: (PEERS[name][0], partial(run_peer, PEERS[name][1], steps)) for name in peers},
+    }
 
 
 def compare(records: Mapping[str, Record[Run]]) -> dict[str, Ratio]:
     """Ours by each peer's speed, pair by pair."""
     if records[OURS].skipped:
         return {}
-    return {name: ratio(records[OURS].all("steps_per_s"), record.all("steps_per_s"))
-            for name, record in records.items() if name != OURS and not record.skipped}
+    return {
+        name: ratio(records[OURS].all("steps_per_s"), record.all("steps_per_s"))
+        for name, record in records.items()
+        if name != OURS and not record.skipped
+    }
 
 
 def table(records: Mapping[str, Record[Run]], ratios: Mapping[str, Ratio]) -> str:
     """The result for people."""
-    rows = [f"{'':<16} {'steps/s':>8} {'loss':>7}   {OURS} / peer, median of pairs [95 % interval, sign test]"]
+    rows = [
+        f"{'':<16} {'steps/s':>8} {'loss':>7}   {OURS} / peer, median of pairs [95 % interval, sign test]"
+    ]
     for name, record in records.items():
         if record.skipped:
             rows.append(f"{name:<16} skipped: {record.skipped}")
         else:
-            rows.append(f"{name:<16} {record.median('steps_per_s'):>8.3f} {record.median('final_loss'):>7.3f}   "
-                        f"{ratios.get(name, '')}")
+            rows.append(
+                f"{name:<16} {record.median('steps_per_s'):>8.3f} {record.median('final_loss'):>7.3f}   "
+                f"{ratios.get(name, '')}"
+            )
     return "\n".join(rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.throughput", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=7, help="turns of each contender; an interval needs 6")
-    parser.add_argument("--steps", type=int, default=30, help=f"measured steps, after {WARM_UP_STEPS} of warm-up")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.throughput", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=7, help="turns of each contender; an interval needs 6"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=30, help=f"measured steps, after {WARM_UP_STEPS} of warm-up"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON on stdout")
-    parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS), help="beside whom; all by default")
+    parser.add_argument(
+        "--peers", nargs="+", choices=PEERS, default=list(PEERS), help="beside whom; all by default"
+    )
     options = parser.parse_args()
     warn_if_busy()
-    records = measure(contenders(options.steps, options.peers), rounds=options.rounds,
-                      say=lambda run: f"{run.steps_per_s:.3f} steps/s")
+    records = measure(
+        contenders(options.steps, options.peers),
+        rounds=options.rounds,
+        say=lambda run: f"{run.steps_per_s:.3f} steps/s",
+    )
     ratios = compare(records)
-    print(json.dumps(document(records, ratios), indent=2) if options.json else table(records, ratios))
+    print(
+        json.dumps(document(records, ratios), indent=2) if options.json else table(records, ratios)
+    )
     if records[OURS].skipped:
         raise SystemExit(1)
 

@@ -30,8 +30,16 @@ class Wire:
 
     def run(self, clients: int, rounds: int) -> Run:
         module, *arguments = self.command
-        command = [sys.executable, "-m", f"benchmarks.contenders.wires.{module}", *arguments,
-                   "--clients", str(clients), "--rounds", str(rounds)]
+        command = [
+            sys.executable,
+            "-m",
+            f"benchmarks.contenders.wires.{module}",
+            *arguments,
+            "--clients",
+            str(clients),
+            "--rounds",
+            str(rounds),
+        ]
         return Run(**json.loads(run_command(command).strip().splitlines()[-1]))
 
 
@@ -56,46 +64,68 @@ class Run:
     cpu_s_per_gb: float
 
 
-def contenders(clients: int, gigabytes: float, wires: Sequence[str]) -> dict[str, tuple[str, Callable[[], Run]]]:
+def contenders(
+    clients: int, gigabytes: float, wires: Sequence[str]
+) -> dict[str, tuple[str, Callable[[], Run]]]:
     """A turn moves so many gigabytes, pushes and pulls together."""
     rounds = max(1, round(gigabytes * 1e9 / (2 * 4 * ELEMENTS * clients)))
-    return {name: (WIRES[name].package, partial(WIRES[name].run, clients, rounds)) for name in wires}
+    return {
+        name: (WIRES[name].package, partial(WIRES[name].run, clients, rounds)) for name in wires
+    }
 
 
 def compare(records: Mapping[str, Record[Run]]) -> dict[str, Ratio]:
     """Each wire's speed by that of plain sockets, pair by pair."""
     if BESIDE not in records or records[BESIDE].skipped:
         return {}
-    return {name: ratio(record.all("bytes_per_s"), records[BESIDE].all("bytes_per_s"))
-            for name, record in records.items() if name != BESIDE and not record.skipped}
+    return {
+        name: ratio(record.all("bytes_per_s"), records[BESIDE].all("bytes_per_s"))
+        for name, record in records.items()
+        if name != BESIDE and not record.skipped
+    }
 
 
 def table(records: Mapping[str, Record[Run]], ratios: Mapping[str, Ratio], clients: int) -> str:
     """The result for people."""
-    rows = [f"{f'{clients} clients':<18} {'MB/s':>6} {'CPU s/GB':>9}   "
-            "by plain sockets, median of pairs [95 % interval, sign test]"]
+    rows = [
+        f"{f'{clients} clients':<18} {'MB/s':>6} {'CPU s/GB':>9}   "
+        "by plain sockets, median of pairs [95 % interval, sign test]"
+    ]
     for name, record in records.items():
         if record.skipped:
             rows.append(f"{name:<18} skipped: {record.skipped}")
         else:
-            rows.append(f"{name:<18} {record.median('bytes_per_s') / 1e6:>6.0f} "
-                        f"{record.median('cpu_s_per_gb'):>9.2f}   {ratios.get(name, '')}")
+            rows.append(
+                f"{name:<18} {record.median('bytes_per_s') / 1e6:>6.0f} "
+                f"{record.median('cpu_s_per_gb'):>9.2f}   {ratios.get(name, '')}"
+            )
     return "\n".join(rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.transports", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--clients", type=int, nargs="+", default=[8], help="of the one server, at the same time")
-    parser.add_argument("--rounds", type=int, default=7, help="turns of each wire; an interval needs 6")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.transports", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument(
+        "--clients", type=int, nargs="+", default=[8], help="of the one server, at the same time"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=7, help="turns of each wire; an interval needs 6"
+    )
     parser.add_argument("--gigabytes", type=float, default=4.0, help="moved in a turn")
-    parser.add_argument("--wires", nargs="+", choices=WIRES, default=list(WIRES), help="which; all by default")
+    parser.add_argument(
+        "--wires", nargs="+", choices=WIRES, default=list(WIRES), help="which; all by default"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON on stdout")
     options = parser.parse_args()
     warn_if_busy()
     rows = []
     for clients in options.clients:
-        records = measure(contenders(clients, options.gigabytes, options.wires), rounds=options.rounds,
-                          say=lambda run: f"{run.bytes_per_s / 1e6:.0f} MB/s, {run.cpu_s_per_gb:.2f} s/GB")
+        records = measure(
+            contenders(clients, options.gigabytes, options.wires),
+            rounds=options.rounds,
+            say=lambda run: f"{run.bytes_per_s / 1e6:.0f} MB/s, {run.cpu_s_per_gb:.2f} s/GB",
+        )
         ratios = compare(records)
         rows.append({"clients": clients, **document(records, ratios)})
         if not options.json:

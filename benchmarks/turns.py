@@ -36,7 +36,9 @@ class Ratio:
     high: float | None
 
     def __str__(self) -> str:
-        return f"{self.median:.3f}" + ("" if self.low is None else f" [{self.low:.3f}, {self.high:.3f}]")
+        return f"{self.median:.3f}" + (
+            "" if self.low is None else f" [{self.low:.3f}, {self.high:.3f}]"
+        )
 
 
 def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Ratio:
@@ -116,7 +118,10 @@ class Record(Generic[Run]):
 
 
 def measure(
-    contenders: Mapping[str, tuple[str, Callable[[], Run]]], *, rounds: int, say: Callable[[Run], str]
+    contenders: Mapping[str, tuple[str, Callable[[], Run]]],
+    *,
+    rounds: int,
+    say: Callable[[Run], str],
 ) -> dict[str, Record[Run]]:
     """Each contender once a round; those whose package is missing and those that fail are skipped with the reason.
 
@@ -144,19 +149,25 @@ def measure(
 def document(records: Mapping[str, Record[Run]], ratios: Mapping[str, Ratio]) -> dict[str, Any]:
     """The result for programs: the median of each figure, every run, and the ratios."""
     return {
-        "contenders": {name: {"skipped": record.skipped} if record.skipped else _figures(record)
-                       for name, record in records.items()},
+        "contenders": {
+            name: {"skipped": record.skipped} if record.skipped else _figures(record)
+            for name, record in records.items()
+        },
         "ratios": {name: asdict(value) for name, value in ratios.items()},
         "interval": f"{100 * CONFIDENCE:.0f} %, sign test",
     }
 
 
 def _figures(record: Record[Run]) -> dict[str, Any]:
-    return {**{figure: record.median(figure) for figure in asdict(record.runs[0])},
-            "runs": list(map(asdict, record.runs))}
+    return {
+        **{figure: record.median(figure) for figure in asdict(record.runs[0])},
+        "runs": list(map(asdict, record.runs)),
+    }
 
 
-def run_command(command: Sequence[str], *, timeout_s: float = 600.0, threads: int | None = 1) -> str:
+def run_command(
+    command: Sequence[str], *, timeout_s: float = 600.0, threads: int | None = 1
+) -> str:
     """Run a command from the root of the project and return its stdout.
 
     Args:
@@ -193,7 +204,14 @@ def run_command(command: Sequence[str], *, timeout_s: float = 600.0, threads: in
 
 def torchrun(module: str, *arguments: str) -> list[str]:
     """The command that starts a module as two ranks on this machine."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
     return [*launcher, "-m", module, *arguments]
 
 
@@ -206,11 +224,16 @@ def warn_if_busy() -> None:
     """Say so if other processes are using the cores: what follows would measure them too."""
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     if load > 0.25 * cores:
-        print(f"warning: the machine is busy (load {load:.1f} on {cores} cores); expect noise", file=sys.stderr)
+        print(
+            f"warning: the machine is busy (load {load:.1f} on {cores} cores); expect noise",
+            file=sys.stderr,
+        )
 
 
 def _first_error(text: str) -> str:
     """The first line that names an error: what follows is often the launcher's own complaint."""
     lines = text.strip().splitlines()
-    named = [line for line in lines if re.match(r"(\[rank\d+\]: *)?[\w.]*(Error|Exception)\b", line)]
+    named = [
+        line for line in lines if re.match(r"(\[rank\d+\]: *)?[\w.]*(Error|Exception)\b", line)
+    ]
     return (named[0] if named else " ".join(lines[-3:])).strip()[:200]

@@ -48,4 +48,7 @@ class Meter:
         torch.distributed.all_reduce(loss)
         if rank == 0:
             steps_per_s = (self.total_steps - WARM_UP_STEPS) / (self.ended_s - self.started_s)
-            print(json.dumps({"steps_per_s": steps_per_s, "final_loss": loss.item() / RANKS}), flush=True)
+            print(
+                json.dumps({"steps_per_s": steps_per_s, "final_loss": loss.item() / RANKS}),
+                flush=True,
+            )

@@ -1,7 +1,7 @@
 """Handwritten digits and a small convolutional net: a complete job.
 
-    paceline train examples/01_digits.py                                    # the fastest plan for the devices here
-    paceline train examples/01_digits.py --plan data=2 --devices cpu:0-1    # two ranks, without --devices a GPU each
+paceline train examples/01_digits.py                                    # the fastest plan for the devices here
+paceline train examples/01_digits.py --plan data=2 --devices cpu:0-1    # two ranks, without --devices a GPU each
 """
 
 import torch
@@ -36,7 +36,9 @@ def job(lr: float = 1e-3, width: int = 32, epochs: int = 20) -> pl.Job:
     pixels, digits = load_digits(return_X_y=True)
     images = torch.tensor(pixels / 16, dtype=torch.float32).view(-1, 1, 8, 8)
     samples = TensorDataset(images, torch.tensor(digits))
-    train_set, test_set = random_split(samples, [0.8, 0.2], generator=torch.Generator().manual_seed(0))
+    train_set, test_set = random_split(
+        samples, [0.8, 0.2], generator=torch.Generator().manual_seed(0)
+    )
     return pl.Job(
         model=lambda: net(width),
         data=train_set,

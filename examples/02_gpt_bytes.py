@@ -1,6 +1,6 @@
 """A small GPT that learns to write Python from the bytes of Python's own standard library.
 
-    paceline train examples/02_gpt_bytes.py --plan data=2 --devices cpu:0-1
+paceline train examples/02_gpt_bytes.py --plan data=2 --devices cpu:0-1
 """
 
 import sysconfig
@@ -67,7 +67,12 @@ def next_byte_loss(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def job(
-    width: int = 256, layers: int = 4, sequence: int = 128, batch: int = 32, steps: int = 200, lr: float = 1e-3,
+    width: int = 256,
+    layers: int = 4,
+    sequence: int = 128,
+    batch: int = 32,
+    steps: int = 200,
+    lr: float = 1e-3,
     momentum: float = 0.9,
 ) -> pl.Job:
     return pl.Job(
@@ -77,5 +82,7 @@ def job(
         optimizer=lambda named: torch.optim.AdamW(named, lr=lr, betas=(momentum, 0.999)),
         batch=batch,
         steps=steps,
-        validation=Windows(STANDARD_LIBRARY / "json", sequence),  # a package that it never sees in training
+        validation=Windows(
+            STANDARD_LIBRARY / "json", sequence
+        ),  # a package that it never sees in training
     )

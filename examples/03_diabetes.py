@@ -1,6 +1,6 @@
 """Tabular regression: the progression of diabetes a year later, from ten measurements of a patient.
 
-    paceline train examples/03_diabetes.py --plan data=2 --devices cpu:0-1
+paceline train examples/03_diabetes.py --plan data=2 --devices cpu:0-1
 """
 
 import torch
@@ -12,7 +12,9 @@ import paceline as pl
 
 
 def net(width: int) -> nn.Module:
-    return nn.Sequential(nn.Linear(10, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 1))
+    return nn.Sequential(
+        nn.Linear(10, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 1)
+    )
 
 
 def squared_error(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
@@ -37,5 +39,7 @@ def job(lr: float = 3e-3, width: int = 32, weight_decay: float = 0.1, epochs: in
         batch=60,
         epochs=epochs,
         validation=TensorDataset(x[test], y[test]),
-        metrics={"mean_absolute_error": lambda output, target: (output - target).abs().mean() * unit},
+        metrics={
+            "mean_absolute_error": lambda output, target: (output - target).abs().mean() * unit
+        },
     )

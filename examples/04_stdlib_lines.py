@@ -30,7 +30,9 @@ def lines_of(path: Path) -> Iterator[str]:
     files = [path] if path.is_file() else sorted(path.rglob("*.py"))
     for file in files:
         for line in map(str.strip, file.read_text(errors="replace").splitlines()):
-            if len(re.findall(r"\w+", line)) >= 3 and not line.startswith(("#", "import ", "from ")):
+            if len(re.findall(r"\w+", line)) >= 3 and not line.startswith(
+                ("#", "import ", "from ")
+            ):
                 yield line
 
 
@@ -42,13 +44,16 @@ def read(modules: int, per_module: int, buckets: int) -> tuple[Tensor, Tensor]:
         (N, NGRAMS) int64, padded with row 0, and (N,) int64.
     """
     library = Path(sysconfig.get_path("stdlib"))
-    paths = [path for path in sorted(library.iterdir()) if path.name != "test"
-             and (path.suffix == ".py" or (path / "__init__.py").exists())]
+    paths = [
+        path
+        for path in sorted(library.iterdir())
+        if path.name != "test" and (path.suffix == ".py" or (path / "__init__.py").exists())
+    ]
     lines_by_file = [list(dict.fromkeys(lines_of(path))) for path in paths]
     most = sorted(lines_by_file, key=len, reverse=True)[:modules]
     rows, labels = [], []
     for label, lines in enumerate(most):
-        for line in lines[::-(-len(lines) // per_module)]:
+        for line in lines[:: -(-len(lines) // per_module)]:
             words = _WORD.findall(line)
             grams = [*words, *map(" ".join, pairwise(words))][:NGRAMS]
             hashed = [1 + zlib.crc32(gram.encode()) % (buckets - 1) for gram in grams]
@@ -74,14 +79,26 @@ def accuracy(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
     return (output.argmax(1) == target).sum(), len(target)
 
 
-def job(buckets: int = 2**21, dim: int = 16, modules: int = 40, per_module: int = 1000, batch: int = 32,
-        epochs: int = 4, lr: float = 5.0) -> pl.Job:
+def job(
+    buckets: int = 2**21,
+    dim: int = 16,
+    modules: int = 40,
+    per_module: int = 1000,
+    batch: int = 32,
+    epochs: int = 4,
+    lr: float = 5.0,
+) -> pl.Job:
     """`buckets`: rows of the table. `per_module`: lines of each module, at most."""
     rows, labels = read(modules, per_module, buckets)
     mixed = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
     held_out, train = mixed.tensor_split([len(mixed) // 10])
     return pl.Job(
         model=lambda: Lines(buckets, dim, modules),
-        data=TensorDataset(rows[train], labels[train]), validation=TensorDataset(rows[held_out], labels[held_out]),
-        loss=F.cross_entropy, metrics={"accuracy": accuracy}, batch=batch, epochs=epochs,
-        optimizer=lambda named: torch.optim.SGD(named, lr=lr))
+        data=TensorDataset(rows[train], labels[train]),
+        validation=TensorDataset(rows[held_out], labels[held_out]),
+        loss=F.cross_entropy,
+        metrics={"accuracy": accuracy},
+        batch=batch,
+        epochs=epochs,
+        optimizer=lambda named: torch.optim.SGD(named, lr=lr),
+    )

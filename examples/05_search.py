@@ -1,6 +1,6 @@
 """A search over a small net on handwritten digits: its size, how it is trained, and a choice inside the model.
 
-    paceline search examples/05_search.py --trials 60
+paceline search examples/05_search.py --trials 60
 """
 
 from typing import Annotated, Literal
@@ -18,8 +18,11 @@ ACTIVATIONS = {"relu": nn.ReLU, "gelu": nn.GELU, "tanh": nn.Tanh}
 # Loaded once for all trials, as it stands outside of the function.
 pixels, digits = load_digits(return_X_y=True)
 images = torch.tensor(pixels / 16, dtype=torch.float32).view(-1, 1, 8, 8)
-train_set, validation_set, test_set = random_split(TensorDataset(images, torch.tensor(digits)), [0.6, 0.2, 0.2],
-                                                   generator=torch.Generator().manual_seed(0))
+train_set, validation_set, test_set = random_split(
+    TensorDataset(images, torch.tensor(digits)),
+    [0.6, 0.2, 0.2],
+    generator=torch.Generator().manual_seed(0),
+)
 
 
 def net(width: int, depth: int, activation: str) -> nn.Module:

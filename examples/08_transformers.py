@@ -1,8 +1,8 @@
 """A fine-tuning script of Transformers with one changed import: a small Llama learns to write Python.
 
-    python examples/08_transformers.py                        # the fastest plan for the devices that are here
-    CUDA_VISIBLE_DEVICES= PACELINE_PLAN="data=2" python examples/08_transformers.py    # two ranks; without the first
-                                                              # variable, on a machine with GPUs, each has one
+python examples/08_transformers.py                        # the fastest plan for the devices that are here
+CUDA_VISIBLE_DEVICES= PACELINE_PLAN="data=2" python examples/08_transformers.py    # two ranks; without the first
+                                                          # variable, on a machine with GPUs, each has one
 """
 
 import sysconfig
@@ -30,8 +30,10 @@ def make_tokenizer():
     """Byte pairs of the standard library's own text: nothing is downloaded."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
-    tokenizer.train_from_iterator((path.read_text() for path in FILES), trainers.BpeTrainer(
-        vocab_size=512, special_tokens=["<pad>", "<s>"], show_progress=False))
+    tokenizer.train_from_iterator(
+        (path.read_text() for path in FILES),
+        trainers.BpeTrainer(vocab_size=512, special_tokens=["<pad>", "<s>"], show_progress=False),
+    )
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>")
 
 
@@ -42,8 +44,11 @@ def samples(tokenizer, files):
             head, _, body = ("def " + block).partition("\n")
             prompt, answer = tokenizer(head + "\n").input_ids, tokenizer(body[:300]).input_ids
             if body:
-                yield {"input_ids": prompt + answer, "attention_mask": [1] * len(prompt + answer),
-                       "labels": [-100] * len(prompt) + answer}
+                yield {
+                    "input_ids": prompt + answer,
+                    "attention_mask": [1] * len(prompt + answer),
+                    "labels": [-100] * len(prompt) + answer,
+                }
 
 
 def accuracy(prediction):
@@ -55,21 +60,46 @@ def accuracy(prediction):
 def main():
     set_seed(0)
     tokenizer = make_tokenizer()
-    model = LlamaForCausalLM(LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
-        max_position_embeddings=1024, pad_token_id=tokenizer.pad_token_id, bos_token_id=tokenizer.bos_token_id))
-    model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", modules_to_save=["lm_head"]))
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            max_position_embeddings=1024,
+            pad_token_id=tokenizer.pad_token_id,
+            bos_token_id=tokenizer.bos_token_id,
+        )
+    )
+    model = get_peft_model(
+        model, LoraConfig(r=8, target_modules="all-linear", modules_to_save=["lm_head"])
+    )
     trainer = Trainer(
         model=model,
         args=TrainingArguments(
-            output_dir="runs/transformers", num_train_epochs=2, per_device_train_batch_size=8,
-            gradient_accumulation_steps=2, learning_rate=3e-3, warmup_steps=10, logging_steps=10,
-            eval_strategy="epoch", save_strategy="epoch", save_total_limit=2, load_best_model_at_end=True,
-            metric_for_best_model="accuracy", report_to=[], disable_tqdm=True),
-        train_dataset=list(samples(tokenizer, FILES[4:])), eval_dataset=list(samples(tokenizer, FILES[:4])),
-        data_collator=DataCollatorForSeq2Seq(tokenizer), compute_metrics=accuracy,
+            output_dir="runs/transformers",
+            num_train_epochs=2,
+            per_device_train_batch_size=8,
+            gradient_accumulation_steps=2,
+            learning_rate=3e-3,
+            warmup_steps=10,
+            logging_steps=10,
+            eval_strategy="epoch",
+            save_strategy="epoch",
+            save_total_limit=2,
+            load_best_model_at_end=True,
+            metric_for_best_model="accuracy",
+            report_to=[],
+            disable_tqdm=True,
+        ),
+        train_dataset=list(samples(tokenizer, FILES[4:])),
+        eval_dataset=list(samples(tokenizer, FILES[:4])),
+        data_collator=DataCollatorForSeq2Seq(tokenizer),
+        compute_metrics=accuracy,
         preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
-        callbacks=[EarlyStoppingCallback(early_stopping_patience=2)])
+        callbacks=[EarlyStoppingCallback(early_stopping_patience=2)],
+    )
     trainer.train()
     trainer.save_model("runs/transformers/best")
     print(f"best {trainer.state.best_metric:.4f}, in {trainer.state.best_model_checkpoint}")

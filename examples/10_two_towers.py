@@ -1,6 +1,6 @@
 """Two towers that look at the two halves of a digit: branches run at the same time, one on each device.
 
-    paceline train examples/10_two_towers.py --plan "place=auto parts=2" --devices cpu:0-1
+paceline train examples/10_two_towers.py --plan "place=auto parts=2" --devices cpu:0-1
 """
 
 import torch
@@ -14,7 +14,9 @@ import paceline as pl
 
 def tower(width: int) -> nn.Module:
     """32 pixels become `width` features."""
-    return nn.Sequential(nn.Linear(32, width), nn.GELU(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, width))
+    return nn.Sequential(
+        nn.Linear(32, width), nn.GELU(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, width)
+    )
 
 
 class TwoTowers(nn.Module):
@@ -40,8 +42,17 @@ def accuracy(output: Tensor, target: Tensor) -> Tensor:
 def job(width: int = 512, batch: int = 256, epochs: int = 10) -> pl.Job:
     pixels, digits = load_digits(return_X_y=True)
     samples = TensorDataset(torch.tensor(pixels / 16, dtype=torch.float32), torch.tensor(digits))
-    train_set, test_set = random_split(samples, [0.8, 0.2], generator=torch.Generator().manual_seed(0))
+    train_set, test_set = random_split(
+        samples, [0.8, 0.2], generator=torch.Generator().manual_seed(0)
+    )
     return pl.Job(
-        model=lambda: TwoTowers(width), data=train_set, validation=test_set, collate=halves, loss=F.cross_entropy,
-        optimizer=lambda named: torch.optim.AdamW(named, lr=1e-3), batch=batch, epochs=epochs,
-        metrics={"accuracy": accuracy})
+        model=lambda: TwoTowers(width),
+        data=train_set,
+        validation=test_set,
+        collate=halves,
+        loss=F.cross_entropy,
+        optimizer=lambda named: torch.optim.AdamW(named, lr=1e-3),
+        batch=batch,
+        epochs=epochs,
+        metrics={"accuracy": accuracy},
+    )

@@ -19,8 +19,12 @@ OPERATIONS = {
     "skip": lambda width: nn.Identity(),
 }
 pixels, digits = load_digits(return_X_y=True)  # loaded once for all trials
-samples = TensorDataset(torch.tensor(pixels / 16, dtype=torch.float32).view(-1, 1, 8, 8), torch.tensor(digits))
-train_set, validation_set = random_split(samples, [0.8, 0.2], generator=torch.Generator().manual_seed(0))
+samples = TensorDataset(
+    torch.tensor(pixels / 16, dtype=torch.float32).view(-1, 1, 8, 8), torch.tensor(digits)
+)
+train_set, validation_set = random_split(
+    samples, [0.8, 0.2], generator=torch.Generator().manual_seed(0)
+)
 
 
 class Block(nn.Module):
@@ -36,11 +40,22 @@ class Block(nn.Module):
 
 def net(width: int) -> nn.Module:
     num_blocks = pl.choice("net.blocks", [2, 1, 3])
-    return nn.Sequential(nn.Conv2d(1, width, 3, padding=1), *(Block(number, width) for number in range(num_blocks)),
-                         nn.AvgPool2d(2), nn.Flatten(), nn.Linear(16 * width, 10))
+    return nn.Sequential(
+        nn.Conv2d(1, width, 3, padding=1),
+        *(Block(number, width) for number in range(num_blocks)),
+        nn.AvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(16 * width, 10),
+    )
 
 
 def job(width: int = 16, epochs: int = 5) -> pl.Job:
     return pl.Job(
-        model=lambda: net(width), data=train_set, validation=validation_set, loss=F.cross_entropy,
-        optimizer=lambda named: torch.optim.AdamW(named, lr=3e-3), batch=64, epochs=epochs)
+        model=lambda: net(width),
+        data=train_set,
+        validation=validation_set,
+        loss=F.cross_entropy,
+        optimizer=lambda named: torch.optim.AdamW(named, lr=3e-3),
+        batch=64,
+        epochs=epochs,
+    )

@@ -17,8 +17,14 @@ from paceline.launch.hosts.namespaces import NetworkHost
 class Command:
     """A command that runs, with a session of its own. What it prints lies in two files of the folder."""
 
-    def __init__(self, words: Sequence[str], env: Mapping[str, str], folder: Path, *,
-                 host: NetworkHost | None = None) -> None:
+    def __init__(
+        self,
+        words: Sequence[str],
+        env: Mapping[str, str],
+        folder: Path,
+        *,
+        host: NetworkHost | None = None,
+    ) -> None:
         folder.mkdir()
         self.stdout, self.stderr = folder / "stdout", folder / "stderr"
         sys.stdout.flush()
@@ -36,7 +42,9 @@ class Command:
             os.setsid()
             for descriptor, file in ((1, self.stdout), (2, self.stderr)):
                 os.dup2(os.open(file, os.O_CREAT | os.O_WRONLY), descriptor)
-            sys.stdout, sys.stderr = (os.fdopen(descriptor, "w", 1, closefd=False) for descriptor in (1, 2))
+            sys.stdout, sys.stderr = (
+                os.fdopen(descriptor, "w", 1, closefd=False) for descriptor in (1, 2)
+            )
             os.environ.clear()
             os.environ.update(env)
             sys.argv = ["paceline", *words]
@@ -69,16 +77,29 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def as_ranks(words: Sequence[str], folder: Path, *, num_ranks: int = 2,
-             hosts: Sequence[NetworkHost] = ()) -> list[Command]:
+def as_ranks(
+    words: Sequence[str], folder: Path, *, num_ranks: int = 2, hosts: Sequence[NetworkHost] = ()
+) -> list[Command]:
     """The command once for each rank of this host, or on each of the hosts, told so as torchrun tells its own; and
     their ends are awaited."""
     size, of_host = str(len(hosts) or num_ranks), str(1 if hosts else num_ranks)
-    common = {**os.environ, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": of_host, "OMP_NUM_THREADS": "1",
-              "MASTER_ADDR": hosts[0].address if hosts else "127.0.0.1", "MASTER_PORT": str(free_port())}
-    started = [Command(words, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank % int(of_host))},
-                       folder / f"command-{rank}", host=hosts[rank] if hosts else None)
-               for rank in range(int(size))]
+    common = {
+        **os.environ,
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": of_host,
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": hosts[0].address if hosts else "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    started = [
+        Command(
+            words,
+            {**common, "RANK": str(rank), "LOCAL_RANK": str(rank % int(of_host))},
+            folder / f"command-{rank}",
+            host=hosts[rank] if hosts else None,
+        )
+        for rank in range(int(size))
+    ]
     codes = [command.wait() for command in started]
     assert codes == [0] * len(started), "\n".join(command.stderr.read_text() for command in started)
     return started

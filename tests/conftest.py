@@ -43,22 +43,58 @@ settings.load_profile("suite")
 
 _HERE = Path(__file__).parent
 _CHECK, _PREDICT, _RUN_BESIDE = checks.first_update, prediction._predict, aside.run_beside
-_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK",
-              "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")
+_LAUNCHERS = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "GROUP_RANK",
+    "OMP_NUM_THREADS",
+    "GLOO_SOCKET_IFNAME",
+)
 
 
 # Files that take long, or are among the last: they begin first, as one that began last would run alone at the end.
 _LONGEST = (
-    "devices/test_pretended_cuda.py", "proof/test_split.py", "strategies/test_tensor_split.py",
-    "searches/test_search_on_ray.py", "searches/test_search.py", "model/cost/test_blocks.py", "proof/test_certificates.py",
-    "proof/test_own_steps.py", "api/test_first_update_check.py", "training/optimizers/test_closures.py",
-    "strategies/test_sparse_gradients.py", "devices/test_shared_gpu.py", "devices/test_keras_on_gpus.py",
-    "devices/test_verify_on_gpus.py", "proof/test_servers.py", "corpus/test_corpus.py", "launch/local/test_local.py",
-    "training/parts/test_live_state.py", "api/test_failures.py", "transformers/test_transformers_trainer.py", "api/test_planning.py",
-    "launch/hosts/test_liveness.py", "job/test_phases.py", "training/parts/test_spikes.py", "devices/test_message_order.py",
-    "launch/process/test_watch.py", "callbacks/test_control.py", "planner/test_remedies.py", "keras/test_keras_fit.py",
-    "proof/test_servers_killed.py", "proof/test_what_is_no_error.py", "proof/test_parity.py", "house/test_examples.py",
-    "proof/test_random_streams.py", "training/test_resume.py", "api/test_rehearsal.py")
+    "devices/test_pretended_cuda.py",
+    "proof/test_split.py",
+    "strategies/test_tensor_split.py",
+    "searches/test_search_on_ray.py",
+    "searches/test_search.py",
+    "model/cost/test_blocks.py",
+    "proof/test_certificates.py",
+    "proof/test_own_steps.py",
+    "api/test_first_update_check.py",
+    "training/optimizers/test_closures.py",
+    "strategies/test_sparse_gradients.py",
+    "devices/test_shared_gpu.py",
+    "devices/test_keras_on_gpus.py",
+    "devices/test_verify_on_gpus.py",
+    "proof/test_servers.py",
+    "corpus/test_corpus.py",
+    "launch/local/test_local.py",
+    "training/parts/test_live_state.py",
+    "api/test_failures.py",
+    "transformers/test_transformers_trainer.py",
+    "api/test_planning.py",
+    "launch/hosts/test_liveness.py",
+    "job/test_phases.py",
+    "training/parts/test_spikes.py",
+    "devices/test_message_order.py",
+    "launch/process/test_watch.py",
+    "callbacks/test_control.py",
+    "planner/test_remedies.py",
+    "keras/test_keras_fit.py",
+    "proof/test_servers_killed.py",
+    "proof/test_what_is_no_error.py",
+    "proof/test_parity.py",
+    "house/test_examples.py",
+    "proof/test_random_streams.py",
+    "training/test_resume.py",
+    "api/test_rehearsal.py",
+)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -116,13 +152,20 @@ def plain_runs() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(aside, "run_beside", _run_afterwards)
         patch.setattr(checks, "first_update", lambda *args, **options: None)
-        patch.setattr(prediction, "_predict", lambda priced, run_dir: write_json(
-            run_dir / "predicted.json", {"step_s": None, "peak_memory_bytes": None}))
+        patch.setattr(
+            prediction,
+            "_predict",
+            lambda priced, run_dir: write_json(
+                run_dir / "predicted.json", {"step_s": None, "peak_memory_bytes": None}
+            ),
+        )
         yield
 
 
 @contextmanager
-def _run_afterwards(work: Callable[[HeartbeatTable], None] | None, board: HeartbeatTable) -> Iterator[None]:
+def _run_afterwards(
+    work: Callable[[HeartbeatTable], None] | None, board: HeartbeatTable
+) -> Iterator[None]:
     """In place of `run_beside`: in this process, after the ranks."""
     try:
         yield
@@ -135,9 +178,11 @@ def _run_afterwards(work: Callable[[HeartbeatTable], None] | None, board: Heartb
 @pytest.fixture(autouse=True)
 def marked_runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """But in tests that are marked for it."""
-    for mark, place, name, work in (("checked_runs", checks, "first_update", _CHECK),
-                                    ("predicted_runs", aside, "run_beside", _RUN_BESIDE),
-                                    ("predicted_runs", prediction, "_predict", _PREDICT)):
+    for mark, place, name, work in (
+        ("checked_runs", checks, "first_update", _CHECK),
+        ("predicted_runs", aside, "run_beside", _RUN_BESIDE),
+        ("predicted_runs", prediction, "_predict", _PREDICT),
+    ):
         if request.node.get_closest_marker(mark):
             monkeypatch.setattr(place, name, work)
 
@@ -175,6 +220,7 @@ def charts_drawn_once() -> Iterator[None]:
 @pytest.fixture
 def run_ranks() -> Callable[..., list[Any]]:
     """`run_ranks(body, 2)` runs `body(context)` as two CPU ranks and returns the results in rank order."""
+
     def run(body: Callable[[Any], Any], num_ranks: int, **options: Any) -> list[Any]:
         return run_local(body, Cluster.local(f"cpu:0-{num_ranks - 1}").devices, **options)
 
@@ -208,12 +254,16 @@ class Child:
     def ranks(self, count: int) -> list[psutil.Process]:
         """Its ranks, once so many are there."""
         parent = psutil.Process(self.pid)
-        wait_for(lambda: len(parent.children(recursive=True)) > count)  # and the process that forks them
+        wait_for(
+            lambda: len(parent.children(recursive=True)) > count
+        )  # and the process that forks them
         return parent.children(recursive=True)
 
     def exit_code(self, timeout_s: float = 60.0) -> int:
         """Wait for its end. A negative number is the signal that killed it."""
-        wait_for(lambda: psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE, timeout_s=timeout_s)
+        wait_for(
+            lambda: psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE, timeout_s=timeout_s
+        )
         _, status = os.waitpid(self.pid, 0)
         self.pid = 0
         return os.waitstatus_to_exitcode(status)
@@ -236,7 +286,10 @@ def start_child(tmp_path: Path) -> Iterator[Callable[[Callable[[], Any]], Child]
     yield start
     for child in started:
         if child.pid:
-            for process in [*psutil.Process(child.pid).children(recursive=True), psutil.Process(child.pid)]:
+            for process in [
+                *psutil.Process(child.pid).children(recursive=True),
+                psutil.Process(child.pid),
+            ]:
                 process.kill()
             os.waitpid(child.pid, 0)
 

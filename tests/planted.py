@@ -17,9 +17,12 @@ def no_bug(patch: pytest.MonkeyPatch) -> None:
     """The plan as it is."""
 
 
-def verified(job: paceline.Job, planted: Sequence[tuple[str, Plant]], **options: Any) -> list[paceline.Certificate]:
+def verified(
+    job: paceline.Job, planted: Sequence[tuple[str, Plant]], **options: Any
+) -> list[paceline.Certificate]:
     """Certificates of plans, each with a bug of its own. Ranks are forks, so that a bug that is patched in here is in
     them too. All are held against the figures of one device, which are computed once."""
+
     def certified(*given: Any, number: int, **more: Any) -> paceline.Certificate:
         with pytest.MonkeyPatch.context() as patch:
             planted[number][1](patch)
@@ -27,4 +30,6 @@ def verified(job: paceline.Job, planted: Sequence[tuple[str, Plant]], **options:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("paceline.api.verify._certify", certified)
-        return paceline.verify(job, [plan for plan, _ in planted], **{"steps": 2, "resume": "no", **options})
+        return paceline.verify(
+            job, [plan for plan, _ in planted], **{"steps": 2, "resume": "no", **options}
+        )

@@ -9,10 +9,18 @@ from pathlib import Path
 from paceline.base.imports import OF_RUNS
 
 OF_FORKS = (
-    *OF_RUNS, "torch.distributed.fsdp", "torch.distributed.tensor", "torch.export._trace",
-    "numpy.ctypeslib", "encodings.idna", "paceline.model.cost.trace", "paceline.strategies.shard.gathers",
-    "paceline.model.attention", "paceline.servers.train",
-    *filter(importlib.util.find_spec, ("torch.profiler._cupti_monitor",)))  # not in torch 2.11
+    *OF_RUNS,
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.export._trace",
+    "numpy.ctypeslib",
+    "encodings.idna",
+    "paceline.model.cost.trace",
+    "paceline.strategies.shard.gathers",
+    "paceline.model.attention",
+    "paceline.servers.train",
+    *filter(importlib.util.find_spec, ("torch.profiler._cupti_monitor",)),
+)  # not in torch 2.11
 
 _HUGE_BYTES = 2 << 20
 _MADV_COLLAPSE = 25  # of Linux 6.1 and later
@@ -26,7 +34,9 @@ def capture_once() -> None:
     from paceline.model.graph import capture
 
     with torch.random.fork_rng():
-        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh(), torch.nn.LayerNorm(2)).double()
+        model = torch.nn.Sequential(
+            torch.nn.Linear(2, 2), torch.nn.Tanh(), torch.nn.LayerNorm(2)
+        ).double()
     capture(model, (torch.ones(2, 2, dtype=torch.float64),), {})
 
 
@@ -35,7 +45,9 @@ def use_huge_pages() -> None:
     launch of ranks forks three times and more."""
     maps = Path("/proc/self/maps")
     advise = ctypes.CDLL(None).madvise
-    for span, access, *rest in map(str.split, maps.read_text().splitlines() if maps.exists() else []):
+    for span, access, *rest in map(
+        str.split, maps.read_text().splitlines() if maps.exists() else []
+    ):
         if access == "rw-p" and rest[3:] in ([], ["[heap]"]):  # of no file
             begin, end = (int(place, 16) for place in span.split("-"))
             for place in range(begin + -begin % _HUGE_BYTES, end - _HUGE_BYTES + 1, _HUGE_BYTES):

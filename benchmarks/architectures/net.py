@@ -28,8 +28,11 @@ POOLS = {"max": nn.MaxPool2d, "mean": nn.AvgPool2d}
 
 pixels, digits = load_digits(return_X_y=True)
 images = torch.tensor(pixels / 16, dtype=torch.float32).view(-1, 1, 8, 8)
-train_set, validation_set, test_set = random_split(TensorDataset(images, torch.tensor(digits)), [0.6, 0.2, 0.2],
-                                                   generator=torch.Generator().manual_seed(0))
+train_set, validation_set, test_set = random_split(
+    TensorDataset(images, torch.tensor(digits)),
+    [0.6, 0.2, 0.2],
+    generator=torch.Generator().manual_seed(0),
+)
 
 
 class Block(nn.Module):
@@ -57,9 +60,19 @@ def net() -> nn.Module:
     """8x8 pixels to WIDTH channels, a block, pooling to 4x4, a block, pooling to 2x2, and a linear layer."""
     chosen = {name: pl.choice(name, options) for name, options in SPACE.items()}
     activation, pool = ACTIVATIONS[chosen["net.activation"]], POOLS[chosen["net.pool"]]
-    blocks = [Block(chosen[f"block{number}.op"], activation(), chosen["net.residual"]) for number in (1, 2)]
-    return nn.Sequential(nn.Conv2d(1, WIDTH, 1), blocks[0], pool(2), blocks[1], pool(2), nn.Flatten(),
-                         nn.Linear(4 * WIDTH, 10))
+    blocks = [
+        Block(chosen[f"block{number}.op"], activation(), chosen["net.residual"])
+        for number in (1, 2)
+    ]
+    return nn.Sequential(
+        nn.Conv2d(1, WIDTH, 1),
+        blocks[0],
+        pool(2),
+        blocks[1],
+        pool(2),
+        nn.Flatten(),
+        nn.Linear(4 * WIDTH, 10),
+    )
 
 
 def accuracy(output: Tensor, target: Tensor) -> Tensor:

@@ -20,7 +20,9 @@ def main(example: str) -> None:
     model = DistributedDataParallel(job.model())
     optimizer = job.optimizer(model.named_parameters())
     size = job.batch // dist.get_world_size()
-    input, target = next(iter(DataLoader(job.data, batch_size=size, sampler=DistributedSampler(job.data))))
+    input, target = next(
+        iter(DataLoader(job.data, batch_size=size, sampler=DistributedSampler(job.data)))
+    )
     loss = job.loss(model(input), target)
     loss.backward()
     optimizer.step()

@@ -16,7 +16,9 @@ def main(steps: int) -> None:
     job = load_job()
     model = DistributedDataParallel(job.model())
     optimizer = job.optimizer(model.named_parameters())
-    loader = DataLoader(job.data, batch_size=job.batch // RANKS, sampler=DistributedSampler(job.data))
+    loader = DataLoader(
+        job.data, batch_size=job.batch // RANKS, sampler=DistributedSampler(job.data)
+    )
     meter = Meter(steps)
     for input, target in loader:
         loss = job.loss(model(input), target)

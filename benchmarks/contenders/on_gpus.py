@@ -1,6 +1,6 @@
 """The loop that a user writes by hand for GPUs, alone or with DistributedDataParallel under torchrun, in any precision.
 
-    python -m benchmarks.contenders.on_gpus --set width=1024 --steps 30 [--compile]
+python -m benchmarks.contenders.on_gpus --set width=1024 --steps 30 [--compile]
 """
 
 import argparse
@@ -35,7 +35,10 @@ def main(settings: dict[str, str], steps: int, compiled: bool) -> None:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         config = Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp")
-        is_emulated = torch.cuda.get_device_capability(device) < (8, 9)  # the first one with float8 products
+        is_emulated = torch.cuda.get_device_capability(device) < (
+            8,
+            9,
+        )  # the first one with float8 products
         convert_to_float8_training(model, config=replace(config, emulate=is_emulated))
     optimizer = job.optimizer(model.named_parameters())
     if compiled:
@@ -43,16 +46,27 @@ def main(settings: dict[str, str], steps: int, compiled: bool) -> None:
     sampler = None
     if ranks > 1:
         dist.init_process_group("nccl", device_id=device)
-        model, sampler = DistributedDataParallel(model, device_ids=[device.index]), DistributedSampler(job.data)
-    loader = DataLoader(job.data, batch_size=job.batch // ranks, shuffle=sampler is None, sampler=sampler,
-                        num_workers=1, pin_memory=True)
+        model, sampler = (
+            DistributedDataParallel(model, device_ids=[device.index]),
+            DistributedSampler(job.data),
+        )
+    loader = DataLoader(
+        job.data,
+        batch_size=job.batch // ranks,
+        shuffle=sampler is None,
+        sampler=sampler,
+        num_workers=1,
+        pin_memory=True,
+    )
     name = AUTOCAST.get(job.precision)
     half = torch.autocast("cuda", getattr(torch, name)) if name else nullcontext()
     scaler = torch.amp.GradScaler("cuda", enabled=job.precision == "fp16")
     started_s = 0.0
     for step, (input, target) in enumerate(loader, start=1):
         with half:
-            loss = job.loss(model(input.to(device, non_blocking=True)), target.to(device, non_blocking=True))
+            loss = job.loss(
+                model(input.to(device, non_blocking=True)), target.to(device, non_blocking=True)
+            )
         optimizer.zero_grad()
         scaler.scale(loss).backward()
         scaler.step(optimizer)
@@ -64,8 +78,15 @@ def main(settings: dict[str, str], steps: int, compiled: bool) -> None:
             break
     took_s = time.perf_counter() - started_s
     if rank == 0:
-        print(json.dumps({"steps_per_s": steps / took_s, "peak_memory_bytes": torch.cuda.max_memory_allocated(device)}),
-              flush=True)
+        print(
+            json.dumps(
+                {
+                    "steps_per_s": steps / took_s,
+                    "peak_memory_bytes": torch.cuda.max_memory_allocated(device),
+                }
+            ),
+            flush=True,
+        )
     if ranks > 1:
         dist.destroy_process_group()
 

@@ -30,7 +30,9 @@ def trial(lr: float) -> float:
     model = job.model()
     optimizer = job.optimizer(model.named_parameters())
     train = torch.utils.data.DataLoader(job.data, batch_size=job.batch, shuffle=True)
-    inputs, targets = (torch.stack([torch.as_tensor(each[k]) for each in job.validation]) for k in range(2))
+    inputs, targets = (
+        torch.stack([torch.as_tensor(each[k]) for each in job.validation]) for k in range(2)
+    )
     loss = torch.tensor(0.0)
     for _ in range(job.epochs):
         model.train()
@@ -53,8 +55,12 @@ def run_optuna(trials: int, processes: int) -> None:
     def run_trial(_: int) -> None:
         trial = study.ask()
         lr = trial.suggest_float("lr", 1e-4, 1e-1, log=True)
-        ran = subprocess.run([sys.executable, "-m", "benchmarks.contenders.search_trials", "trial", str(lr), "1"],
-                             capture_output=True, text=True, check=True)
+        ran = subprocess.run(
+            [sys.executable, "-m", "benchmarks.contenders.search_trials", "trial", str(lr), "1"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         study.tell(trial, float(ran.stdout.split()[-1]))
 
     with ThreadPoolExecutor(processes) as workers:
@@ -67,10 +73,12 @@ def run_ray(trials: int, processes: int) -> None:
     from ray import tune
 
     ray.init(num_cpus=processes, include_dashboard=False, log_to_driver=False)
-    tuner = tune.Tuner(lambda config: {"loss": trial(config["lr"])},
-                       param_space={"lr": tune.loguniform(1e-4, 1e-1)},
-                       tune_config=tune.TuneConfig(num_samples=trials, metric="loss", mode="min"),
-                       run_config=tune.RunConfig(verbose=0))
+    tuner = tune.Tuner(
+        lambda config: {"loss": trial(config["lr"])},
+        param_space={"lr": tune.loguniform(1e-4, 1e-1)},
+        tune_config=tune.TuneConfig(num_samples=trials, metric="loss", mode="min"),
+        run_config=tune.RunConfig(verbose=0),
+    )
     results = tuner.fit()
     assert len(results) == trials and not results.num_errors
     ray.shutdown()

@@ -17,7 +17,10 @@ def main(steps: int) -> None:
         model=model,
         optimizer=job.optimizer(list(model.named_parameters())),
         training_data=job.data,
-        config={"train_batch_size": job.batch, "train_micro_batch_size_per_gpu": job.batch // RANKS},
+        config={
+            "train_batch_size": job.batch,
+            "train_micro_batch_size_per_gpu": job.batch // RANKS,
+        },
     )
     meter = Meter(steps)
     for input, target in loader:

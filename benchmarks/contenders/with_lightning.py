@@ -41,7 +41,9 @@ def main(steps: int) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Module(job, meter), DataLoader(job.data, batch_size=job.batch // RANKS, shuffle=True))
+    trainer.fit(
+        Module(job, meter), DataLoader(job.data, batch_size=job.batch // RANKS, shuffle=True)
+    )
     meter.report(trainer.global_rank)
 
 

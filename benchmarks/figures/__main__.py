@@ -18,12 +18,20 @@ from benchmarks.figures.strategies import draw_strategies
 
 ROOT = Path(__file__).resolve().parents[2]
 # Text stays text; equal names of clips and markers in each run.
-STYLE = {"svg.fonttype": "none", "svg.hashsalt": "paceline", "font.family": "sans-serif", "font.size": 9,
-         "axes.spines.top": False, "axes.spines.right": False}
+STYLE = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "paceline",
+    "font.family": "sans-serif",
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "docs" / "figures")
     folder: Path = parser.parse_args().folder
     folder.mkdir(parents=True, exist_ok=True)

@@ -12,15 +12,25 @@ from matplotlib.figure import Figure
 
 TABLES = Path(__file__).parent / "tables"
 NETWORK_WAYS: Mapping[str, str] = {
-    "data=N": "#4c8bf5", "data=N compress=bf16": "#a8c7fa", "server=1 workers=N": "#b06000",
-    "server=N workers=N colocate=yes": "#f29900", "staleness=inf": "#d93025", "data=N local=10 outer=diloco": "#34a853",
-    "data=N local=100 outer=diloco compress=int8": "#137333"}
+    "data=N": "#4c8bf5",
+    "data=N compress=bf16": "#a8c7fa",
+    "server=1 workers=N": "#b06000",
+    "server=N workers=N colocate=yes": "#f29900",
+    "staleness=inf": "#d93025",
+    "data=N local=10 outer=diloco": "#34a853",
+    "data=N local=100 outer=diloco compress=int8": "#137333",
+}
 
 # Where a label stands beside its point, and how many points higher.
 LABELS: Mapping[str, tuple[str, int]] = {
-    "data=4": ("right", 0), "compress=bf16": ("middle", 9), "compress=int8": ("left", -6), "staleness=1": ("left", 0),
-    "staleness=inf": ("left", 0), "staleness=inf, no momentum": ("left", 0),
-    "local=100 outer=diloco compress=int8": ("right", -9)}
+    "data=4": ("right", 0),
+    "compress=bf16": ("middle", 9),
+    "compress=int8": ("left", -6),
+    "staleness=1": ("left", 0),
+    "staleness=inf": ("left", 0),
+    "staleness=inf, no momentum": ("left", 0),
+    "local=100 outer=diloco compress=int8": ("right", -9),
+}
 
 
 def table(name: str) -> list[dict[str, str]]:
@@ -32,17 +42,29 @@ def table(name: str) -> list[dict[str, str]]:
 def network() -> Figure:
     """What hosts keep of their speed, by number of hosts and by speed of links."""
     rows = table("network")
-    figure, (by_hosts, by_link) = pyplot.subplots(1, 2, figsize=(9, 4.2), sharey=True, layout="constrained")
+    figure, (by_hosts, by_link) = pyplot.subplots(
+        1, 2, figsize=(9, 4.2), sharey=True, layout="constrained"
+    )
     for way, colour in NETWORK_WAYS.items():
-        hosts = [(int(row["hosts"]), float(row["percent"])) for row in rows
-                 if row["way"] == way and row["mbit_s"] == "400"]
-        links = sorted((int(row["mbit_s"]), float(row["percent"])) for row in rows
-                       if row["way"] == way and row["hosts"] == "8")
+        hosts = [
+            (int(row["hosts"]), float(row["percent"]))
+            for row in rows
+            if row["way"] == way and row["mbit_s"] == "400"
+        ]
+        links = sorted(
+            (int(row["mbit_s"]), float(row["percent"]))
+            for row in rows
+            if row["way"] == way and row["hosts"] == "8"
+        )
         if hosts:
             by_hosts.plot(*zip(*hosts, strict=True), marker="o", color=colour)
         by_link.plot(*zip(*links, strict=True), marker="o", color=colour, label=way)
-    by_hosts.set(xlabel="hosts, links of 400 Mbit/s", ylabel="% of the speed without a network", ylim=(0, 105),
-                 xticks=[1, 2, 4, 8])
+    by_hosts.set(
+        xlabel="hosts, links of 400 Mbit/s",
+        ylabel="% of the speed without a network",
+        ylim=(0, 105),
+        xticks=[1, 2, 4, 8],
+    )
     by_link.set(xlabel="Mbit/s of each link, 8 hosts", xscale="log")
     by_link.set_xticks([100, 400, 1000], ["100", "400", "1000"])
     by_link.minorticks_off()
@@ -55,11 +77,21 @@ def uneven() -> Figure:
     rows = table("uneven")
     ways = list(dict.fromkeys(row["way"] for row in rows))
     figure, axes = pyplot.subplots(figsize=(9, 2.8), layout="constrained")
-    for number, (disturbance, colour) in enumerate([("one host 3x slower", "#f29900"), ("pauses", "#4c8bf5")]):
-        bars = [(ways.index(row["way"]) + 0.36 * number, float(row["percent"])) for row in rows
-                if row["disturbance"] == disturbance]
-        drawn = axes.barh([place for place, _ in bars], [percent for _, percent in bars], height=0.34, color=colour,
-                          label=disturbance)
+    for number, (disturbance, colour) in enumerate(
+        [("one host 3x slower", "#f29900"), ("pauses", "#4c8bf5")]
+    ):
+        bars = [
+            (ways.index(row["way"]) + 0.36 * number, float(row["percent"]))
+            for row in rows
+            if row["disturbance"] == disturbance
+        ]
+        drawn = axes.barh(
+            [place for place, _ in bars],
+            [percent for _, percent in bars],
+            height=0.34,
+            color=colour,
+            label=disturbance,
+        )
         axes.bar_label(drawn, fmt="%.0f %%", padding=3, fontsize=8)
     axes.set_yticks([place + 0.18 for place in range(len(ways))], ways)
     axes.invert_yaxis()
@@ -80,10 +112,22 @@ def loss() -> Figure:
         axes.plot(x, y, marker="s" if is_late else "o", color="#d93025" if is_late else "#4c8bf5")
         side, lift = LABELS.get(row["way"], ("right", 0))
         shift, anchor = {"left": (-6, "right"), "right": (6, "left"), "middle": (0, "center")}[side]
-        axes.annotate(row["way"], (x, y), xytext=(shift, lift), textcoords="offset points", fontsize=8, ha=anchor,
-                      va="center")
-    axes.set(xscale="log", xlabel="MB that a rank sends in 1,500 steps", ylabel="validation loss",
-             ylim=(1.5, 1.76), xlim=(8, 20000))
+        axes.annotate(
+            row["way"],
+            (x, y),
+            xytext=(shift, lift),
+            textcoords="offset points",
+            fontsize=8,
+            ha=anchor,
+            va="center",
+        )
+    axes.set(
+        xscale="log",
+        xlabel="MB that a rank sends in 1,500 steps",
+        ylabel="validation loss",
+        ylim=(1.5, 1.76),
+        xlim=(8, 20000),
+    )
     return figure
 
 
@@ -91,10 +135,16 @@ def memory() -> Figure:
     """Memory of the fullest rank, measured and predicted."""
     rows = table("memory")
     figure, axes = pyplot.subplots(figsize=(9, 2.6), layout="constrained")
-    for number, (column, colour) in enumerate([("measured_mib", "#4c8bf5"), ("predicted_mib", "#bdc1c6")]):
-        drawn = axes.barh([place + 0.36 * number for place in range(len(rows))],
-                          [float(row[column]) for row in rows], height=0.34, color=colour,
-                          label=column.removesuffix("_mib"))
+    for number, (column, colour) in enumerate(
+        [("measured_mib", "#4c8bf5"), ("predicted_mib", "#bdc1c6")]
+    ):
+        drawn = axes.barh(
+            [place + 0.36 * number for place in range(len(rows))],
+            [float(row[column]) for row in rows],
+            height=0.34,
+            color=colour,
+            label=column.removesuffix("_mib"),
+        )
         axes.bar_label(drawn, padding=3, fontsize=8)
     axes.set_yticks([place + 0.18 for place in range(len(rows))], [row["plan"] for row in rows])
     axes.invert_yaxis()
@@ -130,13 +180,27 @@ def break_even() -> Figure:
     figure, axes = pyplot.subplots(figsize=(6, 3.2), layout="constrained")
     axes.axhline(1, color="#bdc1c6", linewidth=1)
     for series, colour in (("more samples", "#4c8bf5"), ("wider layers", "#f29900")):
-        places, middle, low, high = zip(*(
-            [float(row[column]) for column in ("single_ms", "speedup", "low", "high")]
-            for row in rows if row["series"] == series), strict=True)
-        errors = [[m - end for m, end in zip(middle, low, strict=True)],
-                  [end - m for m, end in zip(middle, high, strict=True)]]
-        axes.errorbar(places, middle, yerr=errors, marker="o", capsize=3, color=colour, label=series)
-    axes.set(xlabel="ms of a step on one device", ylabel="times as fast on two", xscale="log", ylim=(0, 2.1))
+        places, middle, low, high = zip(
+            *(
+                [float(row[column]) for column in ("single_ms", "speedup", "low", "high")]
+                for row in rows
+                if row["series"] == series
+            ),
+            strict=True,
+        )
+        errors = [
+            [m - end for m, end in zip(middle, low, strict=True)],
+            [end - m for m, end in zip(middle, high, strict=True)],
+        ]
+        axes.errorbar(
+            places, middle, yerr=errors, marker="o", capsize=3, color=colour, label=series
+        )
+    axes.set(
+        xlabel="ms of a step on one device",
+        ylabel="times as fast on two",
+        xscale="log",
+        ylim=(0, 2.1),
+    )
     axes.set_xticks([4, 10, 20, 40, 60], labels=["4", "10", "20", "40", "60"])
     axes.minorticks_off()
     axes.legend(frameon=False, loc="lower right")
@@ -144,5 +208,10 @@ def break_even() -> Figure:
 
 
 PLOTS: Mapping[str, Callable[[], Figure]] = {
-    "network": network, "uneven": uneven, "loss": loss, "memory": memory, "towers": towers,
-    "break_even": break_even}
+    "network": network,
+    "uneven": uneven,
+    "loss": loss,
+    "memory": memory,
+    "towers": towers,
+    "break_even": break_even,
+}

@@ -34,10 +34,19 @@ PARTS = ("machine", "matrix", "proof", "failures", "recovery", "memory", "speed"
 CORES_A_COMMAND = 4  # most have two ranks and a process that starts them
 
 
-def check(parts: Sequence[str], minutes: float, output: Path, *, python: Sequence[str] = command.PYTHON,
-          cells: Sequence[tuple[str, str]] = CELLS, models: Any = MODELS,
-          plans: Sequence[str] = PLANS, rounds: int = ROUNDS,
-          precisions: Sequence[str] = PRECISIONS, jobs: int = 1) -> dict[str, Any]:
+def check(
+    parts: Sequence[str],
+    minutes: float,
+    output: Path,
+    *,
+    python: Sequence[str] = command.PYTHON,
+    cells: Sequence[tuple[str, str]] = CELLS,
+    models: Any = MODELS,
+    plans: Sequence[str] = PLANS,
+    rounds: int = ROUNDS,
+    precisions: Sequence[str] = PRECISIONS,
+    jobs: int = 1,
+) -> dict[str, Any]:
     """The whole document, which is written after every row.
 
     Args:
@@ -54,15 +63,27 @@ def check(parts: Sequence[str], minutes: float, output: Path, *, python: Sequenc
     if not environment["gpus"]:
         raise RuntimeError("torch can use no GPU here: `paceline doctor` says why")
     ends_s = time.monotonic() + 60 * minutes
-    document: dict[str, Any] = {"date": datetime.now(UTC).isoformat(timespec="seconds"), **environment}
+    document: dict[str, Any] = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        **environment,
+    }
     with tempfile.TemporaryDirectory(prefix="paceline-gpu-check-") as name:
-        arguments = (len(environment["gpus"]), Path(name), python, lambda: time.monotonic() > ends_s)
-        made = {"matrix": lambda: map(asdict, matrix(*arguments, cells=cells, jobs=jobs)),
-                "proof": partial(proof, *arguments, jobs=jobs),
-                "failures": partial(failures, *arguments, jobs=jobs),
-                "recovery": partial(recovery, *arguments, jobs=jobs),
-                "memory": partial(memory, *arguments, models=models, plans=plans, jobs=jobs),
-                "speed": partial(speed, *arguments, models=models, rounds=rounds, precisions=precisions)}
+        arguments = (
+            len(environment["gpus"]),
+            Path(name),
+            python,
+            lambda: time.monotonic() > ends_s,
+        )
+        made = {
+            "matrix": lambda: map(asdict, matrix(*arguments, cells=cells, jobs=jobs)),
+            "proof": partial(proof, *arguments, jobs=jobs),
+            "failures": partial(failures, *arguments, jobs=jobs),
+            "recovery": partial(recovery, *arguments, jobs=jobs),
+            "memory": partial(memory, *arguments, models=models, plans=plans, jobs=jobs),
+            "speed": partial(
+                speed, *arguments, models=models, rounds=rounds, precisions=precisions
+            ),
+        }
         for part in parts:
             print(f"{part}:", file=sys.stderr)
             if part == "machine":
@@ -79,7 +100,11 @@ def check(parts: Sequence[str], minutes: float, output: Path, *, python: Sequenc
 
 def _tell(row: Mapping[str, Any]) -> None:
     """A line for people who wait; of a command that failed, also what it said."""
-    name = ", ".join(row[key] for key in ("job", "failure", "model", "precision", "contender", "plan") if key in row)
+    name = ", ".join(
+        row[key]
+        for key in ("job", "failure", "model", "precision", "contender", "plan")
+        if key in row
+    )
     print(f"  {name}: {row.get('verdict', '')} {row.get('reason', '')}".rstrip(), file=sys.stderr)
     if row.get("stderr_tail") and row.get("verdict", "failed") in ("failed", "differs"):
         print(indent(row["stderr_tail"], "    "), file=sys.stderr)
@@ -93,13 +118,27 @@ def _write(document: Mapping[str, Any], output: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="scripts/gpu-check", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=55.0, help="after which nothing new is begun (55)")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=", ".join(PARTS))
-    parser.add_argument("--output", type=Path, default=Path("gpu-check.json"), help="the file (gpu-check.json)")
-    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // CORES_A_COMMAND), metavar="N",
-                        help="commands at a time, but for those whose speed is measured (a quarter of the cores)")
+    parser = argparse.ArgumentParser(
+        prog="scripts/gpu-check",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=55.0, help="after which nothing new is begun (55)"
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=", ".join(PARTS)
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("gpu-check.json"), help="the file (gpu-check.json)"
+    )
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=max(1, (os.cpu_count() or 1) // CORES_A_COMMAND),
+        metavar="N",
+        help="commands at a time, but for those whose speed is measured (a quarter of the cores)",
+    )
     given = parser.parse_args()
     try:
         document = check(given.only, given.minutes, given.output.resolve(), jobs=given.jobs)

@@ -43,11 +43,15 @@ class Ended:
     def _told(self) -> str:
         """Its line about an error or a rank that hangs, with what follows a colon; else the last one."""
         lines = [line.strip() for line in self.stderr.splitlines() if line.strip()]
-        marked = (number for mark in ("error", "warning: rank") for number, line in enumerate(lines)
-                  if mark in line.lower())
+        marked = (
+            number
+            for mark in ("error", "warning: rank")
+            for number, line in enumerate(lines)
+            if mark in line.lower()
+        )
         first = next(marked, len(lines) - 1)
         announces = bool(lines) and lines[first].endswith(":")
-        return " ".join(lines[first:first + 1 + announces])[:300]
+        return " ".join(lines[first : first + 1 + announces])[:300]
 
     @property
     def stderr_tail(self) -> str:
@@ -57,10 +61,21 @@ class Ended:
 
 def start(command: Sequence[str]) -> subprocess.Popen[str]:
     """The command, from the root of the project, as a group of processes that can be ended at once."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(
-        [str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                            text=True, start_new_session=True)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(
+            [str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        ),
+    }
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
 
 
 def end(process: subprocess.Popen[str], started_s: float, *, timeout_s: float = TIMEOUT_S) -> Ended:
@@ -94,7 +109,9 @@ def devices(plan: str, gpus: int) -> str:
     return f"cuda:0-{needed - 1}" if needed > 1 else "cuda:0"
 
 
-def train(python: Sequence[str], job: str, plan: str, devices: str, run_dir: Path, *options: str) -> list[str]:
+def train(
+    python: Sequence[str], job: str, plan: str, devices: str, run_dir: Path, *options: str
+) -> list[str]:
     """The command that trains a job of `jobs.py`, whose result is JSON on stdout.
 
     Args:
@@ -102,5 +119,20 @@ def train(python: Sequence[str], job: str, plan: str, devices: str, run_dir: Pat
         job: The function of the file.
         options: More of the command; one that is given twice counts as it comes last.
     """
-    return [*python, "-m", "paceline", "train", f"{Path(__file__).with_name('jobs.py')}:{job}", "--plan", plan,
-            "--devices", devices, "--run", str(run_dir), "--json", "--patience", f"{PATIENCE_S:g}", *options]
+    return [
+        *python,
+        "-m",
+        "paceline",
+        "train",
+        f"{Path(__file__).with_name('jobs.py')}:{job}",
+        "--plan",
+        plan,
+        "--devices",
+        devices,
+        "--run",
+        str(run_dir),
+        "--json",
+        "--patience",
+        f"{PATIENCE_S:g}",
+        *options,
+    ]

@@ -9,8 +9,10 @@ from typing import Any
 
 from benchmarks.gpu import command
 
-_QUERY = ("name,driver_version,memory.total,memory.free,pcie.link.gen.current,pcie.link.width.current,"
-          "mig.mode.current,clocks.max.sm,power.limit")
+_QUERY = (
+    "name,driver_version,memory.total,memory.free,pcie.link.gen.current,pcie.link.width.current,"
+    "mig.mode.current,clocks.max.sm,power.limit"
+)
 
 
 def seen(python: Sequence[str]) -> dict[str, Any]:
@@ -30,9 +32,12 @@ def machine(python: Sequence[str]) -> dict[str, Any]:
     doctor = command.run([*python, "-m", "paceline", "doctor", "--json"])
     description: dict[str, Any] = {
         "doctor": json.loads(doctor.stdout) if doctor.stdout.strip() else {"failed": doctor.reason},
-        "torch": command.run([*python, "-m", "torch.utils.collect_env"]).stdout}
+        "torch": command.run([*python, "-m", "torch.utils.collect_env"]).stdout,
+    }
     if shutil.which("nvidia-smi"):
-        description["nvidia-smi"] = command.run(["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv"]).stdout
+        description["nvidia-smi"] = command.run(
+            ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv"]
+        ).stdout
         description["topology"] = command.run(["nvidia-smi", "topo", "-m"]).stdout
     return description
 
@@ -41,9 +46,16 @@ def _look() -> dict[str, Any]:
     import torch
 
     count = torch.cuda.device_count()
-    return {"gpus": [torch.cuda.get_device_name(index) for index in range(count)],
-            "access": [[device == other or torch.cuda.can_device_access_peer(device, other) for other in range(count)]
-                       for device in range(count)]}
+    return {
+        "gpus": [torch.cuda.get_device_name(index) for index in range(count)],
+        "access": [
+            [
+                device == other or torch.cuda.can_device_access_peer(device, other)
+                for other in range(count)
+            ]
+            for device in range(count)
+        ],
+    }
 
 
 if __name__ == "__main__":

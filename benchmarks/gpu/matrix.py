@@ -17,20 +17,34 @@ from torch import Tensor
 
 from benchmarks.gpu import command
 from paceline.strategies.plan import Plan
-from tests.devices.pretended_cuda.plans import ALIKE, EXACT, FEATURES, MORE_ALIKE, MORE_EXACT, MORE_FEATURES, PLACEMENT
+from tests.devices.pretended_cuda.plans import (
+    ALIKE,
+    EXACT,
+    FEATURES,
+    MORE_ALIKE,
+    MORE_EXACT,
+    MORE_FEATURES,
+    PLACEMENT,
+)
 
 TOLERANCE = 1e-9  # relative to a tensor's largest number; float64 rounds to 1e-16, and sums have some thousand terms
-TOLERANCES = {"padded llama": 1e-7,  # Transformers normalises and rotates in float32 in a float64 model, too
-              "statistics": 1e-8}  # a bias before BatchNorm has no gradient but rounding, which AdamW divides by 1e-8
+TOLERANCES = {
+    "padded llama": 1e-7,  # Transformers normalises and rotates in float32 in a float64 model, too
+    "statistics": 1e-8,
+}  # a bias before BatchNorm has no gradient but rounding, which AdamW divides by 1e-8
 # Of compress=int8: its scales are float32, which a GPU divides by a number by multiplying with the reciprocal.
 INT8_TOLERANCE = 1e-7
 # BatchNorm sees a micro-batch: its job is compared where the batch is not cut. A step that draws gets other numbers of
 # CUDA than of a CPU: its job is compared with one GPU alone.
 CELLS: tuple[tuple[str, str], ...] = (
     *(("blocks", plan) for plan in (*EXACT, *MORE_EXACT, *ALIKE, *MORE_ALIKE)),
-    *dict.fromkeys((job, plan) for job, plan in (*FEATURES, *MORE_FEATURES)
-                   if job != "statistics" and (job, plan) != ("gan", "single")),
-    ("statistics", "single"))
+    *dict.fromkeys(
+        (job, plan)
+        for job, plan in (*FEATURES, *MORE_FEATURES)
+        if job != "statistics" and (job, plan) != ("gan", "single")
+    ),
+    ("statistics", "single"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +80,14 @@ class _Trained:
     seconds: float
 
 
-def matrix(gpus: int, folder: Path, python: Sequence[str], out_of_time: Callable[[], bool],
-           cells: Sequence[tuple[str, str]] = CELLS, jobs: int = 1) -> Iterator[Cell]:
+def matrix(
+    gpus: int,
+    folder: Path,
+    python: Sequence[str],
+    out_of_time: Callable[[], bool],
+    cells: Sequence[tuple[str, str]] = CELLS,
+    jobs: int = 1,
+) -> Iterator[Cell]:
     """Each cell in order: `single` on the first GPU beside the CPU, other plans beside that, and relaxed ones, which
     are no device's, beside themselves on CPUs.
 
@@ -82,11 +102,28 @@ def matrix(gpus: int, folder: Path, python: Sequence[str], out_of_time: Callable
         if out_of_time():
             return None
         run_dir = folder / f"matrix-{next(numbers)}"
-        ended = command.run(command.train(python, "job", run.plan.replace("FILE", str(placement)), run.devices, run_dir,
-                                          "--set", f"name={run.job}", "--check", "no", "--restarts", "0"))
+        ended = command.run(
+            command.train(
+                python,
+                "job",
+                run.plan.replace("FILE", str(placement)),
+                run.devices,
+                run_dir,
+                "--set",
+                f"name={run.job}",
+                "--check",
+                "no",
+                "--restarts",
+                "0",
+            )
+        )
         return _read(run_dir, ended.seconds) if ended.exit_code == 0 else ended
 
-    runs = list(dict.fromkeys(run for job, plan in cells for run in (_reference(job, plan), _on_gpus(job, plan, gpus))))
+    runs = list(
+        dict.fromkeys(
+            run for job, plan in cells for run in (_reference(job, plan), _on_gpus(job, plan, gpus))
+        )
+    )
     known: dict[_Run, _Trained | command.Ended | None] = {}
     for run, result in zip(runs, command.beside(jobs, trained, runs), strict=True):
         known[run] = result
@@ -109,23 +146,57 @@ def _on_gpus(job: str, plan: str, gpus: int) -> _Run:
 
 def _read(run_dir: Path, seconds: float) -> _Trained:
     rows = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-    return _Trained([row["loss"] for row in rows if "loss" in row], load_file(run_dir / "model.safetensors"), seconds)
+    return _Trained(
+        [row["loss"] for row in rows if "loss" in row],
+        load_file(run_dir / "model.safetensors"),
+        seconds,
+    )
 
 
-def _compared(run: _Run, actual: _Trained | command.Ended | None, expected: _Trained | command.Ended | None) -> Cell:
+def _compared(
+    run: _Run, actual: _Trained | command.Ended | None, expected: _Trained | command.Ended | None
+) -> Cell:
     if actual is None or expected is None:
         return Cell(run.job, run.plan, run.devices, "not run", reason="the time was up")
     if isinstance(actual, command.Ended):
-        return Cell(run.job, run.plan, run.devices, "failed", reason=actual.reason, stderr_tail=actual.stderr_tail,
-                    seconds=actual.seconds)
+        return Cell(
+            run.job,
+            run.plan,
+            run.devices,
+            "failed",
+            reason=actual.reason,
+            stderr_tail=actual.stderr_tail,
+            seconds=actual.seconds,
+        )
     if isinstance(expected, command.Ended):
-        return Cell(run.job, run.plan, run.devices, "failed", stderr_tail=expected.stderr_tail, seconds=actual.seconds,
-                    reason=f"what it is compared with failed: {expected.reason}")
-    if actual.weights.keys() != expected.weights.keys() or len(actual.losses) != len(expected.losses):
-        return Cell(run.job, run.plan, run.devices, "differs", reason="other weights or steps", seconds=actual.seconds)
-    distances = [abs(a - b) / abs(b or 1.0) for a, b in zip(actual.losses, expected.losses, strict=True)]
-    distances += [((actual.weights[name] - value).abs().max() / (value.abs().max() or 1.0)).item()
-                  for name, value in expected.weights.items() if value.numel()]
+        return Cell(
+            run.job,
+            run.plan,
+            run.devices,
+            "failed",
+            stderr_tail=expected.stderr_tail,
+            seconds=actual.seconds,
+            reason=f"what it is compared with failed: {expected.reason}",
+        )
+    if actual.weights.keys() != expected.weights.keys() or len(actual.losses) != len(
+        expected.losses
+    ):
+        return Cell(
+            run.job,
+            run.plan,
+            run.devices,
+            "differs",
+            reason="other weights or steps",
+            seconds=actual.seconds,
+        )
+    distances = [
+        abs(a - b) / abs(b or 1.0) for a, b in zip(actual.losses, expected.losses, strict=True)
+    ]
+    distances += [
+        ((actual.weights[name] - value).abs().max() / (value.abs().max() or 1.0)).item()
+        for name, value in expected.weights.items()
+        if value.numel()
+    ]
     off_by = math.inf if any(map(math.isnan, distances)) else max(distances)
     is_int8 = Plan.parse(run.plan).modifiers.compress == "int8"
     tolerance = INT8_TOLERANCE if is_int8 else TOLERANCES.get(run.job, TOLERANCE)

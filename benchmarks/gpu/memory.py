@@ -10,14 +10,32 @@ from typing import Any
 from benchmarks.gpu import command
 from benchmarks.gpu.speed import MODELS, settings_of
 
-PLANS = ("single", "single recompute=full", "single accumulate=2", "data=2", "shard=2", "shard=2 zero=1", "tensor=2",
-         "pipeline=2", "place=auto parts=2", "server=1 workers=2", "data=2 local=2")
+PLANS = (
+    "single",
+    "single recompute=full",
+    "single accumulate=2",
+    "data=2",
+    "shard=2",
+    "shard=2 zero=1",
+    "tensor=2",
+    "pipeline=2",
+    "place=auto parts=2",
+    "server=1 workers=2",
+    "data=2 local=2",
+)
 STEPS = 6
 
 
-def memory(gpus: int, folder: Path, python: Sequence[str], out_of_time: Callable[[], bool], *,
-           models: Mapping[str, Mapping[str, Any]] = MODELS, plans: Sequence[str] = PLANS,
-           jobs: int = 1) -> Iterator[dict[str, Any]]:
+def memory(
+    gpus: int,
+    folder: Path,
+    python: Sequence[str],
+    out_of_time: Callable[[], bool],
+    *,
+    models: Mapping[str, Mapping[str, Any]] = MODELS,
+    plans: Sequence[str] = PLANS,
+    jobs: int = 1,
+) -> Iterator[dict[str, Any]]:
     """A row a plan, of the first model: bytes of the rank that needs most. So many at a time."""
     name = next(iter(models))
 
@@ -27,8 +45,20 @@ def memory(gpus: int, folder: Path, python: Sequence[str], out_of_time: Callable
         row: dict[str, Any] = {"model": name, "plan": plan, "devices": devices}
         if out_of_time():
             return {**row, "reason": "the time was up"}
-        ended = command.run(command.train(python, "gpt", plan, devices, folder / f"memory-{number}", "--steps",
-                                          str(STEPS), "--check", "no", *settings_of(models[name])))
+        ended = command.run(
+            command.train(
+                python,
+                "gpt",
+                plan,
+                devices,
+                folder / f"memory-{number}",
+                "--steps",
+                str(STEPS),
+                "--check",
+                "no",
+                *settings_of(models[name]),
+            )
+        )
         return {**row, **_figures(ended)}
 
     return command.beside(jobs, row_of, enumerate(plans))
@@ -39,5 +69,8 @@ def _figures(ended: command.Ended) -> dict[str, Any]:
         return {"reason": ended.reason, "stderr_tail": ended.stderr_tail}
     summary = json.loads(ended.stdout)
     peak, predicted = summary["peak_memory_bytes"], summary["predicted"]["peak_memory_bytes"]
-    return {"peak_memory_bytes": peak, "predicted_bytes": predicted,
-            "of_predicted": None if predicted is None else peak / predicted}
+    return {
+        "peak_memory_bytes": peak,
+        "predicted_bytes": predicted,
+        "of_predicted": None if predicted is None else peak / predicted,
+    }

@@ -16,31 +16,77 @@ PLANS = ("single", "data=2", "shard=2", "pipeline=2 microbatches=4", "tensor=2")
 MODEL: Mapping[str, Any] = {"width": 256, "layers": 4, "sequence": 128, "batch": 32}
 STEPS = 400
 
-REPORTED = ("recomputed_updates", "samples_lost", "samples_repeated", "weights", "difference", "undisturbed_s",
-            "disturbed_s")
+REPORTED = (
+    "recomputed_updates",
+    "samples_lost",
+    "samples_repeated",
+    "weights",
+    "difference",
+    "undisturbed_s",
+    "disturbed_s",
+)
 
 
-def recovery(gpus: int, folder: Path, python: Sequence[str], out_of_time: Callable[[], bool], *,
-             plans: Sequence[str] = PLANS, model: Mapping[str, Any] = MODEL, steps: int = STEPS,
-             jobs: int = 1) -> Iterator[dict[str, Any]]:
+def recovery(
+    gpus: int,
+    folder: Path,
+    python: Sequence[str],
+    out_of_time: Callable[[], bool],
+    *,
+    plans: Sequence[str] = PLANS,
+    model: Mapping[str, Any] = MODEL,
+    steps: int = STEPS,
+    jobs: int = 1,
+) -> Iterator[dict[str, Any]]:
     """A row a plan, so many at a time: what `paceline rehearse --kill` says. Kernels repeat (deterministic=yes). The
     kill comes after three quarters of the steps, and the first checkpoint later."""
+
     def row_of(plan: str) -> dict[str, Any]:
         devices = command.devices(plan, gpus)
         row: dict[str, Any] = {"plan": plan, "devices": devices}
         if out_of_time():
             return {**row, "verdict": "not run", "reason": "the time was up"}
         last = Plan.parse(plan).world_size - 1
-        ended = command.run([*python, "-m", "paceline", "rehearse", f"{Path(__file__).with_name('jobs.py')}:gpt",
-                             "--plan", f"{plan} deterministic=yes", "--devices", devices, "--steps", str(steps),
-                             "--save-every", str(7 * steps // 8), "--kill", f"{last}@{3 * steps // 4}", "--json",
-                             "--run", str(folder / f"recovery-{plan.replace(' ', '-')}"), *settings_of(model)])
+        ended = command.run(
+            [
+                *python,
+                "-m",
+                "paceline",
+                "rehearse",
+                f"{Path(__file__).with_name('jobs.py')}:gpt",
+                "--plan",
+                f"{plan} deterministic=yes",
+                "--devices",
+                devices,
+                "--steps",
+                str(steps),
+                "--save-every",
+                str(7 * steps // 8),
+                "--kill",
+                f"{last}@{3 * steps // 4}",
+                "--json",
+                "--run",
+                str(folder / f"recovery-{plan.replace(' ', '-')}"),
+                *settings_of(model),
+            ]
+        )
         if not ended.stdout.strip():
-            return {**row, "verdict": "failed", "reason": ended.reason, "stderr_tail": ended.stderr_tail}
+            return {
+                **row,
+                "verdict": "failed",
+                "reason": ended.reason,
+                "stderr_tail": ended.stderr_tail,
+            }
         report = json.loads(ended.stdout)
-        effect, = report["effects"]
-        return {**row, "verdict": "as expected" if ended.exit_code == 0 else "differs", "reason": "",
-                "stderr_tail": ended.stderr_tail, "next_step_s": effect["next_step_s"],
-                "caught_up_s": effect["caught_up_s"], **{name: report[name] for name in REPORTED}}
+        (effect,) = report["effects"]
+        return {
+            **row,
+            "verdict": "as expected" if ended.exit_code == 0 else "differs",
+            "reason": "",
+            "stderr_tail": ended.stderr_tail,
+            "next_step_s": effect["next_step_s"],
+            "caught_up_s": effect["caught_up_s"],
+            **{name: report[name] for name in REPORTED},
+        }
 
     return command.beside(jobs, row_of, plans)

@@ -32,7 +32,9 @@ from benchmarks.host.model import BATCH, Tokens, data, loss
 from paceline.training.stepper import Stepper
 
 RANKS = 2
-_OF_THREAD = 0b110  # what Linux's clock of a thread's CPU time has in its lowest bits (man 2 clock_getres)
+_OF_THREAD = (
+    0b110  # what Linux's clock of a thread's CPU time has in its lowest bits (man 2 clock_getres)
+)
 _is_gloo: dict[int, bool] = {}  # threads of this process, by number
 
 
@@ -43,8 +45,11 @@ def clocks_s() -> tuple[float, float]:
     for thread in Path("/proc/self/task").iterdir():
         if int(thread.name) not in _is_gloo:
             _is_gloo[int(thread.name)] = "gloo" in (thread / "comm").read_text()
-    return total, total - sum(time.clock_gettime(~number << 3 | _OF_THREAD) for number, is_gloo in _is_gloo.items()
-                              if is_gloo)
+    return total, total - sum(
+        time.clock_gettime(~number << 3 | _OF_THREAD)
+        for number, is_gloo in _is_gloo.items()
+        if is_gloo
+    )
 
 
 def replicated(model: nn.Module, device: torch.device) -> nn.Module:
@@ -59,8 +64,12 @@ def sharded(model: nn.Module, device: torch.device) -> nn.Module:
 
 def split(model: nn.Module, device: torch.device) -> nn.Module:
     mesh = init_device_mesh("cuda", (RANKS,))
-    styles = {**dict.fromkeys("qkv", ColwiseParallel()), "mix": RowwiseParallel(), "up": ColwiseParallel(),
-              "down": RowwiseParallel()}
+    styles = {
+        **dict.fromkeys("qkv", ColwiseParallel()),
+        "mix": RowwiseParallel(),
+        "up": ColwiseParallel(),
+        "down": RowwiseParallel(),
+    }
     for block in model.blocks:
         parallelize_module(block, mesh, styles)
     return model
@@ -72,8 +81,11 @@ def alone(model: nn.Module, device: torch.device) -> nn.Module:
 
 # By hand: the wrapper, its ranks, and how many of them share a batch.
 BY_HAND: dict[str, tuple[Callable[[nn.Module, torch.device], nn.Module], int, int]] = {
-    "plain loop": (alone, 1, 1), "DistributedDataParallel": (replicated, RANKS, RANKS),
-    "FSDP2": (sharded, RANKS, RANKS), "torch tensor parallel": (split, RANKS, 1)}
+    "plain loop": (alone, 1, 1),
+    "DistributedDataParallel": (replicated, RANKS, RANKS),
+    "FSDP2": (sharded, RANKS, RANKS),
+    "torch tensor parallel": (split, RANKS, 1),
+}
 
 
 def by_hand(rank: int, name: str, steps: int, store: str, result: str) -> None:
@@ -83,7 +95,9 @@ def by_hand(rank: int, name: str, steps: int, store: str, result: str) -> None:
     torch.cuda.set_device(device)
     torch.set_num_threads(1)
     if ranks > 1:
-        dist.init_process_group("nccl", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+        dist.init_process_group(
+            "nccl", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks
+        )
     torch.manual_seed(0)
     model = wrap(Tokens().to(device), device)
     # torch's foreach optimizers refuse split and whole parameters in one group.
@@ -95,7 +109,10 @@ def by_hand(rank: int, name: str, steps: int, store: str, result: str) -> None:
     ends_s = []
     for input, target in DataLoader(data(steps), batch_size=BATCH, pin_memory=False):
         mine = slice(part * size, (part + 1) * size)
-        value = loss(model(input[mine].to(device, non_blocking=True)), target[mine].to(device, non_blocking=True))
+        value = loss(
+            model(input[mine].to(device, non_blocking=True)),
+            target[mine].to(device, non_blocking=True),
+        )
         optimizer.zero_grad()
         value.backward()
         optimizer.step()
@@ -120,10 +137,22 @@ def with_paceline(plan: str, steps: int, folder: Path) -> list[tuple[float, floa
         return step_result
 
     Stepper.step = noted  # type: ignore[method-assign]
-    job = paceline.Job(model=Tokens, data=data(steps), loss=loss, batch=BATCH, steps=steps,
-                       optimizer=lambda named: torch.optim.AdamW(named, lr=1e-3))
+    job = paceline.Job(
+        model=Tokens,
+        data=data(steps),
+        loss=loss,
+        batch=BATCH,
+        steps=steps,
+        optimizer=lambda named: torch.optim.AdamW(named, lr=1e-3),
+    )
     ranks = paceline.Plan.parse(plan).world_size
-    paceline.train(job, plan, devices=f"cuda:0-{ranks - 1}" if ranks > 1 else "cuda:0", run=folder / "run", check=False)
+    paceline.train(
+        job,
+        plan,
+        devices=f"cuda:0-{ranks - 1}" if ranks > 1 else "cuda:0",
+        run=folder / "run",
+        check=False,
+    )
     return list(json.loads(result.read_text()))
 
 
@@ -133,7 +162,10 @@ def main(name: str, steps: int) -> None:
         if name in BY_HAND:
             fork = multiprocessing.get_context("fork")
             arguments = name, steps, str(folder / "store"), str(folder / "ends")
-            ranks = [fork.Process(target=by_hand, args=(rank, *arguments)) for rank in range(BY_HAND[name][1])]
+            ranks = [
+                fork.Process(target=by_hand, args=(rank, *arguments))
+                for rank in range(BY_HAND[name][1])
+            ]
             for rank in ranks:
                 rank.start()
             for rank in ranks:
@@ -143,8 +175,15 @@ def main(name: str, steps: int) -> None:
             ends_s = json.loads((folder / "ends").read_text())
         else:
             ends_s = with_paceline(name, steps, folder)
-    print(json.dumps([[end - begin for begin, end in zip(before, after, strict=True)]
-                      for before, after in pairwise(ends_s)]), flush=True)
+    print(
+        json.dumps(
+            [
+                [end - begin for begin, end in zip(before, after, strict=True)]
+                for before, after in pairwise(ends_s)
+            ]
+        ),
+        flush=True,
+    )
     os._exit(0)  # threads of the pretended device have nothing left to do
 
 

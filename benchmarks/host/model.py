@@ -22,9 +22,13 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         normed = self.norm1(x)
-        q, k, v = (make(normed).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
-                   for make in (self.q, self.k, self.v))
-        x = x + self.mix(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        q, k, v = (
+            make(normed).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
+            for make in (self.q, self.k, self.v)
+        )
+        x = x + self.mix(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
@@ -44,5 +48,7 @@ def loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 def data(steps: int) -> TensorDataset:
-    tokens = torch.randint(VOCABULARY, (BATCH * steps, SEQUENCE + 1), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        VOCABULARY, (BATCH * steps, SEQUENCE + 1), generator=torch.Generator().manual_seed(0)
+    )
     return TensorDataset(tokens[:, :-1].clone(), tokens[:, 1:].clone())

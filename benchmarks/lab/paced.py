@@ -94,7 +94,7 @@ class _Paced(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
         _DEVICE.put(ctx.backward_s, backward=True)
         _DEVICE.wait()
-        weight, = ctx.saved_tensors
+        (weight,) = ctx.saved_tensors
         return gradients[0], torch.full_like(weight, 1e-3), None, None
 
 
@@ -119,12 +119,24 @@ def _loss(output: Tensor, target: Tensor) -> Tensor:
     return (output[:, 0] * 0 + target).mean()
 
 
-def job(step_s: float = 1.0, megabytes: float = 25.0, layers: int = 16, samples: int = 8, workers: int = 1,
-        steps: int = 12) -> pl.Job:
+def job(
+    step_s: float = 1.0,
+    megabytes: float = 25.0,
+    layers: int = 16,
+    samples: int = 8,
+    workers: int = 1,
+    steps: int = 12,
+) -> pl.Job:
     """`workers`: hosts that a batch is cut over, so that each computes `step_s` seconds a step."""
     numel = round(megabytes * 1e6 / 4 / layers)
     x = torch.zeros(samples * workers * steps, 1)
     return pl.Job(
-        model=lambda: nn.Sequential(*(PacedLayer(numel, step_s / layers / samples) for _ in range(layers))),
-        data=TensorDataset(x, torch.ones(len(x))), loss=_loss, batch=samples * workers, steps=steps,
-        optimizer=lambda named: torch.optim.SGD(named, lr=1e-3))
+        model=lambda: nn.Sequential(
+            *(PacedLayer(numel, step_s / layers / samples) for _ in range(layers))
+        ),
+        data=TensorDataset(x, torch.ones(len(x))),
+        loss=_loss,
+        batch=samples * workers,
+        steps=steps,
+        optimizer=lambda named: torch.optim.SGD(named, lr=1e-3),
+    )

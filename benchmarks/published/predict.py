@@ -39,12 +39,22 @@ def predict(case: Case, program: Software | None = None) -> Prediction:
     tried, problems = [], []
     for plan in case.plans:
         try:
-            tried.append(estimate(case.profile, plan, case.cluster, batch=case.batch, precision=case.precision,
-                                  software=program or case.software))
+            tried.append(
+                estimate(
+                    case.profile,
+                    plan,
+                    case.cluster,
+                    batch=case.batch,
+                    precision=case.precision,
+                    software=program or case.software,
+                )
+            )
         except PlanError as error:
             problems.append(error)
     if not tried:
         raise problems[0]
     if fitting := [candidate for candidate in tried if candidate.fits]:
         return Prediction(case, min(fitting, key=lambda candidate: candidate.step_s))
-    return Prediction(case, min(tried, key=lambda candidate: max(need.missing_bytes for need in candidate.needs)))
+    return Prediction(
+        case, min(tried, key=lambda candidate: max(need.missing_bytes for need in candidate.needs))
+    )

@@ -16,9 +16,25 @@ from paceline.cluster.catalogue import fitted_on, software, software_names
 from paceline.cluster.software import Software
 
 # What a program's figures were fitted in; what it does (its kernels, its formats, what it overlaps) is known of it.
-FITTED = ("product_rate", "attention_rate", "convolution_rate", "small_convolution_rate", "memory_rate", "operator_s",
-          "collective_s", "kernel_s", "microbatch_s", "step_s", "hook_s", "slowdown", "update_passes",
-          "link_rate", "network_rate", "device_bytes_per_s", "node_bytes_per_s")
+FITTED = (
+    "product_rate",
+    "attention_rate",
+    "convolution_rate",
+    "small_convolution_rate",
+    "memory_rate",
+    "operator_s",
+    "collective_s",
+    "kernel_s",
+    "microbatch_s",
+    "step_s",
+    "hook_s",
+    "slowdown",
+    "update_passes",
+    "link_rate",
+    "network_rate",
+    "device_bytes_per_s",
+    "node_bytes_per_s",
+)
 FEW = 20  # rows below which a source's median says little
 
 
@@ -48,7 +64,9 @@ def errors(done: Sequence[Prediction]) -> Errors | None:
 
 def constant(done: Sequence[Prediction]) -> Errors | None:
     """One number for all of a source: FLOP/s that a device reaches, the median of its rows."""
-    timed = [(p.case.flops / len(p.case.cluster.devices), p.case.step_s) for p in done if p.case.step_s]
+    timed = [
+        (p.case.flops / len(p.case.cluster.devices), p.case.step_s) for p in done if p.case.step_s
+    ]
     if not timed:
         return None
     rate = statistics.median(flops / step_s for flops, step_s in timed)
@@ -69,8 +87,11 @@ def rank_correlation(predicted: Sequence[float], measured: Sequence[float]) -> f
 
 
 def _ranks(figures: Sequence[float]) -> list[float]:
-    return [sum(other < figure for other in figures) + (sum(other == figure for other in figures) - 1) / 2
-            for figure in figures]
+    return [
+        sum(other < figure for other in figures)
+        + (sum(other == figure for other in figures) - 1) / 2
+        for figure in figures
+    ]
 
 
 @dataclass(frozen=True)
@@ -94,13 +115,20 @@ def choices(done: Iterable[Prediction]) -> list[Choice]:
         by_plan: dict[str, list[Prediction]] = defaultdict(list)
         for p in members:
             by_plan[str(p.case.plans)].append(p)
-        measured = [statistics.median(p.case.step_s or 0.0 for p in alike) for alike in by_plan.values()]
+        measured = [
+            statistics.median(p.case.step_s or 0.0 for p in alike) for alike in by_plan.values()
+        ]
         if len(by_plan) < 3 or len(set(measured)) < 2:
             continue
-        predicted = [statistics.median(p.estimate.step_s for p in alike) for alike in by_plan.values()]
+        predicted = [
+            statistics.median(p.estimate.step_s for p in alike) for alike in by_plan.values()
+        ]
         first = min(range(len(predicted)), key=predicted.__getitem__)
-        planner_choices.append(Choice(len(by_plan), rank_correlation(predicted, measured),
-                                      measured[first] / min(measured)))
+        planner_choices.append(
+            Choice(
+                len(by_plan), rank_correlation(predicted, measured), measured[first] / min(measured)
+            )
+        )
     return planner_choices
 
 
@@ -109,9 +137,15 @@ def left_out(case: Case) -> Software:
     program = case.software
     if case.source not in fitted_on(program.name):
         return program
-    others = [software(name) for name in software_names()
-              if name != program.name and fitted_on(name) and case.source not in fitted_on(name)]
-    return replace(program, **{name: statistics.median(getattr(other, name) for other in others) for name in FITTED})
+    others = [
+        software(name)
+        for name in software_names()
+        if name != program.name and fitted_on(name) and case.source not in fitted_on(name)
+    ]
+    return replace(
+        program,
+        **{name: statistics.median(getattr(other, name) for other in others) for name in FITTED},
+    )
 
 
 def memory_errors(done: Iterable[Prediction]) -> list[float]:
@@ -120,8 +154,10 @@ def memory_errors(done: Iterable[Prediction]) -> list[float]:
 
 def out_of_memory(done: Iterable[Prediction]) -> Counter[str]:
     """Rows by what was said and what happened."""
-    return Counter(f"{'fits' if p.estimate.fits else 'does not fit'}, {'fitted' if p.case.fits else 'ran out'}"
-                   for p in done)
+    return Counter(
+        f"{'fits' if p.estimate.fits else 'does not fit'}, {'fitted' if p.case.fits else 'ran out'}"
+        for p in done
+    )
 
 
 def covered(done: Iterable[Prediction]) -> list[bool]:
@@ -141,10 +177,16 @@ def main(path: Path) -> int:
             without[row.source].append(predict(row, left_out(row)))
         except PlanError as error:
             skipped[row.source][f"refused: {str(error).splitlines()[0]}"[:80]] += 1
-    print("Error of a step's time as a part of the measured one. constant: one FLOP/s fitted to the source.")
-    print("left out: with the medians of other programs' fitted figures. order: Spearman; regret: mean, worst.\n")
-    print(f"{'source':<14}{'rows':>5}{'mean':>7}{'median':>8}{'p90':>7}{'const.':>8}{'left out':>10}"
-          f"{'groups':>8}{'order':>7}{'regret':>14}{'in 80 %':>9}")
+    print(
+        "Error of a step's time as a part of the measured one. constant: one FLOP/s fitted to the source."
+    )
+    print(
+        "left out: with the medians of other programs' fitted figures. order: Spearman; regret: mean, worst.\n"
+    )
+    print(
+        f"{'source':<14}{'rows':>5}{'mean':>7}{'median':>8}{'p90':>7}{'const.':>8}{'left out':>10}"
+        f"{'groups':>8}{'order':>7}{'regret':>14}{'in 80 %':>9}"
+    )
     for source, listed in sorted(done.items(), key=lambda item: -len(item[1])):
         print(_line(source, listed, without[source]))
     everything = [p for listed in done.values() for p in listed]
@@ -152,7 +194,13 @@ def main(path: Path) -> int:
     apart = [p for listed in without.values() for p in listed]
     print(_line("all", everything, apart))
     if others and len(others) < len(everything):
-        print(_line("all but vtrain", others, [p for s, listed in without.items() if s != "vtrain" for p in listed]))
+        print(
+            _line(
+                "all but vtrain",
+                others,
+                [p for s, listed in without.items() if s != "vtrain" for p in listed],
+            )
+        )
     _summary(done, without, everything)
     _memory(done)
     print("\nRows skipped, and why:")
@@ -167,39 +215,65 @@ def _line(source: str, done: Sequence[Prediction], without: Sequence[Prediction]
     if planner_errors is None or plain is None or apart is None:
         return f"{source:<14}{len(done):>5}  no times"
     groups = choices(done)
-    line = (f"{source:<14}{len(planner_errors.parts):>5}{planner_errors.mean:>7.1%}{planner_errors.median:>8.1%}"
-            f"{planner_errors.ninetieth:>7.1%}"
-            f"{plain.median:>8.1%}{apart.median:>10.1%}")
+    line = (
+        f"{source:<14}{len(planner_errors.parts):>5}{planner_errors.mean:>7.1%}{planner_errors.median:>8.1%}"
+        f"{planner_errors.ninetieth:>7.1%}"
+        f"{plain.median:>8.1%}{apart.median:>10.1%}"
+    )
     if groups:
         regrets = [group.regret for group in groups]
-        order = statistics.median(group.correlation for group in groups if not math.isnan(group.correlation))
-        line += f"{len(groups):>8}{order:>7.2f}{statistics.fmean(regrets):>7.3f}{max(regrets):>7.3f}"
+        order = statistics.median(
+            group.correlation for group in groups if not math.isnan(group.correlation)
+        )
+        line += (
+            f"{len(groups):>8}{order:>7.2f}{statistics.fmean(regrets):>7.3f}{max(regrets):>7.3f}"
+        )
     else:
         line += f"{'':>29}"
     return f"{line}{statistics.fmean(covered(done)):>9.0%}"
 
 
-def _summary(done: dict[str, list[Prediction]], without: dict[str, list[Prediction]],
-             everything: Sequence[Prediction]) -> None:
-    medians = [source_errors.median for listed in done.values() if (source_errors := errors(listed))]
-    apart = [source_errors.median for listed in without.values() if (source_errors := errors(listed))]
-    large = {source: (planner_errors.median, plain.median) for source, listed in done.items()
-             if (planner_errors := errors(listed)) and (plain := constant(listed)) and len(planner_errors.parts) >= FEW}
+def _summary(
+    done: dict[str, list[Prediction]],
+    without: dict[str, list[Prediction]],
+    everything: Sequence[Prediction],
+) -> None:
+    medians = [
+        source_errors.median for listed in done.values() if (source_errors := errors(listed))
+    ]
+    apart = [
+        source_errors.median for listed in without.values() if (source_errors := errors(listed))
+    ]
+    large = {
+        source: (planner_errors.median, plain.median)
+        for source, listed in done.items()
+        if (planner_errors := errors(listed))
+        and (plain := constant(listed))
+        and len(planner_errors.parts) >= FEW
+    }
     beaten = [source for source, (planner, plain) in large.items() if planner < plain]
-    widths = [math.log(p.estimate.high_s / p.estimate.low_s) / 2 for p in everything if p.case.step_s]
-    print(f"\nMean of the sources' medians: {statistics.fmean(medians):.1%}; left out: {statistics.fmean(apart):.1%}.\n"
-          f"Below the constant on {len(beaten)} of {len(large)} sources with {FEW} rows or more.")
+    widths = [
+        math.log(p.estimate.high_s / p.estimate.low_s) / 2 for p in everything if p.case.step_s
+    ]
+    print(
+        f"\nMean of the sources' medians: {statistics.fmean(medians):.1%}; left out: {statistics.fmean(apart):.1%}.\n"
+        f"Below the constant on {len(beaten)} of {len(large)} sources with {FEW} rows or more."
+    )
     wide = statistics.median(widths)
-    print(f"80 % intervals hold {statistics.fmean(covered(everything)):.1%} of the measured times;\nin the median they "
-          f"reach {1 - math.exp(-wide):.0%} below and {math.exp(wide) - 1:.0%} above the prediction.")
+    print(
+        f"80 % intervals hold {statistics.fmean(covered(everything)):.1%} of the measured times;\nin the median they "
+        f"reach {1 - math.exp(-wide):.0%} below and {math.exp(wide) - 1:.0%} above the prediction."
+    )
 
 
 def _memory(done: dict[str, list[Prediction]]) -> None:
     print("\nMemory, as a part of the measured: rows, median of the error, median of its size")
     for source, listed in done.items():
         if relative_errors := memory_errors(listed):
-            print(f"  {source:<14}{len(relative_errors):>5}{statistics.median(relative_errors):>+8.1%}"
-                  f"{statistics.median(map(abs, relative_errors)):>8.1%}")
+            print(
+                f"  {source:<14}{len(relative_errors):>5}{statistics.median(relative_errors):>+8.1%}"
+                f"{statistics.median(map(abs, relative_errors)):>8.1%}"
+            )
     counted: Counter[str] = sum((out_of_memory(listed) for listed in done.values()), Counter())
     print("Predicted, measured: rows")
     for outcome, count in sorted(counted.items()):

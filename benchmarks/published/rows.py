@@ -109,15 +109,34 @@ def case(row: Row, source_name: str) -> Case:
         size = _size(row, source)
         profile = _profile(size, program.formats, program.kernels)
         plans = tuple(_plans(row, source, size, num_devices, batch))
-        passes = 4.0 if size.lora_rank else 6.0  # FLOPs a token and parameter: frozen weights need no gradients
-        flops = batch * size.sequence * (passes * size.num_parameters + 12 * size.layers * size.hidden * size.sequence)
+        passes = (
+            4.0 if size.lora_rank else 6.0
+        )  # FLOPs a token and parameter: frozen weights need no gradients
+        flops = (
+            batch
+            * size.sequence
+            * (passes * size.num_parameters + 12 * size.layers * size.hidden * size.sequence)
+        )
     if not plans:
         raise Skipped("no plan has its numbers")
     step_s, fits = _measured(row, source, size, num_devices, batch, flops)
     memory = float(row["memory_gib"]) if row.get("memory_gib") else None
-    return Case(row["row_id"], source_name, profile, plans, cluster, batch, precision, program, step_s,
-                memory and memory * source.memory_unit, source.is_device_memory, fits, flops,
-                tuple(row[name] for name in GROUP))
+    return Case(
+        row["row_id"],
+        source_name,
+        profile,
+        plans,
+        cluster,
+        batch,
+        precision,
+        program,
+        step_s,
+        memory and memory * source.memory_unit,
+        source.is_device_memory,
+        fits,
+        flops,
+        tuple(row[name] for name in GROUP),
+    )
 
 
 def _whole(row: Row, name: str) -> int | None:
@@ -145,13 +164,25 @@ def _precision(row: Row, source: Source) -> Precision:
     return "float32" if "32" in text and "16" not in text else "bf16"
 
 
-METRICS = ("iteration_time", "tokens_per_s_per_gpu", "tokens_per_s", "samples_per_s_per_gpu", "samples_per_s",
-           "images_per_s", "achieved_tflops_per_gpu", "model_tflops_per_gpu", "tflops_per_gpu", "mfu", "feasible",
-           "activation_memory_per_gpu")
+METRICS = (
+    "iteration_time",
+    "tokens_per_s_per_gpu",
+    "tokens_per_s",
+    "samples_per_s_per_gpu",
+    "samples_per_s",
+    "images_per_s",
+    "achieved_tflops_per_gpu",
+    "model_tflops_per_gpu",
+    "tflops_per_gpu",
+    "mfu",
+    "feasible",
+    "activation_memory_per_gpu",
+)
 
 
-def _measured(row: Row, source: Source, size: DecoderSize | None, num_devices: int, batch: int,
-              flops: float) -> tuple[float | None, bool]:
+def _measured(
+    row: Row, source: Source, size: DecoderSize | None, num_devices: int, batch: int, flops: float
+) -> tuple[float | None, bool]:
     """Seconds of a step, from whichever metric a row has, and whether it ran."""
     metric, unit = row["metric"], row["unit"]
     if metric == "feasible":
@@ -193,9 +224,13 @@ def _profile(size: DecoderSize, formats: Formats, kernels: Kernels) -> Profile:
 
 def _size(row: Row, source: Source) -> DecoderSize:
     known = source.model(row["model"])
-    given = {name: _whole(row, name) or known.get(name) for name in ("layers", "hidden", "heads", "kv_heads", "ffn",
-                                                                     "vocab", "seq")}
-    form = known.get("form") or ("llama" if re.search(r"llama|mistral|qwen", row["model"].lower()) else "gpt")
+    given = {
+        name: _whole(row, name) or known.get(name)
+        for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq")
+    }
+    form = known.get("form") or (
+        "llama" if re.search(r"llama|mistral|qwen", row["model"].lower()) else "gpt"
+    )
     hidden = given["hidden"]
     if not hidden:
         raise Skipped("its dimensions are neither stated nor public here")
@@ -213,9 +248,20 @@ def _size(row: Row, source: Source) -> DecoderSize:
         raise Skipped("it states no sequence length")
     tied = known.get("tied", form == "gpt")
     vocab = -(-vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-    return DecoderSize(int(given["layers"]), int(hidden), int(heads), int(given["ffn"] or 4 * hidden), int(vocab),
-                       int(sequence), int(given["kv_heads"] or heads), form, bool(tied),
-                       lora_rank=LORA_RANK if re.search(r"\blora\b", f"{row['model']} {row['notes']}", re.I) else 0)
+    return DecoderSize(
+        int(given["layers"]),
+        int(hidden),
+        int(heads),
+        int(given["ffn"] or 4 * hidden),
+        int(vocab),
+        int(sequence),
+        int(given["kv_heads"] or heads),
+        form,
+        bool(tied),
+        lora_rank=LORA_RANK
+        if re.search(r"\blora\b", f"{row['model']} {row['notes']}", re.I)
+        else 0,
+    )
 
 
 def _program(row: Row, source: Source) -> Software:
@@ -237,7 +283,9 @@ def _recompute(row: Row, source: Source) -> str:
     return "none" if text else source.recompute
 
 
-def _plans(row: Row, source: Source, size: DecoderSize, num_devices: int, batch: int) -> Iterator[Plan]:
+def _plans(
+    row: Row, source: Source, size: DecoderSize, num_devices: int, batch: int
+) -> Iterator[Plan]:
     """Every plan that a row may mean."""
     tensor, pipeline = _whole(row, "tp"), _whole(row, "pp")
     if tensor is None or pipeline is None:
@@ -252,7 +300,11 @@ def _plans(row: Row, source: Source, size: DecoderSize, num_devices: int, batch:
         raise Skipped("its axes don't multiply to its devices")
     stated = _whole(row, "micro_batch")
     virtuals = [_whole(row, "vpp")] if row.get("vpp") else source.virtuals if pipeline > 1 else [1]
-    recomputes = [_recompute(row, source)] if row["recompute"] or not source.recomputes else source.recomputes
+    recomputes = (
+        [_recompute(row, source)]
+        if row["recompute"] or not source.recomputes
+        else source.recomputes
+    )
     zero = _whole(row, "zero_stage")
     shard = _whole(row, "fsdp") or (replicas if (source.zero if zero is None else zero) else 1)
     zero = zero or source.zero or 3
@@ -263,7 +315,11 @@ def _plans(row: Row, source: Source, size: DecoderSize, num_devices: int, batch:
         count = max(1, round(batch / (replicas * (micro or 1))))
         for virtual in virtuals:
             for recompute in recomputes:
-                values: dict[str, object] = {"recompute": recompute, "tensor": tensor, "data": replicas // shard}
+                values: dict[str, object] = {
+                    "recompute": recompute,
+                    "tensor": tensor,
+                    "data": replicas // shard,
+                }
                 if shard > 1:
                     values |= {"shard": shard, "zero": zero}
                 if pipeline > 1:
@@ -304,8 +360,13 @@ def _cluster(row: Row, source: Source, num_devices: int) -> Cluster:
         inside = _stated(row["intra_bw"], name, 1) or link_of(known_link(known.link))
         across = _stated(row["inter_bw"], name, in_a_node) or link_of(known_link(known.network))
         nodes = count or -(-num_devices // in_a_node)
-        node_groups.append(Nodes(nodes, (described(known),) * in_a_node,
-                                 Network(inside, across, in_a_node, max(1, in_a_node // source.devices_per_port))))
+        node_groups.append(
+            Nodes(
+                nodes,
+                (described(known),) * in_a_node,
+                Network(inside, across, in_a_node, max(1, in_a_node // source.devices_per_port)),
+            )
+        )
     return Cluster.of(tuple(node_groups))
 
 

@@ -77,14 +77,27 @@ class Measured:
     @classmethod
     def of(cls, candidate: Candidate, alone: Candidate | None = None) -> Measured:
         estimate = candidate.estimate
-        measured = cls(str(candidate.plan), estimate.step_s, estimate.low_s, estimate.high_s,
-                       estimate.peak_memory_bytes, dict(estimate.breakdown), dict(estimate.ledger),
-                       candidate.plan.relaxed is not None, estimate.is_measured)
+        measured = cls(
+            str(candidate.plan),
+            estimate.step_s,
+            estimate.low_s,
+            estimate.high_s,
+            estimate.peak_memory_bytes,
+            dict(estimate.breakdown),
+            dict(estimate.ledger),
+            candidate.plan.relaxed is not None,
+            estimate.is_measured,
+        )
         if alone is None:
             return measured
         before = alone.estimate
-        return replace(measured, alone_s=before.step_s, alone_low_s=before.low_s, alone_high_s=before.high_s,
-                       alone_breakdown=dict(before.breakdown))
+        return replace(
+            measured,
+            alone_s=before.step_s,
+            alone_low_s=before.low_s,
+            alone_high_s=before.high_s,
+            alone_breakdown=dict(before.breakdown),
+        )
 
     @property
     def time_s(self) -> float:
@@ -97,7 +110,11 @@ class Measured:
     @property
     def memory_error(self) -> float:
         """nan where it was not measured."""
-        return math.nan if not self.memory_bytes else self.predicted_bytes / statistics.median(self.memory_bytes) - 1
+        return (
+            math.nan
+            if not self.memory_bytes
+            else self.predicted_bytes / statistics.median(self.memory_bytes) - 1
+        )
 
     @property
     def alone_error(self) -> float:
@@ -146,11 +163,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
             results[name] = _measure(name, options, pace)
         print(_job_table(name, results[name]), flush=True)
         if options.json:
-            Path(options.json).write_text(json.dumps({name: asdict(result) for name, result in results.items()},
-                                                     indent=1))
+            Path(options.json).write_text(
+                json.dumps({name: asdict(result) for name, result in results.items()}, indent=1)
+            )
     print(table(results))
     if options.write:
-        Path(options.write).write_text(page(results, measured_on=datetime.date.today(), machine=_machine()))
+        Path(options.write).write_text(
+            page(results, measured_on=datetime.date.today(), machine=_machine())
+        )
 
 
 @contextmanager
@@ -172,8 +192,12 @@ def _kept_results(path: str | None) -> dict[str, JobResult]:
     if not path or not Path(path).exists():
         return {}
     kept = json.loads(Path(path).read_text())
-    return {name: JobResult(result["chosen"], [Measured(**plan) for plan in result["plans"]], result["chosen_alone"])
-            for name, result in kept.items()}
+    return {
+        name: JobResult(
+            result["chosen"], [Measured(**plan) for plan in result["plans"]], result["chosen_alone"]
+        )
+        for name, result in kept.items()
+    }
 
 
 def _machine() -> str:
@@ -181,17 +205,26 @@ def _machine() -> str:
     import torch
 
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return (f"{usable_cores()} cores ({torch.backends.cpu.get_cpu_capability()}), {memory_bytes / 2**30:.0f} GiB, "
-            f"{sys.platform}, torch {torch.__version__}")
+    return (
+        f"{usable_cores()} cores ({torch.backends.cpu.get_cpu_capability()}), {memory_bytes / 2**30:.0f} GiB, "
+        f"{sys.platform}, torch {torch.__version__}"
+    )
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.regret")
-    parser.add_argument("--jobs", nargs="+", choices=list(CASES), metavar="NAME",
-                        help="by default those of jobs.py; those of held_out.py when they are named")
+    parser.add_argument(
+        "--jobs",
+        nargs="+",
+        choices=list(CASES),
+        metavar="NAME",
+        help="by default those of jobs.py; those of held_out.py when they are named",
+    )
     parser.add_argument("--plans", type=int, default=MOST_PLANS, help="of a job, at most")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=2.0, help="of a turn, as far as the prediction is right")
+    parser.add_argument(
+        "--seconds", type=float, default=2.0, help="of a turn, as far as the prediction is right"
+    )
     parser.add_argument("--calibrate", type=float, default=CALIBRATE_S, metavar="SECONDS")
     parser.add_argument("--json")
     parser.add_argument("--write", metavar="FILE", help="a page of all results")
@@ -207,15 +240,19 @@ def _measure(name: str, options: argparse.Namespace, pace: Pace) -> JobResult:
     pace.wait_until_usual()
     answer = plan(job, cluster, calibrate_s=options.calibrate) if options.calibrate else before
     alone = {candidate.plan: candidate for candidate in before.ranking.ranked}
-    taken = [Measured.of(candidate, alone.get(candidate.plan))
-             for candidate in _plans_to_run(answer, before, options.plans)]
+    taken = [
+        Measured.of(candidate, alone.get(candidate.plan))
+        for candidate in _plans_to_run(answer, before, options.plans)
+    ]
     for number in range(options.rounds):
         order = list(taken)
         random.Random(number).shuffle(order)
         for measured in order:
             for _ in range(MOST_TRIES):
                 pace.wait_until_usual()
-                if measured.failed or _run(measured, job, case.memory, options.seconds, is_steady=pace.is_usual):
+                if measured.failed or _run(
+                    measured, job, case.memory, options.seconds, is_steady=pace.is_usual
+                ):
                     break
         print(f"{name}: round {number + 1} of {options.rounds}", file=sys.stderr, flush=True)
     return JobResult(str(answer.chosen), taken, str(before.chosen))
@@ -226,29 +263,48 @@ def _plans_to_run(answer: Answer, before: Answer, most: int) -> list[Candidate]:
     which; but none that looks far slower than the fastest."""
     exact = [candidate for candidate in answer.ranking.ranked if candidate.plan.relaxed is None]
     fastest_s = min(candidate.estimate.step_s for candidate in exact)
-    exact = [candidate for candidate in exact if candidate.estimate.step_s <= MOST_TIMES * fastest_s]
+    exact = [
+        candidate for candidate in exact if candidate.estimate.step_s <= MOST_TIMES * fastest_s
+    ]
     chosen = [candidate for candidate in exact if candidate.plan in (answer.chosen, before.chosen)]
     others = [candidate for candidate in exact if candidate not in chosen]
-    return [*chosen, *sorted(others, key=lambda each: (len(each.plan.values()), str(each.plan)))][:most]
+    return [*chosen, *sorted(others, key=lambda each: (len(each.plan.values()), str(each.plan)))][
+        :most
+    ]
 
 
-def _run(measured: Measured, job: Job, memory: str | None, seconds: float, *,
-         is_steady: Callable[[], bool] = lambda: True) -> bool:
+def _run(
+    measured: Measured,
+    job: Job,
+    memory: str | None,
+    seconds: float,
+    *,
+    is_steady: Callable[[], bool] = lambda: True,
+) -> bool:
     """Train as `paceline train` does after it has chosen a plan, without a prediction beside it.
 
     Returns:
         Whether it counts: it does not if the machine is not steady at its end.
     """
     request = resolve(job, measured.plan, memory=memory)
-    short = replace(job, steps=WARM_UP_STEPS + max(WARM_UP_STEPS, round(seconds / measured.predicted_s)))
+    short = replace(
+        job, steps=WARM_UP_STEPS + max(WARM_UP_STEPS, round(seconds / measured.predicted_s))
+    )
     load(request.plan)
     try:
         with tempfile.TemporaryDirectory() as run:
-            settings = Settings(run_dir=Path(run), shares=request.shares,
-                                devices=devices_of(request.plan, request.cluster))
+            settings = Settings(
+                run_dir=Path(run),
+                shares=request.shares,
+                devices=devices_of(request.plan, request.cluster),
+            )
             (Path(run) / "checkpoints").mkdir()
-            summary = run_local(lambda rank: train_rank(rank, short, request.plan, settings), request.cluster.devices,
-                                run_dir=Path(run), fault_policy=fault_policy(request.plan))[0]
+            summary = run_local(
+                lambda rank: train_rank(rank, short, request.plan, settings),
+                request.cluster.devices,
+                run_dir=Path(run),
+                fault_policy=fault_policy(request.plan),
+            )[0]
     except PacelineError as error:
         if isinstance(error, RankFailed) and error.failure.is_stop:
             raise  # the benchmark itself was asked to stop
@@ -263,17 +319,28 @@ def _run(measured: Measured, job: Job, memory: str | None, seconds: float, *,
 
 
 def _job_table(name: str, result: JobResult) -> str:
-    titles = (f"{'ms':>8} {'alone':>8} {'off':>6} {'predicted':>9} {'off':>6} {'noise':>6} {'MiB':>7} "
-              f"{'predicted':>9} {'off':>6}")
-    lines = [f"\n{name}, {CASES[name].num_devices} devices; chosen: {result.chosen}", f"{'plan':<58} {titles}"]
+    titles = (
+        f"{'ms':>8} {'alone':>8} {'off':>6} {'predicted':>9} {'off':>6} {'noise':>6} {'MiB':>7} "
+        f"{'predicted':>9} {'off':>6}"
+    )
+    lines = [
+        f"\n{name}, {CASES[name].num_devices} devices; chosen: {result.chosen}",
+        f"{'plan':<58} {titles}",
+    ]
     for measured in sorted(result.run, key=lambda measured: measured.time_s):
         memory_bytes = statistics.median(measured.memory_bytes)
-        times = (f"{1e3 * measured.time_s:>8.2f} {1e3 * measured.alone_s:>8.2f} {100 * measured.alone_error:>+5.0f}% "
-                 f"{1e3 * measured.predicted_s:>9.2f} {100 * measured.time_error:>+5.0f}% "
-                 f"{100 * measured.noise:>5.0f}%")
-        memory = (f"{memory_bytes / 2**20:>7.1f} {measured.predicted_bytes / 2**20:>9.1f} "
-                  f"{100 * measured.memory_error:>+5.0f}%")
-        marks = f"{' tried' if measured.was_tried else ''}{'' if measured.is_inside else ' outside'}"
+        times = (
+            f"{1e3 * measured.time_s:>8.2f} {1e3 * measured.alone_s:>8.2f} {100 * measured.alone_error:>+5.0f}% "
+            f"{1e3 * measured.predicted_s:>9.2f} {100 * measured.time_error:>+5.0f}% "
+            f"{100 * measured.noise:>5.0f}%"
+        )
+        memory = (
+            f"{memory_bytes / 2**20:>7.1f} {measured.predicted_bytes / 2**20:>9.1f} "
+            f"{100 * measured.memory_error:>+5.0f}%"
+        )
+        marks = (
+            f"{' tried' if measured.was_tried else ''}{'' if measured.is_inside else ' outside'}"
+        )
         lines.append(f"{measured.plan:<58} {times} {memory}{marks}")
     lines += [f"{measured.plan}: {measured.failed}" for measured in result.plans if measured.failed]
     return "\n".join(lines)
@@ -283,48 +350,109 @@ def table(results: dict[str, JobResult]) -> str:
     """A line a job: how far off time is without calibrations, of plans that were not tried and of all, and memory; how
     many are inside their intervals, and those's width; the chosen plan's time by the best one's; how far apart rounds
     are."""
-    titles = ("plans", "alone", "inside", "untried", "time", "memory", "inside", "width", "regret", "noise")
+    titles = (
+        "plans",
+        "alone",
+        "inside",
+        "untried",
+        "time",
+        "memory",
+        "inside",
+        "width",
+        "regret",
+        "noise",
+    )
     lines = [f"\n{'job':<22} {' '.join(f'{title:>6}' for title in titles)}"]
     for name, job in results.items():
-        lines.append(f"{_scores(name, job.run)} {job.regret(job.chosen):>6.3f} "
-                     f"{_percent(_mean(each.noise for each in job.run)):>6}")
-    return "\n".join([*lines, _scores("all", [each for job in results.values() for each in job.run])])
+        lines.append(
+            f"{_scores(name, job.run)} {job.regret(job.chosen):>6.3f} "
+            f"{_percent(_mean(each.noise for each in job.run)):>6}"
+        )
+    return "\n".join(
+        [*lines, _scores("all", [each for job in results.values() for each in job.run])]
+    )
 
 
 def _scores(name: str, run: Sequence[Measured]) -> str:
     untried = [abs(measured.time_error) for measured in run if not measured.was_tried]
-    return (f"{name:<22} {len(run):>6} {_percent(_mean(abs(measured.alone_error) for measured in run)):>6} "
-            f"{_percent(_mean(measured.is_inside_alone for measured in run)):>6} {_percent(_mean(untried)):>6} "
-            f"{_percent(_mean(abs(measured.time_error) for measured in run)):>6} "
-            f"{_percent(_mean(abs(measured.memory_error) for measured in run)):>6} "
-            f"{_percent(_mean(measured.is_inside for measured in run)):>6} "
-            f"{_percent(statistics.median(measured.high_s / measured.low_s - 1 for measured in run)):>6}")
+    return (
+        f"{name:<22} {len(run):>6} {_percent(_mean(abs(measured.alone_error) for measured in run)):>6} "
+        f"{_percent(_mean(measured.is_inside_alone for measured in run)):>6} {_percent(_mean(untried)):>6} "
+        f"{_percent(_mean(abs(measured.time_error) for measured in run)):>6} "
+        f"{_percent(_mean(abs(measured.memory_error) for measured in run)):>6} "
+        f"{_percent(_mean(measured.is_inside for measured in run)):>6} "
+        f"{_percent(statistics.median(measured.high_s / measured.low_s - 1 for measured in run)):>6}"
+    )
 
 
 def page(results: dict[str, JobResult], *, measured_on: datetime.date, machine: str) -> str:
     """The report, as Markdown."""
     run = [measured for job in results.values() for measured in job.run]
-    columns = ["job", "plans", "alone: median", "worst", "inside", "regret", "calibrated: median", "worst", "inside",
-               "regret", "memory: median"]
-    lines = ["# How near predictions are", "",
-             "Written by `python -m benchmarks.regret --write docs/accuracy.md`: each plan is predicted without",
-             '("alone") and with calibrations, then trained. "off" is predicted by measured, less 1; "inside" is the',
-             "part of plans that took a time inside their 80 % interval; regret is the chosen plan's time by the",
-             "fastest one's. Runs wait until the machine is as fast as usual.", "",
-             f"{measured_on:%d %B %Y}; {machine}.", "", *_head(columns)]
+    columns = [
+        "job",
+        "plans",
+        "alone: median",
+        "worst",
+        "inside",
+        "regret",
+        "calibrated: median",
+        "worst",
+        "inside",
+        "regret",
+        "memory: median",
+    ]
+    lines = [
+        "# How near predictions are",
+        "",
+        "Written by `python -m benchmarks.regret --write docs/accuracy.md`: each plan is predicted without",
+        '("alone") and with calibrations, then trained. "off" is predicted by measured, less 1; "inside" is the',
+        "part of plans that took a time inside their 80 % interval; regret is the chosen plan's time by the",
+        "fastest one's. Runs wait until the machine is as fast as usual.",
+        "",
+        f"{measured_on:%d %B %Y}; {machine}.",
+        "",
+        *_head(columns),
+    ]
     for name, job in results.items():
-        lines.append(_page_row(name, job.run, f"{job.regret(job.chosen_alone):.3f}", f"{job.regret(job.chosen):.3f}"))
-    lines += [_page_row("all", run, *(f"{_mean(job.regret(getattr(job, which)) for job in results.values()):.3f}"
-                                      for which in ("chosen_alone", "chosen"))), ""]
+        lines.append(
+            _page_row(
+                name,
+                job.run,
+                f"{job.regret(job.chosen_alone):.3f}",
+                f"{job.regret(job.chosen):.3f}",
+            )
+        )
+    lines += [
+        _page_row(
+            "all",
+            run,
+            *(
+                f"{_mean(job.regret(getattr(job, which)) for job in results.values()):.3f}"
+                for which in ("chosen_alone", "chosen")
+            ),
+        ),
+        "",
+    ]
     for name, job in results.items():
-        lines += [f"## {name}", "", f"Chosen alone: {job.chosen_alone}. Chosen with calibrations: {job.chosen}.", "",
-                  *_head(["plan", "ms", "alone", "off", "calibrated", "off", "MiB", "predicted", "off"])]
+        lines += [
+            f"## {name}",
+            "",
+            f"Chosen alone: {job.chosen_alone}. Chosen with calibrations: {job.chosen}.",
+            "",
+            *_head(["plan", "ms", "alone", "off", "calibrated", "off", "MiB", "predicted", "off"]),
+        ]
         for measured in sorted(job.run, key=lambda measured: measured.time_s):
-            cells = (measured.plan, f"{1e3 * measured.time_s:.1f}", f"{1e3 * measured.alone_s:.1f}",
-                     f"{100 * measured.alone_error:+.0f} %", f"{1e3 * measured.predicted_s:.1f}",
-                     f"{100 * measured.time_error:+.0f} %{', tried' if measured.was_tried else ''}",
-                     f"{statistics.median(measured.memory_bytes) / 2**20:.0f}",
-                     f"{measured.predicted_bytes / 2**20:.0f}", f"{100 * measured.memory_error:+.0f} %")
+            cells = (
+                measured.plan,
+                f"{1e3 * measured.time_s:.1f}",
+                f"{1e3 * measured.alone_s:.1f}",
+                f"{100 * measured.alone_error:+.0f} %",
+                f"{1e3 * measured.predicted_s:.1f}",
+                f"{100 * measured.time_error:+.0f} %{', tried' if measured.was_tried else ''}",
+                f"{statistics.median(measured.memory_bytes) / 2**20:.0f}",
+                f"{measured.predicted_bytes / 2**20:.0f}",
+                f"{100 * measured.memory_error:+.0f} %",
+            )
             lines.append(f"| {' | '.join(cells)} |")
         lines.append("")
     return "\n".join(lines)
@@ -339,11 +467,13 @@ def _page_row(name: str, run: Sequence[Measured], regret_alone: str, regret: str
         by_magnitude = sorted((abs(figure), figure) for figure in figures)
         return f"{100 * statistics.median(size for size, _ in by_magnitude):.1f} % | {100 * by_magnitude[-1][1]:+.0f} %"
 
-    return (f"| {name} | {len(run)} | {errors(measured.alone_error for measured in run)} | "
-            f"{_percent(_mean(measured.is_inside_alone for measured in run))} | {regret_alone} | "
-            f"{errors(measured.time_error for measured in run)} | "
-            f"{_percent(_mean(measured.is_inside for measured in run))} | {regret} | "
-            f"{100 * statistics.median(abs(measured.memory_error) for measured in run):.1f} % |")
+    return (
+        f"| {name} | {len(run)} | {errors(measured.alone_error for measured in run)} | "
+        f"{_percent(_mean(measured.is_inside_alone for measured in run))} | {regret_alone} | "
+        f"{errors(measured.time_error for measured in run)} | "
+        f"{_percent(_mean(measured.is_inside for measured in run))} | {regret} | "
+        f"{100 * statistics.median(abs(measured.memory_error) for measured in run):.1f} % |"
+    )
 
 
 def _mean(figures: Iterable[float]) -> float:

@@ -34,14 +34,18 @@ class Rows(Dataset):
 
 
 def tokens(size: DecoderSize, *, samples: int = 64) -> Rows:
-    inputs = torch.randint(size.vocab, (samples, size.sequence), generator=torch.Generator().manual_seed(0))
+    inputs = torch.randint(
+        size.vocab, (samples, size.sequence), generator=torch.Generator().manual_seed(0)
+    )
     return Rows(inputs, inputs.roll(-1, 1))
 
 
 def numbers(*shape: int, classes: int = 10, samples: int = 256) -> Rows:
     generator = torch.Generator().manual_seed(0)
-    return Rows(torch.randn(samples, *shape, generator=generator),
-                torch.randint(classes, (samples,), generator=generator))
+    return Rows(
+        torch.randn(samples, *shape, generator=generator),
+        torch.randint(classes, (samples,), generator=generator),
+    )
 
 
 def next_token_loss(logits: Tensor, target: Tensor) -> Tensor:
@@ -62,7 +66,9 @@ class Branches(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.branches = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)) for _ in range(4))
+            nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+            for _ in range(4)
+        )
         self.head = nn.Linear(4 * width, 10)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -79,10 +85,23 @@ class Towers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.convolutions = nn.Sequential(
-            nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 32, 3, stride=2, padding=1), nn.ReLU(),
-            nn.Conv2d(32, 64, 3, stride=2, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(64 * 64, 256))
-        self.products = nn.Sequential(nn.Flatten(), nn.Linear(3072, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(),
-                                      nn.Linear(1024, 256))
+            nn.Conv2d(3, 32, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(32, 32, 3, stride=2, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(32, 64, 3, stride=2, padding=1),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(64 * 64, 256),
+        )
+        self.products = nn.Sequential(
+            nn.Flatten(),
+            nn.Linear(3072, 1024),
+            nn.ReLU(),
+            nn.Linear(1024, 1024),
+            nn.ReLU(),
+            nn.Linear(1024, 256),
+        )
         self.head = nn.Linear(512, 10)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -94,7 +113,11 @@ class Reader(nn.Module):
 
     def __init__(self, vocab: int, width: int, *middle: nn.Module) -> None:
         super().__init__()
-        self.embed, self.layers, self.head = nn.Embedding(vocab, width), nn.ModuleList(middle), nn.Linear(width, 10)
+        self.embed, self.layers, self.head = (
+            nn.Embedding(vocab, width),
+            nn.ModuleList(middle),
+            nn.Linear(width, 10),
+        )
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
@@ -106,16 +129,30 @@ class Reader(nn.Module):
 
 def _convolutions(width: int) -> nn.Sequential:
     return nn.Sequential(
-        nn.Conv2d(3, width, 3, padding=1), nn.ReLU(), nn.Conv2d(width, width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(width, 2 * width, 3, padding=1), nn.BatchNorm2d(2 * width), nn.ReLU(),
-        nn.Conv2d(2 * width, 2 * width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
-        nn.Linear(2 * width * 64, 256), nn.ReLU(), nn.Linear(256, 10))
+        nn.Conv2d(3, width, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(width, width, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(width, 2 * width, 3, padding=1),
+        nn.BatchNorm2d(2 * width),
+        nn.ReLU(),
+        nn.Conv2d(2 * width, 2 * width, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(2 * width * 64, 256),
+        nn.ReLU(),
+        nn.Linear(256, 10),
+    )
 
 
 def words(vocab: int, length: int, *, samples: int = 256) -> Rows:
     generator = torch.Generator().manual_seed(0)
-    return Rows(torch.randint(vocab, (samples, length), generator=generator),
-                torch.randint(10, (samples,), generator=generator))
+    return Rows(
+        torch.randint(vocab, (samples, length), generator=generator),
+        torch.randint(10, (samples,), generator=generator),
+    )
 
 
 def perceptron(width: int, layers: int) -> nn.Sequential:
@@ -124,14 +161,30 @@ def perceptron(width: int, layers: int) -> nn.Sequential:
 
 
 def _decoder(size: DecoderSize, batch: int) -> Callable[[], pl.Job]:
-    return lambda: pl.Job(model=lambda: Decoder(size), data=tokens(size), loss=next_token_loss, optimizer=adamw,
-                          batch=batch, steps=STEPS)
+    return lambda: pl.Job(
+        model=lambda: Decoder(size),
+        data=tokens(size),
+        loss=next_token_loss,
+        optimizer=adamw,
+        batch=batch,
+        steps=STEPS,
+    )
 
 
-def classifier(model: Callable[[], nn.Module], data: Callable[[], Rows],
-               optimizer: Callable[[object], torch.optim.Optimizer], batch: int) -> Callable[[], pl.Job]:
-    return lambda: pl.Job(model=model, data=data(), loss=F.cross_entropy, optimizer=optimizer, batch=batch,
-                          steps=STEPS)
+def classifier(
+    model: Callable[[], nn.Module],
+    data: Callable[[], Rows],
+    optimizer: Callable[[object], torch.optim.Optimizer],
+    batch: int,
+) -> Callable[[], pl.Job]:
+    return lambda: pl.Job(
+        model=model,
+        data=data(),
+        loss=F.cross_entropy,
+        optimizer=optimizer,
+        batch=batch,
+        steps=STEPS,
+    )
 
 
 def _layer() -> nn.Module:
@@ -159,35 +212,93 @@ class Case:
 SMALL_JOBS: dict[str, Case] = {
     "GPT, 128 wide": Case(2, _decoder(DecoderSize(4, 128, 4, 512, 256, sequence=128), 16)),
     "GPT, 512 wide": Case(2, _decoder(DecoderSize(2, 512, 8, 2048, 256, sequence=64), 8)),
-    "Llama, 256 wide": Case(2, _decoder(DecoderSize(4, 256, 8, 688, 1024, sequence=64, kv_heads=4, form="llama"), 16)),
-    "ConvNet on 32x32": Case(4, lambda: pl.Job(
-        model=lambda: ConvNet(ConvNetSize(depths=(1, 1, 1, 1), width=16, classes=10, side=32)),
-        data=numbers(3, 32, 32), loss=F.cross_entropy, optimizer=momentum, batch=16, steps=STEPS)),
-    "wide perceptron": Case(2, lambda: pl.Job(
-        model=lambda: perceptron(2048, 3), data=numbers(64), loss=F.cross_entropy, optimizer=momentum, batch=16,
-        steps=STEPS)),
-    "small perceptron": Case(4, lambda: pl.Job(
-        model=lambda: perceptron(128, 2), data=numbers(64), loss=F.cross_entropy, optimizer=adamw, batch=64,
-        steps=STEPS)),
-    "four branches": Case(4, lambda: pl.Job(
-        model=lambda: Branches(768), data=numbers(768), loss=F.cross_entropy, optimizer=adamw, batch=64,
-        steps=STEPS)),
+    "Llama, 256 wide": Case(
+        2, _decoder(DecoderSize(4, 256, 8, 688, 1024, sequence=64, kv_heads=4, form="llama"), 16)
+    ),
+    "ConvNet on 32x32": Case(
+        4,
+        lambda: pl.Job(
+            model=lambda: ConvNet(ConvNetSize(depths=(1, 1, 1, 1), width=16, classes=10, side=32)),
+            data=numbers(3, 32, 32),
+            loss=F.cross_entropy,
+            optimizer=momentum,
+            batch=16,
+            steps=STEPS,
+        ),
+    ),
+    "wide perceptron": Case(
+        2,
+        lambda: pl.Job(
+            model=lambda: perceptron(2048, 3),
+            data=numbers(64),
+            loss=F.cross_entropy,
+            optimizer=momentum,
+            batch=16,
+            steps=STEPS,
+        ),
+    ),
+    "small perceptron": Case(
+        4,
+        lambda: pl.Job(
+            model=lambda: perceptron(128, 2),
+            data=numbers(64),
+            loss=F.cross_entropy,
+            optimizer=adamw,
+            batch=64,
+            steps=STEPS,
+        ),
+    ),
+    "four branches": Case(
+        4,
+        lambda: pl.Job(
+            model=lambda: Branches(768),
+            data=numbers(768),
+            loss=F.cross_entropy,
+            optimizer=adamw,
+            batch=64,
+            steps=STEPS,
+        ),
+    ),
 }
 # Of other classes than those above, on which nothing was fitted.
 OTHER_JOBS: dict[str, Case] = {
-    "convolutions": Case(2, classifier(lambda: _convolutions(64), lambda: numbers(3, 32, 32), momentum, 32)),
-    "plain SGD, 4096 wide": Case(2, classifier(lambda: perceptron(4096, 3), lambda: numbers(64), sgd, 128)),
+    "convolutions": Case(
+        2, classifier(lambda: _convolutions(64), lambda: numbers(3, 32, 32), momentum, 32)
+    ),
+    "plain SGD, 4096 wide": Case(
+        2, classifier(lambda: perceptron(4096, 3), lambda: numbers(64), sgd, 128)
+    ),
     "two towers": Case(2, classifier(Towers, lambda: numbers(3, 32, 32), momentum, 64)),
-    "encoder, 256 wide": Case(2, classifier(
-        lambda: Reader(256, 256, *(_layer() for _ in range(4))), lambda: words(256, 64), adamw, 16)),
-    "embeddings": Case(2, classifier(
-        lambda: Reader(50_000, 128, nn.Linear(128, 128)), lambda: words(50_000, 64), adamw, 64)),
-    "LSTM": Case(2, classifier(
-        lambda: Reader(256, 256, nn.LSTM(256, 256, 2, batch_first=True)), lambda: words(256, 64), adamw, 16)),
+    "encoder, 256 wide": Case(
+        2,
+        classifier(
+            lambda: Reader(256, 256, *(_layer() for _ in range(4))),
+            lambda: words(256, 64),
+            adamw,
+            16,
+        ),
+    ),
+    "embeddings": Case(
+        2,
+        classifier(
+            lambda: Reader(50_000, 128, nn.Linear(128, 128)), lambda: words(50_000, 64), adamw, 64
+        ),
+    ),
+    "LSTM": Case(
+        2,
+        classifier(
+            lambda: Reader(256, 256, nn.LSTM(256, 256, 2, batch_first=True)),
+            lambda: words(256, 64),
+            adamw,
+            16,
+        ),
+    ),
 }
 # 268 million parameters: a step needs 4.3 GB on one device.
 LARGE_JOBS: dict[str, Case] = {
-    "perceptron, 8192 wide": Case(2, classifier(lambda: perceptron(8192, 4), lambda: numbers(64), adamw, 8)),
+    "perceptron, 8192 wide": Case(
+        2, classifier(lambda: perceptron(8192, 4), lambda: numbers(64), adamw, 8)
+    ),
 }
 # With a limit of memory that one device needs more than; and with one core for each rank, where one does not win.
 SPLIT_JOBS: dict[str, Case] = {

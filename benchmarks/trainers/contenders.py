@@ -63,64 +63,117 @@ COUNTED = {"weighed": "by hand: each rank's sum divided by the count of all rank
 
 CONTENDERS = {
     "Paceline": Contender(
-        "with_paceline", "paceline", "README, `docs/running.md`", permuted_by_paceline, {
+        "with_paceline",
+        "paceline",
+        "README, `docs/running.md`",
+        permuted_by_paceline,
+        {
             "ignored": {"scalar": "a loss that returns a mean"},
             "batchnorm": {"place": "`place=auto parts=2`", "tensor": "`tensor=2`", **GROUP_NORM},
-        }, num_processes=1),
+        },
+        num_processes=1,
+    ),
     "DDP": Contender(
-        "with_ddp", "torch", "Getting Started with Distributed Data Parallel; Saving and Loading a General Checkpoint",
+        "with_ddp",
+        "torch",
+        "Getting Started with Distributed Data Parallel; Saving and Loading a General Checkpoint",
         settings={
             "short": {"drop_last": "`DistributedSampler(drop_last=True)`", **WEIGHED},
             "ignored": COUNTED,
             "idle": FIND_UNUSED,
             "batchnorm": {**SYNC, **GROUP_NORM},
             "resume": {"skip": "by hand: the batches of the epoch that are done are skipped"},
-        }),
+        },
+    ),
     "Accelerate": Contender(
-        "with_accelerate", "accelerate", "Add Accelerate to your code; Gradient accumulation; Checkpointing", settings={
-            "short": {"uneven_batches": "`even_batches=False`",
-                      "counted": "`even_batches=False` and the recipe for samples of variable size"},
+        "with_accelerate",
+        "accelerate",
+        "Add Accelerate to your code; Gradient accumulation; Checkpointing",
+        settings={
+            "short": {
+                "uneven_batches": "`even_batches=False`",
+                "counted": "`even_batches=False` and the recipe for samples of variable size",
+            },
             "ignored": {"counted": "the recipe for samples of variable size"},
-            "idle": {"find_unused_parameters": "`DistributedDataParallelKwargs(find_unused_parameters=True)`"},
+            "idle": {
+                "find_unused_parameters": "`DistributedDataParallelKwargs(find_unused_parameters=True)`"
+            },
             "batchnorm": {**SYNC, **GROUP_NORM},
-            "resume": {"seedable": "`use_seedable_sampler=True`",
-                       "seedable_epoch": "`use_seedable_sampler=True`, and `set_epoch(epoch)` on each loader"},
-        }),
+            "resume": {
+                "seedable": "`use_seedable_sampler=True`",
+                "seedable_epoch": "`use_seedable_sampler=True`, and `set_epoch(epoch)` on each loader",
+            },
+        },
+    ),
     "Lightning": Contender(
-        "with_lightning", "lightning", "Train a model (basic); Manual Optimization; GPU training (Intermediate); "
-        "Saving and loading checkpoints (basic)", permuted_by_epoch, {
+        "with_lightning",
+        "lightning",
+        "Train a model (basic); Manual Optimization; GPU training (Intermediate); "
+        "Saving and loading checkpoints (basic)",
+        permuted_by_epoch,
+        {
             "short": WEIGHED,
             "ignored": COUNTED,
-            "idle": {"find_unused_parameters": "`strategy=\"ddp_find_unused_parameters_true\"`"},
+            "idle": {"find_unused_parameters": '`strategy="ddp_find_unused_parameters_true"`'},
             "batchnorm": {"sync_batchnorm": "`sync_batchnorm=True`", **GROUP_NORM},
             "resume": {"stateful": "a loader with `state_dict` and `load_state_dict`"},
-        }, in_sequence=("weighed",)),
+        },
+        in_sequence=("weighed",),
+    ),
     "Transformers": Contender(
-        "with_transformers", "transformers", "Trainer; Subclassing Trainer methods", settings={
-            "short": {"uneven_batches": "`accelerator_config={\"even_batches\": False}`",
-                      "counted": "`even_batches` off and a `compute_loss_func` with `num_items_in_batch`"},
-            "ignored": {"counted": "a `compute_loss_func` with `num_items_in_batch`",
-                        "accepting": "a module that takes `num_items_in_batch`, as Transformers' own do"},
+        "with_transformers",
+        "transformers",
+        "Trainer; Subclassing Trainer methods",
+        settings={
+            "short": {
+                "uneven_batches": '`accelerator_config={"even_batches": False}`',
+                "counted": "`even_batches` off and a `compute_loss_func` with `num_items_in_batch`",
+            },
+            "ignored": {
+                "counted": "a `compute_loss_func` with `num_items_in_batch`",
+                "accepting": "a module that takes `num_items_in_batch`, as Transformers' own do",
+            },
             "batchnorm": {**SYNC, **GROUP_NORM},
-        }),
+        },
+    ),
     "DeepSpeed": Contender(
-        "with_deepspeed", "deepspeed", "Getting Started; CIFAR-10 Tutorial", permuted_once, {
-            "short": {"drop_last": "`\"dataloader_drop_last\": true`", **WEIGHED},
+        "with_deepspeed",
+        "deepspeed",
+        "Getting Started; CIFAR-10 Tutorial",
+        permuted_once,
+        {
+            "short": {"drop_last": '`"dataloader_drop_last": true`', **WEIGHED},
             "ignored": COUNTED,
-            "custom": {"zero_1": "ZeRO stage 1", "module": "by hand: the step calls `engine.module`"},
+            "custom": {
+                "zero_1": "ZeRO stage 1",
+                "module": "by hand: the step calls `engine.module`",
+            },
             "batchnorm": {**SYNC, **GROUP_NORM},
-        }, in_sequence=("weighed",)),
+        },
+        in_sequence=("weighed",),
+    ),
     "Keras": Contender(
-        "with_keras", "keras", "Multi-GPU distributed training with PyTorch", settings={
+        "with_keras",
+        "keras",
+        "Multi-GPU distributed training with PyTorch",
+        settings={
             "short": {"drop_last": "`DistributedSampler(drop_last=True)`", **WEIGHED},
             "ignored": COUNTED,
             "idle": FIND_UNUSED,
-            "batchnorm": {"in_training": "`model(inputs, training=True)`",
-                          "synchronized": "`BatchNormalization(synchronized=True)`", **GROUP_NORM},
+            "batchnorm": {
+                "in_training": "`model(inputs, training=True)`",
+                "synchronized": "`BatchNormalization(synchronized=True)`",
+                **GROUP_NORM,
+            },
             "resume": {"skip": "by hand: the batches of the epoch that are done are skipped"},
-        }),
+        },
+    ),
 }
 
 # Every run there is, in the page's order: trainer, job, setting.
-RUNS = [(name, job, setting) for name, contender in CONTENDERS.items() for job in JOBS
-        for setting in [AS_DOCUMENTED, *contender.settings.get(job, {})]]
+RUNS = [
+    (name, job, setting)
+    for name, contender in CONTENDERS.items()
+    for job in JOBS
+    for setting in [AS_DOCUMENTED, *contender.settings.get(job, {})]
+]

@@ -32,7 +32,9 @@ def mean_loss(output: Tensor, target: Tensor) -> Tensor:
 
 def total_loss(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """The sum over the targets that count, and their number."""
-    total = F.cross_entropy(output.flatten(0, -2), target.flatten(), ignore_index=IGNORED, reduction="sum")
+    total = F.cross_entropy(
+        output.flatten(0, -2), target.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
     return total, (target != IGNORED).sum()
 
 
@@ -44,14 +46,18 @@ def penalised_step(model: nn.Module, input: Tensor, target: Tensor) -> Tensor:
     """A training step of one's own: two forward passes, and a penalty on the slope of the first by its input."""
     input = input.detach().requires_grad_()
     output, shifted = model(input), model(input + 0.1)
-    slope, = torch.autograd.grad(output.sum(), input, create_graph=True)
+    (slope,) = torch.autograd.grad(output.sum(), input, create_graph=True)
     return penalised_loss((output, shifted, slope), target)
 
 
 def penalised_loss(outputs: tuple[Tensor, Tensor, Tensor], target: Tensor) -> Tensor:
     """The mean over samples of a cross entropy, a distance between both outputs, and a squared slope."""
     output, shifted, slope = outputs
-    return mean_loss(output, target) + F.mse_loss(shifted, output) + 0.1 * slope.square().sum(dim=1).mean()
+    return (
+        mean_loss(output, target)
+        + F.mse_loss(shifted, output)
+        + 0.1 * slope.square().sum(dim=1).mean()
+    )
 
 
 class Experts(nn.Module):
@@ -73,9 +79,13 @@ class Experts(nn.Module):
 
 def perceptron(norm: type[nn.Module] | None = None, *arguments: int) -> Callable[[], nn.Module]:
     """Two linear layers, with a normalisation after the first if one is given."""
+
     def build() -> nn.Module:
         norms = [norm(*arguments)] if norm else []
-        return nn.Sequential(nn.Linear(FEATURES, WIDTH), *norms, nn.Tanh(), nn.Linear(WIDTH, CLASSES))
+        return nn.Sequential(
+            nn.Linear(FEATURES, WIDTH), *norms, nn.Tanh(), nn.Linear(WIDTH, CLASSES)
+        )
+
     return build
 
 
@@ -97,7 +107,9 @@ class TrainerJob:
             torch.manual_seed(1)
             return self.build()
 
-    def optimizer(self, parameters: Iterable[Tensor] | Iterable[tuple[str, Tensor]]) -> torch.optim.Optimizer:
+    def optimizer(
+        self, parameters: Iterable[Tensor] | Iterable[tuple[str, Tensor]]
+    ) -> torch.optim.Optimizer:
         if self.adaptive:
             # The default eps, 1e-8, turns the rounding of a gradient near zero into steps of up to the learning rate.
             return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1, eps=1e-3)
@@ -106,8 +118,10 @@ class TrainerJob:
 
 def _samples(count: int) -> TensorDataset:
     draw = torch.Generator().manual_seed(2)
-    return TensorDataset(torch.randn(count, FEATURES, generator=draw),
-                         torch.randint(CLASSES, (count,), generator=draw))
+    return TensorDataset(
+        torch.randn(count, FEATURES, generator=draw),
+        torch.randint(CLASSES, (count,), generator=draw),
+    )
 
 
 def _with_ignored_labels(count: int) -> TensorDataset:
@@ -126,17 +140,25 @@ def _routed(count: int) -> TensorDataset:
     """The last expert gets one sample of the batches 0, 2, 4 and so on, so one rank or none has a gradient for it."""
     inputs, targets = _samples(count).tensors
     numbers = torch.arange(count)
-    inputs[:, 0] = torch.where(numbers % (2 * BATCH) == 5, EXPERTS - 1, numbers % (EXPERTS - 1)).float()
+    inputs[:, 0] = torch.where(
+        numbers % (2 * BATCH) == 5, EXPERTS - 1, numbers % (EXPERTS - 1)
+    ).float()
     return TensorDataset(inputs, targets)
 
 
 JOBS = {
     "short": TrainerJob("short last batch", perceptron(), _samples(45)),
-    "ignored": TrainerJob("ignored labels, unevenly spread", perceptron(), _with_ignored_labels(48)),
-    "custom": TrainerJob("a training step of one's own", perceptron(), _samples(48), loss=penalised_step),
+    "ignored": TrainerJob(
+        "ignored labels, unevenly spread", perceptron(), _with_ignored_labels(48)
+    ),
+    "custom": TrainerJob(
+        "a training step of one's own", perceptron(), _samples(48), loss=penalised_step
+    ),
     "idle": TrainerJob("an idle expert", Experts, _routed(48), adaptive=True),
     "batchnorm": TrainerJob("BatchNorm", perceptron(nn.BatchNorm1d, WIDTH), _samples(48)),
-    "resume": TrainerJob("resume in mid-epoch", perceptron(), _samples(48), adaptive=True, shuffle=True),
+    "resume": TrainerJob(
+        "resume in mid-epoch", perceptron(), _samples(48), adaptive=True, shuffle=True
+    ),
 }
 WITH_GROUP_NORM = TrainerJob("GroupNorm", perceptron(nn.GroupNorm, 4, WIDTH), _samples(48))
 

@@ -69,23 +69,36 @@ def measure_one(trainer: str, job: str, setting: str, script: Script) -> Result:
         except RunFailed as failed:
             return Result(trainer, job, setting, failure=str(failed))
     parameters = {name for name, _ in job_of(job, setting).model().named_parameters()}
-    buffers = {name for name, tensor in expected.items() if name not in parameters and tensor.is_floating_point()}
+    buffers = {
+        name
+        for name, tensor in expected.items()
+        if name not in parameters and tensor.is_floating_point()
+    }
     return Result(
-        trainer, job, setting,
+        trainer,
+        job,
+        setting,
         weights=greatest_difference(state, expected, parameters),
         buffers=greatest_difference(state, expected, buffers) if buffers else None,
         loss=max(abs(a - b) for a, b in zip(losses, expected_losses, strict=True))
-        if len(losses) == len(expected_losses) else None,
+        if len(losses) == len(expected_losses)
+        else None,
         steps=len(losses),
         expected_steps=len(expected_losses),
     )
 
 
-def greatest_difference(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], names: set[str]) -> float:
-    return max((state[name].double() - expected[name].double()).abs().max().item() for name in names)
+def greatest_difference(
+    state: Mapping[str, Tensor], expected: Mapping[str, Tensor], names: set[str]
+) -> float:
+    return max(
+        (state[name].double() - expected[name].double()).abs().max().item() for name in names
+    )
 
 
-def run(script: Script, job: str, setting: str, folder: Path) -> tuple[list[float], dict[str, Tensor]]:
+def run(
+    script: Script, job: str, setting: str, folder: Path
+) -> tuple[list[float], dict[str, Tensor]]:
     """The losses and the final weights of a job on two ranks; of the job that is resumed, in two launches.
 
     Raises:
@@ -103,8 +116,9 @@ def run(script: Script, job: str, setting: str, folder: Path) -> tuple[list[floa
     return before + after, state
 
 
-def expectation(contender: Contender, script: Script, job: str, setting: str,
-                folder: Path) -> tuple[list[float], dict[str, Tensor]]:
+def expectation(
+    contender: Contender, script: Script, job: str, setting: str, folder: Path
+) -> tuple[list[float], dict[str, Tensor]]:
     """One device's losses and weights. Of the job that is resumed: the same trainer's on two ranks, not stopped."""
     if job == "resume":
         script.run(job, setting, folder / "whole")
@@ -114,7 +128,9 @@ def expectation(contender: Contender, script: Script, job: str, setting: str,
         from benchmarks.trainers import with_keras
 
         keras_model = with_keras.built(request)
-        losses = train(request.job, with_keras.InTraining(keras_model), contender.order_under(setting))
+        losses = train(
+            request.job, with_keras.InTraining(keras_model), contender.order_under(setting)
+        )
         return losses, with_keras.weights(keras_model)
     model: nn.Module = request.job.model()
     losses = train(request.job, model, contender.order_under(setting))
@@ -125,10 +141,27 @@ class Script:
     """A process that runs a trainer's script on two ranks as often as it is asked to."""
 
     def __init__(self, contender: Contender) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
-        command = [sys.executable, "-m", "benchmarks.trainers.ranks", contender.module, str(contender.num_processes)]
-        self.process = subprocess.Popen(command, cwd=ROOT, env=environment, text=True, stdin=subprocess.PIPE,
-                                        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}",
+        }
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.trainers.ranks",
+            contender.module,
+            str(contender.num_processes),
+        ]
+        self.process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
 
     def run(self, job: str, setting: str, folder: Path, *, part: str = "") -> None:
         """Leaves losses and weights in the folder.
@@ -138,7 +171,9 @@ class Script:
         """
         folder.mkdir(exist_ok=True)
         assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(json.dumps([job, str(folder), f"--setting={setting}", f"--part={part}"]) + "\n")
+        self.process.stdin.write(
+            json.dumps([job, str(folder), f"--setting={setting}", f"--part={part}"]) + "\n"
+        )
         self.process.stdin.flush()
         answer = self.process.stdout.readline()
         failure = json.loads(answer) if answer else "its script could not be imported"

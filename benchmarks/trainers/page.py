@@ -12,7 +12,9 @@ from benchmarks.trainers.measure import Result
 from benchmarks.trainers.ranks import TIMEOUT_S
 from benchmarks.trainers.reasons import DESCRIPTIONS, NOTES, REASONS
 
-EXACT = 2e-6  # in float32 the order of additions moves these weights by 1e-7 and, through AdamW, 1e-6
+EXACT = (
+    2e-6  # in float32 the order of additions moves these weights by 1e-7 and, through AdamW, 1e-6
+)
 
 INTRODUCTION = f"""# Who is right
 
@@ -60,18 +62,24 @@ not follow its trainer's current documentation, please report it.
 def page(document: Mapping[str, Any]) -> str:
     """The whole page. document: what results.json holds."""
     results = [Result(**row) for row in document["results"]]
-    return "\n".join([
-        INTRODUCTION,
-        *overview(results, document["versions"]),
-        "",
-        f"Last measured on {document['date']} with `python -m benchmarks.trainers`"
-        " (`pip install '.[bench]'` installs the trainers).",
-        "",
-        *(line for job in JOBS for line in section(job, [row for row in results if row.job == job])),
-        *sources(document["versions"]),
-        "",
-        LIMITS,
-    ])
+    return "\n".join(
+        [
+            INTRODUCTION,
+            *overview(results, document["versions"]),
+            "",
+            f"Last measured on {document['date']} with `python -m benchmarks.trainers`"
+            " (`pip install '.[bench]'` installs the trainers).",
+            "",
+            *(
+                line
+                for job in JOBS
+                for line in section(job, [row for row in results if row.job == job])
+            ),
+            *sources(document["versions"]),
+            "",
+            LIMITS,
+        ]
+    )
 
 
 def overview(results: Sequence[Result], versions: Mapping[str, str]) -> Iterator[str]:
@@ -79,7 +87,10 @@ def overview(results: Sequence[Result], versions: Mapping[str, str]) -> Iterator
     yield f"| | {' | '.join(f'{name} {version}' for name, version in versions.items())} |"
     yield "|---" * (len(versions) + 1) + "|"
     for job, about in JOBS.items():
-        cells = [verdict([row for row in results if (row.trainer, row.job) == (name, job)]) for name in versions]
+        cells = [
+            verdict([row for row in results if (row.trainer, row.job) == (name, job)])
+            for name in versions
+        ]
         yield f"| {about.title} | {' | '.join(cells)} |"
 
 
@@ -89,7 +100,9 @@ def verdict(rows: Sequence[Result]) -> str:
     if not documented:
         return "not run"
     outcome = in_short(documented[0])
-    is_mended = not is_exact(documented[0]) and any(is_exact(row) and row.setting != OTHER_JOB for row in rows)
+    is_mended = not is_exact(documented[0]) and any(
+        is_exact(row) and row.setting != OTHER_JOB for row in rows
+    )
     return f"{outcome}; mended" if is_mended else outcome
 
 
@@ -102,7 +115,11 @@ def in_short(row: Result) -> str:
 
 
 def is_exact(row: Result) -> bool:
-    return row.failure is None and row.steps == row.expected_steps and all(figure <= EXACT for figure in figures(row))
+    return (
+        row.failure is None
+        and row.steps == row.expected_steps
+        and all(figure <= EXACT for figure in figures(row))
+    )
 
 
 def figures(row: Result) -> list[float]:
@@ -119,7 +136,11 @@ def section(job: str, rows: Sequence[Result]) -> Iterator[str]:
     yield f"| trainer | how | | weights | {'buffers | ' if has_buffers else ''}loss |"
     yield "|---" * (5 + has_buffers) + "|"
     for row in rows:
-        how = "as documented" if row.setting == AS_DOCUMENTED else CONTENDERS[row.trainer].settings[job][row.setting]
+        how = (
+            "as documented"
+            if row.setting == AS_DOCUMENTED
+            else CONTENDERS[row.trainer].settings[job][row.setting]
+        )
         numbers = [row.weights, *([row.buffers] if has_buffers else []), row.loss]
         yield f"| {row.trainer} | {how} | {in_short(row)} | {' | '.join(map(_number, numbers))} |"
     yield ""
@@ -140,7 +161,11 @@ def reasons(rows: Sequence[Result]) -> Iterator[str]:
         text = REASONS.get((row.trainer, row.job, row.setting), "The reason is not known.")
         if row.failure:
             text += f" It ends with `{_quoted(row.failure)}`."
-        how = "" if row.setting == AS_DOCUMENTED else f" with {CONTENDERS[row.trainer].settings[row.job][row.setting]}"
+        how = (
+            ""
+            if row.setting == AS_DOCUMENTED
+            else f" with {CONTENDERS[row.trainer].settings[row.job][row.setting]}"
+        )
         explained.setdefault(text, {}).setdefault(how, []).append(row.trainer)
     for text, by_how in explained.items():
         subject = "; ".join(f"{_listed(trainers)}{how}" for how, trainers in by_how.items())
@@ -151,7 +176,9 @@ def reasons(rows: Sequence[Result]) -> Iterator[str]:
 
 
 def wrapped(text: str, *, indent: str = "") -> str:
-    return textwrap.fill(text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return textwrap.fill(
+        text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def _quoted(error: str) -> str:
@@ -173,5 +200,7 @@ def sources(versions: Mapping[str, str]) -> Iterator[str]:
     yield "|---|---|---|---|"
     for name, version in versions.items():
         contender = CONTENDERS[name]
-        yield (f"| {name} | {contender.distribution} {version} | {contender.pages} | "
-               f"`benchmarks/trainers/{contender.module}.py` |")
+        yield (
+            f"| {name} | {contender.distribution} {version} | {contender.pages} | "
+            f"`benchmarks/trainers/{contender.module}.py` |"
+        )

@@ -40,15 +40,20 @@ def main() -> None:
     script = importlib.import_module(f"benchmarks.trainers.{sys.argv[1]}")
     importlib.import_module("torch._dynamo")  # the first optimizer of a process would import it
     for line in sys.stdin:
-        print(json.dumps(run(script.main, json.loads(line), num_processes=int(sys.argv[2]))), file=answers)
+        print(
+            json.dumps(run(script.main, json.loads(line), num_processes=int(sys.argv[2]))),
+            file=answers,
+        )
 
 
 def run(body: Callable[[], None], arguments: Sequence[str], *, num_processes: int) -> str | None:
     """The body in this many forks, with these command line arguments; None, or why it failed."""
     with tempfile.TemporaryFile() as output:
         port = free_port()
-        ranks = [fork(body, arguments, rank_environment(rank, num_processes, port), output.fileno())
-                 for rank in range(num_processes)]
+        ranks = [
+            fork(body, arguments, rank_environment(rank, num_processes, port), output.fileno())
+            for rank in range(num_processes)
+        ]
         outcome = wait(ranks)
         output.seek(0)
         printed = output.read().decode(errors="replace")
@@ -57,7 +62,9 @@ def run(body: Callable[[], None], arguments: Sequence[str], *, num_processes: in
     return first_error(printed) if outcome is Outcome.FAILED else None
 
 
-def fork(body: Callable[[], None], arguments: Sequence[str], environment: Mapping[str, str], output: int) -> int:
+def fork(
+    body: Callable[[], None], arguments: Sequence[str], environment: Mapping[str, str], output: int
+) -> int:
     """The process id of a fork that runs the body in a session of its own and prints to a file."""
     sys.stdout.flush()
     if process := os.fork():
@@ -100,11 +107,17 @@ def rank_environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
     if num_ranks == 1:
         return {}
     return {
-        "RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "GROUP_RANK": "0",
-        "WORLD_SIZE": f"{num_ranks}", "LOCAL_WORLD_SIZE": f"{num_ranks}",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}",
-        "TORCHELASTIC_RUN_ID": "trainers", "TORCHELASTIC_USE_AGENT_STORE": "False",
-        "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0",
+        "RANK": f"{rank}",
+        "LOCAL_RANK": f"{rank}",
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": f"{num_ranks}",
+        "LOCAL_WORLD_SIZE": f"{num_ranks}",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": f"{port}",
+        "TORCHELASTIC_RUN_ID": "trainers",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
     }
 
 

@@ -57,18 +57,24 @@ def read_request() -> Request:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--setting", default="")
     parser.add_argument("--part", choices=["", "first", "second"], default="")
-    parser.add_argument("--local_rank", type=int, help="given by some launchers; the environment has it too")
+    parser.add_argument(
+        "--local_rank", type=int, help="given by some launchers; the environment has it too"
+    )
     options = parser.parse_args()
     return Request(options.job, options.setting, options.folder, options.part)
 
 
-def save(request: Request, losses: Sequence[float], weights: Mapping[str, Tensor], *, rank: int = 0) -> None:
+def save(
+    request: Request, losses: Sequence[float], weights: Mapping[str, Tensor], *, rank: int = 0
+) -> None:
     """On rank 0: the loss of every step, averaged over the ranks, and the final weights by the model's names."""
     if rank == 0:
         request.folder.mkdir(parents=True, exist_ok=True)
         (request.folder / LOSSES).write_text(json.dumps(list(losses)))
-        save_file({name: tensor.detach().contiguous().clone() for name, tensor in weights.items()},
-                  request.folder / WEIGHTS)
+        save_file(
+            {name: tensor.detach().contiguous().clone() for name, tensor in weights.items()},
+            request.folder / WEIGHTS,
+        )
 
 
 def load(folder: Path) -> tuple[list[float], dict[str, Tensor]]:

@@ -25,9 +25,13 @@ def counted_loss(accelerator: Accelerator, output: Tensor, target: Tensor) -> Te
 
 
 def make_accelerator(setting: str) -> Accelerator:
-    find_unused = DistributedDataParallelKwargs(find_unused_parameters=setting == "find_unused_parameters")
-    loading = DataLoaderConfiguration(even_batches=setting not in ("uneven_batches", "counted"),
-                                      use_seedable_sampler=setting in ("seedable", "seedable_epoch"))
+    find_unused = DistributedDataParallelKwargs(
+        find_unused_parameters=setting == "find_unused_parameters"
+    )
+    loading = DataLoaderConfiguration(
+        even_batches=setting not in ("uneven_batches", "counted"),
+        use_seedable_sampler=setting in ("seedable", "seedable_epoch"),
+    )
     return Accelerator(cpu=True, dataloader_config=loading, kwargs_handlers=[find_unused])
 
 
@@ -52,8 +56,11 @@ def train(request: Request, accelerator: Accelerator) -> tuple[list[float], nn.M
         if setting == "seedable_epoch":
             batches.set_epoch(epoch)
         for batch, (input, target) in enumerate(batches):
-            loss = (counted_loss(accelerator, model(input), target) if setting == "counted"
-                    else job.loss(model, input, target))
+            loss = (
+                counted_loss(accelerator, model(input), target)
+                if setting == "counted"
+                else job.loss(model, input, target)
+            )
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
@@ -71,7 +78,9 @@ def main() -> None:
     torch.set_num_threads(1)
     losses, model = train(request, accelerator)
     means = accelerator.reduce(torch.tensor(losses), reduction="mean").tolist()
-    save(request, means, accelerator.unwrap_model(model).state_dict(), rank=accelerator.process_index)
+    save(
+        request, means, accelerator.unwrap_model(model).state_dict(), rank=accelerator.process_index
+    )
     accelerator.end_training()
 
 

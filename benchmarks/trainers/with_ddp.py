@@ -53,12 +53,17 @@ def weighed_loss(output: Tensor, target: Tensor) -> Tensor:
 def train(request: Request, model: nn.Module) -> tuple[list[float], nn.Module]:
     """The tutorials' loop over any module. Returns this rank's losses and the trained module."""
     job, setting = request.job, request.setting
-    sampler = EveryOther(len(job.data)) if setting == "weighed" else DistributedSampler(
-        job.data, shuffle=job.shuffle, drop_last=setting == "drop_last")
+    sampler = (
+        EveryOther(len(job.data))
+        if setting == "weighed"
+        else DistributedSampler(job.data, shuffle=job.shuffle, drop_last=setting == "drop_last")
+    )
     loader = DataLoader(job.data, batch_size=BATCH // RANKS, sampler=sampler)
     if setting == "sync_batchnorm":
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    replica = DistributedDataParallel(model, find_unused_parameters=setting == "find_unused_parameters")
+    replica = DistributedDataParallel(
+        model, find_unused_parameters=setting == "find_unused_parameters"
+    )
     optimizer = job.optimizer(p for p in replica.parameters() if p.requires_grad)
     losses, first_epoch, done = [], 0, 0
     if request.is_second:
@@ -71,14 +76,25 @@ def train(request: Request, model: nn.Module) -> tuple[list[float], nn.Module]:
         sampler.set_epoch(epoch)
         for batch, (input, target) in enumerate(islice(loader, done, None), start=done):
             optimizer.zero_grad()
-            loss = weighed_loss(replica(input), target) if setting == "weighed" else job.loss(replica, input, target)
+            loss = (
+                weighed_loss(replica(input), target)
+                if setting == "weighed"
+                else job.loss(replica, input, target)
+            )
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
             if request.ends_after(len(losses)):
                 if dist.get_rank() == 0:
-                    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch,
-                                "batches": batch + 1}, request.checkpoint)
+                    torch.save(
+                        {
+                            "model": model.state_dict(),
+                            "optimizer": optimizer.state_dict(),
+                            "epoch": epoch,
+                            "batches": batch + 1,
+                        },
+                        request.checkpoint,
+                    )
                 return losses, model
         done = 0
     return losses, model

@@ -30,8 +30,12 @@ def train(request: Request, model: nn.Module) -> list[float]:
         "zero_optimization": {"stage": 1 if setting == "zero_1" else 0},
         "zero_allow_untested_optimizer": True,
     }
-    engine, _, loader, _ = deepspeed.initialize(model=model, optimizer=job.optimizer(list(model.parameters())),
-                                                training_data=job.data, config=config)
+    engine, _, loader, _ = deepspeed.initialize(
+        model=model,
+        optimizer=job.optimizer(list(model.parameters())),
+        training_data=job.data,
+        config=config,
+    )
     if setting == "weighed":
         loader = DataLoader(job.data, batch_size=BATCH // RANKS, sampler=EveryOther(len(job.data)))
     losses: list[float] = []
@@ -42,12 +46,18 @@ def train(request: Request, model: nn.Module) -> list[float]:
     for epoch in range(first_epoch, job.epochs):
         for batch, (input, target) in enumerate(islice(loader, done, None), start=done):
             called = engine.module if setting == "module" else engine
-            loss = weighed_loss(engine(input), target) if setting == "weighed" else job.loss(called, input, target)
+            loss = (
+                weighed_loss(engine(input), target)
+                if setting == "weighed"
+                else job.loss(called, input, target)
+            )
             engine.backward(loss)
             engine.step()
             losses.append(loss.item())
             if request.ends_after(len(losses)):
-                engine.save_checkpoint(str(request.checkpoint), client_state={"epoch": epoch, "batches": batch + 1})
+                engine.save_checkpoint(
+                    str(request.checkpoint), client_state={"epoch": epoch, "batches": batch + 1}
+                )
                 return losses
         done = 0
     return losses

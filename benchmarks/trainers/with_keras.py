@@ -44,7 +44,9 @@ class InTraining(nn.Module):
 
     def __init__(self, model: keras.Model) -> None:
         super().__init__()
-        list(model.named_parameters())  # Keras registers its variables with torch when they are first asked for
+        list(
+            model.named_parameters()
+        )  # Keras registers its variables with torch when they are first asked for
         self.model = model
 
     def forward(self, input: Tensor) -> Tensor:
@@ -63,8 +65,13 @@ def build(name: str, setting: str) -> keras.Model:
     hidden = inputs = keras.Input(shape)
     hidden = layers.Dense(WIDTH, name="0")(hidden)
     if name == "batchnorm":
-        norm = (layers.GroupNormalization(4, epsilon=1e-5, name="1") if setting == "group_norm" else
-                layers.BatchNormalization(momentum=0.9, epsilon=1e-5, synchronized=setting == "synchronized", name="1"))
+        norm = (
+            layers.GroupNormalization(4, epsilon=1e-5, name="1")
+            if setting == "group_norm"
+            else layers.BatchNormalization(
+                momentum=0.9, epsilon=1e-5, synchronized=setting == "synchronized", name="1"
+            )
+        )
         hidden = norm(hidden)
     hidden = layers.Activation("tanh")(hidden)
     outputs = layers.Dense(CLASSES, name="3" if name == "batchnorm" else "2")(hidden)
@@ -77,9 +84,15 @@ def named(model: keras.Model) -> dict[str, tuple[keras.Variable, bool]]:
     for layer in model._flatten_layers(include_self=False):
         name = layer.name.replace("experts_", "experts.")  # a name in Keras has no dot
         if isinstance(layer, layers.Dense):
-            entries[f"{name}.weight"], entries[f"{name}.bias"] = (layer.kernel, True), (layer.bias, False)
+            entries[f"{name}.weight"], entries[f"{name}.bias"] = (
+                (layer.kernel, True),
+                (layer.bias, False),
+            )
         elif isinstance(layer, layers.BatchNormalization | layers.GroupNormalization):
-            entries[f"{name}.weight"], entries[f"{name}.bias"] = (layer.gamma, False), (layer.beta, False)
+            entries[f"{name}.weight"], entries[f"{name}.bias"] = (
+                (layer.gamma, False),
+                (layer.beta, False),
+            )
         if isinstance(layer, layers.BatchNormalization):
             entries[f"{name}.running_mean"] = layer.moving_mean, False
             entries[f"{name}.running_var"] = layer.moving_variance, False
@@ -96,8 +109,10 @@ def built(request: Request) -> keras.Model:
 
 
 def weights(model: keras.Model) -> dict[str, Tensor]:
-    return {name: (variable.value.T if is_transposed else variable.value)
-            for name, (variable, is_transposed) in named(model).items()}
+    return {
+        name: (variable.value.T if is_transposed else variable.value)
+        for name, (variable, is_transposed) in named(model).items()
+    }
 
 
 def main() -> None:

@@ -93,11 +93,15 @@ def main() -> None:
     request = read_request()
     job, setting = request.job, request.setting
     lightning.seed_everything(0)
-    keeper = ModelCheckpoint(dirpath=request.checkpoint, filename="last", every_n_train_steps=STOP_AFTER)
+    keeper = ModelCheckpoint(
+        dirpath=request.checkpoint, filename="last", every_n_train_steps=STOP_AFTER
+    )
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=RANKS,
-        strategy="ddp_find_unused_parameters_true" if setting == "find_unused_parameters" else "ddp",
+        strategy="ddp_find_unused_parameters_true"
+        if setting == "find_unused_parameters"
+        else "ddp",
         max_epochs=job.epochs,
         use_distributed_sampler=setting != "weighed",
         sync_batchnorm=setting == "sync_batchnorm",
@@ -111,7 +115,9 @@ def main() -> None:
     sampler = EveryOther(len(job.data)) if setting == "weighed" else None
     kind = StatefulLoader if setting == "stateful" else DataLoader
     loader = kind(job.data, batch_size=BATCH // RANKS, shuffle=job.shuffle, sampler=sampler)
-    trainer.fit(module, loader, ckpt_path=request.checkpoint / "last.ckpt" if request.is_second else None)
+    trainer.fit(
+        module, loader, ckpt_path=request.checkpoint / "last.ckpt" if request.is_second else None
+    )
     save(request, module.mean_losses(), module.model.state_dict(), rank=trainer.global_rank)
 
 

@@ -32,7 +32,7 @@ class Penalised(nn.Module):
     def forward(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         input = input.detach().requires_grad_()
         output, shifted = self.model(input), self.model(input + 0.1)
-        slope, = torch.autograd.grad(output.sum(), input, create_graph=True)
+        (slope,) = torch.autograd.grad(output.sum(), input, create_graph=True)
         return output, shifted, slope
 
 
@@ -61,9 +61,18 @@ def losses_of(run: Path) -> list[float]:
 def main() -> None:
     request = read_request()
     run = request.checkpoint
-    pl.train(paceline_job(request), PLANS.get(request.setting, "data=2"), devices="cpu:0,cpu:1", run=run,
-             steps=STOP_AFTER if request.part == "first" else None, resume=request.is_second)
-    trained = {name.removeprefix("model."): tensor for name, tensor in load_file(run / "model.safetensors").items()}
+    pl.train(
+        paceline_job(request),
+        PLANS.get(request.setting, "data=2"),
+        devices="cpu:0,cpu:1",
+        run=run,
+        steps=STOP_AFTER if request.part == "first" else None,
+        resume=request.is_second,
+    )
+    trained = {
+        name.removeprefix("model."): tensor
+        for name, tensor in load_file(run / "model.safetensors").items()
+    }
     losses = losses_of(run)
     save(request, losses[STOP_AFTER:] if request.is_second else losses, trained)
 

@@ -42,7 +42,11 @@ class WithLoss(nn.Module):
 
     def forward(self, input: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
         logits = self.model(input)
-        return {"logits": logits} if labels is None else {"loss": mean_loss(logits, labels), "logits": logits}
+        return (
+            {"logits": logits}
+            if labels is None
+            else {"loss": mean_loss(logits, labels), "logits": logits}
+        )
 
 
 class WithCountedLoss(WithLoss):
@@ -50,7 +54,10 @@ class WithCountedLoss(WithLoss):
 
     def forward(self, input: Tensor, labels: Tensor, **kwargs: Any) -> dict[str, Tensor]:
         logits = self.model(input)
-        return {"loss": total_loss(logits, labels)[0] / kwargs["num_items_in_batch"], "logits": logits}
+        return {
+            "loss": total_loss(logits, labels)[0] / kwargs["num_items_in_batch"],
+            "logits": logits,
+        }
 
 
 class OwnStep(Trainer):
@@ -58,12 +65,21 @@ class OwnStep(Trainer):
 
     job: Any
 
-    def compute_loss(self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False,
-                     num_items_in_batch: Tensor | None = None) -> Tensor:
-        return self.job.loss(lambda input: model(input)["logits"], inputs["input"], inputs["labels"])
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | None = None,
+    ) -> Tensor:
+        return self.job.loss(
+            lambda input: model(input)["logits"], inputs["input"], inputs["labels"]
+        )
 
 
-def counted_loss(outputs: dict[str, Tensor], labels: Tensor, num_items_in_batch: Tensor | None = None) -> Tensor:
+def counted_loss(
+    outputs: dict[str, Tensor], labels: Tensor, num_items_in_batch: Tensor | None = None
+) -> Tensor:
     return total_loss(outputs["logits"], labels)[0] / num_items_in_batch
 
 
@@ -106,13 +122,19 @@ def main() -> None:
     if setting == "sync_batchnorm":
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     trainer = (OwnStep if request.name == "custom" else Trainer)(
-        model, arguments, train_dataset=Named(job.data), optimizers=(job.optimizer(model.parameters()), None),
+        model,
+        arguments,
+        train_dataset=Named(job.data),
+        optimizers=(job.optimizer(model.parameters()), None),
         compute_loss_func=counted_loss if setting == "counted" else None,
-        callbacks=[Killed(request)] if request.part == "first" else None)
+        callbacks=[Killed(request)] if request.part == "first" else None,
+    )
     trainer.job = job
     torch.set_num_threads(1)
     trainer.train(resume_from_checkpoint=request.is_second or None)
-    losses = losses_of(trainer.state.log_history)[STOP_AFTER if request.is_second else 0:]  # it has the first part's
+    losses = losses_of(trainer.state.log_history)[
+        STOP_AFTER if request.is_second else 0 :
+    ]  # it has the first part's
     weights = {name.removeprefix("model."): tensor for name, tensor in model.state_dict().items()}
     save(request, losses, weights, rank=arguments.process_index)
 

@@ -27,7 +27,14 @@ from typer.core import TyperCommand
 import paceline
 from paceline.api.summary_table import card, summary_table, table
 from paceline.base.document import strict
-from paceline.base.errors import HostError, PacelineError, UsageError, on_full_disk, on_windows, printable
+from paceline.base.errors import (
+    HostError,
+    PacelineError,
+    UsageError,
+    on_full_disk,
+    on_windows,
+    printable,
+)
 from paceline.base.imports import OF_RUNS, load_modules
 from paceline.base.logs import unbroken
 from paceline.job.file import JobFile
@@ -49,13 +56,29 @@ class _Command(TyperCommand):
             meant: dict[str, list[str]] = {}
             for word in words:
                 name = re.split(r"[\s,=]", word)[0]
-                is_plan = name in ("single", "auto") or key(name) is not None or word.endswith(".json")
-                meant.setdefault("--plan" if is_plan else "--set" if "=" in word else "", []).append(word)
-            repeats = {option: getattr(each, "multiple", False) for each in self.params for option in each.opts}
-            options = [shlex.join([option, value]) for option, group in meant.items() if option in repeats
-                       for value in (group if repeats[option] else [" ".join(group)])]
-            ctx.fail(printable(f"no argument takes {shlex.join(words)}"
-                               + f"; did you mean {' '.join(options)}?" * bool(options)))
+                is_plan = (
+                    name in ("single", "auto") or key(name) is not None or word.endswith(".json")
+                )
+                meant.setdefault(
+                    "--plan" if is_plan else "--set" if "=" in word else "", []
+                ).append(word)
+            repeats = {
+                option: getattr(each, "multiple", False)
+                for each in self.params
+                for option in each.opts
+            }
+            options = [
+                shlex.join([option, value])
+                for option, group in meant.items()
+                if option in repeats
+                for value in (group if repeats[option] else [" ".join(group)])
+            ]
+            ctx.fail(
+                printable(
+                    f"no argument takes {shlex.join(words)}"
+                    + f"; did you mean {' '.join(options)}?" * bool(options)
+                )
+            )
         return words
 
 
@@ -67,16 +90,38 @@ app = typer.Typer(
 )
 _command = partial(app.command, cls=_Command)
 
-JobSource = Annotated[str, typer.Argument(metavar="FILE[:FUNCTION]", help="The job: a function, `job` by default.")]
+JobSource = Annotated[
+    str, typer.Argument(metavar="FILE[:FUNCTION]", help="The job: a function, `job` by default.")
+]
 RunFolder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a trained run.")]
-OnePlan = Annotated[str | None, typer.Option("--plan", metavar="PLAN", help="'single', 'data=2', ... or a plan.json.")]
-Devices = Annotated[str | None, typer.Option(
-    metavar="NAMES", help="cpu:0,cpu:1 or cuda:0-3, one a rank; 2xcuda:0 is one GPU for two.")]
-Settings = Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A hyperparameter.")]
-_EXAMPLES = {"--set": "lr=0.01 sets the parameter lr of the job",
-             "--vary": "lr=1e-5..1e-1:log varies the parameter lr", "--volume": "runs=/runs mounts the volume runs"}
-Patience = Annotated[float, typer.Option("--patience", "--timeout", metavar="SECONDS", min=1,
-                                         help="How long a rank may give no sign of life.")]
+OnePlan = Annotated[
+    str | None,
+    typer.Option("--plan", metavar="PLAN", help="'single', 'data=2', ... or a plan.json."),
+]
+Devices = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAMES", help="cpu:0,cpu:1 or cuda:0-3, one a rank; 2xcuda:0 is one GPU for two."
+    ),
+]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A hyperparameter.")
+]
+_EXAMPLES = {
+    "--set": "lr=0.01 sets the parameter lr of the job",
+    "--vary": "lr=1e-5..1e-1:log varies the parameter lr",
+    "--volume": "runs=/runs mounts the volume runs",
+}
+Patience = Annotated[
+    float,
+    typer.Option(
+        "--patience",
+        "--timeout",
+        metavar="SECONDS",
+        min=1,
+        help="How long a rank may give no sign of life.",
+    ),
+]
 YesOrNo = Literal["yes", "no"]
 _Texts = list[str] | None
 _AT = "RANK@STEP[:PHASE]"
@@ -128,8 +173,14 @@ def _print_version(wanted: bool) -> None:
 
 
 @app.callback()
-def root(version: Annotated[bool, typer.Option("--version", is_eager=True, callback=_print_version,
-                                               help="Print the version.")] = False) -> None:
+def root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", is_eager=True, callback=_print_version, help="Print the version."
+        ),
+    ] = False,
+) -> None:
     """Plans, proves and runs distributed training of an ordinary PyTorch model."""
 
 
@@ -138,52 +189,115 @@ def train(
     file: JobSource,
     plan: OnePlan = None,
     devices: Devices = None,
-    on: Annotated[str | None, typer.Option(metavar="ray[:HOST:PORT]", help="On the nodes of a Ray cluster.")] = None,
-    procs: Annotated[int | None, typer.Option(metavar="N", min=1, help="Ranks; must agree with the plan.")] = None,
-    memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Limit of a CPU rank, such as 512MiB.")] = None,
-    steps: Annotated[int | None, typer.Option(metavar="N", min=1, help="Stop after N optimizer steps.")] = None,
+    on: Annotated[
+        str | None, typer.Option(metavar="ray[:HOST:PORT]", help="On the nodes of a Ray cluster.")
+    ] = None,
+    procs: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Ranks; must agree with the plan.")
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Limit of a CPU rank, such as 512MiB.")
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Stop after N optimizer steps.")
+    ] = None,
     settings: Settings = None,
-    save_every: Annotated[int | None, typer.Option(metavar="STEPS", min=1, help="Steps between checkpoints.")] = None,
-    keep: Annotated[int | None, typer.Option(metavar="N", min=1, help="Newest checkpoints that stay.")] = None,
-    trace: Annotated[int, typer.Option(metavar="STEPS", min=0, help="Steps to draw: schedule.svg, trace.json.")] = 0,
-    run: Annotated[Path | None, typer.Option(metavar="DIR", help="Where the run is written.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's newest valid checkpoint.")] = False,
-    loader_workers: Annotated[int | None, typer.Option(metavar="N", min=0,
-                                                       help="Data loading processes a rank.")] = None,
+    save_every: Annotated[
+        int | None, typer.Option(metavar="STEPS", min=1, help="Steps between checkpoints.")
+    ] = None,
+    keep: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Newest checkpoints that stay.")
+    ] = None,
+    trace: Annotated[
+        int, typer.Option(metavar="STEPS", min=0, help="Steps to draw: schedule.svg, trace.json.")
+    ] = 0,
+    run: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where the run is written.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the run's newest valid checkpoint.")
+    ] = False,
+    loader_workers: Annotated[
+        int | None, typer.Option(metavar="N", min=0, help="Data loading processes a rank.")
+    ] = None,
     patience: Patience = 300.0,
-    restarts: Annotated[int | None, typer.Option(
-        metavar="N", min=0, help="Restarts of ranks that died or hang; 100 by default.")] = None,
-    spares: Annotated[int, typer.Option(metavar="N", min=0, help="GPUs kept for the places of those that fail.")] = 0,
-    on_spike: Annotated[Literal["stop", "skip", "rewind"] | None, typer.Option(
-        help="What to do about a step whose loss is far above those before.")] = None,
-    recheck_every: Annotated[int | None, typer.Option(
-        metavar="STEPS", min=0, help="Steps between those that are checked for faulty hardware.")] = None,
-    check: Annotated[YesOrNo, typer.Option(help="Hold the first update against one device before training.")] = "yes",
-    hosts: Annotated[str | None, typer.Option(
-        metavar="MIN:MAX", help="Go on with MIN of MAX hosts if some are lost, and take them back.")] = None,
-    log: Annotated[list[str] | None, typer.Option(
-        metavar="KIND[:WHERE]", help="tensorboard[:DIR], mlflow[:URI], wandb[:PROJECT], trackio[:PROJECT].")] = None,
+    restarts: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=0, help="Restarts of ranks that died or hang; 100 by default."
+        ),
+    ] = None,
+    spares: Annotated[
+        int, typer.Option(metavar="N", min=0, help="GPUs kept for the places of those that fail.")
+    ] = 0,
+    on_spike: Annotated[
+        Literal["stop", "skip", "rewind"] | None,
+        typer.Option(help="What to do about a step whose loss is far above those before."),
+    ] = None,
+    recheck_every: Annotated[
+        int | None,
+        typer.Option(
+            metavar="STEPS", min=0, help="Steps between those that are checked for faulty hardware."
+        ),
+    ] = None,
+    check: Annotated[
+        YesOrNo, typer.Option(help="Hold the first update against one device before training.")
+    ] = "yes",
+    hosts: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MIN:MAX",
+            help="Go on with MIN of MAX hosts if some are lost, and take them back.",
+        ),
+    ] = None,
+    log: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KIND[:WHERE]",
+            help="tensorboard[:DIR], mlflow[:URI], wandb[:PROJECT], trackio[:PROJECT].",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Train a job on one device or many."""
     with _reported():
         if on is not None and hosts is not None:
-            raise UsageError(f"--hosts {hosts} is about a command that each host runs; with --on {on} Ray starts ranks",
-                             hint="leave --hosts out: ranks of a lost node start again where there is room")
+            raise UsageError(
+                f"--hosts {hosts} is about a command that each host runs; with --on {on} Ray starts ranks",
+                hint="leave --hosts out: ranks of a lost node start again where there is room",
+            )
         place = launch_hosts.host(hosts=hosts) if on is None else None
         if place is not None and not place.is_elastic:
             _on_every_host(plan, procs)
         job = JobFile.parse(file, _parse_settings(settings))
         load_modules(OF_RUNS)
-        run_train = partial(paceline.train, job, devices=devices, procs=procs, memory=memory, steps=steps,
-                            save_every=save_every, keep=keep, trace=trace, run=run, resume=resume,
-                            loader_workers=loader_workers, timeout_s=patience, on_spike=on_spike,
-                            recheck_every=recheck_every, spares=spares, check=check == "yes", log=log, table=False)
+        run_train = partial(
+            paceline.train,
+            job,
+            devices=devices,
+            procs=procs,
+            memory=memory,
+            steps=steps,
+            save_every=save_every,
+            keep=keep,
+            trace=trace,
+            run=run,
+            resume=resume,
+            loader_workers=loader_workers,
+            timeout_s=patience,
+            on_spike=on_spike,
+            recheck_every=recheck_every,
+            spares=spares,
+            check=check == "yes",
+            log=log,
+            table=False,
+        )
         if place is not None:
             from paceline.api.hosts import train_on_hosts
 
-            figures = train_on_hosts(place, plan, run_train, run=run, procs=procs, patience_s=patience,
-                                     restarts=restarts)
+            figures = train_on_hosts(
+                place, plan, run_train, run=run, procs=procs, patience_s=patience, restarts=restarts
+            )
         else:
             figures = run_train(plan, on=on, restarts=restarts).to_dict()
         speaks = on is not None or _is_first_rank()
@@ -192,7 +306,9 @@ def train(
 
 
 @_command()
-def evaluate(run: RunFolder, plan: OnePlan = None, devices: Devices = None, as_json: Json = False) -> None:
+def evaluate(
+    run: RunFolder, plan: OnePlan = None, devices: Devices = None, as_json: Json = False
+) -> None:
     """Compute a trained run's loss and metrics on its validation data."""
     with _reported():
         _on_every_host(plan)
@@ -208,8 +324,12 @@ def predict(
     input: Annotated[str, typer.Argument(metavar="INPUT", help="What the model is given.")],
     plan: OnePlan = None,
     devices: Devices = None,
-    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Where the outputs are written.")] = None,
-    model: Annotated[str | None, typer.Option(metavar="NAME", help="Of several models, the one that predicts.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where the outputs are written.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Of several models, the one that predicts.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Compute a trained run's outputs for an input."""
@@ -223,57 +343,149 @@ def predict(
 
 @_command(name="plan")
 def plan_(
-    file: Annotated[str | None, typer.Argument(metavar="FILE[:FUNCTION]", help="A Python file with a function job().",
-                                               show_default=False)] = None,
+    file: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="FILE[:FUNCTION]",
+            help="A Python file with a function job().",
+            show_default=False,
+        ),
+    ] = None,
     settings: Settings = None,
-    hf: Annotated[str | None, typer.Option("--hf", metavar="CONFIG", help="In place of FILE, a Transformers model: a "
-                                           "folder with config.json, or a type such as llama.")] = None,
-    lora: Annotated[int | None, typer.Option(metavar="RANK", help="With --hf: adapters by peft.")] = None,
-    sequence: Annotated[int | None, typer.Option(metavar="TOKENS", help="With --hf: of a sample; 1024.")] = None,
-    batch: Annotated[int | None, typer.Option(metavar="SAMPLES", help="With --hf: of a step; 8.")] = None,
-    weights: Annotated[str | None, typer.Option(metavar="DTYPE", help="With --hf: float32, float16 or bfloat16; by "
-                                                "default what the configuration says.")] = None,
-    cluster: Annotated[str, typer.Option("--cluster", "--gpus", metavar="CLUSTER",
-                                         help="local, 2xcpu, 8xH100, 16x8xH100, 2x24GB, or a TOML file.")] = "local",
-    relaxed: Annotated[bool, typer.Option("--relaxed", help="A plan may be chosen that is not exact.")] = False,
-    price: Annotated[float | None, typer.Option(metavar="PER_HOUR", help="Of a device; ranks plans by cost.")] = None,
-    mtbf_hours: Annotated[float | None, typer.Option(
-        metavar="HOURS", help="Mean time between failures of a device: how often to save, and what is lost.")] = None,
-    repair_hours: Annotated[float | None, typer.Option(
-        metavar="HOURS", help="Until a host, or a GPU, that failed is back; 1 by default, a guess.")] = None,
-    checkpoint_rate: Annotated[float | None, typer.Option(
-        metavar="BYTES_PER_S", help="At which a device writes a checkpoint; 120 MB/s by default.")] = None,
-    scale: Annotated[str | None, typer.Option(metavar="FIRST..LAST", help="The best plan on 1..4096 devices.")] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw --scale to a .png or .svg.")] = None,
-    calibrate: Annotated[float | None, typer.Option(
-        metavar="SECONDS", min=0, help="For short runs that correct prices, 20 by default; 0 predicts alone.")] = None,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a page: plans, parts, reasons.")] = None,
+    hf: Annotated[
+        str | None,
+        typer.Option(
+            "--hf",
+            metavar="CONFIG",
+            help="In place of FILE, a Transformers model: a "
+            "folder with config.json, or a type such as llama.",
+        ),
+    ] = None,
+    lora: Annotated[
+        int | None, typer.Option(metavar="RANK", help="With --hf: adapters by peft.")
+    ] = None,
+    sequence: Annotated[
+        int | None, typer.Option(metavar="TOKENS", help="With --hf: of a sample; 1024.")
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option(metavar="SAMPLES", help="With --hf: of a step; 8.")
+    ] = None,
+    weights: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DTYPE",
+            help="With --hf: float32, float16 or bfloat16; by default what the configuration says.",
+        ),
+    ] = None,
+    cluster: Annotated[
+        str,
+        typer.Option(
+            "--cluster",
+            "--gpus",
+            metavar="CLUSTER",
+            help="local, 2xcpu, 8xH100, 16x8xH100, 2x24GB, or a TOML file.",
+        ),
+    ] = "local",
+    relaxed: Annotated[
+        bool, typer.Option("--relaxed", help="A plan may be chosen that is not exact.")
+    ] = False,
+    price: Annotated[
+        float | None, typer.Option(metavar="PER_HOUR", help="Of a device; ranks plans by cost.")
+    ] = None,
+    mtbf_hours: Annotated[
+        float | None,
+        typer.Option(
+            metavar="HOURS",
+            help="Mean time between failures of a device: how often to save, and what is lost.",
+        ),
+    ] = None,
+    repair_hours: Annotated[
+        float | None,
+        typer.Option(
+            metavar="HOURS",
+            help="Until a host, or a GPU, that failed is back; 1 by default, a guess.",
+        ),
+    ] = None,
+    checkpoint_rate: Annotated[
+        float | None,
+        typer.Option(
+            metavar="BYTES_PER_S",
+            help="At which a device writes a checkpoint; 120 MB/s by default.",
+        ),
+    ] = None,
+    scale: Annotated[
+        str | None, typer.Option(metavar="FIRST..LAST", help="The best plan on 1..4096 devices.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw --scale to a .png or .svg.")
+    ] = None,
+    calibrate: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            min=0,
+            help="For short runs that correct prices, 20 by default; 0 predicts alone.",
+        ),
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write a page: plans, parts, reasons.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Rank the plans that a job allows by predicted speed or cost, and say why each other kind loses."""
     of_model = {"lora": lora, "sequence": sequence, "batch": batch, "weights": weights}
-    stated_of_model: dict[str, Any] = {name: value for name, value in of_model.items() if value is not None}
+    stated_of_model: dict[str, Any] = {
+        name: value for name, value in of_model.items() if value is not None
+    }
     with _reported():
         if (file is None) == (hf is None):
             raise UsageError("give either FILE or --hf CONFIG", hint="paceline plan job.py")
         if hf is None and stated_of_model:
-            raise UsageError(f"--{min(stated_of_model)} is about --hf", hint="a job file has its own parameters: --set")
+            raise UsageError(
+                f"--{min(stated_of_model)} is about --hf",
+                hint="a job file has its own parameters: --set",
+            )
         if hf is not None and (scale is not None or settings):
-            raise UsageError("--hf makes one job: --scale and --set are for job files", hint="leave them out")
+            raise UsageError(
+                "--hf makes one job: --scale and --set are for job files", hint="leave them out"
+            )
     if scale is not None:
         assert file is not None
-        _scale(file, settings, cluster, scale, relaxed=relaxed, plot=plot, as_json=as_json,
-               others={"--price": price, "--mtbf-hours": mtbf_hours, "--repair-hours": repair_hours,
-                       "--checkpoint-rate": checkpoint_rate, "--calibrate": calibrate, "--html": html})
+        _scale(
+            file,
+            settings,
+            cluster,
+            scale,
+            relaxed=relaxed,
+            plot=plot,
+            as_json=as_json,
+            others={
+                "--price": price,
+                "--mtbf-hours": mtbf_hours,
+                "--repair-hours": repair_hours,
+                "--checkpoint-rate": checkpoint_rate,
+                "--calibrate": calibrate,
+                "--html": html,
+            },
+        )
         return
     with _reported():
         if plot is not None:
             raise UsageError("--plot draws what --scale finds", hint="add --scale 1..4096")
-        for option, value in (("--checkpoint-rate", checkpoint_rate), ("--repair-hours", repair_hours)):
+        for option, value in (
+            ("--checkpoint-rate", checkpoint_rate),
+            ("--repair-hours", repair_hours),
+        ):
             if value is not None and mtbf_hours is None:
                 raise UsageError(f"{option} is about failures", hint="add --mtbf-hours")
-        stated = {"repair_hours": repair_hours, "checkpoint_bytes_per_s": checkpoint_rate, "calibrate_s": calibrate}
-        options: dict[str, Any] = {name: value for name, value in stated.items() if value is not None}
+        stated = {
+            "repair_hours": repair_hours,
+            "checkpoint_bytes_per_s": checkpoint_rate,
+            "calibrate_s": calibrate,
+        }
+        options: dict[str, Any] = {
+            name: value for name, value in stated.items() if value is not None
+        }
         options |= {"relaxed": relaxed, "price_per_hour": price, "mtbf_hours": mtbf_hours}
         _prepare_page(html)
         if hf is not None:
@@ -282,7 +494,9 @@ def plan_(
             answer = paceline.plan(FineTuning(hf, **stated_of_model), cluster, **options)
         else:
             assert file is not None
-            answer = paceline.plan(JobFile.parse(file, _parse_settings(settings)), cluster, **options)
+            answer = paceline.plan(
+                JobFile.parse(file, _parse_settings(settings)), cluster, **options
+            )
         if html is not None:
             page = answer.write_html(html, command=f"paceline train {file or 'JOB'}")
             _say(f"page {page}", err=True)
@@ -298,16 +512,29 @@ def _prepare_page(to: Path | None) -> None:
         prepare(to)
 
 
-def _scale(file: str, settings: list[str] | None, cluster: str, counts: str, *, relaxed: bool, plot: Path | None,
-           as_json: bool, others: Mapping[str, Any]) -> None:
+def _scale(
+    file: str,
+    settings: list[str] | None,
+    cluster: str,
+    counts: str,
+    *,
+    relaxed: bool,
+    plot: Path | None,
+    as_json: bool,
+    others: Mapping[str, Any],
+) -> None:
     with _reported():
         from paceline.api.scaling import check_plot
 
         if stated := [name for name, value in others.items() if value is not None]:
-            raise UsageError(f"{' and '.join(stated)}: --scale ranks by time alone", hint="one of both")
+            raise UsageError(
+                f"{' and '.join(stated)}: --scale ranks by time alone", hint="one of both"
+            )
         if plot is not None:
             check_plot(plot)
-        scaling = paceline.scale(JobFile.parse(file, _parse_settings(settings)), cluster, counts, relaxed=relaxed)
+        scaling = paceline.scale(
+            JobFile.parse(file, _parse_settings(settings)), cluster, counts, relaxed=relaxed
+        )
         if plot is not None:
             _say(f"drawn {scaling.plot(plot)}", err=True)
     _say(_json(scaling.to_dict()) if as_json else scaling.describe())
@@ -319,13 +546,28 @@ def _scale(file: str, settings: list[str] | None, cluster: str, counts: str, *, 
 def verify(
     file: JobSource,
     settings: Settings = None,
-    plans: Annotated[list[str] | None, typer.Option("--plan", metavar="PLAN", help="A plan; may be repeated.")] = None,
-    steps: Annotated[int, typer.Option(metavar="N", min=1, help="Optimizer steps that are compared.")] = 4,
-    run: Annotated[Path | None, typer.Option(metavar="DIR", help="Where the certificate is written.")] = None,
-    resume: Annotated[Literal["short", "full", "no"], typer.Option(
-        help="Which plans also go on from another plan's checkpoint: one an axis, all, none.")] = "short",
-    devices: Annotated[str | None, typer.Option(
-        metavar="D", help="Such as cuda:0-3; the first is what plans are held against. Default: CPUs.")] = None,
+    plans: Annotated[
+        list[str] | None, typer.Option("--plan", metavar="PLAN", help="A plan; may be repeated.")
+    ] = None,
+    steps: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Optimizer steps that are compared.")
+    ] = 4,
+    run: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where the certificate is written.")
+    ] = None,
+    resume: Annotated[
+        Literal["short", "full", "no"],
+        typer.Option(
+            help="Which plans also go on from another plan's checkpoint: one an axis, all, none."
+        ),
+    ] = "short",
+    devices: Annotated[
+        str | None,
+        typer.Option(
+            metavar="D",
+            help="Such as cuda:0-3; the first is what plans are held against. Default: CPUs.",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Prove that plans compute what one device computes."""
@@ -333,12 +575,17 @@ def verify(
         job = JobFile.parse(file, _parse_settings(settings))
         speaks = _is_first_rank()
         written = (run or fresh_name(f"verify-{job.path.stem}")) if speaks else None
-        certificates = paceline.verify(job, plans or (), steps=steps, run=written, resume=resume, devices=devices)
+        certificates = paceline.verify(
+            job, plans or (), steps=steps, run=written, resume=resume, devices=devices
+        )
         if speaks:
             _say(f"certificate {written}/certificate.txt", err=True)
     if speaks:
-        _say(_json([certificate.to_dict() for certificate in certificates]) if as_json
-                   else "\n".join(certificate.describe() for certificate in certificates))
+        _say(
+            _json([certificate.to_dict() for certificate in certificates])
+            if as_json
+            else "\n".join(certificate.describe() for certificate in certificates)
+        )
     if not all(each.passed or (each.refused and not each.asked_for) for each in certificates):
         raise typer.Exit(1)
 
@@ -346,31 +593,69 @@ def verify(
 @_command()
 def search(
     file: JobSource,
-    trials: Annotated[int, typer.Option(metavar="N", min=1, help="Trials that the study has at its end.")],
-    objectives: Annotated[list[str] | None, typer.Option(
-        "--objective", metavar="NAME[:max]", help="What is made small (or large); may be repeated.")] = None,
-    limits: Annotated[list[str] | None, typer.Option(
-        "--limit", metavar="NAME<=X", help="On parameters, step_ms, memory_mb; may be repeated.")] = None,
+    trials: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Trials that the study has at its end.")
+    ],
+    objectives: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--objective",
+            metavar="NAME[:max]",
+            help="What is made small (or large); may be repeated.",
+        ),
+    ] = None,
+    limits: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--limit", metavar="NAME<=X", help="On parameters, step_ms, memory_mb; may be repeated."
+        ),
+    ] = None,
     settings: Settings = None,
-    vary: Annotated[list[str] | None, typer.Option(
-        metavar="NAME=DOMAIN", help="LOW..HIGH, LOW..HIGH:STEP, LOW..HIGH:log, or OPTION,OPTION.")] = None,
-    space: Annotated[str | None, typer.Option(
-        metavar="FUNCTION", help="In the file: gives parameters from Optuna's trial.")] = None,
-    plan: Annotated[str | None, typer.Option(metavar="PLAN", help="Of each trial: 'single', ..., or 'auto'.")] = None,
+    vary: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=DOMAIN",
+            help="LOW..HIGH, LOW..HIGH:STEP, LOW..HIGH:log, or OPTION,OPTION.",
+        ),
+    ] = None,
+    space: Annotated[
+        str | None,
+        typer.Option(metavar="FUNCTION", help="In the file: gives parameters from Optuna's trial."),
+    ] = None,
+    plan: Annotated[
+        str | None, typer.Option(metavar="PLAN", help="Of each trial: 'single', ..., or 'auto'.")
+    ] = None,
     devices: Devices = None,
-    procs: Annotated[int | None, typer.Option(metavar="N", min=1, help="Ranks that run at a time.")] = None,
-    memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Limit of a CPU rank, such as 512MiB.")] = None,
-    ray: Annotated[str | None, typer.Option(
-        metavar="ADDRESS", help="Ray places trials on its nodes: auto, or HOST:PORT.")] = None,
-    sampler: Annotated[str | None, typer.Option(
-        metavar="NAME", help="random, tpe, cmaes, gp, nsga2 or evolution.")] = None,
-    pruner: Annotated[str | None, typer.Option(metavar="NAME", help="none, median, halving or hyperband.")] = None,
-    storage: Annotated[str | None, typer.Option(metavar="URL", help="sqlite:///..., postgresql+psycopg://...")] = None,
-    study: Annotated[str | None, typer.Option(metavar="NAME", help="The study's name in the database.")] = None,
+    procs: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Ranks that run at a time.")
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Limit of a CPU rank, such as 512MiB.")
+    ] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Ray places trials on its nodes: auto, or HOST:PORT."),
+    ] = None,
+    sampler: Annotated[
+        str | None, typer.Option(metavar="NAME", help="random, tpe, cmaes, gp, nsga2 or evolution.")
+    ] = None,
+    pruner: Annotated[
+        str | None, typer.Option(metavar="NAME", help="none, median, halving or hyperband.")
+    ] = None,
+    storage: Annotated[
+        str | None, typer.Option(metavar="URL", help="sqlite:///..., postgresql+psycopg://...")
+    ] = None,
+    study: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The study's name in the database.")
+    ] = None,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the sampler.")] = 0,
     run: Annotated[Path | None, typer.Option(metavar="DIR", help="Where all is written.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the study of the folder.")] = False,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a page, as `report DIR` does.")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the study of the folder.")
+    ] = False,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write a page, as `report DIR` does.")
+    ] = None,
     patience: Patience = 300.0,
     as_json: Json = False,
 ) -> None:
@@ -378,11 +663,28 @@ def search(
     with _reported():
         job = JobFile.parse(file)
         _prepare_page(html)
-        result = paceline.search(job, trials, objective=objectives, limits=limits or (),
-                                 settings=_parse_settings(settings), vary=_parse_settings(vary, "--vary"), space=space,
-                                 plan=plan, devices=devices, procs=procs, memory=memory, ray=ray, sampler=sampler,
-                                 pruner=pruner, storage=storage, study=study, seed=seed, run=run, resume=resume,
-                                 timeout_s=patience)
+        result = paceline.search(
+            job,
+            trials,
+            objective=objectives,
+            limits=limits or (),
+            settings=_parse_settings(settings),
+            vary=_parse_settings(vary, "--vary"),
+            space=space,
+            plan=plan,
+            devices=devices,
+            procs=procs,
+            memory=memory,
+            ray=ray,
+            sampler=sampler,
+            pruner=pruner,
+            storage=storage,
+            study=study,
+            seed=seed,
+            run=run,
+            resume=resume,
+            timeout_s=patience,
+        )
         if html is not None:
             _say(f"page {paceline.report(result.to_dict()['run'], to=html)}", err=True)
     _say(_json(result.to_dict()) if as_json else table(_best_of(result.to_dict())))
@@ -390,9 +692,15 @@ def search(
 
 @_command()
 def report(
-    run: Annotated[Path, typer.Argument(metavar="DIR", help="Of a run, a search or a verification.")],
-    output: Annotated[Path | None, typer.Option(metavar="FILE", help="By default DIR/report.html.")] = None,
-    price: Annotated[YesOrNo, typer.Option(help="Price other plans for the run's job, which loads it.")] = "yes",
+    run: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Of a run, a search or a verification.")
+    ],
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="By default DIR/report.html.")
+    ] = None,
+    price: Annotated[
+        YesOrNo, typer.Option(help="Price other plans for the run's job, which loads it.")
+    ] = "yes",
 ) -> None:
     """Write one HTML file about a run: what limits it, why, what to try next, and all its figures."""
     with _reported():
@@ -404,8 +712,12 @@ def report(
 def compare(
     first: Annotated[Path, typer.Argument(metavar="A", help="The folder of a run.")],
     second: Annotated[Path, typer.Argument(metavar="B", help="That of another.")],
-    fail_if: Annotated[list[str] | None, typer.Option(
-        metavar="FIGURE>X%", help="Exit with 1 if B's figure is worse by more; may be repeated.")] = None,
+    fail_if: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FIGURE>X%", help="Exit with 1 if B's figure is worse by more; may be repeated."
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Hold a run against another; with --fail-if, for continuous integration."""
@@ -422,44 +734,109 @@ def compare(
 def rehearse(
     file: JobSource,
     plan: OnePlan = None,
-    kill: Annotated[_Texts, typer.Option(metavar=_AT, help="SIGKILL a rank; may be repeated, like all.")] = None,
+    kill: Annotated[
+        _Texts, typer.Option(metavar=_AT, help="SIGKILL a rank; may be repeated, like all.")
+    ] = None,
     stop: Annotated[_Texts, typer.Option(metavar=_AT, help="SIGSTOP a rank.")] = None,
-    slow: Annotated[_Texts, typer.Option(metavar="RANK:TIMESx", help="A rank's work takes longer.")] = None,
+    slow: Annotated[
+        _Texts, typer.Option(metavar="RANK:TIMESx", help="A rank's work takes longer.")
+    ] = None,
     raise_: Annotated[_Texts, typer.Option("--raise", metavar=_AT, help="An exception.")] = None,
-    flip: Annotated[_Texts, typer.Option(metavar=f"{_AT[:-1]}|:gradients]", help="A bit of a rank's weights flips, or "
-                                         "of its gradients before they are summed.")] = None,
-    disk_full: Annotated[_Texts, typer.Option(metavar=_AT, help="A rank can write to no file.")] = None,
+    flip: Annotated[
+        _Texts,
+        typer.Option(
+            metavar=f"{_AT[:-1]}|:gradients]",
+            help="A bit of a rank's weights flips, or of its gradients before they are summed.",
+        ),
+    ] = None,
+    disk_full: Annotated[
+        _Texts, typer.Option(metavar=_AT, help="A rank can write to no file.")
+    ] = None,
     preempt: Annotated[_Texts, typer.Option(metavar=_AT, help="SIGTERM a rank.")] = None,
-    tear: Annotated[_Texts, typer.Option(metavar=_AT, help="Damage the last save, kill the launcher.")] = None,
-    kill_launcher: Annotated[_Texts, typer.Option(metavar=_AT, help="SIGKILL what started ranks.")] = None,
-    cut: Annotated[_Texts, typer.Option(metavar="HOST@STEP[+SECONDS]",
-                                        help="A host's network; each rank has a host then.")] = None,
-    random: Annotated[int, typer.Option(metavar="N", min=0, help="So many random faults more.")] = 0,
+    tear: Annotated[
+        _Texts, typer.Option(metavar=_AT, help="Damage the last save, kill the launcher.")
+    ] = None,
+    kill_launcher: Annotated[
+        _Texts, typer.Option(metavar=_AT, help="SIGKILL what started ranks.")
+    ] = None,
+    cut: Annotated[
+        _Texts,
+        typer.Option(
+            metavar="HOST@STEP[+SECONDS]", help="A host's network; each rank has a host then."
+        ),
+    ] = None,
+    random: Annotated[
+        int, typer.Option(metavar="N", min=0, help="So many random faults more.")
+    ] = 0,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the random faults.")] = 0,
     settings: Settings = None,
-    steps: Annotated[int | None, typer.Option(metavar="N", min=1, help="Stop after N optimizer steps.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Stop after N optimizer steps.")
+    ] = None,
     devices: Devices = None,
-    procs: Annotated[int | None, typer.Option(metavar="N", min=1, help="Ranks; must agree with the plan.")] = None,
-    save_every: Annotated[int | None, typer.Option(metavar="STEPS", min=1, help="Five times a run by default.")] = None,
-    timeout: Annotated[float, typer.Option(
-        "--patience", "--timeout", metavar="SECONDS", min=1, help="How long a rank may give no sign of life.")] = 10.0,
+    procs: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Ranks; must agree with the plan.")
+    ] = None,
+    save_every: Annotated[
+        int | None, typer.Option(metavar="STEPS", min=1, help="Five times a run by default.")
+    ] = None,
+    timeout: Annotated[
+        float,
+        typer.Option(
+            "--patience",
+            "--timeout",
+            metavar="SECONDS",
+            min=1,
+            help="How long a rank may give no sign of life.",
+        ),
+    ] = 10.0,
     restarts: Annotated[int | None, typer.Option(metavar="N", min=0, help="As in train.")] = None,
-    recheck_every: Annotated[int | None, typer.Option(metavar="STEPS", min=0, help="As in train.")] = None,
-    run: Annotated[Path | None, typer.Option(metavar="DIR", help="Where both runs are written.")] = None,
+    recheck_every: Annotated[
+        int | None, typer.Option(metavar="STEPS", min=0, help="As in train.")
+    ] = None,
+    run: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where both runs are written.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Train a job undisturbed, then under faults: seconds lost, steps recomputed, samples lost, weights changed."""
-    texts_by_kind = {"kill": kill, "stop": stop, "slow": slow, "raise": raise_, "flip": flip, "disk_full": disk_full,
-                     "preempt": preempt, "tear": tear, "kill_launcher": kill_launcher, "cut": cut}
+    texts_by_kind = {
+        "kill": kill,
+        "stop": stop,
+        "slow": slow,
+        "raise": raise_,
+        "flip": flip,
+        "disk_full": disk_full,
+        "preempt": preempt,
+        "tear": tear,
+        "kill_launcher": kill_launcher,
+        "cut": cut,
+    }
     with _reported():
         from paceline.launch.process.faults import Fault, Kind
 
-        faults = [Fault.parse(cast(Kind, kind), text) for kind, texts in texts_by_kind.items() for text in texts or ()]
+        faults = [
+            Fault.parse(cast(Kind, kind), text)
+            for kind, texts in texts_by_kind.items()
+            for text in texts or ()
+        ]
         job = JobFile.parse(file, _parse_settings(settings))
         load_modules(OF_RUNS)
-        outcome = paceline.rehearse(job, plan, faults, random=random, seed=seed, run=run, save_every=save_every,
-                                    timeout_s=timeout, restarts=restarts, recheck_every=recheck_every, steps=steps,
-                                    devices=devices, procs=procs)
+        outcome = paceline.rehearse(
+            job,
+            plan,
+            faults,
+            random=random,
+            seed=seed,
+            run=run,
+            save_every=save_every,
+            timeout_s=timeout,
+            restarts=restarts,
+            recheck_every=recheck_every,
+            steps=steps,
+            devices=devices,
+            procs=procs,
+        )
     _say(_json(outcome.to_dict()) if as_json else outcome.describe())
     if not outcome.passed:
         raise typer.Exit(1)
@@ -477,25 +854,46 @@ def audit(run: RunFolder, as_json: Json = False) -> None:
 
 @_command(context_settings={"ignore_unknown_options": True})
 def launch(
-    kind: Annotated[Literal["slurm", "k8s", "sky", "ray", "docker"], typer.Argument(
-        help="Slurm, Kubeflow Trainer, SkyPilot, KubeRay, or Docker.")],
-    command: Annotated[list[str], typer.Argument(metavar="-- train FILE ...", help="What every host runs.")],
+    kind: Annotated[
+        Literal["slurm", "k8s", "sky", "ray", "docker"],
+        typer.Argument(help="Slurm, Kubeflow Trainer, SkyPilot, KubeRay, or Docker."),
+    ],
+    command: Annotated[
+        list[str], typer.Argument(metavar="-- train FILE ...", help="What every host runs.")
+    ],
     hosts: Annotated[int, typer.Option(metavar="N", min=1, help="Hosts.")] = 1,
-    gpus: Annotated[str, typer.Option(metavar="[NAME:]N", help="Of a host; SkyPilot needs the name: H100:8.")] = "0",
-    time: Annotated[str | None, typer.Option(metavar="HH:MM:SS", help="Slurm's limit; it is queued again.")] = None,
-    image: Annotated[str, typer.Option(metavar="IMAGE", help="Of Kubernetes' or Docker's containers.")] = "paceline",
-    volume: Annotated[list[str] | None, typer.Option(
-        metavar="NAME=PATH", help="A claim, bucket, volume or folder and where it is mounted; repeatable.")] = None,
-    write: Annotated[Path | None, typer.Option(metavar="FILE", help="Instead of printing it.")] = None,
+    gpus: Annotated[
+        str, typer.Option(metavar="[NAME:]N", help="Of a host; SkyPilot needs the name: H100:8.")
+    ] = "0",
+    time: Annotated[
+        str | None, typer.Option(metavar="HH:MM:SS", help="Slurm's limit; it is queued again.")
+    ] = None,
+    image: Annotated[
+        str, typer.Option(metavar="IMAGE", help="Of Kubernetes' or Docker's containers.")
+    ] = "paceline",
+    volume: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=PATH",
+            help="A claim, bucket, volume or folder and where it is mounted; repeatable.",
+        ),
+    ] = None,
+    write: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Instead of printing it.")
+    ] = None,
 ) -> None:
     """Write the file that starts a command on a cluster: a batch file, a TrainJob, a task or a compose file."""
     with _reported():
         from paceline.api import launch_files as files
 
-        request = files.LaunchRequest(command, hosts, gpus, time, image, _parse_settings(volume, "--volume"))
+        request = files.LaunchRequest(
+            command, hosts, gpus, time, image, _parse_settings(volume, "--volume")
+        )
         text = files.text(kind, request)
         if write is not None and write.suffix == ".py" and write.exists():
-            raise UsageError(f"{write} is Python code, which the file would replace", hint="--write job.sh")
+            raise UsageError(
+                f"{write} is Python code, which the file would replace", hint="--write job.sh"
+            )
         if write is not None:
             try:
                 write.write_text(text, encoding="utf-8", errors="surrogateescape")
@@ -506,8 +904,12 @@ def launch(
 
 @_command()
 def doctor(
-    hosts: Annotated[bool, typer.Option("--hosts", help="Run on each host: what is between the hosts.")] = False,
-    patience: Annotated[float, typer.Option(metavar="SECONDS", min=1, help="For other hosts to come.")] = 60.0,
+    hosts: Annotated[
+        bool, typer.Option("--hosts", help="Run on each host: what is between the hosts.")
+    ] = False,
+    patience: Annotated[
+        float, typer.Option(metavar="SECONDS", min=1, help="For other hosts to come.")
+    ] = 60.0,
     as_json: Json = False,
 ) -> None:
     """Say what this machine has and what is wrong with it; or, between the hosts of a run."""
@@ -515,7 +917,9 @@ def doctor(
         from paceline.doctor.machine import describe, examine
 
         if hosts:
-            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch else prints stacks of what findings say
+            os.environ.setdefault(
+                "TORCH_CPP_LOG_LEVEL", "ERROR"
+            )  # torch else prints stacks of what findings say
             from paceline.doctor.hosts import examine_hosts, place_here
 
             findings = examine_hosts(place_here(), timeout_s=patience)
@@ -533,7 +937,9 @@ def _parse_settings(words: Iterable[str] | None, option: str = "--set") -> dict[
     for word in words or ():
         name, equals, value = word.partition("=")
         if not equals or not name:
-            raise UsageError(f"{option} {word} is not NAME=VALUE", hint=f"{option} {_EXAMPLES[option]}")
+            raise UsageError(
+                f"{option} {word} is not NAME=VALUE", hint=f"{option} {_EXAMPLES[option]}"
+            )
         if name in settings:
             raise UsageError(f"{option} {name} is given twice: {settings[name]} and {value}")
         settings[name] = value
@@ -577,7 +983,9 @@ def _reported() -> Iterator[None]:
             _say(f"error: {refusal}", err=True)
             raise typer.Exit(refusal.exit_code) from None
         traceback.print_exc()
-        typer.echo("error: this is a bug in paceline; please report it with the lines above", err=True)
+        typer.echo(
+            "error: this is a bug in paceline; please report it with the lines above", err=True
+        )
         raise typer.Exit(1) from None
 
 
@@ -620,7 +1028,9 @@ def _is_first_rank(number: str = "rank") -> bool:
     """
     try:
         return getattr(environment.current(), number, 0) == 0
-    except PacelineError:  # the launcher's variables contradict each other, which every rank may tell
+    except (
+        PacelineError
+    ):  # the launcher's variables contradict each other, which every rank may tell
         return True
 
 
@@ -639,6 +1049,13 @@ def _best_of(study: Mapping[str, Any]) -> dict[str, Any]:
     """The winner of a search, for people."""
     best, states = study["best"], [trial["state"] for trial in study["trials"]]
     test = {name: value for name, value in (study["test"] or {}).items() if name != "trial"}
-    return {"trials": ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states)),
-            "best": f"trial {best['trial']}", **best["figures"], "test": test or None, **best["params"],
-            "plan": best["plan"], "run": study["run"], "train it": best["command"]}
+    return {
+        "trials": ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states)),
+        "best": f"trial {best['trial']}",
+        **best["figures"],
+        "test": test or None,
+        **best["params"],
+        "plan": best["plan"],
+        "run": study["run"],
+        "train it": best["command"],
+    }

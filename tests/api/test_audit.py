@@ -22,19 +22,35 @@ from paceline.job.order import Order, Window, digest
 from paceline.runs.folder import JOURNAL
 from paceline.runs.journal import Journal
 
-SAMPLES, BATCH, STEPS = 50, 12, 12  # two epochs of five windows, the last of each short, and two steps more
+SAMPLES, BATCH, STEPS = (
+    50,
+    12,
+    12,
+)  # two epochs of five windows, the last of each short, and two steps more
 
 
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Any:
-        return iter([(torch.ones(3, dtype=torch.float64), torch.ones(2, dtype=torch.float64))] * SAMPLES)
+        return iter(
+            [(torch.ones(3, dtype=torch.float64), torch.ones(2, dtype=torch.float64))] * SAMPLES
+        )
 
 
 def job(**fields: Any) -> pl.Job:
     pairs = TensorDataset(torch.randn(SAMPLES, 3).double(), torch.randn(SAMPLES, 2).double())
-    return pl.Job(**{"model": lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), "data": pairs,
-                     "loss": nn.functional.mse_loss, "optimizer": lambda named: torch.optim.SGD(named, lr=0.01),
-                     "batch": BATCH, "steps": STEPS, "seed": 3, "precision": "float64", **fields})
+    return pl.Job(
+        **{
+            "model": lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)),
+            "data": pairs,
+            "loss": nn.functional.mse_loss,
+            "optimizer": lambda named: torch.optim.SGD(named, lr=0.01),
+            "batch": BATCH,
+            "steps": STEPS,
+            "seed": 3,
+            "precision": "float64",
+            **fields,
+        }
+    )
 
 
 def written(folder: Path, steps: range, *, after: int | None = None, **fields: Any) -> Path:
@@ -46,7 +62,9 @@ def written(folder: Path, steps: range, *, after: int | None = None, **fields: A
     for step in steps:
         window = order.window(step)
         journal.note(step + 1, window)
-        journal.settle(digest(window.epoch, window.positions, order.indices(window.epoch, window.positions)))
+        journal.settle(
+            digest(window.epoch, window.positions, order.indices(window.epoch, window.positions))
+        )
     journal.close()
     return folder
 
@@ -59,15 +77,25 @@ def edited(folder: Path, change: Callable[[list[dict[str, Any]]], list[dict[str,
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize("plans", [["single", "data=2", "shard=2"], ["pipeline=2", "data=2 local=3", "tensor=2"],
-                                   ["server=1 workers=2 staleness=2", "server=1 workers=2", "single"]])
+@pytest.mark.parametrize(
+    "plans",
+    [
+        ["single", "data=2", "shard=2"],
+        ["pipeline=2", "data=2 local=3", "tensor=2"],
+        ["server=1 workers=2 staleness=2", "server=1 workers=2", "single"],
+    ],
+)
 def test_each_sample_counts_once_over_launches_under_changing_plans(tmp_path, plans):
     for number, plan in enumerate(plans):
-        pl.train(job(steps=4 * (number + 1)), plan, run=tmp_path / "run", resume=number > 0, check=False)
+        pl.train(
+            job(steps=4 * (number + 1)), plan, run=tmp_path / "run", resume=number > 0, check=False
+        )
     result = audit(tmp_path / "run")
     assert result.passed, result.describe()
     assert (result.samples, result.whole_epochs, result.launches) == (124, 2, 3)
-    assert result.updates == (16 if "staleness" in plans[0] else 12)  # there each worker's part is an update of its own
+    assert result.updates == (
+        16 if "staleness" in plans[0] else 12
+    )  # there each worker's part is an update of its own
 
 
 def test_streams_are_counted(tmp_path):
@@ -95,34 +123,54 @@ def test_a_line_that_is_cut_off_is_no_line(tmp_path):
     assert result.passed and result.updates == 9, result.describe()
 
 
-@pytest.mark.parametrize(("kind", "change", "positions"), [
-    ("repeated", lambda lines: [*lines[:3], lines[2], *lines[3:]], (12, 24)),
-    ("lost", lambda lines: [*lines[:2], *lines[3:]], (12, 24)),
-    ("lost", lambda lines: [lines[0], *lines[2:]], (0, 12)),
-    ("lost", lambda lines: [*lines[:5], *lines[6:]], (48, 50)),  # the last of an epoch
-    ("repeated", lambda lines: [*lines[:2], {**lines[2], "start": 10}, *lines[3:]], (10, 12)),
-    ("other samples", lambda lines: [*lines[:2], {**lines[2], "digest": lines[3]["digest"]}, *lines[3:]], (12, 24)),
-])
+@pytest.mark.parametrize(
+    ("kind", "change", "positions"),
+    [
+        ("repeated", lambda lines: [*lines[:3], lines[2], *lines[3:]], (12, 24)),
+        ("lost", lambda lines: [*lines[:2], *lines[3:]], (12, 24)),
+        ("lost", lambda lines: [lines[0], *lines[2:]], (0, 12)),
+        ("lost", lambda lines: [*lines[:5], *lines[6:]], (48, 50)),  # the last of an epoch
+        ("repeated", lambda lines: [*lines[:2], {**lines[2], "start": 10}, *lines[3:]], (10, 12)),
+        (
+            "other samples",
+            lambda lines: [*lines[:2], {**lines[2], "digest": lines[3]["digest"]}, *lines[3:]],
+            (12, 24),
+        ),
+    ],
+)
 def test_a_planted_fault_is_found_and_named(tmp_path, kind, change, positions):
     result = edited(written(tmp_path, range(12)), change)
     findings = {(finding.kind, finding.positions) for finding in result.findings}
     assert (kind, positions) in findings, result.describe()
-    named = next(finding for finding in result.findings if (finding.kind, finding.positions) == (kind, positions))
-    assert named.indices == tuple(Order.of(job()).indices(0, range(*positions))[:8]) and "indices" in named.message
+    named = next(
+        finding
+        for finding in result.findings
+        if (finding.kind, finding.positions) == (kind, positions)
+    )
+    assert (
+        named.indices == tuple(Order.of(job()).indices(0, range(*positions))[:8])
+        and "indices" in named.message
+    )
 
 
 def test_a_rank_that_fetches_another_sample_is_found(tmp_path, monkeypatch):
     from paceline.training import feed
 
     honest = feed.Order.indices
-    monkeypatch.setattr(feed.Order, "indices", lambda order, epoch, positions: [
-        7 if position == 30 else index
-        for position, index in zip(positions, honest(order, epoch, positions), strict=True)])
+    monkeypatch.setattr(
+        feed.Order,
+        "indices",
+        lambda order, epoch, positions: [
+            7 if position == 30 else index
+            for position, index in zip(positions, honest(order, epoch, positions), strict=True)
+        ],
+    )
     pl.train(job(), "data=2", run=tmp_path / "run", check=False)
     monkeypatch.undo()
     result = audit(tmp_path / "run")
     assert [(finding.kind, finding.epoch, finding.positions) for finding in result.findings] == [
-        ("other samples", epoch, (24, 36)) for epoch in range(2)]
+        ("other samples", epoch, (24, 36)) for epoch in range(2)
+    ]
 
 
 def test_a_writer_of_an_earlier_launch_is_fenced_out(tmp_path):
@@ -134,7 +182,9 @@ def test_a_writer_of_an_earlier_launch_is_fenced_out(tmp_path):
     assert [finding.kind for finding in audit(tmp_path).findings] == ["outdated writer"]
 
 
-@pytest.mark.parametrize(("also", "kinds"), [([(3, 1)], []), ([(2, 0), (3, 1)], ["repeated"]), ([(4, 0)], ["lost"])])
+@pytest.mark.parametrize(
+    ("also", "kinds"), [([(3, 1)], []), ([(2, 0), (3, 1)], ["repeated"]), ([(4, 0)], ["lost"])]
+)
 def test_parts_of_later_steps_may_be_kept(tmp_path, also, kinds):
     """A launch that goes on from a copy says which parts of steps it has beside whole steps."""
     made = job()
@@ -144,11 +194,18 @@ def test_parts_of_later_steps_may_be_kept(tmp_path, also, kinds):
         whole = order.window(step - 1)
         half = replace(whole, start=whole.start + part * whole.count // 2, count=whole.count // 2)
         journal.note(step, half, part=part)
-        journal.settle(digest(half.epoch, half.positions, order.indices(half.epoch, half.positions)))
+        journal.settle(
+            digest(half.epoch, half.positions, order.indices(half.epoch, half.positions))
+        )
 
-    for after, kept, parts in ((0, [], [(1, 0), (1, 1), (2, 0), (3, 1), (2, 1)]), (1, also, [(2, 0), (2, 1), (3, 0)])):
+    for after, kept, parts in (
+        (0, [], [(1, 0), (1, 1), (2, 0), (3, 1), (2, 1)]),
+        (1, also, [(2, 0), (2, 1), (3, 0)]),
+    ):
         journal = Journal(tmp_path / JOURNAL)
-        journal.begin(made, plan="server=1 workers=2 staleness=2", world_size=3, after=after, also=kept)
+        journal.begin(
+            made, plan="server=1 workers=2 staleness=2", world_size=3, after=after, also=kept
+        )
         for step, part in parts:
             note(journal, step, part)
         journal.close()
@@ -164,10 +221,14 @@ def test_a_gap_between_launches_and_another_seed_are_found(tmp_path):
 
 def test_checkpoints_and_the_summary_must_agree(tmp_path):
     pl.train(job(), "single", run=tmp_path / "run", check=False)
-    (tmp_path / "run" / JOURNAL).write_text("".join(
-        (tmp_path / "run" / JOURNAL).read_text().splitlines(keepends=True)[:-1]))
+    (tmp_path / "run" / JOURNAL).write_text(
+        "".join((tmp_path / "run" / JOURNAL).read_text().splitlines(keepends=True)[:-1])
+    )
     result = audit(tmp_path / "run")
-    assert [finding.message.partition(" ")[0] for finding in result.findings] == ["step-12", "summary.json"]
+    assert [finding.message.partition(" ")[0] for finding in result.findings] == [
+        "step-12",
+        "summary.json",
+    ]
 
 
 def test_what_drop_last_leaves_out_is_no_loss(tmp_path):
@@ -185,17 +246,45 @@ def test_a_folder_without_a_journal_is_refused(tmp_path):
 def test_digests_of_parts_add_up(cuts, epoch):
     order, places = Order.of(job()), sorted({0, SAMPLES, *cuts})
     whole = digest(epoch, range(SAMPLES), order.indices(epoch, range(SAMPLES)))
-    parts = [digest(epoch, range(a, b), order.indices(epoch, range(a, b))) for a, b in pairwise(places)]
+    parts = [
+        digest(epoch, range(a, b), order.indices(epoch, range(a, b))) for a, b in pairwise(places)
+    ]
     assert sum(parts) == whole == int(float(whole))
 
 
 @settings(max_examples=50, deadline=None)
-@given(data=st.binary(max_size=400) | st.lists(st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(
-        ["launch", "step", "epoch", "start", "count", "digest", "after", "plan", "world_size", "seed", "order",
-         "num_samples"]), inner, max_size=8), max_leaves=12)).map(
-             lambda values: b"".join(json.dumps(value).encode() + b"\n" for value in values)))
+@given(
+    data=st.binary(max_size=400)
+    | st.lists(
+        st.recursive(
+            st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+            lambda inner: (
+                st.lists(inner, max_size=3)
+                | st.dictionaries(
+                    st.sampled_from(
+                        [
+                            "launch",
+                            "step",
+                            "epoch",
+                            "start",
+                            "count",
+                            "digest",
+                            "after",
+                            "plan",
+                            "world_size",
+                            "seed",
+                            "order",
+                            "num_samples",
+                        ]
+                    ),
+                    inner,
+                    max_size=8,
+                )
+            ),
+            max_leaves=12,
+        )
+    ).map(lambda values: b"".join(json.dumps(value).encode() + b"\n" for value in values))
+)
 def test_no_bytes_crash_an_audit(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("fuzz")
     written(folder, range(2))
@@ -208,11 +297,25 @@ _ANY = st.integers(-2, 60) | st.sampled_from([2**24, 2**31, 2**62, 2**63, 2**64,
 
 
 @settings(max_examples=50, deadline=2000)
-@given(lines=st.lists(st.fixed_dictionaries(
-    dict.fromkeys(("launch", "step", "epoch", "start", "count", "digest"), _ANY))
-                      | st.fixed_dictionaries({"launch": _ANY, "after": _ANY, "plan": st.just("single"), "seed": _ANY,
-                                               "world_size": _ANY, "order": st.sampled_from(["shuffle", "stream"]),
-                                               "num_samples": _ANY | st.none()}), max_size=6))
+@given(
+    lines=st.lists(
+        st.fixed_dictionaries(
+            dict.fromkeys(("launch", "step", "epoch", "start", "count", "digest"), _ANY)
+        )
+        | st.fixed_dictionaries(
+            {
+                "launch": _ANY,
+                "after": _ANY,
+                "plan": st.just("single"),
+                "seed": _ANY,
+                "world_size": _ANY,
+                "order": st.sampled_from(["shuffle", "stream"]),
+                "num_samples": _ANY | st.none(),
+            }
+        ),
+        max_size=6,
+    )
+)
 def test_no_numbers_hold_an_audit_up(tmp_path_factory, lines):
     folder = tmp_path_factory.mktemp("fuzz")
     (folder / JOURNAL).write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -220,8 +323,13 @@ def test_no_numbers_hold_an_audit_up(tmp_path_factory, lines):
 
 
 def test_an_epoch_without_updates_is_found(tmp_path):
-    result = edited(written(tmp_path, range(12)), lambda lines: [line for line in lines if line.get("epoch") != 1])
-    assert ("lost", 1) in {(finding.kind, finding.epoch) for finding in result.findings}, result.describe()
+    result = edited(
+        written(tmp_path, range(12)),
+        lambda lines: [line for line in lines if line.get("epoch") != 1],
+    )
+    assert ("lost", 1) in {(finding.kind, finding.epoch) for finding in result.findings}, (
+        result.describe()
+    )
 
 
 def test_a_window_is_noted_until_ranks_meet(tmp_path):

@@ -31,13 +31,30 @@ class Broken(nn.Linear):
 
 def a_job(**changes: Any) -> paceline.Job:
     x = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(0))
-    return paceline.Job(**{"model": lambda: nn.Linear(WIDTH, 4), "data": TensorDataset(x, x.argmax(1) % 4),
-                           "loss": F.cross_entropy, "optimizer": lambda named: torch.optim.SGD(named, lr=0.1),
-                           "batch": 16, "steps": 3, **changes})
+    return paceline.Job(
+        **{
+            "model": lambda: nn.Linear(WIDTH, 4),
+            "data": TensorDataset(x, x.argmax(1) % 4),
+            "loss": F.cross_entropy,
+            "optimizer": lambda named: torch.optim.SGD(named, lr=0.1),
+            "batch": 16,
+            "steps": 3,
+            **changes,
+        }
+    )
 
 
-@pytest.mark.parametrize(("given", "expected"), [(None, True), ("auto", True), (" auto ", True), ("data=2", False),
-                                                 (Plan(), False), ("auto.json", False)])
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, True),
+        ("auto", True),
+        (" auto ", True),
+        ("data=2", False),
+        (Plan(), False),
+        ("auto.json", False),
+    ],
+)
 def test_auto_is_what_nobody_said_otherwise(given: Any, expected: bool):
     assert is_auto(given) is expected
 
@@ -51,7 +68,10 @@ def test_an_exact_plan_for_the_devices_is_chosen_with_its_reason():
     choice = auto.choose(a_job(), "auto", **{**NOTHING, "devices": "cpu:0-1"})
 
     assert choice.plan.world_size == 2 and choice.plan.relaxed is None and choice.why
-    assert choice.estimate is not None and choice.estimate.low_s < choice.estimate.step_s < choice.estimate.high_s
+    assert (
+        choice.estimate is not None
+        and choice.estimate.low_s < choice.estimate.step_s < choice.estimate.high_s
+    )
 
 
 def test_a_count_of_ranks_is_kept():
@@ -65,13 +85,17 @@ def test_inside_a_launcher_each_rank_is_a_replica():
 
 
 def test_what_cannot_be_priced_is_trained_by_replicas():
-    choice = auto.choose(a_job(model=lambda: Broken(WIDTH, 4)), None, **{**NOTHING, "devices": "cpu:0-1"})
+    choice = auto.choose(
+        a_job(model=lambda: Broken(WIDTH, 4)), None, **{**NOTHING, "devices": "cpu:0-1"}
+    )
 
     assert choice.plan.replicas == 2
 
 
 def test_nothing_that_fits_is_an_error_with_the_gap():
-    with pytest.raises(PlanError, match=r"nothing fits on these devices: '.*' is nearest and is [\d,]+ bytes over"):
+    with pytest.raises(
+        PlanError, match=r"nothing fits on these devices: '.*' is nearest and is [\d,]+ bytes over"
+    ):
         auto.choose(a_job(batch=2), None, **{**NOTHING, "devices": "cpu:0-1", "memory": "1MiB"})
 
 
@@ -91,7 +115,9 @@ def test_a_long_run_is_worth_trying_its_plans(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.predicted_runs
-def test_a_run_without_a_plan_is_planned_run_and_compared(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+def test_a_run_without_a_plan_is_planned_run_and_compared(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
     """The summary has the interval that was predicted; a resumed run keeps the plan it was left with."""
     first = paceline.train(a_job(), run=tmp_path, devices="cpu:0-1")
     stderr_text = capfd.readouterr().err

@@ -28,20 +28,37 @@ DEVICE = Device("cpu", 0, 1000)
 
 def ranked_plans(**predicted_s: float) -> RankedPlans:
     """Plans by their text, with `_` for `=`."""
+
     def priced(text: str, step_s: float) -> Candidate:
         ledger = {"parameters": 100}
-        return Candidate(Plan.parse(text.replace("__", " ").replace("_", "=")), Estimate(
-            step_s, 100, ledger, {"compute": step_s}, needs=(MemoryNeed("each rank", DEVICE, ledger),),
-            low_s=step_s / 5, high_s=5 * step_s))
+        return Candidate(
+            Plan.parse(text.replace("__", " ").replace("_", "=")),
+            Estimate(
+                step_s,
+                100,
+                ledger,
+                {"compute": step_s},
+                needs=(MemoryNeed("each rank", DEVICE, ledger),),
+                low_s=step_s / 5,
+                high_s=5 * step_s,
+            ),
+        )
 
-    return RankedPlans([priced(text, step_s) for text, step_s in sorted(predicted_s.items(), key=lambda item: item[1])])
+    return RankedPlans(
+        [
+            priced(text, step_s)
+            for text, step_s in sorted(predicted_s.items(), key=lambda item: item[1])
+        ]
+    )
 
 
 class Machine:
     """Measures what it is told to and remembers what it was asked for."""
 
     def __init__(self, **took_s: float) -> None:
-        self.took_s = {text.replace("__", " ").replace("_", "="): step_s for text, step_s in took_s.items()}
+        self.took_s = {
+            text.replace("__", " ").replace("_", "="): step_s for text, step_s in took_s.items()
+        }
         self.tried: list[str] = []
 
     def __call__(self, plan: Plan, expected_s: float) -> Calibration:
@@ -56,22 +73,36 @@ def test_the_best_is_tried_until_it_is_the_best():
     machine = Machine(data_2=4.0, shard_2=1.5, single=3.0)
     after = calibrate_best(ranked_plans(data_2=1.0, shard_2=1.2, single=1.4), machine, budget_s=60)
 
-    assert machine.tried[:2] == ["data=2", "shard=2"] and set(machine.tried) == {"data=2", "shard=2", "single"}
+    assert machine.tried[:2] == ["data=2", "shard=2"] and set(machine.tried) == {
+        "data=2",
+        "shard=2",
+        "single",
+    }
     assert [(str(candidate.plan), candidate.estimate.step_s) for candidate in after.ranked] == [
-        ("shard=2", 1.5), ("single", 3.0), ("data=2", 4.0)]
+        ("shard=2", 1.5),
+        ("single", 3.0),
+        ("data=2", 4.0),
+    ]
 
 
 def test_one_plan_of_a_kind_stands_for_the_others():
     machine = Machine(data_2=1.0)
-    calibrate_best(ranked_plans(data_2=1.0, data_2__accumulate_2=1.1, data_2__accumulate_3=1.2), machine, budget_s=60)
+    calibrate_best(
+        ranked_plans(data_2=1.0, data_2__accumulate_2=1.1, data_2__accumulate_3=1.2),
+        machine,
+        budget_s=60,
+    )
 
     assert set(machine.tried) == {"data=2"}
 
 
 def test_a_kind_is_tried_again_with_many_more_micro_batches():
     machine = Machine(data_2=1.0, single=2.0, data_2__accumulate_4=1.3)
-    calibrate_best(ranked_plans(data_2=1.0, data_2__accumulate_2=1.1, data_2__accumulate_4=1.2, single=1.3), machine,
-                  budget_s=60)
+    calibrate_best(
+        ranked_plans(data_2=1.0, data_2__accumulate_2=1.1, data_2__accumulate_4=1.2, single=1.3),
+        machine,
+        budget_s=60,
+    )
 
     assert list(dict.fromkeys(machine.tried)) == ["data=2", "single", "data=2 accumulate=4"]
 
@@ -99,21 +130,39 @@ def test_rivals_are_tried_again_before_what_looks_slower_is_tried():
 
     after = calibrate_best(ranked_plans(data_2=1.0, shard_2=1.05, single=3.0), run, budget_s=60)
 
-    assert tried == ["data=2", "shard=2", "data=2", "shard=2", "shard=2", "data=2", "single", "single", "single"]
-    assert [(str(candidate.plan), candidate.estimate.step_s, candidate.estimate.peak_memory_bytes)
-            for candidate in after.ranked] == [("shard=2", 1.05, 105), ("data=2", 1.1, 106), ("single", 3.0, 109)]
+    assert tried == [
+        "data=2",
+        "shard=2",
+        "data=2",
+        "shard=2",
+        "shard=2",
+        "data=2",
+        "single",
+        "single",
+        "single",
+    ]
+    assert [
+        (str(candidate.plan), candidate.estimate.step_s, candidate.estimate.peak_memory_bytes)
+        for candidate in after.ranked
+    ] == [("shard=2", 1.05, 105), ("data=2", 1.1, 106), ("single", 3.0, 109)]
 
 
 def test_trials_that_differ_widen_all_intervals():
     """Those of alike trials stay as they were fitted."""
+
     def width(*took_s: float) -> list[float]:
         left = {"data=2": list(took_s), "single": [3.0, 3.0, 3.0]}
-        after = calibrate_best(ranked_plans(data_2=1.0, data_2__accumulate_2=1.1, single=3.0),
-                               lambda plan, expected_s: Calibration(left[str(plan)].pop(0), 100), budget_s=60)
+        after = calibrate_best(
+            ranked_plans(data_2=1.0, data_2__accumulate_2=1.1, single=3.0),
+            lambda plan, expected_s: Calibration(left[str(plan)].pop(0), 100),
+            budget_s=60,
+        )
         return [candidate.estimate.high_s / candidate.estimate.low_s for candidate in after.ranked]
 
     alike, uneven = width(1.0, 1.0, 1.0), width(1.0, 1.3, 0.8)
-    assert alike == pytest.approx([math.exp(2 * SPREAD[nearness]) for nearness in ("itself", "kind", "itself")])
+    assert alike == pytest.approx(
+        [math.exp(2 * SPREAD[nearness]) for nearness in ("itself", "kind", "itself")]
+    )
     assert all(wide > 1.2 * narrow for narrow, wide in zip(alike, uneven, strict=True))
 
 
@@ -134,7 +183,10 @@ def test_relaxed_plans_are_tried_where_no_exact_one_fits():
 def test_nothing_is_tried_without_time():
     machine = Machine()
 
-    assert calibrate_best(ranked_plans(data_2=1.0), machine, budget_s=0).ranked[0].estimate.step_s == 1.0
+    assert (
+        calibrate_best(ranked_plans(data_2=1.0), machine, budget_s=0).ranked[0].estimate.step_s
+        == 1.0
+    )
     assert not machine.tried
 
 
@@ -158,9 +210,15 @@ def test_ranks_take_a_few_steps(capfd: pytest.CaptureFixture[str], plan: str):
     """A plan is run as train runs it: a step takes time, a rank needs memory, and nobody hears of it, nor of what its
     layers are split into."""
     x = torch.randn(64, 16)
-    job = paceline.Job(model=lambda: nn.Linear(16, 4), data=TensorDataset(x, x.argmax(1) % 4), loss=F.cross_entropy,
-                       optimizer=lambda named: torch.optim.SGD(named, lr=0.1), batch=8, steps=1000,
-                       validation=TensorDataset(x, x.argmax(1) % 4))
+    job = paceline.Job(
+        model=lambda: nn.Linear(16, 4),
+        data=TensorDataset(x, x.argmax(1) % 4),
+        loss=F.cross_entropy,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+        batch=8,
+        steps=1000,
+        validation=TensorDataset(x, x.argmax(1) % 4),
+    )
     tried = calibrate(job, Cluster.local("cpu:0-1"), Plan.parse(plan), 0.05)
 
     assert tried.step_s > 0 and tried.peak_memory_bytes > 0

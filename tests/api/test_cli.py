@@ -30,11 +30,27 @@ from paceline.cli import app
 from paceline.doctor import machine as doctor
 from paceline.doctor.machine import Finding
 
-FIGURES = {"plan": "data=2", "world_size": 2, "steps": 1200, "samples": 38400, "samples_per_s": 12345.6,
-           "final_loss": 0.25, "validation_loss": None, "metrics": {"accuracy": 0.97}, "wall_s": 3.2,
-           "peak_memory_bytes": 3 * 2**20, "predicted": {"step_s": 0.002, "peak_memory_bytes": 2**20}, "run": "runs/a"}
+FIGURES = {
+    "plan": "data=2",
+    "world_size": 2,
+    "steps": 1200,
+    "samples": 38400,
+    "samples_per_s": 12345.6,
+    "final_loss": 0.25,
+    "validation_loss": None,
+    "metrics": {"accuracy": 0.97},
+    "wall_s": 3.2,
+    "peak_memory_bytes": 3 * 2**20,
+    "predicted": {"step_s": 0.002, "peak_memory_bytes": 2**20},
+    "run": "runs/a",
+}
 
-JOINED = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+JOINED = {
+    "WORLD_SIZE": "2",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "1",
+}
 
 
 @dataclass
@@ -101,19 +117,78 @@ def call(*words: str) -> Any:
 def test_train_hands_every_option_on(verb: Any, job_file: str):
     """Each option reaches the function's parameter of its name."""
     train = verb("train", Summary(FIGURES))
-    result = call("train", f"{job_file}:other", "--plan", "data=2", "--devices", "cpu:0,cpu:1", "--procs", "2",
-                  "--on", "ray", "--steps", "9", "--set", "lr=0.1", "--set", "name=a=b", "--save-every", "5",
-                  "--run", "there", "--resume", "--loader-workers", "3", "--patience", "60", "--trace", "2",
-                  "--memory", "1GiB", "--restarts", "4", "--log", "tensorboard", "--keep", "3", "--on-spike", "skip",
-                  "--recheck-every", "7", "--spares", "1")
+    result = call(
+        "train",
+        f"{job_file}:other",
+        "--plan",
+        "data=2",
+        "--devices",
+        "cpu:0,cpu:1",
+        "--procs",
+        "2",
+        "--on",
+        "ray",
+        "--steps",
+        "9",
+        "--set",
+        "lr=0.1",
+        "--set",
+        "name=a=b",
+        "--save-every",
+        "5",
+        "--run",
+        "there",
+        "--resume",
+        "--loader-workers",
+        "3",
+        "--patience",
+        "60",
+        "--trace",
+        "2",
+        "--memory",
+        "1GiB",
+        "--restarts",
+        "4",
+        "--log",
+        "tensorboard",
+        "--keep",
+        "3",
+        "--on-spike",
+        "skip",
+        "--recheck-every",
+        "7",
+        "--spares",
+        "1",
+    )
     assert result.exit_code == 0, result.stderr
     job, plan = train.given
-    assert (str(job.path), job.function, job.settings) == (job_file, "other", {"lr": "0.1", "name": "a=b"})
+    assert (str(job.path), job.function, job.settings) == (
+        job_file,
+        "other",
+        {"lr": "0.1", "name": "a=b"},
+    )
     assert plan == "data=2"
-    assert train.options == {"devices": "cpu:0,cpu:1", "on": "ray", "procs": 2, "memory": "1GiB", "steps": 9,
-                             "save_every": 5, "keep": 3, "run": Path("there"), "trace": 2, "resume": True,
-                             "loader_workers": 3, "timeout_s": 60.0, "restarts": 4, "on_spike": "skip",
-                             "recheck_every": 7, "spares": 1, "check": True, "log": ["tensorboard"], "table": False}
+    assert train.options == {
+        "devices": "cpu:0,cpu:1",
+        "on": "ray",
+        "procs": 2,
+        "memory": "1GiB",
+        "steps": 9,
+        "save_every": 5,
+        "keep": 3,
+        "run": Path("there"),
+        "trace": 2,
+        "resume": True,
+        "loader_workers": 3,
+        "timeout_s": 60.0,
+        "restarts": 4,
+        "on_spike": "skip",
+        "recheck_every": 7,
+        "spares": 1,
+        "check": True,
+        "log": ["tensorboard"],
+        "table": False,
+    }
 
 
 def test_hosts_that_come_and_go_are_not_those_of_ray(verb: Any, job_file: str):
@@ -127,10 +202,27 @@ def test_train_without_options_leaves_the_defaults_to_the_function(verb: Any, jo
     train = verb("train", Summary(FIGURES))
     assert call("train", job_file).exit_code == 0
     assert train.given[1] is None
-    assert train.options == {"devices": None, "on": None, "procs": None, "memory": None, "steps": None,
-                             "save_every": None, "keep": None, "run": None, "trace": 0, "resume": False,
-                             "loader_workers": None, "timeout_s": 300.0, "restarts": None, "on_spike": None,
-                             "recheck_every": None, "spares": 0, "check": True, "log": None, "table": False}
+    assert train.options == {
+        "devices": None,
+        "on": None,
+        "procs": None,
+        "memory": None,
+        "steps": None,
+        "save_every": None,
+        "keep": None,
+        "run": None,
+        "trace": 0,
+        "resume": False,
+        "loader_workers": None,
+        "timeout_s": 300.0,
+        "restarts": None,
+        "on_spike": None,
+        "recheck_every": None,
+        "spares": 0,
+        "check": True,
+        "log": None,
+        "table": False,
+    }
 
 
 def test_train_prints_a_table(verb: Any, job_file: str):
@@ -138,28 +230,47 @@ def test_train_prints_a_table(verb: Any, job_file: str):
     verb("train", Summary(FIGURES))
     rows = dict(line.split("  ", 1) for line in call("train", job_file).stdout.splitlines())
     assert {label: value.strip() for label, value in rows.items()} == {
-        "plan": "data=2 (2 ranks)", "steps": "1,200", "samples": "38,400", "samples/s": "12,346", "final loss": "0.25",
-        "accuracy": "0.97", "time": "3.2 s", "peak memory": "3 MiB a rank", "predicted step": "0.002 s",
-        "predicted memory": "1 MiB a rank", "run": "runs/a"}
+        "plan": "data=2 (2 ranks)",
+        "steps": "1,200",
+        "samples": "38,400",
+        "samples/s": "12,346",
+        "final loss": "0.25",
+        "accuracy": "0.97",
+        "time": "3.2 s",
+        "peak memory": "3 MiB a rank",
+        "predicted step": "0.002 s",
+        "predicted memory": "1 MiB a rank",
+        "run": "runs/a",
+    }
 
 
 def test_json_is_the_whole_summary(verb: Any, job_file: str):
     """--json prints what the function returned, with null for what JSON can't say."""
-    verb("train", Summary({**FIGURES, "final_loss": float("nan"), "metrics": {"worst": [float("inf")]}}))
+    verb(
+        "train",
+        Summary({**FIGURES, "final_loss": float("nan"), "metrics": {"worst": [float("inf")]}}),
+    )
     assert json.loads(call("train", job_file, "--json").stdout, parse_constant=pytest.fail) == {
-        **FIGURES, "final_loss": None, "metrics": {"worst": [None]}}
+        **FIGURES,
+        "final_loss": None,
+        "metrics": {"worst": [None]},
+    }
 
 
 def test_stdout_is_the_result_alone(job_file: str):
     """What the job, its child processes and libraries print goes to stderr."""
-    code = ("import os, sys, paceline; from paceline.cli import main\n"
-            "class Summary:\n"
-            "    def to_dict(self): return {'steps': 3}\n"
-            "def train(*given, **options):\n"
-            "    print('from the job'); os.write(1, b'from C\\n'); os.system('echo from a child'); return Summary()\n"
-            f"paceline.train = train; sys.argv = ['paceline', 'train', {job_file!r}, '--json']; main()")
+    code = (
+        "import os, sys, paceline; from paceline.cli import main\n"
+        "class Summary:\n"
+        "    def to_dict(self): return {'steps': 3}\n"
+        "def train(*given, **options):\n"
+        "    print('from the job'); os.write(1, b'from C\\n'); os.system('echo from a child'); return Summary()\n"
+        f"paceline.train = train; sys.argv = ['paceline', 'train', {job_file!r}, '--json']; main()"
+    )
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, env=buffered)
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=200, env=buffered
+    )
     assert json.loads(ran.stdout) == {"steps": 3}
     assert sorted(ran.stderr.splitlines()) == ["from C", "from a child", "from the job"]
 
@@ -167,22 +278,36 @@ def test_stdout_is_the_result_alone(job_file: str):
 def test_the_end_of_the_process_loses_nothing():
     """What others do at exit is done, what they print is written, and the exit code stays. libtorch's destructors,
     which come after all that, do not run."""
-    code = ("import atexit, sys; from paceline.cli import main\n"
-            "class Late:\n"
-            "    def __del__(self): sys.__stderr__.write('destroyed'); sys.__stderr__.flush()\n"
-            "sys.late = Late(); sys.argv = ['paceline', 'train', 'nothing.py']\n"
-            "try: main()\n"
-            "finally: atexit.register(print, 'at exit')")
+    code = (
+        "import atexit, sys; from paceline.cli import main\n"
+        "class Late:\n"
+        "    def __del__(self): sys.__stderr__.write('destroyed'); sys.__stderr__.flush()\n"
+        "sys.late = Late(); sys.argv = ['paceline', 'train', 'nothing.py']\n"
+        "try: main()\n"
+        "finally: atexit.register(print, 'at exit')"
+    )
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, env=buffered)
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=200, env=buffered
+    )
     assert (ran.returncode, ran.stdout) == (UsageError.exit_code, "at exit\n")
     assert "there is no file nothing.py" in ran.stderr and "destroyed" not in ran.stderr
 
 
-@pytest.mark.parametrize(("variables", "printed"), [
-    ({}, True), ({"RANK": "0", "LOCAL_RANK": "0"}, True), ({"RANK": "1", "LOCAL_RANK": "1"}, False)])
+@pytest.mark.parametrize(
+    ("variables", "printed"),
+    [
+        ({}, True),
+        ({"RANK": "0", "LOCAL_RANK": "0"}, True),
+        ({"RANK": "1", "LOCAL_RANK": "1"}, False),
+    ],
+)
 def test_only_the_first_rank_prints(
-    verb: Any, job_file: str, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], printed: bool
+    verb: Any,
+    job_file: str,
+    monkeypatch: pytest.MonkeyPatch,
+    variables: dict[str, str],
+    printed: bool,
 ):
     """Under torchrun every rank is a command of its own; one of them speaks."""
     for name, value in ({**JOINED, **variables} if variables else {}).items():
@@ -222,7 +347,11 @@ def test_a_broken_launcher_is_a_usage_error(verb: Any, monkeypatch: pytest.Monke
         monkeypatch.setenv(name, value)
     verb("evaluate", ClusterError("torchrun gave rank 5 of 2"))
     result = call("evaluate", "runs/a")
-    assert (result.exit_code, result.stdout, result.stderr) == (2, "", "error: torchrun gave rank 5 of 2\n")
+    assert (result.exit_code, result.stdout, result.stderr) == (
+        2,
+        "",
+        "error: torchrun gave rank 5 of 2\n",
+    )
 
 
 # --- The other commands -----------------------------------------------------------------------------------------
@@ -230,19 +359,43 @@ def test_a_broken_launcher_is_a_usage_error(verb: Any, monkeypatch: pytest.Monke
 
 def test_evaluate_hands_its_options_on_and_prints(verb: Any):
     """Metrics come one a line, or as JSON."""
-    evaluate = verb("evaluate", {"plan": "single", "validation_loss": 0.5, "metrics": {"accuracy": 0.9}})
+    evaluate = verb(
+        "evaluate", {"plan": "single", "validation_loss": 0.5, "metrics": {"accuracy": 0.9}}
+    )
     result = call("evaluate", "runs/a", "--plan", "data=2", "--devices", "cpu:0-1")
-    assert result.stdout.splitlines() == ["plan              single", "validation loss   0.5", "metrics accuracy  0.9"]
-    assert (evaluate.given, evaluate.options) == ((Path("runs/a"), "data=2"), {"devices": "cpu:0-1"})
+    assert result.stdout.splitlines() == [
+        "plan              single",
+        "validation loss   0.5",
+        "metrics accuracy  0.9",
+    ]
+    assert (evaluate.given, evaluate.options) == (
+        (Path("runs/a"), "data=2"),
+        {"devices": "cpu:0-1"},
+    )
     assert json.loads(call("evaluate", "runs/a", "--json").stdout) == evaluate.outcome
 
 
 def test_predict_hands_its_options_on_and_prints(verb: Any):
     """The place of the outputs is printed."""
     predict = verb("predict", {"samples": 3, "output": "out.npy", "shapes": {"output": [3, 2]}})
-    result = call("predict", "runs/a", "in.npy", "--plan", "data=2", "--devices", "cpu:0-1", "--output", "out.npy",
-                  "--model", "teacher")
-    assert result.stdout.splitlines() == ["samples        3", "output         out.npy", "shapes output  [3, 2]"]
+    result = call(
+        "predict",
+        "runs/a",
+        "in.npy",
+        "--plan",
+        "data=2",
+        "--devices",
+        "cpu:0-1",
+        "--output",
+        "out.npy",
+        "--model",
+        "teacher",
+    )
+    assert result.stdout.splitlines() == [
+        "samples        3",
+        "output         out.npy",
+        "shapes output  [3, 2]",
+    ]
     assert predict.given == (Path("runs/a"), "in.npy", "data=2")
     assert predict.options == {"devices": "cpu:0-1", "output": Path("out.npy"), "model": "teacher"}
     assert json.loads(call("predict", "runs/a", "in.npy", "--json").stdout) == predict.outcome
@@ -253,13 +406,32 @@ def test_verify_fails_when_one_plan_fails(verb: Any, job_file: str, passed: list
     """Every plan has its line, or its JSON, and the exit code tells a script."""
     plans = ["data=2", "shard=2"]
     verify = verb("verify", [Certificate(*pair) for pair in zip(plans, passed, strict=True)])
-    words = ["verify", job_file, "--plan", "data=2", "--plan", "shard=2", "--steps", "7", "--set", "lr=1",
-             "--run", "runs/a", "--devices", "cuda:0-3"]
+    words = [
+        "verify",
+        job_file,
+        "--plan",
+        "data=2",
+        "--plan",
+        "shard=2",
+        "--steps",
+        "7",
+        "--set",
+        "lr=1",
+        "--run",
+        "runs/a",
+        "--devices",
+        "cuda:0-3",
+    ]
     result = call(*words)
     assert result.exit_code == code
     assert result.stdout.splitlines() == [certificate.describe() for certificate in verify.outcome]
     assert (verify.given[0].settings, verify.given[1]) == ({"lr": "1"}, plans)
-    assert verify.options == {"steps": 7, "run": Path("runs/a"), "resume": "short", "devices": "cuda:0-3"}
+    assert verify.options == {
+        "steps": 7,
+        "run": Path("runs/a"),
+        "resume": "short",
+        "devices": "cuda:0-3",
+    }
     result = call(*words, "--json")
     assert result.exit_code == code
     assert json.loads(result.stdout) == [certificate.to_dict() for certificate in verify.outcome]
@@ -271,33 +443,55 @@ def test_verify_leaves_the_choice_of_plans_to_the_function(verb: Any, job_file: 
     result = call("verify", job_file)
     assert result.exit_code == 0
     run = verify.options.pop("run")
-    assert (run.parent, run.name.startswith(f"verify-{Path(job_file).stem}-")) == (Path("runs"), True)
+    assert (run.parent, run.name.startswith(f"verify-{Path(job_file).stem}-")) == (
+        Path("runs"),
+        True,
+    )
     assert f"certificate {run}" in result.stderr and result.stdout == "\n"
-    assert (len(verify.given[1]), verify.options) == (0, {"steps": 4, "resume": "short", "devices": None})
+    assert (len(verify.given[1]), verify.options) == (
+        0,
+        {"steps": 4, "resume": "short", "devices": None},
+    )
 
 
 @pytest.mark.parametrize(("status", "code"), [("ok", 0), ("warn", 0), ("bad", 1)])
-def test_doctor_fails_when_something_is_bad(monkeypatch: pytest.MonkeyPatch, status: Any, code: int):
+def test_doctor_fails_when_something_is_bad(
+    monkeypatch: pytest.MonkeyPatch, status: Any, code: int
+):
     """A warning is no failure."""
     findings = [Finding("torch", "ok", "2.13"), Finding("gloo", status, "?", "pray")]
     monkeypatch.setattr(doctor, "examine", lambda: findings)
     result = call("doctor")
     assert result.exit_code == code
-    assert result.stdout.splitlines() == ["ok    torch  2.13", f"{status:<4}  gloo   ?", "             -> pray"]
+    assert result.stdout.splitlines() == [
+        "ok    torch  2.13",
+        f"{status:<4}  gloo   ?",
+        "             -> pray",
+    ]
     result = call("doctor", "--json")
     assert result.exit_code == code
-    assert json.loads(result.stdout) == {"passed": code == 0, "findings": [
-        {"name": "torch", "status": "ok", "detail": "2.13", "fix": None},
-        {"name": "gloo", "status": status, "detail": "?", "fix": "pray"}]}
+    assert json.loads(result.stdout) == {
+        "passed": code == 0,
+        "findings": [
+            {"name": "torch", "status": "ok", "detail": "2.13", "fix": None},
+            {"name": "gloo", "status": status, "detail": "?", "fix": "pray"},
+        ],
+    }
 
 
 # --- Errors -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("error", "code"), [
-    (PlanError("no such plan", hint="data=2"), 2), (PacelineError("no such plan", hint="data=2"), 1),
-    (OutOfMemory("no such plan", hint="data=2"), 3), (PeerLost("no such plan", hint="data=2"), 4),
-    (Preempted("no such plan", hint="data=2"), 5)])
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (PlanError("no such plan", hint="data=2"), 2),
+        (PacelineError("no such plan", hint="data=2"), 1),
+        (OutOfMemory("no such plan", hint="data=2"), 3),
+        (PeerLost("no such plan", hint="data=2"), 4),
+        (Preempted("no such plan", hint="data=2"), 5),
+    ],
+)
 @pytest.mark.parametrize("as_json", [[], ["--json"]])
 def test_an_error_is_a_message_and_an_exit_code(
     verb: Any, job_file: str, error: PacelineError, code: int, as_json: list[str]
@@ -315,7 +509,9 @@ def test_a_bug_of_our_own_shows_its_traceback(verb: Any, job_file: str):
     result = call("train", job_file, "--json")
     assert (result.exit_code, result.stdout) == (1, "")
     assert "Traceback" in result.stderr and "KeyError: 'bucket'" in result.stderr
-    assert result.stderr.endswith("error: this is a bug in paceline; please report it with the lines above\n")
+    assert result.stderr.endswith(
+        "error: this is a bug in paceline; please report it with the lines above\n"
+    )
 
 
 def test_ctrl_c_exits_with_130(verb: Any, job_file: str):
@@ -340,22 +536,35 @@ def test_a_missing_job_file_is_found_before_anything_starts(verb: Any, tmp_path:
     assert train.given == ()
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    (["train", "x.py", "--porcs", "2"], "--procs"), (["trian", "x.py"], "train"), (["train"], "Missing argument"),
-    (["train", "x.py", "--procs", "two"], "'--procs'"), (["train", "x.py", "--procs", "0"], "'--procs'"),
-    (["train", "x.py", "--save-every", "0"], "'--save-every'"), (["predict", "runs/a"], "Missing argument"),
-    (["verify", "x.py", "--set", "lr"], "--set lr is not NAME=VALUE"), (["train", "x.py", "--set", "=1"], "NAME=VALUE"),
-    (["train", "x.py", "--set", "lr=1", "--set", "lr=2"], "--set lr is given twice: 1 and 2"),
-    (["train", "x.py", "data=2", "tensor=2", "lr=1", "wd=2"],
-     "did you mean --plan 'data=2 tensor=2' --set lr=1 --set wd=2?"),
-    (["evaluate", "runs/a", "single,accumulate=2"], "did you mean --plan single,accumulate=2?"),
-    (["predict", "runs/a", "x.npy", "auto"], "did you mean --plan auto?"),
-    (["search", "x.py", "--trials", "2", "runs/a/plan.json"], "did you mean --plan runs/a/plan.json?"),
-    (["verify", "x.py", "data=2", "shard=2"], "did you mean --plan data=2 --plan shard=2?"),
-    (["rehearse", "x.py", "local=2"], "did you mean --plan local=2?"),
-    (["report", "runs/a", ""], "no argument takes ''"),
-    (["plan", "x.py", "data=2"], "no argument takes data=2\n"),
-])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train", "x.py", "--porcs", "2"], "--procs"),
+        (["trian", "x.py"], "train"),
+        (["train"], "Missing argument"),
+        (["train", "x.py", "--procs", "two"], "'--procs'"),
+        (["train", "x.py", "--procs", "0"], "'--procs'"),
+        (["train", "x.py", "--save-every", "0"], "'--save-every'"),
+        (["predict", "runs/a"], "Missing argument"),
+        (["verify", "x.py", "--set", "lr"], "--set lr is not NAME=VALUE"),
+        (["train", "x.py", "--set", "=1"], "NAME=VALUE"),
+        (["train", "x.py", "--set", "lr=1", "--set", "lr=2"], "--set lr is given twice: 1 and 2"),
+        (
+            ["train", "x.py", "data=2", "tensor=2", "lr=1", "wd=2"],
+            "did you mean --plan 'data=2 tensor=2' --set lr=1 --set wd=2?",
+        ),
+        (["evaluate", "runs/a", "single,accumulate=2"], "did you mean --plan single,accumulate=2?"),
+        (["predict", "runs/a", "x.npy", "auto"], "did you mean --plan auto?"),
+        (
+            ["search", "x.py", "--trials", "2", "runs/a/plan.json"],
+            "did you mean --plan runs/a/plan.json?",
+        ),
+        (["verify", "x.py", "data=2", "shard=2"], "did you mean --plan data=2 --plan shard=2?"),
+        (["rehearse", "x.py", "local=2"], "did you mean --plan local=2?"),
+        (["report", "runs/a", ""], "no argument takes ''"),
+        (["plan", "x.py", "data=2"], "no argument takes data=2\n"),
+    ],
+)
 def test_a_wrong_command_line_is_a_usage_error(words: list[str], message: str):
     """Misspelled options, wrong values and missing arguments exit with 2 and name the nearest."""
     result = call(*words)
@@ -387,11 +596,29 @@ def test_plan_hands_every_option_on(verb: Any, job_file: str):
     assert call("plan", job_file).stdout == "a table\n"
     assert plan.given[1] == "local"
     assert plan.options == {"relaxed": False, "price_per_hour": None, "mtbf_hours": None}
-    call("plan", job_file, "--cluster", "8xH100", "--relaxed", "--price", "2.5", "--mtbf-hours", "1e4",
-         "--checkpoint-rate", "1e9", "--repair-hours", "2")
+    call(
+        "plan",
+        job_file,
+        "--cluster",
+        "8xH100",
+        "--relaxed",
+        "--price",
+        "2.5",
+        "--mtbf-hours",
+        "1e4",
+        "--checkpoint-rate",
+        "1e9",
+        "--repair-hours",
+        "2",
+    )
     assert plan.given[1] == "8xH100"
-    assert plan.options == {"relaxed": True, "price_per_hour": 2.5, "mtbf_hours": 1e4, "repair_hours": 2.0,
-                            "checkpoint_bytes_per_s": 1e9}
+    assert plan.options == {
+        "relaxed": True,
+        "price_per_hour": 2.5,
+        "mtbf_hours": 1e4,
+        "repair_hours": 2.0,
+        "checkpoint_bytes_per_s": 1e9,
+    }
     verb("plan", Planned(FIGURES, chosen=None))
     assert call("plan", job_file).exit_code == 1
 
@@ -400,21 +627,41 @@ def test_plan_draws_a_scale(verb: Any, job_file: str, tmp_path: Path):
     """The drawing's place goes to stderr, the table or the document to stdout."""
     needed("matplotlib")
     scale, file = verb("scale", Planned(FIGURES)), tmp_path / "scale.svg"
-    result = call("plan", job_file, "--cluster", "8xH100", "--scale", "1..64", "--plot", str(file), "--relaxed")
-    assert (result.stdout, file.read_text()) == ("a table\n", "drawn") and f"drawn {file}" in result.stderr
+    result = call(
+        "plan",
+        job_file,
+        "--cluster",
+        "8xH100",
+        "--scale",
+        "1..64",
+        "--plot",
+        str(file),
+        "--relaxed",
+    )
+    assert (result.stdout, file.read_text()) == (
+        "a table\n",
+        "drawn",
+    ) and f"drawn {file}" in result.stderr
     assert scale.given[1:] == ("8xH100", "1..64") and scale.options == {"relaxed": True}
     assert json.loads(call("plan", job_file, "--scale", "1..64", "--json").stdout) == FIGURES
     verb("scale", Planned(FIGURES, first=None))
     assert call("plan", job_file, "--scale", "1..64").exit_code == 1
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    (["--plot", "a.png"], "add --scale"), (["--checkpoint-rate", "1e9"], "add --mtbf-hours"),
-    (["--repair-hours", "2"], "--repair-hours is about failures"),
-    (["--scale", "1..4", "--price", "2"], "--price: --scale ranks by time alone"),
-    (["--scale", "1..4", "--plot", "a.pdf"], "can't draw to a.pdf"),
-    (["--html", __file__], "there is something else of that name")])
-def test_options_of_plan_that_need_another(verb: Any, job_file: str, words: list[str], message: str):
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--plot", "a.png"], "add --scale"),
+        (["--checkpoint-rate", "1e9"], "add --mtbf-hours"),
+        (["--repair-hours", "2"], "--repair-hours is about failures"),
+        (["--scale", "1..4", "--price", "2"], "--price: --scale ranks by time alone"),
+        (["--scale", "1..4", "--plot", "a.pdf"], "can't draw to a.pdf"),
+        (["--html", __file__], "there is something else of that name"),
+    ],
+)
+def test_options_of_plan_that_need_another(
+    verb: Any, job_file: str, words: list[str], message: str
+):
     """Nothing is planned."""
     plan, scale = verb("plan", Planned(FIGURES)), verb("scale", Planned(FIGURES))
     result = call("plan", job_file, *words)
@@ -427,15 +674,29 @@ def test_options_of_plan_that_need_another(verb: Any, job_file: str, words: list
 
 def test_help_loads_no_torch():
     """`paceline --help` answers at once: nothing heavy is imported, and every command is listed."""
-    code = ("import sys; from paceline.cli import main; sys.argv = ['paceline', '--help']\n"
-            "heavy = {'torch', 'numpy', 'rich', 'psutil', 'msgspec'}\n"
-            "try: main()\n"
-            "finally: print(*sorted(heavy & set(sys.modules)), file=sys.stderr)")
+    code = (
+        "import sys; from paceline.cli import main; sys.argv = ['paceline', '--help']\n"
+        "heavy = {'torch', 'numpy', 'rich', 'psutil', 'msgspec'}\n"
+        "try: main()\n"
+        "finally: print(*sorted(heavy & set(sys.modules)), file=sys.stderr)"
+    )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
     assert (ran.returncode, ran.stderr) == (0, "\n")
     listed = [line.split()[0] for line in ran.stdout.split("Commands:")[1].splitlines() if line]
-    assert listed == ["train", "evaluate", "predict", "plan", "verify", "search", "report", "compare", "rehearse",
-                      "audit", "launch", "doctor"]
+    assert listed == [
+        "train",
+        "evaluate",
+        "predict",
+        "plan",
+        "verify",
+        "search",
+        "report",
+        "compare",
+        "rehearse",
+        "audit",
+        "launch",
+        "doctor",
+    ]
 
 
 def test_the_version_is_printed():
@@ -443,9 +704,13 @@ def test_the_version_is_printed():
     assert call("--version").stdout == f"paceline {paceline.__version__}\n"
 
 
-@pytest.mark.parametrize(("plan", "closed", "gone"), [
-    ("single", (0, 1, 2), ()), ("data=2", (2,), ()), ("data=2", (1,), (2,)), ("single", (), (2,))])
-def test_training_goes_on_without_a_display(plan: str, closed: tuple[int, ...], gone: tuple[int, ...], tmp_path: Path):
+@pytest.mark.parametrize(
+    ("plan", "closed", "gone"),
+    [("single", (0, 1, 2), ()), ("data=2", (2,), ()), ("data=2", (1,), (2,)), ("single", (), (2,))],
+)
+def test_training_goes_on_without_a_display(
+    plan: str, closed: tuple[int, ...], gone: tuple[int, ...], tmp_path: Path
+):
     """Streams may be closed from the start, where a log or a checkpoint would take their number, or lose their
     reader."""
     (tmp_path / "tiny.py").write_text(
@@ -453,7 +718,8 @@ def test_training_goes_on_without_a_display(plan: str, closed: tuple[int, ...], 
         "def job():\n"
         "    print('from the job')\n"
         "    return pl.Job(model=lambda: torch.nn.Linear(2, 1), data=(torch.ones(8, 2), torch.ones(8, 1)), steps=3,\n"
-        "                  loss=torch.nn.functional.mse_loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), batch=4)")
+        "                  loss=torch.nn.functional.mse_loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), batch=4)"
+    )
 
     def change_streams() -> None:
         for number in gone:
@@ -463,24 +729,56 @@ def test_training_goes_on_without_a_display(plan: str, closed: tuple[int, ...], 
         for number in closed:
             os.close(number)
 
-    ran = subprocess.run([sys.executable, "-m", "paceline", "train", str(tmp_path / "tiny.py"), "--plan", plan, "--run",
-                          str(tmp_path / "run"), "--check", "no", "--json"], cwd=tmp_path, preexec_fn=change_streams,
-                         stdout=subprocess.PIPE, timeout=200, check=False)
+    ran = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "paceline",
+            "train",
+            str(tmp_path / "tiny.py"),
+            "--plan",
+            plan,
+            "--run",
+            str(tmp_path / "run"),
+            "--check",
+            "no",
+            "--json",
+        ],
+        cwd=tmp_path,
+        preexec_fn=change_streams,
+        stdout=subprocess.PIPE,
+        timeout=200,
+        check=False,
+    )
     assert ran.returncode == 0
     assert (1 in closed) or json.loads(ran.stdout)["steps"] == 3  # and nothing else
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 3
-    assert "from the job" not in "".join(each.read_text() for each in (tmp_path / "run").glob("*.json*"))
+    assert "from the job" not in "".join(
+        each.read_text() for each in (tmp_path / "run").glob("*.json*")
+    )
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full, a file that is always full")
+@pytest.mark.skipif(
+    not Path("/dev/full").exists(), reason="needs Linux's /dev/full, a file that is always full"
+)
 def test_an_output_without_room_is_an_error():
     with open("/dev/full", "w") as full:
-        ran = subprocess.run([sys.executable, "-m", "paceline", "--version"], stdout=full, stderr=subprocess.PIPE,
-                             text=True, timeout=200)
-    assert (ran.returncode, ran.stderr) == (1, "Error: the output can't be written: No space left on device\n")
+        ran = subprocess.run(
+            [sys.executable, "-m", "paceline", "--version"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=200,
+        )
+    assert (ran.returncode, ran.stderr) == (
+        1,
+        "Error: the output can't be written: No space left on device\n",
+    )
 
 
-@pytest.mark.skipif(sys.platform == "darwin", reason="needs Linux: macOS has only UTF-8 names of files")
+@pytest.mark.skipif(
+    sys.platform == "darwin", reason="needs Linux: macOS has only UTF-8 names of files"
+)
 def test_names_of_files_need_not_be_text(tmp_path: Path):
     """A run in a folder whose name is Latin-1 is trained, checked, reported and printed."""
     folder = tmp_path / os.fsdecode(b"caf\xe9")
@@ -490,10 +788,24 @@ def test_names_of_files_need_not_be_text(tmp_path: Path):
         "def job():\n"
         "    return pl.Job(model=lambda: torch.nn.Linear(2, 1), data=[(torch.ones(2), torch.ones(1))] * 8,\n"
         "                  loss=torch.nn.functional.mse_loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.1),\n"
-        "                  batch=4, steps=2)\n")
-    for words in (["train", str(folder / "job.py"), "--plan", "data=2", "--run", str(folder / "run"), "--check", "yes"],
-                  ["report", str(folder / "run"), "--price", "no"]):
-        ran = subprocess.run([sys.executable, "-m", "paceline", *words], capture_output=True, text=True, timeout=200)
+        "                  batch=4, steps=2)\n"
+    )
+    for words in (
+        [
+            "train",
+            str(folder / "job.py"),
+            "--plan",
+            "data=2",
+            "--run",
+            str(folder / "run"),
+            "--check",
+            "yes",
+        ],
+        ["report", str(folder / "run"), "--price", "no"],
+    ):
+        ran = subprocess.run(
+            [sys.executable, "-m", "paceline", *words], capture_output=True, text=True, timeout=200
+        )
         assert ran.returncode == 0, ran.stderr
         assert "caf\\udce9" in ran.stdout
     assert "caf\\udce9" in (folder / "run" / "report.html").read_text()

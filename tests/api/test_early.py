@@ -31,8 +31,17 @@ def plateau(optimizer: Any) -> Any:
 
 
 def job(**fields: Any) -> pl.Job:
-    return pl.Job(**{"model": net, "data": (X, Y), "loss": F.cross_entropy, "optimizer": sgd, "batch": 4, "steps": 2,
-                     **fields})
+    return pl.Job(
+        **{
+            "model": net,
+            "data": (X, Y),
+            "loss": F.cross_entropy,
+            "optimizer": sgd,
+            "batch": 4,
+            "steps": 2,
+            **fields,
+        }
+    )
 
 
 def several(**fields: Any) -> pl.Job:
@@ -43,23 +52,71 @@ def several(**fields: Any) -> pl.Job:
         ctx.backward("net", batch.input, loss)
         ctx.update("net")
 
-    return pl.Job(**{"models": {"net": net, "critic": lambda: nn.Linear(3, 1)}, "data": X, "batch": 4, "steps": 2,
-                     "optimizers": {"net": sgd, "critic": sgd}, "step": step, **fields})
+    return pl.Job(
+        **{
+            "models": {"net": net, "critic": lambda: nn.Linear(3, 1)},
+            "data": X,
+            "batch": 4,
+            "steps": 2,
+            "optimizers": {"net": sgd, "critic": sgd},
+            "step": step,
+            **fields,
+        }
+    )
 
 
-@pytest.mark.parametrize(("made", "plan", "kind", "message"), [
-    (lambda: job(freeze="0.wieght"), "data=2", JobError, "freeze='0.wieght' matches no parameter"),
-    (lambda: job(init="none.safetensors"), "data=2", JobError, "there is no file or folder 'none.safetensors'"),
-    (lambda: job(init={"head": X}), "data=2", JobError, "it has nothing for 4 of the model's weights: 0.weight"),
-    (lambda: job(init={**net().state_dict(), "0.bias": X}), "data=2", JobError, r"'0.bias' has shape \(20, 4\) there"),
-    (lambda: job(lr_schedule=plateau), "single", JobError, "there is no validation data"),
-    (lambda: job(validation=(X, Y), lr_schedule=pl.monitored("acc", plateau)), "single", JobError, "monitors 'acc'"),
-    (lambda: several(freeze="net.0.wieght"), "data=2", JobError, "matches no parameter"),
-    (lambda: several(init={"net": {"head": X}}), "data=2", JobError, "'net': init: it has nothing for 4"),
-    (lambda: several(optimizers={"net": pl.Optimizer(sgd, lr_schedule=plateau), "critic": sgd}), "data=2", JobError,
-     "there is no validation data"),
-    (several, "tensor=2", PlanRefused, "a loss runs 'critic', and under 'tensor=2'"),
-])
+@pytest.mark.parametrize(
+    ("made", "plan", "kind", "message"),
+    [
+        (
+            lambda: job(freeze="0.wieght"),
+            "data=2",
+            JobError,
+            "freeze='0.wieght' matches no parameter",
+        ),
+        (
+            lambda: job(init="none.safetensors"),
+            "data=2",
+            JobError,
+            "there is no file or folder 'none.safetensors'",
+        ),
+        (
+            lambda: job(init={"head": X}),
+            "data=2",
+            JobError,
+            "it has nothing for 4 of the model's weights: 0.weight",
+        ),
+        (
+            lambda: job(init={**net().state_dict(), "0.bias": X}),
+            "data=2",
+            JobError,
+            r"'0.bias' has shape \(20, 4\) there",
+        ),
+        (lambda: job(lr_schedule=plateau), "single", JobError, "there is no validation data"),
+        (
+            lambda: job(validation=(X, Y), lr_schedule=pl.monitored("acc", plateau)),
+            "single",
+            JobError,
+            "monitors 'acc'",
+        ),
+        (lambda: several(freeze="net.0.wieght"), "data=2", JobError, "matches no parameter"),
+        (
+            lambda: several(init={"net": {"head": X}}),
+            "data=2",
+            JobError,
+            "'net': init: it has nothing for 4",
+        ),
+        (
+            lambda: several(
+                optimizers={"net": pl.Optimizer(sgd, lr_schedule=plateau), "critic": sgd}
+            ),
+            "data=2",
+            JobError,
+            "there is no validation data",
+        ),
+        (several, "tensor=2", PlanRefused, "a loss runs 'critic', and under 'tensor=2'"),
+    ],
+)
 def test_what_no_rank_need_find(made: Any, plan: str, kind: type[PacelineError], message: str):
     with pytest.raises(kind, match=message):
         refuse_early(made(), Plan.parse(plan))
@@ -69,10 +126,21 @@ def fails(*given: Any) -> Any:
     raise ValueError("the job's own")
 
 
-@pytest.mark.parametrize("made", [
-    lambda: job(freeze="0.weight", init=net().state_dict(), validation=(X, Y), lr_schedule=plateau), job, several,
-    lambda: job(freeze="0.wieght", model=fails), lambda: job(lr_schedule=fails), lambda: job(init=fails),
-    lambda: several(step=fails), lambda: job(init=pl.weights({"0.bias": X[0, :1].repeat(8)}, strict=False))])
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: job(
+            freeze="0.weight", init=net().state_dict(), validation=(X, Y), lr_schedule=plateau
+        ),
+        job,
+        several,
+        lambda: job(freeze="0.wieght", model=fails),
+        lambda: job(lr_schedule=fails),
+        lambda: job(init=fails),
+        lambda: several(step=fails),
+        lambda: job(init=pl.weights({"0.bias": X[0, :1].repeat(8)}, strict=False)),
+    ],
+)
 def test_what_is_left_to_the_ranks(made: Any):
     """Sound jobs, and errors of the job's own code, which a rank shows with its lines."""
     refuse_early(made(), Plan.parse("data=2"))
@@ -90,7 +158,9 @@ def test_no_folder_is_made(tmp_path: Path):
 
 
 @pytest.mark.checked_runs
-@pytest.mark.parametrize("plan", ["pipeline=3", "place=auto parts=3", "pipeline=2 schedule=interleaved virtual=2"])
+@pytest.mark.parametrize(
+    "plan", ["pipeline=3", "place=auto parts=3", "pipeline=2 schedule=interleaved virtual=2"]
+)
 def test_more_stages_than_pieces_are_refused_before_a_rank_starts(plan: str, tmp_path: Path):
     with pytest.raises(PlanError, match="the model has 2 pieces"):
         pl.train(job(), plan, run=tmp_path / "run")

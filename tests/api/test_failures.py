@@ -49,7 +49,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 class Points(Dataset[Any]):
     """Points and the class each is in. `instead[i]` makes item i."""
 
-    def __init__(self, instead: Mapping[int, Callable[[], Any]] = {}, *, samples: int = SAMPLES) -> None:
+    def __init__(
+        self, instead: Mapping[int, Callable[[], Any]] = {}, *, samples: int = SAMPLES
+    ) -> None:
         self.x = torch.randn(samples, 4, generator=torch.Generator().manual_seed(0))
         self.instead = instead
 
@@ -57,7 +59,11 @@ class Points(Dataset[Any]):
         return len(self.x)
 
     def __getitem__(self, index: int) -> Any:
-        return self.instead[index]() if index in self.instead else (self.x[index], int(self.x[index].sum() > 0))
+        return (
+            self.instead[index]()
+            if index in self.instead
+            else (self.x[index], int(self.x[index].sum() > 0))
+        )
 
 
 class Net(nn.Module):
@@ -71,8 +77,13 @@ class Net(nn.Module):
 
 def a_job(**changes: Any) -> paceline.Job:
     fields: dict[str, Any] = {
-        "model": Net, "data": Points(), "loss": F.cross_entropy, "batch": BATCH, "steps": 6,
-        "optimizer": lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9)}
+        "model": Net,
+        "data": Points(),
+        "loss": F.cross_entropy,
+        "batch": BATCH,
+        "steps": 6,
+        "optimizer": lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9),
+    }
     return paceline.Job(**{**fields, **changes})
 
 
@@ -80,7 +91,9 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def failing(job: paceline.Job | JobFile, run_dir: Path, *, plan: str = "data=2", **options: Any) -> PacelineError:
+def failing(
+    job: paceline.Job | JobFile, run_dir: Path, *, plan: str = "data=2", **options: Any
+) -> PacelineError:
     """The error of a run that fails and leaves nothing half-written."""
     with pytest.raises(PacelineError) as raised:
         paceline.train(job, plan, run=run_dir, **{"restarts": 0, **options})
@@ -100,7 +113,9 @@ def assert_nothing_half_written(run_dir: Path) -> None:
 
 
 def saved_steps(run_dir: Path) -> list[int]:
-    return sorted(int(path.name.removeprefix("step-")) for path in (run_dir / "checkpoints").glob("step-*"))
+    return sorted(
+        int(path.name.removeprefix("step-")) for path in (run_dir / "checkpoints").glob("step-*")
+    )
 
 
 @pytest.fixture
@@ -111,7 +126,9 @@ def run_dir(tmp_path: Path) -> Path:
 # --- What is explained -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("plan", "name"), [("single", "y"), ("tensor=2", "image"), ("pipeline=2", "y")])
+@pytest.mark.parametrize(
+    ("plan", "name"), [("single", "y"), ("tensor=2", "image"), ("pipeline=2", "y")]
+)
 def test_items_of_a_sample_that_the_model_does_not_take(plan: str, name: str, run_dir: Path):
     """A data set of dictionaries is told how its items reach the model, and how a target reaches the loss."""
     data = [{"x" if name == "y" else name: torch.ones(4), "y": i % 2} for i in range(16)]
@@ -130,16 +147,26 @@ def test_a_loss_that_does_not_take_a_dictionary(loss: Any, run_dir: Path):
 @pytest.mark.parametrize("place", ["file", "model"])
 def test_a_process_group_of_the_jobs_own(place: str, tmp_path: Path, start_child: Any):
     """A script for torchrun that was made into a job is told what to leave out."""
-    begin = (f"dist.init_process_group('gloo', store=dist.FileStore({str(tmp_path / 'store')!r}, 1), rank=0, "
-             "world_size=1)")
-    file = job_file(tmp_path, "import torch, torch.distributed as dist, paceline as pl\n"
-                    f"{begin if place == 'file' else ''}\n"
-                    f"def model():\n    {begin if place == 'model' else ''}\n    return torch.nn.Linear(4, 2)\n"
-                    "def job():\n    return pl.Job(model=model, data=(torch.ones(8, 4), torch.ones(8, 2)), batch=8, "
-                    "steps=1, loss=torch.nn.functional.mse_loss, optimizer=lambda named: torch.optim.SGD(named))\n")
-    child = start_child(lambda: paceline.train(str(file), "data=2", run=tmp_path / "run", restarts=0))
+    begin = (
+        f"dist.init_process_group('gloo', store=dist.FileStore({str(tmp_path / 'store')!r}, 1), rank=0, "
+        "world_size=1)"
+    )
+    file = job_file(
+        tmp_path,
+        "import torch, torch.distributed as dist, paceline as pl\n"
+        f"{begin if place == 'file' else ''}\n"
+        f"def model():\n    {begin if place == 'model' else ''}\n    return torch.nn.Linear(4, 2)\n"
+        "def job():\n    return pl.Job(model=model, data=(torch.ones(8, 4), torch.ones(8, 2)), batch=8, "
+        "steps=1, loss=torch.nn.functional.mse_loss, optimizer=lambda named: torch.optim.SGD(named))\n",
+    )
+    child = start_child(
+        lambda: paceline.train(str(file), "data=2", run=tmp_path / "run", restarts=0)
+    )
     assert child.exit_code() == 1
-    assert "hint: ranks make torch's process group themselves: leave init_process_group out" in child.stderr
+    assert (
+        "hint: ranks make torch's process group themselves: leave init_process_group out"
+        in child.stderr
+    )
 
 
 # --- Requests that make no sense: refused before anything starts --------------------------------------------------
@@ -167,15 +194,24 @@ def job_file(folder: Path, text: str = "", **fields: Any) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("text", "words"), [
-    ("", r"digits\.py has no function 'job', nor any other"),
-    ("def jobs(): ...\n", r"digits\.py has no function 'job', did you mean 'jobs'\?"),
-    ("def job():\n    raise RuntimeError('no such disk')\n",
-     r"job\(\) in digits\.py raised RuntimeError at digits\.py:2: no such disk"),
-    ("import sklaern\ndef job(): ...\n", r"digits\.py:1 needs the package 'sklaern', which is not installed"),
-    ("def job():\n    return 3\n", r"returned a value of type int, not a paceline\.Job"),
-    ("def job(:\n", r"digits\.py:1: SyntaxError"),
-], ids=["no job", "another name", "raises", "missing package", "no Job", "no Python"])
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", r"digits\.py has no function 'job', nor any other"),
+        ("def jobs(): ...\n", r"digits\.py has no function 'job', did you mean 'jobs'\?"),
+        (
+            "def job():\n    raise RuntimeError('no such disk')\n",
+            r"job\(\) in digits\.py raised RuntimeError at digits\.py:2: no such disk",
+        ),
+        (
+            "import sklaern\ndef job(): ...\n",
+            r"digits\.py:1 needs the package 'sklaern', which is not installed",
+        ),
+        ("def job():\n    return 3\n", r"returned a value of type int, not a paceline\.Job"),
+        ("def job(:\n", r"digits\.py:1: SyntaxError"),
+    ],
+    ids=["no job", "another name", "raises", "missing package", "no Job", "no Python"],
+)
 def test_a_file_that_gives_no_job(tmp_path: Path, run_dir: Path, text: str, words: str):
     """A file without a usable job is refused with its line, and no folder is made."""
     error = failing(JobFile.parse(str(job_file(tmp_path, text or "x = 1\n"))), run_dir)
@@ -191,12 +227,21 @@ def test_an_unknown_hyperparameter(tmp_path: Path, run_dir: Path):
     assert (error.exit_code, run_dir.exists()) == (2, False)
 
 
-@pytest.mark.parametrize(("plan", "words"), [
-    ("dta=2", "unknown plan key 'dta', did you mean 'data'? Known: pipeline, place, parts, data"),
-    ("data=2 zero=3", "zero=3 splits the shard axis, and the plan has none"),
-    ("data=25", "plan 'data=25' has 25 replicas and the data has 24 samples: some would never have any"),
-    ("data=9", "plan 'data=9' has 9 replicas and a global batch has 8 samples"),
-])
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        (
+            "dta=2",
+            "unknown plan key 'dta', did you mean 'data'? Known: pipeline, place, parts, data",
+        ),
+        ("data=2 zero=3", "zero=3 splits the shard axis, and the plan has none"),
+        (
+            "data=25",
+            "plan 'data=25' has 25 replicas and the data has 24 samples: some would never have any",
+        ),
+        ("data=9", "plan 'data=9' has 9 replicas and a global batch has 8 samples"),
+    ],
+)
 def test_a_plan_that_does_not_suit(run_dir: Path, plan: str, words: str):
     """Unknown keys, contradictions, and more ranks than samples."""
     error = failing(a_job(), run_dir, plan=plan)
@@ -261,43 +306,80 @@ def counts_nothing(output: Tensor, target: Tensor) -> Any:
 BAD_JOBS: dict[str, tuple[dict[str, Any], str, int]] = {
     "wrong shape on one rank": (
         {"data": Points({17: unlike_others})},
-        r"rank \d on .* failed in step [123] \(input\):\nsample 17 is \(5, int\) and others are \(4, int\)", 1),
+        r"rank \d on .* failed in step [123] \(input\):\nsample 17 is \(5, int\) and others are \(4, int\)",
+        1,
+    ),
     "an item that raises": (
         {"data": Points({17: unreadable})},
-        r"at .*test_failures\.py:\d+:\nsample 17 of the data can't be read: OSError: img17\.png is truncated", 1),
+        r"at .*test_failures\.py:\d+:\nsample 17 of the data can't be read: OSError: img17\.png is truncated",
+        1,
+    ),
     "no pair": (
-        {"data": Points({17: lambda: torch.zeros(4)})}, r"sample 17 is a Tensor and not \(input, target\)", 1),
+        {"data": Points({17: lambda: torch.zeros(4)})},
+        r"sample 17 is a Tensor and not \(input, target\)",
+        1,
+    ),
     "a model that raises": (
         {"model": Raising},
-        r"rank 1 on .* failed in step 1 \(forward\), at .*test_failures\.py:\d+:\nValueError: a layer is missing", 1),
+        r"rank 1 on .* failed in step 1 \(forward\), at .*test_failures\.py:\d+:\nValueError: a layer is missing",
+        1,
+    ),
     "loss is NaN": (
         {"loss": nan_on_one_rank},
-        r"rank 1 on .* failed in step 1 .*\nthe loss is not a number \(NaN\) in step 1; the weights of the step", 1),
+        r"rank 1 on .* failed in step 1 .*\nthe loss is not a number \(NaN\) in step 1; the weights of the step",
+        1,
+    ),
     "loss is a vector": ({"loss": vector}, r"the loss is not a scalar: it has shape \(4,\)", 1),
     "loss is no tensor": ({"loss": lambda output, target: 0.5}, r"the loss returned float", 1),
-    "loss is constant": ({"loss": constant}, r"the loss does not depend on the model: it has no gradient", 1),
-    "loss is detached": ({"loss": detached}, r"the loss does not depend on the model: it has no gradient", 1),
-    "loss ignores its input": ({"loss": of_its_own}, r"the loss does not depend on the model: no parameter has", 1),
-    "loss counts nothing": ({"loss": counts_nothing}, r"the loss counts nothing in step 1: its count is 0", 1),
+    "loss is constant": (
+        {"loss": constant},
+        r"the loss does not depend on the model: it has no gradient",
+        1,
+    ),
+    "loss is detached": (
+        {"loss": detached},
+        r"the loss does not depend on the model: it has no gradient",
+        1,
+    ),
+    "loss ignores its input": (
+        {"loss": of_its_own},
+        r"the loss does not depend on the model: no parameter has",
+        1,
+    ),
+    "loss counts nothing": (
+        {"loss": counts_nothing},
+        r"the loss counts nothing in step 1: its count is 0",
+        1,
+    ),
     "nothing to train": ({"model": Frozen}, r"the model has no trainable parameter", 2),
     "no module": ({"model": lambda: 3}, r"model returned int and not a torch\.nn\.Module", 2),
-    "no optimizer": ({"optimizer": lambda named: None}, r"optimizer returned NoneType and not a torch\.optim\.Opti", 2),
+    "no optimizer": (
+        {"optimizer": lambda named: None},
+        r"optimizer returned NoneType and not a torch\.optim\.Opti",
+        2,
+    ),
     "an empty stream": ({"data": iter(())}, r"the data stream gave 0 samples in epoch 0", 2),
     "a metric that is no scalar": (
         {"validation": Points(), "metrics": {"error": vector}},
-        r"metric 'error' is not a scalar: it has shape \(4,\)", 1),
+        r"metric 'error' is not a scalar: it has shape \(4,\)",
+        1,
+    ),
 }
 
 
 @pytest.mark.parametrize("defect", BAD_JOBS)
-def test_a_job_that_cannot_be_trained(run_dir: Path, capfd: pytest.CaptureFixture[str], defect: str):
+def test_a_job_that_cannot_be_trained(
+    run_dir: Path, capfd: pytest.CaptureFixture[str], defect: str
+):
     """The cause is told with rank and step, whichever ranks see it, and once."""
     changes, words, exit_code = BAD_JOBS[defect]
     error = failing(a_job(**changes), run_dir)
     matches = re.findall(words, str(error))
     assert len(matches) == 1, str(error)
     assert error.exit_code == exit_code
-    assert ("full log: " in str(error)) == run_dir.exists() == (exit_code != 2)  # 2: it can't be built
+    assert (
+        ("full log: " in str(error)) == run_dir.exists() == (exit_code != 2)
+    )  # 2: it can't be built
     assert saved_steps(run_dir) == []
     assert "Traceback" not in capfd.readouterr().err  # the caller prints the error
 
@@ -309,7 +391,10 @@ def test_under_other_plans_too(run_dir: Path, plan: str, defect: str):
     """What is wrong with a job does not depend on the plan, nor does what is said of it."""
     changes, words, exit_code = BAD_JOBS[defect]
     if defect == "loss is NaN" and plan == "single":
-        changes, words = {"loss": lambda output, target: output.sum() * float("nan")}, words.replace("rank 1", "rank 0")
+        changes, words = (
+            {"loss": lambda output, target: output.sum() * float("nan")},
+            words.replace("rank 1", "rank 0"),
+        )
     error = failing(a_job(**changes), run_dir, plan=plan)
     assert re.search(words.replace(r"\(4,\)", r"\(\d,\)"), str(error))
     assert error.exit_code == exit_code
@@ -326,11 +411,15 @@ def test_what_was_saved_before_stays(run_dir: Path):
         factor.fill_(float("inf"))
 
     loss = in_step(5, diverge, where=0)
-    error = failing(a_job(loss=lambda output, target: loss(output, target) * factor), run_dir, save_every=2)
+    error = failing(
+        a_job(loss=lambda output, target: loss(output, target) * factor), run_dir, save_every=2
+    )
     assert "rank 0 on" in str(error)
     assert "the loss is infinite in step 5" in str(error)
     assert saved_steps(run_dir) == [2, 4]
-    steps = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = [
+        json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()
+    ]
     assert max(steps) == 4
     summary = paceline.train(a_job(), "data=2", run=run_dir, resume=True)
     assert summary["steps"] == 6
@@ -361,10 +450,17 @@ def test_a_full_disk(run_dir: Path, monkeypatch: pytest.MonkeyPatch, where: int)
     monkeypatch.setattr(write, "write_tensors", write_or_fail)
     error = failing(a_job(), run_dir, save_every=2)
     failure = json.loads((run_dir / "summary.json").read_text())["failure"]
-    assert (failure["reason"], failure["rank"], failure["exit_code"]) == ("checkpoint_error", where, 1)
+    assert (failure["reason"], failure["rank"], failure["exit_code"]) == (
+        "checkpoint_error",
+        where,
+        1,
+    )
     assert "free some space" in failure["hint"] and paceline.open(run_dir)["plan"] == "data=2"
-    assert re.search(rf"rank {where} could not save step 4 to {run_dir}/checkpoints/step-4: "
-                     r"No space left on device \(.* needed, .* free\)", str(error))
+    assert re.search(
+        rf"rank {where} could not save step 4 to {run_dir}/checkpoints/step-4: "
+        r"No space left on device \(.* needed, .* free\)",
+        str(error),
+    )
     assert "hint: free some space or use another folder (--run DIR)" in str(error)
     assert error.exit_code == 1
     assert saved_steps(run_dir) == [2]
@@ -380,8 +476,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
     mounted = subprocess.run(command, capture_output=True, text=True)
     if mounted.returncode:
-        pytest.skip("can't mount a small disk, which needs Linux and root (in a container --cap-add SYS_ADMIN): "
-                    f"{mounted.stderr.strip()}")
+        pytest.skip(
+            "can't mount a small disk, which needs Linux and root (in a container --cap-add SYS_ADMIN): "
+            f"{mounted.stderr.strip()}"
+        )
     yield folder
     subprocess.run(["umount", str(folder)], check=True)
 
@@ -401,7 +499,9 @@ def test_a_disk_that_is_really_full(small_disk: Path):
 def test_a_disk_that_is_full_from_the_start(small_disk: Path):
     """Nothing at all can be written: the message names the folder."""
     (small_disk / "filler").write_bytes(b"x" * (1 << 20))
-    with pytest.raises(UsageError, match=r"can't write the run folder .*/run: No space left on device"):
+    with pytest.raises(
+        UsageError, match=r"can't write the run folder .*/run: No space left on device"
+    ):
         paceline.train(a_job(), "data=2", run=small_disk / "run")
 
 
@@ -419,13 +519,20 @@ def test_a_disk_that_fills_up_before_resume(small_disk: Path, tmp_path: Path):
     path, run = job_file(tmp_path), small_disk / "run"
     words = ["train", str(path), "--plan", "data=2", "--run", str(run)]
     assert Command([*words, "--steps", "2"], os.environ, tmp_path / "first").wait() == 0
-    for name in ("summary.json", "model.safetensors", "predicted.json"):  # whose room --resume would get
+    for name in (
+        "summary.json",
+        "model.safetensors",
+        "predicted.json",
+    ):  # whose room --resume would get
         (run / name).unlink()
     filler = fill(small_disk)
     full = Command([*words, "--resume"], os.environ, tmp_path / "full")
     assert full.wait() == 1
     told = full.stderr.read_text()
-    assert re.search(rf"error: can't write {run}/\w+\.json\w?: No space left on device\n\nhint: free some space", told)
+    assert re.search(
+        rf"error: can't write {run}/\w+\.json\w?: No space left on device\n\nhint: free some space",
+        told,
+    )
     assert "Traceback" not in told and "bug" not in told
     filler.unlink()
     assert Command([*words, "--resume"], os.environ, tmp_path / "again").wait() == 0
@@ -444,15 +551,29 @@ def test_prints_that_fill_the_disk(small_disk: Path, capfd: pytest.CaptureFixtur
         return F.cross_entropy(output, target)
 
     assert paceline.train(a_job(loss=loss), "data=2", run=small_disk / "run")["steps"] == 6
-    assert 1 <= capfd.readouterr().err.count("No space left on device; the run goes on") <= 2  # by rank
+    assert (
+        1 <= capfd.readouterr().err.count("No space left on device; the run goes on") <= 2
+    )  # by rank
 
 
-@pytest.mark.parametrize("fate", [lambda run: shutil.rmtree(run, ignore_errors=True),
-                                  lambda run: run.rename(run.with_name("elsewhere"))], ids=["removed", "renamed"])
+@pytest.mark.parametrize(
+    "fate",
+    [
+        lambda run: shutil.rmtree(run, ignore_errors=True),
+        lambda run: run.rename(run.with_name("elsewhere")),
+    ],
+    ids=["removed", "renamed"],
+)
 def test_a_run_folder_that_goes_away(run_dir: Path, fate: Callable[[Path], Any]):
     """The run says so and stops; what was saved goes on under its new name."""
     with pytest.raises(PacelineError, match=r"removed, renamed or unmounted") as raised:
-        paceline.train(a_job(loss=in_step(4, lambda: fate(run_dir))), "data=2", run=run_dir, save_every=2, restarts=0)
+        paceline.train(
+            a_job(loss=in_step(4, lambda: fate(run_dir))),
+            "data=2",
+            run=run_dir,
+            save_every=2,
+            restarts=0,
+        )
     assert raised.value.exit_code == 1
     if (elsewhere := run_dir.with_name("elsewhere")).exists():
         assert paceline.train(a_job(), "data=2", run=elsewhere, resume=True)["steps"] == 6
@@ -502,12 +623,22 @@ def foreign(folder: Path) -> None:
     (folder / "pytorch_model.bin").write_bytes(b"not ours")
 
 
-@pytest.mark.parametrize(("spoil", "words"), [
-    (not_complete, r"it has no COMMIT"), (damaged, r"rank-00000\.safetensors is damaged"),
-    (truncated, r"is truncated: \d+ bytes of \d+"), (foreign, r"it has no COMMIT: .* or not a checkpoint of Paceline"),
-])
-def test_the_next_older_checkpoint_is_taken(whole_run: Path, run_dir: Path, capfd: pytest.CaptureFixture[str],
-                                            spoil: Callable[[Path], None], words: str):
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (not_complete, r"it has no COMMIT"),
+        (damaged, r"rank-00000\.safetensors is damaged"),
+        (truncated, r"is truncated: \d+ bytes of \d+"),
+        (foreign, r"it has no COMMIT: .* or not a checkpoint of Paceline"),
+    ],
+)
+def test_the_next_older_checkpoint_is_taken(
+    whole_run: Path,
+    run_dir: Path,
+    capfd: pytest.CaptureFixture[str],
+    spoil: Callable[[Path], None],
+    words: str,
+):
     """A checkpoint that is damaged or foreign is passed over with one warning; the run ends as if nothing had been."""
     interrupted(whole_run, run_dir)
     spoil(run_dir / "checkpoints" / "step-6")
@@ -519,14 +650,22 @@ def test_the_next_older_checkpoint_is_taken(whole_run: Path, run_dir: Path, capf
 
 
 @pytest.mark.sweep(2)
-@pytest.mark.parametrize(("changes", "words"), [
-    ({"batch": 6}, "its batch was 8 and this job's is 6"),
-    ({"seed": 1}, "its seed was 0 and this job's is 1"),
-    ({"data": Points(samples=20)}, "its num_samples was 24 and this job's is 20"),
-    ({"model": Unused}, "it lacks parameters/spare."),
-    ({"optimizer": lambda named: torch.optim.AdamW(named)}, "its optimizer was SGD and this job's is AdamW"),
-])
-def test_checkpoints_of_another_job(whole_run: Path, run_dir: Path, changes: dict[str, Any], words: str):
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"batch": 6}, "its batch was 8 and this job's is 6"),
+        ({"seed": 1}, "its seed was 0 and this job's is 1"),
+        ({"data": Points(samples=20)}, "its num_samples was 24 and this job's is 20"),
+        ({"model": Unused}, "it lacks parameters/spare."),
+        (
+            {"optimizer": lambda named: torch.optim.AdamW(named)},
+            "its optimizer was SGD and this job's is AdamW",
+        ),
+    ],
+)
+def test_checkpoints_of_another_job(
+    whole_run: Path, run_dir: Path, changes: dict[str, Any], words: str
+):
     """Where none of the checkpoints is this job's, the reasons are listed and nothing is changed."""
     interrupted(whole_run, run_dir)
     error = failing(a_job(**changes), run_dir, resume=True)
@@ -553,15 +692,21 @@ def test_a_folder_of_an_earlier_run(whole_run: Path, run_dir: Path):
     """An earlier run is never written over."""
     shutil.copytree(whole_run, run_dir)
     before = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*") if path.is_file()}
-    with pytest.raises(UsageError, match=r"already holds a run(?s:.*)hint: --resume goes on with it"):
+    with pytest.raises(
+        UsageError, match=r"already holds a run(?s:.*)hint: --resume goes on with it"
+    ):
         paceline.train(a_job(), "data=2", run=run_dir)
-    assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*") if path.is_file()} == before
+    assert {
+        path: path.stat().st_mtime_ns for path in run_dir.rglob("*") if path.is_file()
+    } == before
 
 
 @pytest.mark.parametrize("resume", [False, True])
-def test_a_folder_in_use_by_a_live_run(run_dir: Path, tmp_path: Path, start_child: Any, wait_for: Callable[..., None],
-                                       resume: bool):
+def test_a_folder_in_use_by_a_live_run(
+    run_dir: Path, tmp_path: Path, start_child: Any, wait_for: Callable[..., None], resume: bool
+):
     """A second run in the folder of a live one is refused, and the first goes on as if nothing had been."""
+
     def wait_in_step_2(output: Tensor, target: Tensor) -> Tensor:
         (tmp_path / "started").touch()
         while not (tmp_path / "go on").exists():
@@ -580,7 +725,9 @@ def test_a_folder_in_use_by_a_live_run(run_dir: Path, tmp_path: Path, start_chil
 # --- Ranks that die, hang or are asked to stop ----------------------------------------------------------------------
 
 
-def in_step(step: int, action: Callable[[], None], where: int = 1) -> Callable[[Tensor, Tensor], Tensor]:
+def in_step(
+    step: int, action: Callable[[], None], where: int = 1
+) -> Callable[[Tensor, Tensor], Tensor]:
     """A loss that does something else on one rank in a step."""
     calls = 0
 
@@ -595,10 +742,17 @@ def in_step(step: int, action: Callable[[], None], where: int = 1) -> Callable[[
 
 
 @pytest.mark.sweep(2)
-@pytest.mark.parametrize(("end", "words"), [(lambda: os.kill(os.getpid(), signal.SIGKILL), "it was killed by SIGKILL"),
-                                            (lambda: os._exit(3), "it ended with exit code 3 and no exception")])
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "it was killed by SIGKILL"),
+        (lambda: os._exit(3), "it ended with exit code 3 and no exception"),
+    ],
+)
 @pytest.mark.parametrize("plan", ["data=2", "shard=2"])
-def test_a_rank_that_dies(run_dir: Path, whole_run: Path, plan: str, end: Callable[[], None], words: str):
+def test_a_rank_that_dies(
+    run_dir: Path, whole_run: Path, plan: str, end: Callable[[], None], words: str
+):
     """The rank and its step are named; the checkpoint before is whole, and the run goes on from it."""
     error = failing(a_job(loss=in_step(5, end)), run_dir, plan=plan, save_every=2)
     assert re.search(rf"rank 1 on .* failed in step 5 \(forward\):\n{words}", str(error))
@@ -610,18 +764,27 @@ def test_a_rank_that_dies(run_dir: Path, whole_run: Path, plan: str, end: Callab
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize("plan", ["data=2", "shard=2", "pipeline=2 microbatches=1", "place=auto parts=2"])
+@pytest.mark.parametrize(
+    "plan", ["data=2", "shard=2", "pipeline=2 microbatches=1", "place=auto parts=2"]
+)
 def test_a_rank_that_hangs(run_dir: Path, plan: str):
     """The rank, its step and its line are named after the timeout, however the others wait for it."""
-    error = failing(a_job(loss=in_step(3, lambda: time.sleep(1000))), run_dir, plan=plan, timeout_s=3.0)
-    assert re.search(r"rank 1 on .* failed in step 3 \(forward\), at .*test_failures\.py:\d+:\n"
-                     r"rank 1 did not reach the collective that the others wait for in 3 s; rank 0 waited", str(error))
+    error = failing(
+        a_job(loss=in_step(3, lambda: time.sleep(1000))), run_dir, plan=plan, timeout_s=3.0
+    )
+    assert re.search(
+        r"rank 1 on .* failed in step 3 \(forward\), at .*test_failures\.py:\d+:\n"
+        r"rank 1 did not reach the collective that the others wait for in 3 s; rank 0 waited",
+        str(error),
+    )
     assert error.exit_code == 4
 
 
-def test_a_scheduler_that_wants_the_machine_back(run_dir: Path, whole_run: Path, tmp_path: Path, start_child: Any,
-                                                 wait_for: Callable[..., None]):
+def test_a_scheduler_that_wants_the_machine_back(
+    run_dir: Path, whole_run: Path, tmp_path: Path, start_child: Any, wait_for: Callable[..., None]
+):
     """SIGTERM ends the run after its step with a checkpoint and exit code 5; resumed, it ends as if never stopped."""
+
     def slow(output: Tensor, target: Tensor) -> Tensor:
         (tmp_path / "started").touch()
         time.sleep(0.3)
@@ -631,8 +794,11 @@ def test_a_scheduler_that_wants_the_machine_back(run_dir: Path, whole_run: Path,
     wait_for(lambda: (run_dir / "metrics.jsonl").exists())
     os.kill(child.pid, signal.SIGTERM)
     assert child.exit_code() == 5
-    assert re.search(r"error: stopped by SIGTERM after step \d; a checkpoint is saved\n\n"
-                     r"hint: the same command with --run .* --resume", child.stderr)
+    assert re.search(
+        r"error: stopped by SIGTERM after step \d; a checkpoint is saved\n\n"
+        r"hint: the same command with --run .* --resume",
+        child.stderr,
+    )
     assert "failed" not in child.stderr
     assert_nothing_half_written(run_dir)
     assert len(saved_steps(run_dir)) == 1
@@ -641,14 +807,31 @@ def test_a_scheduler_that_wants_the_machine_back(run_dir: Path, whole_run: Path,
 
 
 @pytest.mark.sweep(2)
-@pytest.mark.parametrize(("number", "to_rank", "phase"), [
-    (signal.SIGUSR1, False, "step"), (signal.SIGUSR2, True, "build"), (signal.SIGTERM, True, "evaluate")])
-def test_a_scheduler_at_any_moment(run_dir: Path, whole_run: Path, tmp_path: Path, start_child: Any,
-                                   wait_for: Callable[..., None], number: signal.Signals, to_rank: bool, phase: str):
+@pytest.mark.parametrize(
+    ("number", "to_rank", "phase"),
+    [
+        (signal.SIGUSR1, False, "step"),
+        (signal.SIGUSR2, True, "build"),
+        (signal.SIGTERM, True, "evaluate"),
+    ],
+)
+def test_a_scheduler_at_any_moment(
+    run_dir: Path,
+    whole_run: Path,
+    tmp_path: Path,
+    start_child: Any,
+    wait_for: Callable[..., None],
+    number: signal.Signals,
+    to_rank: bool,
+    phase: str,
+):
     """Every signal of schedulers, to the command or a rank, gives exit code 5; resumed, the run ends as if it never
     had been."""
+
     def waits(where: str) -> None:
-        if where == phase and rank() == 1 - (where == "build"):  # no group yet: each says that it is 0
+        if where == phase and rank() == 1 - (
+            where == "build"
+        ):  # no group yet: each says that it is 0
             (tmp_path / "pid").write_text(str(os.getpid()))
             time.sleep(1.5)
 
@@ -662,8 +845,14 @@ def test_a_scheduler_at_any_moment(run_dir: Path, whole_run: Path, tmp_path: Pat
         return F.cross_entropy(output, target)
 
     pid = tmp_path / "pid"
-    child = start_child(lambda: paceline.train(a_job(model=Slow, loss=loss, validation=Points(samples=8)), "data=2",
-                                               run=run_dir, check=False))
+    child = start_child(
+        lambda: paceline.train(
+            a_job(model=Slow, loss=loss, validation=Points(samples=8)),
+            "data=2",
+            run=run_dir,
+            check=False,
+        )
+    )
     wait_for(lambda: pid.exists() and pid.read_text())
     os.kill(int(pid.read_text()) if to_rank else child.pid, number)
     assert child.exit_code() == 5, child.stderr
@@ -674,9 +863,14 @@ def test_a_scheduler_at_any_moment(run_dir: Path, whole_run: Path, tmp_path: Pat
     assert_equal_models(run_dir, whole_run)
 
 
-def test_a_request_while_the_last_checkpoint_is_written(run_dir: Path, whole_run: Path, tmp_path: Path,
-                                                        start_child: Any, wait_for: Callable[..., None],
-                                                        monkeypatch: pytest.MonkeyPatch):
+def test_a_request_while_the_last_checkpoint_is_written(
+    run_dir: Path,
+    whole_run: Path,
+    tmp_path: Path,
+    start_child: Any,
+    wait_for: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+):
     """The run has taken all its steps, and what it has trained is not lost."""
     write_tensors = write.write_tensors
 
@@ -698,17 +892,40 @@ def test_a_request_while_the_last_checkpoint_is_written(run_dir: Path, whole_run
 
 @pytest.mark.sweep(1)
 @pytest.mark.checked_runs
-@pytest.mark.parametrize(("fields", "words", "exit_code", "says"), [
-    ({"loss": "lambda o, t: F.cross_entropy(o, t) * float('nan')"}, [], 1, "the loss is not a number (NaN) in step 1"),
-    ({}, ["--set", "hiden=9"], 2, "error: unknown hyperparameter 'hiden', did you mean 'hidden'?"),
-    ({"loss": "lambda o, t: __import__('os').kill(__import__('os').getpid(), 9)"}, ["--restarts", "0"], 4,
-     "it was killed by SIGKILL"),
-], ids=["NaN", "usage", "killed"])
-def test_exit_codes(tmp_path: Path, fields: dict[str, Any], words: list[str], exit_code: int, says: str):
+@pytest.mark.parametrize(
+    ("fields", "words", "exit_code", "says"),
+    [
+        (
+            {"loss": "lambda o, t: F.cross_entropy(o, t) * float('nan')"},
+            [],
+            1,
+            "the loss is not a number (NaN) in step 1",
+        ),
+        (
+            {},
+            ["--set", "hiden=9"],
+            2,
+            "error: unknown hyperparameter 'hiden', did you mean 'hidden'?",
+        ),
+        (
+            {"loss": "lambda o, t: __import__('os').kill(__import__('os').getpid(), 9)"},
+            ["--restarts", "0"],
+            4,
+            "it was killed by SIGKILL",
+        ),
+    ],
+    ids=["NaN", "usage", "killed"],
+)
+def test_exit_codes(
+    tmp_path: Path, fields: dict[str, Any], words: list[str], exit_code: int, says: str
+):
     """Each kind of failure has its exit code; the message stands once on stderr, and stdout stays empty."""
     path = job_file(tmp_path, **fields)
-    done = Command(["train", str(path), "--plan", "data=2", "--run", str(tmp_path / "run"), "--json", *words],
-                   os.environ, tmp_path / "command")
+    done = Command(
+        ["train", str(path), "--plan", "data=2", "--run", str(tmp_path / "run"), "--json", *words],
+        os.environ,
+        tmp_path / "command",
+    )
     assert done.wait() == exit_code, done.stderr.read_text()
     assert done.stdout.read_text() == ""
     stderr_text = done.stderr.read_text()
@@ -721,8 +938,11 @@ def test_exit_codes(tmp_path: Path, fields: dict[str, Any], words: list[str], ex
 def test_ctrl_c(tmp_path: Path, wait_for: Callable[..., None]):
     """Ctrl-C in a terminal goes to every process: the run ends with 130 and a checkpoint, and no process is left."""
     path = job_file(tmp_path, steps=100_000)
-    running = Command(["train", str(path), "--plan", "data=2", "--check", "no", "--run", str(tmp_path / "run")],
-                      os.environ, tmp_path / "command")
+    running = Command(
+        ["train", str(path), "--plan", "data=2", "--check", "no", "--run", str(tmp_path / "run")],
+        os.environ,
+        tmp_path / "command",
+    )
     wait_for(lambda: (tmp_path / "run" / "metrics.jsonl").exists())
     ranks = psutil.Process(running.pid).children(recursive=True)
     os.killpg(running.pid, signal.SIGINT)

@@ -41,9 +41,14 @@ pytestmark = pytest.mark.checked_runs
 def make_job(model: Any = None, **changes: Any) -> paceline.Job:
     x = torch.randn(25, 6, generator=torch.Generator().manual_seed(1))
     fields: dict[str, Any] = {
-        "model": model or (lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 3))),
-        "data": TensorDataset(x, (x[:, 0] > 0).long()), "loss": F.cross_entropy, "batch": 8, "steps": 3,
-        "optimizer": lambda named: torch.optim.AdamW(named, lr=1e-2)}
+        "model": model
+        or (lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 3))),
+        "data": TensorDataset(x, (x[:, 0] > 0).long()),
+        "loss": F.cross_entropy,
+        "batch": 8,
+        "steps": 3,
+        "optimizer": lambda named: torch.optim.AdamW(named, lr=1e-2),
+    }
     return paceline.Job(**{**fields, **changes})
 
 
@@ -58,7 +63,9 @@ def job(width: int = 8):
 
 def checked(job: paceline.Job, plan: str) -> FirstUpdate:
     """What a run would say of its first update, before it trains."""
-    resolved = resolve(job, Plan.read(plan), devices=None, procs=None, memory=None, environment=None)
+    resolved = resolve(
+        job, Plan.read(plan), devices=None, procs=None, memory=None, environment=None
+    )
     return check_first_update(job, resolved, timeout_s=60)
 
 
@@ -68,7 +75,9 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.sweep(2)
-@pytest.mark.parametrize("plan", ["data=2", "tensor=2", "pipeline=2", "shard=2 zero=2", "single recompute=full"])
+@pytest.mark.parametrize(
+    "plan", ["data=2", "tensor=2", "pipeline=2", "shard=2 zero=2", "single recompute=full"]
+)
 def test_a_plan_that_is_exact_trains(plan: str, tmp_path: Path) -> None:
     """The summary says that it was checked, and the run is as one that was not."""
     checked = paceline.train(make_job(), plan, run=tmp_path / "checked")
@@ -77,13 +86,17 @@ def test_a_plan_that_is_exact_trains(plan: str, tmp_path: Path) -> None:
     assert checked["check"]["verdict"] == "passed" and checked["check"]["seconds"] > 0
     assert unchecked["check"] is None and checked["final_loss"] == unchecked["final_loss"]
     assert (tmp_path / "checked" / "model.safetensors").read_bytes() == (
-        tmp_path / "unchecked" / "model.safetensors").read_bytes()
+        tmp_path / "unchecked" / "model.safetensors"
+    ).read_bytes()
 
 
 def test_what_looks_at_evaluations_is_left_out(tmp_path: Path) -> None:
     """The check evaluates nothing, and callbacks that look at a metric are no reason to refuse the run."""
-    watched = make_job(validation=make_job().data, metrics={"mean": lambda output, target: output.mean()},
-                       callbacks=[paceline.EarlyStopping("mean"), paceline.KeepBest("validation_loss")])
+    watched = make_job(
+        validation=make_job().data,
+        metrics={"mean": lambda output, target: output.mean()},
+        callbacks=[paceline.EarlyStopping("mean"), paceline.KeepBest("validation_loss")],
+    )
     result = paceline.train(watched, "data=2", run=tmp_path / "run")
     assert result["check"]["verdict"] == "passed" and result.best.monitor == "validation_loss"
     assert len(repr(result.best)) < 300 and len(repr(watched)) < 2000  # no data
@@ -118,14 +131,17 @@ class Numbered:
 
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", ["data=2 shares=3:1", "single accumulate=2", "pipeline=2"])
-def test_a_loss_that_keeps_a_state_is_refused_where_the_batch_is_cut(plan: str, tmp_path: Path) -> None:
+def test_a_loss_that_keeps_a_state_is_refused_where_the_batch_is_cut(
+    plan: str, tmp_path: Path
+) -> None:
     """Each rank, or each micro-batch, would move it on by itself."""
     with pytest.raises(PlanRefused, match="the loss keeps a state of its own"):
         paceline.train(make_job(loss=Warming()), plan, run=tmp_path / "run")
 
 
-@pytest.mark.parametrize(("loss", "plan"), [(Warming, "tensor=2"), (Numbered, "data=2"),
-                                             (lambda: flipping, "data=2")])
+@pytest.mark.parametrize(
+    ("loss", "plan"), [(Warming, "tensor=2"), (Numbered, "data=2"), (lambda: flipping, "data=2")]
+)
 def test_losses_whose_state_does_no_harm(loss: Any, plan: str) -> None:
     assert checked(make_job(loss=loss()), plan).verdict == "passed"
 
@@ -145,14 +161,18 @@ class GoesOn(torch.nn.Module):
         return out
 
 
-def test_a_state_with_a_row_for_each_sample_is_refused_where_the_batch_is_cut(tmp_path: Path) -> None:
+def test_a_state_with_a_row_for_each_sample_is_refused_where_the_batch_is_cut(
+    tmp_path: Path,
+) -> None:
     """The first update would show nothing of it; an activation that is only kept does no harm."""
     with pytest.raises(PlanRefused, match=r"keeps 'state' of shape \(8, 3\) from one batch"):
         paceline.train(make_job(lambda: GoesOn(reads=True)), "data=2", run=tmp_path / "reads")
     assert checked(make_job(lambda: GoesOn(reads=False)), "data=2").verdict == "passed"
 
 
-def test_a_wrong_gradient_is_not_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_gradient_is_not_trained_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A thousandth of one weight's gradient is enough, and no step of the run is taken."""
     finish = GradientBuckets.finish
 
@@ -165,16 +185,25 @@ def test_a_wrong_gradient_is_not_trained_on(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(PlanRefused, match=r"first update under 'data=2'.*gradient of '3\.weight'"):
         paceline.train(make_job(), "data=2", run=tmp_path / "run")
 
-    assert not (tmp_path / "run" / "metrics.jsonl").exists() and not (tmp_path / "run" / "checkpoints").exists()
+    assert (
+        not (tmp_path / "run" / "metrics.jsonl").exists()
+        and not (tmp_path / "run" / "checkpoints").exists()
+    )
 
 
-@pytest.mark.parametrize("factors", [(1.0, 0.0), (1.001, 1.001)], ids=["dropped", "wrongly divided"])
-def test_a_wrong_window_is_not_trained_on(factors: tuple[float, float], tmp_path: Path,
-                                          monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "factors", [(1.0, 0.0), (1.001, 1.001)], ids=["dropped", "wrongly divided"]
+)
+def test_a_wrong_window_is_not_trained_on(
+    factors: tuple[float, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A micro-batch that is left out, and a sum that is divided by another count."""
     loss = WindowWork.loss
-    monkeypatch.setattr(WindowWork, "loss", lambda self, microbatch, output: (
-        loss(self, microbatch, output) * factors[microbatch]))
+    monkeypatch.setattr(
+        WindowWork,
+        "loss",
+        lambda self, microbatch, output: loss(self, microbatch, output) * factors[microbatch],
+    )
 
     with pytest.raises(PlanRefused, match=r"first update under 'data=2 accumulate=2'.*gradient of"):
         paceline.train(make_job(), "data=2 accumulate=2", run=tmp_path / "run")
@@ -196,7 +225,9 @@ class Counted(nn.Module):
 
 
 @pytest.mark.parametrize(("coupled", "forwards"), [(False, 1 + 3), (True, 11 + 2)])
-def test_a_yardstick_is_measured_only_where_it_matters(coupled: bool, forwards: int, tmp_path: Path) -> None:
+def test_a_yardstick_is_measured_only_where_it_matters(
+    coupled: bool, forwards: int, tmp_path: Path
+) -> None:
     """One forward of one device is enough for a plan that agrees to a few roundings. A coupled one needs ten more:
     with nudged weights, for each micro-batch with the weights as they are and with nudged ones, and to look at the loss
     by itself. Three take four samples, at once and in parts; a BatchNorm refuses the part of one."""
@@ -210,42 +241,63 @@ def test_a_yardstick_is_measured_only_where_it_matters(coupled: bool, forwards: 
 
 def test_the_note_of_a_loss_that_is_no_mean_shows_the_replacement() -> None:
     """A run that is not what one device computes says which loss to write, before it trains."""
-    job = make_job(loss=lambda output, target: F.cross_entropy(output, target, ignore_index=0), steps=1)
+    job = make_job(
+        loss=lambda output, target: F.cross_entropy(output, target, ignore_index=0), steps=1
+    )
 
     update_check = checked(job, "data=3")
 
     assert update_check.verdict == "coupled"
-    assert ("def loss(output, target):\n        return (F.cross_entropy(output, target, ignore_index=0"
-            in update_check.reason)
+    assert (
+        "def loss(output, target):\n        return (F.cross_entropy(output, target, ignore_index=0"
+        in update_check.reason
+    )
 
 
-def check_with_memory(job: paceline.Job, plan: str, available: int, monkeypatch: pytest.MonkeyPatch) -> FirstUpdate:
+def check_with_memory(
+    job: paceline.Job, plan: str, available: int, monkeypatch: pytest.MonkeyPatch
+) -> FirstUpdate:
     """available: free bytes that the check finds."""
-    resolved = resolve(job, Plan.read(plan), devices=None, procs=None, memory=None, environment=None)
+    resolved = resolve(
+        job, Plan.read(plan), devices=None, procs=None, memory=None, environment=None
+    )
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=available))
     return check_first_update(job, resolved, timeout_s=60)
 
 
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize(("plan", "models"), [("data=2", 3), ("shard=2", 2), ("pipeline=2", 2)])
-def test_one_device_leaves_memory_to_the_ranks(plan: str, models: int, tmp_path: Path,
-                                               monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_device_leaves_memory_to_the_ranks(
+    plan: str, models: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It takes its step beside them: each model in memory has an equal share of what is free."""
-    monkeypatch.setattr(resource, "setrlimit", lambda kind, most: (tmp_path / "limit").write_text(str(most[0])))
+    monkeypatch.setattr(
+        resource, "setrlimit", lambda kind, most: (tmp_path / "limit").write_text(str(most[0]))
+    )
 
     assert check_with_memory(make_job(), plan, 600, monkeypatch).verdict == "passed"
     assert (tmp_path / "limit").read_text() == str(600 // models)
 
 
-def test_a_model_that_takes_too_much_memory_beside_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_takes_too_much_memory_beside_the_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The run trains, and says that it was not checked."""
-    update_check = check_with_memory(make_job(lambda: nn.Linear(6, 2**20)), "data=2", 3 * 2**20, monkeypatch)
+    update_check = check_with_memory(
+        make_job(lambda: nn.Linear(6, 2**20)), "data=2", 3 * 2**20, monkeypatch
+    )
 
-    assert update_check.verdict == "unchecked" and "one device could not take the first step" in update_check.reason
+    assert (
+        update_check.verdict == "unchecked"
+        and "one device could not take the first step" in update_check.reason
+    )
 
 
-def test_an_error_of_the_job_itself_is_told_by_the_run_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_error_of_the_job_itself_is_told_by_the_run_alone(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """One device and the ranks fail alike: the check says nothing before the error."""
+
     def loss(output: Tensor, target: Tensor) -> Tensor:
         raise KeyError("a mistake in the loss")
 
@@ -255,16 +307,24 @@ def test_an_error_of_the_job_itself_is_told_by_the_run_alone(tmp_path: Path, cap
 
 
 @pytest.mark.sweep(2)
-@pytest.mark.parametrize("plan", ["server=1 workers=2", "server=1 workers=2 colocate=yes", "shard=2"])
-def test_one_device_that_fails_ends_no_run(plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "plan", ["server=1 workers=2", "server=1 workers=2 colocate=yes", "shard=2"]
+)
+def test_one_device_that_fails_ends_no_run(
+    plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its error is told; ranks that wait for it, and servers that wait for these, end with the check."""
+
     def fail(self: FirstStep) -> None:
         raise ValueError("no such number")
 
     monkeypatch.setattr(FirstStep, "narrow", fail)
     summary = paceline.train(make_job(), plan, run=tmp_path / "run")
 
-    assert summary["check"]["verdict"] == "unchecked" and "ValueError: no such number" in summary["check"]["reason"]
+    assert (
+        summary["check"]["verdict"] == "unchecked"
+        and "ValueError: no such number" in summary["check"]["reason"]
+    )
     assert summary["steps"] == 3
 
 
@@ -288,17 +348,29 @@ def test_an_optimizer_is_tried_though_random_layers_are_off(tmp_path: Path) -> N
     assert summary["check"]["verdict"] == "passed"
 
 
-@pytest.mark.parametrize("schedule", [None, lambda optimizer: torch.optim.lr_scheduler.LinearLR(optimizer, 1e-3)])
-def test_the_first_limits_are_never_wider_than_the_measured_ones(schedule: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "schedule", [None, lambda optimizer: torch.optim.lr_scheduler.LinearLR(optimizer, 1e-3)]
+)
+def test_the_first_limits_are_never_wider_than_the_measured_ones(
+    schedule: Any, tmp_path: Path
+) -> None:
     """What they let pass would pass anyway."""
+
     def model() -> nn.Module:
-        return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3), nn.BatchNorm1d(3))
+        return nn.Sequential(
+            nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3), nn.BatchNorm1d(3)
+        )
 
     job = make_job(model, steps=1, lr_schedule=schedule, clip=0.1)
-    first = FirstStep(job, tmp_path / "first", WithoutRandomness(), take_cores=lambda: False).narrow()
+    first = FirstStep(
+        job, tmp_path / "first", WithoutRandomness(), take_cores=lambda: False
+    ).narrow()
     measured = write_reference(job, tmp_path / "measured", steps=1, random=WithoutRandomness())
 
-    assert first["losses"] == measured["losses"] and first["loss_limit"][0] <= measured["loss_limit"][0]
+    assert (
+        first["losses"] == measured["losses"]
+        and first["loss_limit"][0] <= measured["loss_limit"][0]
+    )
     for kind in ALL_KINDS:
         limits, wider = first[f"{kind}_limit"][0], measured[f"{kind}_limit"][0]
         assert limits.keys() == wider.keys()
@@ -307,6 +379,7 @@ def test_the_first_limits_are_never_wider_than_the_measured_ones(schedule: Any, 
 
 def test_a_model_that_knows_its_rank_is_refused(tmp_path: Path) -> None:
     """Weights built otherwise on another rank are named."""
+
     def model() -> nn.Module:
         net = nn.Linear(6, 3)
         if dist.is_initialized() and dist.get_rank():
@@ -317,7 +390,9 @@ def test_a_model_that_knows_its_rank_is_refused(tmp_path: Path) -> None:
         paceline.train(make_job(model), "data=2", run=tmp_path)
 
 
-def test_coupled_samples_are_told_and_trained(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_coupled_samples_are_told_and_trained(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """A BatchNorm over micro-batches is the job's own doing."""
     job = make_job(lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)))
 
@@ -330,7 +405,9 @@ def test_coupled_samples_are_told_and_trained(tmp_path: Path, capfd: pytest.Capt
 def first_update_of(source: JobFile) -> FirstUpdate | None:
     """What a run of the file under 'data=2' would do before it trains."""
     job = source.load()
-    resolved = resolve(job, Plan.read("data=2"), devices=None, procs=None, memory=None, environment=None)
+    resolved = resolve(
+        job, Plan.read("data=2"), devices=None, procs=None, memory=None, environment=None
+    )
     return checks.first_update(job, source, resolved, environment=None, timeout_s=60)
 
 
@@ -347,15 +424,19 @@ def test_what_is_known_is_not_checked_again(tmp_path: Path) -> None:
     edited = check()
 
     assert second == FirstUpdate("passed")
-    assert all(check_record and check_record.verdict == "passed" and check_record.seconds > 0
-               for check_record in (first, other, edited))
+    assert all(
+        check_record and check_record.verdict == "passed" and check_record.seconds > 0
+        for check_record in (first, other, edited)
+    )
 
 
 def test_a_certificate_makes_the_check_unnecessary(tmp_path: Path) -> None:
     """`verify` of the same file has said it already."""
     path = tmp_path / "job.py"
     path.write_text(FILE)
-    assert all(certificate.passed for certificate in paceline.verify(JobFile(path), ["data=2"], steps=2))
+    assert all(
+        certificate.passed for certificate in paceline.verify(JobFile(path), ["data=2"], steps=2)
+    )
 
     assert paceline.train(JobFile(path), "data=2", run=tmp_path / "run")["check"]["seconds"] == 0
 
@@ -367,7 +448,11 @@ def test_a_certificate_is_about_the_devices_that_it_names(tmp_path: Path) -> Non
     job, plan = source.load(), Plan.parse("data=2")
 
     def on(kind: Any, name: str) -> Resolved:
-        return Resolved(plan, Cluster(tuple(Device(kind, index, 2**30, name=name) for index in range(2))), (1, 1))
+        return Resolved(
+            plan,
+            Cluster(tuple(Device(kind, index, 2**30, name=name) for index in range(2))),
+            (1, 1),
+        )
 
     def known(resolved: Resolved) -> FirstUpdate | None:
         return checks.first_update(job, source, resolved, environment=None, timeout_s=60)
@@ -378,8 +463,11 @@ def test_a_certificate_is_about_the_devices_that_it_names(tmp_path: Path) -> Non
     assert known(on("cpu", "CPU")) == FirstUpdate("passed")
     assert known(on("cuda", "H200")) == FirstUpdate("coupled", "a BatchNorm")
     update_check = known(on("cuda", "A100"))
-    assert (update_check is not None and update_check.verdict == "unchecked"
-            and "'paceline verify' with --devices" in update_check.reason)
+    assert (
+        update_check is not None
+        and update_check.verdict == "unchecked"
+        and "'paceline verify' with --devices" in update_check.reason
+    )
 
 
 class Noisy(nn.Module):
@@ -401,41 +489,70 @@ def test_the_check_leaves_the_job_alone(tmp_path: Path) -> None:
     losses = []
     for check in (True, False):
         Noisy.built = 0  # a run's prediction builds one in this process
-        losses.append(paceline.train(make_job(Noisy), "data=2", run=tmp_path / str(check), check=check)["final_loss"])
+        losses.append(
+            paceline.train(make_job(Noisy), "data=2", run=tmp_path / str(check), check=check)[
+                "final_loss"
+            ]
+        )
 
     assert losses[0] == losses[1]
 
 
-RANK_AWARE = FILE.replace("def job", """import torch.distributed as dist
+RANK_AWARE = FILE.replace(
+    "def job",
+    """import torch.distributed as dist
 class Scaled(torch.nn.Linear):
     def forward(self, x):
         return super().forward(x) * (1.001 if dist.is_initialized() and dist.get_rank() else 1.0)
-def job""").replace("torch.nn.Linear(width, 3)", "Scaled(width, 3)")
+def job""",
+).replace("torch.nn.Linear(width, 3)", "Scaled(width, 3)")
 
 
 def test_ranks_of_a_launcher_are_checked(tmp_path: Path) -> None:
     """Rank 0 checks for all of them."""
     (tmp_path / "job.py").write_text(FILE)
-    first, _ = as_ranks(["train", str(tmp_path / "job.py"), "--plan", "data=2", "--run", str(tmp_path / "run")],
-                        tmp_path)
+    first, _ = as_ranks(
+        ["train", str(tmp_path / "job.py"), "--plan", "data=2", "--run", str(tmp_path / "run")],
+        tmp_path,
+    )
 
     assert "one device's" in first.stdout.read_text() + first.stderr.read_text()
     assert (tmp_path / "run" / "model.safetensors").exists()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("text", "message"), [(FILE, "one device's"), (RANK_AWARE, "is not what one device computes")])
+@pytest.mark.parametrize(
+    ("text", "message"), [(FILE, "one device's"), (RANK_AWARE, "is not what one device computes")]
+)
 def test_ranks_of_torchrun_are_checked(text: str, message: str, tmp_path: Path) -> None:
     """Rank 0 checks for all of them; no rank trains what it refuses."""
     (tmp_path / "job.py").write_text(text)
     torchrun = str(Path(sys.executable).parent / "torchrun")
     ran = subprocess.run(
-        [torchrun, "--nproc-per-node", "2", "--no-python", "--", str(Path(sys.executable).parent / "paceline"), "train",
-         str(tmp_path / "job.py"), "--plan", "data=2", "--run", str(tmp_path / "run")],
-        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}, capture_output=True, text=True, timeout=100)
+        [
+            torchrun,
+            "--nproc-per-node",
+            "2",
+            "--no-python",
+            "--",
+            str(Path(sys.executable).parent / "paceline"),
+            "train",
+            str(tmp_path / "job.py"),
+            "--plan",
+            "data=2",
+            "--run",
+            str(tmp_path / "run"),
+        ],
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
 
     assert message in ran.stdout + ran.stderr
-    assert (ran.returncode == 0) == (text == FILE) == (tmp_path / "run" / "model.safetensors").exists()
+    assert (
+        (ran.returncode == 0) == (text == FILE) == (tmp_path / "run" / "model.safetensors").exists()
+    )
 
 
 # --- What the first batch cut in equal parts does not show -----------------------------------------------------------
@@ -498,35 +615,86 @@ def token_step(ctx: Any, batch: Any) -> None:
     ctx.update("net")
 
 
-EVEN = [6, 3, 5, 4, 3, 6, 4, 5, *(1 + step * step % 6 for step in range(16))]  # both halves of the first eight: 18
+EVEN = [
+    6,
+    3,
+    5,
+    4,
+    3,
+    6,
+    4,
+    5,
+    *(1 + step * step % 6 for step in range(16)),
+]  # both halves of the first eight: 18
 LATER = [6] * 8 + EVEN[8:]
 CLASSES = torch.tensor([0, 1] * 4 + [0, 0, 0, 1] * 4)
-MASKED = [({"input": row}, {"y": row[0] % 3, "mask": torch.tensor(float(number < 8 or number % 3 > 0))})
-          for number, row in enumerate(TOKENS)]
+MASKED = [
+    ({"input": row}, {"y": row[0] % 3, "mask": torch.tensor(float(number < 8 or number % 3 > 0))})
+    for number, row in enumerate(TOKENS)
+]
 UNEQUAL: dict[str, dict[str, Any]] = {
     "as many tokens in both halves": {"model": tagger, "loss": token_mean, "data": tokens(EVEN)},
-    "nothing ignored in the first batch": {"model": tagger, "loss": token_mean, "data": tokens(LATER)},
+    "nothing ignored in the first batch": {
+        "model": tagger,
+        "loss": token_mean,
+        "data": tokens(LATER),
+    },
     "in bf16": {"model": tagger, "loss": token_mean, "data": tokens(LATER), "precision": "bf16"},
-    "inside the model": {"model": OwnLoss, "loss": None, "data": [{"x": x, "y": y} for x, y in tokens(LATER)]},
+    "inside the model": {
+        "model": OwnLoss,
+        "loss": None,
+        "data": [{"x": x, "y": y} for x, y in tokens(LATER)],
+    },
     "class weights": {
-        "model": lambda: nn.Linear(6, 2), "data": TensorDataset(TOKENS.float(), CLASSES),
-        "loss": lambda output, target: F.cross_entropy(output, target, weight=torch.tensor([1.0, 3.0]).to(output))},
-    "a mask in the batch": {"model": lambda: nn.Sequential(nn.Embedding(9, 3), nn.Flatten(), nn.Linear(18, 3)),
-                            "loss": masked_mean, "data": MASKED},
-    "a mean that collate takes": {"model": lambda: nn.Linear(6, 2), "loss": F.cross_entropy, "collate": centred,
-                                  "data": TensorDataset(TOKENS[:4].repeat(6, 1).float(), CLASSES)},
-    "the longest of the batch": {"model": Longest, "loss": F.cross_entropy, "collate": with_longest,
-                                 "data": [(row, 0) for row in torch.cat([TOKENS[:4], TOKENS[:20]])]},
-    "a step of one's own": {"model": None, "models": {"net": tagger}, "step": token_step, "data": tokens(EVEN),
-                            "optimizer": None, "optimizers": {"net": lambda named: torch.optim.SGD(named, lr=0.1)}},
+        "model": lambda: nn.Linear(6, 2),
+        "data": TensorDataset(TOKENS.float(), CLASSES),
+        "loss": lambda output, target: F.cross_entropy(
+            output, target, weight=torch.tensor([1.0, 3.0]).to(output)
+        ),
+    },
+    "a mask in the batch": {
+        "model": lambda: nn.Sequential(nn.Embedding(9, 3), nn.Flatten(), nn.Linear(18, 3)),
+        "loss": masked_mean,
+        "data": MASKED,
+    },
+    "a mean that collate takes": {
+        "model": lambda: nn.Linear(6, 2),
+        "loss": F.cross_entropy,
+        "collate": centred,
+        "data": TensorDataset(TOKENS[:4].repeat(6, 1).float(), CLASSES),
+    },
+    "the longest of the batch": {
+        "model": Longest,
+        "loss": F.cross_entropy,
+        "collate": with_longest,
+        "data": [(row, 0) for row in torch.cat([TOKENS[:4], TOKENS[:20]])],
+    },
+    "a step of one's own": {
+        "model": None,
+        "models": {"net": tagger},
+        "step": token_step,
+        "data": tokens(EVEN),
+        "optimizer": None,
+        "optimizers": {"net": lambda named: torch.optim.SGD(named, lr=0.1)},
+    },
 }
 
 
 def in_order(case: dict[str, Any]) -> paceline.Job:
-    fields: dict[str, Any] = {"optimizer": lambda named: torch.optim.SGD(named, lr=0.1), "precision": "float32",
-                              "batch": 8, "steps": 3, "sampler": torch.utils.data.SequentialSampler(case["data"])}
-    return paceline.Job(**{name: value for name, value in {**fields, **case}.items() if value is not None or
-                           name == "loss"})
+    fields: dict[str, Any] = {
+        "optimizer": lambda named: torch.optim.SGD(named, lr=0.1),
+        "precision": "float32",
+        "batch": 8,
+        "steps": 3,
+        "sampler": torch.utils.data.SequentialSampler(case["data"]),
+    }
+    return paceline.Job(
+        **{
+            name: value
+            for name, value in {**fields, **case}.items()
+            if value is not None or name == "loss"
+        }
+    )
 
 
 @pytest.mark.sweep(5)
@@ -539,7 +707,9 @@ def test_a_first_batch_whose_halves_are_alike(case: str) -> None:
 
 
 def summed(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    return F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum"), (target != -100).sum()
+    return F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum"), (
+        target != -100
+    ).sum()
 
 
 class Counting(nn.Module):
@@ -558,14 +728,31 @@ class Counting(nn.Module):
 def short_of_one(items: list[Any]) -> Any:
     """Pads to the longest; the loss leaves out what was added."""
     longest = max(int((y != -100).sum()) for _, y in items)
-    return torch.stack([x[:longest] for x, _ in items]), torch.stack([y[:longest] for _, y in items])
+    return torch.stack([x[:longest] for x, _ in items]), torch.stack(
+        [y[:longest] for _, y in items]
+    )
 
 
 @pytest.mark.sweep(2)
-@pytest.mark.parametrize("case", [
-    {"model": tagger, "loss": summed, "data": tokens(LATER)}, {"model": Counting, "loss": summed, "data": tokens(EVEN)},
-    {"model": tagger, "loss": summed, "data": tokens(EVEN), "collate": short_of_one, "precision": "bf16"},
-    {"model": tagger, "loss": lambda output, target: token_mean(output, target.clamp(min=0)), "data": tokens(EVEN)}])
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"model": tagger, "loss": summed, "data": tokens(LATER)},
+        {"model": Counting, "loss": summed, "data": tokens(EVEN)},
+        {
+            "model": tagger,
+            "loss": summed,
+            "data": tokens(EVEN),
+            "collate": short_of_one,
+            "precision": "bf16",
+        },
+        {
+            "model": tagger,
+            "loss": lambda output, target: token_mean(output, target.clamp(min=0)),
+            "data": tokens(EVEN),
+        },
+    ],
+)
 def test_jobs_that_are_exact_pass(case: dict[str, Any]) -> None:
     """Losses that are normalised once, padding that does not count, and state of a forward couple no samples."""
     assert checked(in_order(case), "data=2") == FirstUpdate("passed", seconds=ANY)

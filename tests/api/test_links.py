@@ -39,23 +39,35 @@ def test_links_are_measured_once(measured: list[int]):
 
     assert linked.links == ((2, TWO), (4, FOUR)) and measured == [2, 4]
     assert with_links(Cluster.local("cpu:0-3")) == linked and measured == [2, 4]
-    assert [count for count, _ in with_links(Cluster.local("cpu:0-2")).links] == [2, 3] and measured == [2, 4, 3]
+    assert [count for count, _ in with_links(Cluster.local("cpu:0-2")).links] == [
+        2,
+        3,
+    ] and measured == [2, 4, 3]
 
 
-def test_figures_of_a_busy_machine_are_not_kept(measured: list[int], monkeypatch: pytest.MonkeyPatch,
-                                                capsys: pytest.CaptureFixture[str]):
+def test_figures_of_a_busy_machine_are_not_kept(
+    measured: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     """They are better than none, and said to be rough; the next plan measures again, only what was not quiet."""
-    monkeypatch.setattr(links, "measure_link", lambda _, num_ranks: replace(
-        FOUR, source="measured" if num_ranks == 2 else links.BUSY))
+    monkeypatch.setattr(
+        links,
+        "measure_link",
+        lambda _, num_ranks: replace(FOUR, source="measured" if num_ranks == 2 else links.BUSY),
+    )
     assert with_links(Cluster.local("cpu:0-3")).links == ((2, FOUR), (4, FOUR))
     assert "it is measured again next time" in capsys.readouterr().err
 
-    monkeypatch.setattr(links, "measure_link", lambda _, num_ranks: measured.append(num_ranks) or TWO)
+    monkeypatch.setattr(
+        links, "measure_link", lambda _, num_ranks: measured.append(num_ranks) or TWO
+    )
     assert with_links(Cluster.local("cpu:0-3")).links == ((2, FOUR), (4, TWO)) and measured == [4]
 
 
 def test_nothing_is_measured_where_ranks_are_at_work(measured: list[int]):
-    assert with_links(Cluster.local("cpu:0-3"), measure=False) == Cluster.local("cpu:0-3") and not measured
+    assert (
+        with_links(Cluster.local("cpu:0-3"), measure=False) == Cluster.local("cpu:0-3")
+        and not measured
+    )
 
 
 @pytest.mark.parametrize("cluster", [Cluster.local("cpu:0"), Cluster.parse("8xH100")])
@@ -63,8 +75,17 @@ def test_one_device_and_described_ones_stay(cluster: Cluster, measured: list[int
     assert with_links(cluster) == cluster and not measured
 
 
-@pytest.mark.parametrize("damage", [{"2": [0, 1e-4, 0, 0, 0, 0]}, {"2": [1e9]}, {"2": [1e9, 1e-4, 0, 0]}, [1],
-                                    {"2": [1e9, 1e-4, None, 0, 0, 0]}, {"two": [1, 2, 3, 4, 5, 6]}])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"2": [0, 1e-4, 0, 0, 0, 0]},
+        {"2": [1e9]},
+        {"2": [1e9, 1e-4, 0, 0]},
+        [1],
+        {"2": [1e9, 1e-4, None, 0, 0, 0]},
+        {"two": [1, 2, 3, 4, 5, 6]},
+    ],
+)
 def test_a_damaged_cache_is_measured_again(measured: list[int], damage: object):
     cache.write(links.CACHED, "cpu", damage)
 
@@ -81,7 +102,9 @@ def test_as_many_ranks_as_there_are_wait():
 
 def test_a_collective_waits_once():
     """2 ms of waiting, 0.2 ms of latency and a byte's 1 ns: 1e6 bytes twice through half of a link."""
-    assert collective_s(Collective("all_reduce", 1e6, group=2), TWO) == pytest.approx(2e-3 + 0.2e-3 + 1e-3)
+    assert collective_s(Collective("all_reduce", 1e6, group=2), TWO) == pytest.approx(
+        2e-3 + 0.2e-3 + 1e-3
+    )
 
 
 def test_faster_links_carry_more_and_wait_as_long():
@@ -104,8 +127,10 @@ def test_ranks_that_share_their_cores_with_other_work_say_so(monkeypatch: pytest
 
 
 def gpus(*indices: int) -> Cluster:
-    return Cluster(tuple(Device("cuda", index, 80 << 30) for index in indices),
-                   replace(LOOPBACK, source="PCIe 4 x16, as the driver says"))
+    return Cluster(
+        tuple(Device("cuda", index, 80 << 30) for index in indices),
+        replace(LOOPBACK, source="PCIe 4 x16, as the driver says"),
+    )
 
 
 @pytest.fixture
@@ -121,7 +146,10 @@ def test_gpus_are_measured_once_for_each_choice_of_them(measured: list[int], wir
     linked = with_links(gpus(0, 1, 2, 3))
     assert linked.links == ((2, TWO), (4, FOUR)) and measured == [2, 4]
     assert linked.link_of_all.source == "measured between 4 GPUs"
-    assert with_links(gpus(0, 1)).link_of_all.source == "measured between 2 GPUs" and measured == [2, 4]
+    assert with_links(gpus(0, 1)).link_of_all.source == "measured between 2 GPUs" and measured == [
+        2,
+        4,
+    ]
     with_links(gpus(2, 3))
     assert measured == [2, 4, 2]
     wired["is"] = "two H100 with a bridge"
@@ -130,18 +158,28 @@ def test_gpus_are_measured_once_for_each_choice_of_them(measured: list[int], wir
 
 
 @pytest.mark.parametrize("cluster", [gpus(0), gpus(0, 0), gpus()])
-def test_ranks_that_share_a_gpu_have_no_link_to_measure(cluster: Cluster, measured: list[int], wired: dict[str, str]):
+def test_ranks_that_share_a_gpu_have_no_link_to_measure(
+    cluster: Cluster, measured: list[int], wired: dict[str, str]
+):
     assert with_links(cluster) == cluster and not measured
 
 
 def test_gpus_that_can_not_be_measured_count_as_the_driver_says(
-    measured: list[int], wired: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    measured: list[int],
+    wired: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
     def fail(cluster: Cluster, num_ranks: int) -> Link:
-        raise RankFailed(failure_of(RuntimeError("NCCL error"), rank=1, sign=Heartbeat(0, "start", 0.0)))
+        raise RankFailed(
+            failure_of(RuntimeError("NCCL error"), rank=1, sign=Heartbeat(0, "start", 0.0))
+        )
 
     monkeypatch.setattr(links, "measure_link", fail)
     linked = with_links(gpus(0, 1))
     assert not linked.links and linked.link_of_all.source == "PCIe 4 x16, as the driver says"
     stderr_text = capsys.readouterr().err
-    assert "links between GPUs could not be measured" in stderr_text and "they count as PCIe 4 x16" in stderr_text
+    assert (
+        "links between GPUs could not be measured" in stderr_text
+        and "they count as PCIe 4 x16" in stderr_text
+    )

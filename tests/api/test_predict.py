@@ -37,17 +37,30 @@ def job(precision: str = "float64"):
 PLACES = numpy.array([0, 4, 2], dtype=numpy.int32)
 
 
-def predicted(tmp_path: Path, precision: str, inputs: numpy.ndarray) -> tuple[numpy.ndarray, torch.Tensor]:
+def predicted(
+    tmp_path: Path, precision: str, inputs: numpy.ndarray
+) -> tuple[numpy.ndarray, torch.Tensor]:
     """What predict writes for these inputs, and what the trained weights make of them in float64."""
     (tmp_path / "job.py").write_text(FILE)
     run = tmp_path / "run"
-    paceline.train(JobFile(tmp_path / "job.py", settings={"precision": precision}), "single", devices="cpu:0", run=run)
+    paceline.train(
+        JobFile(tmp_path / "job.py", settings={"precision": precision}),
+        "single",
+        devices="cpu:0",
+        run=run,
+    )
     numpy.savez(tmp_path / "in.npz", x=inputs, place=PLACES)
     paceline.predict(run, tmp_path / "in.npz", devices="cpu:0")
-    weights = {name: weight.double() for name, weight in load_file(run / "model.safetensors").items()}
-    first = F.linear(torch.from_numpy(inputs).double(), weights["first.weight"], weights["first.bias"])
+    weights = {
+        name: weight.double() for name, weight in load_file(run / "model.safetensors").items()
+    }
+    first = F.linear(
+        torch.from_numpy(inputs).double(), weights["first.weight"], weights["first.bias"]
+    )
     summed = first + weights["rows.weight"][torch.from_numpy(PLACES).long()]
-    return numpy.load(run / "predictions.npy"), F.linear(summed, weights["last.weight"], weights["last.bias"])
+    return numpy.load(run / "predictions.npy"), F.linear(
+        summed, weights["last.weight"], weights["last.bias"]
+    )
 
 
 @pytest.mark.parametrize("dtype", [numpy.float64, numpy.float32, numpy.float16])
@@ -99,22 +112,43 @@ def run_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     def run(kind: str) -> Path:
         if not (folder / kind).exists():
-            paceline.train(JobFile(folder / "job.py", settings={"kind": kind}), "single", devices="cpu:0",
-                           run=folder / kind)
+            paceline.train(
+                JobFile(folder / "job.py", settings={"kind": kind}),
+                "single",
+                devices="cpu:0",
+                run=folder / kind,
+            )
         return folder / kind
 
     return run
 
 
-@pytest.mark.parametrize(("kind", "samples", "plan", "message"), [
-    ("state", 4, "single", r"output\.1 is \[2, 3, 2\] for 3 samples|output\.1 is \[2, 4, 2\] for 4 samples"),
-    ("state", 2, "single", r"output\.1 is \[2, 3, 2\] for 3 samples"),  # as many layers as samples
-    ("state", 4, "data=2", r"output\.1 is \[2, 3, 2\]"), ("state", 1, "data=2", r"output\.1 is \[2, "),
-    ("mean", 9, "single", "output is .* it has no row for each"), ("mean", 2, "data=2", "it has no row for each"),
-    ("loss", 4, "single", r"output\.loss is \[\] for"), ("nothing", 4, "single", "is NoneType and holds no tensors"),
-])
-def test_outputs_without_a_row_a_sample_are_refused(run_of: Callable[[str], Path], tmp_path: Path, kind: str,
-                                                    samples: int, plan: str, message: str):
+@pytest.mark.parametrize(
+    ("kind", "samples", "plan", "message"),
+    [
+        (
+            "state",
+            4,
+            "single",
+            r"output\.1 is \[2, 3, 2\] for 3 samples|output\.1 is \[2, 4, 2\] for 4 samples",
+        ),
+        (
+            "state",
+            2,
+            "single",
+            r"output\.1 is \[2, 3, 2\] for 3 samples",
+        ),  # as many layers as samples
+        ("state", 4, "data=2", r"output\.1 is \[2, 3, 2\]"),
+        ("state", 1, "data=2", r"output\.1 is \[2, "),
+        ("mean", 9, "single", "output is .* it has no row for each"),
+        ("mean", 2, "data=2", "it has no row for each"),
+        ("loss", 4, "single", r"output\.loss is \[\] for"),
+        ("nothing", 4, "single", "is NoneType and holds no tensors"),
+    ],
+)
+def test_outputs_without_a_row_a_sample_are_refused(
+    run_of: Callable[[str], Path], tmp_path: Path, kind: str, samples: int, plan: str, message: str
+):
     """The state of an RNN and the mean of a batch depend on how the samples are cut: they can't be put together."""
     numpy.save(tmp_path / "in.npy", numpy.ones((samples, 3)))
     with pytest.raises(PacelineError, match=message):
@@ -125,23 +159,35 @@ def test_several_outputs_fit_one_file_of_numpy(run_of: Callable[[str], Path], tm
     """Whole numbers stay whole."""
     numpy.save(tmp_path / "in.npy", numpy.ones((5, 3)))
     for plan in ("single", "data=2", "tensor=2"):
-        outcome = paceline.predict(run_of("both"), tmp_path / "in.npy", plan, output=tmp_path / "out.npz")
+        outcome = paceline.predict(
+            run_of("both"), tmp_path / "in.npy", plan, output=tmp_path / "out.npz"
+        )
         assert outcome["shapes"] == {"output.logits": [5, 2], "output.class": [5]}
         outputs = numpy.load(tmp_path / "out.npz")
         assert outputs["output.class"].dtype == numpy.int64
         assert (outputs["output.class"] == outputs["output.logits"].argmax(1)).all()
-    with pytest.raises(PacelineError, match=r"can't write 2 outputs to .*out\.npy, which holds one"):
+    with pytest.raises(
+        PacelineError, match=r"can't write 2 outputs to .*out\.npy, which holds one"
+    ):
         paceline.predict(run_of("both"), tmp_path / "in.npy", "single", output=tmp_path / "out.npy")
 
 
-@pytest.mark.parametrize(("output", "message"), [
-    ("in.npy", r"in\.npy is the input: outputs would take its place"), ("link.npy", "is the input"),
-    ("out.csv", "can't write outputs to .*out.csv"), ("out", "can't write outputs to"),
-    ("nowhere/out.npy", "there is no folder .*nowhere"), ("folder.npy", "it is a folder"),
-    ("RUN/model.safetensors", "is the trained model"), (None, "is the input"),
-])
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        ("in.npy", r"in\.npy is the input: outputs would take its place"),
+        ("link.npy", "is the input"),
+        ("out.csv", "can't write outputs to .*out.csv"),
+        ("out", "can't write outputs to"),
+        ("nowhere/out.npy", "there is no folder .*nowhere"),
+        ("folder.npy", "it is a folder"),
+        ("RUN/model.safetensors", "is the trained model"),
+        (None, "is the input"),
+    ],
+)
 def test_an_output_that_would_destroy_or_can_not_be_written_is_refused_first(
-        run_of: Callable[[str], Path], tmp_path: Path, output: str | None, message: str):
+    run_of: Callable[[str], Path], tmp_path: Path, output: str | None, message: str
+):
     """Before any rank starts. Without --output, the outputs of an earlier prediction may be the input."""
     run, given = run_of("plain"), tmp_path / "in.npy"
     if output is None:
@@ -155,9 +201,16 @@ def test_an_output_that_would_destroy_or_can_not_be_written_is_refused_first(
     assert numpy.load(given).shape == (5, 3)
 
 
-@pytest.mark.parametrize("text", [
-    "\ufeff0,1,2\n3,4,5.5\n", "a,b,c\n0,1,2\n3,4,5.5\n", "0;1;2\n3;4;5.5\n",
-    '# a note\n"x"\t"y"\t"z"\n0\t1\t2\n3\t4\t5.5', '\ufeff"a";"b";"c"\r\n0;1;2\r\n\r\n3;4;5.5\r\n'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\ufeff0,1,2\n3,4,5.5\n",
+        "a,b,c\n0,1,2\n3,4,5.5\n",
+        "0;1;2\n3;4;5.5\n",
+        '# a note\n"x"\t"y"\t"z"\n0\t1\t2\n3\t4\t5.5',
+        '\ufeff"a";"b";"c"\r\n0;1;2\r\n\r\n3;4;5.5\r\n',
+    ],
+)
 def test_csv_as_spreadsheets_write_it(run_of: Callable[[str], Path], tmp_path: Path, text: str):
     """With a byte-order mark, a row of names, semicolons or tabs."""
     (tmp_path / "in.csv").write_text(text)
@@ -174,15 +227,21 @@ def test_csv_holds_token_ids_where_the_job_has_them(run_of: Callable[[str], Path
     (tmp_path / "in.csv").write_text("0,1,2\n8,3,3\n")
     outcome = paceline.predict(run_of("tokens"), tmp_path / "in.csv", "data=2")
     assert outcome["shapes"] == {"output": [2, 2]}
-    for text, message in (("0.5,1,2\n", "the file has numbers that are not whole"), ("1,x\n", "rows of as many"),
-                          ("1,5;2\n", "rows of as many numbers"), ("1,2\n3\n", "rows of as many numbers")):
+    for text, message in (
+        ("0.5,1,2\n", "the file has numbers that are not whole"),
+        ("1,x\n", "rows of as many"),
+        ("1,5;2\n", "rows of as many numbers"),
+        ("1,2\n3\n", "rows of as many numbers"),
+    ):
         (tmp_path / "in.csv").write_text(text)
         with pytest.raises(PacelineError) as caught:
             paceline.predict(run_of("tokens"), tmp_path / "in.csv", "single")
         assert message in f"{caught.value} {caught.value.hint}"
 
 
-def test_a_job_file_that_was_edited_since_is_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+def test_a_job_file_that_was_edited_since_is_said(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
     """The model and the data that are read are no longer the run's; so is a file beside it that it imports."""
     (tmp_path / "own_rows.py").write_text("COUNT = 4\n")
     text = ODD.replace("range(8)", "range(COUNT)").replace("batch=4", "batch=4, validation=data")
@@ -190,8 +249,11 @@ def test_a_job_file_that_was_edited_since_is_said(tmp_path: Path, capfd: pytest.
     run = tmp_path / "run"
     paceline.train(JobFile(tmp_path / "job.py"), "single", devices="cpu:0", run=run)
     numpy.save(tmp_path / "in.npy", numpy.ones((1, 3)))
-    verbs = (lambda: paceline.evaluate(run), lambda: paceline.predict(run, tmp_path / "in.npy"),
-             lambda: paceline.open(run))
+    verbs = (
+        lambda: paceline.evaluate(run),
+        lambda: paceline.predict(run, tmp_path / "in.npy"),
+        lambda: paceline.open(run),
+    )
     for edited in ("", "own_rows.py", "job.py"):
         if edited:
             with (tmp_path / edited).open("a") as file:

@@ -33,14 +33,28 @@ ERRORS: dict[str, tuple[BaseException, str]] = {
     "no text": (NoText(), "NoText: its text can't be made (RuntimeError)"),
     "long": (ValueError("x" * 10**6), "xxx... and 990000 more characters"),
     "binary": (OSError("\0\x1b[2J"), r"OSError: \x00\x1b[2J"),
-    "group": (ExceptionGroup("two", [ValueError("left"), KeyError(1)]), "- ValueError: left\n- KeyError: 1"),
-    "exit": (SystemExit(0), "SystemExit: 0"), "interrupt": (KeyboardInterrupt("mine"), "KeyboardInterrupt: mine"),
-    "generator": (GeneratorExit(), "GeneratorExit")}
+    "group": (
+        ExceptionGroup("two", [ValueError("left"), KeyError(1)]),
+        "- ValueError: left\n- KeyError: 1",
+    ),
+    "exit": (SystemExit(0), "SystemExit: 0"),
+    "interrupt": (KeyboardInterrupt("mine"), "KeyboardInterrupt: mine"),
+    "generator": (GeneratorExit(), "GeneratorExit"),
+}
 
 
 def a_job(**changes: Any) -> pl.Job:
-    return pl.Job(**{"model": lambda: nn.Linear(4, 2), "data": POINTS, "loss": F.cross_entropy, "batch": 4, "steps": 4,
-                     "optimizer": lambda named: torch.optim.SGD(named, lr=0.1), **changes})
+    return pl.Job(
+        **{
+            "model": lambda: nn.Linear(4, 2),
+            "data": POINTS,
+            "loss": F.cross_entropy,
+            "batch": 4,
+            "steps": 4,
+            "optimizer": lambda named: torch.optim.SGD(named, lr=0.1),
+            **changes,
+        }
+    )
 
 
 def failed(run: Path, **changes: Any) -> PacelineError:
@@ -52,6 +66,7 @@ def failed(run: Path, **changes: Any) -> PacelineError:
 @pytest.mark.parametrize("name", ERRORS)
 def test_an_error_of_a_rank(tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str):
     """Its text is told, the run is not tried again, and its summary can be read."""
+
     def loss(output: Tensor, target: Tensor) -> Tensor:
         raise error
 
@@ -64,6 +79,7 @@ def test_an_error_of_a_rank(tmp_path: Path, capfd: pytest.CaptureFixture[str], n
 @pytest.mark.parametrize("name", ERRORS)
 def test_an_error_of_a_callback(tmp_path: Path, name: str):
     """It ends the run, which is saved."""
+
     class Raising(pl.Callback):
         def on_step(self, run: Any, step: Any) -> None:
             raise error
@@ -74,17 +90,22 @@ def test_an_error_of_a_callback(tmp_path: Path, name: str):
     error, words = ERRORS[name]
     raised = failed(tmp_path / "run", callbacks=[Raising()])
     assert isinstance(raised, CallbackError) and words in str(raised) and raised.exit_code == 1
-    assert "a checkpoint is saved" in str(raised) and list((tmp_path / "run" / "checkpoints").glob("step-*"))
+    assert "a checkpoint is saved" in str(raised) and list(
+        (tmp_path / "run" / "checkpoints").glob("step-*")
+    )
 
 
 @pytest.mark.parametrize("name", ["no UTF-8", "exit", "interrupt", "generator"])
 def test_an_error_of_a_loader_worker(tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str):
     """It is this error that ends the run, and not the end of the worker."""
+
     def collate(samples: list[Any]) -> Any:
         raise error
 
     error, words = ERRORS[name]
-    raised = failed(tmp_path / "run", batch=None, data=DataLoader(POINTS, 4, num_workers=1, collate_fn=collate))
+    raised = failed(
+        tmp_path / "run", batch=None, data=DataLoader(POINTS, 4, num_workers=1, collate_fn=collate)
+    )
     assert words in str(raised) and raised.exit_code == 1
     assert "restarts left" not in capfd.readouterr().err
 
@@ -92,6 +113,7 @@ def test_an_error_of_a_loader_worker(tmp_path: Path, capfd: pytest.CaptureFixtur
 @pytest.mark.filterwarnings("always")
 def test_text_that_cannot_be_encoded_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     """By prints, warnings and callbacks of a run, on each rank: it ends as if they were not there."""
+
     class Telling(pl.Callback):
         def on_step(self, run: Any, step: Any) -> None:
             print(f"callback {NAME}", file=sys.stderr)
@@ -118,18 +140,26 @@ def test_the_reason_of_a_loss_that_is_no_number(tmp_path: Path):
 
     failed(tmp_path / "run", loss=loss)
     failure = json.loads((tmp_path / "run" / "summary.json").read_text())["failure"]
-    assert (failure["reason"], failure["error"], failure["exit_code"]) == ("training_error", "TrainingError", 1)
+    assert (failure["reason"], failure["error"], failure["exit_code"]) == (
+        "training_error",
+        "TrainingError",
+        1,
+    )
 
 
-
-def test_memory_that_runs_out_is_told_before_remedies(tmp_path: Path, capfd: pytest.CaptureFixture[str],
-                                                      monkeypatch: pytest.MonkeyPatch):
+def test_memory_that_runs_out_is_told_before_remedies(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     """To look for them takes a while."""
+
     def loss(output: Tensor, target: Tensor) -> Tensor:
         raise MemoryError("no more pages")
 
     def look(priced: Any) -> str:
-        assert "rank 0 ran out of memory: no more pages; looking for what would fit" in capfd.readouterr().err
+        assert (
+            "rank 0 ran out of memory: no more pages; looking for what would fit"
+            in capfd.readouterr().err
+        )
         return "a smaller batch"
 
     monkeypatch.setattr("paceline.api.train.what_would_fit", look)

@@ -16,20 +16,36 @@ from paceline.launch.hosts.namespaces import NoNamespaces
 from paceline.launch.process.faults import KINDS, Fault, Kind
 from paceline.runs.folder import read_failure
 
-SURVIVED: tuple[Kind, ...] = tuple(kind for kind in KINDS if kind != "flip")  # replicas find that, and it stays
+SURVIVED: tuple[Kind, ...] = tuple(
+    kind for kind in KINDS if kind != "flip"
+)  # replicas find that, and it stays
 
 
 def job(steps: int = 12) -> pl.Job:
     source = torch.Generator().manual_seed(0)
-    pairs = TensorDataset(torch.randn(20, 3, generator=source).double(), torch.randn(20, 2, generator=source).double())
-    return pl.Job(model=lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), data=pairs,
-                  loss=nn.functional.mse_loss, optimizer=lambda named: torch.optim.AdamW(named, lr=0.01), batch=6,
-                  steps=steps, precision="float64")
+    pairs = TensorDataset(
+        torch.randn(20, 3, generator=source).double(), torch.randn(20, 2, generator=source).double()
+    )
+    return pl.Job(
+        model=lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)),
+        data=pairs,
+        loss=nn.functional.mse_loss,
+        optimizer=lambda named: torch.optim.AdamW(named, lr=0.01),
+        batch=6,
+        steps=steps,
+        precision="float64",
+    )
 
 
 def test_a_rank_and_a_launcher_that_die_cost_time_alone(paceline_rehearse):
-    outcome = paceline_rehearse(job(), "data=2", "kill 1@4:backward", "raise 1@6:backward", "kill_launcher 0@8",
-                                save_every=3)
+    outcome = paceline_rehearse(
+        job(),
+        "data=2",
+        "kill 1@4:backward",
+        "raise 1@6:backward",
+        "kill_launcher 0@8",
+        save_every=3,
+    )
     assert outcome.weights == "equal" and outcome.audit.launches >= 2
     assert all(effect.next_step_s is not None for effect in outcome.effects)
     assert outcome.exit_codes[-3:] == (1, -9, 0) and "passed" in outcome.describe()
@@ -39,13 +55,17 @@ def test_a_rank_and_a_launcher_that_die_cost_time_alone(paceline_rehearse):
 
 def test_a_gradient_that_flips_is_found_before_its_update(paceline_rehearse):
     """The run goes on from the newest checkpoint of a time when gradients were found right."""
-    outcome = paceline_rehearse(job(), "data=2", "flip 1@8:gradients", save_every=3, recheck_every=4)
+    outcome = paceline_rehearse(
+        job(), "data=2", "flip 1@8:gradients", save_every=3, recheck_every=4
+    )
     assert outcome.weights == "equal" and outcome.exit_codes == (1, 0)
     assert outcome.messages[0].startswith("rank 1 on ") and outcome.audit.recomputed_updates == 4
 
 
 def test_bits_of_a_server_and_a_worker_that_flip_are_found(paceline_rehearse):
-    outcome = paceline_rehearse(job(), "server=1 workers=1", "flip 0@5", "flip 1@8", save_every=3, recheck_every=1)
+    outcome = paceline_rehearse(
+        job(), "server=1 workers=1", "flip 0@5", "flip 1@8", save_every=3, recheck_every=1
+    )
     assert outcome.weights == "equal" and outcome.exit_codes == (1, 1, 0)
     assert [message[:7] for message in outcome.messages] == ["rank 0 ", "rank 1 "]
 
@@ -58,7 +78,9 @@ def test_a_fault_that_does_not_strike_is_told(paceline_rehearse):
 def test_an_undisturbed_run_that_fails_is_told_with_its_hint(tmp_path):
     """There is nothing to compare with, so what its failure says to do is all that helps."""
     unused = replace(job(), loss=lambda output, target: target.square().mean())
-    with pytest.raises(pl.PacelineError, match=r"(?s)undisturbed run failed: rank 0 .*hint: ") as caught:
+    with pytest.raises(
+        pl.PacelineError, match=r"(?s)undisturbed run failed: rank 0 .*hint: "
+    ) as caught:
         pl.rehearse(unused, "single", run=tmp_path)
     assert caught.value.hint == read_failure(tmp_path / "undisturbed")["hint"]
 
@@ -68,11 +90,23 @@ def test_what_cannot_be_rehearsed_is_refused(tmp_path):
         pl.rehearse(job(), "data=2", ["kill 2@3"], run=tmp_path)
 
 
-PLANS = ["data=2", "shard=2", "pipeline=2", "single", "data=2 local=3", "tensor=2", "server=1 workers=2",
-         "server=1 workers=2 staleness=2", "data=2 shard=2", "place=auto parts=2"]
+PLANS = [
+    "data=2",
+    "shard=2",
+    "pipeline=2",
+    "single",
+    "data=2 local=3",
+    "tensor=2",
+    "server=1 workers=2",
+    "server=1 workers=2 staleness=2",
+    "data=2 shard=2",
+    "place=auto parts=2",
+]
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 10))])
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 10))]
+)
 def test_random_faults(tmp_path, seed: int):
     options: dict[str, Any] = {"run": tmp_path / "run", "save_every": 4, "timeout_s": 4}
     from paceline.launch.process.faults import draw
@@ -84,18 +118,30 @@ def test_random_faults(tmp_path, seed: int):
     assert outcome.passed, outcome.describe()
 
 
-@pytest.mark.parametrize(("plan", "faults"), [("data=2", "cut 0@5"), ("data=4", "cut 1@3, cut 0@5, cut 2@9")])
+@pytest.mark.parametrize(
+    ("plan", "faults"), [("data=2", "cut 0@5"), ("data=4", "cut 1@3, cut 0@5, cut 2@9")]
+)
 def test_cuts_that_leave_no_majority_are_refused(tmp_path, plan: str, faults: str):
     """Of two hosts the first can't be lost; of four, the last cut leaves one of two, without the host that went on."""
     parsed_faults = tuple(map(Fault.read, faults.split(", ")))
-    with pytest.raises(pl.PacelineError, match=f"'{parsed_faults[-1]}' leaves 1 of 2 hosts, which is no majority"):
-        HostsRehearsal(pl.Plan.parse(plan), lambda *_: None, tmp_path, parsed_faults, 4.0, None).launch()
+    with pytest.raises(
+        pl.PacelineError, match=f"'{parsed_faults[-1]}' leaves 1 of 2 hosts, which is no majority"
+    ):
+        HostsRehearsal(
+            pl.Plan.parse(plan), lambda *_: None, tmp_path, parsed_faults, 4.0, None
+        ).launch()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("plan", "faults"), [
-    ("data=3", ["cut 2@6"]), ("data=3", ["cut 0@6"]), ("shard=3", ["cut 1@6+8", "kill 0@9"]),
-    ("shard=3", ["cut 0@6+12"])])
+@pytest.mark.parametrize(
+    ("plan", "faults"),
+    [
+        ("data=3", ["cut 2@6"]),
+        ("data=3", ["cut 0@6"]),
+        ("shard=3", ["cut 1@6+8", "kill 0@9"]),
+        ("shard=3", ["cut 0@6+12"]),
+    ],
+)
 def test_hosts_that_are_cut_off(tmp_path, plan: str, faults: list[str]):
     """The others go on, under a plan for fewer ranks until the host is back."""
     try:

@@ -28,7 +28,10 @@ class Samples(Dataset[Any]):
     def __init__(self) -> None:
         self.x = torch.randn(17, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
         self.memory: dict[int, Any] = {}
-        self.generator, self.torch_generator = np.random.default_rng(0), torch.Generator().manual_seed(0)
+        self.generator, self.torch_generator = (
+            np.random.default_rng(0),
+            torch.Generator().manual_seed(0),
+        )
 
     def __len__(self) -> int:
         return 17
@@ -79,29 +82,56 @@ class Unseeded(Samples):
 
 def train(run: Path, data: Any, *, plan: str = "data=2", epochs: int = 2, **options: Any) -> Any:
     fields = {name: options.pop(name) for name in ("validation", "collate") if name in options}
-    job = paceline.Job(model=lambda: nn.Linear(3, 2), data=data, loss=nn.functional.cross_entropy, batch=6,
-                       epochs=epochs, optimizer=lambda named: torch.optim.SGD(named, lr=0.1), precision="float64",
-                       **fields)
+    job = paceline.Job(
+        model=lambda: nn.Linear(3, 2),
+        data=data,
+        loss=nn.functional.cross_entropy,
+        batch=6,
+        epochs=epochs,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+        precision="float64",
+        **fields,
+    )
     return paceline.train(job, plan=plan, run=run, table=False, **options)
 
 
-@pytest.mark.parametrize(("kind", "options"), [
-    (CachedAfter, {}), (CachedAfter, {"plan": "tensor=2"}), (CachedAfter, {"plan": "single", "loader_workers": 2}),
-    (OwnGenerator, {"epochs": 1}), (OwnTorchGenerator, {"plan": "server=1 workers=2"}), (MixedWithTheLast, {})])
-def test_a_data_set_that_remembers_is_refused(kind: type[Samples], options: dict[str, Any], tmp_path: Path):
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (CachedAfter, {}),
+        (CachedAfter, {"plan": "tensor=2"}),
+        (CachedAfter, {"plan": "single", "loader_workers": 2}),
+        (OwnGenerator, {"epochs": 1}),
+        (OwnTorchGenerator, {"plan": "server=1 workers=2"}),
+        (MixedWithTheLast, {}),
+    ],
+)
+def test_a_data_set_that_remembers_is_refused(
+    kind: type[Samples], options: dict[str, Any], tmp_path: Path
+):
     """Before the first step, on whatever device, with the ways that work."""
-    with pytest.raises(PlanRefused, match="data gives other samples after some were read before") as raised:
+    with pytest.raises(
+        PlanRefused, match="data gives other samples after some were read before"
+    ) as raised:
         train(tmp_path / "run", kind(), **options)
     assert "--check no" in str(raised.value) and not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def test_it_is_refused_on_gpus_too(tmp_path: Path):
     """Where the first update is not checked."""
-    job = paceline.Job(model=lambda: nn.Linear(3, 2), data=CachedAfter(), loss=nn.functional.cross_entropy, batch=6,
-                       epochs=2, optimizer=lambda named: torch.optim.SGD(named, lr=0.1))
+    job = paceline.Job(
+        model=lambda: nn.Linear(3, 2),
+        data=CachedAfter(),
+        loss=nn.functional.cross_entropy,
+        batch=6,
+        epochs=2,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+    )
     gpus = Cluster(tuple(Device("cuda", index, 2**30, name="H200") for index in range(2)))
     with pytest.raises(PlanRefused, match="data gives other samples"):
-        checks.first_update(job, None, Resolved(Plan.parse("data=2"), gpus, (1, 1)), environment=None, timeout_s=60)
+        checks.first_update(
+            job, None, Resolved(Plan.parse("data=2"), gpus, (1, 1)), environment=None, timeout_s=60
+        )
 
 
 def test_validation_data_and_collate_functions_remember_too(tmp_path: Path):
@@ -110,15 +140,27 @@ def test_validation_data_and_collate_functions_remember_too(tmp_path: Path):
         train(tmp_path / "a", Samples(), validation=OwnGenerator())
     drawn = np.random.default_rng(0)
     with pytest.raises(PlanRefused, match="data gives other samples"):
-        train(tmp_path / "b", Samples(), collate=lambda items: (
-            torch.stack([x for x, _ in items]) * drawn.normal(), torch.tensor([y for _, y in items])))
+        train(
+            tmp_path / "b",
+            Samples(),
+            collate=lambda items: (
+                torch.stack([x for x, _ in items]) * drawn.normal(),
+                torch.tensor([y for _, y in items]),
+            ),
+        )
 
 
 def test_what_is_random_by_the_seed_trains(tmp_path: Path):
     """Caches of what is read, random changes by the seeded generators, caches that are read in one epoch alone, and
     what no seed fixes are not refused; nor is a plan with one reader."""
-    for number, (kind, options) in enumerate((
-            (Samples, {}), (CachedBefore, {}), (Unseeded, {}), (CachedAfter, {"epochs": 1}),
-            (CachedAfter, {"loader_workers": 1}))):
+    for number, (kind, options) in enumerate(
+        (
+            (Samples, {}),
+            (CachedBefore, {}),
+            (Unseeded, {}),
+            (CachedAfter, {"epochs": 1}),
+            (CachedAfter, {"loader_workers": 1}),
+        )
+    ):
         train(tmp_path / str(number), kind(), **{"plan": "single", "loader_workers": 2, **options})
     train(tmp_path / "unchecked", CachedAfter(), check=False)

@@ -39,8 +39,14 @@ class Moody(nn.Module):
 
 def _job(model: Any = _net, batch: int = 32) -> paceline.Job:
     x = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(0))
-    return paceline.Job(model=model, data=TensorDataset(x, x.argmax(1) % 3), loss=F.cross_entropy, batch=batch,
-                        optimizer=lambda named: torch.optim.AdamW(named), epochs=1)
+    return paceline.Job(
+        model=model,
+        data=TensorDataset(x, x.argmax(1) % 3),
+        loss=F.cross_entropy,
+        batch=batch,
+        optimizer=lambda named: torch.optim.AdamW(named),
+        epochs=1,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +61,13 @@ def test_every_number_of_devices_has_a_line(scaling: Scaling):
     assert document["batch"] == 32 and document["points"][0]["efficiency"] == 1.0
     for row in document["points"][:6]:
         assert row["efficiency"] == pytest.approx(
-            row["samples_per_s"] / row["devices"] / document["points"][0]["samples_per_s"])
+            row["samples_per_s"] / row["devices"] / document["points"][0]["samples_per_s"]
+        )
         assert row["step_s_low"] < row["step_s"] < row["step_s_high"]
-    assert all(row["plan"] is None and "batch of 32 samples" in row["problem"] for row in document["points"][6:])
+    assert all(
+        row["plan"] is None and "batch of 32 samples" in row["problem"]
+        for row in document["points"][6:]
+    )
     lines = scaling.describe().splitlines()
     assert "strong scaling" in lines[0] and max(map(len, lines)) <= 100 and len(lines) >= 4 + 8
 
@@ -67,7 +77,9 @@ def test_nothing_fits(tmp_path: Path):
     file = tmp_path / "small.toml"
     file.write_text('[[nodes]]\ndevices = ["4xH100"]\nmemory = "900MB"\n')
     none = paceline.scale(_job(Moody), str(file), "1..4")
-    assert all("nothing fits" in point.problem and "MiB more" in point.problem for point in none.points)
+    assert all(
+        "nothing fits" in point.problem and "MiB more" in point.problem for point in none.points
+    )
     needed("matplotlib")
     with pytest.raises(PacelineError, match="nothing fits on any number"):
         none.plot(tmp_path / "none.png")
@@ -83,16 +95,23 @@ def test_it_is_drawn(scaling: Scaling, tmp_path: Path, suffix: str, head: bytes)
 
 def test_what_can_not_be_drawn(scaling: Scaling, monkeypatch: pytest.MonkeyPatch):
     """Another suffix, and without matplotlib."""
-    with pytest.raises(UsageError, match=r"can't draw to scale\.pdf\n\nhint: a file that ends in \.png or \.svg"):
+    with pytest.raises(
+        UsageError, match=r"can't draw to scale\.pdf\n\nhint: a file that ends in \.png or \.svg"
+    ):
         scaling.plot("scale.pdf")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(PacelineError, match=r"drawing needs the package 'matplotlib', which is not installed\n\n"
-                                            r"hint: pip install -e '\.\[plot\]' in Paceline's checkout$"):
+    with pytest.raises(
+        PacelineError,
+        match=r"drawing needs the package 'matplotlib', which is not installed\n\n"
+        r"hint: pip install -e '\.\[plot\]' in Paceline's checkout$",
+    ):
         scaling.plot("scale.png")
 
 
-@pytest.mark.parametrize(("most", "count"), [(100, 8), pytest.param(100_000, 18, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("most", "count"), [(100, 8), pytest.param(100_000, 18, marks=pytest.mark.slow)]
+)
 def test_a_hundred_thousand_devices_take_seconds(most: int, count: int):
     """18 numbers of devices, with pipelines."""
     begin_s = time.process_time()

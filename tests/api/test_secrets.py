@@ -35,34 +35,75 @@ def test_no_file_and_no_line_holds_a_password(tmp_path: Path):
     """A URL's and an option's, and no line of a terminal holds an escape."""
     (tmp_path / "job.py").write_text(JOB)
     run = tmp_path / "run"
-    train = Command(["train", str(tmp_path / "job.py"), "--run", str(run), "--set", "api_key=hush1", "--plan",
-                     "single"], {"PATH": "/usr/bin:/bin"}, tmp_path / "command")
+    train = Command(
+        [
+            "train",
+            str(tmp_path / "job.py"),
+            "--run",
+            str(run),
+            "--set",
+            "api_key=hush1",
+            "--plan",
+            "single",
+        ],
+        {"PATH": "/usr/bin:/bin"},
+        tmp_path / "command",
+    )
     assert train.wait() == 0, train.stderr.read_text()
     assert "api_key=***" in json.loads((run / "origin.json").read_text())["command"]
     said = train.stderr.read_text() + train.stdout.read_text()
     assert "\x1b" not in said and "\\x1b[31mred" in said
-    search = Command(["search", str(tmp_path / "job.py"), "--trials", "1", "--vary", "lr=0.1..0.2", "--run",
-                      str(tmp_path / "study"), "--storage", "nosuchdb+nodriver://me:hush2@host/name"],
-                     {"PATH": "/usr/bin:/bin"}, tmp_path / "search")
+    search = Command(
+        [
+            "search",
+            str(tmp_path / "job.py"),
+            "--trials",
+            "1",
+            "--vary",
+            "lr=0.1..0.2",
+            "--run",
+            str(tmp_path / "study"),
+            "--storage",
+            "nosuchdb+nodriver://me:hush2@host/name",
+        ],
+        {"PATH": "/usr/bin:/bin"},
+        tmp_path / "search",
+    )
     assert search.wait() != 0
     said += search.stderr.read_text()
     assert "nosuchdb+nodriver://me:***@host/name" in said
-    kept = [path for path in tmp_path.rglob("*") if path.is_file() and path.name not in ("job.json", "job.py")]
+    kept = [
+        path
+        for path in tmp_path.rglob("*")
+        if path.is_file() and path.name not in ("job.json", "job.py")
+    ]
     assert "hush" not in said and not [path for path in kept if b"hush" in path.read_bytes()]
 
 
-@pytest.mark.parametrize(("text", "shown"), [
-    ("postgresql://u:p@w@h/db", "postgresql://u:***@h/db"), ("redis://:p@h", "redis://:***@h"),
-    ("https://h/p:q@r", "https://h/p:q@r"), ("a\x1b]0;title\x07b", "a\\x1b]0;title\\x07b"), ("a\x9b31m", "a\\x9b31m"),
-    ("two\nlines\tand a tab", "two\nlines\tand a tab"), ("over\rwritten", "over\\x0dwritten")])
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("postgresql://u:p@w@h/db", "postgresql://u:***@h/db"),
+        ("redis://:p@h", "redis://:***@h"),
+        ("https://h/p:q@r", "https://h/p:q@r"),
+        ("a\x1b]0;title\x07b", "a\\x1b]0;title\\x07b"),
+        ("a\x9b31m", "a\\x9b31m"),
+        ("two\nlines\tand a tab", "two\nlines\tand a tab"),
+        ("over\rwritten", "over\\x0dwritten"),
+    ],
+)
 def test_what_is_printed(text: str, shown: str):
     assert printable(text) == shown
     assert str(PacelineError(text, hint=text)) == f"{shown}\n\nhint: {shown}"
 
 
-@pytest.mark.parametrize(("command", "kept"), [
-    ("train job.py --set password=x --set lr=1", "train job.py --set password=*** --set lr=1"),
-    ("--hf-token x --log mlflow:http://u:p@h", "--hf-token *** --log mlflow:http://u:***@h"),
-    ("--set max_tokens=5 --set monkey=1", "--set max_tokens=5 --set monkey=1")])
+@pytest.mark.parametrize(
+    ("command", "kept"),
+    [
+        ("train job.py --set password=x --set lr=1", "train job.py --set password=*** --set lr=1"),
+        ("--hf-token x --log mlflow:http://u:p@h", "--hf-token *** --log mlflow:http://u:***@h"),
+        ("--set max_tokens=5 --set monkey=1", "--set max_tokens=5 --set monkey=1"),
+    ],
+)
 def test_what_is_kept_of_a_command(command: str, kept: str):
     assert without_secrets(command) == kept

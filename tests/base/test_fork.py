@@ -18,6 +18,7 @@ from paceline.cluster.gpu_use import start_autograd_without_gpus
 @pytest.mark.timeout(60)
 def test_a_fork_computes_in_parallel_after_its_parent_did(start_child: Any):
     """libgomp's threads of the parent are not in the fork, and are not waited for."""
+
     def compute() -> None:
         torch.set_num_threads(2)
         torch.rand(10**6).add_(1)
@@ -50,17 +51,24 @@ in_a_fork(backward)
 """
 
 
-@pytest.mark.skipif(not torch.version.cuda, reason="needs a build of torch for CUDA (but no GPU): others count none")
+@pytest.mark.skipif(
+    not torch.version.cuda, reason="needs a build of torch for CUDA (but no GPU): others count none"
+)
 @pytest.mark.timeout(120)
 def test_forks_run_a_backward_after_one_of_fake_tensors():
     """In a process of its own: this one's autograd has started."""
-    done = subprocess.run([sys.executable, "-c", _FAKES_THEN_A_FORK], capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", _FAKES_THEN_A_FORK], capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(("built_for", "num_gpus", "starts"), [("13.0", 0, 1), ("13.0", 2, 0), (None, 0, 0)])
+@pytest.mark.parametrize(
+    ("built_for", "num_gpus", "starts"), [("13.0", 0, 1), ("13.0", 2, 0), (None, 0, 0)]
+)
 def test_autograd_starts_before_fake_tensors_where_torch_finds_no_gpu(
-        built_for: str | None, num_gpus: int, starts: int, monkeypatch: pytest.MonkeyPatch):
+    built_for: str | None, num_gpus: int, starts: int, monkeypatch: pytest.MonkeyPatch
+):
     backwards: list[Any] = []
     monkeypatch.setattr(torch.version, "cuda", built_for)
     monkeypatch.setattr(torch.version, "hip", None)

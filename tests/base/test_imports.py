@@ -13,8 +13,9 @@ from paceline.base.imports import load_modules
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_the_collector_rests_while_modules_are_loaded(enabled: bool, tmp_path: Path,
-                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_collector_rests_while_modules_are_loaded(
+    enabled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is off during an import, also one that fails, and on afterwards if it was on before."""
     (tmp_path / "watched_import.py").write_text("import gc\nwas_enabled = gc.isenabled()\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -34,9 +35,20 @@ def test_the_collector_rests_while_modules_are_loaded(enabled: bool, tmp_path: P
 
 def test_a_plain_run_imports_nothing_that_only_others_need():
     """What callbacks, loggers, automatic plans and prices need is imported for them alone."""
-    others = ("callbacks.controller", "callbacks.keep_best", "callbacks.loggers.logger", "planner.estimate",
-              "planner.remedies", "verbs.auto", "verbs.calibration", "verbs.fine_tuning", "reports.page")
-    code = ("import sys; from paceline.base.imports import OF_RUNS, load_modules; load_modules(OF_RUNS[:2]); "
-            f"print([name for name in {others} if 'paceline.' + name in sys.modules])")
+    others = (
+        "callbacks.controller",
+        "callbacks.keep_best",
+        "callbacks.loggers.logger",
+        "planner.estimate",
+        "planner.remedies",
+        "verbs.auto",
+        "verbs.calibration",
+        "verbs.fine_tuning",
+        "reports.page",
+    )
+    code = (
+        "import sys; from paceline.base.imports import OF_RUNS, load_modules; load_modules(OF_RUNS[:2]); "
+        f"print([name for name in {others} if 'paceline.' + name in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, timeout=120)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr

@@ -37,8 +37,12 @@ Read = Callable[[int], bytes]
 class Records(Dataset[Any]):
     """Samples that are read in two halves: both readers are between them at once. A wrong record is an error."""
 
-    def __init__(self, reads: dict[str, Read], begin: Callable[[int], Any] = lambda index: None,
-                 end: Callable[[], bytes] | None = None) -> None:
+    def __init__(
+        self,
+        reads: dict[str, Read],
+        begin: Callable[[int], Any] = lambda index: None,
+        end: Callable[[], bytes] | None = None,
+    ) -> None:
         self.reads, self.begin, self.end, self.both = reads, begin, end, Barrier(2)
 
     def __len__(self) -> int:
@@ -57,16 +61,29 @@ class Records(Dataset[Any]):
 
 
 def train(data: Any, *, plan: str = "data=2", **options: Any) -> Any:
-    job = paceline.Job(model=lambda: nn.Linear(WIDTH, 2), data=data, loss=nn.functional.cross_entropy, batch=8,
-                       epochs=2, optimizer=lambda named: torch.optim.SGD(named, lr=0.1), precision="float64")
+    job = paceline.Job(
+        model=lambda: nn.Linear(WIDTH, 2),
+        data=data,
+        loss=nn.functional.cross_entropy,
+        batch=8,
+        epochs=2,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+        precision="float64",
+    )
     return paceline.train(job, plan=plan, table=False, **options)
 
 
 @pytest.fixture
 def kept_open(tmp_path: Path) -> Iterator[dict[str, Read]]:
     """Files of several kinds that were opened once, and how a record of each is read."""
-    tar, packed, lasting, database = (tmp_path / name for name in ("a.tar", "a.zip", "a.gz", "a.sqlite"))
-    with tarfile.open(tar, "w") as to_tar, zipfile.ZipFile(packed, "w") as to_zip, gzip.open(lasting, "wb") as to_gzip:
+    tar, packed, lasting, database = (
+        tmp_path / name for name in ("a.tar", "a.zip", "a.gz", "a.sqlite")
+    )
+    with (
+        tarfile.open(tar, "w") as to_tar,
+        zipfile.ZipFile(packed, "w") as to_zip,
+        gzip.open(lasting, "wb") as to_gzip,
+    ):
         for number, record in enumerate(RECORDS):
             entry = tarfile.TarInfo(str(number))
             entry.size = RECORD_BYTES
@@ -79,8 +96,10 @@ def kept_open(tmp_path: Path) -> Iterator[dict[str, Read]]:
     with ExitStack() as files:
         connection = files.enter_context(closing(sqlite3.connect(database)))
         connection.execute("create table records (number, record)")
-        connection.executemany("insert into records values (?, ?)",
-                               [(number, record.tobytes()) for number, record in enumerate(RECORDS)])
+        connection.executemany(
+            "insert into records values (?, ?)",
+            [(number, record.tobytes()) for number, record in enumerate(RECORDS)],
+        )
         connection.commit()
         temporary = files.enter_context(tempfile.TemporaryFile())
         temporary.write(RECORDS.tobytes())
@@ -100,21 +119,33 @@ def kept_open(tmp_path: Path) -> Iterator[dict[str, Read]]:
 
             return read
 
-        yield {"tar": lambda index: in_tar.extractfile(str(index)).read(), "zip": lambda index: in_zip.read(str(index)),
-               "gzip": sought(in_gzip), "npz": lambda index: in_npz[f"arr_{index}"].tobytes(),
-               "removed": sought(removed), "temporary": sought(temporary),
-               "mapped": lambda index: mapped[index].tobytes(), "database": lambda index: connection.execute(
-                   "select record from records where number = ?", (index,)).fetchone()[0]}
+        yield {
+            "tar": lambda index: in_tar.extractfile(str(index)).read(),
+            "zip": lambda index: in_zip.read(str(index)),
+            "gzip": sought(in_gzip),
+            "npz": lambda index: in_npz[f"arr_{index}"].tobytes(),
+            "removed": sought(removed),
+            "temporary": sought(temporary),
+            "mapped": lambda index: mapped[index].tobytes(),
+            "database": lambda index: connection.execute(
+                "select record from records where number = ?", (index,)
+            ).fetchone()[0],
+        }
 
 
 @pytest.mark.parametrize("loader_workers", [0, 1])
 @pytest.mark.parametrize("mode", ["rb", "r+b"])
-def test_each_fork_reads_at_a_place_of_its_own(mode: str, loader_workers: int, kept_open: dict[str, Read],
-                                               tmp_path: Path):
+def test_each_fork_reads_at_a_place_of_its_own(
+    mode: str, loader_workers: int, kept_open: dict[str, Read], tmp_path: Path
+):
     """A data set that opened its files once gives each rank and loader worker its own records."""
     (tmp_path / "records").write_bytes(RECORDS.tobytes())
     with open(tmp_path / "records", mode) as file:
-        data = Records(kept_open, lambda index: file.seek(index * RECORD_BYTES), lambda: file.read(RECORD_BYTES))
+        data = Records(
+            kept_open,
+            lambda index: file.seek(index * RECORD_BYTES),
+            lambda: file.read(RECORD_BYTES),
+        )
         train(data, run=tmp_path / "run", loader_workers=loader_workers)
 
 
@@ -126,12 +157,19 @@ def test_libraries_read_at_a_place_of_their_own(package: str, tmp_path: Path):
         with library.File(tmp_path / "records.h5", "w") as file:
             file["records"] = RECORDS
         with library.File(tmp_path / "records.h5") as file:
-            train(Records({"h5py": lambda index: file["records"][index].tobytes()}), run=tmp_path / "run")
+            train(
+                Records({"h5py": lambda index: file["records"][index].tobytes()}),
+                run=tmp_path / "run",
+            )
         return
-    with library.open(str(tmp_path / "records")) as environment, environment.begin(write=True) as writes:
+    with (
+        library.open(str(tmp_path / "records")) as environment,
+        environment.begin(write=True) as writes,
+    ):
         for number, record in enumerate(RECORDS):
             writes.put(bytes([number]), record.tobytes())
     with library.open(str(tmp_path / "records"), readonly=True, lock=False) as environment:
+
         def read(index: int) -> bytes:
             with environment.begin() as transaction:
                 return bytes(transaction.get(bytes([index])))
@@ -162,6 +200,7 @@ class Client:
 @pytest.fixture(scope="module")
 def server() -> Iterator[tuple[str, int]]:
     """The address of a server of records, in a process of its own."""
+
     def serve(connection: socket.socket) -> None:
         while request := connection.recv(1):
             connection.sendall(RECORDS[request[0]].tobytes())
@@ -180,6 +219,7 @@ def server() -> Iterator[tuple[str, int]]:
 
 def test_no_two_forks_use_one_connection(server: tuple[str, int], tmp_path: Path):
     """A client finds its connection closed: it connects again, or fails and is named. A rank alone keeps it."""
+
     def records(*, reconnects: bool) -> Records:
         client = Client(server, reconnects=reconnects)
         clients.callback(lambda: client.connection.close())
@@ -187,7 +227,9 @@ def test_no_two_forks_use_one_connection(server: tuple[str, int], tmp_path: Path
 
     with ExitStack() as clients:
         train(records(reconnects=True), run=tmp_path / "again")
-        with pytest.raises(RankFailed, match=rf"can't be read[^\0]*connections to 127.0.0.1:{server[1]} were made"):
+        with pytest.raises(
+            RankFailed, match=rf"can't be read[^\0]*connections to 127.0.0.1:{server[1]} were made"
+        ):
             train(records(reconnects=False), run=tmp_path / "closed")
         alone = records(reconnects=False)
         alone.both.abort()
@@ -195,17 +237,30 @@ def test_no_two_forks_use_one_connection(server: tuple[str, int], tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", ["pool", "processes", "own thread", "lmdb", "connection", "pipe"])
-def test_what_forks_lack_is_named(kind: str, server: tuple[str, int], tmp_path: Path, start_child: Any):
+def test_what_forks_lack_is_named(
+    kind: str, server: tuple[str, int], tmp_path: Path, start_child: Any
+):
     """Threads, connections and pipes that a job's file leaves are named before the first step, and nothing else is."""
     made, named = {
-        "pool": ("(pool := concurrent.futures.ThreadPoolExecutor(1, 'decoder')).submit(int)", "threads decoder_0"),
-        "own thread": ("threading.Thread(target=lambda: time.sleep(60), name='ahead', daemon=True).start()",
-                       "threads ahead"),
+        "pool": (
+            "(pool := concurrent.futures.ThreadPoolExecutor(1, 'decoder')).submit(int)",
+            "threads decoder_0",
+        ),
+        "own thread": (
+            "threading.Thread(target=lambda: time.sleep(60), name='ahead', daemon=True).start()",
+            "threads ahead",
+        ),
         "processes": ("multiprocessing.Pool(1)", "(_handle_workers)"),
-        "lmdb": (f"importlib.import_module('lmdb').open({str(tmp_path / 'records')!r})",
-                 f"LMDB environments with locks {tmp_path / 'records'} (forks run out of readers"),
-        "connection": (f"socket.create_connection({server})", f"connections to 127.0.0.1:{server[1]}"),
-        "pipe": ("os.pipe()", "pipes or sockets with the descriptors")}[kind]
+        "lmdb": (
+            f"importlib.import_module('lmdb').open({str(tmp_path / 'records')!r})",
+            f"LMDB environments with locks {tmp_path / 'records'} (forks run out of readers",
+        ),
+        "connection": (
+            f"socket.create_connection({server})",
+            f"connections to 127.0.0.1:{server[1]}",
+        ),
+        "pipe": ("os.pipe()", "pipes or sockets with the descriptors"),
+    }[kind]
     if kind == "lmdb":
         needed("lmdb")
     file = tmp_path / "named.py"
@@ -213,15 +268,26 @@ def test_what_forks_lack_is_named(kind: str, server: tuple[str, int], tmp_path: 
         "import concurrent.futures, importlib, multiprocessing, os, socket, threading, time, torch, paceline as pl\n"
         f"KEPT, FILE = ({made}), open(__file__)\n"
         "def job():\n    return pl.Job(model=lambda: torch.nn.Linear(2, 2), data=(torch.ones(4, 2), torch.ones(4, 2)), "
-        "batch=4, steps=1, loss=torch.nn.functional.mse_loss, optimizer=lambda named: torch.optim.SGD(named, lr=.1))\n")
-    child = start_child(lambda: paceline.train(str(file), plan="single", run=tmp_path / "run", table=False))
+        "batch=4, steps=1, loss=torch.nn.functional.mse_loss, optimizer=lambda named: torch.optim.SGD(named, lr=.1))\n"
+    )
+    child = start_child(
+        lambda: paceline.train(str(file), plan="single", run=tmp_path / "run", table=False)
+    )
     assert child.exit_code() == 0, child.stderr
-    notes = [line for line in child.stderr.splitlines() if line.startswith("note: ranks and loader workers")]
+    notes = [
+        line
+        for line in child.stderr.splitlines()
+        if line.startswith("note: ranks and loader workers")
+    ]
     assert len(notes) == 1 and named in notes[0]
-    assert notes[0].count("; ") == (kind == "processes")  # a pool has threads and pipes; the others nothing else
+    assert notes[0].count("; ") == (
+        kind == "processes"
+    )  # a pool has threads and pipes; the others nothing else
 
 
-def test_a_pool_that_a_fork_lacks_ends_the_only_rank(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+def test_a_pool_that_a_fork_lacks_ends_the_only_rank(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
     """Nobody else waits for it, and it would wait for ever."""
     with ThreadPoolExecutor(1, "decoder") as pool:
         pool.submit(int).result()

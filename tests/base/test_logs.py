@@ -34,10 +34,14 @@ def noisy(context: Any) -> None:
         dist.all_reduce(torch.ones(1))
 
 
-def test_every_rank_has_its_log(run_ranks: Callable[..., Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+def test_every_rank_has_its_log(
+    run_ranks: Callable[..., Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
     """A rank's file holds what it printed, logged and was warned of; another rank's words are not in it."""
     run_ranks(noisy, 3, run_dir=tmp_path)
-    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == [f"rank-{rank}.log" for rank in range(3)]
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == [
+        f"rank-{rank}.log" for rank in range(3)
+    ]
     for rank in range(3):
         text = (tmp_path / "logs" / f"rank-{rank}.log").read_text()
         for words in ("print of", "stderr of", "info of", "warning of"):
@@ -49,13 +53,18 @@ def test_every_rank_has_its_log(run_ranks: Callable[..., Any], tmp_path: Path, c
             assert f"from C, {rank}" in text
 
 
-def test_the_terminal_hears_rank_0_and_each_warning_once(run_ranks: Callable[..., Any], tmp_path: Path,
-                                                         capfd: pytest.CaptureFixture[str]):
+def test_the_terminal_hears_rank_0_and_each_warning_once(
+    run_ranks: Callable[..., Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
     """INFO and prints are rank 0's; a warning of all ranks is shown once, one of a single rank with its number."""
     run_ranks(noisy, 3, run_dir=tmp_path)
     shown = capfd.readouterr()
     assert all(f"{words} 0\n" in shown.err for words in ("print of", "stderr of", "info of"))
-    assert not any(f"{words} {rank}" in shown.err for words in ("print of", "stderr of", "info of") for rank in (1, 2))
+    assert not any(
+        f"{words} {rank}" in shown.err
+        for words in ("print of", "stderr of", "info of")
+        for rank in (1, 2)
+    )
     assert shown.err.count("all are warned") == 1
     assert shown.err.count("UserWarning: old way") == 1
     assert all(f"[rank {rank}] warning: warning of {rank}\n" in shown.err for rank in range(3))
@@ -63,8 +72,12 @@ def test_the_terminal_hears_rank_0_and_each_warning_once(run_ranks: Callable[...
     assert "print" not in shown.out  # stdout is for the result
 
 
-def test_without_a_folder_nothing_is_written(run_ranks: Callable[..., Any], tmp_path: Path,
-                                             capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_without_a_folder_nothing_is_written(
+    run_ranks: Callable[..., Any],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
     """Runs that leave no folder, such as those of verify, print rank 0's words alone and make no file."""
     monkeypatch.chdir(tmp_path)
     run_ranks(noisy, 2)

@@ -17,8 +17,20 @@ def draws() -> tuple[float, float, float]:
 
 def test_keys_give_unrelated_seeds():
     """Keys that differ in a part, in its type or in where parts begin have different seeds of 63 bits."""
-    keys = [(0,), (1,), ("0",), (0, 0), (0, "order", 1), (0, "order", 2), (1, "order", 1), (0, "ord", "er1"),
-            (0, "order1"), (1, 1), (0, 11), (-1,)]
+    keys = [
+        (0,),
+        (1,),
+        ("0",),
+        (0, 0),
+        (0, "order", 1),
+        (0, "order", 2),
+        (1, "order", 1),
+        (0, "ord", "er1"),
+        (0, "order1"),
+        (1, 1),
+        (0, 11),
+        (-1,),
+    ]
     seeds = [key_to_seed(*key) for key in keys]
     assert len(set(seeds)) == len(keys)
     assert all(0 <= seed < 2**63 for seed in seeds)
@@ -30,8 +42,11 @@ def test_the_seed_of_a_key_never_changes():
     assert key_to_seed(0, "step", 3, 1, 0) == 612883036222323911
 
 
-@pytest.mark.parametrize("seed", [lambda n: seed_streams(7, "step", n), lambda n: seed_sample(7, n)],
-                         ids=["seed_streams", "seed_sample"])
+@pytest.mark.parametrize(
+    "seed",
+    [lambda n: seed_streams(7, "step", n), lambda n: seed_sample(7, n)],
+    ids=["seed_streams", "seed_sample"],
+)
 def test_a_key_decides_all_three_generators(seed):
     """Whatever was drawn before, a key gives the same numbers in torch, random and NumPy; another key others."""
     seed(1)

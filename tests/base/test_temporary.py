@@ -34,10 +34,14 @@ def fill(lives: Path, word: str) -> None:
         signal.pause()
 
 
-def test_what_a_killed_owner_left_is_removed_by_the_next(start_child: Callable[..., Any], wait_for: Callable[..., None],
-                                                         tmp_path: Path, temporary: Path) -> None:
+def test_what_a_killed_owner_left_is_removed_by_the_next(
+    start_child: Callable[..., Any], wait_for: Callable[..., None], tmp_path: Path, temporary: Path
+) -> None:
     """And nothing else: neither what another owner uses, nor folders of another make."""
-    owners = [start_child(lambda number=number: fill(tmp_path / f"{number}", f"of-{number}")) for number in range(2)]
+    owners = [
+        start_child(lambda number=number: fill(tmp_path / f"{number}", f"of-{number}"))
+        for number in range(2)
+    ]
     for number in range(2):
         wait_for((tmp_path / f"{number}").exists)
     (temporary / "paceline-of-somebody").mkdir()
@@ -51,10 +55,11 @@ def test_what_a_killed_owner_left_is_removed_by_the_next(start_child: Callable[.
     assert not folder.exists()
 
 
-def test_a_fork_that_outlives_its_owner_keeps_the_folder(start_child: Callable[..., Any],
-                                                         wait_for: Callable[..., None], tmp_path: Path,
-                                                         temporary: Path) -> None:
+def test_a_fork_that_outlives_its_owner_keeps_the_folder(
+    start_child: Callable[..., Any], wait_for: Callable[..., None], tmp_path: Path, temporary: Path
+) -> None:
     """It may still write there."""
+
     def keep_folder() -> None:
         with temporary_folder("kept"):
             if os.fork() == 0:
@@ -88,18 +93,26 @@ def test_who_cleans_old_files_away_passes_over_a_folder_in_use() -> None:
     os.close(descriptor)
 
 
-def test_nothing_is_opened_that_waits_or_is_of_another_user(temporary: Path, monkeypatch: pytest.MonkeyPatch):
+def test_nothing_is_opened_that_waits_or_is_of_another_user(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+):
     """A pipe would hold up everybody's starts, and the lock of another user's folder is not ours to take."""
     for name in ("paceline-pipe", "paceline-link", "paceline-theirs"):
         (temporary / name).mkdir()
     os.mkfifo(temporary / "paceline-pipe" / "owner.lock")
-    (temporary / "paceline-link" / "owner.lock").symlink_to(temporary / "paceline-pipe" / "owner.lock")
+    (temporary / "paceline-link" / "owner.lock").symlink_to(
+        temporary / "paceline-pipe" / "owner.lock"
+    )
     (temporary / "paceline-theirs" / "owner.lock").touch()
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
 
     with temporary_folder():
         pass
 
-    assert {path.name for path in temporary.iterdir()} == {"paceline-pipe", "paceline-link", "paceline-theirs"}
+    assert {path.name for path in temporary.iterdir()} == {
+        "paceline-pipe",
+        "paceline-link",
+        "paceline-theirs",
+    }
     os.mkfifo(temporary / "paceline-verbs-mine")
     VerbTable.of_launch("mine", 2).note(0, 1, "a.run")

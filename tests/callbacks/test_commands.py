@@ -25,24 +25,51 @@ BIN = Path(sys.executable).parent
 
 def words(tmp_path: Path) -> list[str]:
     (tmp_path / "net.py").write_text(JOB)
-    return ["train", str(tmp_path / "net.py"), "--plan", "data=2", "--check", "no", "--run", str(tmp_path / "run")]
+    return [
+        "train",
+        str(tmp_path / "net.py"),
+        "--plan",
+        "data=2",
+        "--check",
+        "no",
+        "--run",
+        str(tmp_path / "run"),
+    ]
 
 
 def environment(planted: str = "") -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PLANTED": planted}
 
 
-@pytest.mark.parametrize("launcher", ["its environment", pytest.param("torchrun", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "launcher", ["its environment", pytest.param("torchrun", marks=pytest.mark.slow)]
+)
 def test_under_torchrun_they_run_on_the_first_rank_alone(tmp_path: Path, launcher: str):
     """They hear the same as of one device, once, and the run stops after the same step."""
     if launcher == "torchrun":
-        launched = subprocess.run([str(BIN / "torchrun"), "--nproc-per-node", "2", "--no-python", "--", sys.executable,
-                                   "-m", "paceline", *words(tmp_path)],
-                                  env=environment(), capture_output=True, text=True, timeout=150)
+        launched = subprocess.run(
+            [
+                str(BIN / "torchrun"),
+                "--nproc-per-node",
+                "2",
+                "--no-python",
+                "--",
+                sys.executable,
+                "-m",
+                "paceline",
+                *words(tmp_path),
+            ],
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=150,
+        )
         assert launched.returncode == 0, launched.stderr
     else:
         as_ranks(words(tmp_path), tmp_path)
-    alone = pl.train(JobFile.parse(str(tmp_path / "net.py"), {}), "single", run=tmp_path / "alone", check=False)
+    alone = pl.train(
+        JobFile.parse(str(tmp_path / "net.py"), {}), "single", run=tmp_path / "alone", check=False
+    )
     assert alone["steps"] < 60
     diary = (tmp_path / "run" / "diary.txt").read_text()
     assert diary == (tmp_path / "alone" / "diary.txt").read_text()
@@ -55,12 +82,17 @@ def test_a_callback_that_fails_ends_the_command_with_its_lines(tmp_path: Path):
     assert failed.wait() == 1
     stderr_text = failed.stderr.read_text()
     assert 'net.py", line' in stderr_text and "ZeroDivisionError: planted" in stderr_text
-    assert "Diary failed in on_step after step 7" in stderr_text and "bug in paceline" not in stderr_text
+    assert (
+        "Diary failed in on_step after step 7" in stderr_text
+        and "bug in paceline" not in stderr_text
+    )
     assert "a checkpoint is saved" in stderr_text and "controller.py" not in stderr_text
     assert list((tmp_path / "run" / "checkpoints").glob("step-*/COMMIT"))
 
 
-def test_a_second_interrupt_ends_a_run_whose_callback_hangs(tmp_path: Path, wait_for: Callable[..., None]):
+def test_a_second_interrupt_ends_a_run_whose_callback_hangs(
+    tmp_path: Path, wait_for: Callable[..., None]
+):
     """And leaves no process."""
     diary = tmp_path / "run" / "diary.txt"
     started = Command(words(tmp_path), environment("hangs"), tmp_path / "command")

@@ -24,8 +24,10 @@ pytestmark = pytest.mark.timeout(120)
 
 GENERATOR = torch.Generator().manual_seed(0)
 INPUTS = torch.randn(60, 4, dtype=torch.float64, generator=GENERATOR)
-TARGETS = (INPUTS @ torch.tensor([1.0, 2.0, -1.0, 0.5], dtype=torch.float64)
-           + 0.3 * torch.randn(60, dtype=torch.float64, generator=GENERATOR)).unsqueeze(1)
+TARGETS = (
+    INPUTS @ torch.tensor([1.0, 2.0, -1.0, 0.5], dtype=torch.float64)
+    + 0.3 * torch.randn(60, dtype=torch.float64, generator=GENERATOR)
+).unsqueeze(1)
 SAMPLES = list(zip(INPUTS, TARGETS, strict=True))
 
 
@@ -35,16 +37,35 @@ def net() -> torch.nn.Module:
 
 def job(callbacks: list[pl.Callback], **changes: Any) -> pl.Job:
     """A regression that overshoots: 5 steps an epoch, and its validation loss goes up and down."""
-    fields: dict[str, Any] = {"epochs": 12, "validation": SAMPLES[40:],
-                              "metrics": {"error": lambda output, target: (output - target).abs().mean()}}
+    fields: dict[str, Any] = {
+        "epochs": 12,
+        "validation": SAMPLES[40:],
+        "metrics": {"error": lambda output, target: (output - target).abs().mean()},
+    }
     fields |= {"model": net, "batch": 8, **changes}
-    return pl.Job(data=SAMPLES[:40], loss=F.mse_loss, precision="float64", callbacks=callbacks,
-                  optimizer=lambda named: torch.optim.SGD(named, lr=0.3), **fields)
+    return pl.Job(
+        data=SAMPLES[:40],
+        loss=F.mse_loss,
+        precision="float64",
+        callbacks=callbacks,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.3),
+        **fields,
+    )
 
 
-def train(callbacks: list[pl.Callback], plan: str, run: Path, *, resume: bool = False, steps: int | None = None,
-          save_every: int | None = None, **changes: Any) -> Any:
-    return pl.train(job(callbacks, **changes), plan, run=run, resume=resume, steps=steps, save_every=save_every)
+def train(
+    callbacks: list[pl.Callback],
+    plan: str,
+    run: Path,
+    *,
+    resume: bool = False,
+    steps: int | None = None,
+    save_every: int | None = None,
+    **changes: Any,
+) -> Any:
+    return pl.train(
+        job(callbacks, **changes), plan, run=run, resume=resume, steps=steps, save_every=save_every
+    )
 
 
 class Diary(pl.Callback):
@@ -65,8 +86,14 @@ class Diary(pl.Callback):
     def on_evaluation(self, run: Any, evaluation: Any) -> None:
         weights = run.state_dict()
         assert weights.keys() == net().state_dict().keys()
-        self.events.append(("evaluation", evaluation.step, *evaluation.figures.values(),
-                            *(float(tensor.sum()) for tensor in weights.values())))
+        self.events.append(
+            (
+                "evaluation",
+                evaluation.step,
+                *evaluation.figures.values(),
+                *(float(tensor.sum()) for tensor in weights.values()),
+            )
+        )
 
     def on_save(self, run: Any, checkpoint: Any) -> None:
         assert (checkpoint.path / "COMMIT").exists()
@@ -78,7 +105,9 @@ class Diary(pl.Callback):
 
 def run_once(plan: str, run: Path) -> tuple[list[tuple[Any, ...]], Any]:
     diary = Diary()
-    result = train([diary, pl.EarlyStopping(patience=2), pl.KeepBest("error", n=2, mode="min")], plan, run)
+    result = train(
+        [diary, pl.EarlyStopping(patience=2), pl.KeepBest("error", n=2, mode="min")], plan, run
+    )
     return diary.events, result
 
 
@@ -101,7 +130,10 @@ def test_an_epoch_is_told_its_evaluation_though_nobody_hears_of_evaluations(tmp_
 
     epochs = Epochs()
     result = train([epochs], "single", tmp_path, epochs=2)
-    assert [(step, evaluation and evaluation.step) for step, evaluation in epochs.seen] == [(5, 5), (10, 10)]
+    assert [(step, evaluation and evaluation.step) for step, evaluation in epochs.seen] == [
+        (5, 5),
+        (10, 10),
+    ]
     assert epochs.seen[-1][1].figures.keys() == {"validation_loss", "error"}
     assert epochs.seen[-1][1].validation_loss == result["validation_loss"]
 
@@ -113,7 +145,9 @@ def one_device_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[tuple
 
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("plan", ["data=2", "shard=2", "pipeline=2", "server=1 workers=2"])
-def test_callbacks_hear_and_do_the_same_under_any_plan(plan: str, tmp_path: Path, one_device_run: Any):
+def test_callbacks_hear_and_do_the_same_under_any_plan(
+    plan: str, tmp_path: Path, one_device_run: Any
+):
     """Events, weights, the step of early stopping, the best checkpoints and the model that comes back."""
     expected, one_device = one_device_run
     events, result = run_once(plan, tmp_path / "plan")
@@ -129,7 +163,11 @@ def test_callbacks_hear_and_do_the_same_under_any_plan(plan: str, tmp_path: Path
     assert kept == {path.name for path in (one_device.run / "checkpoints").iterdir()}
     assert f"step-{result.best.step}" in kept
     again = pl.open(tmp_path / "plan", job=job([]))
-    assert again.history == result.history and again.metrics == result.metrics and again.best.step == result.best.step
+    assert (
+        again.history == result.history
+        and again.metrics == result.metrics
+        and again.best.step == result.best.step
+    )
 
 
 class Looks(pl.Callback):
@@ -144,7 +182,9 @@ def test_weights_before_the_first_step_are_those_of_all_servers(tmp_path: Path):
     """Server 0 may ask callbacks before the other servers have joined it."""
     looks = Looks()
     assert train([looks], "server=2 workers=1", tmp_path, epochs=1)["steps"] == 5
-    assert looks.shapes == {name: tuple(tensor.shape) for name, tensor in net().state_dict().items()}
+    assert looks.shapes == {
+        name: tuple(tensor.shape) for name, tensor in net().state_dict().items()
+    }
 
 
 class Fails(pl.Callback):
@@ -155,17 +195,27 @@ class Fails(pl.Callback):
 
 def test_an_exception_ends_the_run_with_a_checkpoint(tmp_path: Path):
     """The user's exception is the cause, its line is told, and the run can be resumed."""
-    with pytest.raises(CallbackError, match=r"(?s)test_control.*Fails failed in on_evaluation after step 10.*planted"):
+    with pytest.raises(
+        CallbackError,
+        match=r"(?s)test_control.*Fails failed in on_evaluation after step 10.*planted",
+    ):
         train([Fails()], "data=2", tmp_path)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-10"]
-    assert json.loads((tmp_path / "summary.json").read_text())["failure"]["reason"] == "callback_error"
+    assert (
+        json.loads((tmp_path / "summary.json").read_text())["failure"]["reason"] == "callback_error"
+    )
     assert train([], "single", tmp_path, resume=True)["steps"] == 60
 
 
-@pytest.mark.parametrize(("callbacks", "words"), [
-    ([pl.EarlyStopping("acuracy")], "EarlyStopping looks at 'acuracy'"), ([pl.EarlyStopping], "not the class"),
-    ([print], "instances of pl.Callback"), ([pl.KeepBest("loss")], "no figure of an evaluation"),
-])
+@pytest.mark.parametrize(
+    ("callbacks", "words"),
+    [
+        ([pl.EarlyStopping("acuracy")], "EarlyStopping looks at 'acuracy'"),
+        ([pl.EarlyStopping], "not the class"),
+        ([print], "instances of pl.Callback"),
+        ([pl.KeepBest("loss")], "no figure of an evaluation"),
+    ],
+)
 def test_callbacks_that_make_no_sense_are_refused(callbacks: list[Any], words: str):
     with pytest.raises(JobError, match=words):
         job(callbacks)
@@ -202,11 +252,22 @@ class Kills(pl.Callback):
 @pytest.mark.parametrize("plan", ["data=2", "server=1 workers=2"])
 def test_a_run_that_goes_on_under_another_plan_has_its_callbacks_state(plan: str, tmp_path: Path):
     """Early stopping counts on, and stops where the uninterrupted run does, with the same best checkpoints."""
-    one_device = train([Counts(), pl.EarlyStopping(patience=2), pl.KeepBest()], "single", tmp_path / "whole")
+    one_device = train(
+        [Counts(), pl.EarlyStopping(patience=2), pl.KeepBest()], "single", tmp_path / "whole"
+    )
     with pytest.raises(CallbackError):
-        train([Counts(), pl.EarlyStopping(patience=2), pl.KeepBest(), Kills()], plan, tmp_path / "parts")
+        train(
+            [Counts(), pl.EarlyStopping(patience=2), pl.KeepBest(), Kills()],
+            plan,
+            tmp_path / "parts",
+        )
     counts = Counts()
-    result = train([counts, pl.EarlyStopping(patience=2), pl.KeepBest()], "shard=2", tmp_path / "parts", resume=True)
+    result = train(
+        [counts, pl.EarlyStopping(patience=2), pl.KeepBest()],
+        "shard=2",
+        tmp_path / "parts",
+        resume=True,
+    )
     assert (result["steps"], result["stopped"]) == (one_device["steps"], one_device["stopped"])
     assert counts.told == list(range(36, 41)) and counts.steps == 40
     assert result.best.step == one_device.best.step
@@ -222,7 +283,9 @@ def test_stopping_from_a_step_ends_all_ranks_after_the_same_one(plan: str, tmp_p
     result = train([counts], plan, tmp_path, epochs=2000)
     assert 3 <= result["steps"] < 10_000 and result["stopped"] == "enough"
     assert counts.told == list(range(1, result["steps"] + 1))
-    assert (tmp_path / "summary.json").exists() and (tmp_path / "checkpoints" / f"step-{result['steps']}").exists()
+    assert (tmp_path / "summary.json").exists() and (
+        tmp_path / "checkpoints" / f"step-{result['steps']}"
+    ).exists()
 
 
 def test_keep_best_deletes_its_own_checkpoints_alone(tmp_path: Path):
@@ -268,21 +331,31 @@ def test_weights_have_the_names_of_the_models_own_state_dict(plan: str, tmp_path
     assert loads.loaded == [5, 10]
     weights = result.state_dict()
     assert weights["head.weight"] is weights["embed.weight"] and "hidden" not in weights
-    for read in (weights, load_file(result.export(tmp_path / "out.safetensors")),
-                 load_file(tmp_path / "model.safetensors")):
+    for read in (
+        weights,
+        load_file(result.export(tmp_path / "out.safetensors")),
+        load_file(tmp_path / "model.safetensors"),
+    ):
         model = Tied().double()
         assert set(read) == set(model.state_dict())
         model.load_state_dict(read, strict=True)
         torch.testing.assert_close(model(INPUTS), result.model()(INPUTS), rtol=0, atol=0)
 
 
-def test_a_model_that_does_not_fit_in_memory_is_refused_with_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_model_that_does_not_fit_in_memory_is_refused_with_its_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     result = train([], "single", tmp_path, epochs=1)
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=100))
     for assembled in (result.model, result.state_dict):
-        with pytest.raises(OutOfMemory, match=r"the whole model has .* GiB and this machine has(?s:.*)hint: paceline"):
+        with pytest.raises(
+            OutOfMemory,
+            match=r"the whole model has .* GiB and this machine has(?s:.*)hint: paceline",
+        ):
             assembled()
-    assert load_file(result.export(tmp_path / "out.safetensors")).keys() == net().state_dict().keys()  # by tensors
+    assert (
+        load_file(result.export(tmp_path / "out.safetensors")).keys() == net().state_dict().keys()
+    )  # by tensors
 
 
 class Pretrained(torch.nn.Linear):
@@ -294,9 +367,13 @@ class Pretrained(torch.nn.Linear):
 def test_a_model_with_save_pretrained_is_written_by_it(tmp_path: Path):
     """Another is refused with what can be done."""
     result = train([], "data=2", tmp_path / "a", epochs=1, model=lambda: Pretrained(4, 1))
-    written = torch.load(result.save_pretrained(tmp_path / "model") / "weights.pt", weights_only=True)
+    written = torch.load(
+        result.save_pretrained(tmp_path / "model") / "weights.pt", weights_only=True
+    )
     torch.testing.assert_close(written, result.state_dict(), rtol=0, atol=0)
-    with pytest.raises(UsageError, match=r"a Sequential has no save_pretrained(?s:.*)result\.export"):
+    with pytest.raises(
+        UsageError, match=r"a Sequential has no save_pretrained(?s:.*)result\.export"
+    ):
         train([], "single", tmp_path / "b", epochs=1).save_pretrained(tmp_path / "other")
 
 
@@ -304,8 +381,13 @@ def test_a_save_that_has_begun_is_waited_for_when_a_callback_fails(tmp_path: Pat
     """The report says that a checkpoint is saved, and the ranks end within seconds of it."""
     saving = ["step 5"]
     run: Any = SimpleNamespace(
-        settings=SimpleNamespace(run_dir=tmp_path, save_on_stop=True), step=5, saved_step=5, comparison=None,
-        writer=SimpleNamespace(wait=saving.clear), context=SimpleNamespace(rank=0, beat=lambda phase: None))
+        settings=SimpleNamespace(run_dir=tmp_path, save_on_stop=True),
+        step=5,
+        saved_step=5,
+        comparison=None,
+        writer=SimpleNamespace(wait=saving.clear),
+        context=SimpleNamespace(rank=0, beat=lambda phase: None),
+    )
     with pytest.raises(CallbackError, match="it failed; a checkpoint is saved"):
         loop._heed(run, {"failed": "it failed"})
     assert not saving
@@ -326,25 +408,38 @@ class StopsItself(torch.nn.Module):
 
 
 @pytest.mark.parametrize("with_callbacks", [False, True])
-def test_servers_do_not_evaluate_before_a_stop_by_signal_unless_callbacks_count_evaluations(with_callbacks: bool,
-                                                                                          tmp_path: Path):
+def test_servers_do_not_evaluate_before_a_stop_by_signal_unless_callbacks_count_evaluations(
+    with_callbacks: bool, tmp_path: Path
+):
     """Every step ends an epoch here."""
     with pytest.raises(RankFailed, match="after step 3; a checkpoint is saved"):
-        train([pl.EarlyStopping(patience=9)] if with_callbacks else [], "server=1 workers=2", tmp_path,
-              model=StopsItself, batch=40)
+        train(
+            [pl.EarlyStopping(patience=9)] if with_callbacks else [],
+            "server=1 workers=2",
+            tmp_path,
+            model=StopsItself,
+            batch=40,
+        )
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     evaluated = [line["step"] for line in lines if "validation_loss" in line]
     assert evaluated == ([1, 2, 3] if with_callbacks else [1, 2])
 
 
 @pytest.mark.parametrize("hook", ["on_step", "on_evaluation"])
-def test_a_callback_that_does_not_return_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str], hook: str):
+def test_a_callback_that_does_not_return_is_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], hook: str
+):
     """It is told with its method after the patience, and the run goes on when it returns."""
+
     class Sleeper(pl.Callback):
         pass
 
     setattr(Sleeper, hook, lambda self, run, report: time.sleep(1.5) if report.step == 5 else None)
-    result = pl.train(job([Sleeper()], epochs=None, steps=10), "data=2", run=tmp_path / "run", timeout_s=1.0)
+    result = pl.train(
+        job([Sleeper()], epochs=None, steps=10), "data=2", run=tmp_path / "run", timeout_s=1.0
+    )
     assert result["steps"] == 10
-    assert f"warning: Sleeper.{hook} has not returned, and callbacks have had 1 s for what follows step 5" in (
-        capfd.readouterr().err)
+    assert (
+        f"warning: Sleeper.{hook} has not returned, and callbacks have had 1 s for what follows step 5"
+        in (capfd.readouterr().err)
+    )

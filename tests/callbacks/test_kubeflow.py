@@ -49,7 +49,9 @@ def run(folder: Path, total_steps: int | None = 200) -> Any:
     return SimpleNamespace(folder=folder, total_steps=total_steps, step=0)
 
 
-def test_progress_time_left_and_figures(server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_progress_time_left_and_figures(
+    server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """The time left is predicted from the first step on, and measured later. The token is read anew each time."""
     monkeypatch.setattr(kubeflow, "PERIOD_S", 0.0)
     token = tmp_path / "token"
@@ -66,8 +68,13 @@ def test_progress_time_left_and_figures(server: Any, tmp_path: Path, monkeypatch
     teller.on_end(run(tmp_path), None)
     first, second, *_, last_step, end = server.told
     assert first[0] == "Bearer first" and second[0] == "Bearer second"
-    assert first[1]["progressPercentage"] == 0 and first[1]["estimatedRemainingSeconds"] == round(199 * 0.5)
-    assert last_step[1]["progressPercentage"] == 50 and last_step[1]["estimatedRemainingSeconds"] == 200
+    assert first[1]["progressPercentage"] == 0 and first[1]["estimatedRemainingSeconds"] == round(
+        199 * 0.5
+    )
+    assert (
+        last_step[1]["progressPercentage"] == 50
+        and last_step[1]["estimatedRemainingSeconds"] == 200
+    )
     assert {"name": "accuracy", "value": "0.9"} in last_step[1]["metrics"]
     assert (end[1]["progressPercentage"], end[1]["estimatedRemainingSeconds"]) == (100, 0)
 
@@ -81,7 +88,9 @@ def test_it_is_told_now_and_then(server: Any, tmp_path: Path):
 
 
 def test_a_server_that_is_not_there_does_no_harm(tmp_path: Path):
-    [teller] = of_cluster({kubeflow.URL: "http://127.0.0.1:9/status", kubeflow.TOKEN: str(tmp_path / "none")})
+    [teller] = of_cluster(
+        {kubeflow.URL: "http://127.0.0.1:9/status", kubeflow.TOKEN: str(tmp_path / "none")}
+    )
     teller.on_step(run(tmp_path), step(1))
     teller.on_end(run(tmp_path), None)
 
@@ -90,7 +99,9 @@ def test_outside_of_a_cluster_nobody_is_told():
     assert of_cluster({}) == []
 
 
-def test_the_last_status_is_sent_after_a_slow_one(server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_last_status_is_sent_after_a_slow_one(
+    server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """An earlier one that is still under way does not take its place."""
     [teller] = of_cluster({kubeflow.URL: server.url})
     send = teller._send
@@ -111,7 +122,9 @@ def test_a_status_keeps_the_limits_of_the_resource(server: Any, tmp_path: Path):
     names = ["x" * 65, "", *(f"metric {number}" for number in range(300))]
     teller.on_evaluation(run(tmp_path), EvaluationReport(1, 0, 0.25, dict.fromkeys(names, 0.5)))
     status = teller._status(run(tmp_path, 10), 11)
-    assert len(status["metrics"]) == 256 and all(1 <= len(metric["name"]) <= 64 for metric in status["metrics"])
+    assert len(status["metrics"]) == 256 and all(
+        1 <= len(metric["name"]) <= 64 for metric in status["metrics"]
+    )
     assert (status["progressPercentage"], status["estimatedRemainingSeconds"]) == (100, 0)
     teller.on_step(run(tmp_path, 2**40), step(1, step_s=1e6))
     teller._sending.join(60)

@@ -35,12 +35,26 @@ class Shows(pl.Callback):
     """Logs a number, text and a picture after each evaluation."""
 
     def on_evaluation(self, run: Any, evaluation: Any) -> None:
-        run.log({"half": evaluation.step / 2, "note": f"at {evaluation.step}", "picture": torch.rand(3, 4, 5)})
+        run.log(
+            {
+                "half": evaluation.step / 2,
+                "note": f"at {evaluation.step}",
+                "picture": torch.rand(3, 4, 5),
+            }
+        )
 
 
 def job() -> pl.Job:
-    return pl.Job(model=lambda: torch.nn.Linear(1, 1), data=SAMPLES, loss=F.mse_loss, batch=4, epochs=4,
-                  optimizer=lambda named: torch.optim.SGD(named, lr=0.01), validation=SAMPLES, callbacks=[Shows()])
+    return pl.Job(
+        model=lambda: torch.nn.Linear(1, 1),
+        data=SAMPLES,
+        loss=F.mse_loss,
+        batch=4,
+        epochs=4,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.01),
+        validation=SAMPLES,
+        callbacks=[Shows()],
+    )
 
 
 def train(run: Path, log: str) -> tuple[dict[int, float], dict[int, float]]:
@@ -48,26 +62,45 @@ def train(run: Path, log: str) -> tuple[dict[int, float], dict[int, float]]:
     pl.train(job(), "single", run=run, log=log, steps=6)
     result = pl.train(job(), "data=2", run=run, log=log, resume=True)
     history = result.history
-    return ({line["step"]: line["loss"] for line in history if "loss" in line},
-            {line["step"]: line["validation_loss"] for line in history if "validation_loss" in line})
+    return (
+        {line["step"]: line["loss"] for line in history if "loss" in line},
+        {line["step"]: line["validation_loss"] for line in history if "validation_loss" in line},
+    )
 
 
-def assert_curves(losses: list[tuple[int, float]], validation: list[tuple[int, float]],
-                  expected: tuple[dict[int, float], dict[int, float]]) -> None:
+def assert_curves(
+    losses: list[tuple[int, float]],
+    validation: list[tuple[int, float]],
+    expected: tuple[dict[int, float], dict[int, float]],
+) -> None:
     """Each step once, in order, with its figure."""
     for curve, figures in zip((losses, validation), expected, strict=True):
         assert [step for step, _ in curve] == sorted(figures)
-        assert [value for _, value in curve] == pytest.approx([figures[step] for step in sorted(figures)], rel=1e-5)
+        assert [value for _, value in curve] == pytest.approx(
+            [figures[step] for step in sorted(figures)], rel=1e-5
+        )
 
 
 def test_tensorboard(tmp_path: Path):
     accumulator = needed("tensorboard.backend.event_processing.event_accumulator", "tensorboard")
     expected = train(tmp_path / "run", f"tensorboard:{tmp_path / 'events'}")
-    events = accumulator.EventAccumulator(str(tmp_path / "events"), size_guidance={"scalars": 0, "images": 0}).Reload()
-    assert_curves([(e.step, e.value) for e in events.Scalars("loss")],
-                  [(e.step, e.value) for e in events.Scalars("validation_loss")], expected)
-    assert [(e.step, e.value) for e in events.Scalars("half")] == [(3, 1.5), (6, 3.0), (9, 4.5), (12, 6.0)]
-    assert [(e.step, e.width, e.height) for e in events.Images("picture")] == [(s, 5, 4) for s in (3, 6, 9, 12)]
+    events = accumulator.EventAccumulator(
+        str(tmp_path / "events"), size_guidance={"scalars": 0, "images": 0}
+    ).Reload()
+    assert_curves(
+        [(e.step, e.value) for e in events.Scalars("loss")],
+        [(e.step, e.value) for e in events.Scalars("validation_loss")],
+        expected,
+    )
+    assert [(e.step, e.value) for e in events.Scalars("half")] == [
+        (3, 1.5),
+        (6, 3.0),
+        (9, 4.5),
+        (12, 6.0),
+    ]
+    assert [(e.step, e.width, e.height) for e in events.Images("picture")] == [
+        (s, 5, 4) for s in (3, 6, 9, 12)
+    ]
     assert b"at 12" in events.Tensors("note/text_summary")[-1].tensor_proto.string_val[0]
     assert (tmp_path / "run" / "logged.jsonl").read_text().count('"note"') == 4
 
@@ -82,9 +115,27 @@ def mlflow_server(tmp_path: Path) -> Iterator[str]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     store, log = f"sqlite:///{tmp_path / 'mlflow.db'}", (tmp_path / "server.log").open("w")
-    server = subprocess.Popen([sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port),
-                               "--workers", "1", "--backend-store-uri", store, "--artifacts-destination",
-                               str(tmp_path / "artifacts")], stdout=log, stderr=log, start_new_session=True)
+    server = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "mlflow",
+            "server",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+            "--workers",
+            "1",
+            "--backend-store-uri",
+            store,
+            "--artifacts-destination",
+            str(tmp_path / "artifacts"),
+        ],
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
+    )
     try:
         import urllib.request
 
@@ -94,7 +145,9 @@ def mlflow_server(tmp_path: Path) -> Iterator[str]:
                 urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2).read()
                 break
             except OSError:
-                assert server.poll() is None and time.monotonic() < until_s, (tmp_path / "server.log").read_text()
+                assert server.poll() is None and time.monotonic() < until_s, (
+                    tmp_path / "server.log"
+                ).read_text()
                 time.sleep(0.3)
         yield f"http://127.0.0.1:{port}"
     finally:
@@ -114,13 +167,17 @@ def test_mlflow(tmp_path: Path, mlflow_server: str):
     client = MlflowClient(mlflow_server)
     (run,) = client.search_runs([client.get_experiment_by_name("paceline").experiment_id])
     assert run.info.status == "FINISHED" and run.data.params["batch"] == "4"
-    curves = [[(metric.step, metric.value) for metric in client.get_metric_history(run.info.run_id, name)]
-              for name in ("loss", "validation_loss")]
+    curves = [
+        [(metric.step, metric.value) for metric in client.get_metric_history(run.info.run_id, name)]
+        for name in ("loss", "validation_loss")
+    ]
     assert_curves(*curves, expected)
     assert {file.path for file in client.list_artifacts(run.info.run_id)} == {"note", "picture"}
 
 
-def test_a_server_that_does_not_answer_is_said_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_server_that_does_not_answer_is_said_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """MLflow's client would try for four minutes, before the first step and whatever signal comes."""
     needed("mlflow")
     import socket
@@ -132,7 +189,9 @@ def test_a_server_that_does_not_answer_is_said_before_the_run(tmp_path: Path, mo
         silent.listen()
         for port in (silent.getsockname()[1], closed.getsockname()[1]):
             with pytest.raises(UsageError, match=f"no server answers at http://127.0.0.1:{port}: "):
-                pl.train(job(), "single", run=tmp_path / "run", log=f"mlflow:http://127.0.0.1:{port}")
+                pl.train(
+                    job(), "single", run=tmp_path / "run", log=f"mlflow:http://127.0.0.1:{port}"
+                )
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{port}")
         with pytest.raises(UsageError, match="no server answers"):
             pl.train(job(), "single", run=tmp_path / "run", log="mlflow")
@@ -159,9 +218,15 @@ class Answer(http.server.BaseHTTPRequestHandler):
         if self.server.state != "well":
             self.send_error(503)
             return
-        self.server.steps += [metric["step"] for metric in body.get("metrics", ()) if metric["key"] == "loss"]
-        answer = json.dumps({"experiment": {"experiment_id": "1", "name": "paceline"},
-                             "run": {"info": {"run_id": "r", "artifact_uri": "mlflow-artifacts:/1/r"}}}).encode()
+        self.server.steps += [
+            metric["step"] for metric in body.get("metrics", ()) if metric["key"] == "loss"
+        ]
+        answer = json.dumps(
+            {
+                "experiment": {"experiment_id": "1", "name": "paceline"},
+                "run": {"info": {"run_id": "r", "artifact_uri": "mlflow-artifacts:/1/r"}},
+            }
+        ).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(answer)))
         self.end_headers()
@@ -174,13 +239,16 @@ class Answer(http.server.BaseHTTPRequestHandler):
 
 
 @pytest.mark.parametrize("state", ["silent", "failing", "gone"])
-def test_a_server_that_dies_ends_no_run(state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                        capfd: pytest.CaptureFixture[str]):
+def test_a_server_that_dies_ends_no_run(
+    state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
     """MLflow's client would try for four minutes a call. Figures wait for a server that comes back."""
     needed("mlflow")
     monkeypatch.setattr("paceline.callbacks.loggers.mlflow.ANSWER_S", 1.0)
     for name in ("TIMEOUT", "MAX_RETRIES"):
-        monkeypatch.setenv(f"MLFLOW_HTTP_REQUEST_{name}", "")  # so that what the run sets is taken back
+        monkeypatch.setenv(
+            f"MLFLOW_HTTP_REQUEST_{name}", ""
+        )  # so that what the run sets is taken back
         monkeypatch.delenv(f"MLFLOW_HTTP_REQUEST_{name}")
     server = Tracking()
     thread = threading.Thread(target=server.serve_forever)
@@ -199,7 +267,9 @@ def test_a_server_that_dies_ends_no_run(state: str, tmp_path: Path, monkeypatch:
     log = f"mlflow:http://127.0.0.1:{server.server_port}"
     began_s = time.monotonic()
     try:
-        result = pl.train(replace(job(), callbacks=[Shows(), Dies()]), "single", run=tmp_path / "run", log=log)
+        result = pl.train(
+            replace(job(), callbacks=[Shows(), Dies()]), "single", run=tmp_path / "run", log=log
+        )
     finally:
         server.ends.set()
         server.shutdown()
@@ -213,8 +283,24 @@ def test_a_server_that_dies_ends_no_run(state: str, tmp_path: Path, monkeypatch:
         assert server.steps == list(range(1, 13))
 
 
-@pytest.mark.parametrize("name", ["acc@1", "f1 (macro)", "top5%", "val/acc", "a//b", "../x", "/abs", "é", "x" * 300, "",
-                                  "a/./b", ".", "a:b"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "acc@1",
+        "f1 (macro)",
+        "top5%",
+        "val/acc",
+        "a//b",
+        "../x",
+        "/abs",
+        "é",
+        "x" * 300,
+        "",
+        "a/./b",
+        ".",
+        "a:b",
+    ],
+)
 def test_a_metric_may_have_any_name_in_mlflow(name: str):
     """MLflow refuses other signs, and the run would end with its first evaluation."""
     validate = needed("mlflow.utils.validation", "mlflow")._validate_metric_name
@@ -238,7 +324,7 @@ def records(path: Path) -> Iterator[Any]:
             at += left
             continue
         _, size, kind = struct.unpack_from("<IHB", data, at)
-        whole, at = whole + data[at + 7:at + 7 + size], at + 7 + size
+        whole, at = whole + data[at + 7 : at + 7 + size], at + 7 + size
         if kind in (1, 4):  # whole, or the last part
             yield wandb_internal_pb2.Record.FromString(whole)
             whole = b""
@@ -252,19 +338,39 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     expected = train(tmp_path / "run", "wandb:project")
     deadline_s = time.monotonic() + 20
     while True:  # its own process writes the last of a run's file after the client has closed it
-        all_records = [record for path in sorted((tmp_path / "run").rglob("*.wandb")) for record in records(path)]
-        if (sum(record.WhichOneof("record_type") == "exit" for record in all_records) == 2
-                or time.monotonic() > deadline_s):
+        all_records = [
+            record
+            for path in sorted((tmp_path / "run").rglob("*.wandb"))
+            for record in records(path)
+        ]
+        if (
+            sum(record.WhichOneof("record_type") == "exit" for record in all_records) == 2
+            or time.monotonic() > deadline_s
+        ):
             break
         time.sleep(0.05)
     runs = [record.run for record in all_records if record.WhichOneof("record_type") == "run"]
     assert {(run.project, run.display_name) for run in runs} == {("project", "run")}
-    assert len({run.run_id for run in runs}) == 1 and [record.exit.exit_code for record in all_records
-                                                       if record.WhichOneof("record_type") == "exit"] == [0, 0]
-    rows = [{"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
-            for record in all_records if record.WhichOneof("record_type") == "history"]
-    assert_curves(*[[(row["_step"], row[name]) for row in rows if name in row] for name in ("loss", "validation_loss")],
-                  expected)
+    assert len({run.run_id for run in runs}) == 1 and [
+        record.exit.exit_code
+        for record in all_records
+        if record.WhichOneof("record_type") == "exit"
+    ] == [0, 0]
+    rows = [
+        {
+            "/".join(item.nested_key) or item.key: json.loads(item.value_json)
+            for item in record.history.item
+        }
+        for record in all_records
+        if record.WhichOneof("record_type") == "history"
+    ]
+    assert_curves(
+        *[
+            [(row["_step"], row[name]) for row in rows if name in row]
+            for name in ("loss", "validation_loss")
+        ],
+        expected,
+    )
     assert [row["_step"] for row in rows if "half" in row] == [3, 6, 9, 12]
 
 
@@ -277,9 +383,16 @@ def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     expected = train(tmp_path / "run", "trackio:project")
     assert SQLiteStorage.get_runs("project") == ["run"]
     rows = SQLiteStorage.get_logs("project", "run")
-    assert_curves(*[[(row["step"], row[name]) for row in rows if name in row] for name in ("loss", "validation_loss")],
-                  expected)
-    assert [(row["step"], row["note"]) for row in rows if "note" in row] == [(s, f"at {s}") for s in (3, 6, 9, 12)]
+    assert_curves(
+        *[
+            [(row["step"], row[name]) for row in rows if name in row]
+            for name in ("loss", "validation_loss")
+        ],
+        expected,
+    )
+    assert [(row["step"], row["note"]) for row in rows if "note" in row] == [
+        (s, f"at {s}") for s in (3, 6, 9, 12)
+    ]
 
 
 def test_kinds_of_loggers_are_checked_before_anything_starts(monkeypatch: pytest.MonkeyPatch):
@@ -288,5 +401,7 @@ def test_kinds_of_loggers_are_checked_before_anything_starts(monkeypatch: pytest
     with pytest.raises(UsageError, match="twice"):
         loggers_of(["wandb:a", "wandb:b"])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(MissingPackage, match=r"pip install -e '\.\[trackio\]' in Paceline's checkout"):
+    with pytest.raises(
+        MissingPackage, match=r"pip install -e '\.\[trackio\]' in Paceline's checkout"
+    ):
         loggers_of("trackio")

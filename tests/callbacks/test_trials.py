@@ -19,8 +19,17 @@ pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("undrawn_searche
 def search(tmp_path: Path, plan: str, **options: Any) -> dict[str, Any]:
     (tmp_path / "net.py").write_text(JOB)
     try:
-        pl.search(str(tmp_path / "net.py"), 2, vary={"lr": "0.3,0.2"}, sampler="random", seed=0, procs=2, plan=plan,
-                  run=tmp_path / "run", **options)
+        pl.search(
+            str(tmp_path / "net.py"),
+            2,
+            vary={"lr": "0.3,0.2"},
+            sampler="random",
+            seed=0,
+            procs=2,
+            plan=plan,
+            run=tmp_path / "run",
+            **options,
+        )
     except PacelineError as error:
         print(error)
     document: dict[str, Any] = json.loads((tmp_path / "run" / "study.json").read_text())
@@ -28,7 +37,10 @@ def search(tmp_path: Path, plan: str, **options: Any) -> dict[str, Any]:
 
 
 def diaries(tmp_path: Path) -> list[list[str]]:
-    return [path.read_text().splitlines() for path in sorted((tmp_path / "run" / "trials").glob("*/diary.txt"))]
+    return [
+        path.read_text().splitlines()
+        for path in sorted((tmp_path / "run" / "trials").glob("*/diary.txt"))
+    ]
 
 
 @pytest.mark.parametrize("plan", ["single", pytest.param("data=2", marks=pytest.mark.slow)])
@@ -39,8 +51,12 @@ def test_early_stopping_ends_a_trial_which_counts_as_complete(tmp_path: Path, pl
     for trial in study["trials"]:
         folder = tmp_path / "run" / "trials" / str(trial["number"])
         lr = trial["params"]["lr"]
-        alone = pl.train(JobFile.parse(str(tmp_path / "net.py"), {"lr": str(lr)}), "single",
-                         run=tmp_path / f"alone-{lr}", check=False)
+        alone = pl.train(
+            JobFile.parse(str(tmp_path / "net.py"), {"lr": str(lr)}),
+            "single",
+            run=tmp_path / f"alone-{lr}",
+            check=False,
+        )
         assert trial["steps"] == alone["steps"] < 60
         assert (folder / "diary.txt").read_text() == (alone.run_dir / "diary.txt").read_text()
 
@@ -58,6 +74,8 @@ def test_a_callback_that_fails_fails_its_trial(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("PLANTED", "error")
     study = search(tmp_path, "data=2", pruner="none")
     assert [trial["state"] for trial in study["trials"]] == ["failed"] * 2
-    assert all("Diary failed in on_step after step 7" in trial["reason"] and "planted" in trial["reason"]
-               for trial in study["trials"])
+    assert all(
+        "Diary failed in on_step after step 7" in trial["reason"] and "planted" in trial["reason"]
+        for trial in study["trials"]
+    )
     assert [diary[-1] for diary in diaries(tmp_path)] == ["failure ZeroDivisionError"] * 2

@@ -41,22 +41,45 @@ def test_uncovered_is_exact(region: Region, boxes: list[Region]) -> None:
     assert torch.equal(coverage, expected)
 
 
-@given(st.tuples(st.integers(1, 3), st.integers(1, 3)), st.lists(st.tuples(
-    st.sampled_from([(), ("data",), ("shard",), ("data", "shard")]), st.integers(0, 50)), max_size=20))
-def test_of_ranks_that_hold_a_tensor_alike_one_writes_it(sizes: tuple[int, int], dealt: list[tuple[Any, int]]) -> None:
+@given(
+    st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    st.lists(
+        st.tuples(
+            st.sampled_from([(), ("data",), ("shard",), ("data", "shard")]), st.integers(0, 50)
+        ),
+        max_size=20,
+    ),
+)
+def test_of_ranks_that_hold_a_tensor_alike_one_writes_it(
+    sizes: tuple[int, int], dealt: list[tuple[Any, int]]
+) -> None:
     """And no rank writes more than the largest tensor beyond its equals."""
-    meshes = [Mesh({"data": sizes[0], "shard": sizes[1]}, rank) for rank in range(sizes[0] * sizes[1])]
+    meshes = [
+        Mesh({"data": sizes[0], "shard": sizes[1]}, rank) for rank in range(sizes[0] * sizes[1])
+    ]
     owners = [Owners(mesh) for mesh in meshes]
     written: dict[tuple[Any, int], int] = {}
     for axes, length in dealt:
-        takers = [mesh for mesh, each in zip(meshes, owners, strict=True) if each.owns(axes, length)]
-        others = {tuple(place for axis, place in mesh.coordinates.items() if axis not in axes) for mesh in takers}
-        assert len(others) == len(takers) == len(meshes) // math.prod(meshes[0].sizes[axis] for axis in axes)
+        takers = [
+            mesh for mesh, each in zip(meshes, owners, strict=True) if each.owns(axes, length)
+        ]
+        others = {
+            tuple(place for axis, place in mesh.coordinates.items() if axis not in axes)
+            for mesh in takers
+        }
+        assert (
+            len(others)
+            == len(takers)
+            == len(meshes) // math.prod(meshes[0].sizes[axis] for axis in axes)
+        )
         for mesh in takers:
             written[axes, mesh.rank] = written.get((axes, mesh.rank), 0) + length
     for axes in {axes for axes, _ in dealt}:
-        shared = [written.get((axes, mesh.rank), 0) for mesh in meshes if all(
-            mesh.coordinates[axis] == 0 for axis in mesh.sizes if axis not in axes)]
+        shared = [
+            written.get((axes, mesh.rank), 0)
+            for mesh in meshes
+            if all(mesh.coordinates[axis] == 0 for axis in mesh.sizes if axis not in axes)
+        ]
         assert max(shared) - min(shared) <= 50 + len(dealt)
 
 
@@ -95,12 +118,16 @@ def test_dtensor_pieces_tile_the_whole(num_rows: int) -> None:
     for rank in range(4):
         with mesh_of(4, rank) as mesh:
             local = chunks[rank].clone() if rank < len(chunks) else torch.empty(0, 3)
-            tensor = DTensor.from_local(local, mesh, [Shard(0)], shape=whole.shape, stride=whole.stride())
+            tensor = DTensor.from_local(
+                local, mesh, [Shard(0)], shape=whole.shape, stride=whole.stride()
+            )
             pieces = pieces_of("w", tensor)
         assert len(pieces) == (rank < len(chunks))
         all_pieces += pieces
 
-    assert [piece.offsets[0] for piece in all_pieces] == [sum(len(c) for c in chunks[:i]) for i in range(len(chunks))]
+    assert [piece.offsets[0] for piece in all_pieces] == [
+        sum(len(c) for c in chunks[:i]) for i in range(len(chunks))
+    ]
     assert all(piece.shape == (num_rows, 3) for piece in all_pieces)
     assert torch.equal(torch.cat([piece.tensor for piece in all_pieces]), whole)
 
@@ -114,7 +141,9 @@ def test_hybrid_dtensor_pieces_are_equal_on_replicas() -> None:
     for rank in range(4):
         with mesh_of(4, rank):
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "shard"))
-            tensor = DTensor.from_local(torch.zeros(2, 3), mesh, [Replicate(), Shard(0)], run_check=False)
+            tensor = DTensor.from_local(
+                torch.zeros(2, 3), mesh, [Replicate(), Shard(0)], run_check=False
+            )
             offsets += [piece.offsets for piece in pieces_of("w", tensor)]
 
     assert offsets == [(0, 0), (2, 0), (0, 0), (2, 0)]
@@ -125,7 +154,9 @@ def test_an_empty_dtensor_has_a_piece() -> None:
     from torch.distributed.tensor import DTensor, Shard
 
     with mesh_of(4, 3) as mesh:
-        tensor = DTensor.from_local(torch.empty(0, 3), mesh, [Shard(0)], shape=torch.Size((0, 3)), stride=(3, 1))
+        tensor = DTensor.from_local(
+            torch.empty(0, 3), mesh, [Shard(0)], shape=torch.Size((0, 3)), stride=(3, 1)
+        )
         [piece] = pieces_of("w", tensor)
     assert piece.shape == (0, 3) and math.prod(piece.tensor.shape) == 0
 
@@ -135,14 +166,20 @@ def test_a_dtensor_with_the_wrong_local_part_is_refused() -> None:
     from torch.distributed.tensor import DTensor, Shard
 
     with mesh_of(4, 1) as mesh:
-        tensor = DTensor.from_local(torch.zeros(2, 3), mesh, [Shard(0)], shape=torch.Size((12, 3)), stride=(3, 1))
-        with pytest.raises(ValueError, match=r"'w': this rank holds \(2, 3\) where its mesh says \(3, 3\)"):
+        tensor = DTensor.from_local(
+            torch.zeros(2, 3), mesh, [Shard(0)], shape=torch.Size((12, 3)), stride=(3, 1)
+        )
+        with pytest.raises(
+            ValueError, match=r"'w': this rank holds \(2, 3\) where its mesh says \(3, 3\)"
+        ):
             pieces_of("w", tensor)
 
 
 def test_a_piece_outside_its_tensor_is_refused() -> None:
     """Offsets that reach out of the whole tensor name both."""
-    with pytest.raises(ValueError, match=r"'w': a part of shape \(3,\) at \(2,\) doesn't lie in \(4,\)"):
+    with pytest.raises(
+        ValueError, match=r"'w': a part of shape \(3,\) at \(2,\) doesn't lie in \(4,\)"
+    ):
         TensorPiece("w", (4,), (2,), torch.zeros(3))
     with pytest.raises(ValueError, match="doesn't lie in"):
         TensorPiece("w", (4,), (0, 0), torch.zeros(3))

@@ -18,17 +18,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.base.errors import CheckpointError
-from paceline.checkpoint import Checkpoint, TensorPiece, Writer, newest_checkpoint, open_checkpoint, pieces_of
+from paceline.checkpoint import (
+    Checkpoint,
+    TensorPiece,
+    Writer,
+    newest_checkpoint,
+    open_checkpoint,
+    pieces_of,
+)
 from paceline.checkpoint.dtypes import DTYPES
 
 SHAPE = (11, 6)
 DENSE = torch.arange(66, dtype=torch.float64).reshape(SHAPE)
 
 
-def save(run_dir: Path, step: int, *ranks: list[TensorPiece], document: dict[str, Any] | None = None) -> Path:
+def save(
+    run_dir: Path, step: int, *ranks: list[TensorPiece], document: dict[str, Any] | None = None
+) -> Path:
     """A committed checkpoint, each list of pieces written by a rank of its own."""
     attempt = f"save{step}"
-    writers = [Writer(run_dir, rank=rank, world_size=len(ranks), attempt=attempt) for rank in range(len(ranks))]
+    writers = [
+        Writer(run_dir, rank=rank, world_size=len(ranks), attempt=attempt)
+        for rank in range(len(ranks))
+    ]
     for writer, pieces in zip(writers, ranks, strict=True):
         writer.save(step, pieces, document)
     for writer in writers:
@@ -45,8 +57,13 @@ def cut() -> Any:
     """One tensor saved by three ranks in uneven parts: rows 0-2, a left and a right part of rows 3-10."""
     with tempfile.TemporaryDirectory() as folder:
         left, right = DENSE[3:, :1], DENSE[3:, 1:]
-        path = save(Path(folder), 5, rows(0, 3), [TensorPiece("w", SHAPE, (3, 1), right)],
-                    [TensorPiece("w", SHAPE, (3, 0), left)])
+        path = save(
+            Path(folder),
+            5,
+            rows(0, 3),
+            [TensorPiece("w", SHAPE, (3, 1), right)],
+            [TensorPiece("w", SHAPE, (3, 0), left)],
+        )
         yield open_checkpoint(path)
 
 
@@ -68,9 +85,18 @@ def newest(run_dir: Path) -> tuple[int, list[str]]:
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 def test_every_dtype_comes_back(tmp_path: Path) -> None:
     """All dtypes, as matrices, scalars and empty tensors, come back bit by bit."""
-    tensors = {f"{name}.{len(shape)}": torch.randint(0, 2, (*shape, 16), dtype=torch.uint8).view(dtype)[..., 0]
-               for name, dtype in DTYPES.items() for shape in ((), (0, 3), (3, 4))}
-    path = save(tmp_path, 1, [piece for name, tensor in tensors.items() for piece in pieces_of(name, tensor)])
+    tensors = {
+        f"{name}.{len(shape)}": torch.randint(0, 2, (*shape, 16), dtype=torch.uint8).view(dtype)[
+            ..., 0
+        ]
+        for name, dtype in DTYPES.items()
+        for shape in ((), (0, 3), (3, 4))
+    }
+    path = save(
+        tmp_path,
+        1,
+        [piece for name, tensor in tensors.items() for piece in pieces_of(name, tensor)],
+    )
 
     checkpoint = open_checkpoint(path)
 
@@ -94,11 +120,16 @@ def test_the_document_comes_back(tmp_path: Path) -> None:
 def test_any_region_of_uneven_pieces(cut: Checkpoint, data: st.DataObject) -> None:
     """A region read across three ranks' pieces is that region of the whole tensor."""
     offsets = tuple(data.draw(st.integers(0, length)) for length in SHAPE)
-    shape = tuple(data.draw(st.integers(0, length - start)) for start, length in zip(offsets, SHAPE, strict=True))
+    shape = tuple(
+        data.draw(st.integers(0, length - start))
+        for start, length in zip(offsets, SHAPE, strict=True)
+    )
 
     region = cut.read("w", offsets, shape)
 
-    assert torch.equal(region, DENSE[offsets[0]:offsets[0] + shape[0], offsets[1]:offsets[1] + shape[1]])
+    assert torch.equal(
+        region, DENSE[offsets[0] : offsets[0] + shape[0], offsets[1] : offsets[1] + shape[1]]
+    )
 
 
 def test_whole_tensor_of_uneven_pieces(cut: Checkpoint) -> None:
@@ -112,11 +143,18 @@ def test_whole_tensor_of_uneven_pieces(cut: Checkpoint) -> None:
 def test_regions_of_complex_pieces(tmp_path: Path) -> None:
     """What a file holds in pairs has the shape and the dtype of the tensor itself, for all who cut it."""
     whole = torch.view_as_complex(torch.rand(6, 4, 2, dtype=torch.float64))
-    path = save(tmp_path, 1, [TensorPiece("w", (6, 4), (0, 0), whole[:4])],
-                [TensorPiece("w", (6, 4), (4, 0), whole[4:])])
+    path = save(
+        tmp_path,
+        1,
+        [TensorPiece("w", (6, 4), (0, 0), whole[:4])],
+        [TensorPiece("w", (6, 4), (4, 0), whole[4:])],
+    )
     checkpoint = open_checkpoint(path)
 
-    assert (checkpoint.tensors["w"].dtype, checkpoint.tensors["w"].shape) == (torch.complex128, (6, 4))
+    assert (checkpoint.tensors["w"].dtype, checkpoint.tensors["w"].shape) == (
+        torch.complex128,
+        (6, 4),
+    )
     assert torch.equal(checkpoint.read("w", (3, 1), (2, 3)), whole[3:5, 1:])
     assert torch.equal(checkpoint.read("w"), whole)
 
@@ -125,7 +163,9 @@ def test_the_six_lines_of_the_docs(cut: Checkpoint) -> None:
     """What docs/checkpoints.md shows reads a tensor that three ranks wrote, with safetensors alone."""
     page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text(encoding="utf-8")
     code = page.split("```python\n")[1].split("```")[0]
-    here = code.replace('"RUN/checkpoints/step-100"', repr(str(cut.path))).replace('"parameters/head.weight"', '"w"')
+    here = code.replace('"RUN/checkpoints/step-100"', repr(str(cut.path))).replace(
+        '"parameters/head.weight"', '"w"'
+    )
     assert here != code and "paceline" not in code
 
     names: dict[str, Any] = {}
@@ -136,6 +176,7 @@ def test_the_six_lines_of_the_docs(cut: Checkpoint) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /proc")
 def test_what_was_read_is_not_held(tmp_path: Path) -> None:
     """A model is exported tensor by tensor, and a rank under a memory limit must not come to hold the whole file."""
+
     def mapped_kib() -> int:
         return int(Path("/proc/self/status").read_text().split("RssFile:")[1].split()[0])
 
@@ -169,7 +210,9 @@ def test_dtensor_is_filled_with_its_own_rows(cut: Checkpoint) -> None:
         dist.init_process_group("fake", rank=rank, world_size=4, store=FakeStore())
         try:
             mesh = init_device_mesh("cpu", (4,))
-            tensor = DTensor.from_local(torch.zeros_like(rows_), mesh, [Shard(0)], shape=DENSE.shape, stride=(6, 1))
+            tensor = DTensor.from_local(
+                torch.zeros_like(rows_), mesh, [Shard(0)], shape=DENSE.shape, stride=(6, 1)
+            )
             cut.read_into("w", tensor)
             assert torch.equal(tensor.to_local(), rows_)
         finally:
@@ -179,7 +222,9 @@ def test_dtensor_is_filled_with_its_own_rows(cut: Checkpoint) -> None:
 def test_a_tensor_of_another_model_is_refused(cut: Checkpoint) -> None:
     """A shape or dtype that differs, and a name that isn't there, are named and nothing is changed."""
     for tensor in (torch.zeros(6, 11, dtype=torch.float64), torch.zeros(SHAPE)):
-        with pytest.raises(CheckpointError, match=r"'w' is float64 of shape \(11, 6\) there and float\d+ of shape"):
+        with pytest.raises(
+            CheckpointError, match=r"'w' is float64 of shape \(11, 6\) there and float\d+ of shape"
+        ):
             cut.read_into("w", tensor)
         assert not tensor.any()
     with pytest.raises(CheckpointError, match="no tensor 'w1'; the nearest of its 1 names is 'w'"):
@@ -188,7 +233,9 @@ def test_a_tensor_of_another_model_is_refused(cut: Checkpoint) -> None:
 
 def test_a_region_outside_the_tensor_is_refused(cut: Checkpoint) -> None:
     """Elements that no piece holds are named by their place."""
-    with pytest.raises(CheckpointError, match=r"no piece of 'w' .* holds the part at \(11, 0\) of shape \(1, 6\)"):
+    with pytest.raises(
+        CheckpointError, match=r"no piece of 'w' .* holds the part at \(11, 0\) of shape \(1, 6\)"
+    ):
         cut.read("w", (10, 0), (2, 6))
     with pytest.raises(ValueError, match="both offsets and shape"):
         cut.read("w", (10, 0))
@@ -216,7 +263,10 @@ def edit_json(path: Path, change: Callable[[dict[str, Any]], Any], *, commit: bo
     change(content)
     path.write_text(json.dumps(content))
     if commit and path.name != "COMMIT":
-        summary = {"bytes": path.stat().st_size, "xxh3_128": xxhash.xxh3_128_hexdigest(path.read_bytes())}
+        summary = {
+            "bytes": path.stat().st_size,
+            "xxh3_128": xxhash.xxh3_128_hexdigest(path.read_bytes()),
+        }
         edit_json(path.with_name("COMMIT"), lambda c: c["files"].update({path.name: summary}))
 
 
@@ -225,14 +275,26 @@ def edit_commit(**values: Any) -> Callable[[Path], None]:
 
 
 def edit_piece(**values: Any) -> Callable[[Path], None]:
-    return lambda path: edit_json(path / "index.json", lambda index: index["tensors"]["w"]["pieces"][0].update(values))
+    return lambda path: edit_json(
+        path / "index.json", lambda index: index["tensors"]["w"]["pieces"][0].update(values)
+    )
 
 
 def as_version_1(path: Path) -> None:
     """Have COMMIT say of the files what the first version said."""
-    edit_json(path / "COMMIT", lambda commit: commit.update(version=1, files={
-        name: {"bytes": entry["bytes"], "sha256": hashlib.sha256((path / name).read_bytes()).hexdigest()}
-        for name, entry in commit["files"].items()}))
+    edit_json(
+        path / "COMMIT",
+        lambda commit: commit.update(
+            version=1,
+            files={
+                name: {
+                    "bytes": entry["bytes"],
+                    "sha256": hashlib.sha256((path / name).read_bytes()).hexdigest(),
+                }
+                for name, entry in commit["files"].items()
+            },
+        ),
+    )
 
 
 def test_a_checkpoint_of_the_first_version_is_read_and_checked(tmp_path: Path) -> None:
@@ -271,33 +333,70 @@ def rename_from_10(path: Path) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "damaged byte": (flip, r"rank-00000\.safetensors is damaged: its xxh3_128 is \w+, and COMMIT says"),
+    "damaged byte": (
+        flip,
+        r"rank-00000\.safetensors is damaged: its xxh3_128 is \w+, and COMMIT says",
+    ),
     "truncated": (cut_short, r"rank-00000\.safetensors is truncated: \d+ bytes of \d+"),
     "lengthened": (lengthen, r"index\.json has \d+ bytes instead of \d+"),
-    "missing file": (lambda p: (p / "rank-00000.safetensors").unlink(), r"rank-00000\.safetensors is missing"),
+    "missing file": (
+        lambda p: (p / "rank-00000.safetensors").unlink(),
+        r"rank-00000\.safetensors is missing",
+    ),
     "missing document": (lambda p: (p / "document.json").unlink(), r"document\.json is missing"),
-    "no COMMIT": (lambda p: (p / "COMMIT").unlink(), "no COMMIT: a save that never ended, or not a checkpoint"),
+    "no COMMIT": (
+        lambda p: (p / "COMMIT").unlink(),
+        "no COMMIT: a save that never ended, or not a checkpoint",
+    ),
     "a file": (replace_by_file, "there is no such folder"),
     "COMMIT cut": (lambda p: (p / "COMMIT").write_text('{"form'), "COMMIT is malformed: "),
     "COMMIT not text": (lambda p: (p / "COMMIT").write_bytes(b"\xff\xfe"), "COMMIT is malformed: "),
-    "COMMIT a list": (lambda p: (p / "COMMIT").write_text("[]"), "COMMIT is malformed: not a JSON object"),
-    "COMMIT without files": (lambda p: edit_json(p / "COMMIT", lambda c: c.pop("files")), "malformed: no 'files'"),
-    "COMMIT of no step": (edit_commit(step=float("inf")), "malformed: cannot convert float infinity"),
+    "COMMIT a list": (
+        lambda p: (p / "COMMIT").write_text("[]"),
+        "COMMIT is malformed: not a JSON object",
+    ),
+    "COMMIT without files": (
+        lambda p: edit_json(p / "COMMIT", lambda c: c.pop("files")),
+        "malformed: no 'files'",
+    ),
+    "COMMIT of no step": (
+        edit_commit(step=float("inf")),
+        "malformed: cannot convert float infinity",
+    ),
     "COMMIT too deep": (lambda p: (p / "COMMIT").write_text("[" * 10**5), "COMMIT is malformed: "),
-    "COMMIT without index": (lambda p: edit_json(p / "COMMIT", lambda c: c["files"].pop("index.json")),
-                             r"it lists no index\.json"),
-    "foreign": (edit_commit(format="zip"), "not a checkpoint of Paceline: COMMIT says format 'zip'"),
+    "COMMIT without index": (
+        lambda p: edit_json(p / "COMMIT", lambda c: c["files"].pop("index.json")),
+        r"it lists no index\.json",
+    ),
+    "foreign": (
+        edit_commit(format="zip"),
+        "not a checkpoint of Paceline: COMMIT says format 'zip'",
+    ),
     "newer": (edit_commit(version=3), "format version 3 and this Paceline reads up to 2"),
     "no version": (edit_commit(version="1"), "COMMIT is malformed: version '1'"),
     "renamed": (rename_from_10, "COMMIT says that this is step 10: the folder was renamed"),
-    "path in COMMIT": (lambda p: edit_json(p / "COMMIT", lambda c: c["files"].update({"../x": {}})),
-                       r"the path '\.\./x' leads out of the checkpoint's folder"),
-    "path in index": (edit_piece(file="../step-10/rank-00000.safetensors"), "leads out of the checkpoint's folder"),
+    "path in COMMIT": (
+        lambda p: edit_json(p / "COMMIT", lambda c: c["files"].update({"../x": {}})),
+        r"the path '\.\./x' leads out of the checkpoint's folder",
+    ),
+    "path in index": (
+        edit_piece(file="../step-10/rank-00000.safetensors"),
+        "leads out of the checkpoint's folder",
+    ),
     "absolute path": (edit_piece(file="/etc/passwd"), "the path '/etc/passwd' leads out"),
-    "unlisted file": (edit_piece(file="other.safetensors"), r"COMMIT doesn't list the file 'other\.safetensors'"),
-    "piece outside": (edit_piece(offsets=[1, 0]), r"a piece at \(1, 0\) of shape \(11, 6\) reaches out of \(11, 6\)"),
+    "unlisted file": (
+        edit_piece(file="other.safetensors"),
+        r"COMMIT doesn't list the file 'other\.safetensors'",
+    ),
+    "piece outside": (
+        edit_piece(offsets=[1, 0]),
+        r"a piece at \(1, 0\) of shape \(11, 6\) reaches out of \(11, 6\)",
+    ),
     "negative offset": (edit_piece(offsets=[-1, 0]), r"\[-1, 0\] is not a list of whole numbers"),
-    "no tensors": (lambda p: edit_json(p / "index.json", lambda i: i.pop("tensors")), "malformed: no 'tensors'"),
+    "no tensors": (
+        lambda p: edit_json(p / "index.json", lambda i: i.pop("tensors")),
+        "malformed: no 'tensors'",
+    ),
 }
 
 
@@ -319,9 +418,23 @@ def test_damage_is_named_and_the_next_older_taken(run_dir: Path, kind: str) -> N
 def test_a_forged_piece_is_not_read(run_dir: Path) -> None:
     """An index that gives a piece another shape than its file does is refused, not broadcast."""
     path = run_dir / "checkpoints" / "step-20"
-    edit_json(path / "index.json", lambda index: index["tensors"].update(
-        w={"shape": [11, 12], "dtype": "F64", "pieces": [
-            {"file": "rank-00000.safetensors", "key": "w", "offsets": [0, 0], "shape": [11, 12]}]}))
+    edit_json(
+        path / "index.json",
+        lambda index: index["tensors"].update(
+            w={
+                "shape": [11, 12],
+                "dtype": "F64",
+                "pieces": [
+                    {
+                        "file": "rank-00000.safetensors",
+                        "key": "w",
+                        "offsets": [0, 0],
+                        "shape": [11, 12],
+                    }
+                ],
+            }
+        ),
+    )
     with pytest.raises(CheckpointError, match="its shape or dtype is not that of the index"):
         open_checkpoint(path).read("w")
 
@@ -340,16 +453,24 @@ def test_an_unaccepted_checkpoint_is_passed_over(run_dir: Path) -> None:
     """The caller's reason against a checkpoint is told with its name, and the next older one is tried."""
     warnings: list[str] = []
     accepted = newest_checkpoint(
-        run_dir, warn=warnings.append,
-        accept=lambda checkpoint: "it is of another seed" if checkpoint.document["cursor"] == 20 else None)
+        run_dir,
+        warn=warnings.append,
+        accept=lambda checkpoint: (
+            "it is of another seed" if checkpoint.document["cursor"] == 20 else None
+        ),
+    )
     assert accepted is not None and accepted.step == 10
-    assert warnings == [f"checkpoint {run_dir}/checkpoints/step-20 is passed over: it is of another seed"]
+    assert warnings == [
+        f"checkpoint {run_dir}/checkpoints/step-20 is passed over: it is of another seed"
+    ]
 
 
 def test_none_usable_lists_all_reasons(run_dir: Path) -> None:
     """When no checkpoint is left, the error says for each why."""
     flip(run_dir / "checkpoints" / "step-20")
-    with pytest.raises(CheckpointError, match=r"(?s)can be used:\n  step-20: rank.*damaged.*\n  step-10: too old"):
+    with pytest.raises(
+        CheckpointError, match=r"(?s)can be used:\n  step-20: rank.*damaged.*\n  step-10: too old"
+    ):
         newest_checkpoint(run_dir, accept=lambda _: "too old", warn=lambda _: None)
 
 
@@ -368,4 +489,8 @@ def test_a_replaced_checkpoint_is_found_after_a_kill(run_dir: Path) -> None:
 
 
 def raw(tensor: torch.Tensor) -> bytes:
-    return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()) if tensor.numel() else b""
+    return (
+        bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        if tensor.numel()
+        else b""
+    )

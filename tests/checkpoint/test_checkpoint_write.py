@@ -47,19 +47,28 @@ from paceline.checkpoint.snapshot import Snapshot, aligned
 W = torch.arange(12.0).reshape(6, 2)
 
 
-def writers(run_dir: Path, world_size: int, *, attempt: str = "first", timeout_s: float = 30.0) -> list[Writer]:
-    return [Writer(run_dir, rank=rank, world_size=world_size, attempt=attempt, timeout_s=timeout_s)
-            for rank in range(world_size)]
+def writers(
+    run_dir: Path, world_size: int, *, attempt: str = "first", timeout_s: float = 30.0
+) -> list[Writer]:
+    return [
+        Writer(run_dir, rank=rank, world_size=world_size, attempt=attempt, timeout_s=timeout_s)
+        for rank in range(world_size)
+    ]
 
 
 def halves(scale: float = 1.0) -> list[list[TensorPiece]]:
     """One tensor, cut over two ranks."""
-    return [[TensorPiece("w", (6, 2), (0, 0), scale * W[:4])], [TensorPiece("w", (6, 2), (4, 0), scale * W[4:])]]
+    return [
+        [TensorPiece("w", (6, 2), (0, 0), scale * W[:4])],
+        [TensorPiece("w", (6, 2), (4, 0), scale * W[4:])],
+    ]
 
 
 def write_whole(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     def read(name: str, offsets: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-        return tensors[name][tuple(slice(at, at + size) for at, size in zip(offsets, shape, strict=True))]
+        return tensors[name][
+            tuple(slice(at, at + size) for at, size in zip(offsets, shape, strict=True))
+        ]
 
     write_model(path, {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}, read)
 
@@ -88,7 +97,11 @@ def test_layout_of_the_folder(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-3"]
     assert sorted(p.name for p in path.iterdir()) == sorted(["COMMIT", *commit["files"]])
     assert sorted(commit["files"]) == [
-        "document.json", "index.json", "rank-00000.safetensors", "rank-00001.safetensors"]
+        "document.json",
+        "index.json",
+        "rank-00000.safetensors",
+        "rank-00001.safetensors",
+    ]
     assert torch.equal(open_checkpoint(path).read("w"), W)
 
 
@@ -106,7 +119,9 @@ def test_files_have_the_users_mode(tmp_path: Path) -> None:
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o640}
 
 
-def test_the_snapshot_is_of_the_moment_of_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_snapshot_is_of_the_moment_of_saving(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What the caller does to its tensors and document after `save` has returned doesn't reach the checkpoint."""
     _, released = block_saves(monkeypatch)
     tensor, document = W.clone(), {"cursor": [1]}
@@ -125,8 +140,14 @@ def test_the_snapshot_is_of_the_moment_of_saving(tmp_path: Path, monkeypatch: py
 
 def test_tied_and_strided_tensors(tmp_path: Path) -> None:
     """Tensors that share memory, views with strides and names that safetensors keeps for itself are all there."""
-    tensors = {"head": W, "embedding": W, "part": W[2:4], "turned": W.T, "__metadata__": W + 1,
-               "conjugate": torch.tensor([1 + 2j]).conj()}
+    tensors = {
+        "head": W,
+        "embedding": W,
+        "part": W[2:4],
+        "turned": W.T,
+        "__metadata__": W + 1,
+        "conjugate": torch.tensor([1 + 2j]).conj(),
+    }
     [writer] = writers(tmp_path, 1)
     writer.save(1, [piece for name, tensor in tensors.items() for piece in pieces_of(name, tensor)])
     writer.wait()
@@ -156,13 +177,24 @@ def test_equal_pieces_of_replicas_are_kept_once(tmp_path: Path) -> None:
     assert len(open_checkpoint(tmp_path / "checkpoints" / "step-1").tensors["w"].pieces) == 1
 
 
-@pytest.mark.parametrize(("second", "message"), [
-    ([], r"no rank saves the part of 'w' at \(4, 0\) of shape \(2, 2\); the whole has shape \(6, 2\)"),
-    ([TensorPiece("w", (6, 2), (3, 0), W[3:])], "the pieces of 'w' overlap"),
-    ([TensorPiece("w", (5, 2), (4, 0), W[4:5])], r"rank 1 saves 'w' as F32 of shape \[5, 2\], and a rank before it"),
-    ([TensorPiece("w", (6, 2), (4, 0), W[4:].double())], "rank 1 saves 'w' as F64"),
-])
-def test_pieces_that_do_not_fit_are_never_committed(tmp_path: Path, second: list[TensorPiece], message: str) -> None:
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        (
+            [],
+            r"no rank saves the part of 'w' at \(4, 0\) of shape \(2, 2\); the whole has shape \(6, 2\)",
+        ),
+        ([TensorPiece("w", (6, 2), (3, 0), W[3:])], "the pieces of 'w' overlap"),
+        (
+            [TensorPiece("w", (5, 2), (4, 0), W[4:5])],
+            r"rank 1 saves 'w' as F32 of shape \[5, 2\], and a rank before it",
+        ),
+        ([TensorPiece("w", (6, 2), (4, 0), W[4:].double())], "rank 1 saves 'w' as F64"),
+    ],
+)
+def test_pieces_that_do_not_fit_are_never_committed(
+    tmp_path: Path, second: list[TensorPiece], message: str
+) -> None:
     """A hole, an overlap or a disagreement fails the save on every rank with the same words."""
     two = writers(tmp_path, 2)
     for writer, pieces in zip(two, (halves()[0], second), strict=True):
@@ -173,7 +205,9 @@ def test_pieces_that_do_not_fit_are_never_committed(tmp_path: Path, second: list
     assert newest_checkpoint(tmp_path, accept=lambda _: None, warn=pytest.fail) is None
 
 
-def test_overlapping_saves_come_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overlapping_saves_come_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A save that begins while one is running waits for it, and both are committed."""
     started, released = block_saves(monkeypatch)
     [writer] = writers(tmp_path, 1)
@@ -220,7 +254,9 @@ def test_an_older_folder_of_the_same_step_is_no_commit(tmp_path: Path) -> None:
     assert newest_step(tmp_path) == 1
 
 
-def test_a_cut_off_replacement_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cut_off_replacement_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """When the new folder can't take its name after the old one has given it up, the old one is still found."""
     [writer] = writers(tmp_path, 1)
     writer.save(1, pieces_of("w", W))
@@ -270,7 +306,10 @@ def test_commit_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mome
     def fail_at_index(path: Path, document: Any) -> None:
         if path.name == ("index.json" if moment == "index" else "COMMIT"):
             assert moment == "index" or {p.name for p in path.parent.iterdir()} == {
-                "rank-00000.safetensors", "index.json", "document.json"}
+                "rank-00000.safetensors",
+                "index.json",
+                "document.json",
+            }
             raise OSError(errno.EIO, "Input/output error")
         write_json(path, document)
 
@@ -283,7 +322,9 @@ def test_commit_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mome
     else:
         monkeypatch.setattr(write, "write_json", fail_at_index)
     writer.save(2, pieces_of("w", W))
-    with pytest.raises(CheckpointError, match=r"rank 0 could not save step 2 to .*step-2: Input/output error"):
+    with pytest.raises(
+        CheckpointError, match=r"rank 0 could not save step 2 to .*step-2: Input/output error"
+    ):
         writer.wait()
 
     assert newest_step(tmp_path) == 1
@@ -292,7 +333,9 @@ def test_commit_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mome
 
 @pytest.mark.parametrize("failing_rank", [0, 1])
 def test_a_full_disk_fails_the_save_on_every_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing_rank: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    failing_rank: int,
 ) -> None:
     """One rank's full disk is told by all at once, with the rank, the bytes and the way out; the next save works."""
 
@@ -324,7 +367,9 @@ def test_a_full_disk_fails_the_save_on_every_rank(
     assert newest_step(tmp_path) == 1
 
 
-def test_a_failure_that_is_not_of_space_names_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_that_is_not_of_space_names_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A file that may not be so large is cut short on a disk with any space."""
 
     def fail(*_: Any, **__: Any) -> None:
@@ -368,7 +413,9 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(path)]
     mounted = subprocess.run(command, capture_output=True, text=True)
     if mounted.returncode:
-        pytest.skip(f"can't mount a tmpfs, for which a container needs --cap-add SYS_ADMIN: {mounted.stderr.strip()}")
+        pytest.skip(
+            f"can't mount a tmpfs, for which a container needs --cap-add SYS_ADMIN: {mounted.stderr.strip()}"
+        )
     yield path
     subprocess.run(["umount", str(path)], check=True)
 
@@ -380,12 +427,16 @@ def test_a_really_full_disk(tiny_disk: Path) -> None:
     writer.wait()
 
     writer.save(2, pieces_of("w", torch.ones(2**20)))
-    with pytest.raises(CheckpointError, match=r"No space left on device \(4\.0 MiB needed, [\d.]+ MiB free\)"):
+    with pytest.raises(
+        CheckpointError, match=r"No space left on device \(4\.0 MiB needed, [\d.]+ MiB free\)"
+    ):
         writer.wait()
 
     assert newest_step(tiny_disk) == 1
     assert shutil.disk_usage(tiny_disk).free > 2.5 * 2**20
-    with pytest.raises(CheckpointError, match=r"could not write the model to .*No space left on device"):
+    with pytest.raises(
+        CheckpointError, match=r"could not write the model to .*No space left on device"
+    ):
         write_whole(tiny_disk / "model.safetensors", {"w": torch.ones(2**20)})
     assert sorted(path.name for path in tiny_disk.iterdir()) == ["checkpoints"]
 
@@ -396,7 +447,10 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     run_dir.write_text("")
     [writer] = writers(run_dir, 1)
     writer.save(1, pieces_of("w", W))
-    with pytest.raises(CheckpointError, match=r"(?s)could not save step 1 to .*run/checkpoints/step-1: .*hint: check"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"(?s)could not save step 1 to .*run/checkpoints/step-1: .*hint: check",
+    ):
         writer.wait()
 
 
@@ -404,9 +458,13 @@ def test_a_document_that_is_not_json(tmp_path: Path) -> None:
     """It is refused while the caller is still there, and the other ranks hear of it."""
     two = writers(tmp_path, 2)
     two[1].save(1, halves()[1])
-    with pytest.raises(CheckpointError, match=r"rank 0 could not save step 1 to .*not JSON serializable"):
+    with pytest.raises(
+        CheckpointError, match=r"rank 0 could not save step 1 to .*not JSON serializable"
+    ):
         two[0].save(1, halves()[0], {"weights": W})
-    with pytest.raises(CheckpointError, match=r"rank 0 could not save step 1 to .*not JSON serializable"):
+    with pytest.raises(
+        CheckpointError, match=r"rank 0 could not save step 1 to .*not JSON serializable"
+    ):
         two[1].wait()
     two[0].wait()
 
@@ -419,7 +477,9 @@ def test_a_rank_that_never_saves(tmp_path: Path) -> None:
     wait_for(lambda: [*tmp_path.glob("checkpoints/.step-1.*/rank-00002.json")])
     first.save(1, [])
     for writer in (first, third):
-        with pytest.raises(CheckpointError, match=r"rank 0 waited 0\.3 s for the parts of ranks 1 to save step 1"):
+        with pytest.raises(
+            CheckpointError, match=r"rank 0 waited 0\.3 s for the parts of ranks 1 to save step 1"
+        ):
             writer.wait()
 
 
@@ -427,7 +487,9 @@ def test_a_rank_whose_rank_0_never_commits(tmp_path: Path) -> None:
     """Without rank 0 the others stop after the time that was given."""
     second = Writer(tmp_path, rank=1, world_size=2, attempt="first", timeout_s=0.3)
     second.save(1, [])
-    with pytest.raises(CheckpointError, match=r"rank 1 waited 0\.3 s for rank 0's commit to save step 1"):
+    with pytest.raises(
+        CheckpointError, match=r"rank 1 waited 0\.3 s for rank 0's commit to save step 1"
+    ):
         second.wait()
 
 
@@ -444,7 +506,14 @@ def test_a_vanished_folder_ends_the_wait(tmp_path: Path) -> None:
 def test_leftovers_of_other_launches_are_removed(tmp_path: Path) -> None:
     """Rank 0 clears what killed launches left; its own launch's files, and whole checkpoints, stay."""
     folder = tmp_path / "checkpoints"
-    for name in (".step-1.old-1", ".step-2.old-12-7", ".step-3.first-1", ".step-4.replaced", "step-4", "step-5"):
+    for name in (
+        ".step-1.old-1",
+        ".step-2.old-12-7",
+        ".step-3.first-1",
+        ".step-4.replaced",
+        "step-4",
+        "step-5",
+    ):
         (folder / name).mkdir(parents=True)
     for name in (".step-1.old-1.failed", ".step-3.first-1.failed"):
         (folder / name).write_text("{}")
@@ -458,7 +527,11 @@ def test_leftovers_of_other_launches_are_removed(tmp_path: Path) -> None:
     Writer(tmp_path, rank=0, world_size=2, attempt="first")
 
     assert names(tmp_path) == [".step-3.first-1", ".step-3.first-1.failed", "step-4", "step-5"]
-    assert {path.name for path in tmp_path.iterdir()} == {"checkpoints", ".predicted.json.8-8.tmp", "model.safetensors"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "checkpoints",
+        ".predicted.json.8-8.tmp",
+        "model.safetensors",
+    }
 
 
 def test_an_attempt_that_is_no_token(tmp_path: Path) -> None:
@@ -521,19 +594,32 @@ def _save_for_ever(run_dir: Path, step: int, writing: int) -> NoReturn:
 
 def test_write_model_has_every_name(tmp_path: Path) -> None:
     """Tied, strided and overlapping tensors are each there in full; an older file is replaced."""
-    tensors = {"head": torch.nn.Parameter(W), "embedding": W, "part": W[1:3], "turned": W.T, "scalar": torch.tensor(1),
-               "empty": torch.empty(0, 3), "conjugate": torch.tensor([1 + 2j]).conj()}
+    tensors = {
+        "head": torch.nn.Parameter(W),
+        "embedding": W,
+        "part": W[1:3],
+        "turned": W.T,
+        "scalar": torch.tensor(1),
+        "empty": torch.empty(0, 3),
+        "conjugate": torch.tensor([1 + 2j]).conj(),
+    }
     path = tmp_path / "model.safetensors"
     for _ in range(2):
         write_whole(path, tensors)
         loaded = load_file(path)
         assert set(loaded) == set(tensors)
-        assert all(torch.equal(loaded[name], tensor.resolve_conj()) for name, tensor in tensors.items())
+        assert all(
+            torch.equal(loaded[name], tensor.resolve_conj()) for name, tensor in tensors.items()
+        )
         assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
 
 
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyError(torch.int4)])
-def test_write_model_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left on device"), KeyError(torch.int4)]
+)
+def test_write_model_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     """A model that can't be written leaves nothing half-written and the old file as it was."""
     path = tmp_path / "model.safetensors"
     write_whole(path, {"w": W})
@@ -560,8 +646,11 @@ def test_large_tensors_are_written_in_runs(shape: list[int], run_bytes: int) -> 
 
 def test_complex_numbers_are_written_as_pairs(tmp_path: Path) -> None:
     """Where safetensors has no dtype for them; its reader gets a last dim of 2, in memory aligned for the numbers."""
-    tensors = {"odd": torch.rand(3), "w": torch.view_as_complex(torch.rand(5, 3, 2, dtype=torch.float64)),
-               "lazy": torch.tensor([1 + 2j], dtype=torch.complex128).conj()}
+    tensors = {
+        "odd": torch.rand(3),
+        "w": torch.view_as_complex(torch.rand(5, 3, 2, dtype=torch.float64)),
+        "lazy": torch.tensor([1 + 2j], dtype=torch.complex128).conj(),
+    }
     path = tmp_path / "model.safetensors"
     write_whole(path, tensors)
 
@@ -574,12 +663,18 @@ def test_complex_numbers_are_written_as_pairs(tmp_path: Path) -> None:
         assert json.loads(file.metadata()["complex"]) == {"w": "C128", "lazy": "C128"}
 
 
-def test_without_a_snapshot_nothing_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_snapshot_nothing_is_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A save that is waited for is written from the tensors themselves, but for what a file can't hold as it is."""
     copied = shapes_of_copies(monkeypatch)
     [writer] = writers(tmp_path, 1)
     tensors = {"w": W, "turned": torch.ones(2, 5).T, "tied": W[1:2]}
-    writer.save(1, [piece for name, tensor in tensors.items() for piece in pieces_of(name, tensor)], snapshot=False)
+    writer.save(
+        1,
+        [piece for name, tensor in tensors.items() for piece in pieces_of(name, tensor)],
+        snapshot=False,
+    )
     writer.wait()
     checkpoint = open_checkpoint(tmp_path / "checkpoints" / "step-1")
     assert all(torch.equal(checkpoint.read(name), tensor) for name, tensor in tensors.items())
@@ -599,7 +694,9 @@ def shapes_of_copies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 
 @given(st.lists(st.integers(0, 40), max_size=6), st.sampled_from([4096, 8192]), st.booleans())
-def test_files_are_alike_past_the_cache_and_through_it(sizes: list[int], buffer_bytes: int, is_refused: bool) -> None:
+def test_files_are_alike_past_the_cache_and_through_it(
+    sizes: list[int], buffer_bytes: int, is_refused: bool
+) -> None:
     """Of any sizes, from memory and from a snapshot; and where the file system refuses a write past its cache."""
     tensors = {f"t{number}": torch.rand(100 * size) for number, size in enumerate(sizes)}
     snapshot = Snapshot()
@@ -618,7 +715,10 @@ def test_files_are_alike_past_the_cache_and_through_it(sizes: list[int], buffer_
         for given in (tensors, copies):
             path = Path(folder, "part.safetensors")
             summary = write_tensors(path, given)
-            assert summary == {"bytes": path.stat().st_size, "xxh3_128": xxhash.xxh3_128_hexdigest(path.read_bytes())}
+            assert summary == {
+                "bytes": path.stat().st_size,
+                "xxh3_128": xxhash.xxh3_128_hexdigest(path.read_bytes()),
+            }
             loaded = load_file(path)
             assert loaded.keys() == tensors.keys()
             assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
@@ -648,17 +748,30 @@ def test_a_late_reservation_overwrites_no_copy() -> None:
     snapshot.begin(tensor.nbytes)
     copied = snapshot.copy(tensor)
     for more in (0, 2**20):
-        reserving = threading.Thread(target=snapshot.reserve, args=(tensor.nbytes + more,))  # which it makes nice
+        reserving = threading.Thread(
+            target=snapshot.reserve, args=(tensor.nbytes + more,)
+        )  # which it makes nice
         reserving.start()
         reserving.join()
     assert torch.equal(copied, tensor)
 
 
-@pytest.mark.parametrize(("alike", "message"), [
-    ([{"0,1": {"w": 7}}, {"0,1": {"w": 7}}], ""), ([{"0": {"w": 7}}, {"1": {"w": 8}}], ""), ([{}, {}], ""),
-    ([{"0,1": {"v": 1, "w": 7}}, {"0,1": {"v": 1, "w": 8}}], "'w' on rank 1 is not what rank 0 holds"),
-    ([{"0,1": {"w": 7}}, {"0,1": {}}], "'w' on rank 1 is not what rank 0 holds")])
-def test_what_replicas_do_not_agree_on_is_never_committed(tmp_path: Path, alike: list[Any], message: str) -> None:
+@pytest.mark.parametrize(
+    ("alike", "message"),
+    [
+        ([{"0,1": {"w": 7}}, {"0,1": {"w": 7}}], ""),
+        ([{"0": {"w": 7}}, {"1": {"w": 8}}], ""),
+        ([{}, {}], ""),
+        (
+            [{"0,1": {"v": 1, "w": 7}}, {"0,1": {"v": 1, "w": 8}}],
+            "'w' on rank 1 is not what rank 0 holds",
+        ),
+        ([{"0,1": {"w": 7}}, {"0,1": {}}], "'w' on rank 1 is not what rank 0 holds"),
+    ],
+)
+def test_what_replicas_do_not_agree_on_is_never_committed(
+    tmp_path: Path, alike: list[Any], message: str
+) -> None:
     """Whatever becomes of the run meanwhile: their writers find it by themselves."""
     both = writers(tmp_path, 2)
     for writer, pieces, fingerprints in zip(both, halves(), alike, strict=True):

@@ -65,8 +65,13 @@ class Starter:
 
 @pytest.fixture(scope="module")
 def starter() -> Iterator[Starter]:
-    with subprocess.Popen([sys.executable, "-c", STARTER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                          bufsize=1) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", STARTER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        bufsize=1,
+    ) as process:
         yield Starter(process)
         process.kill()
 
@@ -96,7 +101,9 @@ def test_kill_in_the_middle_of_a_save(starter: Starter, tmp_path: Path, wait_for
     """SIGKILL while a file is half written leaves the older checkpoint valid; the next launch clears the rest."""
     code = SAVES_TWICE.format(how="stuck", run_dir=str(tmp_path))
     pid = starter.start(f"{code}\nthreading.Event().wait(60)", tmp_path)
-    wait_for(lambda: (tmp_path / "stdout").exists() and (tmp_path / "stdout").read_text() == "writing\n")
+    wait_for(
+        lambda: (tmp_path / "stdout").exists() and (tmp_path / "stdout").read_text() == "writing\n"
+    )
     os.kill(pid, signal.SIGKILL)
     assert starter.exit_code() == -signal.SIGKILL
     assert len(names(tmp_path)) == 2
@@ -119,11 +126,16 @@ def test_exit_without_wait(starter: Starter, tmp_path: Path, how: str) -> None:
         assert report["message"] == "rank 0 exited before its save of step 2 was done"
 
 
-def test_a_rank_that_exits_after_its_part_does_not_stop_the_commit(starter: Starter, tmp_path: Path) -> None:
+def test_a_rank_that_exits_after_its_part_does_not_stop_the_commit(
+    starter: Starter, tmp_path: Path
+) -> None:
     """Rank 1 needs not stay for the commit once its part is on the disk."""
-    starter.start(f"run_dir = Path({str(tmp_path)!r})\n"
-                  "Writer(run_dir, rank=1, world_size=2, attempt='first').save(1, [])\n"
-                  "while not list(run_dir.glob('checkpoints/.step-1.*/rank-00001.json')): time.sleep(0.01)\n", tmp_path)
+    starter.start(
+        f"run_dir = Path({str(tmp_path)!r})\n"
+        "Writer(run_dir, rank=1, world_size=2, attempt='first').save(1, [])\n"
+        "while not list(run_dir.glob('checkpoints/.step-1.*/rank-00001.json')): time.sleep(0.01)\n",
+        tmp_path,
+    )
     assert starter.exit_code() == 0
     first = Writer(tmp_path, rank=0, world_size=2, attempt="first", timeout_s=10)
     first.save(1, pieces_of("w", torch.ones(4)))
@@ -133,6 +145,9 @@ def test_a_rank_that_exits_after_its_part_does_not_stop_the_commit(starter: Star
 
 def test_plain_tensors_need_no_dtensor_import(starter: Starter, tmp_path: Path) -> None:
     """A run without DTensors doesn't pay for importing them."""
-    starter.start("assert pieces_of('w', torch.ones(2))\n"
-                  "assert 'torch.distributed.tensor' not in sys.modules\n", tmp_path)
+    starter.start(
+        "assert pieces_of('w', torch.ones(2))\n"
+        "assert 'torch.distributed.tensor' not in sys.modules\n",
+        tmp_path,
+    )
     assert (starter.exit_code(), (tmp_path / "stderr").read_text()) == (0, "")

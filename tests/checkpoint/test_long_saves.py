@@ -33,8 +33,14 @@ WEIGHT = torch.arange(40_000, dtype=torch.float32)
 
 def job() -> pl.Job:
     data = TensorDataset(torch.randn(8, 4), torch.randn(8, 60))
-    return pl.Job(model=lambda: torch.nn.Linear(4, 60), data=data, loss=torch.nn.functional.mse_loss,
-                  optimizer=lambda named: torch.optim.Adam(named), batch=4, steps=2)
+    return pl.Job(
+        model=lambda: torch.nn.Linear(4, 60),
+        data=data,
+        loss=torch.nn.functional.mse_loss,
+        optimizer=lambda named: torch.optim.Adam(named),
+        batch=4,
+        steps=2,
+    )
 
 
 @pytest.fixture
@@ -59,17 +65,33 @@ def slow_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize("plan", ["data=2", "server=1 workers=1", "server=2 workers=2 colocate=yes",
-                                  "server=1 workers=2 staleness=1"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "data=2",
+        "server=1 workers=1",
+        "server=2 workers=2 colocate=yes",
+        "server=1 workers=2 staleness=1",
+    ],
+)
 @pytest.mark.parametrize("copies", [True, False])
 @pytest.mark.sweep(3)
-def test_a_save_may_take_longer_than_the_patience(plan: str, copies: bool, tmp_path: Path, slow_files: None,
-                                                  monkeypatch: pytest.MonkeyPatch):
+def test_a_save_may_take_longer_than_the_patience(
+    plan: str, copies: bool, tmp_path: Path, slow_files: None, monkeypatch: pytest.MonkeyPatch
+):
     """Each rank writes 1.5 kB or more, and so for longer than that. The run waits for the last one, for one that comes
     while another is written, and without copies for all."""
     monkeypatch.setattr(Writer, "has_memory_for", lambda self, pieces: copies)
-    result = pl.train(job(), plan, run=tmp_path / "run", timeout_s=PATIENCE_S, restarts=0, save_every=1, check=False,
-                      table=False)
+    result = pl.train(
+        job(),
+        plan,
+        run=tmp_path / "run",
+        timeout_s=PATIENCE_S,
+        restarts=0,
+        save_every=1,
+        check=False,
+        table=False,
+    )
     assert result["steps"] == 2
 
 
@@ -83,12 +105,22 @@ def test_a_copy_may_take_longer_than_the_patience(tmp_path: Path, monkeypatch: p
         return pwrite(descriptor, data[:512], offset)
 
     monkeypatch.setattr(memory_files, "os", SimpleNamespace(**{**vars(os), "pwrite": late}))
-    result = pl.train(job(), "data=2", run=tmp_path / "run", timeout_s=PATIENCE_S, restarts=1, check=False, table=False)
+    result = pl.train(
+        job(),
+        "data=2",
+        run=tmp_path / "run",
+        timeout_s=PATIENCE_S,
+        restarts=1,
+        check=False,
+        table=False,
+    )
     assert result["steps"] == 2
     assert (tmp_path / "run" / "journal.jsonl").read_text().count("after") == 1
 
 
-def test_large_states_are_copied_and_read_in_pieces(signs: list[int], monkeypatch: pytest.MonkeyPatch):
+def test_large_states_are_copied_and_read_in_pieces(
+    signs: list[int], monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(memory_files, "_CALL_BYTES", 10)
     descriptor = memory_files.memory_file("paceline-test")
     memory_files.write_at(descriptor, memoryview(bytes(range(25))), 0)
@@ -100,7 +132,9 @@ def test_large_states_are_copied_and_read_in_pieces(signs: list[int], monkeypatc
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("phase", ["part", "commit"])
-def test_a_rank_whose_disk_hangs_is_named(phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_rank_whose_disk_hangs_is_named(
+    phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Rank 1 while it writes its part, or rank 0 while it writes for all: the other one waits, and is not meant."""
     culprit = 1 if phase == "part" else 0
     empty, merged = NewFile._empty, write._merged
@@ -118,13 +152,23 @@ def test_a_rank_whose_disk_hangs_is_named(phase: str, tmp_path: Path, monkeypatc
     monkeypatch.setattr(NewFile, "_empty", hang_in_part)
     monkeypatch.setattr(write, "_merged", hang_in_commit)
     with pytest.raises(PacelineError) as caught:
-        pl.train(job(), "data=2", run=tmp_path / "run", timeout_s=PATIENCE_S, restarts=0, check=False, table=False)
+        pl.train(
+            job(),
+            "data=2",
+            run=tmp_path / "run",
+            timeout_s=PATIENCE_S,
+            restarts=0,
+            check=False,
+            table=False,
+        )
     assert f"rank {culprit} " in str(caught.value).splitlines()[0]
     assert "all ranks wait" not in str(caught.value)
 
 
 @pytest.mark.timeout(60)
-def test_an_export_may_take_longer_than_a_collective(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_export_may_take_longer_than_a_collective(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Rank 0 alone writes the model; what the others wait in has no limit."""
     parts = write._runs
 
@@ -137,12 +181,22 @@ def test_an_export_may_take_longer_than_a_collective(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(process, "_LAST_RESORT_S", 0.0)
     monkeypatch.setattr(write, "_runs", late_parts)
-    result = pl.train(job(), "data=2", run=tmp_path / "run", timeout_s=PATIENCE_S, restarts=0, check=False, table=False)
+    result = pl.train(
+        job(),
+        "data=2",
+        run=tmp_path / "run",
+        timeout_s=PATIENCE_S,
+        restarts=0,
+        check=False,
+        table=False,
+    )
     assert result["steps"] == 2
 
 
 @pytest.mark.timeout(90)
-def test_a_restore_and_an_export_may_take_longer_than_the_patience(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_restore_and_an_export_may_take_longer_than_the_patience(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Rank 0 alone checks files and writes the model, and others wait for it."""
     pl.train(job(), "data=2", run=tmp_path / "run", check=False, table=False)
     check, run_parts = read._check_sums, write._runs
@@ -162,13 +216,23 @@ def test_a_restore_and_an_export_may_take_longer_than_the_patience(tmp_path: Pat
 
     monkeypatch.setattr(read, "_check_sums", check_late)
     monkeypatch.setattr(write, "_runs", late_parts)
-    result = pl.train(replace(job(), steps=3), "data=2", run=tmp_path / "run", resume=True, timeout_s=PATIENCE_S,
-                      restarts=0, check=False, table=False)
+    result = pl.train(
+        replace(job(), steps=3),
+        "data=2",
+        run=tmp_path / "run",
+        resume=True,
+        timeout_s=PATIENCE_S,
+        restarts=0,
+        check=False,
+        table=False,
+    )
     assert result["steps"] == 3
 
 
 @pytest.mark.timeout(60)
-def test_signs_end_where_the_writing_stops(tmp_path: Path, signs: list[int], monkeypatch: pytest.MonkeyPatch):
+def test_signs_end_where_the_writing_stops(
+    tmp_path: Path, signs: list[int], monkeypatch: pytest.MonkeyPatch
+):
     stops, goes_on, empty = threading.Event(), threading.Event(), NewFile._empty
 
     def stop(self: NewFile) -> None:
@@ -197,11 +261,14 @@ def test_signs_end_where_the_writing_stops(tmp_path: Path, signs: list[int], mon
 
 
 @pytest.mark.timeout(60)
-def test_ranks_wait_for_a_part_that_grows(tmp_path: Path, slow_files: None, signs: list[int],
-                                          monkeypatch: pytest.MonkeyPatch):
+def test_ranks_wait_for_a_part_that_grows(
+    tmp_path: Path, slow_files: None, signs: list[int], monkeypatch: pytest.MonkeyPatch
+):
     """It takes longer than they would wait for one that does not."""
     monkeypatch.setattr(write, "_TOUCH_S", 0.1)
-    writers = [Writer(tmp_path, rank=rank, world_size=3, attempt="a", timeout_s=2.0) for rank in range(3)]
+    writers = [
+        Writer(tmp_path, rank=rank, world_size=3, attempt="a", timeout_s=2.0) for rank in range(3)
+    ]
     for rank, writer in enumerate(writers):
         writer.save(1, pieces_of(f"w{rank}", WEIGHT[:1000] if rank == 1 else WEIGHT[:2]), {})
     for writer in (writers[2], writers[0], writers[1]):
@@ -211,7 +278,9 @@ def test_ranks_wait_for_a_part_that_grows(tmp_path: Path, slow_files: None, sign
 
 
 @pytest.mark.timeout(60)
-def test_reading_says_that_it_goes_on(tmp_path: Path, signs: list[int], monkeypatch: pytest.MonkeyPatch):
+def test_reading_says_that_it_goes_on(
+    tmp_path: Path, signs: list[int], monkeypatch: pytest.MonkeyPatch
+):
     """Checksums, tensors, and a model that is written."""
     writer = Writer(tmp_path, rank=0, world_size=1, attempt="a")
     writer.save(1, pieces_of("w", WEIGHT), {})
@@ -238,13 +307,17 @@ def test_reading_says_that_it_goes_on(tmp_path: Path, signs: list[int], monkeypa
     checkpoint.read("w")
     assert len(signs) == 1
     monkeypatch.setattr(write, "_RUN_BYTES", 40_000)
-    write_model(tmp_path / "model", {"w": (torch.float32, (40_000,))},
-                lambda name, offsets, shape: WEIGHT[offsets[0]:offsets[0] + shape[0]])
+    write_model(
+        tmp_path / "model",
+        {"w": (torch.float32, (40_000,))},
+        lambda name, offsets, shape: WEIGHT[offsets[0] : offsets[0] + shape[0]],
+    )
     assert len(signs) == 1 + 4
 
 
 def test_other_threads_are_heard_while_the_main_one_waits(signs: list[int]):
     """Else it may hang meanwhile."""
+
     def advance() -> None:
         thread = threading.Thread(target=long_work.advanced)
         thread.start()
@@ -258,7 +331,9 @@ def test_other_threads_are_heard_while_the_main_one_waits(signs: list[int]):
 
 
 @pytest.mark.timeout(60)
-def test_a_damaged_file_ends_the_check_of_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_damaged_file_ends_the_check_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Nobody needs their sums, and nobody gives a sign while they are read."""
     for name, num_bytes in (("first", 10), ("second", 10**6)):
         (tmp_path / name).write_bytes(bytes(num_bytes))
@@ -295,7 +370,9 @@ def test_a_rank_waits_once_its_own_part_is_done(tmp_path: Path, monkeypatch: pyt
         writer.save(1, pieces_of(f"w{rank}", WEIGHT), {})
 
     def wait_for(rank: int) -> None:
-        writers[rank].meanwhile = lambda: states.setdefault(rank, []).append(bool(writers[rank]._save._waits))
+        writers[rank].meanwhile = lambda: states.setdefault(rank, []).append(
+            bool(writers[rank]._save._waits)
+        )
         writers[rank].wait()
 
     threads = [threading.Thread(target=wait_for, args=(rank,)) for rank in range(2)]
@@ -329,8 +406,9 @@ def test_without_copies_a_save_is_waited_for(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("share", "fits"), [(0.9, False), (1.1, True)])
-def test_copies_of_all_ranks_of_a_host_take_a_part_of_its_free_memory(tmp_path: Path, little_memory: Any, share: float,
-                                                                      fits: bool):
+def test_copies_of_all_ranks_of_a_host_take_a_part_of_its_free_memory(
+    tmp_path: Path, little_memory: Any, share: float, fits: bool
+):
     """What a rank has taken is not missing, though nothing else is free."""
     writer = Writer(tmp_path, rank=0, world_size=1, attempt="a", num_ranks=2)
     pieces = list(pieces_of("w", WEIGHT))
@@ -343,20 +421,37 @@ def test_copies_of_all_ranks_of_a_host_take_a_part_of_its_free_memory(tmp_path: 
     assert not writer.has_memory_for(list(pieces_of("w", torch.cat([WEIGHT, WEIGHT]))))
 
 
-@pytest.mark.parametrize(("plan", "asks"), [("data=2", "for saves"), ("data=2", "in a callback"),
-                                            ("server=2 workers=1", "for saves")])
-def test_a_run_without_memory_for_copies_goes_on(tmp_path: Path, plan: str, asks: str,
-                                                 capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("plan", "asks"),
+    [("data=2", "for saves"), ("data=2", "in a callback"), ("server=2 workers=1", "for saves")],
+)
+def test_a_run_without_memory_for_copies_goes_on(
+    tmp_path: Path,
+    plan: str,
+    asks: str,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
     """All ranks decide alike, though one alone has too little; that is said once. No rank takes memory."""
+
     class Saving(pl.Callback):
         def on_epoch(self, run: Any, epoch: Any) -> None:
             run.save()
 
     has_memory = Writer.has_memory_for
-    monkeypatch.setattr(Writer, "has_memory_for", lambda self, pieces: self.rank == 0 and has_memory(self, pieces))
-    monkeypatch.setattr(write.Snapshot, "begin" if plan == "data=2" else "reserve", lambda *args: pytest.fail("memory"))
+    monkeypatch.setattr(
+        Writer, "has_memory_for", lambda self, pieces: self.rank == 0 and has_memory(self, pieces)
+    )
+    monkeypatch.setattr(
+        write.Snapshot,
+        "begin" if plan == "data=2" else "reserve",
+        lambda *args: pytest.fail("memory"),
+    )
     saving = {"save_every": 2} if asks == "for saves" else {}
     each = replace(job(), steps=4, callbacks=[Saving()] if asks == "in a callback" else [])
     result = pl.train(each, plan, run=tmp_path / "run", check=False, table=False, **saving)
-    assert result["steps"] == 4 and len(list((tmp_path / "run" / "checkpoints").glob("step-*/COMMIT"))) == 2
+    assert (
+        result["steps"] == 4
+        and len(list((tmp_path / "run" / "checkpoints").glob("step-*/COMMIT"))) == 2
+    )
     assert capfd.readouterr().err.count("each save blocks the run") == 1

@@ -47,8 +47,10 @@ def test_a_thread_has_its_share_of_a_core(clock: Clock):
     for used_s in (0.1, 0.3):
         clock.compute(used_s)
         pace.wrote(100)
-    assert [used_s / (used_s + pause_s) for used_s, pause_s in zip((0.1, 0.3), clock.pauses_s, strict=True)] == (
-        pytest.approx([SHARE, SHARE]))
+    assert [
+        used_s / (used_s + pause_s)
+        for used_s, pause_s in zip((0.1, 0.3), clock.pauses_s, strict=True)
+    ] == (pytest.approx([SHARE, SHARE]))
 
 
 def test_pauses_have_an_end(clock: Clock):

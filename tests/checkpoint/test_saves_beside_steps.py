@@ -41,21 +41,40 @@ def data() -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def plain_job(optimizer: Any = adamw) -> pl.Job:
-    return pl.Job(model=lambda: nn.Linear(6, 2, dtype=torch.float64), loss=nn.functional.mse_loss, optimizer=optimizer,
-                  data=data(), batch=12, steps=5, precision="float64")
+    return pl.Job(
+        model=lambda: nn.Linear(6, 2, dtype=torch.float64),
+        loss=nn.functional.mse_loss,
+        optimizer=optimizer,
+        data=data(),
+        batch=12,
+        steps=5,
+        precision="float64",
+    )
 
 
 def own_job() -> pl.Job:
     """A step with two updates, and an average that follows."""
+
     def step(ctx: Any, batch: Any) -> None:
         for name in ("first", "second"):
-            ctx.backward(name, batch.input, lambda output, batch: nn.functional.mse_loss(output, batch.target))
+            ctx.backward(
+                name,
+                batch.input,
+                lambda output, batch: nn.functional.mse_loss(output, batch.target),
+            )
             ctx.update(name)
 
     names = ("first", "second")
-    return pl.Job(models={name: lambda: nn.Linear(6, 2, dtype=torch.float64) for name in names}, step=step,
-                  optimizers=dict.fromkeys(names, adamw), followers={"average": pl.ema("first", 0.9)},
-                  data=data(), batch=12, steps=5, precision="float64")
+    return pl.Job(
+        models={name: lambda: nn.Linear(6, 2, dtype=torch.float64) for name in names},
+        step=step,
+        optimizers=dict.fromkeys(names, adamw),
+        followers={"average": pl.ema("first", 0.9)},
+        data=data(),
+        batch=12,
+        steps=5,
+        precision="float64",
+    )
 
 
 @pytest.fixture
@@ -73,24 +92,45 @@ def slow_copies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def saved(job: pl.Job, plan: str, run: Path) -> dict[int, dict[str, torch.Tensor]]:
     """What each checkpoint of a run holds."""
-    pl.train(job, plan=plan, devices=f"cpu:0-{Plan.parse(plan).world_size - 1}", run=run, save_every=1, check="no")
+    pl.train(
+        job,
+        plan=plan,
+        devices=f"cpu:0-{Plan.parse(plan).world_size - 1}",
+        run=run,
+        save_every=1,
+        check="no",
+    )
     checkpoints = [open_checkpoint(path) for path in sorted((run / "checkpoints").glob("step-*"))]
     return {each.step: {name: each.read(name) for name in each.tensors} for each in checkpoints}
 
 
-@pytest.mark.parametrize(("job", "plan"), [
-    (plain_job(), "shard=2"), (own_job(), "single"),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-        (plain_job(lbfgs), "single"), (plain_job(), "data=2 local=2"), (own_job(), "data=2")))])
-def test_a_checkpoint_holds_the_state_of_its_step(slow_copies: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                  job: pl.Job, plan: str):
+@pytest.mark.parametrize(
+    ("job", "plan"),
+    [
+        (plain_job(), "shard=2"),
+        (own_job(), "single"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (plain_job(lbfgs), "single"),
+                (plain_job(), "data=2 local=2"),
+                (own_job(), "data=2"),
+            )
+        ),
+    ],
+)
+def test_a_checkpoint_holds_the_state_of_its_step(
+    slow_copies: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: pl.Job, plan: str
+):
     """As if the run had waited for each copy."""
     beside = saved(job, plan, tmp_path / "beside")
     monkeypatch.setattr(loop.state, "is_for_updates", lambda stepper, name: False)
     alone = saved(job, plan, tmp_path / "alone")
     assert alone.keys() == beside.keys() and len(alone) > 1
     for step, tensors in alone.items():
-        assert tensors.keys() == beside[step].keys() and any(name.startswith("optimizer/") for name in tensors)
+        assert tensors.keys() == beside[step].keys() and any(
+            name.startswith("optimizer/") for name in tensors
+        )
         for name, tensor in tensors.items():
             assert torch.equal(tensor, beside[step][name]), f"{name} after step {step}"
 
@@ -106,7 +146,10 @@ def test_an_update_waits_for_the_copies(tmp_path: Path, slow_copies: None) -> No
         state += 1
         writer.wait()
         there = open_checkpoint(tmp_path / "checkpoints" / f"step-{step}")
-        assert there.read("optimizer/state").eq(step - 1).all() and there.read("parameters/weight").eq(step - 1).all()
+        assert (
+            there.read("optimizer/state").eq(step - 1).all()
+            and there.read("parameters/weight").eq(step - 1).all()
+        )
 
 
 def test_a_save_without_memory_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,9 +19,29 @@ def back(value: Any, like: Any = None) -> Any:
     return unpack(from_text_tensor(text), lambda name, _: tensors[name].clone(), like)
 
 
-@pytest.mark.parametrize("value", [
-    None, True, 3, -0.1, 1e300, "text", b"\x00\xff", 1 + 2j, [1, [2.5, None]], (1, (2, "a")), {1, 2}, {"a": 1, 2: (3,)},
-    deque([1, 2], maxlen=5), float("inf"), {"__kind__": "not ours"}, [], {}, ()])
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        True,
+        3,
+        -0.1,
+        1e300,
+        "text",
+        b"\x00\xff",
+        1 + 2j,
+        [1, [2.5, None]],
+        (1, (2, "a")),
+        {1, 2},
+        {"a": 1, 2: (3,)},
+        deque([1, 2], maxlen=5),
+        float("inf"),
+        {"__kind__": "not ours"},
+        [],
+        {},
+        (),
+    ],
+)
 def test_values_come_back(value: Any) -> None:
     """Equal and of the same type."""
     assert back(value) == value and type(back(value)) is type(value)

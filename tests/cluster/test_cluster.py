@@ -46,12 +46,20 @@ def names(local_cluster: Cluster) -> str:
 
 
 @pytest.mark.usefixtures("cpus")
-@pytest.mark.parametrize(("devices", "num_ranks", "expected"), [
-    (None, None, "cpu:0,cpu:1,cpu:2"), (None, 5, "cpu:0,cpu:1,cpu:2,cpu:3,cpu:4"), ("cpu", None, "cpu:0"),
-    ("cpu:0-2", None, "cpu:0,cpu:1,cpu:2"), ("cpu:3, cpu:0", None, "cpu:3,cpu:0"),
-    ("cpu:0-1,cpu:7", None, "cpu:0,cpu:1,cpu:7"),
-])
-def test_devices_of_a_machine_without_gpus(devices: str | None, num_ranks: int | None, expected: str):
+@pytest.mark.parametrize(
+    ("devices", "num_ranks", "expected"),
+    [
+        (None, None, "cpu:0,cpu:1,cpu:2"),
+        (None, 5, "cpu:0,cpu:1,cpu:2,cpu:3,cpu:4"),
+        ("cpu", None, "cpu:0"),
+        ("cpu:0-2", None, "cpu:0,cpu:1,cpu:2"),
+        ("cpu:3, cpu:0", None, "cpu:3,cpu:0"),
+        ("cpu:0-1,cpu:7", None, "cpu:0,cpu:1,cpu:7"),
+    ],
+)
+def test_devices_of_a_machine_without_gpus(
+    devices: str | None, num_ranks: int | None, expected: str
+):
     """One rank a core by default, more if asked; names and ranges are taken in the order given."""
     local_cluster = Cluster.local(devices, num_ranks=num_ranks)
     assert names(local_cluster) == expected
@@ -65,10 +73,17 @@ def test_cpu_ranks_share_the_memory():
 
 
 @pytest.mark.usefixtures("gpus")
-@pytest.mark.parametrize(("devices", "num_ranks", "expected"), [
-    (None, None, "cuda:0,cuda:1,cuda:2,cuda:3"), (None, 2, "cuda:0,cuda:1"), ("cuda:2-3", None, "cuda:2,cuda:3"),
-])
-def test_gpus_are_taken_when_there_are_any(devices: str | None, num_ranks: int | None, expected: str):
+@pytest.mark.parametrize(
+    ("devices", "num_ranks", "expected"),
+    [
+        (None, None, "cuda:0,cuda:1,cuda:2,cuda:3"),
+        (None, 2, "cuda:0,cuda:1"),
+        ("cuda:2-3", None, "cuda:2,cuda:3"),
+    ],
+)
+def test_gpus_are_taken_when_there_are_any(
+    devices: str | None, num_ranks: int | None, expected: str
+):
     """All GPUs by default, the first ones for fewer ranks, or the named ones."""
     local_cluster = Cluster.local(devices, num_ranks=num_ranks)
     assert names(local_cluster) == expected
@@ -83,22 +98,39 @@ def test_cpus_can_be_asked_for_beside_gpus():
 
 
 @pytest.mark.usefixtures("gpus")
-@pytest.mark.parametrize(("devices", "num_ranks", "message"), [
-    ("cuda:4", None, "there is no cuda:4: this machine has 4 GPUs"),
-    (None, 5, "5 ranks need 5 GPUs and this machine has 4"), ("cpu:0,cuda:0", None, "mixes CPU and CUDA devices"),
-    ("cpu:0,cpu:0", None, "a device is named twice"), ("cpu:0-2,cpu:1", None, "a device is named twice"),
-    ("cdua:0", None, "unknown device kind 'cdua', did you mean 'cuda'?"), ("cuda:", None, "can't read device 'cuda:'"),
-    ("cuda:3-1", None, "runs backwards"), ("", None, "no device is named"), ("0,1", None, "can't read device '0'"),
-    ("cuda:0,cuda:0", None, "for a test, 2xcuda:0 is two ranks that share it"),
-    ("2xcuda:0,cuda:0", None, "a device is named twice"), ("2xcuda:0-1,3xcuda:1", None, "named twice"),
-    ("2xcpu:0", None, "'2xcpu:0' is not a number of ranks that share a GPU"), ("0xcuda:0", None, "not a number of"),
-    ("cuda:0x2", None, "can't read device 'cuda:0x2'"), ("2x", None, "can't read device"),
-    (None, 5, 'a plan of at most 4 ranks, or --devices cpu:0-4 (in Python devices="cpu:0-4"); for a test, --devices '
-              '5xcuda:0 (in Python devices="5xcuda:0") lets ranks share a GPU'),
-    ("cuda:9", None, '--devices cpu:0 (in Python devices="cpu:0") runs on the CPU'),
-    (["cuda:0"], None, "devices is text, got ['cuda:0']"),
-])
-def test_devices_that_make_no_sense_are_refused(devices: str | None, num_ranks: int | None, message: str):
+@pytest.mark.parametrize(
+    ("devices", "num_ranks", "message"),
+    [
+        ("cuda:4", None, "there is no cuda:4: this machine has 4 GPUs"),
+        (None, 5, "5 ranks need 5 GPUs and this machine has 4"),
+        ("cpu:0,cuda:0", None, "mixes CPU and CUDA devices"),
+        ("cpu:0,cpu:0", None, "a device is named twice"),
+        ("cpu:0-2,cpu:1", None, "a device is named twice"),
+        ("cdua:0", None, "unknown device kind 'cdua', did you mean 'cuda'?"),
+        ("cuda:", None, "can't read device 'cuda:'"),
+        ("cuda:3-1", None, "runs backwards"),
+        ("", None, "no device is named"),
+        ("0,1", None, "can't read device '0'"),
+        ("cuda:0,cuda:0", None, "for a test, 2xcuda:0 is two ranks that share it"),
+        ("2xcuda:0,cuda:0", None, "a device is named twice"),
+        ("2xcuda:0-1,3xcuda:1", None, "named twice"),
+        ("2xcpu:0", None, "'2xcpu:0' is not a number of ranks that share a GPU"),
+        ("0xcuda:0", None, "not a number of"),
+        ("cuda:0x2", None, "can't read device 'cuda:0x2'"),
+        ("2x", None, "can't read device"),
+        (
+            None,
+            5,
+            'a plan of at most 4 ranks, or --devices cpu:0-4 (in Python devices="cpu:0-4"); for a test, --devices '
+            '5xcuda:0 (in Python devices="5xcuda:0") lets ranks share a GPU',
+        ),
+        ("cuda:9", None, '--devices cpu:0 (in Python devices="cpu:0") runs on the CPU'),
+        (["cuda:0"], None, "devices is text, got ['cuda:0']"),
+    ],
+)
+def test_devices_that_make_no_sense_are_refused(
+    devices: str | None, num_ranks: int | None, message: str
+):
     """The message names the device and what there is."""
     with pytest.raises(ClusterError) as caught:
         Cluster.local(devices, num_ranks=num_ranks)
@@ -107,9 +139,15 @@ def test_devices_that_make_no_sense_are_refused(devices: str | None, num_ranks: 
 
 
 @pytest.mark.usefixtures("gpus")
-@pytest.mark.parametrize(("devices", "expected", "memory_gib"), [
-    ("4xcuda:0", "4xcuda:0", [20] * 4), ("2xcuda:0,cuda:1", "2xcuda:0,cuda:1", [40, 40, 80]),
-    ("2xcuda:1-2", "2xcuda:1,2xcuda:2", [40] * 4), ("1xcuda:3", "cuda:3", [80])])
+@pytest.mark.parametrize(
+    ("devices", "expected", "memory_gib"),
+    [
+        ("4xcuda:0", "4xcuda:0", [20] * 4),
+        ("2xcuda:0,cuda:1", "2xcuda:0,cuda:1", [40, 40, 80]),
+        ("2xcuda:1-2", "2xcuda:1,2xcuda:2", [40] * 4),
+        ("1xcuda:3", "cuda:3", [80]),
+    ],
+)
 def test_ranks_that_share_a_gpu(devices: str, expected: str, memory_gib: list[int]):
     """Each may use its part of the memory; links are no GPU's."""
     local_cluster = Cluster.local(devices)
@@ -118,7 +156,11 @@ def test_ranks_that_share_a_gpu(devices: str, expected: str, memory_gib: list[in
     assert local_cluster.are_shared == (local_cluster.link == LOOPBACK) == (expected != "cuda:3")
 
 
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 4)), min_size=1, unique_by=lambda each: each[0]))
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 5), st.integers(1, 4)), min_size=1, unique_by=lambda each: each[0]
+    )
+)
 def test_names_of_devices_are_read_as_they_are_written(gpus: list[tuple[int, int]]):
     """In the order of ranks, however often each is there."""
     named = [("cuda", index) for index, times in gpus for _ in range(times)]
@@ -128,10 +170,17 @@ def test_names_of_devices_are_read_as_they_are_written(gpus: list[tuple[int, int
 
 
 @pytest.mark.usefixtures("gpus")
-@pytest.mark.parametrize(("devices", "num_ranks", "expected"), [
-    (None, 6, "cpu:0,cpu:1,cuda:0,cuda:1,cuda:2,cuda:3"), (None, 3, "cpu:0,cpu:1,cuda:0"),
-    ("cuda:2-3", 4, "cpu:0,cpu:1,cuda:2,cuda:3"), ("cuda:1,cpu:4-5,cuda:0", 4, "cpu:4,cpu:5,cuda:1,cuda:0"),
-    ("2xcuda:0", 4, "cpu:0,cpu:1,2xcuda:0"), ("cpu:0-3", 4, "cpu:0,cpu:1,cpu:2,cpu:3")])
+@pytest.mark.parametrize(
+    ("devices", "num_ranks", "expected"),
+    [
+        (None, 6, "cpu:0,cpu:1,cuda:0,cuda:1,cuda:2,cuda:3"),
+        (None, 3, "cpu:0,cpu:1,cuda:0"),
+        ("cuda:2-3", 4, "cpu:0,cpu:1,cuda:2,cuda:3"),
+        ("cuda:1,cpu:4-5,cuda:0", 4, "cpu:4,cpu:5,cuda:1,cuda:0"),
+        ("2xcuda:0", 4, "cpu:0,cpu:1,2xcuda:0"),
+        ("cpu:0-3", 4, "cpu:0,cpu:1,cpu:2,cpu:3"),
+    ],
+)
 def test_the_first_ranks_compute_on_the_cpu(devices: str | None, num_ranks: int, expected: str):
     """Servers take no GPU, whether CPUs are named for them or not."""
     local_cluster = Cluster.local(devices, num_ranks=num_ranks, num_cpu_ranks=2)
@@ -143,13 +192,26 @@ def test_the_first_ranks_compute_on_the_cpu(devices: str | None, num_ranks: int,
 def test_cpus_beside_gpus_that_make_no_sense():
     with pytest.raises(ClusterError, match="names 1 CPUs, and 2 ranks of the plan, its servers"):
         Cluster.local("cuda:0-1,cpu:0", num_ranks=4, num_cpu_ranks=2)
-    with pytest.raises(ClusterError, match="5 ranks beside 2 on CPUs need 5 GPUs and this machine has 4"):
+    with pytest.raises(
+        ClusterError, match="5 ranks beside 2 on CPUs need 5 GPUs and this machine has 4"
+    ):
         Cluster.local(num_ranks=7, num_cpu_ranks=2)
 
 
-@pytest.mark.parametrize(("quota", "cores"), [("max 100000", 4), ("250000 100000", 2), ("50000 100000", 1),
-                                              ("800000 100000", 4), ("", 4), (None, 4)])
-def test_a_cgroup_limits_the_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, quota: str | None, cores: int):
+@pytest.mark.parametrize(
+    ("quota", "cores"),
+    [
+        ("max 100000", 4),
+        ("250000 100000", 2),
+        ("50000 100000", 1),
+        ("800000 100000", 4),
+        ("", 4),
+        (None, 4),
+    ],
+)
+def test_a_cgroup_limits_the_cores(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, quota: str | None, cores: int
+):
     """A container with a quota of two and a half cores has two to give."""
     monkeypatch.setattr(cluster.os, "sched_getaffinity", lambda _: {0, 1, 2, 3}, raising=False)
     monkeypatch.setattr(cluster, "_CGROUP", tmp_path)
@@ -158,7 +220,10 @@ def test_a_cgroup_limits_the_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert usable_cores() == cores
 
 
-V2, V1 = ("memory.max", "memory.current", ""), ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+V2, V1 = (
+    ("memory.max", "memory.current", ""),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+)
 
 
 def limit_memory(folder: Path, names: tuple[str, str, str], limit: str, used: int = 0) -> None:
@@ -166,14 +231,22 @@ def limit_memory(folder: Path, names: tuple[str, str, str], limit: str, used: in
     folder.mkdir(parents=True, exist_ok=True)
     (folder / names[0]).write_text(f"{limit}\n")
     (folder / names[1]).write_text(f"{used}\n")
-    (folder / "memory.stat").write_text(f"anon 7\n{names[2]}inactive_file 100\n{names[2]}active_file 200\n")
+    (folder / "memory.stat").write_text(
+        f"anon 7\n{names[2]}inactive_file 100\n{names[2]}active_file 200\n"
+    )
 
 
 @pytest.mark.parametrize(("root", "names"), [("", V2), ("memory", V1)])
-@pytest.mark.parametrize(("limit", "is_limited"), [("4096", True), ("max", False), (str(2**62), False)])
+@pytest.mark.parametrize(
+    ("limit", "is_limited"), [("4096", True), ("max", False), (str(2**62), False)]
+)
 def test_a_cgroup_limits_the_memory(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, root: str, names: tuple[str, str, str], limit: str,
-    is_limited: bool
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    root: str,
+    names: tuple[str, str, str],
+    limit: str,
+    is_limited: bool,
 ):
     """The smaller of the machine's memory and the container's is what ranks may use. What files in the cache take is
     free."""
@@ -186,10 +259,19 @@ def test_a_cgroup_limits_the_memory(
     assert free_memory_bytes() == (0 if is_limited else pytest.approx(free, rel=0.5))
 
 
-@pytest.mark.parametrize(("root", "names", "cgroups"), [
-    ("", V2, "0::/jobs/one/step\n"), ("memory", V1, "9:cpu:/\n4:hugetlb,memory:/jobs/one/step\n0::/\n")])
+@pytest.mark.parametrize(
+    ("root", "names", "cgroups"),
+    [
+        ("", V2, "0::/jobs/one/step\n"),
+        ("memory", V1, "9:cpu:/\n4:hugetlb,memory:/jobs/one/step\n0::/\n"),
+    ],
+)
 def test_the_least_limit_of_all_cgroups_around_a_process_holds(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, root: str, names: tuple[str, str, str], cgroups: str
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    root: str,
+    names: tuple[str, str, str],
+    cgroups: str,
 ):
     """Schedulers limit a job, and not the root that a container sees."""
     monkeypatch.setattr(cluster, "_CGROUP", tmp_path)
@@ -219,10 +301,16 @@ def test_a_job_s_quota_limits_the_cores(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 @pytest.mark.usefixtures("cpus")
-@pytest.mark.parametrize(("text", "expected"), [
-    ("100", [100, 100]), ("2KiB", [2048, 2048]), ("1.5kb", [1500, 1500]),
-    ("1GiB,2GB", [2**30, 2 * 10**9]), ("1MiB 3MiB", [2**20, 3 * 2**20]),
-])
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("100", [100, 100]),
+        ("2KiB", [2048, 2048]),
+        ("1.5kb", [1500, 1500]),
+        ("1GiB,2GB", [2**30, 2 * 10**9]),
+        ("1MiB 3MiB", [2**20, 3 * 2**20]),
+    ],
+)
 def test_memory_limits(text: str, expected: list[int]):
     """One limit for all ranks or one a rank, in either kind of unit."""
     devices = Cluster.local("cpu:0-1", memory=text).devices
@@ -232,11 +320,17 @@ def test_memory_limits(text: str, expected: list[int]):
 
 
 @pytest.mark.usefixtures("cpus")
-@pytest.mark.parametrize(("text", "message"), [
-    ("much", "can't read the size 'much'(?s:.*)such as 512MiB"), ("5XB", "can't read the size '5XB'"),
-    ("-1GiB", "can't read"), ("0", "can't read"), ("", "names 0 limits for 2 devices"),
-    ("1GiB,1GiB,1GiB", "names 3 limits for 2 devices(?s:.*)one a device"),
-])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("much", "can't read the size 'much'(?s:.*)such as 512MiB"),
+        ("5XB", "can't read the size '5XB'"),
+        ("-1GiB", "can't read"),
+        ("0", "can't read"),
+        ("", "names 0 limits for 2 devices"),
+        ("1GiB,1GiB,1GiB", "names 3 limits for 2 devices(?s:.*)one a device"),
+    ],
+)
 def test_memory_limits_that_make_no_sense(text: str, message: str):
     """What can't be read is refused with what can."""
     with pytest.raises(ClusterError, match=message):

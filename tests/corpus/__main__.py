@@ -11,7 +11,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":  # tests import this module: their processes keep the devices that they have
+if (
+    __name__ == "__main__"
+):  # tests import this module: their processes keep the devices that they have
     os.environ.setdefault("KERAS_BACKEND", "torch")
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
@@ -28,7 +30,11 @@ def known_cells(path: Path) -> list[Any]:
     from .sweep import Cell
 
     text = path.read_text()
-    cells = [Cell(**cell) for cell in json.loads(text)] if path.suffix == ".json" else cells_of_page(text)
+    cells = (
+        [Cell(**cell) for cell in json.loads(text)]
+        if path.suffix == ".json"
+        else cells_of_page(text)
+    )
     names = {entry.name for entry in entries()}
     return [cell for cell in cells if cell.job in names]
 
@@ -46,20 +52,32 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.corpus", description=__doc__)
     parser.add_argument("--jobs", default="*", help="names or themes, with * and commas")
     parser.add_argument("--plans", nargs="+", default=list(PLANS), metavar="PLAN")
-    parser.add_argument("--seconds", type=float, default=60.0, help="a rank that is silent for so long hangs")
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, help="a rank that is silent for so long hangs"
+    )
     parser.add_argument("--json", type=Path, help="every cell with its reason")
     parser.add_argument("--write", type=Path, help="the page that says what works under what")
-    parser.add_argument("--retry", type=Path, metavar="FILE",
-                        help="run what FILE, a --json or a page (.md), calls wrong or refused or lacks; keep its rest")
-    parser.add_argument("--resume-check", action="store_true", help="stop under one plan and go on under another")
-    parser.add_argument("--certify", action="store_true", help="let paceline verify judge, and count what it fails")
+    parser.add_argument(
+        "--retry",
+        type=Path,
+        metavar="FILE",
+        help="run what FILE, a --json or a page (.md), calls wrong or refused or lacks; keep its rest",
+    )
+    parser.add_argument(
+        "--resume-check", action="store_true", help="stop under one plan and go on under another"
+    )
+    parser.add_argument(
+        "--certify", action="store_true", help="let paceline verify judge, and count what it fails"
+    )
     given = parser.parse_args()
     torch.set_num_threads(1)
     jobs = entries(given.jobs)
     if not jobs:
         parser.error(f"no job matches {given.jobs!r}")
     shared = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(prefix="paceline-corpus-", dir=shared if shared.is_dir() else None) as folder:
+    with tempfile.TemporaryDirectory(
+        prefix="paceline-corpus-", dir=shared if shared.is_dir() else None
+    ) as folder:
         sweep = Sweep(Path(folder), given.seconds)
         cells: list[Cell] = resume_check(sweep) if given.resume_check else []
         if given.certify:
@@ -69,7 +87,9 @@ def main() -> int:
         kept = 0
         for plan in () if given.resume_check or given.certify else given.plans:
             of_plan = {cell.job: cell for cell in known if cell.plan == plan}
-            settled = {cell.job for cell in of_plan.values() if cell.verdict not in (WRONG, REFUSED)}
+            settled = {
+                cell.job for cell in of_plan.values() if cell.verdict not in (WRONG, REFUSED)
+            }
             again = [entry for entry in jobs if entry.name not in settled]
             kept += len(settled)
             of_plan |= {cell.job: cell for cell in (sweep.run(again, [plan]) if again else ())}
@@ -81,8 +101,12 @@ def main() -> int:
     if given.write:
         given.write.write_text(page(jobs, cells, kept=kept))
     print(table(jobs, cells))
-    print(", ".join(f"{number} {verdict} ({SYMBOLS[verdict]})"
-                    for verdict, number in Counter(cell.verdict for cell in cells).most_common()))
+    print(
+        ", ".join(
+            f"{number} {verdict} ({SYMBOLS[verdict]})"
+            for verdict, number in Counter(cell.verdict for cell in cells).most_common()
+        )
+    )
     for cell in cells:
         if cell.verdict == WRONG:
             print(f"wrong: {cell.job} under {cell.plan}: {cell.reason}")

@@ -20,9 +20,16 @@ HEADS, LENGTH = 2, 5
 class Attention(nn.Module):
     """Causal attention with fewer key heads than query heads and rotary places, if asked for."""
 
-    def __init__(self, *, key_heads: int = HEADS, rotary: bool = False, causal: bool = True) -> None:
+    def __init__(
+        self, *, key_heads: int = HEADS, rotary: bool = False, causal: bool = True
+    ) -> None:
         super().__init__()
-        self.head, self.key_heads, self.rotary, self.causal = FEATURES // HEADS, key_heads, rotary, causal
+        self.head, self.key_heads, self.rotary, self.causal = (
+            FEATURES // HEADS,
+            key_heads,
+            rotary,
+            causal,
+        )
         self.q = nn.Linear(FEATURES, FEATURES, bias=False)
         self.kv = nn.Linear(FEATURES, 2 * key_heads * self.head, bias=False)
         self.out = nn.Linear(FEATURES, FEATURES)
@@ -30,18 +37,33 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, length, _ = x.shape
         q = self.q(x).view(batch, length, HEADS, self.head).transpose(1, 2)
-        k, v = self.kv(x).view(batch, length, 2 * self.key_heads, self.head).transpose(1, 2).chunk(2, 1)
+        k, v = (
+            self.kv(x)
+            .view(batch, length, 2 * self.key_heads, self.head)
+            .transpose(1, 2)
+            .chunk(2, 1)
+        )
         if self.rotary:
             q, k = _rotated(q), _rotated(k)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=self.key_heads != HEADS)
+        attended = F.scaled_dot_product_attention(
+            q, k, v, is_causal=self.causal, enable_gqa=self.key_heads != HEADS
+        )
         return self.out(attended.transpose(1, 2).reshape(batch, length, FEATURES))
 
 
 def _rotated(x: Tensor) -> Tensor:
     half = x.shape[-1] // 2
-    angles = torch.arange(x.shape[-2], dtype=x.dtype)[:, None] / 10 ** torch.arange(half, dtype=x.dtype)
+    angles = torch.arange(x.shape[-2], dtype=x.dtype)[:, None] / 10 ** torch.arange(
+        half, dtype=x.dtype
+    )
     first, second = x.chunk(2, -1)
-    return torch.cat([first * angles.cos() - second * angles.sin(), first * angles.sin() + second * angles.cos()], -1)
+    return torch.cat(
+        [
+            first * angles.cos() - second * angles.sin(),
+            first * angles.sin() + second * angles.cos(),
+        ],
+        -1,
+    )
 
 
 class Decoder(nn.Module):
@@ -66,7 +88,9 @@ class _DecoderBlock(nn.Module):
         super().__init__()
         self.one, self.attention = nn.LayerNorm(FEATURES), Attention(**options)
         self.two = nn.LayerNorm(FEATURES)
-        self.mlp = nn.Sequential(nn.Linear(FEATURES, 2 * FEATURES), nn.GELU(), nn.Linear(2 * FEATURES, FEATURES))
+        self.mlp = nn.Sequential(
+            nn.Linear(FEATURES, 2 * FEATURES), nn.GELU(), nn.Linear(2 * FEATURES, FEATURES)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.one(x))
@@ -95,12 +119,20 @@ class Padded(nn.Module):
         super().__init__()
         self.table = nn.Embedding(20, FEATURES)
         self.attention = nn.MultiheadAttention(FEATURES, HEADS, batch_first=True)
-        self.mlp, self.last = nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.ReLU()), nn.Linear(FEATURES, 3)
+        self.mlp, self.last = (
+            nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.ReLU()),
+            nn.Linear(FEATURES, 3),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         padding = x == 0
         hidden = self.table(x)
-        hidden = hidden + self.attention(hidden, hidden, hidden, key_padding_mask=padding, need_weights=False)[0]
+        hidden = (
+            hidden
+            + self.attention(hidden, hidden, hidden, key_padding_mask=padding, need_weights=False)[
+                0
+            ]
+        )
         hidden = (hidden + self.mlp(hidden)).masked_fill(padding[..., None], 0)
         return self.last(hidden.sum(1) / (~padding).sum(1, keepdim=True))
 
@@ -138,17 +170,26 @@ def torch_transformer() -> paceline.Job:
         def __init__(self) -> None:
             super().__init__()
             self.table = nn.Embedding(20, FEATURES)
-            self.transformer = nn.Transformer(FEATURES, HEADS, 2, 2, 16, dropout=0.0, batch_first=True)
+            self.transformer = nn.Transformer(
+                FEATURES, HEADS, 2, 2, 16, dropout=0.0, batch_first=True
+            )
             self.head = nn.Linear(FEATURES, 20)
 
         def forward(self, source: Tensor, target: Tensor) -> Tensor:
-            mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1], dtype=self.table.weight.dtype)
-            return self.head(self.transformer(self.table(source), self.table(target), tgt_mask=mask))
+            mask = nn.Transformer.generate_square_subsequent_mask(
+                target.shape[1], dtype=self.table.weight.dtype
+            )
+            return self.head(
+                self.transformer(self.table(source), self.table(target), tgt_mask=mask)
+            )
 
     x, y = integers(20, SAMPLES, 6), integers(20, SAMPLES, 5, seed=8)
     data = [((a, b[:-1]), b[1:]) for a, b in zip(x, y, strict=True)]
-    return make_job(Translator, data=data, loss=lambda output, target: F.cross_entropy(
-        output.flatten(0, 1), target.flatten()))
+    return make_job(
+        Translator,
+        data=data,
+        loss=lambda output, target: F.cross_entropy(output.flatten(0, 1), target.flatten()),
+    )
 
 
 @entry("attention by hand, with an additive mask")
@@ -158,17 +199,22 @@ def attention_by_hand() -> paceline.Job:
             super().__init__()
             self.into = nn.Linear(FEATURES, 3 * FEATURES)
             self.out = nn.Linear(FEATURES, FEATURES)
-            self.register_buffer("mask", torch.full((LENGTH, LENGTH), -1e9).triu(1), persistent=False)
+            self.register_buffer(
+                "mask", torch.full((LENGTH, LENGTH), -1e9).triu(1), persistent=False
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             q, k, v = self.into(x).chunk(3, -1)
-            return self.out((q @ k.mT / FEATURES ** 0.5 + self.mask).softmax(-1) @ v)
+            return self.out((q @ k.mT / FEATURES**0.5 + self.mask).softmax(-1) @ v)
 
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.table = nn.Embedding(20, FEATURES)
-            self.blocks, self.head = nn.ModuleList([ByHand() for _ in range(3)]), nn.Linear(FEATURES, 20)
+            self.blocks, self.head = (
+                nn.ModuleList([ByHand() for _ in range(3)]),
+                nn.Linear(FEATURES, 20),
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             x = self.table(x)

@@ -20,11 +20,18 @@ from .sweep import COUPLED, EXACT, REFUSED, WRONG, Cell, first_line, preload
 
 # A plan that cuts the batch unevenly, and one that splits the model into stages.
 CERTIFIED_PLANS = ("data=2 shares=3:1", "pipeline=2")
-_VERDICTS = {"passed": EXACT, "coupled": COUPLED, "refused": REFUSED, "inconclusive": "inconclusive", "failed": WRONG}
+_VERDICTS = {
+    "passed": EXACT,
+    "coupled": COUPLED,
+    "refused": REFUSED,
+    "inconclusive": "inconclusive",
+    "failed": WRONG,
+}
 
 
-def certify(jobs: Sequence[Entry], plans: Sequence[str], say: Callable[[str], None], *,
-            timeout_s: float) -> list[Cell]:
+def certify(
+    jobs: Sequence[Entry], plans: Sequence[str], say: Callable[[str], None], *, timeout_s: float
+) -> list[Cell]:
     """A cell for each job and plan. What verify calls failed or refuses to judge counts as wrong."""
     preload(jobs)
     cells: list[Cell] = []
@@ -43,7 +50,9 @@ def _of(entry: Entry, plans: Sequence[str], timeout_s: float) -> list[Cell]:
     for plan in plans:
         try:
             certificate = _certificate(entry.make(), plan, timeout_s)
-            cells.append(Cell(entry.name, plan, _VERDICTS[certificate.verdict], certificate.reason or ""))
+            cells.append(
+                Cell(entry.name, plan, _VERDICTS[certificate.verdict], certificate.reason or "")
+            )
         except PacelineError as error:
             verdict = REFUSED if isinstance(error, UsageError) else WRONG
             cells.append(Cell(entry.name, plan, verdict, first_line(error), trace=str(error)))
@@ -53,7 +62,9 @@ def _of(entry: Entry, plans: Sequence[str], timeout_s: float) -> list[Cell]:
 def _certificate(job: paceline.Job, plan: str, timeout_s: float) -> paceline.Certificate:
     if job.precision == "float64":
         with suppress(RankFailed):
-            certificate, = paceline.verify(replace(job, precision="float32"), [plan], steps=3, timeout_s=timeout_s)
+            (certificate,) = paceline.verify(
+                replace(job, precision="float32"), [plan], steps=3, timeout_s=timeout_s
+            )
             return certificate
-    certificate, = paceline.verify(job, [plan], steps=3, timeout_s=timeout_s)
+    (certificate,) = paceline.verify(job, [plan], steps=3, timeout_s=timeout_s)
     return certificate

@@ -49,7 +49,9 @@ def checkpointed_sequence() -> paceline.Job:
             self.blocks = nn.Sequential(*(Block() for _ in range(4)))
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.last(checkpoint_sequential(self.blocks, 2, self.first(x), use_reentrant=False))
+            return self.last(
+                checkpoint_sequential(self.blocks, 2, self.first(x), use_reentrant=False)
+            )
 
     return make_job(Checkpointed)
 
@@ -58,16 +60,27 @@ def _checkpointed_llama(**options: Any) -> paceline.Job:
     import transformers
 
     def model() -> nn.Module:
-        built = transformers.LlamaForCausalLM(transformers.LlamaConfig(
-            vocab_size=VOCABULARY, use_cache=False, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
-            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=8))
+        built = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(
+                vocab_size=VOCABULARY,
+                use_cache=False,
+                hidden_size=16,
+                intermediate_size=24,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                max_position_embeddings=8,
+            )
+        )
         built.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
         return built
 
     return make_job(model, data=_tokens(), loss=_next_token, steps=3)
 
 
-@entry("Llama of Transformers with gradient_checkpointing_enable", needs="transformers", tolerance=1e-5)
+@entry(
+    "Llama of Transformers with gradient_checkpointing_enable", needs="transformers", tolerance=1e-5
+)
 def checkpointed_llama() -> paceline.Job:
     return _checkpointed_llama(use_reentrant=False)
 

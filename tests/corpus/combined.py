@@ -20,8 +20,14 @@ SAMPLES = 2 * BATCH + 2  # the third window has two samples, the fourth begins a
 
 def _adamw(named: Any) -> torch.optim.Optimizer:
     pairs = list(named)
-    return torch.optim.AdamW([{"params": [p for _, p in pairs if p.ndim > 1], "weight_decay": 0.2},
-                              {"params": [p for _, p in pairs if p.ndim < 2], "weight_decay": 0.0}], lr=2e-2, eps=1e-3)
+    return torch.optim.AdamW(
+        [
+            {"params": [p for _, p in pairs if p.ndim > 1], "weight_decay": 0.2},
+            {"params": [p for _, p in pairs if p.ndim < 2], "weight_decay": 0.0},
+        ],
+        lr=2e-2,
+        eps=1e-3,
+    )
 
 
 def _momentum(named: Any) -> torch.optim.Optimizer:
@@ -29,7 +35,9 @@ def _momentum(named: Any) -> torch.optim.Optimizer:
 
 
 def _warm_up(optimizer: Any) -> Any:
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (0.3, 1.0, 0.6, 0.8, 0.2)[step % 5])
+    return torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: (0.3, 1.0, 0.6, 0.8, 0.2)[step % 5]
+    )
 
 
 class Gated(nn.Module):
@@ -50,8 +58,9 @@ class Skipping(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.scale = nn.Linear(FEATURES, FEATURES), nn.Parameter(torch.tensor(1.5))
-        self.blocks = nn.ModuleList([Block(nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Dropout(0.3)))
-                                     for _ in range(4)])
+        self.blocks = nn.ModuleList(
+            [Block(nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Dropout(0.3))) for _ in range(4)]
+        )
         self.gated = Gated()
         self.last = nn.Linear(FEATURES, 3)
 
@@ -71,23 +80,42 @@ def _regression(samples: int) -> TensorDataset:
     return TensorDataset(x, torch.tanh(x @ numbers(FEATURES, 3, seed=3)))
 
 
-@entry("skips, dropout, clipping, a schedule, groups, a short window, validation", random_layers=True)
+@entry(
+    "skips, dropout, clipping, a schedule, groups, a short window, validation", random_layers=True
+)
 def combined_regression() -> paceline.Job:
-    return make_job(Skipping, data=_regression(SAMPLES), optimizer=_adamw, lr_schedule=_warm_up, clip=0.4,
-                    validation=_regression(17))
+    return make_job(
+        Skipping,
+        data=_regression(SAMPLES),
+        optimizer=_adamw,
+        lr_schedule=_warm_up,
+        clip=0.4,
+        validation=_regression(17),
+    )
 
 
 def _tokens(samples: int) -> TensorDataset:
     x = integers(20, samples, 6)
     target = x[:, 1:].clone()
-    target[torch.arange(samples) % 3 == 0, 1:] = -100  # a third of the samples counts one token of five
+    target[
+        torch.arange(samples) % 3 == 0, 1:
+    ] = -100  # a third of the samples counts one token of five
     return TensorDataset(x[:, :-1].contiguous(), target)
 
 
-@entry("a tied embedding, tokens unevenly ignored, momentum, a schedule, a short window, validation")
+@entry(
+    "a tied embedding, tokens unevenly ignored, momentum, a schedule, a short window, validation"
+)
 def combined_tokens() -> paceline.Job:
-    return make_job(Tied, data=_tokens(SAMPLES), loss=token_loss, optimizer=_momentum, lr_schedule=_warm_up, clip=2.0,
-                    validation=_tokens(13))
+    return make_job(
+        Tied,
+        data=_tokens(SAMPLES),
+        loss=token_loss,
+        optimizer=_momentum,
+        lr_schedule=_warm_up,
+        clip=2.0,
+        validation=_tokens(13),
+    )
 
 
 class Normed(nn.Module):
@@ -95,7 +123,9 @@ class Normed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = Net(lambda: nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.BatchNorm1d(FEATURES)))
+        self.net = Net(
+            lambda: nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.BatchNorm1d(FEATURES))
+        )
         self.register_buffer("forwards", torch.zeros((), dtype=torch.long))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -106,7 +136,9 @@ class Normed(nn.Module):
 
 @entry("batch norms with momentum and validation")
 def combined_norms() -> paceline.Job:
-    return make_job(Normed, data=_regression(4 * BATCH), optimizer=_momentum, validation=_regression(17))
+    return make_job(
+        Normed, data=_regression(4 * BATCH), optimizer=_momentum, validation=_regression(17)
+    )
 
 
 class Watched(nn.Module):
@@ -128,7 +160,9 @@ class Watched(nn.Module):
 
 @entry("running statistics beside a net with dropout: coupled buffers", random_layers=True)
 def combined_statistics() -> paceline.Job:
-    return make_job(Watched, data=_regression(SAMPLES), optimizer=_adamw, validation=_regression(17))
+    return make_job(
+        Watched, data=_regression(SAMPLES), optimizer=_adamw, validation=_regression(17)
+    )
 
 
 class Experts(nn.Module):
@@ -136,7 +170,11 @@ class Experts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.routed, self.idle = nn.Linear(FEATURES, FEATURES), Block(Routed()), Block(Idle())
+        self.first, self.routed, self.idle = (
+            nn.Linear(FEATURES, FEATURES),
+            Block(Routed()),
+            Block(Idle()),
+        )
         self.last = nn.Linear(FEATURES, 3)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -22,9 +22,16 @@ class ConvNet(nn.Module):
     def __init__(self, norm: type[nn.Module] | None = None, channels: int = 4) -> None:
         super().__init__()
         self.first = nn.Conv2d(2, channels, 3, padding=1)
-        self.blocks = nn.ModuleList([nn.Sequential(
-            nn.Conv2d(channels, channels, 3, padding=1), norm() if norm else nn.Identity(), nn.ReLU())
-            for _ in range(3)])
+        self.blocks = nn.ModuleList(
+            [
+                nn.Sequential(
+                    nn.Conv2d(channels, channels, 3, padding=1),
+                    norm() if norm else nn.Identity(),
+                    nn.ReLU(),
+                )
+                for _ in range(3)
+            ]
+        )
         self.last = nn.Linear(channels, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -41,7 +48,9 @@ def conv2d() -> paceline.Job:
 
 @entry("convolutions with their channels last")
 def channels_last() -> paceline.Job:
-    return make_job(lambda: ConvNet().to(memory_format=torch.channels_last), data=_images(), optimizer=adamw)
+    return make_job(
+        lambda: ConvNet().to(memory_format=torch.channels_last), data=_images(), optimizer=adamw
+    )
 
 
 @entry("group norms")
@@ -68,16 +77,28 @@ def batch_norm_2d() -> paceline.Job:
 @entry("one-dimensional, dilated and grouped convolutions")
 def conv1d() -> paceline.Job:
     model = lambda: nn.Sequential(  # noqa: E731
-        nn.Conv1d(2, 4, 3, padding=1), nn.Tanh(), nn.Conv1d(4, 4, 3, dilation=2, padding=2, groups=2), nn.Tanh(),
-        nn.Conv1d(4, 4, 3, padding=1, padding_mode="circular"), nn.Flatten(), nn.Linear(32, 3))
+        nn.Conv1d(2, 4, 3, padding=1),
+        nn.Tanh(),
+        nn.Conv1d(4, 4, 3, dilation=2, padding=2, groups=2),
+        nn.Tanh(),
+        nn.Conv1d(4, 4, 3, padding=1, padding_mode="circular"),
+        nn.Flatten(),
+        nn.Linear(32, 3),
+    )
     return make_job(model, data=TensorDataset(numbers(SAMPLES, 2, 8), numbers(SAMPLES, 3, seed=3)))
 
 
 @entry("transposed convolutions and upsampling: an autoencoder of images")
 def transposed_convolutions() -> paceline.Job:
     model = lambda: nn.Sequential(  # noqa: E731
-        nn.Conv2d(2, 4, 3, stride=2, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1), nn.ReLU(),
-        nn.ConvTranspose2d(4, 4, 2, stride=2), nn.ReLU(), nn.Conv2d(4, 2, 1))
+        nn.Conv2d(2, 4, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(4, 4, 3, padding=1),
+        nn.ReLU(),
+        nn.ConvTranspose2d(4, 4, 2, stride=2),
+        nn.ReLU(),
+        nn.Conv2d(4, 2, 1),
+    )
     x = numbers(SAMPLES, 2, 8, 8)
     return make_job(model, data=TensorDataset(x, x))
 
@@ -151,13 +172,28 @@ def squeeze_and_excitation() -> paceline.Job:
 
 @entry("three-dimensional convolutions")
 def conv3d() -> paceline.Job:
-    model = lambda: nn.Sequential(nn.Conv3d(1, 2, 2), nn.ReLU(), nn.Conv3d(2, 2, 2), nn.ReLU(),  # noqa: E731
-                                  nn.Flatten(), nn.Linear(16, 3))
-    return make_job(model, data=TensorDataset(numbers(SAMPLES, 1, 4, 4, 4), numbers(SAMPLES, 3, seed=3)))
+    model = lambda: nn.Sequential(  # noqa: E731
+        nn.Conv3d(1, 2, 2),
+        nn.ReLU(),
+        nn.Conv3d(2, 2, 2),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(16, 3),
+    )
+    return make_job(
+        model, data=TensorDataset(numbers(SAMPLES, 1, 4, 4, 4), numbers(SAMPLES, 3, seed=3))
+    )
 
 
 @entry("pixel shuffling and adaptive pools")
 def pixel_shuffle() -> paceline.Job:
-    model = lambda: nn.Sequential(nn.Conv2d(2, 8, 3, padding=1), nn.PixelShuffle(2), nn.ReLU(),  # noqa: E731
-                                  nn.Conv2d(2, 2, 3), nn.AdaptiveAvgPool2d(3), nn.Flatten(), nn.Linear(18, 3))
+    model = lambda: nn.Sequential(  # noqa: E731
+        nn.Conv2d(2, 8, 3, padding=1),
+        nn.PixelShuffle(2),
+        nn.ReLU(),
+        nn.Conv2d(2, 2, 3),
+        nn.AdaptiveAvgPool2d(3),
+        nn.Flatten(),
+        nn.Linear(18, 3),
+    )
     return make_job(model, data=_images())

@@ -12,7 +12,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    ConcatDataset,
+    Dataset,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 import paceline
 
@@ -33,11 +40,16 @@ class NextToken(nn.Module):
         self.layer = nn.TransformerEncoderLayer(FEATURES, 2, 2 * FEATURES, 0.0, batch_first=True)
         self.head = nn.Linear(FEATURES, 16)
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor
+    ) -> dict[str, Tensor]:
         length = input_ids.shape[1]
         ahead = torch.ones(length, length, dtype=torch.bool).triu(1)
         logits = self.head(self.layer(self.embed(input_ids), ahead, attention_mask == 0))
-        return {"loss": F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()), "logits": logits}
+        return {
+            "loss": F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()),
+            "logits": logits,
+        }
 
 
 def _padded(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -45,20 +57,36 @@ def _padded(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     tokens = [sample["input_ids"] for sample in samples]
     whole = nn.utils.rnn.pad_sequence(tokens, batch_first=True)
     mask = nn.utils.rnn.pad_sequence([torch.ones_like(each) for each in tokens], batch_first=True)
-    return {"input_ids": whole, "attention_mask": mask, "labels": whole.masked_fill(mask == 0, -100)}
+    return {
+        "input_ids": whole,
+        "attention_mask": mask,
+        "labels": whole.masked_fill(mask == 0, -100),
+    }
 
 
 @entry("mappings of tokens of other lengths, padded by collate, and the model's own loss")
 def padded_tokens() -> paceline.Job:
     lengths = integers(9, SAMPLES, seed=4)
-    return make_job(NextToken, loss=None, optimizer=adamw, collate=_padded, data=[
-        {"input_ids": integers(16, 3 + int(length), seed=number)} for number, length in enumerate(lengths)])
+    return make_job(
+        NextToken,
+        loss=None,
+        optimizer=adamw,
+        collate=_padded,
+        data=[
+            {"input_ids": integers(16, 3 + int(length), seed=number)}
+            for number, length in enumerate(lengths)
+        ],
+    )
 
 
 @entry("samples that are their own targets")
 def own_target() -> paceline.Job:
-    return make_job(lambda: nn.Sequential(nn.Linear(FEATURES, 3), nn.Tanh(), nn.Linear(3, FEATURES)), loss=F.mse_loss,
-                    data=TensorDataset(numbers(SAMPLES, FEATURES)), optimizer=adamw)
+    return make_job(
+        lambda: nn.Sequential(nn.Linear(FEATURES, 3), nn.Tanh(), nn.Linear(3, FEATURES)),
+        loss=F.mse_loss,
+        data=TensorDataset(numbers(SAMPLES, FEATURES)),
+        optimizer=adamw,
+    )
 
 
 @entry("a sampler that draws some samples more often, and fewer an epoch")
@@ -88,8 +116,12 @@ class Scaled(nn.Module):
 @entry("records whose fields are the model's arguments")
 def records() -> paceline.Job:
     x, y = _tensors(SAMPLES).tensors
-    return make_job(Scaled, loss=lambda output, given: output.square().mean(), optimizer=adamw,
-                    data=[Record(x[k], 1.0 + k % 3, y[k]) for k in range(SAMPLES)])
+    return make_job(
+        Scaled,
+        loss=lambda output, given: output.square().mean(),
+        optimizer=adamw,
+        data=[Record(x[k], 1.0 + k % 3, y[k]) for k in range(SAMPLES)],
+    )
 
 
 class InFile(Dataset[Any]):
@@ -106,7 +138,9 @@ class InFile(Dataset[Any]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         self.file.seek(index * self.bytes)
-        return torch.frombuffer(bytearray(self.file.read(self.bytes)), dtype=self.y.dtype), self.y[index]
+        return torch.frombuffer(bytearray(self.file.read(self.bytes)), dtype=self.y.dtype), self.y[
+            index
+        ]
 
 
 @entry("samples in a file that was opened once")
@@ -221,8 +255,11 @@ def subset_of_concatenation() -> paceline.Job:
 @entry("a list of numpy arrays and Python numbers as data")
 def numpy_items() -> paceline.Job:
     x = numbers(30, FEATURES).double().numpy()
-    return make_job(data=[(row, float(row.sum())) for row in x], model=lambda: Net(outputs=1),
-                    loss=lambda output, target: F.mse_loss(output[:, 0], target))
+    return make_job(
+        data=[(row, float(row.sum())) for row in x],
+        model=lambda: Net(outputs=1),
+        loss=lambda output, target: F.mse_loss(output[:, 0], target),
+    )
 
 
 class Fields(Dataset[Any]):
@@ -270,7 +307,10 @@ class Nested(nn.Module):
     def forward(self, views: dict[str, Any], name: list[str]) -> dict[str, Any]:
         assert all(isinstance(each, str) for each in name)
         first, (second, third) = views["one"], views["others"]
-        return {"mean": self.net(first), "parts": [self.scale(second), (self.scale(third), len(name))]}
+        return {
+            "mean": self.net(first),
+            "parts": [self.scale(second), (self.scale(third), len(name))],
+        }
 
 
 def _nested_loss(output: dict[str, Any], target: Tensor) -> Tensor:
@@ -280,8 +320,16 @@ def _nested_loss(output: dict[str, Any], target: Tensor) -> Tensor:
 
 @entry("nested inputs in which strings lie, and nested outputs")
 def nested_with_strings() -> paceline.Job:
-    return make_job(Nested, loss=_nested_loss, data=Fields(
-        lambda x, y, i: ({"views": {"one": x, "others": (x.flip(0), x * 2)}, "name": f"sample {i}"}, y)))
+    return make_job(
+        Nested,
+        loss=_nested_loss,
+        data=Fields(
+            lambda x, y, i: (
+                {"views": {"one": x, "others": (x.flip(0), x * 2)}, "name": f"sample {i}"},
+                y,
+            )
+        ),
+    )
 
 
 class Answer(NamedTuple):
@@ -306,8 +354,12 @@ class TwoHeads(nn.Module):
 
 @entry("a named tuple as output, with a Gaussian likelihood")
 def named_tuple_output() -> paceline.Job:
-    return make_job(TwoHeads, loss=lambda output, target: (
-        output.spread.log() + 0.5 * ((target - output.mean) / (output.spread + 0.1)).square()).mean())
+    return make_job(
+        TwoHeads,
+        loss=lambda output, target: (
+            output.spread.log() + 0.5 * ((target - output.mean) / (output.spread + 0.1)).square()
+        ).mean(),
+    )
 
 
 @dataclass
@@ -352,7 +404,10 @@ class ListOfOutputs(nn.Module):
 
 @entry("a list of outputs, one of each depth, all of which count")
 def deep_supervision() -> paceline.Job:
-    return make_job(ListOfOutputs, loss=lambda outputs, target: sum(F.mse_loss(each, target) for each in outputs))
+    return make_job(
+        ListOfOutputs,
+        loss=lambda outputs, target: sum(F.mse_loss(each, target) for each in outputs),
+    )
 
 
 @entry("whole numbers of one byte as input")
@@ -370,6 +425,11 @@ def byte_input() -> paceline.Job:
 
 @entry("targets in a mapping, of several kinds")
 def dict_target() -> paceline.Job:
-    return make_job(TwoHeads, data=Fields(lambda x, y, i: (x, {"values": y, "kind": int(i % 3)})),
-                    loss=lambda output, target: F.mse_loss(output.mean, target["values"])
-                    + F.cross_entropy(output.spread, target["kind"]))
+    return make_job(
+        TwoHeads,
+        data=Fields(lambda x, y, i: (x, {"values": y, "kind": int(i % 3)})),
+        loss=lambda output, target: (
+            F.mse_loss(output.mean, target["values"])
+            + F.cross_entropy(output.spread, target["kind"])
+        ),
+    )

@@ -38,7 +38,10 @@ class RoutedNet(nn.Module):
     def __init__(self, layer: Callable[[], nn.Module] = Routed) -> None:
         super().__init__()
         self.first = nn.Linear(FEATURES, FEATURES)
-        self.blocks, self.last = nn.ModuleList([Block(layer()), Block(layer())]), nn.Linear(FEATURES, 3)
+        self.blocks, self.last = (
+            nn.ModuleList([Block(layer()), Block(layer())]),
+            nn.Linear(FEATURES, 3),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -62,7 +65,7 @@ class Idle(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weights = self.router(x).softmax(-1)
-        return sum(weights[:, i:i + 1] * self.experts[i](x) for i in range(2))
+        return sum(weights[:, i : i + 1] * self.experts[i](x) for i in range(2))
 
 
 @entry("an expert that is never called and must not decay")
@@ -81,7 +84,7 @@ class Masked(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weights = self.router(x).softmax(-1)
         kept = weights * F.one_hot(weights.argmax(-1), 4)
-        return sum(kept[:, i:i + 1] * expert(x) for i, expert in enumerate(self.experts))
+        return sum(kept[:, i : i + 1] * expert(x) for i, expert in enumerate(self.experts))
 
 
 @entry("top-1 routing by masks: all experts see all samples")
@@ -112,14 +115,21 @@ def balanced_experts() -> paceline.Job:
     class Balanced(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.router, self.weight = nn.Linear(FEATURES, 4), nn.Parameter(torch.randn(4, FEATURES, 3) / 3)
+            self.router, self.weight = (
+                nn.Linear(FEATURES, 4),
+                nn.Parameter(torch.randn(4, FEATURES, 3) / 3),
+            )
 
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
             weights = self.router(x).softmax(-1)
             return torch.einsum("bd,kde,bk->be", x, self.weight, weights), weights
 
-    return make_job(Balanced, loss=lambda output, target: F.mse_loss(output[0], target)
-                    + 4 * output[1].mean(0).square().sum())
+    return make_job(
+        Balanced,
+        loss=lambda output, target: (
+            F.mse_loss(output[0], target) + 4 * output[1].mean(0).square().sum()
+        ),
+    )
 
 
 @entry("a gate that closes: a block whose weight stays zero for a while")
@@ -147,6 +157,8 @@ def adapters_in_turn() -> paceline.Job:
         def forward(self, x: Tensor, name: list[str]) -> Tensor:
             return super().forward(x + torch.tanh(self.layers[name[0]](x)) * self.scales[name[0]])
 
-    data = [({"x": x, "name": "ab"[number // BATCH % 2]}, x[:3])
-            for number, x in enumerate(numbers(SAMPLES, FEATURES))]
+    data = [
+        ({"x": x, "name": "ab"[number // BATCH % 2]}, x[:3])
+        for number, x in enumerate(numbers(SAMPLES, FEATURES))
+    ]
     return make_job(Adapters, data=data, sampler=SequentialSampler(data), optimizer=adamw)

@@ -57,7 +57,10 @@ def full_backward_hook() -> paceline.Job:
             super().__init__()
             for block in self.blocks:
                 block.body.register_full_backward_hook(
-                    lambda module, given, gradients: tuple(g * 0.5 if g is not None else None for g in given))
+                    lambda module, given, gradients: tuple(
+                        g * 0.5 if g is not None else None for g in given
+                    )
+                )
 
     return make_job(Scaled)
 
@@ -92,7 +95,9 @@ def forward_hook_collects() -> paceline.Job:
         def __init__(self) -> None:
             super().__init__()
             self.kept: list[Tensor] = []
-            self.blocks[0].register_forward_hook(lambda module, given, output: self.kept.append(output))
+            self.blocks[0].register_forward_hook(
+                lambda module, given, output: self.kept.append(output)
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             self.kept = []

@@ -24,8 +24,12 @@ def residual() -> paceline.Job:
 
 @entry("a Sequential")
 def sequential() -> paceline.Job:
-    return make_job(lambda: nn.Sequential(*(nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.GELU()) for _ in range(4)),
-                                          nn.Linear(FEATURES, 3)))
+    return make_job(
+        lambda: nn.Sequential(
+            *(nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.GELU()) for _ in range(4)),
+            nn.Linear(FEATURES, 3),
+        )
+    )
 
 
 @entry("a deep net of narrow layers")
@@ -43,7 +47,11 @@ def bare_parameter() -> paceline.Job:
     class Root(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.net, self.scale, self.shift = Net(), nn.Parameter(torch.ones(3)), nn.Parameter(torch.tensor(0.5))
+            self.net, self.scale, self.shift = (
+                Net(),
+                nn.Parameter(torch.ones(3)),
+                nn.Parameter(torch.tensor(0.5)),
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             return self.net(x) * self.scale + self.shift
@@ -53,54 +61,88 @@ def bare_parameter() -> paceline.Job:
 
 @entry("layer norms")
 def layer_norm() -> paceline.Job:
-    return make_job(lambda: Net(lambda: nn.Sequential(nn.LayerNorm(FEATURES), nn.Linear(FEATURES, FEATURES))))
+    return make_job(
+        lambda: Net(lambda: nn.Sequential(nn.LayerNorm(FEATURES), nn.Linear(FEATURES, FEATURES)))
+    )
 
 
 @entry("root-mean-square norms")
 def rms_norm() -> paceline.Job:
-    return make_job(lambda: Net(lambda: nn.Sequential(nn.RMSNorm(FEATURES), nn.Linear(FEATURES, FEATURES))))
+    return make_job(
+        lambda: Net(lambda: nn.Sequential(nn.RMSNorm(FEATURES), nn.Linear(FEATURES, FEATURES)))
+    )
 
 
 @entry("batch norms in a list of modules, evaluated")
 def batch_norm() -> paceline.Job:
     data = TensorDataset(numbers(48, FEATURES), numbers(48, 3, seed=3))
-    return make_job(lambda: Net(lambda: nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.BatchNorm1d(FEATURES))),
-                    data=data, validation=data)
+    return make_job(
+        lambda: Net(lambda: nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.BatchNorm1d(FEATURES))),
+        data=data,
+        validation=data,
+    )
 
 
 @entry("batch norms with a last window of two samples")
 def batch_norm_short_window() -> paceline.Job:
-    return make_job(lambda: Net(lambda: nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.BatchNorm1d(FEATURES))))
+    return make_job(
+        lambda: Net(lambda: nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.BatchNorm1d(FEATURES)))
+    )
 
 
 @entry("batch norms over few samples, which amplify rounding")
 def batch_norm_few_samples() -> paceline.Job:
     def model() -> nn.Module:
-        return nn.Sequential(nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 16),
-                             nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 16), nn.Linear(16, 3))
+        return nn.Sequential(
+            nn.Linear(FEATURES, 16),
+            nn.BatchNorm1d(16),
+            nn.ReLU(),
+            nn.Linear(16, 16),
+            nn.BatchNorm1d(16),
+            nn.ReLU(),
+            nn.Linear(16, 16),
+            nn.Linear(16, 3),
+        )
 
-    return make_job(model, batch=8, data=TensorDataset(numbers(80, FEATURES), numbers(80, 3, seed=3)),
-                    optimizer=lambda named: torch.optim.SGD(named, lr=0.3, momentum=0.9))
+    return make_job(
+        model,
+        batch=8,
+        data=TensorDataset(numbers(80, FEATURES), numbers(80, 3, seed=3)),
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.3, momentum=0.9),
+    )
 
 
 @entry("batch norms whose statistics are an average over all steps")
 def batch_norm_cumulative() -> paceline.Job:
-    return make_job(lambda: Net(lambda: nn.BatchNorm1d(FEATURES, momentum=None)),
-                    data=TensorDataset(numbers(48, FEATURES), numbers(48, 3, seed=3)))
+    return make_job(
+        lambda: Net(lambda: nn.BatchNorm1d(FEATURES, momentum=None)),
+        data=TensorDataset(numbers(48, FEATURES), numbers(48, 3, seed=3)),
+    )
 
 
 class BatchNormByHand(nn.BatchNorm1d):
     """With a forward of its own, which calls torch's operator."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.batch_norm(x, 1.1 * self.weight, self.bias, self.running_mean, self.running_var, self.training,
-                                0.2, 1e-4, False)
+        return torch.batch_norm(
+            x,
+            1.1 * self.weight,
+            self.bias,
+            self.running_mean,
+            self.running_var,
+            self.training,
+            0.2,
+            1e-4,
+            False,
+        )
 
 
 @entry("batch norms that call the operator themselves")
 def batch_norm_by_hand() -> paceline.Job:
-    return make_job(lambda: Net(lambda: BatchNormByHand(FEATURES)),
-                    data=TensorDataset(numbers(48, FEATURES), numbers(48, 3, seed=3)))
+    return make_job(
+        lambda: Net(lambda: BatchNormByHand(FEATURES)),
+        data=TensorDataset(numbers(48, FEATURES), numbers(48, 3, seed=3)),
+    )
 
 
 @entry("batch norms in evaluation mode, as in fine-tuning")
@@ -113,12 +155,18 @@ def batch_norm_frozen() -> paceline.Job:
                     module.eval()
             return self
 
-    return make_job(lambda: Frozen(lambda: nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.BatchNorm1d(FEATURES))))
+    return make_job(
+        lambda: Frozen(
+            lambda: nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.BatchNorm1d(FEATURES))
+        )
+    )
 
 
 @entry("dropout, switched off while it is compared", random_layers=True)
 def dropout() -> paceline.Job:
-    return make_job(lambda: Net(lambda: nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Dropout(0.3))))
+    return make_job(
+        lambda: Net(lambda: nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Dropout(0.3)))
+    )
 
 
 @entry("Gaussian noise in the forward, switched off while it is compared", random_layers=True)
@@ -136,7 +184,9 @@ def drawn_slopes_and_counts() -> paceline.Job:
         def forward(self, x: Tensor) -> Tensor:
             return x + 0.1 * torch.poisson(x.detach().exp()) + torch.normal(x.detach(), 0.5)
 
-    return make_job(lambda: Net(lambda: nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.RReLU(), Counts())))
+    return make_job(
+        lambda: Net(lambda: nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.RReLU(), Counts()))
+    )
 
 
 @entry("a variational autoencoder by reparametrisation", random_layers=True)
@@ -155,12 +205,18 @@ def variational() -> paceline.Job:
         made, mean, spread = output
         return F.mse_loss(made, target) - 0.5 * (1 + spread - mean.square() - spread.exp()).mean()
 
-    return make_job(Variational, data=TensorDataset(numbers(SAMPLES, FEATURES), numbers(SAMPLES, FEATURES)), loss=loss)
+    return make_job(
+        Variational,
+        data=TensorDataset(numbers(SAMPLES, FEATURES), numbers(SAMPLES, FEATURES)),
+        loss=loss,
+    )
 
 
 @entry("spectral norms by parametrisation, whose vectors change with every forward: coupled")
 def spectral_norm() -> paceline.Job:
-    return make_job(lambda: Net(lambda: parametrizations.spectral_norm(nn.Linear(FEATURES, FEATURES))))
+    return make_job(
+        lambda: Net(lambda: parametrizations.spectral_norm(nn.Linear(FEATURES, FEATURES)))
+    )
 
 
 @entry("spectral norms by hook, as they were before: coupled")
@@ -170,7 +226,9 @@ def spectral_norm_old() -> paceline.Job:
 
 @entry("weight norms by parametrisation")
 def weight_norm() -> paceline.Job:
-    return make_job(lambda: Net(lambda: parametrizations.weight_norm(nn.Linear(FEATURES, FEATURES))))
+    return make_job(
+        lambda: Net(lambda: parametrizations.weight_norm(nn.Linear(FEATURES, FEATURES)))
+    )
 
 
 @entry("weight norms by hook, as they were before")
@@ -267,7 +325,7 @@ class Sign(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        x, = ctx.saved_tensors
+        (x,) = ctx.saved_tensors
         return gradient * (x.abs() < 1)
 
 
@@ -289,8 +347,10 @@ def binarised() -> paceline.Job:
 
 @entry("binarised layers with batch norms")
 def binarised_with_batch_norm() -> paceline.Job:
-    return make_job(lambda: Net(lambda: nn.Sequential(Binary(), nn.BatchNorm1d(FEATURES))),
-                    data=TensorDataset(numbers(48, FEATURES), numbers(48, 3, seed=3)))
+    return make_job(
+        lambda: Net(lambda: nn.Sequential(Binary(), nn.BatchNorm1d(FEATURES))),
+        data=TensorDataset(numbers(48, FEATURES), numbers(48, 3, seed=3)),
+    )
 
 
 class Reversal(torch.autograd.Function):
@@ -370,7 +430,9 @@ def max_norm_embedding() -> paceline.Job:
         def forward(self, x: Tensor) -> Tensor:
             return self.net(self.table(x).mean(1))
 
-    return make_job(Tokens, data=TensorDataset(integers(34, SAMPLES, 4), numbers(SAMPLES, 3, seed=3)))
+    return make_job(
+        Tokens, data=TensorDataset(integers(34, SAMPLES, 4), numbers(SAMPLES, 3, seed=3))
+    )
 
 
 @entry("an embedding with a padding row")
@@ -383,8 +445,11 @@ def padded_embedding() -> paceline.Job:
         def forward(self, x: Tensor) -> Tensor:
             return self.net(self.table(x).mean(1))
 
-    return make_job(Tokens, optimizer=adamw,
-                    data=TensorDataset(integers(34, SAMPLES, 4) % 20, numbers(SAMPLES, 3, seed=3)))
+    return make_job(
+        Tokens,
+        optimizer=adamw,
+        data=TensorDataset(integers(34, SAMPLES, 4) % 20, numbers(SAMPLES, 3, seed=3)),
+    )
 
 
 @entry("a bag of embeddings with weights")
@@ -410,7 +475,9 @@ def sparse_under_dense() -> paceline.Job:
         def forward(self, x: Tensor) -> Tensor:
             return self.net(self.table(x).mean(1))
 
-    return make_job(Tokens, data=TensorDataset(integers(34, SAMPLES, 4), numbers(SAMPLES, 3, seed=3)))
+    return make_job(
+        Tokens, data=TensorDataset(integers(34, SAMPLES, 4), numbers(SAMPLES, 3, seed=3))
+    )
 
 
 @entry("products by einsum, with weights of three dims")
@@ -422,7 +489,9 @@ def einsum() -> paceline.Job:
             self.out = nn.Parameter(torch.randn(2, 4, FEATURES) / 3)
 
         def forward(self, x: Tensor) -> Tensor:
-            return torch.einsum("bhe,hed->bd", torch.einsum("bd,hde->bhe", x, self.into).tanh(), self.out)
+            return torch.einsum(
+                "bhe,hed->bd", torch.einsum("bd,hde->bhe", x, self.into).tanh(), self.out
+            )
 
     return make_job(lambda: Net(Heads))
 
@@ -432,7 +501,10 @@ def bilinear_and_gates() -> paceline.Job:
     class Gated(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.bilinear, self.gate = nn.Bilinear(FEATURES, FEATURES, FEATURES), nn.Linear(FEATURES, 2 * FEATURES)
+            self.bilinear, self.gate = (
+                nn.Bilinear(FEATURES, FEATURES, FEATURES),
+                nn.Linear(FEATURES, 2 * FEATURES),
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             return F.glu(self.gate(x)) + 0.1 * self.bilinear(x, x)
@@ -442,7 +514,9 @@ def bilinear_and_gates() -> paceline.Job:
 
 @entry("learned activations")
 def prelu() -> paceline.Job:
-    return make_job(lambda: Net(lambda: nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.PReLU(FEATURES))))
+    return make_job(
+        lambda: Net(lambda: nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.PReLU(FEATURES)))
+    )
 
 
 @entry("a float32 layer in a float64 model", tolerance=1e-5)
@@ -453,7 +527,9 @@ def float32_inside() -> paceline.Job:
             self.linear = nn.Linear(FEATURES, FEATURES)
 
         def forward(self, x: Tensor) -> Tensor:
-            return F.linear(x.float(), self.linear.weight.float(), self.linear.bias.float()).to(x.dtype)
+            return F.linear(x.float(), self.linear.weight.float(), self.linear.bias.float()).to(
+                x.dtype
+            )
 
     return make_job(lambda: Net(Inside))
 
@@ -480,14 +556,19 @@ def keyword_calls() -> paceline.Job:
             super().__init__()
             self.linear = nn.Linear(FEATURES, FEATURES)
 
-        def forward(self, x: Tensor, *, scale: float = 1.0, residual: Tensor | None = None) -> Tensor:
+        def forward(
+            self, x: Tensor, *, scale: float = 1.0, residual: Tensor | None = None
+        ) -> Tensor:
             x = self.linear(x) * scale
             return x if residual is None else x + residual
 
     class Keywords(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.blocks, self.last = nn.ModuleList([Keyword() for _ in range(4)]), nn.Linear(FEATURES, 3)
+            self.blocks, self.last = (
+                nn.ModuleList([Keyword() for _ in range(4)]),
+                nn.Linear(FEATURES, 3),
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             kept = x
@@ -504,7 +585,9 @@ def dictionaries() -> paceline.Job:
         def __init__(self) -> None:
             super().__init__()
             self.parts = nn.ModuleDict({name: Block() for name in ("a", "b", "c")})
-            self.scales = nn.ParameterDict({name: nn.Parameter(torch.ones(FEATURES)) for name in ("a", "b", "c")})
+            self.scales = nn.ParameterDict(
+                {name: nn.Parameter(torch.ones(FEATURES)) for name in ("a", "b", "c")}
+            )
             self.last = nn.Linear(FEATURES, 3)
 
         def forward(self, x: Tensor) -> Tensor:

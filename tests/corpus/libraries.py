@@ -30,7 +30,9 @@ def _language_model(class_name: str, config_name: str, **options: Any) -> paceli
     import transformers
 
     def model() -> nn.Module:
-        config = getattr(transformers, config_name)(vocab_size=VOCABULARY, use_cache=False, **options)
+        config = getattr(transformers, config_name)(
+            vocab_size=VOCABULARY, use_cache=False, **options
+        )
         config._attn_implementation = "sdpa"
         return getattr(transformers, class_name)(config)
 
@@ -39,14 +41,35 @@ def _language_model(class_name: str, config_name: str, **options: Any) -> paceli
 
 @entry("GPT-2 of Transformers", needs="transformers")
 def gpt2() -> paceline.Job:
-    return _language_model("GPT2LMHeadModel", "GPT2Config", n_positions=8, n_embd=16, n_layer=2, n_head=2,
-                           resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0)
+    return _language_model(
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        n_positions=8,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
 
 
-@entry("Llama of Transformers, whose norms compute in float32", needs="transformers", tolerance=1e-5)
+@entry(
+    "Llama of Transformers, whose norms compute in float32", needs="transformers", tolerance=1e-5
+)
 def llama() -> paceline.Job:
-    return _language_model("LlamaForCausalLM", "LlamaConfig", hidden_size=16, intermediate_size=24, num_hidden_layers=2,
-                           num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=8)
+    return _language_model(
+        "LlamaForCausalLM",
+        "LlamaConfig",
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=8,
+    )
 
 
 @entry("BERT of Transformers with a classifier", needs="transformers")
@@ -54,14 +77,34 @@ def bert() -> paceline.Job:
     import transformers
 
     def model() -> nn.Module:
-        return transformers.BertForSequenceClassification(transformers.BertConfig(
-            vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24,
-            max_position_embeddings=8, num_labels=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
+        return transformers.BertForSequenceClassification(
+            transformers.BertConfig(
+                vocab_size=VOCABULARY,
+                hidden_size=16,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                intermediate_size=24,
+                max_position_embeddings=8,
+                num_labels=3,
+                hidden_dropout_prob=0.0,
+                attention_probs_dropout_prob=0.0,
+            )
+        )
 
-    x, mask = integers(VOCABULARY, SAMPLES, 6), torch.arange(6) < integers(5, SAMPLES, seed=6)[:, None] + 2
-    data = [({"input_ids": a, "attention_mask": m.long()}, int(y)) for a, m, y in
-            zip(x, mask, integers(3, SAMPLES), strict=True)]
-    return make_job(model, data=data, steps=3, loss=lambda output, target: F.cross_entropy(output.logits, target))
+    x, mask = (
+        integers(VOCABULARY, SAMPLES, 6),
+        torch.arange(6) < integers(5, SAMPLES, seed=6)[:, None] + 2,
+    )
+    data = [
+        ({"input_ids": a, "attention_mask": m.long()}, int(y))
+        for a, m, y in zip(x, mask, integers(3, SAMPLES), strict=True)
+    ]
+    return make_job(
+        model,
+        data=data,
+        steps=3,
+        loss=lambda output, target: F.cross_entropy(output.logits, target),
+    )
 
 
 @entry("T5 of Transformers, encoder and decoder", needs="transformers", tolerance=1e-5)
@@ -69,12 +112,24 @@ def t5() -> paceline.Job:
     import transformers
 
     def model() -> nn.Module:
-        return transformers.T5ForConditionalGeneration(transformers.T5Config(
-            vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, dropout_rate=0.0,
-            decoder_start_token_id=0, use_cache=False))
+        return transformers.T5ForConditionalGeneration(
+            transformers.T5Config(
+                vocab_size=VOCABULARY,
+                d_model=16,
+                d_kv=8,
+                d_ff=24,
+                num_layers=2,
+                num_heads=2,
+                dropout_rate=0.0,
+                decoder_start_token_id=0,
+                use_cache=False,
+            )
+        )
 
     x, y = integers(VOCABULARY, SAMPLES, 6), integers(VOCABULARY, SAMPLES, 5, seed=8)
-    data = [({"input_ids": a, "decoder_input_ids": b[:-1]}, b[1:]) for a, b in zip(x, y, strict=True)]
+    data = [
+        ({"input_ids": a, "decoder_input_ids": b[:-1]}, b[1:]) for a, b in zip(x, y, strict=True)
+    ]
     return make_job(model, data=data, loss=_next_token, steps=3)
 
 
@@ -83,12 +138,28 @@ def vit() -> paceline.Job:
     import transformers
 
     def model() -> nn.Module:
-        return transformers.ViTForImageClassification(transformers.ViTConfig(
-            hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24, image_size=8,
-            patch_size=4, num_channels=2, num_labels=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
+        return transformers.ViTForImageClassification(
+            transformers.ViTConfig(
+                hidden_size=16,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                intermediate_size=24,
+                image_size=8,
+                patch_size=4,
+                num_channels=2,
+                num_labels=3,
+                hidden_dropout_prob=0.0,
+                attention_probs_dropout_prob=0.0,
+            )
+        )
 
     data = TensorDataset(numbers(SAMPLES, 2, 8, 8), integers(3, SAMPLES))
-    return make_job(model, data=data, steps=3, loss=lambda output, target: F.cross_entropy(output.logits, target))
+    return make_job(
+        model,
+        data=data,
+        steps=3,
+        loss=lambda output, target: F.cross_entropy(output.logits, target),
+    )
 
 
 @entry("a model of Keras on torch", needs="keras", tolerance=1e-4)
@@ -102,4 +173,9 @@ def keras() -> paceline.Job:
         return keras.Sequential([keras.Input((FEATURES,)), *hidden, keras.layers.Dense(3)])
 
     x = numbers(SAMPLES, FEATURES)
-    return make_job(model, data=TensorDataset(x, numbers(SAMPLES, 3, seed=3)), precision="float32", optimizer=adamw)
+    return make_job(
+        model,
+        data=TensorDataset(x, numbers(SAMPLES, 3, seed=3)),
+        precision="float32",
+        optimizer=adamw,
+    )

@@ -27,14 +27,24 @@ def cross_entropy() -> paceline.Job:
 
 @entry("ignored targets, as a sum and a count")
 def ignored_targets() -> paceline.Job:
-    return make_job(data=_classes(0.5), optimizer=adamw, loss=lambda output, target: (
-        F.cross_entropy(output, target, reduction="sum"), (target >= 0).sum()))
+    return make_job(
+        data=_classes(0.5),
+        optimizer=adamw,
+        loss=lambda output, target: (
+            F.cross_entropy(output, target, reduction="sum"),
+            (target >= 0).sum(),
+        ),
+    )
 
 
 @entry("ignored targets as a mean, which weighs samples by their micro-batch: coupled")
 def ignored_targets_as_mean() -> paceline.Job:
-    return make_job(data=_classes(0.3), loss=lambda output, target: F.cross_entropy(
-        output, target, reduction="sum") / (target >= 0).sum().clamp(min=1))
+    return make_job(
+        data=_classes(0.3),
+        loss=lambda output, target: (
+            F.cross_entropy(output, target, reduction="sum") / (target >= 0).sum().clamp(min=1)
+        ),
+    )
 
 
 def _sum_or_zero(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
@@ -55,26 +65,41 @@ def zero_sum_and_count() -> paceline.Job:
 @entry("a sum weighed by sample")
 def weighted_samples() -> paceline.Job:
     x = numbers(SAMPLES, FEATURES)
-    return make_job(data=TensorDataset(x, numbers(SAMPLES, 4, seed=6)), loss=lambda output, target: (
-        ((output - target[:, :3]).square().mean(1) * target[:, 3].exp()).sum(), target[:, 3].exp().sum()))
+    return make_job(
+        data=TensorDataset(x, numbers(SAMPLES, 4, seed=6)),
+        loss=lambda output, target: (
+            ((output - target[:, :3]).square().mean(1) * target[:, 3].exp()).sum(),
+            target[:, 3].exp().sum(),
+        ),
+    )
 
 
 @entry("label smoothing")
 def smoothed_labels() -> paceline.Job:
-    return make_job(data=_classes(), loss=lambda output, target: F.cross_entropy(output, target, label_smoothing=0.1))
+    return make_job(
+        data=_classes(),
+        loss=lambda output, target: F.cross_entropy(output, target, label_smoothing=0.1),
+    )
 
 
 @entry("class weights, whose mean is by weight: as a sum and a count")
 def class_weights() -> paceline.Job:
     weights = torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64)
-    return make_job(data=_classes(), loss=lambda output, target: (
-        F.cross_entropy(output, target, weights, reduction="sum"), weights[target].sum()))
+    return make_job(
+        data=_classes(),
+        loss=lambda output, target: (
+            F.cross_entropy(output, target, weights, reduction="sum"),
+            weights[target].sum(),
+        ),
+    )
 
 
 @entry("binary cross entropy on several labels a sample")
 def binary() -> paceline.Job:
-    return make_job(data=TensorDataset(numbers(SAMPLES, FEATURES), integers(2, SAMPLES, 3).float()),
-                    loss=F.binary_cross_entropy_with_logits)
+    return make_job(
+        data=TensorDataset(numbers(SAMPLES, FEATURES), integers(2, SAMPLES, 3).float()),
+        loss=F.binary_cross_entropy_with_logits,
+    )
 
 
 class Frames(nn.Module):
@@ -95,7 +120,11 @@ def _ctc(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
 
 @entry("connectionist temporal classification")
 def ctc() -> paceline.Job:
-    return make_job(Frames, data=TensorDataset(numbers(SAMPLES, FEATURES), integers(4, SAMPLES, 3) + 1), loss=_ctc)
+    return make_job(
+        Frames,
+        data=TensorDataset(numbers(SAMPLES, FEATURES), integers(4, SAMPLES, 3) + 1),
+        loss=_ctc,
+    )
 
 
 class Siamese(nn.Module):
@@ -124,13 +153,18 @@ class Views(torch.utils.data.Dataset[Any]):
 
 @entry("a siamese net with a triplet loss")
 def triplet() -> paceline.Job:
-    return make_job(Siamese, data=Views(3), loss=lambda output, target: F.triplet_margin_loss(*output))
+    return make_job(
+        Siamese, data=Views(3), loss=lambda output, target: F.triplet_margin_loss(*output)
+    )
 
 
 @entry("a siamese net with a cosine loss")
 def siamese() -> paceline.Job:
-    return make_job(Siamese, data=Views(2),
-                    loss=lambda output, target: F.cosine_embedding_loss(*output, target * 2 - 1))
+    return make_job(
+        Siamese,
+        data=Views(2),
+        loss=lambda output, target: F.cosine_embedding_loss(*output, target * 2 - 1),
+    )
 
 
 class Contrast(nn.Module):
@@ -157,14 +191,20 @@ def contrast_in_an_item() -> paceline.Job:
 
 @entry("a contrastive loss among the samples of a batch: coupled")
 def contrast_in_a_batch() -> paceline.Job:
-    return make_job(Contrast, loss=lambda output, target: F.cross_entropy(
-        output @ output.T * 5, torch.arange(len(output)).flip(0)))
+    return make_job(
+        Contrast,
+        loss=lambda output, target: F.cross_entropy(
+            output @ output.T * 5, torch.arange(len(output)).flip(0)
+        ),
+    )
 
 
 @entry("a Kullback-Leibler divergence from soft targets")
 def kl() -> paceline.Job:
-    return make_job(data=TensorDataset(numbers(SAMPLES, FEATURES), numbers(SAMPLES, 3, seed=7).softmax(-1)),
-                    loss=lambda output, target: F.kl_div(output.log_softmax(-1), target, reduction="batchmean"))
+    return make_job(
+        data=TensorDataset(numbers(SAMPLES, FEATURES), numbers(SAMPLES, 3, seed=7).softmax(-1)),
+        loss=lambda output, target: F.kl_div(output.log_softmax(-1), target, reduction="batchmean"),
+    )
 
 
 class Held(nn.Module):
@@ -191,8 +231,13 @@ class _Seen:
 
 @entry("a loss that adds a penalty on all weights")
 def weight_penalty() -> paceline.Job:
-    return make_job(Held, loss=lambda output, target: F.mse_loss(output, target) + 1e-1 * sum(
-        p.square().sum() for p in _Seen.model.parameters()))
+    return make_job(
+        Held,
+        loss=lambda output, target: (
+            F.mse_loss(output, target)
+            + 1e-1 * sum(p.square().sum() for p in _Seen.model.parameters())
+        ),
+    )
 
 
 @entry("a loss that reads what a forward has left in the model")
@@ -214,7 +259,9 @@ class PenaltyInside(nn.Module):
 
 @entry("a weight penalty that the model returns beside its output")
 def penalty_as_output() -> paceline.Job:
-    return make_job(PenaltyInside, loss=lambda output, target: F.mse_loss(output[0], target) + 0.01 * output[1])
+    return make_job(
+        PenaltyInside, loss=lambda output, target: F.mse_loss(output[0], target) + 0.01 * output[1]
+    )
 
 
 class ForceField(nn.Module):
@@ -228,14 +275,17 @@ class ForceField(nn.Module):
         with torch.enable_grad():
             x = x.detach().requires_grad_()
             energy = self.net(x)
-            force, = torch.autograd.grad(energy.sum(), x, create_graph=True)
+            (force,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
         return energy, force
 
 
 @entry("a force field, which differentiates in its forward")
 def force_field() -> paceline.Job:
-    return make_job(ForceField, data=TensorDataset(numbers(SAMPLES, FEATURES), numbers(SAMPLES, 1, seed=8)),
-                    loss=lambda output, target: F.mse_loss(output[0], target) + 0.1 * output[1].square().mean())
+    return make_job(
+        ForceField,
+        data=TensorDataset(numbers(SAMPLES, FEATURES), numbers(SAMPLES, 1, seed=8)),
+        loss=lambda output, target: F.mse_loss(output[0], target) + 0.1 * output[1].square().mean(),
+    )
 
 
 class Critic(nn.Module):
@@ -247,14 +297,17 @@ class Critic(nn.Module):
 
     def forward(self, real: Tensor, false: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         between = (0.5 * (real + false)).detach().requires_grad_()
-        gradient, = torch.autograd.grad(self.net(between).sum(), between, create_graph=True)
+        (gradient,) = torch.autograd.grad(self.net(between).sum(), between, create_graph=True)
         return self.net(real), self.net(false), (gradient.norm(dim=1) - 1).square()
 
 
 @entry("a GAN's discriminator with a penalty on its gradient", evaluates=False)
 def gan_critic() -> paceline.Job:
-    return make_job(Critic, data=Views(2),
-                    loss=lambda output, target: (output[1] - output[0] + 10 * output[2][:, None]).mean())
+    return make_job(
+        Critic,
+        data=Views(2),
+        loss=lambda output, target: (output[1] - output[0] + 10 * output[2][:, None]).mean(),
+    )
 
 
 @entry("a Huber loss")
@@ -277,7 +330,7 @@ class Warming(nn.Module):
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
         if torch.is_grad_enabled():
             self.calls += 1
-        return F.mse_loss(output, target) * (1 - 0.5 ** self.calls)
+        return F.mse_loss(output, target) * (1 - 0.5**self.calls)
 
 
 @entry("a loss that is a module and counts its calls", evaluates=False)

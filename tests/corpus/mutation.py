@@ -14,8 +14,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-JOBS = ("combined_regression", "combined_tokens", "combined_statistics", "combined_experts", "causal_attention",
-        "combined_norms", "augmentation", "post_accumulate_hook")
+JOBS = (
+    "combined_regression",
+    "combined_tokens",
+    "combined_statistics",
+    "combined_experts",
+    "causal_attention",
+    "combined_norms",
+    "augmentation",
+    "post_accumulate_hook",
+)
 SOUND = ("passed", "coupled", "inconclusive")
 # Of each plan what its certificate comes to, and its reason.
 Verdicts = dict[str, tuple[str, str]]
@@ -27,7 +35,9 @@ def main() -> int:
 
     parser = argparse.ArgumentParser(prog="python -m tests.corpus.mutation", description=__doc__)
     parser.add_argument("--jobs", nargs="+", default=list(JOBS))
-    parser.add_argument("--sound", type=Path, help="what this printed for the sources without a bug")
+    parser.add_argument(
+        "--sound", type=Path, help="what this printed for the sources without a bug"
+    )
     given = parser.parse_args()
     torch.set_num_threads(1)
     sound = read(given.sound) if given.sound else {}
@@ -62,10 +72,12 @@ def verdicts(name: str, sound: Verdicts | None) -> Verdicts:
         return certificate
 
     verb._certify = noted
-    job, = (entry.make() for entry in entries(name))
+    (job,) = (entry.make() for entry in entries(name))
     try:
         for certificate in paceline.verify(job):
-            plan_verdicts.setdefault(certificate.plan, (certificate.verdict, certificate.reason or ""))
+            plan_verdicts.setdefault(
+                certificate.plan, (certificate.verdict, certificate.reason or "")
+            )
     except _Seen:
         pass
     except PacelineError as error:
@@ -80,7 +92,9 @@ def read(path: Path) -> dict[str, Verdicts]:
     return {line["job"]: line["plans"] for line in map(json.loads, path.read_text().splitlines())}
 
 
-def difference(sound: Mapping[str, Sequence[str]], mutated: Mapping[str, Sequence[str]]) -> tuple[str, str] | None:
+def difference(
+    sound: Mapping[str, Sequence[str]], mutated: Mapping[str, Sequence[str]]
+) -> tuple[str, str] | None:
     """The first plan that is in order without the bug and not with it, and why; None if there is none."""
     if not sound:
         return None
@@ -90,7 +104,9 @@ def difference(sound: Mapping[str, Sequence[str]], mutated: Mapping[str, Sequenc
     return None
 
 
-def caught_by(sound: Mapping[str, Verdicts], lines: Sequence[Mapping[str, Any]]) -> tuple[str, str, str] | None:
+def caught_by(
+    sound: Mapping[str, Verdicts], lines: Sequence[Mapping[str, Any]]
+) -> tuple[str, str, str] | None:
     """The job, the plan and the reason by which a bug was caught; None if it survived."""
     for line in lines:
         seen = difference(sound.get(line["job"], {}), line["plans"])

@@ -14,31 +14,63 @@ from .registry import BATCH, FEATURES, SAMPLES, Net, adamw, add, entry, integers
 
 _OPTIONS: dict[str, tuple[str, dict[str, Any], str]] = {
     "sgd": ("SGD", {"lr": 0.1}, "SGD"),
-    "sgd_momentum": ("SGD", {"lr": 0.05, "momentum": 0.9, "dampening": 0.1}, "SGD with momentum and dampening"),
-    "sgd_nesterov": ("SGD", {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
-                     "SGD with Nesterov momentum and weight decay"),
-    "sgd_foreach": ("SGD", {"lr": 0.05, "momentum": 0.9, "foreach": True}, "SGD that takes all tensors at once"),
+    "sgd_momentum": (
+        "SGD",
+        {"lr": 0.05, "momentum": 0.9, "dampening": 0.1},
+        "SGD with momentum and dampening",
+    ),
+    "sgd_nesterov": (
+        "SGD",
+        {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+        "SGD with Nesterov momentum and weight decay",
+    ),
+    "sgd_foreach": (
+        "SGD",
+        {"lr": 0.05, "momentum": 0.9, "foreach": True},
+        "SGD that takes all tensors at once",
+    ),
     "sgd_fused": ("SGD", {"lr": 0.05, "momentum": 0.9, "fused": True}, "SGD in one kernel"),
     "adam": ("Adam", {"lr": 1e-2, "eps": 1e-3}, "Adam"),
-    "adam_amsgrad": ("Adam", {"lr": 1e-2, "eps": 1e-3, "amsgrad": True}, "Adam that keeps the greatest square"),
+    "adam_amsgrad": (
+        "Adam",
+        {"lr": 1e-2, "eps": 1e-3, "amsgrad": True},
+        "Adam that keeps the greatest square",
+    ),
     "adam_fused": ("Adam", {"lr": 1e-2, "eps": 1e-3, "fused": True}, "Adam in one kernel"),
-    "adam_foreach": ("Adam", {"lr": 1e-2, "eps": 1e-3, "foreach": True}, "Adam that takes all tensors at once"),
+    "adam_foreach": (
+        "Adam",
+        {"lr": 1e-2, "eps": 1e-3, "foreach": True},
+        "Adam that takes all tensors at once",
+    ),
     "adamw": ("AdamW", {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.1}, "AdamW"),
     "nadam": ("NAdam", {"lr": 1e-2, "eps": 1e-3}, "NAdam, whose state has a product of momenta"),
     "radam": ("RAdam", {"lr": 1e-2, "eps": 1e-3}, "RAdam, which changes its rule after five steps"),
     "adamax": ("Adamax", {"lr": 1e-2, "eps": 1e-3}, "Adamax"),
     "adadelta": ("Adadelta", {"lr": 0.5, "eps": 1e-3}, "Adadelta"),
-    "adagrad": ("Adagrad", {"lr": 0.05, "lr_decay": 0.1, "eps": 1e-3}, "Adagrad with a decay of its own"),
-    "rmsprop_centered": ("RMSprop", {"lr": 1e-2, "eps": 1e-3, "centered": True, "momentum": 0.9},
-                         "RMSprop around the mean gradient"),
+    "adagrad": (
+        "Adagrad",
+        {"lr": 0.05, "lr_decay": 0.1, "eps": 1e-3},
+        "Adagrad with a decay of its own",
+    ),
+    "rmsprop_centered": (
+        "RMSprop",
+        {"lr": 1e-2, "eps": 1e-3, "centered": True, "momentum": 0.9},
+        "RMSprop around the mean gradient",
+    ),
     "rprop": ("Rprop", {"lr": 1e-2}, "Rprop, which looks at signs alone"),
     "asgd": ("ASGD", {"lr": 0.05, "t0": 2}, "ASGD, which averages weights from a step on"),
-    "adafactor": ("Adafactor", {"lr": 0.05}, "Adafactor, whose state is rows and columns of a matrix"),
+    "adafactor": (
+        "Adafactor",
+        {"lr": 0.05},
+        "Adafactor, whose state is rows and columns of a matrix",
+    ),
 }
 
 
 def _named(class_name: str, options: dict[str, Any]) -> Callable[[], paceline.Job]:
-    return lambda: make_job(optimizer=lambda named: getattr(torch.optim, class_name)(named, **options))
+    return lambda: make_job(
+        optimizer=lambda named: getattr(torch.optim, class_name)(named, **options)
+    )
 
 
 for _name, (_class, _given, _idea) in _OPTIONS.items():
@@ -58,11 +90,16 @@ class Ascent(nn.Module):
 
 @entry("SGD that makes the loss large")
 def sgd_maximize() -> paceline.Job:
-    return make_job(Ascent, loss=lambda output, target: -(output - target).square().mean(),
-                    optimizer=lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.5, maximize=True))
+    return make_job(
+        Ascent,
+        loss=lambda output, target: -(output - target).square().mean(),
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.5, maximize=True),
+    )
 
 
-def _by_kind(named: Iterable[tuple[str, nn.Parameter]]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+def _by_kind(
+    named: Iterable[tuple[str, nn.Parameter]],
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     pairs = [p for _, p in named]
     return [p for p in pairs if p.ndim == 2], [p for p in pairs if p.ndim != 2]
 
@@ -71,8 +108,11 @@ def _by_kind(named: Iterable[tuple[str, nn.Parameter]]) -> tuple[list[nn.Paramet
 def groups_by_kind() -> paceline.Job:
     def optimizer(named: Any) -> torch.optim.Optimizer:
         matrices, others = _by_kind(named)
-        return torch.optim.AdamW([{"params": matrices, "weight_decay": 0.5}, {"params": others, "weight_decay": 0.0}],
-                                 lr=1e-2, eps=1e-3)
+        return torch.optim.AdamW(
+            [{"params": matrices, "weight_decay": 0.5}, {"params": others, "weight_decay": 0.0}],
+            lr=1e-2,
+            eps=1e-3,
+        )
 
     return make_job(optimizer=optimizer)
 
@@ -81,8 +121,10 @@ def groups_by_kind() -> paceline.Job:
 def groups_by_layer() -> paceline.Job:
     def optimizer(named: Any) -> torch.optim.Optimizer:
         pairs = list(named)
-        return torch.optim.SGD([{"params": [pair], "lr": 0.1 / (1 + number)} for number, pair in enumerate(pairs)],
-                               momentum=0.9)
+        return torch.optim.SGD(
+            [{"params": [pair], "lr": 0.1 / (1 + number)} for number, pair in enumerate(pairs)],
+            momentum=0.9,
+        )
 
     return make_job(optimizer=optimizer)
 
@@ -92,7 +134,10 @@ class Both(torch.optim.Optimizer):
 
     def __init__(self, named: Any) -> None:
         matrices, others = _by_kind(named)
-        self.parts = [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=1e-2, eps=1e-3)]
+        self.parts = [
+            torch.optim.Muon(matrices, lr=0.02),
+            torch.optim.AdamW(others, lr=1e-2, eps=1e-3),
+        ]
         super().__init__([*matrices, *others], {})
         self.param_groups = [group for part in self.parts for group in part.param_groups]
 
@@ -129,7 +174,9 @@ class Matrices(nn.Module):
 
 @entry("torch's Muon, which orthogonalises whole matrices")
 def muon() -> paceline.Job:
-    return make_job(Matrices, optimizer=lambda named: torch.optim.Muon(named, lr=0.02, momentum=0.9))
+    return make_job(
+        Matrices, optimizer=lambda named: torch.optim.Muon(named, lr=0.02, momentum=0.9)
+    )
 
 
 class WholeNorm(torch.optim.Optimizer):
@@ -140,7 +187,9 @@ class WholeNorm(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        gradients = [
+            p.grad for group in self.param_groups for p in group["params"] if p.grad is not None
+        ]
         norm = torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt()
         for group in self.param_groups:
             for p in group["params"]:
@@ -232,7 +281,11 @@ def _tokens() -> Any:
 
 @entry("SparseAdam on an embedding with sparse gradients")
 def sparse_adam() -> paceline.Job:
-    return make_job(SparseNet, data=_tokens(), optimizer=lambda named: torch.optim.SparseAdam(named, lr=0.05, eps=1e-3))
+    return make_job(
+        SparseNet,
+        data=_tokens(),
+        optimizer=lambda named: torch.optim.SparseAdam(named, lr=0.05, eps=1e-3),
+    )
 
 
 @entry("SGD on an embedding with sparse gradients")
@@ -242,13 +295,19 @@ def sparse_sgd() -> paceline.Job:
 
 @entry("LBFGS on all samples at once, which evaluates the loss twenty times a step")
 def lbfgs() -> paceline.Job:
-    return make_job(batch=SAMPLES, optimizer=lambda named: torch.optim.LBFGS([p for _, p in named], lr=0.1))
+    return make_job(
+        batch=SAMPLES, optimizer=lambda named: torch.optim.LBFGS([p for _, p in named], lr=0.1)
+    )
 
 
 @entry("LBFGS with a line search and a short history, and clipping")
 def lbfgs_line_search() -> paceline.Job:
-    return make_job(clip=1.0, optimizer=lambda named: torch.optim.LBFGS(
-        [p for _, p in named], lr=1.0, max_iter=4, history_size=5, line_search_fn="strong_wolfe"))
+    return make_job(
+        clip=1.0,
+        optimizer=lambda named: torch.optim.LBFGS(
+            [p for _, p in named], lr=1.0, max_iter=4, history_size=5, line_search_fn="strong_wolfe"
+        ),
+    )
 
 
 class Sam(torch.optim.Optimizer):
@@ -282,7 +341,11 @@ def sam() -> paceline.Job:
 
 @entry("a learning rate that is a tensor")
 def tensor_learning_rate() -> paceline.Job:
-    return make_job(optimizer=lambda named: torch.optim.Adam(named, lr=torch.tensor(1e-2), eps=1e-3, foreach=False))
+    return make_job(
+        optimizer=lambda named: torch.optim.Adam(
+            named, lr=torch.tensor(1e-2), eps=1e-3, foreach=False
+        )
+    )
 
 
 @entry("gradient norm clipped to a tiny number")

@@ -21,7 +21,9 @@ RATE = [1.0]  # that a schedule changes
 SETTINGS = SimpleNamespace(scale=1.0, inner=SimpleNamespace(names=["a"]))
 
 
-def _scheduled(build: Callable[[], nn.Module], change: Callable[[Any, int], None], **changes: Any) -> paceline.Job:
+def _scheduled(
+    build: Callable[[], nn.Module], change: Callable[[Any, int], None], **changes: Any
+) -> paceline.Job:
     """A job whose schedule changes the model, or what it reads, before each step."""
     held: dict[str, nn.Module] = {}
 
@@ -35,8 +37,11 @@ def _scheduled(build: Callable[[], nn.Module], change: Callable[[Any, int], None
             change(held["model"], step)
         return 1.0
 
-    return make_job(model, lr_schedule=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, factor),
-                    **changes)
+    return make_job(
+        model,
+        lr_schedule=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, factor),
+        **changes,
+    )
 
 
 class Tempered(Net):
@@ -59,7 +64,9 @@ def temperature_of_a_schedule() -> paceline.Job:
 
 @entry("a tuple that a schedule sets on the model")
 def tuple_of_a_schedule() -> paceline.Job:
-    return _scheduled(Tempered, lambda model, step: setattr(model, "weights", (1.0, 0.1 * step, 0.5)))
+    return _scheduled(
+        Tempered, lambda model, step: setattr(model, "weights", (1.0, 0.1 * step, 0.5))
+    )
 
 
 @entry("a list of floats that a schedule changes in place")
@@ -121,7 +128,9 @@ def text_of_a_schedule() -> paceline.Job:
             output = super().forward(x)
             return output if self.act is None else getattr(torch, self.act)(output)
 
-    return _scheduled(Worded, lambda model, step: setattr(model, "act", "tanh" if step > 2 else None))
+    return _scheduled(
+        Worded, lambda model, step: setattr(model, "act", "tanh" if step > 2 else None)
+    )
 
 
 @entry("a function that a schedule puts in the place of another one")
@@ -136,10 +145,14 @@ def function_of_a_schedule() -> paceline.Job:
         def forward(self, x: Tensor) -> Tensor:
             return self.act(super().forward(x))
 
-    return _scheduled(Active, lambda model, step: setattr(model, "act", torch.tanh if step < 2 else F.softplus))
+    return _scheduled(
+        Active, lambda model, step: setattr(model, "act", torch.tanh if step < 2 else F.softplus)
+    )
 
 
-@entry("a global variable, an object's attribute and a variable of a closure that a schedule changes")
+@entry(
+    "a global variable, an object's attribute and a variable of a closure that a schedule changes"
+)
 def globals_of_a_schedule() -> paceline.Job:
     depth = 0
 
@@ -197,13 +210,17 @@ def evaluation_mode_of_a_part() -> paceline.Job:
 
 @entry("a layer that a schedule freezes")
 def frozen_by_a_schedule() -> paceline.Job:
-    return _scheduled(Net, lambda model, step: [
-        p.requires_grad_(step < 3) for p in model.first.parameters()] and None)
+    return _scheduled(
+        Net,
+        lambda model, step: [p.requires_grad_(step < 3) for p in model.first.parameters()] and None,
+    )
 
 
 @entry("a layer in the middle that a schedule freezes for a while")
 def frozen_for_a_while() -> paceline.Job:
-    return _scheduled(Net, lambda model, step: model.blocks[1].requires_grad_(step not in (1, 2)) and None)
+    return _scheduled(
+        Net, lambda model, step: model.blocks[1].requires_grad_(step not in (1, 2)) and None
+    )
 
 
 @entry("a hook on a layer's output that a schedule adds and takes away")
@@ -215,7 +232,9 @@ def hook_of_a_schedule() -> paceline.Job:
             handle.remove()
         handles.clear()
         if step % 2:
-            handles.append(model.blocks[0].register_forward_hook(lambda module, inputs, output: output * 0.5))
+            handles.append(
+                model.blocks[0].register_forward_hook(lambda module, inputs, output: output * 0.5)
+            )
 
     return _scheduled(Net, change)
 
@@ -274,7 +293,9 @@ def numbers_of_collate() -> paceline.Job:
     return make_job(Kept, collate=collate)
 
 
-LENGTHS = [2, 3, 2, 3, 3, 2, 3, 2, 2, 3, 3, 3] + [1 + 7 * k % 6 for k in range(SAMPLES - BATCH)]  # longer ones later
+LENGTHS = [2, 3, 2, 3, 3, 2, 3, 2, 2, 3, 3, 3] + [
+    1 + 7 * k % 6 for k in range(SAMPLES - BATCH)
+]  # longer ones later
 
 
 class Sequences(Dataset[Any]):
@@ -293,7 +314,9 @@ def _padded(samples: list[Any]) -> Any:
     return (x, lengths), torch.stack([y for _, y in samples])
 
 
-def of_sequences(model: Callable[[], nn.Module], collate: Callable[[list[Any]], Any] = _padded) -> paceline.Job:
+def of_sequences(
+    model: Callable[[], nn.Module], collate: Callable[[list[Any]], Any] = _padded
+) -> paceline.Job:
     """A job whose later batches have longer sequences; the model is given their lengths."""
     data = Sequences()
     return make_job(model, data=data, collate=collate, sampler=SequentialSampler(data))
@@ -311,7 +334,7 @@ class Masked(nn.Module):
         mask = torch.zeros(x.shape[:2], dtype=torch.bool)
         for row, n in zip(mask, lengths, strict=True):
             if n.item() < len(row):
-                row[n.item():] = True
+                row[n.item() :] = True
         return x.masked_fill(mask[:, :, None], 0.0)
 
 
@@ -337,7 +360,9 @@ def packed_and_longer() -> paceline.Job:
             self.rnn = nn.GRU(FEATURES, FEATURES, batch_first=True)
 
         def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-            packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+            packed = nn.utils.rnn.pack_padded_sequence(
+                x, lengths, batch_first=True, enforce_sorted=False
+            )
             return nn.utils.rnn.pad_packed_sequence(self.rnn(packed)[0], batch_first=True)[0]
 
     class Packed(Net):
@@ -359,7 +384,9 @@ def pooled_by_lengths() -> paceline.Job:
             self.linear = nn.Linear(FEATURES, FEATURES)
 
         def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-            return torch.stack([self.linear(row[:n]).mean(0) for row, n in zip(x, lengths.tolist(), strict=True)])
+            return torch.stack(
+                [self.linear(row[:n]).mean(0) for row, n in zip(x, lengths.tolist(), strict=True)]
+            )
 
     class Pooling(Net):
         def __init__(self) -> None:
@@ -377,7 +404,9 @@ def listof_sequences() -> paceline.Job:
     class Listed(Net):
         def forward(self, sequences: list[Tensor]) -> Tensor:
             longest = max(map(len, sequences))
-            rows = [F.pad(row, (0, 0, 0, longest - len(row))).sum(0) / len(row) for row in sequences]
+            rows = [
+                F.pad(row, (0, 0, 0, longest - len(row))).sum(0) / len(row) for row in sequences
+            ]
             return super().forward(torch.stack(rows))
 
     def collate(samples: list[Any]) -> Any:
@@ -396,7 +425,9 @@ def texts_alone() -> paceline.Job:
             return SAMPLES
 
         def __getitem__(self, index: int) -> tuple[dict[str, str], Tensor]:
-            return {"text": f"{words[index % 20]} {words[7 * index % 20]}"}, numbers(3, seed=100 + index)
+            return {"text": f"{words[index % 20]} {words[7 * index % 20]}"}, numbers(
+                3, seed=100 + index
+            )
 
     class Reader(Net):
         def __init__(self) -> None:

@@ -21,8 +21,11 @@ def adam(named: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(named, lr=1e-2, eps=1e-3)
 
 
-def small(inputs: int = FEATURES, outputs: int = 3, width: int = FEATURES) -> Callable[[], nn.Module]:
+def small(
+    inputs: int = FEATURES, outputs: int = 3, width: int = FEATURES
+) -> Callable[[], nn.Module]:
     """Builds a network with blocks that FSDP shards one by one."""
+
     def build() -> nn.Module:
         net = Net(blocks=2, width=width, outputs=outputs)
         net.first = nn.Linear(inputs, width)
@@ -37,8 +40,11 @@ def fields(**more: Any) -> dict[str, Any]:
     return {"data": data, "batch": BATCH, "steps": STEPS, "precision": "float64", **more}
 
 
-def by_hand(idea: str, hand: Callable[[Models, Optimizers, Any, Any], Tensor]) -> Callable[..., Any]:
+def by_hand(
+    idea: str, hand: Callable[[Models, Optimizers, Any, Any], Tensor]
+) -> Callable[..., Any]:
     """Add a job beside the loop that does the same: it returns the step's losses, added up."""
+
     def added(make: Callable[[], paceline.Job]) -> Callable[[], paceline.Job]:
         theme = make.__module__.rpartition(".")[2]
         add(make.__name__, theme, idea, make, evaluates=False, by_hand=hand)
@@ -49,7 +55,7 @@ def by_hand(idea: str, hand: Callable[[Models, Optimizers, Any, Any], Tensor]) -
 
 def penalty(critic: Callable[[Tensor], Tensor], real: Tensor, fake: Tensor, mix: Tensor) -> Tensor:
     between = (mix * real + (1 - mix) * fake).requires_grad_()
-    slope, = torch.autograd.grad(critic(between).sum(), between, create_graph=True)
+    (slope,) = torch.autograd.grad(critic(between).sum(), between, create_graph=True)
     return 10 * ((slope.norm(dim=1) - 1) ** 2).mean()
 
 
@@ -91,13 +97,19 @@ def gan_with_penalty() -> paceline.Job:
         ctx.backward("generator", noise, lambda fake, batch: -ctx.run("critic", fake).mean())
         ctx.update("generator")
 
-    return paceline.Job(models={"generator": small(4, FEATURES), "critic": small(outputs=1)}, step=step,
-                        optimizers={"generator": adam, "critic": paceline.Optimizer(adam, clip=1.0)},
-                        followers={"average": paceline.ema("generator", 0.9)}, **fields())
+    return paceline.Job(
+        models={"generator": small(4, FEATURES), "critic": small(outputs=1)},
+        step=step,
+        optimizers={"generator": adam, "critic": paceline.Optimizer(adam, clip=1.0)},
+        followers={"average": paceline.ema("generator", 0.9)},
+        **fields(),
+    )
 
 
 def distance_to(soft: Tensor, output: Tensor, target: Tensor) -> Tensor:
-    return F.mse_loss(output, target) + F.kl_div(output.log_softmax(-1), soft.softmax(-1), reduction="batchmean")
+    return F.mse_loss(output, target) + F.kl_div(
+        output.log_softmax(-1), soft.softmax(-1), reduction="batchmean"
+    )
 
 
 def _distillation_by_hand(models: Models, optimizers: Optimizers, x: Tensor, y: Tensor) -> Tensor:
@@ -114,14 +126,26 @@ def _distillation_by_hand(models: Models, optimizers: Optimizers, x: Tensor, y: 
 def distillation() -> paceline.Job:
     def step(ctx: paceline.StepContext, batch: Any) -> None:
         soft = ctx.run("teacher", batch)
-        ctx.backward("student", batch, lambda output, batch, soft: distance_to(soft, output, batch.target), soft)
+        ctx.backward(
+            "student",
+            batch,
+            lambda output, batch, soft: distance_to(soft, output, batch.target),
+            soft,
+        )
         ctx.update("student")
 
-    return paceline.Job(models={"student": small()}, optimizers={"student": adam}, step=step,
-                        followers={"teacher": paceline.frozen(small(width=16))}, **fields())
+    return paceline.Job(
+        models={"student": small()},
+        optimizers={"student": adam},
+        step=step,
+        followers={"teacher": paceline.frozen(small(width=16))},
+        **fields(),
+    )
 
 
-def _self_distillation_by_hand(models: Models, optimizers: Optimizers, x: Tensor, y: Tensor) -> Tensor:
+def _self_distillation_by_hand(
+    models: Models, optimizers: Optimizers, x: Tensor, y: Tensor
+) -> Tensor:
     with torch.no_grad():
         target = models["target"](x + 0.1 * torch.randn_like(x))
     loss = -F.cosine_similarity(models["online"](x + 0.1 * torch.randn_like(x)), target).mean()
@@ -140,11 +164,21 @@ def self_distillation() -> paceline.Job:
         x, _ = batch
         target = ctx.run("target", x + 0.1 * torch.randn_like(x))
         view = x + 0.1 * torch.randn_like(x)
-        ctx.backward("online", view, lambda out, batch, target: -F.cosine_similarity(out, target).mean(), target)
+        ctx.backward(
+            "online",
+            view,
+            lambda out, batch, target: -F.cosine_similarity(out, target).mean(),
+            target,
+        )
         ctx.update("online")
 
-    return paceline.Job(models={"online": small()}, optimizers={"online": adam}, step=step,
-                        followers={"target": paceline.ema("online", 0.9)}, **fields())
+    return paceline.Job(
+        models={"online": small()},
+        optimizers={"online": adam},
+        step=step,
+        followers={"target": paceline.ema("online", 0.9)},
+        **fields(),
+    )
 
 
 def _muon_by_hand(models: Models, optimizers: Optimizers, x: Tensor, y: Tensor) -> Tensor:
@@ -157,12 +191,22 @@ def _muon_by_hand(models: Models, optimizers: Optimizers, x: Tensor, y: Tensor) 
     return loss.detach()
 
 
-@by_hand("Muon for matrices and AdamW for the rest of one model, by the default step", _muon_by_hand)
+@by_hand(
+    "Muon for matrices and AdamW for the rest of one model, by the default step", _muon_by_hand
+)
 def muon_beside_adamw() -> paceline.Job:
-    muon = paceline.Optimizer(lambda named: torch.optim.Muon(named, lr=0.02), parameters=lambda name, p: p.ndim == 2)
-    rest = paceline.Optimizer(lambda named: torch.optim.AdamW(named, lr=1e-2), parameters=lambda name, p: p.ndim != 2)
-    return paceline.Job(models={"net": small()}, loss=F.mse_loss,
-                        optimizers={"matrices": muon, "rest": rest}, **fields())
+    muon = paceline.Optimizer(
+        lambda named: torch.optim.Muon(named, lr=0.02), parameters=lambda name, p: p.ndim == 2
+    )
+    rest = paceline.Optimizer(
+        lambda named: torch.optim.AdamW(named, lr=1e-2), parameters=lambda name, p: p.ndim != 2
+    )
+    return paceline.Job(
+        models={"net": small()},
+        loss=F.mse_loss,
+        optimizers={"matrices": muon, "rest": rest},
+        **fields(),
+    )
 
 
 def _actor_critic_by_hand(models: Models, optimizers: Optimizers, x: Tensor, y: Tensor) -> Tensor:
@@ -181,7 +225,9 @@ def _actor_critic_by_hand(models: Models, optimizers: Optimizers, x: Tensor, y: 
     return of_actor.detach() + of_critic.detach()
 
 
-@by_hand("an actor and a critic with a loss each, one of them a sum and a count", _actor_critic_by_hand)
+@by_hand(
+    "an actor and a critic with a loss each, one of them a sum and a count", _actor_critic_by_hand
+)
 def actor_critic() -> paceline.Job:
     def step(ctx: paceline.StepContext, batch: Any) -> None:
         x, y = batch
@@ -199,8 +245,12 @@ def actor_critic() -> paceline.Job:
         ctx.update("actor")
         ctx.update("critic")
 
-    return paceline.Job(models={"actor": small(), "critic": small(outputs=1)},
-                        optimizers={"actor": adam, "critic": adam}, step=step, **fields())
+    return paceline.Job(
+        models={"actor": small(), "critic": small(outputs=1)},
+        optimizers={"actor": adam, "critic": adam},
+        step=step,
+        **fields(),
+    )
 
 
 class Encoder(nn.Module):
@@ -209,8 +259,9 @@ class Encoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(12, 8)
-        self.blocks = nn.ModuleList([nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-                                     for _ in range(2)])
+        self.blocks = nn.ModuleList(
+            [nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True) for _ in range(2)]
+        )
         self.head = nn.Linear(8, 12)
 
     def forward(self, tokens: Tensor, is_padding: Tensor) -> Tensor:
@@ -224,8 +275,10 @@ def texts() -> list[dict[str, Tensor]]:
     """Of 3 to 8 tokens, padded to 8."""
     generator = torch.Generator().manual_seed(5)
     lengths = torch.randint(3, 9, (SAMPLES,), generator=generator).tolist()
-    return [{"tokens": F.pad(torch.randint(2, 12, (length,), generator=generator), (0, 8 - length))}
-            for length in lengths]
+    return [
+        {"tokens": F.pad(torch.randint(2, 12, (length,), generator=generator), (0, 8 - length))}
+        for length in lengths
+    ]
 
 
 def masked_loss(output: Tensor, tokens: Tensor, masked: Tensor) -> Tensor:
@@ -235,7 +288,10 @@ def masked_loss(output: Tensor, tokens: Tensor, masked: Tensor) -> Tensor:
 def _masked_by_hand(models: Models, optimizers: Optimizers, given: Any, target: Any) -> Tensor:
     tokens = given["tokens"]
     masked = (torch.rand(tokens.shape) < 0.3) & (tokens != 0)
-    loss = masked_loss(models["encoder"](tokens.masked_fill(masked, 1), tokens == 0), tokens, masked) / masked.sum()
+    loss = (
+        masked_loss(models["encoder"](tokens.masked_fill(masked, 1), tokens == 0), tokens, masked)
+        / masked.sum()
+    )
     optimizers["encoder"].zero_grad()
     loss.backward()
     optimizers["encoder"].step()
@@ -247,12 +303,21 @@ def masked_tokens() -> paceline.Job:
     def step(ctx: paceline.StepContext, batch: Any) -> None:
         tokens = batch.input["tokens"]
         masked = (torch.rand(tokens.shape) < 0.3) & (tokens != 0)
-        ctx.backward("encoder", (tokens.masked_fill(masked, 1), tokens == 0),
-                     lambda output, batch, tokens, masked: (masked_loss(output, tokens, masked), masked.sum()),
-                     tokens, masked)
+        ctx.backward(
+            "encoder",
+            (tokens.masked_fill(masked, 1), tokens == 0),
+            lambda output, batch, tokens, masked: (
+                masked_loss(output, tokens, masked),
+                masked.sum(),
+            ),
+            tokens,
+            masked,
+        )
         ctx.update("encoder")
 
-    return paceline.Job(models={"encoder": Encoder}, optimizers={"encoder": adam}, step=step, **fields(data=texts()))
+    return paceline.Job(
+        models={"encoder": Encoder}, optimizers={"encoder": adam}, step=step, **fields(data=texts())
+    )
 
 
 def _three_by_hand(models: Models, optimizers: Optimizers, x: Tensor, y: Tensor) -> Tensor:
@@ -270,21 +335,33 @@ def _three_by_hand(models: Models, optimizers: Optimizers, x: Tensor, y: Tensor)
     return of_pair.detach() + of_head.detach()
 
 
-@by_hand("three models under accumulation: two by one loss, one by another after their update", _three_by_hand)
+@by_hand(
+    "three models under accumulation: two by one loss, one by another after their update",
+    _three_by_hand,
+)
 def three_models() -> paceline.Job:
     def step(ctx: paceline.StepContext, batch: Any) -> None:
         x, _ = batch
-        ctx.backward(("encoder", "decoder"), x, lambda code, batch: F.mse_loss(ctx.run("decoder", code), batch.input))
+        ctx.backward(
+            ("encoder", "decoder"),
+            x,
+            lambda code, batch: F.mse_loss(ctx.run("decoder", code), batch.input),
+        )
         ctx.update("pair")
         code = ctx.run("encoder", x)
         ctx.backward("head", code, lambda output, batch: F.mse_loss(output, batch.target))
         ctx.backward("head", code + 0.1, lambda output, batch: F.mse_loss(output, batch.target))
         ctx.update("head")
 
-    return paceline.Job(models={"encoder": small(outputs=4), "decoder": small(4, FEATURES), "head": small(4)},
-                        step=step, optimizers={"pair": paceline.Optimizer(adam, parameters=("encoder", "decoder")),
-                                               "head": adam},
-                        **fields())
+    return paceline.Job(
+        models={"encoder": small(outputs=4), "decoder": small(4, FEATURES), "head": small(4)},
+        step=step,
+        optimizers={
+            "pair": paceline.Optimizer(adam, parameters=("encoder", "decoder")),
+            "head": adam,
+        },
+        **fields(),
+    )
 
 
 class Queue(nn.Module):
@@ -328,8 +405,15 @@ def memory_queue() -> paceline.Job:
         keys = (keys - keys.mean(0)) / keys.std(0)
         others = ctx.run("queue", keys, cut=False)
         view = x + 0.1 * torch.randn_like(x)
-        ctx.backward("query", view, lambda query, batch, key: contrast(query, key, others), keys[ctx.places])
+        ctx.backward(
+            "query", view, lambda query, batch, key: contrast(query, key, others), keys[ctx.places]
+        )
         ctx.update("query")
 
-    return paceline.Job(models={"query": small(), "queue": Queue}, optimizers={"query": adam}, step=step,
-                        followers={"key": paceline.ema("query", 0.9)}, **fields())
+    return paceline.Job(
+        models={"query": small(), "queue": Queue},
+        optimizers={"query": adam},
+        step=step,
+        followers={"key": paceline.ema("query", 0.9)},
+        **fields(),
+    )

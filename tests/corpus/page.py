@@ -50,8 +50,11 @@ def table(jobs: Sequence[Entry], cells: Sequence[Cell]) -> str:
     tried = {cell.job for cell in cells}
     lines = [f"{number:>3} {plan}" for number, plan in enumerate(plans, 1)]
     lines.append(" " * 28 + "".join(f"{number:>3}" for number in range(1, len(plans) + 1)))
-    lines += [f"{entry.name:<28}" + "".join(f"{signs.get((entry.name, plan), ' '):>3}" for plan in plans)
-              for entry in jobs if entry.name in tried]
+    lines += [
+        f"{entry.name:<28}" + "".join(f"{signs.get((entry.name, plan), ' '):>3}" for plan in plans)
+        for entry in jobs
+        if entry.name in tried
+    ]
     return "\n".join(lines)
 
 
@@ -61,8 +64,12 @@ def page(jobs: Sequence[Entry], cells: Sequence[Cell], *, kept: int = 0) -> str:
     kept: how many of the cells are from earlier runs.
     """
     plans = list(dict.fromkeys(cell.plan for cell in cells))
-    parts = [_INTRODUCTION.format(jobs=len(jobs), plans=len(plans)), _shares(plans, cells), _refusals(cells),
-             _every_cell(jobs, plans, cells)]
+    parts = [
+        _INTRODUCTION.format(jobs=len(jobs), plans=len(plans)),
+        _shares(plans, cells),
+        _refusals(cells),
+        _every_cell(jobs, plans, cells),
+    ]
     if kept:
         parts.insert(1, _KEPT.format(kept=kept, cells=len(cells)))
     return "\n".join(parts)
@@ -75,8 +82,11 @@ def cells_of_page(text: str) -> list[Cell]:
     cells = []
     for line in text.partition(_EVERY_CELL)[2].splitlines():
         job, *columns = line.removeprefix("| ").removesuffix(" |").split(" | ")
-        cells += [Cell(job, plan, verdicts[sign]) for plan, sign in zip(plans, columns[-len(plans):], strict=False)
-                  if sign in verdicts]
+        cells += [
+            Cell(job, plan, verdicts[sign])
+            for plan, sign in zip(plans, columns[-len(plans) :], strict=False)
+            if sign in verdicts
+        ]
     return cells
 
 
@@ -85,12 +95,20 @@ def _signs(cells: Sequence[Cell]) -> dict[tuple[str, str], str]:
 
 
 def _shares(plans: Sequence[str], cells: Sequence[Cell]) -> str:
-    lines = ["## By plan\n", "| plan | exact | coupled | refused | wrong |", "|---|---|---|---|---|"]
-    for title, of_plan in [*((f"`{plan}`", [c for c in cells if c.plan == plan]) for plan in plans),
-                           ("all", list(cells))]:
+    lines = [
+        "## By plan\n",
+        "| plan | exact | coupled | refused | wrong |",
+        "|---|---|---|---|---|",
+    ]
+    for title, of_plan in [
+        *((f"`{plan}`", [c for c in cells if c.plan == plan]) for plan in plans),
+        ("all", list(cells)),
+    ]:
         count = Counter(cell.verdict for cell in of_plan)
-        shares = (f"{100 * count[verdict] / len(of_plan):.1f} %" if count[verdict] else "0"
-                  for verdict in (EXACT, COUPLED, REFUSED, WRONG))
+        shares = (
+            f"{100 * count[verdict] / len(of_plan):.1f} %" if count[verdict] else "0"
+            for verdict in (EXACT, COUPLED, REFUSED, WRONG)
+        )
         lines.append(f"| {title} | {' | '.join(shares)} |")
     return "\n".join(lines) + "\n"
 
@@ -101,14 +119,20 @@ def _refusals(cells: Sequence[Cell]) -> str:
         if cell.verdict == REFUSED:
             groups[kind_of(cell.reason)].append(cell)
     ordered = sorted(groups.values(), key=len, reverse=True)
-    lines = ["## The most common refusals\n", f"{sum(map(len, ordered))} of {len(cells)} cells are refused, for "
-             f"{len(ordered)} kinds of reasons. Each row is one kind, with one example and its hint:\n",
-             "| cells | example | reason | what to do |", "|---|---|---|---|"]
+    lines = [
+        "## The most common refusals\n",
+        f"{sum(map(len, ordered))} of {len(cells)} cells are refused, for "
+        f"{len(ordered)} kinds of reasons. Each row is one kind, with one example and its hint:\n",
+        "| cells | example | reason | what to do |",
+        "|---|---|---|---|",
+    ]
     for group in ordered[:COMMONEST]:
         example = group[0]
         hint = example.trace.partition("\n\nhint: ")[2].splitlines()
-        lines.append(f"| {len(group)} | {example.job} under `{example.plan}` | {_in_a_cell(example.reason)} "
-                     f"| {_in_a_cell(hint[0] if hint else '')} |")
+        lines.append(
+            f"| {len(group)} | {example.job} under `{example.plan}` | {_in_a_cell(example.reason)} "
+            f"| {_in_a_cell(hint[0] if hint else '')} |"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -125,9 +149,15 @@ def _every_cell(jobs: Sequence[Entry], plans: Sequence[str], cells: Sequence[Cel
     signs = _signs(cells)
     lines = [_EVERY_CELL, *(f"{number}. `{plan}`" for number, plan in enumerate(plans, 1))]
     for theme in dict.fromkeys(entry.theme for entry in jobs):
-        lines += [f"\n### {theme}\n", f"| job | idea | {' | '.join(map(str, range(1, len(plans) + 1)))} |",
-                  "|---|---|" + "---|" * len(plans)]
-        lines += [f"| {entry.name} | {_in_a_cell(entry.idea)} | "
-                  f"{' | '.join(signs.get((entry.name, plan), ' ') for plan in plans)} |"
-                  for entry in jobs if entry.theme == theme]
+        lines += [
+            f"\n### {theme}\n",
+            f"| job | idea | {' | '.join(map(str, range(1, len(plans) + 1)))} |",
+            "|---|---|" + "---|" * len(plans),
+        ]
+        lines += [
+            f"| {entry.name} | {_in_a_cell(entry.idea)} | "
+            f"{' | '.join(signs.get((entry.name, plan), ' ') for plan in plans)} |"
+            for entry in jobs
+            if entry.theme == theme
+        ]
     return "\n".join(lines) + "\n"

@@ -46,9 +46,14 @@ class Cut:
 
     def pieces(self, samples: int) -> list[list[range]]:
         """Of each replica, its micro-batches as places in the window; empty ones are left out."""
-        return [[range(share.start + piece.start, share.start + piece.stop)
-                 for piece in split(len(share), (1,) * self.microbatches) if len(piece)]
-                for share in split(samples, self.shares)]
+        return [
+            [
+                range(share.start + piece.start, share.start + piece.stop)
+                for piece in split(len(share), (1,) * self.microbatches)
+                if len(piece)
+            ]
+            for share in split(samples, self.shares)
+        ]
 
 
 WHOLE = Cut()
@@ -75,24 +80,42 @@ class ByHand(dict[str, nn.Module]):
 def run_by_hand(job: Job, step: Callable[..., Tensor]) -> Outcome:
     """Train several models on one device with a step that is written out. See `Entry.by_hand`."""
     models = ByHand({name: _begun(build, job, name) for name, build in job.models.items()})
-    models |= {name: copy.deepcopy(models[follower.source]) if isinstance(follower.source, str)
-               else _begun(follower.source, job, name) for name, follower in job.followers.items()}
+    models |= {
+        name: copy.deepcopy(models[follower.source])
+        if isinstance(follower.source, str)
+        else _begun(follower.source, job, name)
+        for name, follower in job.followers.items()
+    }
     optimizers = {}
     for name, each in job.optimizers.items():
         build, wanted = (each.build, each.parameters) if hasattr(each, "build") else (each, None)
         wanted = wanted or (name,)
-        optimizers[name] = build([(f"{model}.{key}", p) for model in job.models
-                                  for key, p in models[model].named_parameters()
-                                  if (wanted(f"{model}.{key}", p) if callable(wanted) else model in wanted)])
+        optimizers[name] = build(
+            [
+                (f"{model}.{key}", p)
+                for model in job.models
+                for key, p in models[model].named_parameters()
+                if (wanted(f"{model}.{key}", p) if callable(wanted) else model in wanted)
+            ]
+        )
     outcome = Outcome()
     for number, items in enumerate(islice(_windows(job), job.total_steps)):
         given, target = _batch(job, items)
         models.step = number
-        with WindowDraws(rows=len(items), first=0, count=len(items), key=(job.seed, "own step", number),
-                         device=torch.device("cpu"), precision=job.precision):
+        with WindowDraws(
+            rows=len(items),
+            first=0,
+            count=len(items),
+            key=(job.seed, "own step", number),
+            device=torch.device("cpu"),
+            precision=job.precision,
+        ):
             outcome.losses.append(float(step(models, optimizers, given, target)))
-    outcome.state = {f"{name}.{key}": value.detach().clone() for name, model in models.items()
-                     for key, value in model.state_dict().items()}
+    outcome.state = {
+        f"{name}.{key}": value.detach().clone()
+        for name, model in models.items()
+        for key, value in model.state_dict().items()
+    }
     return outcome
 
 
@@ -123,8 +146,11 @@ def _run(job: Job, cut: Cut, build: Any) -> Outcome:
         _meet(replicas, weights)
         if job.validation is not None and (step == job.total_steps or _ends_epoch(job, step)):
             outcome.validation_loss = _validate(job, replicas, cut)
-    outcome.state = {name: value.detach().clone() for name, value in model.state_dict().items()
-                     if isinstance(value, Tensor)}
+    outcome.state = {
+        name: value.detach().clone()
+        for name, value in model.state_dict().items()
+        if isinstance(value, Tensor)
+    }
     return outcome
 
 
@@ -135,7 +161,10 @@ def _tell(optimizer: Any, mode: str) -> None:
 
 def evaluates_itself(optimizer: torch.optim.Optimizer) -> bool:
     """Whether `step` is to be given a closure: torch's documentation says so of LBFGS, and SAM's of SAM."""
-    return isinstance(optimizer, torch.optim.LBFGS) or getattr(optimizer, "step_takes", "") == "closure"
+    return (
+        isinstance(optimizer, torch.optim.LBFGS)
+        or getattr(optimizer, "step_takes", "") == "closure"
+    )
 
 
 def needs_gradients(optimizer: torch.optim.Optimizer) -> bool:
@@ -144,13 +173,23 @@ def needs_gradients(optimizer: torch.optim.Optimizer) -> bool:
 
 
 @torch.enable_grad()
-def _evaluate(job: Job, replicas: Sequence[nn.Module], items: list[Any], cut: Cut, weights: Sequence[float],
-              losses: list[float]) -> Tensor:
+def _evaluate(
+    job: Job,
+    replicas: Sequence[nn.Module],
+    items: list[Any],
+    cut: Cut,
+    weights: Sequence[float],
+    losses: list[float],
+) -> Tensor:
     """Gradients of a window in the first replica, and its loss, also in `losses`."""
     if losses:
         _meet(replicas, weights)  # an optimizer has moved the first one
     parameters = [p for p in replicas[0].parameters() if p.requires_grad]
-    before = {name: p.detach().clone() for name, p in replicas[0].named_parameters()} if len(replicas) > 1 else {}
+    before = (
+        {name: p.detach().clone() for name, p in replicas[0].named_parameters()}
+        if len(replicas) > 1
+        else {}
+    )
     losses.append(_backward(job, replicas, items, cut))
     _join_edits(replicas, before)
     if job.clip is not None:
@@ -193,7 +232,9 @@ def _windows(job: Job) -> Iterator[list[Any]]:
     for step in count():
         window = order.window(step)
         items = []
-        for position, index in zip(window.positions, order.indices(window.epoch, window.positions), strict=True):
+        for position, index in zip(
+            window.positions, order.indices(window.epoch, window.positions), strict=True
+        ):
             seed_sample(key_to_seed(job.seed, "sample", window.epoch), position)
             items.append(job.data[index])
         yield Items.of(job, items, window.epoch, window.start)
@@ -221,7 +262,7 @@ def _backward(job: Job, replicas: Sequence[nn.Module], items: list[Any], cut: Cu
     for model, pieces in zip(replicas, cut.pieces(len(items)), strict=True):
         model.zero_grad()
         for piece in pieces:
-            given, target = _batch(job, items[piece.start:piece.stop])
+            given, target = _batch(job, items[piece.start : piece.stop])
             with torch.autocast("cpu", torch.bfloat16, enabled=job.precision == "bf16"):
                 value = job.criterion(call(model, given), target)
             if isinstance(value, tuple | list):
@@ -240,7 +281,9 @@ def _gather(replicas: Sequence[nn.Module], factor: float) -> None:
     """Sum the replicas' gradients in the first one."""
     others = [dict(model.named_parameters()) for model in replicas[1:]]
     for name, p in replicas[0].named_parameters():
-        gradients = [each.grad for each in (p, *(other[name] for other in others)) if each.grad is not None]
+        gradients = [
+            each.grad for each in (p, *(other[name] for other in others)) if each.grad is not None
+        ]
         p.grad = sum(gradients[1:], gradients[0]) * factor if gradients else None
 
 
@@ -264,8 +307,13 @@ def _meet(replicas: Sequence[nn.Module], weights: Sequence[float]) -> None:
                 other.get_parameter(name).copy_(p)
         for name, buffer in replicas[0].named_buffers():
             each = [model.get_buffer(name) for model in replicas]
-            met = (sum(b * w for b, w in zip(each, weights, strict=True)) if buffer.is_floating_point()
-                   else torch.stack(each).amax(0) if not buffer.is_complex() else buffer)
+            met = (
+                sum(b * w for b, w in zip(each, weights, strict=True))
+                if buffer.is_floating_point()
+                else torch.stack(each).amax(0)
+                if not buffer.is_complex()
+                else buffer
+            )
             for b in each:
                 b.copy_(met)
     for modules in zip(*(model.modules() for model in replicas), strict=True):
@@ -274,9 +322,13 @@ def _meet(replicas: Sequence[nn.Module], weights: Sequence[float]) -> None:
             if type(value) is int:
                 for module in modules:
                     setattr(module, key, max(each))
-            is_state = isinstance(value, float) or (isinstance(value, Tensor) and value.is_floating_point())
-            if is_state and any(bool((item != value).any() if isinstance(value, Tensor) else item != value)
-                                for item in each):
+            is_state = isinstance(value, float) or (
+                isinstance(value, Tensor) and value.is_floating_point()
+            )
+            if is_state and any(
+                bool((item != value).any() if isinstance(value, Tensor) else item != value)
+                for item in each
+            ):
                 met = sum(item * w for item, w in zip(each, weights, strict=True))
                 for module in modules:
                     setattr(module, key, met)
@@ -293,7 +345,11 @@ def _ends_epoch(job: Job, step: int) -> bool:
 @torch.no_grad()
 def _validate(job: Job, replicas: Sequence[nn.Module], cut: Cut) -> float:
     """The loss over the validation data; what forwards change of the model is brought together after it."""
-    before = {name: p.detach().clone() for name, p in replicas[0].named_parameters()} if len(replicas) > 1 else {}
+    before = (
+        {name: p.detach().clone() for name, p in replicas[0].named_parameters()}
+        if len(replicas) > 1
+        else {}
+    )
     samples = len(job.validation)
     total, counted, replica_counts = 0.0, 0.0, [0] * len(replicas)
     for first in range(0, samples, job.batch):
@@ -306,12 +362,14 @@ def _validate(job: Job, replicas: Sequence[nn.Module], cut: Cut) -> float:
                     seed_sample(key_to_seed(job.seed, "evaluation"), index)
                     items.append(job.validation[index])
                 whole = Items.of(job, range(min(job.batch, samples - first)), -1, first)
-                part = whole[piece.start:piece.stop]
+                part = whole[piece.start : piece.stop]
                 part[:] = items
                 given, target = _batch(job, part)
                 with torch.autocast("cpu", torch.bfloat16, enabled=job.precision == "bf16"):
                     value = job.criterion(call(model, given), target)
-                part = value if isinstance(value, tuple | list) else (value * len(items), len(items))
+                part = (
+                    value if isinstance(value, tuple | list) else (value * len(items), len(items))
+                )
                 total, counted = total + float(part[0]), counted + float(part[1])
                 replica_counts[number] += len(items)
             model.train()
@@ -322,8 +380,14 @@ def _validate(job: Job, replicas: Sequence[nn.Module], cut: Cut) -> float:
 
 def _batch(job: Job, items: Sequence[Any]) -> tuple[Any, Any]:
     if job.collate is not None and isinstance(items, Items):
-        with WindowDraws(rows=len(items), first=items.first, count=items.count, key=items.key,
-                         device=torch.device("cpu"), is_step=False):
+        with WindowDraws(
+            rows=len(items),
+            first=items.first,
+            count=items.count,
+            key=items.key,
+            device=torch.device("cpu"),
+            is_step=False,
+        ):
             batch = job.collate(list(items))
     elif job.collate is not None:
         batch = job.collate(list(items))
@@ -348,7 +412,10 @@ def _double(value: Any) -> Any:
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*map(_double, value))
     if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{each.name: _double(getattr(value, each.name)) for each in dataclasses.fields(value)})
+        return replace(
+            value,
+            **{each.name: _double(getattr(value, each.name)) for each in dataclasses.fields(value)},
+        )
     return type(value)(map(_double, value)) if isinstance(value, tuple | list) else value
 
 

@@ -24,7 +24,11 @@ class Recurrent(nn.Module):
 
     def __init__(self, layer: nn.Module, width: int) -> None:
         super().__init__()
-        self.first, self.layer, self.last = nn.Linear(FEATURES, FEATURES), layer, nn.Linear(width, 3)
+        self.first, self.layer, self.last = (
+            nn.Linear(FEATURES, FEATURES),
+            layer,
+            nn.Linear(width, 3),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.layer(self.first(x))[0][:, -1])
@@ -32,7 +36,11 @@ class Recurrent(nn.Module):
 
 @entry("two layers of LSTM")
 def lstm() -> paceline.Job:
-    return make_job(lambda: Recurrent(nn.LSTM(FEATURES, 6, 2, batch_first=True), 6), data=_sequences(), optimizer=adamw)
+    return make_job(
+        lambda: Recurrent(nn.LSTM(FEATURES, 6, 2, batch_first=True), 6),
+        data=_sequences(),
+        optimizer=adamw,
+    )
 
 
 @entry("a GRU in both directions, time first")
@@ -51,7 +59,10 @@ def gru_both_ways() -> paceline.Job:
 
 @entry("a plain recurrent layer with dropout between layers", random_layers=True)
 def rnn_with_dropout() -> paceline.Job:
-    return make_job(lambda: Recurrent(nn.RNN(FEATURES, 6, 2, batch_first=True, dropout=0.2), 6), data=_sequences())
+    return make_job(
+        lambda: Recurrent(nn.RNN(FEATURES, 6, 2, batch_first=True, dropout=0.2), 6),
+        data=_sequences(),
+    )
 
 
 @entry("packed sequences of unequal lengths")
@@ -63,7 +74,9 @@ def packed_sequences() -> paceline.Job:
 
         def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
             packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-            output, _ = pad_packed_sequence(self.layer(packed)[0], batch_first=True, total_length=LENGTH)
+            output, _ = pad_packed_sequence(
+                self.layer(packed)[0], batch_first=True, total_length=LENGTH
+            )
             return self.last(output.sum(1))
 
     x, y = _sequences().tensors
@@ -93,12 +106,15 @@ class Scan(nn.Module):
     def __init__(self, states: int = 4) -> None:
         super().__init__()
         self.rates = nn.Parameter(torch.log(torch.arange(1.0, states + 1)).repeat(FEATURES, 1))
-        self.select, self.skip = nn.Linear(FEATURES, 2 * states + 1), nn.Parameter(torch.ones(FEATURES))
+        self.select, self.skip = (
+            nn.Linear(FEATURES, 2 * states + 1),
+            nn.Parameter(torch.ones(FEATURES)),
+        )
         self.mix = nn.Conv1d(FEATURES, FEATURES, 3, padding=2, groups=FEATURES)
         self.out = nn.Linear(FEATURES, FEATURES)
 
     def forward(self, x: Tensor) -> Tensor:
-        u = F.silu(self.mix(x.transpose(1, 2))[..., :x.shape[1]].transpose(1, 2))
+        u = F.silu(self.mix(x.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2))
         into, out, step = self.select(u).split([4, 4, 1], -1)
         decay = torch.exp(-F.softplus(step)[..., None] * self.rates.exp())
         state, outputs = u.new_zeros(len(x), FEATURES, 4), []
@@ -113,7 +129,10 @@ def selective_scan() -> paceline.Job:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.blocks, self.last = nn.ModuleList([Scan() for _ in range(3)]), nn.Linear(FEATURES, 3)
+            self.blocks, self.last = (
+                nn.ModuleList([Scan() for _ in range(3)]),
+                nn.Linear(FEATURES, 3),
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             for block in self.blocks:
@@ -137,7 +156,10 @@ def cumulative_recurrence() -> paceline.Job:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.blocks, self.last = nn.ModuleList([Decay() for _ in range(3)]), nn.Linear(FEATURES, 3)
+            self.blocks, self.last = (
+                nn.ModuleList([Decay() for _ in range(3)]),
+                nn.Linear(FEATURES, 3),
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             for block in self.blocks:

@@ -17,10 +17,34 @@ from torch.utils.data import Subset, TensorDataset
 import paceline
 from paceline.training.feed import is_stream
 
-THEMES = ("optimizers", "schedules", "data", "losses", "layers", "state", "hooks", "sharing", "attention", "recurrent",
-          "convolution", "structure", "experts", "checkpointing", "libraries", "combined", "own_steps",
-          "training_scripts", "training_loops", "outside")
-SAMPLES, BATCH, STEPS, FEATURES = 50, 12, 6, 8  # the fifth window has two samples, the sixth begins an epoch
+THEMES = (
+    "optimizers",
+    "schedules",
+    "data",
+    "losses",
+    "layers",
+    "state",
+    "hooks",
+    "sharing",
+    "attention",
+    "recurrent",
+    "convolution",
+    "structure",
+    "experts",
+    "checkpointing",
+    "libraries",
+    "combined",
+    "own_steps",
+    "training_scripts",
+    "training_loops",
+    "outside",
+)
+SAMPLES, BATCH, STEPS, FEATURES = (
+    50,
+    12,
+    6,
+    8,
+)  # the fifth window has two samples, the sixth begins an epoch
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,21 +71,39 @@ class Entry:
 _ENTRIES: dict[str, Entry] = {}
 
 
-def entry(idea: str, *, evaluates: bool = True,
-          **options: Any) -> Callable[[Callable[[], paceline.Job]], Callable[[], paceline.Job]]:
+def entry(
+    idea: str, *, evaluates: bool = True, **options: Any
+) -> Callable[[Callable[[], paceline.Job]], Callable[[], paceline.Job]]:
     """Add a function that makes a job to the corpus under its own name."""
+
     def added(make: Callable[[], paceline.Job]) -> Callable[[], paceline.Job]:
-        add(make.__name__, make.__module__.rpartition(".")[2], idea, make, evaluates=evaluates, **options)
+        add(
+            make.__name__,
+            make.__module__.rpartition(".")[2],
+            idea,
+            make,
+            evaluates=evaluates,
+            **options,
+        )
         return make
 
     return added
 
 
-def add(name: str, theme: str, idea: str, make: Callable[[], paceline.Job], *, evaluates: bool = True,
-        **options: Any) -> None:
+def add(
+    name: str,
+    theme: str,
+    idea: str,
+    make: Callable[[], paceline.Job],
+    *,
+    evaluates: bool = True,
+    **options: Any,
+) -> None:
     """Add a job to the corpus. evaluates: whether its model can be evaluated."""
     assert name not in _ENTRIES, f"two jobs are named {name}"
-    _ENTRIES[name] = Entry(name, theme, idea, partial(_evaluated, make) if evaluates else make, **options)
+    _ENTRIES[name] = Entry(
+        name, theme, idea, partial(_evaluated, make) if evaluates else make, **options
+    )
 
 
 def _evaluated(make: Callable[[], paceline.Job]) -> paceline.Job:
@@ -79,9 +121,12 @@ def entries(pattern: str = "*") -> list[Entry]:
     for theme in THEMES:
         importlib.import_module(f"{package}.{theme}")
     wanted = pattern.split(",")
-    return [each for each in _ENTRIES.values()
-            if any(fnmatch(each.name, part) or fnmatch(each.theme, part) for part in wanted)
-            and (each.needs is None or importlib.util.find_spec(each.needs) is not None)]
+    return [
+        each
+        for each in _ENTRIES.values()
+        if any(fnmatch(each.name, part) or fnmatch(each.theme, part) for part in wanted)
+        and (each.needs is None or importlib.util.find_spec(each.needs) is not None)
+    ]
 
 
 def numbers(*shape: int, seed: int = 1) -> Tensor:
@@ -106,8 +151,14 @@ def make_job(model: Callable[[], nn.Module] | None = None, **changes: Any) -> pa
     """A regression of 3 numbers on 8, in float64, with plain SGD; fields can be changed."""
     x = numbers(SAMPLES, FEATURES)
     fields: dict[str, Any] = {
-        "model": model or Net, "data": TensorDataset(x, torch.tanh(x @ numbers(FEATURES, 3, seed=3))),
-        "loss": F.mse_loss, "optimizer": sgd, "batch": BATCH, "steps": STEPS, "precision": "float64"}
+        "model": model or Net,
+        "data": TensorDataset(x, torch.tanh(x @ numbers(FEATURES, 3, seed=3))),
+        "loss": F.mse_loss,
+        "optimizer": sgd,
+        "batch": BATCH,
+        "steps": STEPS,
+        "precision": "float64",
+    }
     return paceline.Job(**{**fields, **changes})
 
 
@@ -125,8 +176,14 @@ class Block(nn.Module):
 class Net(nn.Module):
     """A layer, residual blocks, a layer. `body` makes what the blocks add."""
 
-    def __init__(self, body: Callable[[], nn.Module] | None = None, *, blocks: int = 3, width: int = FEATURES,
-                 outputs: int = 3) -> None:
+    def __init__(
+        self,
+        body: Callable[[], nn.Module] | None = None,
+        *,
+        blocks: int = 3,
+        width: int = FEATURES,
+        outputs: int = 3,
+    ) -> None:
         super().__init__()
         self.first = nn.Linear(FEATURES, width)
         self.blocks = nn.ModuleList([Block(body() if body else None, width) for _ in range(blocks)])

@@ -16,10 +16,14 @@ STOPPED_STEP = 3
 # Plans before and after a stop. Those of the second list cut no batch, so coupled jobs are exact under them.
 PAIRS = (("data=2", "shard=2"), ("shard=2", "pipeline=2"), ("server=1 workers=2", "single"))
 WHOLE_PAIRS = (("single", "tensor=2"), ("place=auto parts=2", "single"))
-JOBS = ("nadam,adam_amsgrad,asgd,muon_and_adamw,average_in_state,groups_by_kind,schedule_one_cycle,"
-        "schedule_linear_then_step,stream_with_noise,augmentation,tied_embedding,validation,idle_expert,"
-        "self_distillation,muon_beside_adamw,three_models,q_learning,cycles,mean_of_weights,mixed_pairs")
-COUPLED_JOBS = "batch_norm,counter_warm_up,counter_in_a_buffer,dino_centre,byol_target,late_buffer,codebook"
+JOBS = (
+    "nadam,adam_amsgrad,asgd,muon_and_adamw,average_in_state,groups_by_kind,schedule_one_cycle,"
+    "schedule_linear_then_step,stream_with_noise,augmentation,tied_embedding,validation,idle_expert,"
+    "self_distillation,muon_beside_adamw,three_models,q_learning,cycles,mean_of_weights,mixed_pairs"
+)
+COUPLED_JOBS = (
+    "batch_norm,counter_warm_up,counter_in_a_buffer,dino_centre,byol_target,late_buffer,codebook"
+)
 
 
 def resume_check(sweep: Sweep) -> list[Cell]:
@@ -33,7 +37,9 @@ def _under(sweep: Sweep, jobs: Sequence[Entry], pairs: Sequence[tuple[str, str]]
     cells = []
     for first, then in pairs:
         under = [_resumed(sweep, entry, first, then) for entry in jobs]
-        sweep.say(f"{first} -> {then}: {sum(cell.verdict == EXACT for cell in under)} of {len(under)} exact")
+        sweep.say(
+            f"{first} -> {then}: {sum(cell.verdict == EXACT for cell in under)} of {len(under)} exact"
+        )
         cells += under
     return cells
 

@@ -41,7 +41,9 @@ def tokens(vocabulary: int = 20, length: int = 5, *, ignored: float = 0.3) -> Te
 
 def token_loss(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """The sum over counted tokens, and their number."""
-    return F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum"), (target >= 0).sum()
+    return F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum"), (
+        target >= 0
+    ).sum()
 
 
 @entry("an embedding tied to the last layer, tokens as a sum and a count")
@@ -70,7 +72,11 @@ def recurrent_depth() -> paceline.Job:
     class Repeated(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.block, self.last = nn.Linear(FEATURES, FEATURES), Block(), nn.Linear(FEATURES, 3)
+            self.first, self.block, self.last = (
+                nn.Linear(FEATURES, FEATURES),
+                Block(),
+                nn.Linear(FEATURES, 3),
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             x = self.first(x)
@@ -96,7 +102,11 @@ def reentrant_shared() -> paceline.Job:
     class Reentrant(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.l, self.last = nn.Linear(FEATURES, FEATURES), Block(), nn.Linear(FEATURES, 3)
+            self.first, self.l, self.last = (
+                nn.Linear(FEATURES, FEATURES),
+                Block(),
+                nn.Linear(FEATURES, 3),
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             x = self.first(x)
@@ -121,7 +131,9 @@ def transposed_decoder() -> paceline.Job:
                 x = F.linear(x, layer.weight.T)
             return x
 
-    return make_job(Transposed, data=TensorDataset(numbers(SAMPLES, FEATURES), numbers(SAMPLES, FEATURES)))
+    return make_job(
+        Transposed, data=TensorDataset(numbers(SAMPLES, FEATURES), numbers(SAMPLES, FEATURES))
+    )
 
 
 @entry("a net unrolled to a fixed point by a fixed number of turns")
@@ -181,7 +193,10 @@ def inner_loop() -> paceline.Job:
                 fast = dict(self.net.named_parameters())
                 inner_loss = functional_call(self.net, fast, (row,)).square().mean()
                 slopes = torch.autograd.grad(inner_loss, list(fast.values()), create_graph=True)
-                fast = {name: p - 0.5 * slope for (name, p), slope in zip(fast.items(), slopes, strict=True)}
+                fast = {
+                    name: p - 0.5 * slope
+                    for (name, p), slope in zip(fast.items(), slopes, strict=True)
+                }
                 outputs.append(functional_call(self.net, fast, (row,)))
             return torch.stack(outputs)
 

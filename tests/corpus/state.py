@@ -57,7 +57,9 @@ def codebook_by_loss() -> paceline.Job:
             commitment = (z - q.detach()).square().mean(1) + (q - z.detach()).square().mean(1)
             return self.d(self.up(z + (q - z).detach())), commitment
 
-    return make_job(Quantised, loss=lambda output, target: F.mse_loss(output[0], target) + output[1].mean())
+    return make_job(
+        Quantised, loss=lambda output, target: F.mse_loss(output[0], target) + output[1].mean()
+    )
 
 
 @entry("a warm-up by a counter in Python: coupled")
@@ -173,7 +175,10 @@ class ActNorm(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.scale, self.bias = nn.Parameter(torch.ones(FEATURES)), nn.Parameter(torch.zeros(FEATURES))
+        self.scale, self.bias = (
+            nn.Parameter(torch.ones(FEATURES)),
+            nn.Parameter(torch.zeros(FEATURES)),
+        )
         self.is_set = False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -208,7 +213,10 @@ class MomentumTarget(nn.Module):
 
 @entry("a frozen target that follows by momentum in the forward, as BYOL: coupled")
 def byol_target() -> paceline.Job:
-    return make_job(MomentumTarget, loss=lambda output, target: F.mse_loss(*output) + F.mse_loss(output[0], target))
+    return make_job(
+        MomentumTarget,
+        loss=lambda output, target: F.mse_loss(*output) + F.mse_loss(output[0], target),
+    )
 
 
 @entry("a frozen backbone with a trained head")
@@ -216,7 +224,10 @@ def frozen_backbone() -> paceline.Job:
     class Tuned(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.backbone, self.head = Net(outputs=FEATURES).requires_grad_(False), nn.Linear(FEATURES, 3)
+            self.backbone, self.head = (
+                Net(outputs=FEATURES).requires_grad_(False),
+                nn.Linear(FEATURES, 3),
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             return self.head(self.backbone(x))
@@ -288,7 +299,9 @@ def other_in_evaluation() -> paceline.Job:
             output = super().forward(x)
             return output if self.training else output.clamp(-0.5, 0.5)
 
-    return make_job(Other, validation=TensorDataset(numbers(17, FEATURES, seed=9), numbers(17, 3, seed=10)))
+    return make_job(
+        Other, validation=TensorDataset(numbers(17, FEATURES, seed=9), numbers(17, 3, seed=10))
+    )
 
 
 @entry("an average of the weights in buffers, by the model's own forward: coupled")
@@ -307,7 +320,9 @@ def average_in_buffers() -> paceline.Job:
     return make_job(Averaging)
 
 
-@entry("a buffer of bools that notes which features were ever active, and silences the others' bias")
+@entry(
+    "a buffer of bools that notes which features were ever active, and silences the others' bias"
+)
 def buffer_of_bools() -> paceline.Job:
     class Active(nn.Module):
         def __init__(self) -> None:

@@ -28,7 +28,9 @@ def film() -> paceline.Job:
             return self.last(x)
 
     x, c, y = numbers(SAMPLES, FEATURES), numbers(SAMPLES, 4, seed=5), numbers(SAMPLES, 3, seed=3)
-    return make_job(Film, data=[({"x": a, "condition": b}, t) for a, b, t in zip(x, c, y, strict=True)])
+    return make_job(
+        Film, data=[({"x": a, "condition": b}, t) for a, b, t in zip(x, c, y, strict=True)]
+    )
 
 
 @entry("a net that makes another layer's weights for each sample")
@@ -69,8 +71,13 @@ def several_heads() -> paceline.Job:
             x = self.net(x)
             return [head(x) for head in self.heads]
 
-    return make_job(Heads, loss=lambda output, target: sum(
-        F.mse_loss(each, target) * scale for each, scale in zip(output, (1.0, 0.5, 0.1), strict=True)))
+    return make_job(
+        Heads,
+        loss=lambda output, target: sum(
+            F.mse_loss(each, target) * scale
+            for each, scale in zip(output, (1.0, 0.5, 0.1), strict=True)
+        ),
+    )
 
 
 @entry("messages on a graph that is the same for all samples")
@@ -97,13 +104,19 @@ def point_set() -> paceline.Job:
     class Points(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.each = nn.Sequential(nn.Linear(3, FEATURES), nn.ReLU(), nn.Linear(FEATURES, FEATURES))
+            self.each = nn.Sequential(
+                nn.Linear(3, FEATURES), nn.ReLU(), nn.Linear(FEATURES, FEATURES)
+            )
             self.net = Net()
 
         def forward(self, x: Tensor) -> Tensor:
             return self.net(self.each(x).amax(1))
 
-    return make_job(Points, data=TensorDataset(numbers(SAMPLES, 7, 3), numbers(SAMPLES, 3, seed=3)), optimizer=adamw)
+    return make_job(
+        Points,
+        data=TensorDataset(numbers(SAMPLES, 7, 3), numbers(SAMPLES, 3, seed=3)),
+        optimizer=adamw,
+    )
 
 
 @entry("factors of users and items, with biases and wide features")
@@ -112,14 +125,21 @@ def factorisation() -> paceline.Job:
         def __init__(self) -> None:
             super().__init__()
             self.users, self.items = nn.Embedding(12, 4), nn.Embedding(15, 4)
-            self.bias, self.mlp = nn.Embedding(15, 1), nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+            self.bias, self.mlp = (
+                nn.Embedding(15, 1),
+                nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)),
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             user, item = self.users(x[:, 0]), self.items(x[:, 1])
             deep = self.mlp(torch.cat([user, item], 1))
             return ((user * item).sum(1, keepdim=True) + self.bias(x[:, 1]) + deep)[:, 0]
 
-    return make_job(Factors, data=TensorDataset(integers(12, SAMPLES, 2), numbers(SAMPLES, seed=3)), optimizer=adamw)
+    return make_job(
+        Factors,
+        data=TensorDataset(integers(12, SAMPLES, 2), numbers(SAMPLES, seed=3)),
+        optimizer=adamw,
+    )
 
 
 @entry("a mixer of tokens and channels")
@@ -134,8 +154,12 @@ def mixer() -> paceline.Job:
             x = x + self.tokens(self.one(x).transpose(1, 2)).transpose(1, 2).tanh()
             return x + self.channels(self.two(x)).tanh()
 
-    model = lambda: nn.Sequential(Mixer(), Mixer(), Mixer(), nn.Flatten(), nn.Linear(5 * FEATURES, 3))  # noqa: E731
-    return make_job(model, data=TensorDataset(numbers(SAMPLES, 5, FEATURES), numbers(SAMPLES, 3, seed=3)))
+    model = lambda: nn.Sequential(  # noqa: E731
+        Mixer(), Mixer(), Mixer(), nn.Flatten(), nn.Linear(5 * FEATURES, 3)
+    )
+    return make_job(
+        model, data=TensorDataset(numbers(SAMPLES, 5, FEATURES), numbers(SAMPLES, 3, seed=3))
+    )
 
 
 @entry("a diffusion model: noise and its time are part of the data")
@@ -148,7 +172,11 @@ def diffusion() -> paceline.Job:
         def forward(self, x: Tensor, time: Tensor) -> Tensor:
             return self.net(x + self.time(time))
 
-    x, noise, time = numbers(SAMPLES, FEATURES), numbers(SAMPLES, FEATURES, seed=5), integers(10, SAMPLES)
+    x, noise, time = (
+        numbers(SAMPLES, FEATURES),
+        numbers(SAMPLES, FEATURES, seed=5),
+        integers(10, SAMPLES),
+    )
     level = (time / 10)[:, None]
     made = x * (1 - level).sqrt() + noise * level.sqrt()
     return make_job(Denoiser, data=[((a, t), n) for a, t, n in zip(made, time, noise, strict=True)])
@@ -156,7 +184,9 @@ def diffusion() -> paceline.Job:
 
 @entry("residual blocks in a Sequential")
 def blocks_in_sequence() -> paceline.Job:
-    return make_job(lambda: nn.Sequential(*(Block() for _ in range(5)), nn.Linear(FEATURES, 3)), optimizer=adamw)
+    return make_job(
+        lambda: nn.Sequential(*(Block() for _ in range(5)), nn.Linear(FEATURES, 3)), optimizer=adamw
+    )
 
 
 @entry("branches by a flag of the model that never changes")
@@ -193,7 +223,10 @@ def activation_penalty() -> paceline.Job:
                 hidden = block(hidden)
             return self.last(hidden), hidden.square().mean(1)
 
-    return make_job(Penalised, loss=lambda output, target: F.mse_loss(output[0], target) + 0.01 * output[1].mean())
+    return make_job(
+        Penalised,
+        loss=lambda output, target: F.mse_loss(output[0], target) + 0.01 * output[1].mean(),
+    )
 
 
 @entry("blocks that write to what they are given, and a skip that reads it afterwards")
@@ -268,4 +301,6 @@ def input_normalised_in_place() -> paceline.Job:
             return self.net(x + self.embedding(kind.add_(1)))
 
     x, kinds, y = numbers(SAMPLES, FEATURES), integers(8, SAMPLES), numbers(SAMPLES, 3, seed=3)
-    return make_job(Normalising, data=[({"x": a, "kind": b}, t) for a, b, t in zip(x, kinds, y, strict=True)])
+    return make_job(
+        Normalising, data=[({"x": a, "kind": b}, t) for a, b, t in zip(x, kinds, y, strict=True)]
+    )

@@ -33,16 +33,39 @@ from .plain import WHOLE, Cut, Outcome, run_by_hand, run_plainly
 from .registry import Entry
 
 PLANS = (
-    "single", "data=2", "data=3", "data=2 shares=3:1", "single accumulate=4", "shard=2 zero=1", "shard=2 zero=2",
-    "shard=2", "data=2 shard=2", "single recompute=full", "data=2 accumulate=2 recompute=full", "tensor=2",
-    "data=2 tensor=2", "pipeline=2 microbatches=1", "pipeline=2", "pipeline=3", "pipeline=2 schedule=zero-bubble",
-    "pipeline=2 schedule=interleaved", "pipeline=2 shard=2", "place=auto parts=2", "server=1 workers=2")
+    "single",
+    "data=2",
+    "data=3",
+    "data=2 shares=3:1",
+    "single accumulate=4",
+    "shard=2 zero=1",
+    "shard=2 zero=2",
+    "shard=2",
+    "data=2 shard=2",
+    "single recompute=full",
+    "data=2 accumulate=2 recompute=full",
+    "tensor=2",
+    "data=2 tensor=2",
+    "pipeline=2 microbatches=1",
+    "pipeline=2",
+    "pipeline=3",
+    "pipeline=2 schedule=zero-bubble",
+    "pipeline=2 schedule=interleaved",
+    "pipeline=2 shard=2",
+    "place=auto parts=2",
+    "server=1 workers=2",
+)
 EXACT, COUPLED, REFUSED, WRONG = "exact", "coupled", "refused", "wrong"
 REFUSALS = {"PlanError", "PlanRefused", "CaptureFailed", "JobError", "UsageError"}
 # Relative to the largest number of a tensor, and absolute below 1.
 TOLERANCES = {"float64": 1e-9, "float32": 2e-4, "bf16": 5e-2}
 POOL_JOBS = 12  # that ranks run before they are forked anew, as each leaves process groups and their threads behind
-MODEL, METRICS, SUMMARY, REFUSAL = "model.safetensors", "metrics.jsonl", "corpus-summary.json", "refusal.txt"
+MODEL, METRICS, SUMMARY, REFUSAL = (
+    "model.safetensors",
+    "metrics.jsonl",
+    "corpus-summary.json",
+    "refusal.txt",
+)
 REFUSAL_S = 5.0  # for the other ranks to refuse a job too
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -93,10 +116,14 @@ class Sweep:
         for plan in plans:
             started_s = time.monotonic()
             under = [self._settled(entry, plan, cell) for entry, cell in self._under(jobs, plan)]
-            count = {verdict: sum(cell.verdict == verdict for cell in under)
-                     for verdict in (EXACT, COUPLED, REFUSED, WRONG)}
-            self.say(f"{plan:<36} {', '.join(f'{n} {v}' for v, n in count.items() if n)}, "
-                     f"{time.monotonic() - started_s:.0f} s")
+            count = {
+                verdict: sum(cell.verdict == verdict for cell in under)
+                for verdict in (EXACT, COUPLED, REFUSED, WRONG)
+            }
+            self.say(
+                f"{plan:<36} {', '.join(f'{n} {v}' for v, n in count.items() if n)}, "
+                f"{time.monotonic() - started_s:.0f} s"
+            )
             for cell in under:
                 if cell.verdict == WRONG:
                     self.say(f"    wrong: {cell.job}: {cell.reason}")
@@ -105,21 +132,27 @@ class Sweep:
 
     def learn(self, wanted: Sequence[tuple[Entry, Cut]]) -> None:
         """Run the plain loop for these, in a process of its own: this one stays free to fork."""
-        missing = [(entry, cut) for entry, cut in wanted if (entry.name, cut) not in self.references]
+        missing = [
+            (entry, cut) for entry, cut in wanted if (entry.name, cut) not in self.references
+        ]
         if not missing:
             return
         preload([entry for entry, _ in missing])
 
         def body(context: Any) -> list[dict[str, Any]]:
-            return [_plain_figures(entry, cut, self.folder / f"plain-{number}.safetensors", context)
-                    for number, (entry, cut) in enumerate(missing)]
+            return [
+                _plain_figures(entry, cut, self.folder / f"plain-{number}.safetensors", context)
+                for number, (entry, cut) in enumerate(missing)
+            ]
 
         figures = run_local(body, Cluster.local("cpu:0").devices, timeout_s=600.0)[0]
         for number, ((entry, cut), plain_figures) in enumerate(zip(missing, figures, strict=True)):
             path = self.folder / f"plain-{number}.safetensors"
             outcome = None
             if not plain_figures["failure"]:
-                outcome = Outcome(load_file(path), plain_figures["losses"], plain_figures["validation_loss"])
+                outcome = Outcome(
+                    load_file(path), plain_figures["losses"], plain_figures["validation_loss"]
+                )
                 path.unlink()
             self.references[entry.name, cut] = Reference(outcome, plain_figures["failure"])
 
@@ -136,7 +169,7 @@ class Sweep:
             batch, waiting = waiting[:POOL_JOBS], waiting[POOL_JOBS:]
             done = self._pool(batch, plan)
             cells_by_job |= {cell.job: cell for cell in done}
-            waiting = batch[len(done):] + waiting
+            waiting = batch[len(done) :] + waiting
         for entry in jobs:
             cell = cells_by_job[entry.name]
             if cell.verdict == WRONG and cell.off is None:
@@ -165,15 +198,21 @@ class Sweep:
 
         started_s, failed = time.monotonic(), None
         try:
-            run_local(body, Cluster.local(f"cpu:0-{num_ranks - 1}").devices, timeout_s=self.timeout_s,
-                      fault_policy=fault_policy(batch[0][1].plan))
+            run_local(
+                body,
+                Cluster.local(f"cpu:0-{num_ranks - 1}").devices,
+                timeout_s=self.timeout_s,
+                fault_policy=fault_policy(batch[0][1].plan),
+            )
         except RankFailed as error:
             failed = error
         reached = len(batch)
         if failed is not None:
             reached = int((folder / f"rank-{failed.failure.rank}").read_text())
-        cells = [self.compared(entry, plan, folder / str(number))
-                 for number, (entry, _) in enumerate(batch[:reached])]
+        cells = [
+            self.compared(entry, plan, folder / str(number))
+            for number, (entry, _) in enumerate(batch[:reached])
+        ]
         if failed is not None:
             entry = batch[reached][0]
             cells.append(failed_cell(entry, plan, failed, folder / str(reached)))
@@ -191,7 +230,13 @@ class Sweep:
         except PacelineError as error:
             cell = failed_cell(entry, plan, error, run)
         except Exception as error:
-            cell = Cell(entry.name, plan, WRONG, f"{type(error).__name__}: {first_line(error)}", trace=str(error))
+            cell = Cell(
+                entry.name,
+                plan,
+                WRONG,
+                f"{type(error).__name__}: {first_line(error)}",
+                trace=str(error),
+            )
         cell.seconds = time.monotonic() - started_s
         return cell
 
@@ -202,11 +247,19 @@ class Sweep:
         reference = self.references[entry.name, cut]
         trained = read_run(run)
         if reference.outcome is None:
-            return Cell(entry.name, plan, WRONG, f"trains, and one device fails: {reference.failure}", math.inf)
+            return Cell(
+                entry.name,
+                plan,
+                WRONG,
+                f"trains, and one device fails: {reference.failure}",
+                math.inf,
+            )
         off, reason = distance(reference.outcome, trained, tolerance(entry))
         if reason:
             shutil.copytree(run, self.folder / "differing" / plan / entry.name, dirs_exist_ok=True)
-        return Cell(entry.name, plan, WRONG if reason else EXACT, reason, off, steps=len(trained.losses))
+        return Cell(
+            entry.name, plan, WRONG if reason else EXACT, reason, off, steps=len(trained.losses)
+        )
 
     def _settled(self, entry: Entry, plan: str, cell: Cell) -> Cell:
         """A cell that is not exact, tried again as a user would train it, and against one device that cuts the batch
@@ -217,7 +270,11 @@ class Sweep:
         cut = Cut(resolved.shares, resolved.plan.num_microbatches)
         run = self.folder / "differing" / plan / entry.name
         if cut != WHOLE and self._equals_cut(entry, plan, cut, run):
-            return replace(cell, verdict=COUPLED, reason=f"as one device that cuts alike; off by {cell.off:.1e}")
+            return replace(
+                cell,
+                verdict=COUPLED,
+                reason=f"as one device that cuts alike; off by {cell.off:.1e}",
+            )
         return self._alone(entry, plan)
 
     def _equals_cut(self, entry: Entry, plan: str, cut: Cut, run: Path) -> bool:
@@ -236,7 +293,9 @@ def preload(jobs: Sequence[Entry]) -> None:
 
     for plan in PLANS:
         load(Plan.parse(plan))
-    torch.export.export(torch.nn.Linear(2, 2), (torch.ones(3, 2),))  # its first call imports more than the module does
+    torch.export.export(
+        torch.nn.Linear(2, 2), (torch.ones(3, 2),)
+    )  # its first call imports more than the module does
     for entry in jobs:
         if entry.needs is not None:
             entry.make().model()
@@ -264,11 +323,16 @@ def _all_ranks_refuse(context: Any, number: int) -> bool:
 def _plain_figures(entry: Entry, cut: Cut, path: Path, context: Any) -> dict[str, Any]:
     context.beat("forward")
     try:
-        outcome = (run_by_hand(entry.make(), entry.by_hand) if entry.by_hand is not None else
-                   run_plainly(entry.make(), cut, random_layers=entry.random_layers))
+        outcome = (
+            run_by_hand(entry.make(), entry.by_hand)
+            if entry.by_hand is not None
+            else run_plainly(entry.make(), cut, random_layers=entry.random_layers)
+        )
     except Exception as error:
         return {"failure": f"{type(error).__name__}: {first_line(error)}"}
-    save_file({name: _real(tensor).contiguous().clone() for name, tensor in outcome.state.items()}, path)
+    save_file(
+        {name: _real(tensor).contiguous().clone() for name, tensor in outcome.state.items()}, path
+    )
     return {"failure": "", "losses": outcome.losses, "validation_loss": outcome.validation_loss}
 
 
@@ -290,19 +354,27 @@ def _train_on_rank(context: Any, entry: Entry, resolved: Resolved, run: Path) ->
 def train_quietly(entry: Entry, plan: str, run: Path, **options: Any) -> None:
     """`paceline.train`, its random layers off as in all runs of the corpus, and without its banner."""
     job = entry.make()
-    with (WithoutRandomness() if entry.random_layers else nullcontext() as random, open(os.devnull, "w") as nothing,
-          contextlib.redirect_stderr(nothing)):
+    with (
+        WithoutRandomness() if entry.random_layers else nullcontext() as random,
+        open(os.devnull, "w") as nothing,
+        contextlib.redirect_stderr(nothing),
+    ):
         if isinstance(random, WithoutRandomness):
             job = replace(job, model=random.building(job.model))
-        summary = paceline.train(job, plan, devices=f"cpu:0-{Plan.parse(plan).world_size - 1}", run=run, **options)
+        summary = paceline.train(
+            job, plan, devices=f"cpu:0-{Plan.parse(plan).world_size - 1}", run=run, **options
+        )
     (run / SUMMARY).write_text(json.dumps({"validation_loss": summary["validation_loss"]}))
 
 
 def read_run(run: Path) -> Outcome:
     """What a run has left in its folder."""
     losses = [line["loss"] for line in _lines(run) if "loss" in line]
-    return Outcome({name: _real(tensor) for name, tensor in load_file(run / MODEL).items()}, losses, 
-                   json.loads((run / SUMMARY).read_text())["validation_loss"])
+    return Outcome(
+        {name: _real(tensor) for name, tensor in load_file(run / MODEL).items()},
+        losses,
+        json.loads((run / SUMMARY).read_text())["validation_loss"],
+    )
 
 
 def _lines(run: Path) -> list[dict[str, Any]]:
@@ -320,7 +392,9 @@ def failed_cell(entry: Entry, plan: str, error: PacelineError, run: Path) -> Cel
     reason = first_line(message) if is_refusal else f"{kind}: {first_line(message)}"
     if not is_refusal and failure is not None:
         reason += f" [step {failure.step}, {failure.phase}]"
-    return Cell(entry.name, plan, REFUSED if is_refusal else WRONG, reason, steps=steps, trace=str(error))
+    return Cell(
+        entry.name, plan, REFUSED if is_refusal else WRONG, reason, steps=steps, trace=str(error)
+    )
 
 
 def first_line(text: object) -> str:
@@ -339,12 +413,16 @@ def distance(plain: Outcome, trained: Outcome, allowed: float) -> tuple[float, s
     greatest = 0.0
     if len(plain.losses) != len(trained.losses):
         return math.inf, f"{len(trained.losses)} steps instead of {len(plain.losses)}"
-    pairs = {f"loss of step {step + 1}": (torch.tensor(mine), torch.tensor(other))
-             for step, (mine, other) in enumerate(zip(plain.losses, trained.losses, strict=True))}
+    pairs = {
+        f"loss of step {step + 1}": (torch.tensor(mine), torch.tensor(other))
+        for step, (mine, other) in enumerate(zip(plain.losses, trained.losses, strict=True))
+    }
     if plain.validation_loss is not None:
         other = trained.validation_loss
-        pairs["validation loss"] = (torch.tensor(plain.validation_loss),
-                                    torch.tensor(math.nan if other is None else other))
+        pairs["validation loss"] = (
+            torch.tensor(plain.validation_loss),
+            torch.tensor(math.nan if other is None else other),
+        )
     for name, tensor in plain.state.items():
         if name not in trained.state:
             return math.inf, f"'{name}' is not in the exported model"
@@ -358,7 +436,9 @@ def distance(plain: Outcome, trained: Outcome, allowed: float) -> tuple[float, s
     if not wrong:
         return greatest, ""
     off, name = max(wrong, key=lambda pair: -1.0 if math.isnan(pair[0]) else pair[0])
-    return greatest, f"{name} is off by {off:.2g}" + (f", and {len(wrong) - 1} more" if len(wrong) > 1 else "")
+    return greatest, f"{name} is off by {off:.2g}" + (
+        f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+    )
 
 
 def _off(mine: torch.Tensor, other: torch.Tensor) -> float:

@@ -20,17 +20,36 @@ from .sweep import EXACT, REFUSED, Sweep
 LATER = {  # jobs of which something changes in Python after the first step
     "tensor=2": "nested_config_of_a_schedule,frozen_for_a_while,masks_by_lengths,texts_alone",
     "pipeline=2 microbatches=1": "globals_of_a_schedule,hook_of_a_schedule,attribute_of_the_data,packed_and_longer,"
-                                 "buffer_brought_again",
-    "server=1 workers=2": "globals_of_a_schedule,frozen_for_a_while", "server=1 workers=2 colocate=yes": "hook_of*"}
-OUTSIDE = "temperature_of_a_schedule,tuple*,list*,nested_config*,text*,function_of*,globals*,dropout_of*,frozen_by*,"\
+    "buffer_brought_again",
+    "server=1 workers=2": "globals_of_a_schedule,frozen_for_a_while",
+    "server=1 workers=2 colocate=yes": "hook_of*",
+}
+OUTSIDE = (
+    "temperature_of_a_schedule,tuple*,list*,nested_config*,text*,function_of*,globals*,dropout_of*,frozen_by*,"
     "frozen_for*,hook_of*,attribute_of_the_data,numbers_of*,masks_by*,packed_and*,buffer_brought*"
+)
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("plan", "jobs"), [
-    *LATER.items(), *(pytest.param(plan, OUTSIDE, marks=pytest.mark.slow) for plan in (
-        "tensor=2", "pipeline=2", "place=auto parts=2", "data=2 tensor=2", "shard=2 tensor=2", "pipeline=2 shard=2",
-        "server=1 workers=2", "server=2 workers=2 colocate=yes"))])
+@pytest.mark.parametrize(
+    ("plan", "jobs"),
+    [
+        *LATER.items(),
+        *(
+            pytest.param(plan, OUTSIDE, marks=pytest.mark.slow)
+            for plan in (
+                "tensor=2",
+                "pipeline=2",
+                "place=auto parts=2",
+                "data=2 tensor=2",
+                "shard=2 tensor=2",
+                "pipeline=2 shard=2",
+                "server=1 workers=2",
+                "server=2 workers=2 colocate=yes",
+            )
+        ),
+    ],
+)
 def test_values_that_change_are_seen(tmp_path: Path, plan: str, jobs: str):
     """Attributes, variables, hooks, frozen parts, and sizes after a module that is taken whole."""
     cells = Sweep(tmp_path).run(entries(jobs), [plan])
@@ -40,7 +59,9 @@ def test_values_that_change_are_seen(tmp_path: Path, plan: str, jobs: str):
 
 def test_a_loss_may_not_set_what_other_ranks_read(tmp_path: Path):
     """Only the last stage's rank runs it; under `tensor=2` all do."""
-    job = Entry("attribute_of_the_loss", "outside", "a loss that writes on the model", attribute_of_the_loss)
+    job = Entry(
+        "attribute_of_the_loss", "outside", "a loss that writes on the model", attribute_of_the_loss
+    )
     cells = Sweep(tmp_path).run([job], ["pipeline=2 microbatches=1", "tensor=2"])
 
     assert [cell.verdict for cell in cells] == [REFUSED, EXACT]
@@ -50,6 +71,7 @@ def test_a_loss_may_not_set_what_other_ranks_read(tmp_path: Path):
 @pytest.mark.parametrize("result", ["shape", "number"])
 def test_a_module_that_returns_what_was_not_recorded_ends_the_run(result: str, tmp_path: Path):
     """Its sizes, and what it returns beside tensors, are constants of the graph that it is taken whole in."""
+
     class Strided(Masked):
         def forward(self, x: Tensor, lengths: Tensor) -> Any:
             x = super().forward(x, lengths)
@@ -64,7 +86,9 @@ def test_a_module_that_returns_what_was_not_recorded_ends_the_run(result: str, t
             x, number = self.inner(x, lengths)
             return super().forward(x.sum(1) / number)
 
-    with pytest.raises(RankFailed, match=r"'inner' is not looked into.* was recorded for such inputs"):
+    with pytest.raises(
+        RankFailed, match=r"'inner' is not looked into.* was recorded for such inputs"
+    ):
         paceline.train(of_sequences(Outer), "tensor=2", run=tmp_path / "run", check=False)
 
 
@@ -89,9 +113,20 @@ def test_a_step_is_called_once_for_each_step(plan: str, tmp_path: Path):
         ctx.update("net")
 
     job = make_job()
-    result = paceline.train(paceline.Job(
-        models={"net": Scaled}, step=step, optimizers={"net": job.optimizer}, data=torch.ones(24, FEATURES), batch=12,
-        steps=3, precision="float64"), plan, run=tmp_path / "run", check=False)
+    result = paceline.train(
+        paceline.Job(
+            models={"net": Scaled},
+            step=step,
+            optimizers={"net": job.optimizer},
+            data=torch.ones(24, FEATURES),
+            batch=12,
+            steps=3,
+            precision="float64",
+        ),
+        plan,
+        run=tmp_path / "run",
+        check=False,
+    )
 
     assert [row["loss"] for row in result.history if "loss" in row] == [1.0, 2.0, 3.0]
 
@@ -113,12 +148,25 @@ def test_workers_of_servers_see_what_a_schedule_sets(has_own_step: bool, tmp_pat
         ctx.update("net")
 
     def job(steps: int) -> paceline.Job:
-        one = make_job(loss=loss, lr_schedule=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, factor),
-                       validation=None, steps=steps)
-        return one if not has_own_step else paceline.Job(
-            models={"net": Net}, step=step, optimizers={"net": paceline.Optimizer(
-                one.optimizer, lr_schedule=one.lr_schedule)},
-            data=torch.ones(24, FEATURES), batch=12, steps=steps, precision="float64")
+        one = make_job(
+            loss=loss,
+            lr_schedule=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, factor),
+            validation=None,
+            steps=steps,
+        )
+        return (
+            one
+            if not has_own_step
+            else paceline.Job(
+                models={"net": Net},
+                step=step,
+                optimizers={"net": paceline.Optimizer(one.optimizer, lr_schedule=one.lr_schedule)},
+                data=torch.ones(24, FEATURES),
+                batch=12,
+                steps=steps,
+                precision="float64",
+            )
+        )
 
     plan, run = "server=1 workers=2", tmp_path / "run"
     paceline.train(job(2), plan, run=run, check=False)
@@ -135,7 +183,9 @@ def test_a_loss_is_called_once_for_each_batch(tmp_path: Path):
         calls.append(0)
         return output.square().mean() * 0 + len(calls)
 
-    result = paceline.train(make_job(loss=loss, steps=2), "tensor=2", run=tmp_path / "run", check=False)
+    result = paceline.train(
+        make_job(loss=loss, steps=2), "tensor=2", run=tmp_path / "run", check=False
+    )
 
     assert [row["loss"] for row in result.history if "loss" in row] == [1.0, 2.0]
 
@@ -146,8 +196,11 @@ def test_batches_that_are_no_plain_tensors_are_checked(layout: torch.layout):
     rows = [torch.ones(1 + number % 3, FEATURES) * (number + 1) / 8 for number in range(8)]
 
     def collate(samples: list[Tensor]) -> Any:
-        given = (torch.nested.as_nested_tensor(samples, layout=torch.jagged) if layout is torch.jagged
-                 else torch.stack([row[0] for row in samples]).to_sparse())
+        given = (
+            torch.nested.as_nested_tensor(samples, layout=torch.jagged)
+            if layout is torch.jagged
+            else torch.stack([row[0] for row in samples]).to_sparse()
+        )
         return given, torch.stack([row.mean(0)[:3] for row in samples])
 
     class Reader(Net):
@@ -155,13 +208,16 @@ def test_batches_that_are_no_plain_tensors_are_checked(layout: torch.layout):
             parts = given.unbind() if given.is_nested else given.to_dense()[:, None].unbind()
             return super().forward(torch.stack([part.mean(0) for part in parts]))
 
-    certificate, = paceline.verify(make_job(Reader, data=rows, collate=collate, batch=8, steps=1), ["data=2"], steps=1)
+    (certificate,) = paceline.verify(
+        make_job(Reader, data=rows, collate=collate, batch=8, steps=1), ["data=2"], steps=1
+    )
 
     assert certificate.passed, certificate
 
 
 def test_a_model_that_calls_torch_distributed_is_not_split(tmp_path: Path):
     """Its ranks would wait for each other for ever."""
+
     class Meeting(Net):
         def forward(self, x: Tensor) -> Tensor:
             mean = x.detach().mean(0)
@@ -170,4 +226,6 @@ def test_a_model_that_calls_torch_distributed_is_not_split(tmp_path: Path):
             return super().forward(x + 0 * mean)
 
     with pytest.raises(PacelineError, match=r"the model calls torch\.distributed itself"):
-        paceline.train(make_job(Meeting), "pipeline=2", run=tmp_path / "run", check=False, timeout_s=20)
+        paceline.train(
+            make_job(Meeting), "pipeline=2", run=tmp_path / "run", check=False, timeout_s=20
+        )

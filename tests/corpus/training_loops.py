@@ -20,6 +20,7 @@ from .registry import BATCH, FEATURES, SAMPLES, integers, numbers
 
 # --- A variational autoencoder whose divergence counts more from step to step -----------------------------------------
 
+
 class Autoencoder(nn.Module):
     """Noise is given, so that a loop and a job can share it."""
 
@@ -52,14 +53,23 @@ def vae_with_warm_up() -> paceline.Job:
     def step(ctx: paceline.StepContext, batch: Any) -> None:
         x, _ = batch
         weight = min(1.0, ctx.step / 4)
-        ctx.backward("vae", (x, torch.randn(len(x), 3)), lambda output, batch: elbo(output, batch.input, weight))
+        ctx.backward(
+            "vae",
+            (x, torch.randn(len(x), 3)),
+            lambda output, batch: elbo(output, batch.input, weight),
+        )
         ctx.update("vae")
 
-    return paceline.Job(models={"vae": Autoencoder}, optimizers={"vae": paceline.Optimizer(adam, clip=1.0)}, step=step,
-                        **fields())
+    return paceline.Job(
+        models={"vae": Autoencoder},
+        optimizers={"vae": paceline.Optimizer(adam, clip=1.0)},
+        step=step,
+        **fields(),
+    )
 
 
 # --- Two views, and all other samples as negatives --------------------------------------------------------------------
+
 
 def views(x: Tensor) -> Tensor:
     """Two noisy views of each sample: (samples, 2, features)."""
@@ -110,6 +120,7 @@ def surrogate(output: Tensor, slope: Tensor, value: Tensor) -> Tensor:
 
 # --- Two towers and a learned temperature -----------------------------------------------------------------------------
 
+
 class Temperature(nn.Module):
     """A learned scale."""
 
@@ -123,14 +134,19 @@ class Temperature(nn.Module):
 
 def clip_rows(a: Tensor, b: Tensor, scale: Tensor, places: Tensor) -> Tensor:
     """Of rows of this process, both directions; a and b are of all samples."""
-    return 0.5 * (F.cross_entropy(scale * a[places] @ b.T, places) + F.cross_entropy(scale * b[places] @ a.T, places))
+    return 0.5 * (
+        F.cross_entropy(scale * a[places] @ b.T, places)
+        + F.cross_entropy(scale * b[places] @ a.T, places)
+    )
 
 
 def _clip_by_hand(models: Models, optimizers: Optimizers, x: Tensor, y: Tensor) -> Tensor:
     a, b = F.normalize(models["image"](x), dim=1), F.normalize(models["text"](y), dim=1)
     scale = models["temperature"].log_scale.exp()
     target = torch.arange(len(x))
-    loss = 0.5 * (F.cross_entropy(scale * a @ b.T, target) + F.cross_entropy(scale * b @ a.T, target))
+    loss = 0.5 * (
+        F.cross_entropy(scale * a @ b.T, target) + F.cross_entropy(scale * b @ a.T, target)
+    )
     for optimizer in optimizers.values():
         optimizer.zero_grad()
     loss.backward()
@@ -159,17 +175,41 @@ def clip_with_temperature() -> paceline.Job:
             loss = clip_rows(a, b, scale, torch.arange(len(a)))
             of_a, of_b = torch.autograd.grad(loss, (a, b))
         a, b, value, all_rows = a.detach(), b.detach(), loss.detach(), len(a)
-        ctx.backward("image", x, lambda out, batch, slope: surrogate(out, slope, value), of_a[ctx.places] * all_rows)
-        ctx.backward("text", y, lambda out, batch, slope: surrogate(out, slope, value), of_b[ctx.places] * all_rows)
-        ctx.backward("temperature", ctx.places, lambda scale, batch, places: clip_rows(a, b, scale, places), ctx.places)
+        ctx.backward(
+            "image",
+            x,
+            lambda out, batch, slope: surrogate(out, slope, value),
+            of_a[ctx.places] * all_rows,
+        )
+        ctx.backward(
+            "text",
+            y,
+            lambda out, batch, slope: surrogate(out, slope, value),
+            of_b[ctx.places] * all_rows,
+        )
+        ctx.backward(
+            "temperature",
+            ctx.places,
+            lambda scale, batch, places: clip_rows(a, b, scale, places),
+            ctx.places,
+        )
         for name in ("image", "text", "temperature"):
             ctx.update(name)
 
-    return paceline.Job(models={"image": lambda: Tower(FEATURES), "text": lambda: Tower(3), "temperature": Temperature},
-                        optimizers={"image": adam, "text": adam, "temperature": adam}, step=step, **fields())
+    return paceline.Job(
+        models={
+            "image": lambda: Tower(FEATURES),
+            "text": lambda: Tower(3),
+            "temperature": Temperature,
+        },
+        optimizers={"image": adam, "text": adam, "temperature": adam},
+        step=step,
+        **fields(),
+    )
 
 
 # --- A critic that is trained five times as often, with weights kept in a box -----------------------------------------
+
 
 class Boxed(torch.optim.RMSprop):
     """Keeps weights within a box after each step, as the first Wasserstein GAN."""
@@ -199,7 +239,10 @@ def _wgan_by_hand(models: Models, optimizers: Optimizers, x: Tensor, y: Tensor) 
     return total
 
 
-@by_hand("a Wasserstein GAN with weights in a box, whose generator is trained every third step", _wgan_by_hand)
+@by_hand(
+    "a Wasserstein GAN with weights in a box, whose generator is trained every third step",
+    _wgan_by_hand,
+)
 def wgan_every_third_step() -> paceline.Job:
     def step(ctx: paceline.StepContext, batch: Any) -> None:
         x, _ = batch
@@ -208,15 +251,23 @@ def wgan_every_third_step() -> paceline.Job:
         ctx.backward("critic", x, lambda out, batch: -out.mean())
         ctx.update("critic")
         if ctx.step % 3 == 2:
-            ctx.backward("generator", torch.randn(len(x), 4), lambda fake, batch: -ctx.run("critic", fake).mean())
+            ctx.backward(
+                "generator",
+                torch.randn(len(x), 4),
+                lambda fake, batch: -ctx.run("critic", fake).mean(),
+            )
             ctx.update("generator")
 
-    return paceline.Job(models={"generator": small(4, FEATURES), "critic": small(outputs=1)}, step=step,
-                        optimizers={"generator": adam, "critic": lambda named: Boxed(named, lr=1e-2, eps=1e-3)},
-                        **fields())
+    return paceline.Job(
+        models={"generator": small(4, FEATURES), "critic": small(outputs=1)},
+        step=step,
+        optimizers={"generator": adam, "critic": lambda named: Boxed(named, lr=1e-2, eps=1e-3)},
+        **fields(),
+    )
 
 
 # --- Q-learning in an environment, with a replay buffer and a target network ------------------------------------------
+
 
 class World(nn.Module):
     """Four walkers on a line, and the last 32 of their steps. Given actions, it moves them and notes what came."""
@@ -234,7 +285,9 @@ class World(nn.Module):
         self.places[:, 0] += self.places[:, 1] + 0.1 * noise
         self.places[:, 1] = 0.9 * self.places[:, 1] + (actions.to(before.dtype) - 1) * 0.1
         reward = -self.places[:, 0].abs()
-        rows = torch.cat([before, actions[:, None].to(before.dtype), reward[:, None], self.places], 1)
+        rows = torch.cat(
+            [before, actions[:, None].to(before.dtype), reward[:, None], self.places], 1
+        )
         self.memory.copy_(torch.cat([self.memory[4:], rows]))
         self.count += 4
         return self.memory.clone()
@@ -273,14 +326,22 @@ def q_learning() -> paceline.Job:
         memory = ctx.run("world", (actions, noise), cut=False)
         rows = memory[torch.randint(32, (len(batch),))]
         after = ctx.run("target", rows[:, 4:])
-        ctx.backward("q", rows[:, :2], lambda q, batch, rows, after: td_loss(q, rows, after), rows, after)
+        ctx.backward(
+            "q", rows[:, :2], lambda q, batch, rows, after: td_loss(q, rows, after), rows, after
+        )
         ctx.update("q")
 
-    return paceline.Job(models={"q": small(2), "world": World}, optimizers={"q": adam}, step=step,
-                        followers={"target": paceline.copy_every("q", 3)}, **fields())
+    return paceline.Job(
+        models={"q": small(2), "world": World},
+        optimizers={"q": adam},
+        step=step,
+        followers={"target": paceline.copy_every("q", 3)},
+        **fields(),
+    )
 
 
 # --- Distillation of features that hooks catch ------------------------------------------------------------------------
+
 
 class Watched(nn.Module):
     """Returns its output and what hooks caught in its blocks."""
@@ -313,11 +374,26 @@ class Matching(nn.Module):
         return [layer(each) for layer, each in zip(self.layers, features.values(), strict=True)]
 
 
-def knowledge(output: Tensor, target: Tensor, teacher: Tensor, matched: list[Tensor],
-              features: dict[str, Tensor]) -> Tensor:
-    soft = F.kl_div((output / 4).log_softmax(-1), (teacher / 4).log_softmax(-1), log_target=True,
-                    reduction="batchmean") * 16
-    hints = sum(F.mse_loss(feature, expected) for feature, expected in zip(matched, features.values(), strict=True))
+def knowledge(
+    output: Tensor,
+    target: Tensor,
+    teacher: Tensor,
+    matched: list[Tensor],
+    features: dict[str, Tensor],
+) -> Tensor:
+    soft = (
+        F.kl_div(
+            (output / 4).log_softmax(-1),
+            (teacher / 4).log_softmax(-1),
+            log_target=True,
+            reduction="batchmean",
+        )
+        * 16
+    )
+    hints = sum(
+        F.mse_loss(feature, expected)
+        for feature, expected in zip(matched, features.values(), strict=True)
+    )
     return 0.3 * F.mse_loss(output, target) + 0.7 * soft + 0.1 * hints
 
 
@@ -344,12 +420,17 @@ def features_by_hooks() -> paceline.Job:
         ctx.backward(("student", "matching"), batch, loss, teacher, features)
         ctx.update("both")
 
-    return paceline.Job(models={"student": Watched, "matching": Matching},
-                        optimizers={"both": paceline.Optimizer(adam, parameters=("student", "matching"))}, step=step,
-                        followers={"teacher": paceline.frozen(lambda: Watched(16))}, **fields())
+    return paceline.Job(
+        models={"student": Watched, "matching": Matching},
+        optimizers={"both": paceline.Optimizer(adam, parameters=("student", "matching"))},
+        step=step,
+        followers={"teacher": paceline.frozen(lambda: Watched(16))},
+        **fields(),
+    )
 
 
 # --- A loss with weights of its own -----------------------------------------------------------------------------------
+
 
 class Uncertainty(nn.Module):
     """Weights of tasks, learned as log-variances."""
@@ -376,20 +457,30 @@ def _tasks_by_hand(models: Models, optimizers: Optimizers, x: Tensor, y: Tensor)
 @by_hand("three tasks whose weights are learned beside the model", _tasks_by_hand)
 def uncertain_tasks() -> paceline.Job:
     def step(ctx: paceline.StepContext, batch: Any) -> None:
-        ctx.backward(("net", "weights"), batch,
-                     lambda output, batch: ctx.run("weights", (output - batch.target) ** 2).mean())
+        ctx.backward(
+            ("net", "weights"),
+            batch,
+            lambda output, batch: ctx.run("weights", (output - batch.target) ** 2).mean(),
+        )
         ctx.update("all")
 
-    return paceline.Job(models={"net": small(), "weights": Uncertainty}, step=step,
-                        optimizers={"all": paceline.Optimizer(adam, parameters=("net", "weights"))}, **fields())
+    return paceline.Job(
+        models={"net": small(), "weights": Uncertainty},
+        step=step,
+        optimizers={"all": paceline.Optimizer(adam, parameters=("net", "weights"))},
+        **fields(),
+    )
 
 
 # --- A field that obeys a differential equation -----------------------------------------------------------------------
 
+
 class Field(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(2, 12), nn.Tanh(), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 1))
+        self.net = nn.Sequential(
+            nn.Linear(2, 12), nn.Tanh(), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 1)
+        )
 
     def forward(self, place: Tensor, time: Tensor) -> Tensor:
         return self.net(torch.cat([place, time], 1))
@@ -400,7 +491,7 @@ def burgers(u: Any, place: Tensor, time: Tensor) -> Tensor:
     place, time = place.detach().requires_grad_(), time.detach().requires_grad_()
     value = u((place, time))
     by_place, by_time = torch.autograd.grad(value.sum(), (place, time), create_graph=True)
-    twice, = torch.autograd.grad(by_place.sum(), place, create_graph=True)
+    (twice,) = torch.autograd.grad(by_place.sum(), place, create_graph=True)
     return by_time + value * by_place - 0.01 * twice
 
 
@@ -414,15 +505,28 @@ def _burgers_by_hand(models: Models, optimizers: Optimizers, x: Tensor, y: Tenso
     return (residual + start).detach()
 
 
-@by_hand("a field that obeys Burgers' equation, by second derivatives of its inputs", _burgers_by_hand)
+@by_hand(
+    "a field that obeys Burgers' equation, by second derivatives of its inputs", _burgers_by_hand
+)
 def physics_informed() -> paceline.Job:
     def step(ctx: paceline.StepContext, batch: Any) -> None:
         x = batch.input
         place, time = x[:, :1], x[:, 1:2]
-        ctx.backward("u", (place, torch.zeros_like(place)),
-                     lambda value, batch, place: F.mse_loss(value, -torch.sin(math.pi * place)), place)
-        ctx.backward("u", (place, time), lambda value, batch, place, time: (
-            burgers(lambda given: ctx.run("u", given), place, time) ** 2).mean(), place, time)
+        ctx.backward(
+            "u",
+            (place, torch.zeros_like(place)),
+            lambda value, batch, place: F.mse_loss(value, -torch.sin(math.pi * place)),
+            place,
+        )
+        ctx.backward(
+            "u",
+            (place, time),
+            lambda value, batch, place, time: (
+                burgers(lambda given: ctx.run("u", given), place, time) ** 2
+            ).mean(),
+            place,
+            time,
+        )
         ctx.update("u")
 
     return paceline.Job(models={"u": Field}, optimizers={"u": adam}, step=step, **fields())
@@ -430,19 +534,26 @@ def physics_informed() -> paceline.Job:
 
 # --- Proximal policy optimization -------------------------------------------------------------------------------------
 
+
 class Policy(nn.Module):
     """A trunk, actions and a value."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.trunk, self.actions, self.value = nn.Linear(FEATURES, 8), nn.Linear(8, 3), nn.Linear(8, 1)
+        self.trunk, self.actions, self.value = (
+            nn.Linear(FEATURES, 8),
+            nn.Linear(8, 3),
+            nn.Linear(8, 1),
+        )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         x = self.trunk(x).tanh()
         return self.actions(x).log_softmax(-1), self.value(x).squeeze(1)
 
 
-def ppo_loss(output: tuple[Tensor, Tensor], action: Tensor, before: Tensor, advantage: Tensor, goal: Tensor) -> Tensor:
+def ppo_loss(
+    output: tuple[Tensor, Tensor], action: Tensor, before: Tensor, advantage: Tensor, goal: Tensor
+) -> Tensor:
     chances, value = output
     ratio = (chances.gather(1, action).squeeze(1) - before).exp()
     gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
@@ -469,39 +580,64 @@ def _ppo_by_hand(models: Models, optimizers: Optimizers, x: Tensor, y: Tensor) -
     return total
 
 
-@by_hand("three clipped updates of a policy for each batch, with advantages normalised over it", _ppo_by_hand)
+@by_hand(
+    "three clipped updates of a policy for each batch, with advantages normalised over it",
+    _ppo_by_hand,
+)
 def proximal_policy() -> paceline.Job:
     def step(ctx: paceline.StepContext, batch: Any) -> None:
         chances, value = ctx.run("policy", batch)
         action = torch.multinomial(chances.exp(), 1)
-        before, goal = chances.gather(1, action).squeeze(1), batch.target.gather(1, action).squeeze(1)
+        before, goal = (
+            chances.gather(1, action).squeeze(1),
+            batch.target.gather(1, action).squeeze(1),
+        )
         advantage = goal - value
         everyone = ctx.gather(advantage)
         advantage = (advantage - everyone.mean()) / (everyone.std() + 1e-8)
         for _ in range(3):
-            ctx.backward("policy", batch, lambda output, batch, *more: ppo_loss(output, *more),
-                         action, before, advantage, goal)
+            ctx.backward(
+                "policy",
+                batch,
+                lambda output, batch, *more: ppo_loss(output, *more),
+                action,
+                before,
+                advantage,
+                goal,
+            )
             ctx.update("policy")
 
-    return paceline.Job(models={"policy": Policy}, optimizers={"policy": paceline.Optimizer(adam, clip=0.5)}, step=step,
-                        **fields())
+    return paceline.Job(
+        models={"policy": Policy},
+        optimizers={"policy": paceline.Optimizer(adam, clip=0.5)},
+        step=step,
+        **fields(),
+    )
 
 
 # --- Images of two kinds, each turned into the other ------------------------------------------------------------------
 
+
 def _cycle_by_hand(models: Models, optimizers: Optimizers, x: Tensor, y: Tensor) -> Tensor:
     there, back, of_a, of_b = (models[name] for name in ("there", "back", "of_a", "of_b"))
     b, a = there(x), back(y)
-    loss = (((of_b(b) - 1) ** 2).mean() + ((of_a(a) - 1) ** 2).mean()
-            + 10 * ((back(b) - x).abs().mean() + (there(a) - y).abs().mean())
-            + 5 * ((there(y) - y).abs().mean() + (back(x) - x).abs().mean()))
+    loss = (
+        ((of_b(b) - 1) ** 2).mean()
+        + ((of_a(a) - 1) ** 2).mean()
+        + 10 * ((back(b) - x).abs().mean() + (there(a) - y).abs().mean())
+        + 5 * ((there(y) - y).abs().mean() + (back(x) - x).abs().mean())
+    )
     optimizers["generators"].zero_grad()
     loss.backward()
     optimizers["generators"].step()
     a, b = a.detach(), b.detach()
     old_a, old_b = models["pool"](torch.stack([a, b]))
-    critics = 0.5 * (((of_a(x) - 1) ** 2).mean() + (of_a(old_a) ** 2).mean()
-                     + ((of_b(y) - 1) ** 2).mean() + (of_b(old_b) ** 2).mean())
+    critics = 0.5 * (
+        ((of_a(x) - 1) ** 2).mean()
+        + (of_a(old_a) ** 2).mean()
+        + ((of_b(y) - 1) ** 2).mean()
+        + (of_b(old_b) ** 2).mean()
+    )
     optimizers["critics"].zero_grad()
     critics.backward()
     optimizers["critics"].step()
@@ -533,9 +669,12 @@ def cycles() -> paceline.Job:
         def of_generators(b: Tensor, batch: Any) -> Tensor:
             x, y = batch.input, batch.target
             a = run("back", y)
-            return (((run("of_b", b) - 1) ** 2).mean() + ((run("of_a", a) - 1) ** 2).mean()
-                    + 10 * ((run("back", b) - x).abs().mean() + (run("there", a) - y).abs().mean())
-                    + 5 * ((run("there", y) - y).abs().mean() + (run("back", x) - x).abs().mean()))
+            return (
+                ((run("of_b", b) - 1) ** 2).mean()
+                + ((run("of_a", a) - 1) ** 2).mean()
+                + 10 * ((run("back", b) - x).abs().mean() + (run("there", a) - y).abs().mean())
+                + 5 * ((run("there", y) - y).abs().mean() + (run("back", x) - x).abs().mean())
+            )
 
         ctx.backward(("there", "back"), x, of_generators)
         ctx.update("generators")
@@ -547,14 +686,25 @@ def cycles() -> paceline.Job:
         ctx.update("critics")
 
     eight = TensorDataset(numbers(SAMPLES, FEATURES), numbers(SAMPLES, FEATURES, seed=3))
-    return paceline.Job(models={"there": small(outputs=FEATURES), "back": small(outputs=FEATURES),
-                                "of_a": small(outputs=1), "of_b": small(outputs=1), "pool": Pool},
-                        optimizers={"generators": paceline.Optimizer(adam, parameters=("there", "back")),
-                                    "critics": paceline.Optimizer(adam, parameters=("of_a", "of_b"))},
-                        step=step, **fields(data=eight))
+    return paceline.Job(
+        models={
+            "there": small(outputs=FEATURES),
+            "back": small(outputs=FEATURES),
+            "of_a": small(outputs=1),
+            "of_b": small(outputs=1),
+            "pool": Pool,
+        },
+        optimizers={
+            "generators": paceline.Optimizer(adam, parameters=("there", "back")),
+            "critics": paceline.Optimizer(adam, parameters=("of_a", "of_b")),
+        },
+        step=step,
+        **fields(data=eight),
+    )
 
 
 # --- A diffusion model that is guided by classes ----------------------------------------------------------------------
+
 
 class Denoiser(nn.Module):
     def __init__(self) -> None:
@@ -585,22 +735,34 @@ def _diffusion_by_hand(models: Models, optimizers: Optimizers, x: Tensor, kind: 
     return loss.detach()
 
 
-@by_hand("a diffusion model with times, classes that are left out at random, and an average", _diffusion_by_hand)
+@by_hand(
+    "a diffusion model with times, classes that are left out at random, and an average",
+    _diffusion_by_hand,
+)
 def guided_diffusion() -> paceline.Job:
     def step(ctx: paceline.StepContext, batch: Any) -> None:
         x, kind = batch
         time, noise = torch.randint(0, 10, (len(x),)), torch.randn_like(x)
         kind = torch.where(torch.rand(len(x)) < 0.1, 3, kind)
-        ctx.backward("unet", (noised(x, time, noise), time, kind),
-                     lambda output, batch, noise: F.mse_loss(output, noise), noise)
+        ctx.backward(
+            "unet",
+            (noised(x, time, noise), time, kind),
+            lambda output, batch, noise: F.mse_loss(output, noise),
+            noise,
+        )
         ctx.update("unet")
 
-    return paceline.Job(models={"unet": Denoiser}, optimizers={"unet": paceline.Optimizer(adam, clip=1.0)}, step=step,
-                        followers={"shadow": paceline.ema("unet", 0.9)},
-                        **fields(data=TensorDataset(numbers(SAMPLES, FEATURES), integers(3, SAMPLES))))
+    return paceline.Job(
+        models={"unet": Denoiser},
+        optimizers={"unet": paceline.Optimizer(adam, clip=1.0)},
+        step=step,
+        followers={"shadow": paceline.ema("unet", 0.9)},
+        **fields(data=TensorDataset(numbers(SAMPLES, FEATURES), integers(3, SAMPLES))),
+    )
 
 
 # --- A batch that is mixed with itself --------------------------------------------------------------------------------
+
 
 def _mixup_by_hand(models: Models, optimizers: Optimizers, x: Tensor, y: Tensor) -> Tensor:
     part = torch.distributions.Beta(0.4, 0.4).sample()
@@ -621,14 +783,21 @@ def mixup() -> paceline.Job:
         with ctx.alike():
             part = torch.distributions.Beta(0.4, 0.4).sample()
             order = torch.randperm(len(all_x))[ctx.places]
-        ctx.backward("net", part * x + (1 - part) * all_x[order], lambda output, batch, other: (
-            part * F.mse_loss(output, batch.target) + (1 - part) * F.mse_loss(output, other)), all_y[order])
+        ctx.backward(
+            "net",
+            part * x + (1 - part) * all_x[order],
+            lambda output, batch, other: (
+                part * F.mse_loss(output, batch.target) + (1 - part) * F.mse_loss(output, other)
+            ),
+            all_y[order],
+        )
         ctx.update("net")
 
     return paceline.Job(models={"net": small()}, optimizers={"net": adam}, step=step, **fields())
 
 
 # --- The mean of the last weights -------------------------------------------------------------------------------------
+
 
 def _mean_by_hand(models: Models, optimizers: Optimizers, x: Tensor, y: Tensor) -> Tensor:
     loss = F.mse_loss(models["net"](x), y)
@@ -643,8 +812,13 @@ def _mean_by_hand(models: Models, optimizers: Optimizers, x: Tensor, y: Tensor) 
 
 @by_hand("the mean of the weights from the third step on", _mean_by_hand)
 def mean_of_weights() -> paceline.Job:
-    return paceline.Job(models={"net": small()}, optimizers={"net": adam}, loss=F.mse_loss, followers={
-        "mean": paceline.ema("net", lambda step: max(0, step - 2) / max(1, step - 1))}, **fields())
+    return paceline.Job(
+        models={"net": small()},
+        optimizers={"net": adam},
+        loss=F.mse_loss,
+        followers={"mean": paceline.ema("net", lambda step: max(0, step - 2) / max(1, step - 1))},
+        **fields(),
+    )
 
 
 # --- A language model whose hidden state goes on from batch to batch --------------------------------------------------
@@ -657,7 +831,11 @@ class Reads(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.recurrent, self.next = nn.Embedding(11, 6), nn.GRU(6, 6, batch_first=True), nn.Linear(6, 11)
+        self.words, self.recurrent, self.next = (
+            nn.Embedding(11, 6),
+            nn.GRU(6, 6, batch_first=True),
+            nn.Linear(6, 11),
+        )
 
     def forward(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         read, hidden = self.recurrent(self.words(tokens), hidden.transpose(0, 1).contiguous())
@@ -677,7 +855,9 @@ class Hidden(nn.Module):
         return self.state.clone()
 
 
-def _truncated_by_hand(models: Models, optimizers: Optimizers, tokens: Tensor, target: Tensor) -> Tensor:
+def _truncated_by_hand(
+    models: Models, optimizers: Optimizers, tokens: Tensor, target: Tensor
+) -> Tensor:
     hidden = models["hidden"]
     if models.step % 5 == 0:
         hidden.state.zero_()
@@ -691,8 +871,10 @@ def _truncated_by_hand(models: Models, optimizers: Optimizers, tokens: Tensor, t
     return loss.detach()
 
 
-@by_hand("a language model whose hidden state goes on from batch to batch, through which no gradient goes",
-         _truncated_by_hand)
+@by_hand(
+    "a language model whose hidden state goes on from batch to batch, through which no gradient goes",
+    _truncated_by_hand,
+)
 def truncated_backpropagation() -> paceline.Job:
     def step(ctx: paceline.StepContext, batch: Any) -> None:
         if ctx.step % 5 == 0:
@@ -700,29 +882,46 @@ def truncated_backpropagation() -> paceline.Job:
         hidden = ctx.run("hidden", (), cut=False)[ctx.places]
         _, new = ctx.run("rnn", (batch.input, hidden))
         ctx.run("hidden", ctx.gather(new), cut=False)
-        ctx.backward("rnn", (batch.input, hidden), lambda output, batch: F.cross_entropy(
-            output[0].flatten(0, 1), batch.target.flatten()))
+        ctx.backward(
+            "rnn",
+            (batch.input, hidden),
+            lambda output, batch: F.cross_entropy(output[0].flatten(0, 1), batch.target.flatten()),
+        )
         ctx.update("rnn")
 
     text = integers(11, COLUMNS, 5 * LENGTH + 1)
-    chunks = [(text[column, start:start + LENGTH], text[column, start + 1:start + LENGTH + 1])
-              for start in range(0, 5 * LENGTH, LENGTH) for column in range(COLUMNS)]
-    return paceline.Job(models={"rnn": Reads, "hidden": Hidden}, step=step, sampler=SequentialSampler(chunks),
-                        optimizers={"rnn": paceline.Optimizer(adam, clip=0.25)}, **fields(data=chunks))
+    chunks = [
+        (text[column, start : start + LENGTH], text[column, start + 1 : start + LENGTH + 1])
+        for start in range(0, 5 * LENGTH, LENGTH)
+        for column in range(COLUMNS)
+    ]
+    return paceline.Job(
+        models={"rnn": Reads, "hidden": Hidden},
+        step=step,
+        sampler=SequentialSampler(chunks),
+        optimizers={"rnn": paceline.Optimizer(adam, clip=0.25)},
+        **fields(data=chunks),
+    )
 
 
 # --- Metric learning: groups of P classes with K samples each, and the hardest triplets of a batch --------------------
+
 
 class Balanced(Sampler[list[int]]):
     """Three classes a step, three samples of each; the last step of an epoch has two classes."""
 
     def __init__(self, kinds: Tensor) -> None:
-        self.of_kind = {kind: [i for i, each in enumerate(kinds.tolist()) if each == kind] for kind in range(4)}
+        self.of_kind = {
+            kind: [i for i, each in enumerate(kinds.tolist()) if each == kind] for kind in range(4)
+        }
 
     def __iter__(self) -> Iterator[list[int]]:
         for classes in (3, 3, 3, 2):
-            yield [index for kind in random.sample(sorted(self.of_kind), classes)
-                   for index in random.sample(self.of_kind[kind], 3)]
+            yield [
+                index
+                for kind in random.sample(sorted(self.of_kind), classes)
+                for index in random.sample(self.of_kind[kind], 3)
+            ]
 
     def __len__(self) -> int:
         return 4
@@ -744,15 +943,23 @@ def _triplets_by_hand(models: Models, optimizers: Optimizers, x: Tensor, kinds: 
     return (total / count).detach()
 
 
-@by_hand("metric learning by the hardest triplets of a batch, with classes drawn in balance", _triplets_by_hand)
+@by_hand(
+    "metric learning by the hardest triplets of a batch, with classes drawn in balance",
+    _triplets_by_hand,
+)
 def hard_triplets() -> paceline.Job:
     def step(ctx: paceline.StepContext, batch: Any) -> None:
         ctx.backward("net", batch, lambda z, batch: hardest(z, batch.target), gather=True)
         ctx.update("net")
 
     kinds = integers(4, SAMPLES)
-    return paceline.Job(models={"net": lambda: Tower(FEATURES)}, optimizers={"net": adam}, step=step, sampler=Balanced(
-        kinds), **fields(data=TensorDataset(numbers(SAMPLES, FEATURES), kinds), batch=None))
+    return paceline.Job(
+        models={"net": lambda: Tower(FEATURES)},
+        optimizers={"net": adam},
+        step=step,
+        sampler=Balanced(kinds),
+        **fields(data=TensorDataset(numbers(SAMPLES, FEATURES), kinds), batch=None),
+    )
 
 
 # --- Translation with scheduled sampling: the decoder is given what it said, more and more often ----------------------
@@ -765,11 +972,20 @@ class Translator(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.said = nn.Embedding(WORDS, 6, padding_idx=PAD), nn.Embedding(WORDS, 6, padding_idx=PAD)
-        self.encoder, self.cell, self.out = nn.GRU(6, 6, batch_first=True), nn.GRUCell(6, 6), nn.Linear(6, WORDS)
+        self.words, self.said = (
+            nn.Embedding(WORDS, 6, padding_idx=PAD),
+            nn.Embedding(WORDS, 6, padding_idx=PAD),
+        )
+        self.encoder, self.cell, self.out = (
+            nn.GRU(6, 6, batch_first=True),
+            nn.GRUCell(6, 6),
+            nn.Linear(6, WORDS),
+        )
 
     def forward(self, source: Tensor, lengths: Tensor, target: Tensor, taught: Tensor) -> Tensor:
-        packed = pack_padded_sequence(self.words(source), lengths.cpu(), batch_first=True, enforce_sorted=False)
+        packed = pack_padded_sequence(
+            self.words(source), lengths.cpu(), batch_first=True, enforce_sorted=False
+        )
         hidden = self.encoder(packed)[1][0]
         word, logits = torch.full_like(lengths, BEGIN), []
         for place in range(target.shape[1]):
@@ -781,13 +997,16 @@ class Translator(nn.Module):
 
 def pad_pairs(samples: list[tuple[Tensor, Tensor]]) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """To one length: the step takes a batch apart, of which micro-batches would have other lengths."""
-    words = torch.stack([torch.stack([F.pad(each, (0, LONGEST - len(each))) for each in pair]) for pair in samples])
+    words = torch.stack(
+        [torch.stack([F.pad(each, (0, LONGEST - len(each))) for each in pair]) for pair in samples]
+    )
     return (words[:, 0], torch.tensor([len(source) for source, _ in samples])), words[:, 1]
 
 
 def of_words(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    return F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=PAD, reduction="sum"), (
-        target != PAD).sum()
+    return F.cross_entropy(
+        logits.flatten(0, 1), target.flatten(), ignore_index=PAD, reduction="sum"
+    ), (target != PAD).sum()
 
 
 def _sampling_by_hand(models: Models, optimizers: Optimizers, given: Any, target: Tensor) -> Tensor:
@@ -800,15 +1019,29 @@ def _sampling_by_hand(models: Models, optimizers: Optimizers, given: Any, target
     return (total / count).detach()
 
 
-@by_hand("translation of padded sentences, in which a decoder is taught less and less often", _sampling_by_hand)
+@by_hand(
+    "translation of padded sentences, in which a decoder is taught less and less often",
+    _sampling_by_hand,
+)
 def scheduled_sampling() -> paceline.Job:
     def step(ctx: paceline.StepContext, batch: Any) -> None:
         taught = torch.rand(len(batch), LONGEST) < max(0.2, 1 - ctx.step / 4)
         source, lengths = batch.input
-        ctx.backward("net", (source, lengths, batch.target, taught), lambda out, batch: of_words(out, batch.target))
+        ctx.backward(
+            "net",
+            (source, lengths, batch.target, taught),
+            lambda out, batch: of_words(out, batch.target),
+        )
         ctx.update("net")
 
-    sentences = [integers(WORDS - 2, int(length), seed=index) + 2
-                 for index, length in enumerate(integers(LONGEST - 1, SAMPLES, seed=4) + 2)]
-    return paceline.Job(models={"net": Translator}, optimizers={"net": paceline.Optimizer(adam, clip=1.0)}, step=step,
-                        collate=pad_pairs, **fields(data=[(each, each.flip(0)) for each in sentences]))
+    sentences = [
+        integers(WORDS - 2, int(length), seed=index) + 2
+        for index, length in enumerate(integers(LONGEST - 1, SAMPLES, seed=4) + 2)
+    ]
+    return paceline.Job(
+        models={"net": Translator},
+        optimizers={"net": paceline.Optimizer(adam, clip=1.0)},
+        step=step,
+        collate=pad_pairs,
+        **fields(data=[(each, each.flip(0)) for each in sentences]),
+    )

@@ -28,23 +28,34 @@ class Segmenter(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.backbone = nn.ModuleDict({"stem": nn.Conv2d(3, 8, 3, padding=1),
-                                       "deep": nn.Conv2d(8, 8, 3, stride=2, padding=1)})
-        self.classifier = nn.Sequential(nn.Conv2d(8, 8, 1), nn.GroupNorm(2, 8), nn.ReLU(), nn.Conv2d(8, CLASSES, 1))
+        self.backbone = nn.ModuleDict(
+            {"stem": nn.Conv2d(3, 8, 3, padding=1), "deep": nn.Conv2d(8, 8, 3, stride=2, padding=1)}
+        )
+        self.classifier = nn.Sequential(
+            nn.Conv2d(8, 8, 1), nn.GroupNorm(2, 8), nn.ReLU(), nn.Conv2d(8, CLASSES, 1)
+        )
         self.auxiliary = nn.Conv2d(8, CLASSES, 1)
 
     def forward(self, image: Tensor) -> dict[str, Tensor]:
         stem = self.backbone["stem"](image).relu()
         deep = self.backbone["deep"](stem).relu()
         size = image.shape[-2:]
-        return {"out": F.interpolate(self.classifier(deep), size=size, mode="bilinear", align_corners=False),
-                "aux": self.auxiliary(stem)}
+        return {
+            "out": F.interpolate(
+                self.classifier(deep), size=size, mode="bilinear", align_corners=False
+            ),
+            "aux": self.auxiliary(stem),
+        }
 
 
 def segmentation_loss(output: dict[str, Tensor], target: Tensor) -> tuple[Tensor, Tensor]:
     weight = torch.tensor([0.5, 1.0, 2.0, 4.0], dtype=output["out"].dtype)
-    losses = [F.cross_entropy(output[name], target, weight=weight, ignore_index=UNLABELLED, reduction="sum")
-              for name in ("out", "aux")]
+    losses = [
+        F.cross_entropy(
+            output[name], target, weight=weight, ignore_index=UNLABELLED, reduction="sum"
+        )
+        for name in ("out", "aux")
+    ]
     labelled = target[target != UNLABELLED]
     return losses[0] + 0.4 * losses[1], weight[labelled].sum()
 
@@ -57,16 +68,27 @@ def segmentation() -> paceline.Job:
 
     def optimizer(named: Any) -> torch.optim.Optimizer:
         named = list(named)
-        return torch.optim.SGD([{"params": [pair for pair in named if pair[0].startswith("backbone")], "lr": 0.01},
-                                {"params": [pair for pair in named if not pair[0].startswith("backbone")]}],
-                               lr=0.1, momentum=0.9, weight_decay=1e-4)
+        return torch.optim.SGD(
+            [
+                {"params": [pair for pair in named if pair[0].startswith("backbone")], "lr": 0.01},
+                {"params": [pair for pair in named if not pair[0].startswith("backbone")]},
+            ],
+            lr=0.1,
+            momentum=0.9,
+            weight_decay=1e-4,
+        )
 
-    return make_job(Segmenter, data=TensorDataset(numbers(SAMPLES, 3, 6, 6), masks), loss=segmentation_loss,
-                    optimizer=optimizer,
-                    lr_schedule=lambda each: torch.optim.lr_scheduler.PolynomialLR(each, 6, power=0.9))
+    return make_job(
+        Segmenter,
+        data=TensorDataset(numbers(SAMPLES, 3, 6, 6), masks),
+        loss=segmentation_loss,
+        optimizer=optimizer,
+        lr_schedule=lambda each: torch.optim.lr_scheduler.PolynomialLR(each, 6, power=0.9),
+    )
 
 
 # --- Speech: frames and texts of other lengths ------------------------------------------------------------------------
+
 
 class Recogniser(nn.Module):
     """Halves the frames, reads them in both directions."""
@@ -81,21 +103,32 @@ class Recogniser(nn.Module):
         halved = self.subsampling(frames.transpose(1, 2)).relu().transpose(1, 2)
         lengths = (lengths + 1) // 2
         packed = pack_padded_sequence(halved, lengths.cpu(), batch_first=True, enforce_sorted=False)
-        read, _ = pad_packed_sequence(self.recurrent(packed)[0], batch_first=True, total_length=halved.shape[1])
+        read, _ = pad_packed_sequence(
+            self.recurrent(packed)[0], batch_first=True, total_length=halved.shape[1]
+        )
         return self.letters(read).log_softmax(-1), lengths
 
 
 def spoken() -> list[tuple[Tensor, Tensor]]:
     """Utterances of 9 to 20 frames with 1 to 4 letters."""
     lengths, letters = integers(12, SAMPLES, seed=4) + 9, integers(4, SAMPLES, seed=5) + 1
-    return [(numbers(int(length), 5, seed=index), integers(6, int(count), seed=index) + 1)
-            for index, (length, count) in enumerate(zip(lengths, letters, strict=True))]
+    return [
+        (numbers(int(length), 5, seed=index), integers(6, int(count), seed=index) + 1)
+        for index, (length, count) in enumerate(zip(lengths, letters, strict=True))
+    ]
 
 
-def pad_speech(samples: list[tuple[Tensor, Tensor]]) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor]]:
+def pad_speech(
+    samples: list[tuple[Tensor, Tensor]],
+) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor]]:
     frames, texts = zip(*samples, strict=True)
-    return ({"frames": pad_sequence(frames, batch_first=True), "lengths": torch.tensor([len(f) for f in frames])},
-            (pad_sequence(texts, batch_first=True), torch.tensor([len(t) for t in texts])))
+    return (
+        {
+            "frames": pad_sequence(frames, batch_first=True),
+            "lengths": torch.tensor([len(f) for f in frames]),
+        },
+        (pad_sequence(texts, batch_first=True), torch.tensor([len(t) for t in texts])),
+    )
 
 
 def ctc(output: tuple[Tensor, Tensor], target: tuple[Tensor, Tensor]) -> Tensor:
@@ -105,50 +138,81 @@ def ctc(output: tuple[Tensor, Tensor], target: tuple[Tensor, Tensor]) -> Tensor:
 
 @entry("speech of other lengths: frames are halved and packed, and the loss aligns letters")
 def speech() -> paceline.Job:
-    return make_job(Recogniser, data=spoken(), collate=pad_speech, loss=ctc, optimizer=adam, clip=5.0)
+    return make_job(
+        Recogniser, data=spoken(), collate=pad_speech, loss=ctc, optimizer=adam, clip=5.0
+    )
 
 
 # --- nanoGPT: the model is given its targets and returns (logits, loss) -----------------------------------------------
+
 
 class Writer(nn.Module):
     """The model of a well-known script: tied weights, targets in forward."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.transformer = nn.ModuleDict({
-            "wte": nn.Embedding(12, 8), "wpe": nn.Embedding(7, 8),
-            "h": nn.ModuleList([nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, norm_first=True)
-                                for _ in range(2)]), "ln_f": nn.LayerNorm(8)})
+        self.transformer = nn.ModuleDict(
+            {
+                "wte": nn.Embedding(12, 8),
+                "wpe": nn.Embedding(7, 8),
+                "h": nn.ModuleList(
+                    [
+                        nn.TransformerEncoderLayer(
+                            8, 2, 16, dropout=0.0, batch_first=True, norm_first=True
+                        )
+                        for _ in range(2)
+                    ]
+                ),
+                "ln_f": nn.LayerNorm(8),
+            }
+        )
         self.lm_head = nn.Linear(8, 12, bias=False)
         self.transformer["wte"].weight = self.lm_head.weight
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        x = self.transformer["wte"](idx) + self.transformer["wpe"](torch.arange(idx.shape[1], device=idx.device))
-        mask = nn.Transformer.generate_square_subsequent_mask(idx.shape[1], device=idx.device, dtype=x.dtype)
+        x = self.transformer["wte"](idx) + self.transformer["wpe"](
+            torch.arange(idx.shape[1], device=idx.device)
+        )
+        mask = nn.Transformer.generate_square_subsequent_mask(
+            idx.shape[1], device=idx.device, dtype=x.dtype
+        )
         for block in self.transformer["h"]:
             x = block(x, src_mask=mask, is_causal=True)
         logits = self.lm_head(self.transformer["ln_f"](x))
         loss = None
         if targets is not None:
-            loss = F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1)
+            loss = F.cross_entropy(
+                logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1
+            )
         return logits, loss
 
 
 @entry("a language model that is given its targets and returns logits and loss")
 def targets_in_forward() -> paceline.Job:
     tokens = integers(12, SAMPLES, 8)
-    return make_job(Writer, data=[((row[:-1], row[1:]), row[1:]) for row in tokens],
-                    loss=lambda output, target: output[1],
-                    optimizer=lambda named: torch.optim.AdamW(named, lr=1e-2, betas=(0.9, 0.95), eps=1e-3), clip=1.0)
+    return make_job(
+        Writer,
+        data=[((row[:-1], row[1:]), row[1:]) for row in tokens],
+        loss=lambda output, target: output[1],
+        optimizer=lambda named: torch.optim.AdamW(named, lr=1e-2, betas=(0.9, 0.95), eps=1e-3),
+        clip=1.0,
+    )
 
 
 # --- SAM as its best known implementation has it ----------------------------------------------------------------------
 
+
 class SAM(torch.optim.Optimizer):
     """Two evaluations a step: at the weights and at a worse point nearby."""
 
-    def __init__(self, params: Any, base_optimizer: Any, rho: float = 0.05, adaptive: bool = False,
-                 **kwargs: Any) -> None:
+    def __init__(
+        self,
+        params: Any,
+        base_optimizer: Any,
+        rho: float = 0.05,
+        adaptive: bool = False,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(params, dict(rho=rho, adaptive=adaptive, **kwargs))
         self.base_optimizer = base_optimizer(self.param_groups, **kwargs)
         self.param_groups = self.base_optimizer.param_groups
@@ -156,15 +220,27 @@ class SAM(torch.optim.Optimizer):
 
     @torch.no_grad()
     def first_step(self) -> None:
-        norm = torch.norm(torch.stack([
-            ((torch.abs(p) if group["adaptive"] else 1.0) * p.grad).norm(p=2)
-            for group in self.param_groups for p in group["params"] if p.grad is not None]), p=2)
+        norm = torch.norm(
+            torch.stack(
+                [
+                    ((torch.abs(p) if group["adaptive"] else 1.0) * p.grad).norm(p=2)
+                    for group in self.param_groups
+                    for p in group["params"]
+                    if p.grad is not None
+                ]
+            ),
+            p=2,
+        )
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None:
                     continue
                 self.state[p]["old_p"] = p.data.clone()
-                p.add_((torch.pow(p, 2) if group["adaptive"] else 1.0) * p.grad * (group["rho"] / (norm + 1e-12)))
+                p.add_(
+                    (torch.pow(p, 2) if group["adaptive"] else 1.0)
+                    * p.grad
+                    * (group["rho"] / (norm + 1e-12))
+                )
 
     @torch.no_grad()
     def second_step(self) -> None:
@@ -177,7 +253,9 @@ class SAM(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        assert closure is not None, "Sharpness Aware Minimization requires closure, but it was not provided"
+        assert closure is not None, (
+            "Sharpness Aware Minimization requires closure, but it was not provided"
+        )
         closure = torch.enable_grad()(closure)
         self.first_step()
         closure()
@@ -189,10 +267,15 @@ SAM.step_takes = "closure"  # type: ignore[attr-defined]
 
 @entry("adaptive SAM around SGD with momentum")
 def adaptive_sam() -> paceline.Job:
-    return make_job(optimizer=lambda named: SAM(named, torch.optim.SGD, rho=0.5, adaptive=True, lr=0.1, momentum=0.9))
+    return make_job(
+        optimizer=lambda named: SAM(
+            named, torch.optim.SGD, rho=0.5, adaptive=True, lr=0.1, momentum=0.9
+        )
+    )
 
 
 # --- Graphs of other sizes --------------------------------------------------------------------------------------------
+
 
 @dataclass
 class Graphs:
@@ -218,39 +301,69 @@ class Messages(nn.Module):
         for turn in self.turns:
             came = torch.zeros_like(x).index_add(0, receiver, x[sender])
             x = x + turn(torch.cat([x, came], 1)).tanh()
-        return self.last(x.new_zeros(graphs.count, x.shape[1]).index_add(0, graphs.of, x) if self.pools else x)
+        return self.last(
+            x.new_zeros(graphs.count, x.shape[1]).index_add(0, graphs.of, x) if self.pools else x
+        )
 
 
 def graphs() -> list[tuple[Tensor, Tensor, int, Tensor]]:
     sizes = integers(5, SAMPLES, seed=6) + 2
-    return [(numbers(int(size), 4, seed=index), integers(int(size), 2, 2 * int(size), seed=index), index % 3,
-             integers(2, int(size), seed=index + 1)) for index, size in enumerate(sizes)]
+    return [
+        (
+            numbers(int(size), 4, seed=index),
+            integers(int(size), 2, 2 * int(size), seed=index),
+            index % 3,
+            integers(2, int(size), seed=index + 1),
+        )
+        for index, size in enumerate(sizes)
+    ]
 
 
-def join_graphs(samples: list[tuple[Tensor, Tensor, int, Tensor]]) -> tuple[tuple[Graphs], tuple[Tensor, Tensor]]:
+def join_graphs(
+    samples: list[tuple[Tensor, Tensor, int, Tensor]],
+) -> tuple[tuple[Graphs], tuple[Tensor, Tensor]]:
     nodes, edges, of, first = [], [], [], 0
     for number, (x, e, _, _) in enumerate(samples):
         nodes.append(x)
         edges.append(e + first)
         of.append(torch.full((len(x),), number))
         first += len(x)
-    return ((Graphs(torch.cat(nodes), torch.cat(edges, 1), torch.cat(of), len(samples)),),
-            (torch.tensor([label for _, _, label, _ in samples]), torch.cat([tags for *_, tags in samples])))
+    return (
+        (Graphs(torch.cat(nodes), torch.cat(edges, 1), torch.cat(of), len(samples)),),
+        (
+            torch.tensor([label for _, _, label, _ in samples]),
+            torch.cat([tags for *_, tags in samples]),
+        ),
+    )
 
 
 @entry("graphs of other sizes in one batch, classified as graphs")
 def graph_labels() -> paceline.Job:
-    return make_job(lambda: Messages(pools=True), data=graphs(), collate=join_graphs, optimizer=adam,
-                    loss=lambda output, target: F.cross_entropy(output, target[0]))
+    return make_job(
+        lambda: Messages(pools=True),
+        data=graphs(),
+        collate=join_graphs,
+        optimizer=adam,
+        loss=lambda output, target: F.cross_entropy(output, target[0]),
+    )
 
 
 @entry("graphs of other sizes in one batch, whose nodes are classified, as a sum and a count")
 def node_labels() -> paceline.Job:
-    return make_job(lambda: Messages(pools=False), data=graphs(), collate=join_graphs, optimizer=adam,
-                    loss=lambda output, target: (F.cross_entropy(output, target[1], reduction="sum"), len(target[1])))
+    return make_job(
+        lambda: Messages(pools=False),
+        data=graphs(),
+        collate=join_graphs,
+        optimizer=adam,
+        loss=lambda output, target: (
+            F.cross_entropy(output, target[1], reduction="sum"),
+            len(target[1]),
+        ),
+    )
 
 
 # --- A tagger that returns its own loss of each sample ----------------------------------------------------------------
+
 
 class Reader(nn.Module):
     """Reads words in both directions."""
@@ -261,7 +374,9 @@ class Reader(nn.Module):
 
     def forward(self, words: Tensor, lengths: Tensor) -> Tensor:
         packed = pack_padded_sequence(words, lengths.cpu(), batch_first=True, enforce_sorted=False)
-        return pad_packed_sequence(self.recurrent(packed)[0], batch_first=True, total_length=words.shape[1])[0]
+        return pad_packed_sequence(
+            self.recurrent(packed)[0], batch_first=True, total_length=words.shape[1]
+        )[0]
 
 
 class Tagger(nn.Module):
@@ -281,29 +396,44 @@ class Tagger(nn.Module):
             counts = (place < lengths)[:, None]
             onward = (alpha[:, :, None] + self.change).logsumexp(1) + scores[:, place]
             alpha = torch.where(counts, onward, alpha)
-            taken = (self.change[tags[:, place - 1], tags[:, place]]
-                     + scores[:, place].gather(1, tags[:, place:place + 1]).squeeze(1))
+            taken = self.change[tags[:, place - 1], tags[:, place]] + scores[:, place].gather(
+                1, tags[:, place : place + 1]
+            ).squeeze(1)
             path = path + torch.where(counts[:, 0], taken, 0.0)
         return alpha.logsumexp(1) - path
 
 
 def sentences() -> list[dict[str, Tensor]]:
     lengths = integers(5, SAMPLES, seed=7) + 2
-    return [{"words": integers(11, int(length), seed=index) + 1, "tags": integers(3, int(length), seed=index + 100)}
-            for index, length in enumerate(lengths)]
+    return [
+        {
+            "words": integers(11, int(length), seed=index) + 1,
+            "tags": integers(3, int(length), seed=index + 100),
+        }
+        for index, length in enumerate(lengths)
+    ]
 
 
 def pad_sentences(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: pad_sequence([sample[name] for sample in samples], batch_first=True) for name in ("words", "tags")}
+    return {
+        name: pad_sequence([sample[name] for sample in samples], batch_first=True)
+        for name in ("words", "tags")
+    }
 
 
 @entry("a tagger that is given its tags and returns the likelihood of each sentence")
 def random_field() -> paceline.Job:
-    return make_job(Tagger, data=sentences(), collate=pad_sentences, loss=lambda output, batch: output.mean(),
-                    optimizer=adam)
+    return make_job(
+        Tagger,
+        data=sentences(),
+        collate=pad_sentences,
+        loss=lambda output, batch: output.mean(),
+        optimizer=adam,
+    )
 
 
 # --- Samples that are mixed in pairs ----------------------------------------------------------------------------------
+
 
 class Mixed(Dataset[tuple[Tensor, Tensor]]):
     """Each item is a mixture with another item."""
@@ -317,7 +447,9 @@ class Mixed(Dataset[tuple[Tensor, Tensor]]):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         other = int(torch.randint(len(self), ()))
         part = torch.distributions.Beta(0.4, 0.4).sample()
-        return part * self.x[index] + (1 - part) * self.x[other], part * self.y[index] + (1 - part) * self.y[other]
+        return part * self.x[index] + (1 - part) * self.x[other], part * self.y[index] + (
+            1 - part
+        ) * self.y[other]
 
 
 @entry("samples that the data set mixes in pairs, with soft targets")
@@ -326,6 +458,7 @@ def mixed_pairs() -> paceline.Job:
 
 
 # --- Tokens that collate masks at random ------------------------------------------------------------------------------
+
 
 class Masked(nn.Module):
     """Guesses the tokens that are masked."""
@@ -355,18 +488,25 @@ def mask_tokens(samples: list[Tensor]) -> tuple[Tensor, Tensor]:
 @entry("tokens that collate masks at random, counted over the whole batch")
 def masked_by_collate() -> paceline.Job:
     def loss(output: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        return F.cross_entropy(output.flatten(0, 1), labels.flatten(), reduction="sum"), (labels != -100).sum()
+        return F.cross_entropy(output.flatten(0, 1), labels.flatten(), reduction="sum"), (
+            labels != -100
+        ).sum()
 
-    return make_job(Masked, data=list(integers(11, SAMPLES, 6)), collate=mask_tokens, optimizer=adam, loss=loss)
+    return make_job(
+        Masked, data=list(integers(11, SAMPLES, 6)), collate=mask_tokens, optimizer=adam, loss=loss
+    )
 
 
 # --- Gradients that are clipped by value ------------------------------------------------------------------------------
+
 
 class ClippedByValue(torch.optim.SGD):
     """Clips each number of a gradient before the step."""
 
     def step(self, closure: Any = None) -> Any:
-        torch.nn.utils.clip_grad_value_([p for group in self.param_groups for p in group["params"]], 0.01)
+        torch.nn.utils.clip_grad_value_(
+            [p for group in self.param_groups for p in group["params"]], 0.01
+        )
         return super().step(closure)
 
 
@@ -377,6 +517,7 @@ def clip_by_value() -> paceline.Job:
 
 # --- Forecasts by quantiles: windows of several series, shuffled in a buffer ------------------------------------------
 
+
 class Windows(IterableDataset[dict[str, Tensor]]):
     """Cut from each series in turn; which one leaves the buffer next is drawn."""
 
@@ -384,8 +525,13 @@ class Windows(IterableDataset[dict[str, Tensor]]):
         shuffle_buffer: list[dict[str, Tensor]] = []
         for series in numbers(5, 27, seed=6).cumsum(1):
             for start in range(0, 18, 2):
-                shuffle_buffer.append({"history": series[start:start + 6], "future": series[start + 6:start + 9],
-                                       "hour": torch.tensor(start % 24)})
+                shuffle_buffer.append(
+                    {
+                        "history": series[start : start + 6],
+                        "future": series[start + 6 : start + 9],
+                        "hour": torch.tensor(start % 24),
+                    }
+                )
                 if len(shuffle_buffer) >= 8:
                     yield shuffle_buffer.pop(random.randrange(len(shuffle_buffer)))
         random.shuffle(shuffle_buffer)
@@ -397,7 +543,11 @@ class Forecaster(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.hours, self.recurrent, self.head = nn.Embedding(24, 3), nn.LSTM(1, 6, 2, batch_first=True), nn.Linear(9, 9)
+        self.hours, self.recurrent, self.head = (
+            nn.Embedding(24, 3),
+            nn.LSTM(1, 6, 2, batch_first=True),
+            nn.Linear(9, 9),
+        )
 
     def forward(self, history: Tensor, hour: Tensor, future: Tensor | None = None) -> Tensor:
         middle, scale = history.mean(1, keepdim=True), history.std(1, keepdim=True) + 1e-5
@@ -414,5 +564,12 @@ def pinball(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
 
 @entry("forecasts by quantiles, of a stream of windows that a buffer shuffles")
 def quantiles_of_windows() -> paceline.Job:
-    return make_job(Forecaster, data=Windows(), loss=pinball, optimizer=adam, epochs=2, steps=None,
-                    lr_schedule=lambda each: torch.optim.lr_scheduler.OneCycleLR(each, 1e-2, total_steps=10))
+    return make_job(
+        Forecaster,
+        data=Windows(),
+        loss=pinball,
+        optimizer=adam,
+        epochs=2,
+        steps=None,
+        lr_schedule=lambda each: torch.optim.lr_scheduler.OneCycleLR(each, 1e-2, total_steps=10),
+    )

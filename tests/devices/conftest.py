@@ -28,7 +28,9 @@ def workshops(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshops]:
 
 
 @pytest.fixture(scope="module")
-def shop(tmp_path_factory: pytest.TempPathFactory, workshops: Workshops, num_gpus: int) -> Iterator[Workshop]:
+def shop(
+    tmp_path_factory: pytest.TempPathFactory, workshops: Workshops, num_gpus: int
+) -> Iterator[Workshop]:
     with workshops.open(tmp_path_factory.mktemp("workshop"), devices=num_gpus) as opened:
         yield opened
 

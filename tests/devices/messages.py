@@ -34,8 +34,15 @@ class Entry:
     thread: int = 0
 
     def to_list(self) -> list[Any]:
-        return [self.kind, [list(self.group[0]), self.group[1]], self.peer, list(self.shape), self.dtype, self.of,
-                self.thread]
+        return [
+            self.kind,
+            [list(self.group[0]), self.group[1]],
+            self.peer,
+            list(self.shape),
+            self.dtype,
+            self.of,
+            self.thread,
+        ]
 
     @classmethod
     def of_list(cls, given: list[Any]) -> Entry:
@@ -52,7 +59,10 @@ class Recording(TorchDispatchMode):
 
     def __enter__(self) -> Recording:
         self._originals = dist.isend, dist.irecv
-        dist.isend, dist.irecv = self._message("send", dist.isend), self._message("recv", dist.irecv)
+        dist.isend, dist.irecv = (
+            self._message("send", dist.isend),
+            self._message("recv", dist.irecv),
+        )
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -61,15 +71,26 @@ class Recording(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional") and not func._schema.name.endswith(
-                ("send", "recv_", "wait_tensor")):
+            ("send", "recv_", "wait_tensor")
+        ):
             self.entries.append(_collective(func, [*args, *(kwargs or {}).values()]))
         return func(*args, **(kwargs or {}))
 
     def _message(self, kind: str, ask: Callable[..., Any]) -> Callable[..., Any]:
         def recorded(tensor: torch.Tensor, peer: int, group: Any = None, **options: Any) -> Any:
-            self.entries.append(Entry(kind, _group(group), peer, tuple(tensor.shape), _dtype(tensor),
-                                      thread=threading.get_ident()))
-            return _Noted(ask(tensor, peer, group=group, **options), len(self.entries) - 1, self.entries)
+            self.entries.append(
+                Entry(
+                    kind,
+                    _group(group),
+                    peer,
+                    tuple(tensor.shape),
+                    _dtype(tensor),
+                    thread=threading.get_ident(),
+                )
+            )
+            return _Noted(
+                ask(tensor, peer, group=group, **options), len(self.entries) - 1, self.entries
+            )
 
         return recorded
 
@@ -98,9 +119,16 @@ class _Arrived:
         return True
 
 
-def of_a_schedule(model: torch.nn.Module, captured: Capture, example: torch.Tensor,
-                  stage_of: Callable[[int, int], int], ranks: Sequence[int], orders: Sequence[Sequence[Action]], *,
-                  one_group: bool = False) -> list[list[Entry]]:
+def of_a_schedule(
+    model: torch.nn.Module,
+    captured: Capture,
+    example: torch.Tensor,
+    stage_of: Callable[[int, int], int],
+    ranks: Sequence[int],
+    orders: Sequence[Sequence[Action]],
+    *,
+    one_group: bool = False,
+) -> list[list[Entry]]:
     """What the engine of each rank asks for in a step of a pipeline, without processes: what it receives is zeros.
 
     captured: of the model on the example. stage_of: from the place of a piece and the number of pieces. ranks: of the
@@ -118,21 +146,41 @@ def of_a_schedule(model: torch.nn.Module, captured: Capture, example: torch.Tens
             def ask(tensor: torch.Tensor, peer: int, group: Any = None) -> Any:
                 if kind == "recv":
                     tensor.zero_()
-                entries.append(Entry(kind, (tuple(range(len(orders))), group), peer, tuple(tensor.shape),
-                                     _dtype(tensor)))
+                entries.append(
+                    Entry(
+                        kind,
+                        (tuple(range(len(orders))), group),
+                        peer,
+                        tuple(tensor.shape),
+                        _dtype(tensor),
+                    )
+                )
                 return _Noted(_Arrived(), len(entries) - 1, entries)
 
             return ask
 
-        links = Links(range(len(orders)), rank, torch.device("cpu"), ahead="ahead",  # type: ignore[arg-type]
-                      back="ahead" if one_group else "back")  # type: ignore[arg-type]
+        links = Links(
+            range(len(orders)),
+            rank,
+            torch.device("cpu"),
+            ahead="ahead",  # type: ignore[arg-type]
+            back="ahead" if one_group else "back",
+        )  # type: ignore[arg-type]
         engine = Engine(
-            orders, links, lambda piece, values: piece.run(*map(weights.__getitem__, piece.parameters), *values),
-            lambda stage: list({weights[name]: None for piece in stage.pieces for name in piece.parameters}))
+            orders,
+            links,
+            lambda piece, values: piece.run(*map(weights.__getitem__, piece.parameters), *values),
+            lambda stage: list(
+                {weights[name]: None for piece in stage.pieces for name in piece.parameters}
+            ),
+        )
         dist.isend, dist.irecv = message("send"), message("recv")
         try:
-            engine.run(dict.fromkeys(microbatches, staged), dict.fromkeys(microbatches, captured.bind((example,), {})),
-                       lambda number, output: output.sum())
+            engine.run(
+                dict.fromkeys(microbatches, staged),
+                dict.fromkeys(microbatches, captured.bind((example,), {})),
+                lambda number, output: output.sum(),
+            )
         finally:
             dist.isend, dist.irecv = originals
         entries_by_rank.append(entries)
@@ -140,16 +188,32 @@ def of_a_schedule(model: torch.nn.Module, captured: Capture, example: torch.Tens
 
 
 def _collective(func: Any, args: Sequence[Any]) -> Entry:
-    tensors = [item for arg in args for item in (arg if isinstance(arg, list | tuple) else [arg])
-               if isinstance(item, torch.Tensor)]
-    group = next((dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject)
-                  and "ProcessGroup" in str(arg._type())), None)
+    tensors = [
+        item
+        for arg in args
+        for item in (arg if isinstance(arg, list | tuple) else [arg])
+        if isinstance(item, torch.Tensor)
+    ]
+    group = next(
+        (
+            dist.ProcessGroup.unbox(arg)
+            for arg in args
+            if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type())
+        ),
+        None,
+    )
     if group is None:  # functional collectives name it
         names = [arg for arg in args if isinstance(arg, str)]
         group = dist.distributed_c10d._resolve_process_group(names[-1])
     shape = tuple(tensors[0].shape) if tensors else ()
-    return Entry(func._schema.name.partition("::")[2], _group(group), -1, shape,
-                 _dtype(tensors[0]) if tensors else "", thread=threading.get_ident())
+    return Entry(
+        func._schema.name.partition("::")[2],
+        _group(group),
+        -1,
+        shape,
+        _dtype(tensors[0]) if tensors else "",
+        thread=threading.get_ident(),
+    )
 
 
 def _group(group: Any) -> tuple[tuple[int, ...], str]:
@@ -162,7 +226,17 @@ def _dtype(tensor: torch.Tensor) -> str:
 
 
 # What NCCL sums and sends; torch takes complex numbers for pairs of real ones.
-NCCL_DTYPES = {"int8", "uint8", "bool", "int32", "int64", "float16", "bfloat16", "float32", "float64"}
+NCCL_DTYPES = {
+    "int8",
+    "uint8",
+    "bool",
+    "int32",
+    "int64",
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+}
 
 
 def unlike_sequences(ranks: Sequence[Sequence[Entry]]) -> list[str]:
@@ -172,9 +246,14 @@ def unlike_sequences(ranks: Sequence[Sequence[Entry]]) -> list[str]:
         for entry in entries:
             if entry.peer < 0 and entry.kind != "wait":
                 sequences.setdefault(entry.group, {}).setdefault(rank, []).append(
-                    (entry.kind, entry.shape, entry.dtype))
-    return [f"{group}: {of_ranks}" for group, of_ranks in sequences.items()
-            if set(of_ranks) != set(group[0]) or len({tuple(sequence) for sequence in of_ranks.values()}) > 1]
+                    (entry.kind, entry.shape, entry.dtype)
+                )
+    return [
+        f"{group}: {of_ranks}"
+        for group, of_ranks in sequences.items()
+        if set(of_ranks) != set(group[0])
+        or len({tuple(sequence) for sequence in of_ranks.values()}) > 1
+    ]
 
 
 def is_cyclic(ranks: Sequence[Sequence[Entry]]) -> bool:
@@ -214,19 +293,32 @@ def stuck(ranks: Sequence[Sequence[Entry]]) -> list[str]:
             if entry.kind == "wait":
                 waited.add(entry.of)
             elif entry.peer >= 0:
-                streams.setdefault((rank, entry.group, entry.peer), []).append((number, entry, frozenset(waited)))
+                streams.setdefault((rank, entry.group, entry.peer), []).append(
+                    (number, entry, frozenset(waited))
+                )
     done: set[tuple[int, int]] = set()
     moved = True
     while moved:
         moved = False
         for (rank, group, peer), mine in streams.items():
             others = streams.get((peer, group, rank), [])
-            while mine and others and _can_meet(rank, mine[0], done) and _can_meet(peer, others[0], done) and (
-                    {mine[0][1].kind, others[0][1].kind} == {"send", "recv"}):
+            while (
+                mine
+                and others
+                and _can_meet(rank, mine[0], done)
+                and _can_meet(peer, others[0], done)
+                and ({mine[0][1].kind, others[0][1].kind} == {"send", "recv"})
+            ):
                 done |= {(rank, mine.pop(0)[0]), (peer, others.pop(0)[0])}
                 moved = True
-    return [f"rank {rank}: {left[0][1].kind} with rank {peer}" for (rank, _, peer), left in streams.items() if left]
+    return [
+        f"rank {rank}: {left[0][1].kind} with rank {peer}"
+        for (rank, _, peer), left in streams.items()
+        if left
+    ]
 
 
-def _can_meet(rank: int, item: tuple[int, Entry, frozenset[int]], done: set[tuple[int, int]]) -> bool:
+def _can_meet(
+    rank: int, item: tuple[int, Entry, frozenset[int]], done: set[tuple[int, int]]
+) -> bool:
     return all((rank, number) in done for number in item[2])

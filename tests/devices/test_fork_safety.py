@@ -39,23 +39,36 @@ def touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[st
 def job() -> paceline.Job:
     x = torch.randn(24, 6)
     return paceline.Job(
-        model=lambda: nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.1), nn.Linear(8, 3)), loss=F.cross_entropy,
-        data=TensorDataset(x, (x[:, 0] > 0).long()), batch=8, steps=2, clip=1.0,
-        optimizer=lambda named: torch.optim.AdamW(named, lr=1e-2))
+        model=lambda: nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.1), nn.Linear(8, 3)),
+        loss=F.cross_entropy,
+        data=TensorDataset(x, (x[:, 0] > 0).long()),
+        batch=8,
+        steps=2,
+        clip=1.0,
+        optimizer=lambda named: torch.optim.AdamW(named, lr=1e-2),
+    )
 
 
 def own_step_job() -> paceline.Job:
     def step(ctx: paceline.StepContext, batch: Any) -> None:
         noise = torch.randn(len(batch), 6)
-        ctx.backward("first", noise, lambda output, batch: ctx.run("second", output).square().mean())
+        ctx.backward(
+            "first", noise, lambda output, batch: ctx.run("second", output).square().mean()
+        )
         ctx.update("first")
         ctx.backward("second", batch, lambda output, batch: F.cross_entropy(output, batch.target))
         ctx.update("second")
 
     adam = lambda named: torch.optim.AdamW(named, lr=1e-2)  # noqa: E731
-    return paceline.Job(models={"first": lambda: nn.Linear(6, 6), "second": lambda: nn.Linear(6, 3)}, step=step,
-                        optimizers={"first": adam, "second": adam}, data=job().data, batch=8, steps=2,
-                        followers={"average": paceline.ema("first", 0.9)})
+    return paceline.Job(
+        models={"first": lambda: nn.Linear(6, 6), "second": lambda: nn.Linear(6, 3)},
+        step=step,
+        optimizers={"first": adam, "second": adam},
+        data=job().data,
+        batch=8,
+        steps=2,
+        followers={"average": paceline.ema("first", 0.9)},
+    )
 
 
 class Asking(paceline.Callback):
@@ -69,27 +82,45 @@ class Asking(paceline.Callback):
 def watched_job() -> paceline.Job:
     """As users watch one: with callbacks, phases, initial weights and a plateau."""
     given = job()
-    return replace(given, validation=given.data, callbacks=[Asking(), paceline.EarlyStopping("validation_loss")],
-                   steps=None, epochs=2, freeze=paceline.by_step({0: ("0.*",), 1: ()}), init=given.model().state_dict(),
-                   lr_schedule=torch.optim.lr_scheduler.ReduceLROnPlateau)
+    return replace(
+        given,
+        validation=given.data,
+        callbacks=[Asking(), paceline.EarlyStopping("validation_loss")],
+        steps=None,
+        epochs=2,
+        freeze=paceline.by_step({0: ("0.*",), 1: ()}),
+        init=given.model().state_dict(),
+        lr_schedule=torch.optim.lr_scheduler.ReduceLROnPlateau,
+    )
 
 
 def opened(folder: Path) -> Any:
     """What a run leaves, in the process that began it."""
-    trained = paceline.train(watched_job(), "data=2", devices="cpu:0,cpu:1", run=folder / "run", check=False)
+    trained = paceline.train(
+        watched_job(), "data=2", devices="cpu:0,cpu:1", run=folder / "run", check=False
+    )
     return trained.model(), paceline.open(folder / "run", job=job()).state_dict()
 
 
 VERBS: dict[str, Callable[[Path], Any]] = {
-    "train a step of its own": lambda folder: paceline.train(own_step_job(), "data=2", devices="cpu:0,cpu:1",
-                                                             run=folder / "run"),
+    "train a step of its own": lambda folder: paceline.train(
+        own_step_job(), "data=2", devices="cpu:0,cpu:1", run=folder / "run"
+    ),
     "train with callbacks, and open": opened,
     "verify a step of its own": lambda folder: paceline.verify(
-        replace(own_step_job(), precision="float64"), ["data=2"], steps=2, resume="no"),
-    "train": lambda folder: paceline.train(job(), "data=2", devices="cpu:0,cpu:1", run=folder / "run"),
-    "train tensor": lambda folder: paceline.train(job(), "tensor=2", devices="cpu:0,cpu:1", run=folder / "run"),
-    "train auto": lambda folder: paceline.train(job(), "auto", devices="cpu:0,cpu:1", run=folder / "run"),
-    "verify": lambda folder: paceline.verify(job(), ["data=2"], steps=2)}
+        replace(own_step_job(), precision="float64"), ["data=2"], steps=2, resume="no"
+    ),
+    "train": lambda folder: paceline.train(
+        job(), "data=2", devices="cpu:0,cpu:1", run=folder / "run"
+    ),
+    "train tensor": lambda folder: paceline.train(
+        job(), "tensor=2", devices="cpu:0,cpu:1", run=folder / "run"
+    ),
+    "train auto": lambda folder: paceline.train(
+        job(), "auto", devices="cpu:0,cpu:1", run=folder / "run"
+    ),
+    "verify": lambda folder: paceline.verify(job(), ["data=2"], steps=2),
+}
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -107,22 +138,43 @@ def test_verify_on_gpus_uses_them_in_other_processes_alone(touched: list[str], t
     assert not touched
 
 
-def test_a_trainer_of_transformers_uses_no_cuda_in_its_own_process(touched: list[str], tmp_path: Path):
+def test_a_trainer_of_transformers_uses_no_cuda_in_its_own_process(
+    touched: list[str], tmp_path: Path
+):
     """Where its arguments keep to the CPU; others start ranks from another interpreter, see test_trainer_on_gpus."""
     transformers = needed("transformers")
     needed("accelerate")
     from paceline.transformers import Trainer
 
-    samples = [{"input_ids": torch.tensor([1, 2, 3, number]), "labels": torch.tensor([1, 2, 3, number])}
-               for number in range(8)]
+    samples = [
+        {"input_ids": torch.tensor([1, 2, 3, number]), "labels": torch.tensor([1, 2, 3, number])}
+        for number in range(8)
+    ]
 
     def trainer() -> Any:
-        args = transformers.TrainingArguments(str(tmp_path), max_steps=1, per_device_train_batch_size=4, report_to=[],
-                                              save_strategy="no", disable_tqdm=True, use_cpu=True)
-        config = transformers.LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
-                                          num_attention_heads=2)
-        return Trainer(plan="data=2", devices="cpu:0,cpu:1", args=args, train_dataset=samples,
-                       model=transformers.LlamaForCausalLM(config))
+        args = transformers.TrainingArguments(
+            str(tmp_path),
+            max_steps=1,
+            per_device_train_batch_size=4,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+            use_cpu=True,
+        )
+        config = transformers.LlamaConfig(
+            vocab_size=8,
+            hidden_size=8,
+            intermediate_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+        )
+        return Trainer(
+            plan="data=2",
+            devices="cpu:0,cpu:1",
+            args=args,
+            train_dataset=samples,
+            model=transformers.LlamaForCausalLM(config),
+        )
 
     trainer().train()
     touched.clear()  # libraries that are imported on the way may count GPUs
@@ -143,22 +195,28 @@ def test_generators_are_kept_without_cuda(touched: list[str]):
 
 def test_gpus_are_looked_at_in_a_fork(touched: list[str]):
     """Their names and memory are known here all the same."""
-    assert [(str(device), device.name, device.memory_bytes) for device in Cluster.local().devices] == [
-        ("cuda:0", "Stub", 80 * 2**30), ("cuda:1", "Stub", 80 * 2**30)]
+    assert [
+        (str(device), device.name, device.memory_bytes) for device in Cluster.local().devices
+    ] == [("cuda:0", "Stub", 80 * 2**30), ("cuda:1", "Stub", 80 * 2**30)]
     assert not touched
 
 
-@pytest.mark.parametrize("asks", [
-    "assert torch.cuda.is_available() and torch.cuda.device_count() == 2 and torch.cuda.current_device() == 0",
-    "assert torch.cuda.get_device_capability() == (9, 0)",  # as torchao does, which Transformers imports
-    "assert torch.cuda.get_device_properties(0).total_memory == 80 * 2**30",
-    "from torch.utils._triton import has_triton; has_triton()",
-    "torch.accelerator.current_accelerator(check_available=True)",
-    "import torch._inductor.runtime.benchmarking"])  # as a plan with compile=blocks does
+@pytest.mark.parametrize(
+    "asks",
+    [
+        "assert torch.cuda.is_available() and torch.cuda.device_count() == 2 and torch.cuda.current_device() == 0",
+        "assert torch.cuda.get_device_capability() == (9, 0)",  # as torchao does, which Transformers imports
+        "assert torch.cuda.get_device_properties(0).total_memory == 80 * 2**30",
+        "from torch.utils._triton import has_triton; has_triton()",
+        "torch.accelerator.current_accelerator(check_available=True)",
+        "import torch._inductor.runtime.benchmarking",
+    ],
+)  # as a plan with compile=blocks does
 def test_what_a_job_file_imports_may_ask_for_gpus(asks: str, touched: list[str], tmp_path: Path):
     """On an H200, Llama's job and compile=blocks were refused: imports had used CUDA in the process that forks."""
-    (tmp_path / "job.py").write_text(f"import torch\n{asks}\nimport paceline\n"
-                                     "def job():\n    return paceline.Job(**{})\n")
+    (tmp_path / "job.py").write_text(
+        f"import torch\n{asks}\nimport paceline\ndef job():\n    return paceline.Job(**{{}})\n"
+    )
     with pytest.raises(PacelineError, match="Job"):
         paceline.load(str(tmp_path / "job.py"))
     assert not touched

@@ -11,8 +11,11 @@ import pytest
 from later import not_installed
 from pretended_cuda.client import Workshop, Workshops
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600),
-              pytest.mark.skipif(find_spec("keras") is None, reason=not_installed("keras"))]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(find_spec("keras") is None, reason=not_installed("keras")),
+]
 _SCRIPT = """
 import json, os, sys
 import keras, numpy as np, torch
@@ -98,14 +101,20 @@ def _near(value: Any, expected: Any) -> None:
         assert value == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.parametrize(("plan", "devices", "how"), [
-    ("data=2", "cuda:1-2", "own step"),
-    pytest.param("data=3", "", "frozen", marks=pytest.mark.slow),
-    pytest.param("data=2", "2xcuda:0", "dropout", marks=pytest.mark.slow),
-    pytest.param("data=2", "cpu:0-1", "evaluated", marks=pytest.mark.slow),
-    pytest.param("data=2", "cuda:0-1", "evaluated", marks=pytest.mark.slow),
-    pytest.param("tensor=2", "cuda:0-1", "job", marks=pytest.mark.slow)])
-def test_a_model_trains_on_gpus_as_on_one_cpu(shop: Workshop, plan: str, devices: str, how: str, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("plan", "devices", "how"),
+    [
+        ("data=2", "cuda:1-2", "own step"),
+        pytest.param("data=3", "", "frozen", marks=pytest.mark.slow),
+        pytest.param("data=2", "2xcuda:0", "dropout", marks=pytest.mark.slow),
+        pytest.param("data=2", "cpu:0-1", "evaluated", marks=pytest.mark.slow),
+        pytest.param("data=2", "cuda:0-1", "evaluated", marks=pytest.mark.slow),
+        pytest.param("tensor=2", "cuda:0-1", "job", marks=pytest.mark.slow),
+    ],
+)
+def test_a_model_trains_on_gpus_as_on_one_cpu(
+    shop: Workshop, plan: str, devices: str, how: str, tmp_path: Path
+):
     """Weights, figures and outputs; callbacks of this process see the weights of the moment; the model comes back."""
     (tmp_path / "script.py").write_text(_SCRIPT)
     printed = shop.script(tmp_path / "script.py", plan, devices, how)
@@ -120,5 +129,7 @@ def test_a_model_trains_on_gpus_as_on_one_cpu(shop: Workshop, plan: str, devices
 def test_the_example_runs_with_one_gpu(workshops: Workshops, tmp_path: Path):
     """Its two ranks are on CPUs, and so is what they are compared with."""
     with workshops.open(tmp_path, devices=1) as shop:
-        single, distributed = shop.script(Path(__file__).parents[2] / "examples" / "07_keras.py").splitlines()
+        single, distributed = shop.script(
+            Path(__file__).parents[2] / "examples" / "07_keras.py"
+        ).splitlines()
     assert single.removeprefix("data=1: ") == distributed.removeprefix("data=2: ")

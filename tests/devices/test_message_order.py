@@ -12,7 +12,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from messages import NCCL_DTYPES, Entry, Recording, is_cyclic, of_a_schedule, stuck, unlike_sequences
+from messages import (
+    NCCL_DTYPES,
+    Entry,
+    Recording,
+    is_cyclic,
+    of_a_schedule,
+    stuck,
+    unlike_sequences,
+)
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import TensorDataset
@@ -33,24 +41,65 @@ from paceline.training.prepare import prepare_job
 
 pytestmark = pytest.mark.timeout(120)
 
-PLANS = ("data=2", "data=2 accumulate=2 recompute=full", "data=2 compress=int8", "data=2 shard=2 compress=int8",
-         "data=2 compress=topk", "data=2 compress=powersgd", "shard=2 zero=1",
-         "shard=2 accumulate=2",
-         "data=2 shard=2", "tensor=2", "data=2 local=2 outer=diloco", "place=auto parts=2", "pipeline=2 data=2",
-         "pipeline=2 schedule=gpipe", "pipeline=3", "pipeline=2 schedule=interleaved",
-         "pipeline=2 schedule=zero-bubble", "pipeline=2 microbatches=1", "pipeline=2 shard=2")
-MORE = ("data=3", "data=2 recompute=full accumulate=3", "data=2 compress=bf16", "data=2 local=2 outer=average",
-        "data=2 local=2 outer=diloco fragments=2", "shard=3", "shard=2 zero=2", "shard=2 recompute=full",
-        "data=2 shard=2 zero=2", "data=2 tensor=2", "shard=2 tensor=2", "place=auto parts=4",
-        "place=auto parts=2 data=2", "place=auto parts=2 recompute=full", "pipeline=4",
-        "pipeline=4 schedule=gpipe microbatches=3", "pipeline=4 schedule=interleaved",
-        "pipeline=4 schedule=zero-bubble microbatches=5",
-        "pipeline=2 schedule=interleaved virtual=3 microbatches=4", "pipeline=2 microbatches=3 recompute=full",
-        "pipeline=2 data=2 schedule=zero-bubble", "pipeline=2 data=2 compress=int8", "pipeline=2 shard=2 zero=1",
-        "pipeline=2 tensor=2", "pipeline=2 data=2 tensor=2", "pipeline=2 shard=2 tensor=2", "data=2 shard=2 tensor=2",
-        "pipeline=2 data=2 shard=2", "pipeline=4 data=2 schedule=interleaved", "pipeline=4 shard=2",
-        "pipeline=8", "pipeline=8 schedule=gpipe", "pipeline=8 schedule=zero-bubble", "data=8", "shard=8",
-        "data=4 shard=2")
+PLANS = (
+    "data=2",
+    "data=2 accumulate=2 recompute=full",
+    "data=2 compress=int8",
+    "data=2 shard=2 compress=int8",
+    "data=2 compress=topk",
+    "data=2 compress=powersgd",
+    "shard=2 zero=1",
+    "shard=2 accumulate=2",
+    "data=2 shard=2",
+    "tensor=2",
+    "data=2 local=2 outer=diloco",
+    "place=auto parts=2",
+    "pipeline=2 data=2",
+    "pipeline=2 schedule=gpipe",
+    "pipeline=3",
+    "pipeline=2 schedule=interleaved",
+    "pipeline=2 schedule=zero-bubble",
+    "pipeline=2 microbatches=1",
+    "pipeline=2 shard=2",
+)
+MORE = (
+    "data=3",
+    "data=2 recompute=full accumulate=3",
+    "data=2 compress=bf16",
+    "data=2 local=2 outer=average",
+    "data=2 local=2 outer=diloco fragments=2",
+    "shard=3",
+    "shard=2 zero=2",
+    "shard=2 recompute=full",
+    "data=2 shard=2 zero=2",
+    "data=2 tensor=2",
+    "shard=2 tensor=2",
+    "place=auto parts=4",
+    "place=auto parts=2 data=2",
+    "place=auto parts=2 recompute=full",
+    "pipeline=4",
+    "pipeline=4 schedule=gpipe microbatches=3",
+    "pipeline=4 schedule=interleaved",
+    "pipeline=4 schedule=zero-bubble microbatches=5",
+    "pipeline=2 schedule=interleaved virtual=3 microbatches=4",
+    "pipeline=2 microbatches=3 recompute=full",
+    "pipeline=2 data=2 schedule=zero-bubble",
+    "pipeline=2 data=2 compress=int8",
+    "pipeline=2 shard=2 zero=1",
+    "pipeline=2 tensor=2",
+    "pipeline=2 data=2 tensor=2",
+    "pipeline=2 shard=2 tensor=2",
+    "data=2 shard=2 tensor=2",
+    "pipeline=2 data=2 shard=2",
+    "pipeline=4 data=2 schedule=interleaved",
+    "pipeline=4 shard=2",
+    "pipeline=8",
+    "pipeline=8 schedule=gpipe",
+    "pipeline=8 schedule=zero-bubble",
+    "data=8",
+    "shard=8",
+    "data=4 shard=2",
+)
 EVERY = [*PLANS, *(pytest.param(plan, marks=pytest.mark.slow) for plan in MORE)]
 
 
@@ -60,7 +109,9 @@ class Net(nn.Module):
     def __init__(self, depth: int = 3) -> None:
         super().__init__()
         self.first, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(depth)])
+        self.blocks = nn.ModuleList(
+            [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(depth)]
+        )
         self.last = nn.Linear(8, 4)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -72,8 +123,15 @@ class Net(nn.Module):
 
 def job() -> paceline.Job:
     x = torch.randn(96, 8, generator=torch.Generator().manual_seed(0))
-    return paceline.Job(model=Net, data=TensorDataset(x, x[:, :4].clone()), loss=nn.functional.mse_loss, batch=32,
-                        steps=3, clip=1.0, optimizer=lambda named: torch.optim.AdamW(named, lr=1e-2))
+    return paceline.Job(
+        model=Net,
+        data=TensorDataset(x, x[:, :4].clone()),
+        loss=nn.functional.mse_loss,
+        batch=32,
+        steps=3,
+        clip=1.0,
+        optimizer=lambda named: torch.optim.AdamW(named, lr=1e-2),
+    )
 
 
 def deep_job() -> paceline.Job:
@@ -111,38 +169,63 @@ class Table(nn.Module):
 
 
 def table_job() -> paceline.Job:
-    words = torch.randint(0, 32, (42, 3), generator=torch.Generator().manual_seed(0))  # the last window is short
-    return paceline.Job(model=Table, data=TensorDataset(words, torch.ones(42, 32)), loss=nn.functional.mse_loss,
-                        batch=20, steps=3, clip=1.0, optimizer=lambda named: torch.optim.SGD(named, lr=1e-2))
+    words = torch.randint(
+        0, 32, (42, 3), generator=torch.Generator().manual_seed(0)
+    )  # the last window is short
+    return paceline.Job(
+        model=Table,
+        data=TensorDataset(words, torch.ones(42, 32)),
+        loss=nn.functional.mse_loss,
+        batch=20,
+        steps=3,
+        clip=1.0,
+        optimizer=lambda named: torch.optim.SGD(named, lr=1e-2),
+    )
 
 
 def two_models_job(*, in_losses: bool = True) -> paceline.Job:
     """A step of its own: a run, two backwards, two updates, an average. in_losses: a loss runs the other model, and
     takes second derivatives of its own."""
+
     def build() -> nn.Module:
-        return nn.Sequential(nn.Linear(8, 8), *(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)))
+        return nn.Sequential(
+            nn.Linear(8, 8), *(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
+        )
 
     def penalty(output: Tensor, batch: Any, given: Tensor) -> tuple[Tensor, int]:
         given = given.detach().requires_grad_()
-        slope, = torch.autograd.grad(run("second", given).sum(), given, create_graph=True)
+        (slope,) = torch.autograd.grad(run("second", given).sum(), given, create_graph=True)
         return (output - batch.input).square().sum() + slope.square().sum(), len(given)
 
     def step(ctx: paceline.StepContext, batch: Any) -> None:
         nonlocal run
         run, x = ctx.run, batch.input
         first = ctx.run("first", x)
-        ctx.backward("second", first, penalty if in_losses else lambda output, batch, given: output.square().mean(),
-                     first)
+        ctx.backward(
+            "second",
+            first,
+            penalty if in_losses else lambda output, batch, given: output.square().mean(),
+            first,
+        )
         ctx.update("second")
-        ctx.backward("first", x + torch.rand(len(x), 8), lambda output, batch: (
-            run("second", output) if in_losses else output).square().mean())
+        ctx.backward(
+            "first",
+            x + torch.rand(len(x), 8),
+            lambda output, batch: (run("second", output) if in_losses else output).square().mean(),
+        )
         ctx.update("first")
 
     run: Any = None
     adam = paceline.Optimizer(lambda named: torch.optim.AdamW(named, lr=1e-2))
-    return paceline.Job(models={"first": build, "second": build}, step=step, data=job().data, batch=32, steps=3,
-                        optimizers={"first": replace(adam, clip=1.0), "second": adam},
-                        followers={"average": paceline.ema("first", 0.9)})
+    return paceline.Job(
+        models={"first": build, "second": build},
+        step=step,
+        data=job().data,
+        batch=32,
+        steps=3,
+        optimizers={"first": replace(adam, clip=1.0), "second": adam},
+        followers={"average": paceline.ema("first", 0.9)},
+    )
 
 
 def two_models_apart_job() -> paceline.Job:
@@ -167,7 +250,9 @@ def recorded(plan: str, job: Callable[[], paceline.Job] = job) -> list[list[Entr
             train_rank(context, job(), resolved.plan, Settings(None, resolved.shares))
         return recording.entries
 
-    entries_by_rank = run_local(lambda context: [entry.to_list() for entry in body(context)], resolved.cluster.devices)
+    entries_by_rank = run_local(
+        lambda context: [entry.to_list() for entry in body(context)], resolved.cluster.devices
+    )
     return [[Entry.of_list(entry) for entry in entries] for entries in entries_by_rank]
 
 
@@ -189,10 +274,19 @@ def test_the_ranks_of_a_group_ask_for_the_same(plan: str):
         assert all(len(of_group) == 1 for group, of_group in threads.items() if group[0])
 
 
-@pytest.mark.parametrize(("plan", "kind"), [
-    ("data=2 shard=2 compress=int8", "alltoall"),
-    *(pytest.param(plan, kind, marks=pytest.mark.slow) for plan, kind in (
-        ("data=2 shard=2 compress=topk", "allgather"), ("data=2 compress=powersgd", "allreduce")))])
+@pytest.mark.parametrize(
+    ("plan", "kind"),
+    [
+        ("data=2 shard=2 compress=int8", "alltoall"),
+        *(
+            pytest.param(plan, kind, marks=pytest.mark.slow)
+            for plan, kind in (
+                ("data=2 shard=2 compress=topk", "allgather"),
+                ("data=2 compress=powersgd", "allreduce"),
+            )
+        ),
+    ],
+)
 def test_compressed_sums_are_launched_by_the_rank_itself(plan: str, kind: str):
     """A thread beside the step would launch them between the collectives of other groups."""
     ranks = recorded(plan)
@@ -216,8 +310,17 @@ def test_dtypes_are_those_of_nccl(plan: str):
     assert {entry.dtype for entry in chain(*of_net(plan)) if entry.dtype} <= NCCL_DTYPES
 
 
-@pytest.mark.parametrize("plan", ["data=3", "shard=2", *(pytest.param(plan, marks=pytest.mark.slow) for plan in (
-    "data=2 shard=2", "pipeline=2 data=2"))])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "data=3",
+        "shard=2",
+        *(
+            pytest.param(plan, marks=pytest.mark.slow)
+            for plan in ("data=2 shard=2", "pipeline=2 data=2")
+        ),
+    ],
+)
 def test_sparse_gradients_travel_by_the_same_rules(plan: str):
     """Ranks with other numbers of rows, and none, send messages of one length."""
     ranks = recorded(plan, table_job)
@@ -226,20 +329,34 @@ def test_sparse_gradients_travel_by_the_same_rules(plan: str):
     assert any("allgather" in entry.kind for entry in chain(*ranks))
 
 
-@pytest.mark.parametrize(("plan", "job"), [
-    ("shard=2", two_models_job), *(
-        pytest.param(plan, job, marks=pytest.mark.slow) for plan, job in (
-            ("data=2", two_models_job), ("pipeline=2", two_models_apart_job),
-            ("data=2 shard=2", two_models_job), ("shard=2 zero=2", two_models_job),
-            ("data=2 accumulate=2", two_models_job), ("tensor=2", two_models_apart_job),
-            ("pipeline=2 data=2", two_models_apart_job), ("place=auto parts=2", two_models_apart_job)))])
+@pytest.mark.parametrize(
+    ("plan", "job"),
+    [
+        ("shard=2", two_models_job),
+        *(
+            pytest.param(plan, job, marks=pytest.mark.slow)
+            for plan, job in (
+                ("data=2", two_models_job),
+                ("pipeline=2", two_models_apart_job),
+                ("data=2 shard=2", two_models_job),
+                ("shard=2 zero=2", two_models_job),
+                ("data=2 accumulate=2", two_models_job),
+                ("tensor=2", two_models_apart_job),
+                ("pipeline=2 data=2", two_models_apart_job),
+                ("place=auto parts=2", two_models_apart_job),
+            )
+        ),
+    ],
+)
 def test_a_step_of_ones_own_keeps_the_rules(plan: str, job: Callable[[], paceline.Job]):
     """Its models have groups in common, and take turns with them."""
     ranks = recorded(plan, job)
     assert all(ranks) and not unlike_sequences(ranks) and not is_cyclic(ranks) and not stuck(ranks)
     assert {entry.dtype for entry in chain(*ranks) if entry.dtype} <= NCCL_DTYPES
     for entries in ranks:
-        assert len({entry.thread for entry in entries if entry.kind != "wait" and entry.peer < 0}) == 1
+        assert (
+            len({entry.thread for entry in entries if entry.kind != "wait" and entry.peer < 0}) == 1
+        )
 
 
 class Deep(nn.Module):
@@ -275,9 +392,11 @@ def test_no_schedule_stops(name: Any, num_ranks: int, skip: bool):
     stages = num_ranks * virtual
     for num_microbatches in (1, num_ranks - 1, num_ranks + 3):
         ranks = of_a_schedule(
-            *deep(stages, skip=skip), lambda place, count: place * stages // count,
+            *deep(stages, skip=skip),
+            lambda place, count: place * stages // count,
             [stage % num_ranks for stage in range(stages)],
-            schedule(name, num_ranks=num_ranks, num_microbatches=num_microbatches, virtual=virtual))
+            schedule(name, num_ranks=num_ranks, num_microbatches=num_microbatches, virtual=virtual),
+        )
         assert all(ranks) and not stuck(ranks), num_microbatches
 
 
@@ -285,9 +404,13 @@ def test_no_schedule_stops(name: Any, num_ranks: int, skip: bool):
 def test_a_schedule_with_one_group_for_both_directions_stops(name: Any):
     """The test above can fail."""
     virtual = 2 if name == "interleaved" else 1
-    ranks = of_a_schedule(*deep(8, skip=True), lambda place, count: place * 4 * virtual // count,
-                          [stage % 4 for stage in range(4 * virtual)],
-                          schedule(name, num_ranks=4, num_microbatches=8, virtual=virtual), one_group=True)
+    ranks = of_a_schedule(
+        *deep(8, skip=True),
+        lambda place, count: place * 4 * virtual // count,
+        [stage % 4 for stage in range(4 * virtual)],
+        schedule(name, num_ranks=4, num_microbatches=8, virtual=virtual),
+        one_group=True,
+    )
     assert stuck(ranks)
 
 
@@ -298,11 +421,26 @@ def test_no_placement_stops(data: st.DataObject):
     num_ranks, stages = data.draw(st.integers(2, 8)), data.draw(st.integers(2, 10))
     homes = data.draw(st.lists(st.integers(0, num_ranks - 1), min_size=stages, max_size=stages))
     microbatches = range(data.draw(st.integers(1, 4)))
-    orders = [[Action("F", stage, m) for m in microbatches for stage in range(stages) if homes[stage] == rank]
-              + [Action("B", stage, m) for m in microbatches for stage in reversed(range(stages))
-                 if homes[stage] == rank] for rank in range(num_ranks)]
-    assert not stuck(of_a_schedule(*deep(stages, skip=True), lambda place, count: place * stages // count, homes,
-                                   orders))
+    orders = [
+        [
+            Action("F", stage, m)
+            for m in microbatches
+            for stage in range(stages)
+            if homes[stage] == rank
+        ]
+        + [
+            Action("B", stage, m)
+            for m in microbatches
+            for stage in reversed(range(stages))
+            if homes[stage] == rank
+        ]
+        for rank in range(num_ranks)
+    ]
+    assert not stuck(
+        of_a_schedule(
+            *deep(stages, skip=True), lambda place, count: place * stages // count, homes, orders
+        )
+    )
 
 
 def test_a_bucket_holds_gradients_of_one_stream(run_ranks: Callable[..., list[Any]]):
@@ -314,7 +452,7 @@ def test_a_bucket_holds_gradients_of_one_stream(run_ranks: Callable[..., list[An
         mesh = Mesh(resolved.plan.axes.sizes(), context.rank)
         mesh.connect()
         prepared = prepare_job(scalar_job(), plan=resolved.plan, mesh=mesh, device=context.device)
-        buckets, = (each for each in prepared.synchronisers if isinstance(each, GradientBuckets))
+        (buckets,) = (each for each in prepared.synchronisers if isinstance(each, GradientBuckets))
         return [[isinstance(p, DTensor) for p in bucket] for bucket in buckets.buckets]
 
     buckets = run_ranks(kinds, 4)[0]
@@ -324,14 +462,22 @@ def test_a_bucket_holds_gradients_of_one_stream(run_ranks: Callable[..., list[An
 
 def test_what_nccl_would_hang_on_is_seen():
     """Two ranks that receive before they send: with one group they wait for ever, with one a direction they don't."""
+
     def ranks(groups: tuple[str, str]) -> list[list[Entry]]:
-        return [[Entry("recv", ((0, 1), groups[1 - rank]), 1 - rank), Entry("send", ((0, 1), groups[rank]), 1 - rank)]
-                for rank in (0, 1)]
+        return [
+            [
+                Entry("recv", ((0, 1), groups[1 - rank]), 1 - rank),
+                Entry("send", ((0, 1), groups[rank]), 1 - rank),
+            ]
+            for rank in (0, 1)
+        ]
 
     assert stuck(ranks(("both", "both"))) and not stuck(ranks(("ahead", "back")))
 
 
 def test_ranks_that_disagree_are_seen():
     first, second = Entry("allreduce_", ((0, 1), "a")), Entry("allreduce_", ((0, 1), "b"))
-    assert is_cyclic([[first, second], [second, first]]) and not is_cyclic([[first, second], [first, second]])
+    assert is_cyclic([[first, second], [second, first]]) and not is_cyclic(
+        [[first, second], [first, second]]
+    )
     assert unlike_sequences([[first], []]) and not unlike_sequences([[first], [first]])

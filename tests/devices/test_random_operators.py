@@ -16,13 +16,38 @@ from paceline.model import randomness
 from paceline.model.randomness import WithoutRandomness
 
 # They have no mean, or none that an element could hold: `verify` names them, and draws them.
-NAMED = {"_fill_mem_eff_dropout_mask_", "_fused_dropout", "cauchy_", "multinomial", "random", "random_"}
+NAMED = {
+    "_fill_mem_eff_dropout_mask_",
+    "_fused_dropout",
+    "cauchy_",
+    "multinomial",
+    "random",
+    "random_",
+}
 # Made by torch's compilers out of operators that write in place; a model is not compiled where plans are compared.
-COMPILED = {"cauchy", "exponential", "geometric", "log_normal", "normal_functional", "rrelu_with_noise_functional",
-            "uniform"}
+COMPILED = {
+    "cauchy",
+    "exponential",
+    "geometric",
+    "log_normal",
+    "normal_functional",
+    "rrelu_with_noise_functional",
+    "uniform",
+}
 # torch takes them apart into others before any device sees them.
-COMPOSED = {"_nested_tensor_softmax_with_shape", "alpha_dropout", "alpha_dropout_", "dropout", "dropout_",
-            "feature_alpha_dropout", "feature_alpha_dropout_", "feature_dropout", "feature_dropout_", "rrelu", "rrelu_"}
+COMPOSED = {
+    "_nested_tensor_softmax_with_shape",
+    "alpha_dropout",
+    "alpha_dropout_",
+    "dropout",
+    "dropout_",
+    "feature_alpha_dropout",
+    "feature_alpha_dropout_",
+    "feature_dropout",
+    "feature_dropout_",
+    "rrelu",
+    "rrelu_",
+}
 # They draw through operators that are in this list themselves.
 UNTAGGED = {"_no_grad_normal_", "_no_grad_uniform_"}
 
@@ -32,14 +57,18 @@ def operators() -> Iterator[tuple[str, Any]]:
     for schema in torch._C._jit_get_all_schemas():
         namespace, _, name = schema.name.partition("::")
         packet = getattr(torch.ops.aten, name, None) if namespace == "aten" else None
-        overload = getattr(packet, schema.overload_name or "default", None) if packet is not None else None
+        overload = (
+            getattr(packet, schema.overload_name or "default", None) if packet is not None else None
+        )
         if isinstance(overload, torch._ops.OpOverload):
             yield name, overload
 
 
 def unknown(named_operators: Iterator[tuple[str, Any]]) -> set[str]:
     """Random operators of which nobody has decided what becomes of them."""
-    known = NAMED | COMPILED | COMPOSED | UNTAGGED | set(randomness._MEANS) | set(randomness._HARMLESS)
+    known = (
+        NAMED | COMPILED | COMPOSED | UNTAGGED | set(randomness._MEANS) | set(randomness._HARMLESS)
+    )
     names = set()
     for name, operator in named_operators:
         arguments = {argument.name for argument in operator._schema.arguments}
@@ -63,23 +92,30 @@ DRAWS: dict[str, Callable[[], torch.Tensor]] = {
     "bernoulli": lambda: torch.bernoulli(torch.full((20_000,), 0.3)),
     "bernoulli_": lambda: torch.empty(20_000).bernoulli_(0.3),
     "binomial": lambda: torch.binomial(torch.full((20_000,), 5.0), torch.full((20_000,), 0.3)),
-    "dirichlet": lambda: torch._sample_dirichlet(torch.tensor([1.0, 2.0, 3.0]).expand(20_000, 3))[:, 1],
+    "dirichlet": lambda: torch._sample_dirichlet(torch.tensor([1.0, 2.0, 3.0]).expand(20_000, 3))[
+        :, 1
+    ],
     "exponential_": lambda: torch.empty(20_000).exponential_(2.0),
     "gamma": lambda: torch._standard_gamma(torch.full((20_000,), 3.0)),
     "geometric_": lambda: torch.empty(20_000).geometric_(0.3),
     "log_normal_": lambda: torch.empty(20_000).log_normal_(0.5, 0.25),
-    "normal of tensors": lambda: torch.normal(torch.full((20_000,), 2.0), torch.full((20_000,), 0.5)),
+    "normal of tensors": lambda: torch.normal(
+        torch.full((20_000,), 2.0), torch.full((20_000,), 0.5)
+    ),
     "normal of a mean": lambda: torch.normal(torch.full((20_000,), 2.0), 0.5),
     "normal of a deviation": lambda: torch.normal(2.0, torch.full((20_000,), 0.5)),
     "normal of a size": lambda: torch.normal(2.0, 0.5, (20_000,)),
     "normal_": lambda: torch.empty(20_000).normal_(1.0, 0.5),
     "poisson": lambda: torch.poisson(torch.full((20_000,), 3.0)),
-    "rand": lambda: torch.rand(20_000), "rand_like": lambda: torch.rand_like(torch.empty(20_000)),
+    "rand": lambda: torch.rand(20_000),
+    "rand_like": lambda: torch.rand_like(torch.empty(20_000)),
     "randint": lambda: torch.randint(3, 8, (20_000,)).float() + 0.5,
-    "randn": lambda: torch.randn(20_000), "randn_like": lambda: torch.randn_like(torch.empty(20_000)),
+    "randn": lambda: torch.randn(20_000),
+    "randn_like": lambda: torch.randn_like(torch.empty(20_000)),
     "rrelu": lambda: F.rrelu(torch.full((20_000,), -1.0), 0.1, 0.5, training=True),
     "rrelu_": lambda: F.rrelu(torch.full((20_000,), -1.0), 0.1, 0.5, training=True, inplace=True),
-    "uniform_": lambda: torch.empty(20_000).uniform_(1.0, 2.0)}
+    "uniform_": lambda: torch.empty(20_000).uniform_(1.0, 2.0),
+}
 
 
 @pytest.mark.parametrize("name", DRAWS)
@@ -91,7 +127,10 @@ def test_the_mean_is_that_of_the_draws(name: str):
 
     assert random.off and not random.left_on
     assert mean.dtype == drawn.dtype and mean.shape == drawn.shape and mean.unique().numel() == 1
-    assert float(drawn.mean()) == pytest.approx(float(mean[0]), abs=0.05) and drawn.unique().numel() > 1
+    assert (
+        float(drawn.mean()) == pytest.approx(float(mean[0]), abs=0.05)
+        and drawn.unique().numel() > 1
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

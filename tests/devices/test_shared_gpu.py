@@ -26,23 +26,37 @@ def sharing(plan: str) -> str:
     return f"{read.world_size - read.num_cpu_ranks}xcuda:0"
 
 
-@pytest.mark.parametrize(("job", "plan"), [
-    ("few blocks", "data=2 accumulate=auto"), ("few blocks", "shard=2"), ("few blocks", "tensor=2"),
-    ("few blocks", "pipeline=2 microbatches=3"), *(
-        pytest.param("blocks", plan, marks=pytest.mark.slow) for plan in (*EXACT, *MORE_EXACT) if plan != "single")])
+@pytest.mark.parametrize(
+    ("job", "plan"),
+    [
+        ("few blocks", "data=2 accumulate=auto"),
+        ("few blocks", "shard=2"),
+        ("few blocks", "tensor=2"),
+        ("few blocks", "pipeline=2 microbatches=3"),
+        *(
+            pytest.param("blocks", plan, marks=pytest.mark.slow)
+            for plan in (*EXACT, *MORE_EXACT)
+            if plan != "single"
+        ),
+    ],
+)
 def test_ranks_that_share_a_gpu_are_one_cpu(shop: Workshop, placement: str, job: str, plan: str):
     """Under every kind of plan that is exact."""
     plan = plan.replace("FILE", placement)
     trained = shop.train(job, plan, sharing(plan))
     assert_alike(trained, shop.train(job, "single", "cpu:0"))
     assert all(rank["devices"] in (["cuda:0"], []) for rank in trained.measured)
-    assert trained.first_use is None, f"the process that forks ranks began to use CUDA: {trained.first_use}"
+    assert trained.first_use is None, (
+        f"the process that forks ranks began to use CUDA: {trained.first_use}"
+    )
 
 
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("plan", [*ALIKE, *MORE_ALIKE])
 def test_relaxed_plans_of_ranks_that_share_a_gpu(shop: Workshop, plan: str):
-    assert_alike(shop.train("blocks", plan, sharing(plan)), shop.train("blocks", plan, on("cpu", plan)))
+    assert_alike(
+        shop.train("blocks", plan, sharing(plan)), shop.train("blocks", plan, on("cpu", plan))
+    )
 
 
 def test_a_run_says_once_that_its_speed_says_nothing(shop: Workshop):
@@ -50,14 +64,24 @@ def test_a_run_says_once_that_its_speed_says_nothing(shop: Workshop):
     trained = shop.train("few blocks", "data=2", "2xcuda:0", priced=True)
     printed = shop.printed()[before:]
     assert printed.count("ranks share a GPU") == 1 and "plan data=2 on 2xcuda:0" in printed
-    assert json.loads((trained.run / "plan.json").read_text())["devices"] == trained.summary["devices"] == "2xcuda:0"
-    assert trained.summary["predicted"]["step_s"] is None and trained.summary["predicted"]["peak_memory_bytes"] > 0
+    assert (
+        json.loads((trained.run / "plan.json").read_text())["devices"]
+        == trained.summary["devices"]
+        == "2xcuda:0"
+    )
+    assert (
+        trained.summary["predicted"]["step_s"] is None
+        and trained.summary["predicted"]["peak_memory_bytes"] > 0
+    )
     assert_alike(trained, shop.train("few blocks", "single", "cpu:0"))
 
 
 def test_the_fastest_plan_of_a_shared_gpu_is_not_asked_for(shop: Workshop):
     answer = shop.ask("blocks", "auto", "2xcuda:0")
-    assert answer["exit_code"] == 2 and "which plan is the fastest there says nothing" in answer["error"]
+    assert (
+        answer["exit_code"] == 2
+        and "which plan is the fastest there says nothing" in answer["error"]
+    )
 
 
 def test_ranks_divide_the_memory_of_the_gpu(workshops: Workshops, tmp_path: Path):
@@ -83,4 +107,6 @@ def test_gloo_is_given_nothing_of_a_gpu(shop: Workshop):
         assert rank["backend"] == "staged"
         assert [name for name, is_alike in rank["alike"].items() if not is_alike] == []
         assert rank["devices"] == ["cpu"]
-        assert set(rank["refusals"].values()) == {"No backend type associated with device type cuda"}
+        assert set(rank["refusals"].values()) == {
+            "No backend type associated with device type cuda"
+        }

@@ -22,10 +22,14 @@ def test_a_spare_takes_the_place_of_a_gpu_that_fails(shop: Workshop, devices: st
     trained = shop.train("fails on one GPU", "data=2", devices, spares=1)  # type: ignore[arg-type]
     assert_alike(trained, shop.train("fails on one GPU", "single", "cpu:0"))
     printed = shop.printed()[before:]
-    assert "rank 1: its GPU failed: RuntimeError: CUDA error: uncorrectable ECC error encountered; " \
+    assert (
+        "rank 1: its GPU failed: RuntimeError: CUDA error: uncorrectable ECC error encountered; "
         "cuda:2 takes the place of cuda:1 (0 spares left); all ranks start again" in printed
+    )
     assert [rank["devices"] for rank in trained.measured] == [["cuda:0"], ["cuda:2"]]
-    assert trained.first_use is None, f"the process that forks ranks began to use CUDA: {trained.first_use}"
+    assert trained.first_use is None, (
+        f"the process that forks ranks began to use CUDA: {trained.first_use}"
+    )
 
 
 def test_without_a_spare_the_run_ends_with_what_to_do(shop: Workshop):

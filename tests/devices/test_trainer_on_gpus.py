@@ -18,9 +18,14 @@ from pretended_cuda.client import SITE
 
 from paceline.base.fork import in_a_fork
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300), pytest.mark.skipif(
-    None in map(find_spec, ("transformers", "accelerate")),
-    reason=not_installed("transformers or accelerate", "transformers accelerate"))]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(
+        None in map(find_spec, ("transformers", "accelerate")),
+        reason=not_installed("transformers or accelerate", "transformers accelerate"),
+    ),
+]
 _DEVICES = Path(__file__).parent
 _SCRIPT = """
 import sys
@@ -55,14 +60,19 @@ trainer.state.save_to_json(folder + "/state.json")
 """
 
 
-def _log(tmp_path: Path, how: str, plan: str = "", library: Path | None = None) -> list[dict[str, Any]]:
+def _log(
+    tmp_path: Path, how: str, plan: str = "", library: Path | None = None
+) -> list[dict[str, Any]]:
     """What a script logs. library: of the pretended device; without it the script is Transformers' own, on the CPU, and
     a fork runs it, which has imported most of what it needs."""
     folder, script = tmp_path / "run", tmp_path / "script.py"
     folder.mkdir()
-    script.write_text(_SCRIPT.format(package="transformers" if library is None else "paceline.transformers"))
+    script.write_text(
+        _SCRIPT.format(package="transformers" if library is None else "paceline.transformers")
+    )
     words = [str(script), how, str(folder), plan]
     if library is None:
+
         def run() -> None:
             sys.argv = words
             runpy.run_path(str(script), run_name="__main__")
@@ -72,16 +82,33 @@ def _log(tmp_path: Path, how: str, plan: str = "", library: Path | None = None) 
         (tmp_path / "site").mkdir()
         (tmp_path / "site/sitecustomize.py").write_text(SITE)
         paths = [str(_DEVICES.parent.parent / "src"), str(tmp_path / "site"), str(_DEVICES)]
-        subprocess.run([sys.executable, *words], check=True, timeout=250, env=os.environ | {
-            "PYTHONPATH": os.pathsep.join(paths), "PRETENDED_CUDA_LIBRARY": str(library), "OMP_NUM_THREADS": "1"})
+        subprocess.run(
+            [sys.executable, *words],
+            check=True,
+            timeout=250,
+            env=os.environ
+            | {
+                "PYTHONPATH": os.pathsep.join(paths),
+                "PRETENDED_CUDA_LIBRARY": str(library),
+                "OMP_NUM_THREADS": "1",
+            },
+        )
     history: list[dict[str, Any]] = json.loads((folder / "state.json").read_text())["log_history"]
-    return [{key: value for key, value in entry.items() if key in ("loss", "eval_loss", "grad_norm", "learning_rate")}
-            for entry in history]
+    return [
+        {
+            key: value
+            for key, value in entry.items()
+            if key in ("loss", "eval_loss", "grad_norm", "learning_rate")
+        }
+        for entry in history
+    ]
 
 
 @pytest.mark.slow  # the suite has a Trainer in test_fork_safety.py and used CUDA in test_keras_on_gpus.py
-@pytest.mark.parametrize(("how", "plan"), [("model moved", "data=2"), ("arguments before", "shard=2"),
-                                           ("nothing", "data=2")])
+@pytest.mark.parametrize(
+    ("how", "plan"),
+    [("model moved", "data=2"), ("arguments before", "shard=2"), ("nothing", "data=2")],
+)
 def test_a_script_trains_on_gpus_as_on_one_cpu(how: str, plan: str, tmp_path: Path):
     """Also where the process of the script has used CUDA: it made its arguments before, or moved the model."""
     try:

@@ -24,7 +24,15 @@ from paceline.doctor import machine as doctor
 from paceline.doctor.machine import Finding, examine
 
 Usage = namedtuple("Usage", ["total", "used", "free"])
-LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_ID")
+LAUNCHER = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "SLURM_STEP_ID",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -45,22 +53,38 @@ def test_this_machine_can_train(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     findings = {check.name: check for check in examine()}
     assert list(findings) == list(doctor._CHECKS)
     assert [check for check in findings.values() if check.status == "bad"] == []
-    assert "us a small all-reduce" in findings["gloo"].detail and "GB/s for 16 MiB" in findings["gloo"].detail
+    assert (
+        "us a small all-reduce" in findings["gloo"].detail
+        and "GB/s for 16 MiB" in findings["gloo"].detail
+    )
     assert all(check.fix for check in findings.values() if check.status != "ok")
 
 
 def test_a_check_that_fails_is_a_finding():
     """One broken check doesn't hide the others."""
+
     def check() -> Any:
         raise PermissionError("not for you")
 
     assert doctor._guarded("memory", check) == Finding(
-        "memory", "bad", "can't be examined: PermissionError: not for you")
+        "memory", "bad", "can't be examined: PermissionError: not for you"
+    )
 
 
-@pytest.mark.parametrize(("version", "status"), [("2.11.0", "ok"), ("2.13.0+cpu", "ok"), ("3.0.0a1", "ok"),
-                                                 ("2.9.1", "bad"), ("1.13", "bad"), (None, "bad")])
-def test_torch_has_a_lowest_version(monkeypatch: pytest.MonkeyPatch, version: str | None, status: str):
+@pytest.mark.parametrize(
+    ("version", "status"),
+    [
+        ("2.11.0", "ok"),
+        ("2.13.0+cpu", "ok"),
+        ("3.0.0a1", "ok"),
+        ("2.9.1", "bad"),
+        ("1.13", "bad"),
+        (None, "bad"),
+    ],
+)
+def test_torch_has_a_lowest_version(
+    monkeypatch: pytest.MonkeyPatch, version: str | None, status: str
+):
     """An old or missing torch is bad, with the command that installs it; 2.9 is older than 2.11."""
     monkeypatch.setattr(doctor, "_version", lambda _: version)
     check = finding("torch")
@@ -68,9 +92,13 @@ def test_torch_has_a_lowest_version(monkeypatch: pytest.MonkeyPatch, version: st
     assert (check.fix is not None and 'pip install "torch>=2.11"' in check.fix) == (status == "bad")
 
 
-@pytest.mark.parametrize(("threads", "status"), [(None, "ok"), ("2", "ok"), ("4", "ok"), ("64", "warn"), ("two", "bad"),
-                                                 ("0", "bad")])
-def test_threads_are_compared_with_cores(monkeypatch: pytest.MonkeyPatch, threads: str | None, status: str):
+@pytest.mark.parametrize(
+    ("threads", "status"),
+    [(None, "ok"), ("2", "ok"), ("4", "ok"), ("64", "warn"), ("two", "bad"), ("0", "bad")],
+)
+def test_threads_are_compared_with_cores(
+    monkeypatch: pytest.MonkeyPatch, threads: str | None, status: str
+):
     """More threads than cores slow ranks down; what isn't a number breaks OpenMP."""
     monkeypatch.setattr(doctor, "usable_cores", lambda: 4)
     if threads is not None:
@@ -97,10 +125,15 @@ def test_small_shared_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch, total
     assert (check.fix is None) == (status == "ok")
 
 
-@pytest.mark.parametrize(("limits", "status", "fix"), [
-    ((256, 4096), "warn", "ulimit -n 4096"), ((1024, 4096), "ok", None),
-    ((256, resource.RLIM_INFINITY), "warn", "ulimit -n 65536"),
-    ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), "ok", None)])
+@pytest.mark.parametrize(
+    ("limits", "status", "fix"),
+    [
+        ((256, 4096), "warn", "ulimit -n 4096"),
+        ((1024, 4096), "ok", None),
+        ((256, resource.RLIM_INFINITY), "warn", "ulimit -n 65536"),
+        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), "ok", None),
+    ],
+)
 def test_few_open_files_are_a_warning(
     monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int], status: str, fix: str | None
 ):
@@ -111,6 +144,7 @@ def test_few_open_files_are_a_warning(
 
 def test_a_folder_that_can_not_be_written_is_bad(monkeypatch: pytest.MonkeyPatch):
     """Runs are written into the working folder."""
+
     def refuse(dir: Path) -> Any:
         raise OSError(30, "Read-only file system")
 
@@ -130,9 +164,15 @@ def test_a_nearly_full_disk_is_a_warning(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_gpu_that_torch_can_not_use_is_bad(monkeypatch: pytest.MonkeyPatch):
     """A GPU that would be left idle is not overlooked."""
-    monkeypatch.setattr(doctor_gpus, "unusable", lambda: Unusable("a driver, and no build for it", "install one"))
+    monkeypatch.setattr(
+        doctor_gpus, "unusable", lambda: Unusable("a driver, and no build for it", "install one")
+    )
     check = finding("GPUs")
-    assert (check.status, check.detail, check.fix) == ("bad", "a driver, and no build for it", "install one")
+    assert (check.status, check.detail, check.fix) == (
+        "bad",
+        "a driver, and no build for it",
+        "install one",
+    )
 
 
 def test_gpus_need_nccl(monkeypatch: pytest.MonkeyPatch):
@@ -148,8 +188,12 @@ def test_gpus_need_nccl(monkeypatch: pytest.MonkeyPatch):
 
 
 def _ranks(*codes: str) -> list[subprocess.Popen[str]]:
-    return [subprocess.Popen([sys.executable, "-c", code], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-            for code in codes]
+    return [
+        subprocess.Popen(
+            [sys.executable, "-c", code], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        for code in codes
+    ]
 
 
 def test_ranks_that_hang_are_ended():
@@ -162,7 +206,9 @@ def test_ranks_that_hang_are_ended():
 
 def test_ranks_that_fail_show_why():
     """The last line of a failing rank is the finding."""
-    verdict = doctor._probed(_ranks("print('{}')", "raise OSError('Connection refused')"), time.monotonic() + 30)
+    verdict = doctor._probed(
+        _ranks("print('{}')", "raise OSError('Connection refused')"), time.monotonic() + 30
+    )
     assert verdict[:2] == ("bad", "two processes could not all-reduce: OSError: Connection refused")
 
 
@@ -174,15 +220,23 @@ def _host(monkeypatch: pytest.MonkeyPatch, address: str | None, interfaces: dict
 
     monkeypatch.setattr(socket, "gethostname", lambda: "node7")
     monkeypatch.setattr(socket, "gethostbyname", resolve)
-    monkeypatch.setattr(doctor, "_interfaces", lambda: {name: [interface] for name, interface in interfaces.items()})
+    monkeypatch.setattr(
+        doctor, "_interfaces", lambda: {name: [interface] for name, interface in interfaces.items()}
+    )
 
 
 BOTH = {"lo": "127.0.0.1", "eth0": "10.0.0.7"}
 
 
-@pytest.mark.parametrize(("address", "interfaces", "status"), [
-    ("10.0.0.7", BOTH, "ok"), ("127.0.1.1", BOTH, "warn"), (None, BOTH, "warn"),
-    ("127.0.0.1", {"lo": "127.0.0.1"}, "ok")])
+@pytest.mark.parametrize(
+    ("address", "interfaces", "status"),
+    [
+        ("10.0.0.7", BOTH, "ok"),
+        ("127.0.1.1", BOTH, "warn"),
+        (None, BOTH, "warn"),
+        ("127.0.0.1", {"lo": "127.0.0.1"}, "ok"),
+    ],
+)
 def test_a_host_name_that_means_loopback_is_a_warning(
     monkeypatch: pytest.MonkeyPatch, address: str | None, interfaces: dict[str, str], status: str
 ):
@@ -207,19 +261,32 @@ def test_interfaces_that_are_down_are_left_out(monkeypatch: pytest.MonkeyPatch):
     Address, State = namedtuple("Address", "family address"), namedtuple("State", "isup")
     inet = [Address(socket.AF_INET, "10.0.0.7"), Address(socket.AF_INET6, "::1")]
     states = {"eth0": State(True), "eth1": State(False), "eth2": State(True)}
-    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"eth0": inet, "eth1": inet, "eth2": inet[1:]})
+    monkeypatch.setattr(
+        psutil, "net_if_addrs", lambda: {"eth0": inet, "eth1": inet, "eth2": inet[1:]}
+    )
     monkeypatch.setattr(psutil, "net_if_stats", lambda: states)
     assert doctor._interfaces() == {"eth0": ["10.0.0.7"]}
 
 
-TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": "1"}
+TORCHRUN = {
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "1",
+}
 
 
-@pytest.mark.parametrize(("variables", "status", "detail"), [
-    ({}, "ok", "ranks are started as local processes"), (TORCHRUN, "ok", "rank 1 of 2, started by torchrun"),
-    ({"RANK": "3"}, "warn", "RANK set, but no launcher is recognised"),
-    ({**TORCHRUN, "RANK": "5"}, "bad", "rank 5 of 2")])
+@pytest.mark.parametrize(
+    ("variables", "status", "detail"),
+    [
+        ({}, "ok", "ranks are started as local processes"),
+        (TORCHRUN, "ok", "rank 1 of 2, started by torchrun"),
+        ({"RANK": "3"}, "warn", "RANK set, but no launcher is recognised"),
+        ({**TORCHRUN, "RANK": "5"}, "bad", "rank 5 of 2"),
+    ],
+)
 def test_the_launcher_is_recognised(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], status: str, detail: str
 ):
@@ -234,12 +301,18 @@ def test_the_launcher_is_recognised(
 def test_a_finding_is_json():
     """--json prints findings as they are."""
     assert json.loads(json.dumps(Finding("disk", "ok", "here").to_dict())) == {
-        "name": "disk", "status": "ok", "detail": "here", "fix": None}
+        "name": "disk",
+        "status": "ok",
+        "detail": "here",
+        "fix": None,
+    }
 
 
 def test_packages_that_are_not_installed_are_no_problem(monkeypatch: pytest.MonkeyPatch):
     """Optional packages are listed with their use."""
-    monkeypatch.setattr(doctor, "_version", lambda package: "1.9" if package == "scikit-learn" else None)
+    monkeypatch.setattr(
+        doctor, "_version", lambda package: "1.9" if package == "scikit-learn" else None
+    )
     check = finding("optional packages")
     assert check.status == "ok"
     assert "scikit-learn 1.9 (examples), accelerate not installed (benchmarks)" in check.detail

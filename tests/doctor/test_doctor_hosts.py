@@ -37,8 +37,16 @@ def free_port() -> int:
 
 def report(index: int, **changed: Any) -> HostReport:
     others = [other for other in range(3) if other != index]
-    made = HostReport(index, f"n{index}", "10.0.0.1", "eth0", f"10.0.0.{index + 1}", "it faces 10.0.0.1", VERSIONS,
-                      tuple(PairLink(other, 1e-4, 1e9) for other in others))
+    made = HostReport(
+        index,
+        f"n{index}",
+        "10.0.0.1",
+        "eth0",
+        f"10.0.0.{index + 1}",
+        "it faces 10.0.0.1",
+        VERSIONS,
+        tuple(PairLink(other, 1e-4, 1e9) for other in others),
+    )
     return replace(made, **changed)
 
 
@@ -60,18 +68,31 @@ def test_three_hosts_of_this_machine():
     port = free_port()
     # Not threads of one process: each host forks, and a fork has no threads, but what they have locked.
     with ProcessPoolExecutor(3, get_context("fork")) as hosts:
-        futures = [hosts.submit(examine_hosts, HostPlace(index, 3, "127.0.0.1", port), timeout_s=120)
-                   for index in range(3)]
+        futures = [
+            hosts.submit(examine_hosts, HostPlace(index, 3, "127.0.0.1", port), timeout_s=120)
+            for index in range(3)
+        ]
         findings_by_host = [each.result() for each in futures]
     assert [each.name for each in findings_by_host[0] if " to " in each.name] == [
-        "0 to 2", "0 to 1", "1 to 2", "1 to 0", "2 to 1", "2 to 0"]
+        "0 to 2",
+        "0 to 1",
+        "1 to 2",
+        "1 to 0",
+        "2 to 1",
+        "2 to 0",
+    ]
     assert {each.name for each in findings_by_host[2]} == {"host 2", "2 to 1", "2 to 0", "others"}
-    assert {each.status for each in findings_by_host[0]} <= {"ok", "warn"}  # a link of a busy machine may look slow
+    assert {each.status for each in findings_by_host[0]} <= {
+        "ok",
+        "warn",
+    }  # a link of a busy machine may look slow
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize(("second", "message"), [
-    ((1, 2), "another host is host 1 too"), ((1, 3), "of 3 hosts and another one of 2")])
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [((1, 2), "another host is host 1 too"), ((1, 3), "of 3 hosts and another one of 2")],
+)
 def test_hosts_that_were_told_what_contradicts_itself(second: tuple[int, int], message: str):
     """A number that two hosts have, as where a command was copied, and different numbers of hosts."""
     import torch.distributed as dist
@@ -114,8 +135,13 @@ def test_what_has_no_address_and_what_does_not_answer(monkeypatch: pytest.Monkey
     assert (finding.name, finding.status) == ("meeting place", "bad")
     monkeypatch.setattr(doctor_hosts, "GIVE_UP_S", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections and says nothing
-        [finding] = examine_hosts(HostPlace(1, 2, "127.0.0.1", silent.getsockname()[1]), timeout_s=0.5)
-    assert (finding.name, finding.status) == ("meeting place", "bad") and "doesn't answer" in finding.detail
+        [finding] = examine_hosts(
+            HostPlace(1, 2, "127.0.0.1", silent.getsockname()[1]), timeout_s=0.5
+        )
+    assert (finding.name, finding.status) == (
+        "meeting place",
+        "bad",
+    ) and "doesn't answer" in finding.detail
     assert "Connection refused" in str(measured(1, "127.0.0.1", free_port(), "00" * 16).error)
 
 
@@ -134,9 +160,14 @@ def test_what_reports_show():
     assert set(statuses(report(0), report(1), report(2)).values()) == {"ok"}
     slow = report(1, links=(PairLink(0, 1e-4, 1e8), PairLink(2, 1e-4, 1e9)))
     assert statuses(report(0), slow, report(2))["1 to 0"] == "warn"
-    closed = report(1, links=(PairLink(0, error="Connection refused at 10.0.0.1:5"), PairLink(2, 1e-4, 1e9)))
+    closed = report(
+        1, links=(PairLink(0, error="Connection refused at 10.0.0.1:5"), PairLink(2, 1e-4, 1e9))
+    )
     assert statuses(report(0), closed, report(2))["1 to 0"] == "bad"
-    assert statuses(report(0), report(1, versions={**VERSIONS, "torch": "1"}), report(2))["versions"] == "bad"
+    assert (
+        statuses(report(0), report(1, versions={**VERSIONS, "torch": "1"}), report(2))["versions"]
+        == "bad"
+    )
     assert statuses(report(0), report(1, meets_at="10.0.0.9"), report(2))["name lookup"] == "warn"
     loopback = report(0, meets_at="127.0.1.1", address="127.0.0.1", interface="lo")
     assert statuses(loopback, report(1), report(2), address="n0")["name lookup"] == "bad"
@@ -149,12 +180,27 @@ def test_a_report_travels_as_json():
     assert HostReport.decode(json.dumps(asdict(report(1)))) == report(1)
 
 
-@pytest.mark.parametrize(("environ", "expected"), [
-    ({"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "a", "PET_MASTER_PORT": "29400"},
-     HostPlace(1, 2, "a", 29400)),
-    ({"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "b", "MASTER_PORT": "5"}, HostPlace(1, 3, "b", 5))])
-def test_a_launcher_says_which_host_this_is(environ: dict[str, str], expected: HostPlace,
-                                            monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        (
+            {
+                "PET_NNODES": "2",
+                "PET_NODE_RANK": "1",
+                "PET_MASTER_ADDR": "a",
+                "PET_MASTER_PORT": "29400",
+            },
+            HostPlace(1, 2, "a", 29400),
+        ),
+        (
+            {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "b", "MASTER_PORT": "5"},
+            HostPlace(1, 3, "b", 5),
+        ),
+    ],
+)
+def test_a_launcher_says_which_host_this_is(
+    environ: dict[str, str], expected: HostPlace, monkeypatch: pytest.MonkeyPatch
+):
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     assert place_here() == expected

@@ -24,7 +24,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--readers", nargs="+", help="of tests/fuzz/readers.py; default: all")
-    parser.add_argument("--to", type=Path, default=Path("fuzz"), help="where inputs that crash are written")
+    parser.add_argument(
+        "--to", type=Path, default=Path("fuzz"), help="where inputs that crash are written"
+    )
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--run", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -41,13 +43,31 @@ def main() -> int:
             began_s = time.monotonic()
             kept = args.to / name.replace("/", "-")
             kept.mkdir(parents=True, exist_ok=True)
-            done = subprocess.run([sys.executable, "-m", "tests.fuzz", "--one", name, "--run", str(run), "--to",
-                                   str(kept), "--minutes", str(args.minutes / len(names))],
-                                  capture_output=True, text=True, errors="replace")
+            done = subprocess.run(
+                [
+                    sys.executable,
+                    "-m",
+                    "tests.fuzz",
+                    "--one",
+                    name,
+                    "--run",
+                    str(run),
+                    "--to",
+                    str(kept),
+                    "--minutes",
+                    str(args.minutes / len(names)),
+                ],
+                capture_output=True,
+                text=True,
+                errors="replace",
+            )
             (kept / "log.txt").write_text(done.stdout + done.stderr)
             runs = [match[1] for match in re.finditer(r"^#(\d+)\t", done.stderr, re.M)]
-            print(f"{name:55} {time.monotonic() - began_s:6.0f} s {runs[-1] if runs else '':>10} "
-                  f"{'passed' if done.returncode == 0 else f'FAILED: {kept}/log.txt'}", flush=True)
+            print(
+                f"{name:55} {time.monotonic() - began_s:6.0f} s {runs[-1] if runs else '':>10} "
+                f"{'passed' if done.returncode == 0 else f'FAILED: {kept}/log.txt'}",
+                flush=True,
+            )
             failed += [name] * (done.returncode != 0)
     return 1 if failed else 0
 
@@ -70,7 +90,9 @@ def _fuzz_one(name: str, run: Path, seconds: float, kept: Path) -> int:
     logging.disable()
     reader = readers(run)[name]
 
-    @settings(deadline=None, database=None, max_examples=10**9, suppress_health_check=list(HealthCheck))
+    @settings(
+        deadline=None, database=None, max_examples=10**9, suppress_health_check=list(HealthCheck)
+    )
     @given(data=damaged(reader.seeds))
     def try_input(data: bytes) -> None:
         if atheris is None and time.monotonic() > end_s:
@@ -88,8 +110,17 @@ def _fuzz_one(name: str, run: Path, seconds: float, kept: Path) -> int:
         except KeyboardInterrupt:
             return 0
         return 0
-    atheris.Setup([sys.argv[0], f"-max_total_time={max(1, int(seconds))}", "-timeout=20", "-rss_limit_mb=4096",
-                   f"-artifact_prefix={kept}/", "-max_len=8192"], try_input.hypothesis.fuzz_one_input)
+    atheris.Setup(
+        [
+            sys.argv[0],
+            f"-max_total_time={max(1, int(seconds))}",
+            "-timeout=20",
+            "-rss_limit_mb=4096",
+            f"-artifact_prefix={kept}/",
+            "-max_len=8192",
+        ],
+        try_input.hypothesis.fuzz_one_input,
+    )
     atheris.Fuzz()
     return 0
 

@@ -9,21 +9,58 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-_NASTY = st.sampled_from([None, True, 0, -1, 1, 2**31, 2**63, 2**64, 10**400, 1e308, -1e308, float("nan"), float("inf"),
-                          "", "x", "..", "../../x", "/etc/passwd", "\ud800", "data=2", "1" * 5000, [], {}, [[]], [None],
-                          {"": None}, {"a": {"b": []}}])
+_NASTY = st.sampled_from(
+    [
+        None,
+        True,
+        0,
+        -1,
+        1,
+        2**31,
+        2**63,
+        2**64,
+        10**400,
+        1e308,
+        -1e308,
+        float("nan"),
+        float("inf"),
+        "",
+        "x",
+        "..",
+        "../../x",
+        "/etc/passwd",
+        "\ud800",
+        "data=2",
+        "1" * 5000,
+        [],
+        {},
+        [[]],
+        [None],
+        {"": None},
+        {"a": {"b": []}},
+    ]
+)
 _VALUES = _NASTY | st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3), max_leaves=6)
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
 _PLACES = st.floats(0, 1, exclude_max=True)
-_EDITS = st.tuples(st.sampled_from(["set", "cut", "insert", "remove", "repeat", "swap"]), _PLACES, _PLACES,
-                   st.binary(min_size=1, max_size=8))
+_EDITS = st.tuples(
+    st.sampled_from(["set", "cut", "insert", "remove", "repeat", "swap"]),
+    _PLACES,
+    _PLACES,
+    st.binary(min_size=1, max_size=8),
+)
 
 
 def damaged(seeds: Sequence[bytes]) -> st.SearchStrategy[bytes]:
     """One of these after a few edits, a mixture, or any bytes."""
     edited = st.tuples(st.sampled_from(seeds), st.lists(_EDITS, min_size=1, max_size=4)).map(
-        lambda drawn: _edit(*drawn))
+        lambda drawn: _edit(*drawn)
+    )
     return edited | st.binary(max_size=200) | _other_values(seeds)
 
 
@@ -31,7 +68,7 @@ def _edit(data: bytes, edits: Sequence[tuple[str, float, float, bytes]]) -> byte
     for kind, first, second, piece in edits:
         start, end = sorted((int(first * len(data)), int(second * len(data))))
         if kind == "set":
-            data = data[:start] + piece + data[start + len(piece):]
+            data = data[:start] + piece + data[start + len(piece) :]
         elif kind == "cut":
             data = data[:start]
         elif kind == "insert":
@@ -50,8 +87,10 @@ def _other_values(seeds: Sequence[bytes]) -> st.SearchStrategy[bytes]:
     documents = [lines for seed in seeds if (lines := _lines(seed)) is not None]
     if not documents:
         return st.nothing()
-    return st.tuples(st.sampled_from(documents), st.lists(st.tuples(_PLACES, _VALUES | st.just(...)), min_size=1,
-                                                          max_size=3)).map(lambda drawn: _replaced(*drawn))
+    return st.tuples(
+        st.sampled_from(documents),
+        st.lists(st.tuples(_PLACES, _VALUES | st.just(...)), min_size=1, max_size=3),
+    ).map(lambda drawn: _replaced(*drawn))
 
 
 def _lines(seed: bytes) -> list[Any] | None:
@@ -80,7 +119,13 @@ def _replaced(lines: list[Any], changes: Sequence[tuple[float, Any]]) -> bytes:
 
 
 def _nodes(value: Any) -> Any:
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, inner in list(items):
         yield value, key
         yield from _nodes(inner)

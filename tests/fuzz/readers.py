@@ -34,7 +34,7 @@ from paceline.launch.process.messages import Message
 from paceline.reports.comparison import Condition
 from paceline.servers.wire import Header, Kind
 
-JOB = '''
+JOB = """
 import paceline as pl
 import torch
 from torch import nn
@@ -46,7 +46,7 @@ def job():
     return pl.Job(model=lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), data=pairs,
                   validation=pairs, loss=nn.functional.mse_loss, batch=6, steps=4,
                   optimizer=lambda named: torch.optim.AdamW(named, lr=0.1))
-'''
+"""
 
 
 @dataclass(frozen=True)
@@ -68,16 +68,29 @@ def make_run(folder: Path, *, proved: bool = False) -> Path:
     (folder / "job.py").write_text(JOB)
     job = JobFile(folder / "job.py")
     run = pl.train(job, "single", run=folder / "run", save_every=2, check=False, trace=2).run
-    (run / "events.jsonl").write_text(json.dumps({"time": 1.0, "event": "lost", "worker": 0}) + "\n")
+    (run / "events.jsonl").write_text(
+        json.dumps({"time": 1.0, "event": "lost", "worker": 0}) + "\n"
+    )
     if proved:
         pl.verify(job, ["accumulate=2"], steps=2, resume="no", run=run)
     return run
 
 
-_STUDY = {"study": "digits", "objectives": [{"name": "accuracy", "direction": "maximize"}], "importances": {"lr": 0.9},
-          "trials": [{"number": 0, "state": "complete", "params": {"lr": 0.1}, "value": 0.9, "plan": "data=2"},
-                     {"number": 1, "state": "failed", "params": {"lr": 1.0}}],
-          "best": {"trial": 0, "value": 0.9, "params": {"lr": 0.1}, "command": "paceline train job.py lr=0.1"}}
+_STUDY = {
+    "study": "digits",
+    "objectives": [{"name": "accuracy", "direction": "maximize"}],
+    "importances": {"lr": 0.9},
+    "trials": [
+        {"number": 0, "state": "complete", "params": {"lr": 0.1}, "value": 0.9, "plan": "data=2"},
+        {"number": 1, "state": "failed", "params": {"lr": 1.0}},
+    ],
+    "best": {
+        "trial": 0,
+        "value": 0.9,
+        "params": {"lr": 0.1},
+        "command": "paceline train job.py lr=0.1",
+    },
+}
 
 
 def _read_study(folder: Path, data: bytes) -> None:
@@ -89,8 +102,12 @@ def _read_study(folder: Path, data: bytes) -> None:
 
 def _read_run(run: Path) -> None:
     """What commands read of a run folder without running its job."""
-    for read in (lambda: pl.audit(run).describe(), lambda: pl.report(run, price=False),
-                 lambda: pl.compare(run, run).describe(), lambda: pl.open(run)):
+    for read in (
+        lambda: pl.audit(run).describe(),
+        lambda: pl.report(run, price=False),
+        lambda: pl.compare(run, run).describe(),
+        lambda: pl.open(run),
+    ):
         with suppress(PacelineError):
             read()
 
@@ -138,7 +155,7 @@ def _text(read: Callable[[str], Any]) -> Callable[[Path, bytes], Any]:
     return lambda folder, data: read(data.decode("utf8", "surrogateescape"))
 
 
-_CLUSTER = b'''[[nodes]]
+_CLUSTER = b"""[[nodes]]
 count = 2
 devices = ["8xH100"]
 memory = "900GiB"
@@ -156,9 +173,17 @@ multiprocessors = 80
 link = "pcie4"
 network = "ethernet"
 devices_per_node = 8
-'''
-_CONFIG = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-           "intermediate_size": 128, "vocab_size": 100, "rms_norm_eps": 1e-6, "rope_theta": 10000.0}
+"""
+_CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+    "vocab_size": 100,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+}
 
 
 def readers(run: Path) -> Mapping[str, Reader]:
@@ -173,33 +198,96 @@ def readers(run: Path) -> Mapping[str, Reader]:
             read = lambda folder: read_tensors(folder / "model.safetensors", float64=False)  # noqa: E731
         every.append(Reader(name, (path.read_bytes(),), read))
     tensors = {"input": torch.ones(2, 3)}
-    plans = (b"data=2 shard=2 accumulate=3", b"server=2 workers=3 staleness=4 compress=int8",
-             b"pipeline=2 microbatches=8 schedule=zero-bubble", b"place=auto parts=2")
+    plans = (
+        b"data=2 shard=2 accumulate=3",
+        b"server=2 workers=3 staleness=4 compress=int8",
+        b"pipeline=2 microbatches=8 schedule=zero-bubble",
+        b"place=auto parts=2",
+    )
     every += [
         Reader("plan.txt", plans, _text(pl.Plan.parse), is_file=False),
-        Reader("plan file", (b'{"plan": "data=2 tensor=2"}',),
-               _given(".json", lambda path: pl.Plan.read(str(path))), is_file=False),
+        Reader(
+            "plan file",
+            (b'{"plan": "data=2 tensor=2"}',),
+            _given(".json", lambda path: pl.Plan.read(str(path))),
+            is_file=False,
+        ),
         Reader("study.json", (json.dumps(_STUDY).encode(),), _read_study, is_file=False),
         Reader("cluster", (_CLUSTER,), _given(".toml", cluster_file.read), is_file=False),
-        Reader("cluster word", (b"2x8xH100", b"8xA100", b"2x24GB", b"16x8xB200"), _text(Cluster.parse), is_file=False),
-        Reader("devices", (b"cuda:0-3", b"cpu:0,cpu:1", b"4xcuda:0"), _text(_parse_names), is_file=False),
-        Reader("npy", (_npy(),), _given(".npy", lambda path: read_tensors(path, float64=False)), is_file=False),
-        Reader("npz", (_npz(),), _given(".npz", lambda path: read_tensors(path, float64=True)), is_file=False),
-        Reader("csv", (b"1,2,3\n4,5,6\n",), _given(".csv", lambda path: read_tensors(path, float64=False)),
-               is_file=False),
-        Reader("safetensors", (save(tensors),), _given(".safetensors", lambda path: read_tensors(path, float64=False)),
-               is_file=False),
-        Reader("weights", (save(tensors),), _given(".safetensors", lambda path: pl.weights(str(path))), is_file=False),
-        Reader("config.json", (json.dumps(_CONFIG).encode(),),
-               _given(".json", lambda path: FineTuning(str(path)).job()), is_file=False),
-        Reader("tar", (_tar(),), _given(".tar", lambda path: list(read_tar(path))),
-               errors=(PacelineError, ValueError, OSError, tarfile.TarError), is_file=False),
-        Reader("fault", (b"kill 1@50", b"slow 0:3x", b"flip 1@60"), _text(Fault.read), is_file=False),
-        Reader("condition", (b"step_s>5%", b"final_loss>0.1"), _text(Condition.parse), is_file=False),
-        Reader("message", (Message(1, "end", 0, {"a": 1}).encode().encode(),),
-               lambda folder, data: Message.decode(data), errors=(ValueError,), is_file=False),
-        Reader("header", (Header(Kind.MESSAGE, 10).pack(),),
-               lambda folder, data: Header.unpack(data[:36].ljust(36, b"\0")), is_file=False),
+        Reader(
+            "cluster word",
+            (b"2x8xH100", b"8xA100", b"2x24GB", b"16x8xB200"),
+            _text(Cluster.parse),
+            is_file=False,
+        ),
+        Reader(
+            "devices",
+            (b"cuda:0-3", b"cpu:0,cpu:1", b"4xcuda:0"),
+            _text(_parse_names),
+            is_file=False,
+        ),
+        Reader(
+            "npy",
+            (_npy(),),
+            _given(".npy", lambda path: read_tensors(path, float64=False)),
+            is_file=False,
+        ),
+        Reader(
+            "npz",
+            (_npz(),),
+            _given(".npz", lambda path: read_tensors(path, float64=True)),
+            is_file=False,
+        ),
+        Reader(
+            "csv",
+            (b"1,2,3\n4,5,6\n",),
+            _given(".csv", lambda path: read_tensors(path, float64=False)),
+            is_file=False,
+        ),
+        Reader(
+            "safetensors",
+            (save(tensors),),
+            _given(".safetensors", lambda path: read_tensors(path, float64=False)),
+            is_file=False,
+        ),
+        Reader(
+            "weights",
+            (save(tensors),),
+            _given(".safetensors", lambda path: pl.weights(str(path))),
+            is_file=False,
+        ),
+        Reader(
+            "config.json",
+            (json.dumps(_CONFIG).encode(),),
+            _given(".json", lambda path: FineTuning(str(path)).job()),
+            is_file=False,
+        ),
+        Reader(
+            "tar",
+            (_tar(),),
+            _given(".tar", lambda path: list(read_tar(path))),
+            errors=(PacelineError, ValueError, OSError, tarfile.TarError),
+            is_file=False,
+        ),
+        Reader(
+            "fault", (b"kill 1@50", b"slow 0:3x", b"flip 1@60"), _text(Fault.read), is_file=False
+        ),
+        Reader(
+            "condition", (b"step_s>5%", b"final_loss>0.1"), _text(Condition.parse), is_file=False
+        ),
+        Reader(
+            "message",
+            (Message(1, "end", 0, {"a": 1}).encode().encode(),),
+            lambda folder, data: Message.decode(data),
+            errors=(ValueError,),
+            is_file=False,
+        ),
+        Reader(
+            "header",
+            (Header(Kind.MESSAGE, 10).pack(),),
+            lambda folder, data: Header.unpack(data[:36].ljust(36, b"\0")),
+            is_file=False,
+        ),
     ]
     return {reader.name: reader for reader in every}
 

@@ -37,11 +37,15 @@ def test_damaged_inputs(run: Path, examples: int):
     read()
 
 
-@pytest.mark.parametrize("seeds", [1, pytest.param(None, marks=pytest.mark.slow)], ids=["first", "all"])
+@pytest.mark.parametrize(
+    "seeds", [1, pytest.param(None, marks=pytest.mark.slow)], ids=["first", "all"]
+)
 def test_sound_inputs(run: Path, seeds: int | None):
     """Each reader takes what is sound; else the other test would show nothing."""
     every = readers(run).values()
-    for read in {reader.read for reader in every if reader.is_file}:  # most files have their reader in common
+    for read in {
+        reader.read for reader in every if reader.is_file
+    }:  # most files have their reader in common
         read(run)
     for reader in every:
         for seed in reader.seeds[:seeds]:

@@ -20,7 +20,7 @@ STRATEGY_FOLDERS = sorted(path.parent.name for path in SRC.glob("strategies/*/st
 
 # Tests of a strategy's value outside its folder that are left. None may be added.
 VALUES_TESTED = {
-    'planner/fit.py: kinds = [[plan.with_(recompute="full")] if plan.modifiers.recompute == "none" else [],',
+    'planner/fit.py: [plan.with_(recompute="full")] if plan.modifiers.recompute == "none" else [],',
 }
 # Imports from a strategy's folder that are left. None may be added.
 FOLDERS_IMPORTED = {
@@ -96,28 +96,39 @@ def definitions() -> list[tuple[Path, ast.ClassDef | ast.FunctionDef | ast.Async
 
 def lines(pattern: str, *, but: str) -> list[str]:
     """FILE: LINE of each line that matches, of files whose path doesn't."""
-    return [f"{path.relative_to(SRC)}: {line.strip()}" for path, text in texts().items()
-            if not re.match(but, str(path.relative_to(SRC)))
-            for line in text.splitlines() if re.search(pattern, line)]
+    return [
+        f"{path.relative_to(SRC)}: {line.strip()}"
+        for path, text in texts().items()
+        if not re.match(but, str(path.relative_to(SRC)))
+        for line in text.splitlines()
+        if re.search(pattern, line)
+    ]
 
 
-@pytest.mark.parametrize("pattern", [
-    r"axes\.(data|shard|tensor|pipeline|parts)\b",
-    r"(sizes|coordinates)(\[|\.get\()[\"'](data|shard|tensor|pipeline|parts)\b",
-    r"isinstance\(.*\b(Servers|Local|AllReduce)\b",
-])
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"axes\.(data|shard|tensor|pipeline|parts)\b",
+        r"(sizes|coordinates)(\[|\.get\()[\"'](data|shard|tensor|pipeline|parts)\b",
+        r"isinstance\(.*\b(Servers|Local|AllReduce)\b",
+    ],
+)
 def test_no_strategy_is_named_outside_strategies(pattern: str):
     """An axis or a kind of synchronisation is asked for by what it does: `paceline/strategies/axes.py`, `Strategy`."""
     assert lines(pattern, but=r"strategies/|servers/") == []
 
 
-@pytest.mark.parametrize(("pattern", "its_own"), [
-    (r"schedule ==|\bschedule=\"|\"(gpipe|1f1b|interleaved|zero-bubble)\"", "pipeline/"),
-    (r"modifiers\.recompute\b", "recompute/|pipeline/strategy|compile/strategy|tensor/cost"),
-    (r"modifiers\.compile\b", "compile/|recompute/strategy|shard/cost"),
-    (r"modifiers\.compress\b", "compress/|local/|data/|server/"),
-    (r"(sync|plan|self)\.(staleness|damping|colocate)\b", "server/"), (r"plan\.zero\b", "shard/"),
-])
+@pytest.mark.parametrize(
+    ("pattern", "its_own"),
+    [
+        (r"schedule ==|\bschedule=\"|\"(gpipe|1f1b|interleaved|zero-bubble)\"", "pipeline/"),
+        (r"modifiers\.recompute\b", "recompute/|pipeline/strategy|compile/strategy|tensor/cost"),
+        (r"modifiers\.compile\b", "compile/|recompute/strategy|shard/cost"),
+        (r"modifiers\.compress\b", "compress/|local/|data/|server/"),
+        (r"(sync|plan|self)\.(staleness|damping|colocate)\b", "server/"),
+        (r"plan\.zero\b", "shard/"),
+    ],
+)
 def test_the_values_of_a_strategy_are_tested_in_its_folder(pattern: str, its_own: str):
     """Conflicts of two strategies stand in either's folder, and data, local and server send compressed messages."""
     own = f"strategies/({its_own}|plan\\.py)" + ("|servers/" if "server/" in its_own else "")
@@ -132,7 +143,9 @@ def test_nothing_is_left_to_be_implemented():
 
 def test_folders_of_strategies_are_not_imported_from():
     pattern = rf"from paceline\.strategies\.({'|'.join(STRATEGY_FOLDERS)})\."
-    assert {line.partition(" import")[0] for line in lines(pattern, but=r"strategies/|servers/")} == FOLDERS_IMPORTED
+    assert {
+        line.partition(" import")[0] for line in lines(pattern, but=r"strategies/|servers/")
+    } == FOLDERS_IMPORTED
 
 
 def test_each_folder_with_a_strategy_is_in_the_registry():
@@ -145,7 +158,10 @@ def test_each_folder_with_keys_of_plans_has_them_read():
     """Plans are read by `key_registry.py`, and a strategy's value has the same keys."""
     from paceline.strategies import key_registry, modifiers, registry
 
-    of_folders = {id(importlib.import_module(f"paceline.strategies.{name}.keys").KEYS) for name in STRATEGY_FOLDERS}
+    of_folders = {
+        id(importlib.import_module(f"paceline.strategies.{name}.keys").KEYS)
+        for name in STRATEGY_FOLDERS
+    }
     assert {id(keys) for keys in key_registry.BUILT_IN} == {*of_folders, id(modifiers.KEYS)}
     assert {id(strategy.keys) for strategy in registry.BUILT_IN} == of_folders
 
@@ -167,15 +183,23 @@ def test_functions_are_short_and_take_few_values():
         if not isinstance(node, ast.ClassDef):
             arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
             count = sum(argument.arg not in ("self", "cls") for argument in arguments)
-            tokens = (bisect_right(lines_of[path], node.end_lineno or 0) - bisect_left(lines_of[path], node.lineno))
+            tokens = bisect_right(lines_of[path], node.end_lineno or 0) - bisect_left(
+                lines_of[path], node.lineno
+            )
             if tokens > MOST_TOKENS or count > MOST_PARAMETERS:
                 beyond.add(f"{path.relative_to(SRC)}: {node.name}")
     assert beyond == BEYOND_LIMITS
 
 
 def test_what_the_glossary_names_is_there():
-    for name in re.findall(r"\| `([a-z_.]+(?:\.[A-Z]\w+)?)`", (SRC.parents[1] / "docs" / "glossary.md").read_text()):
+    for name in re.findall(
+        r"\| `([a-z_.]+(?:\.[A-Z]\w+)?)`", (SRC.parents[1] / "docs" / "glossary.md").read_text()
+    ):
         *folders, last = name.split(".")
         module = SRC.joinpath(*folders) if last[0].isupper() else SRC.joinpath(*folders, last)
-        file = module.with_suffix(".py") if module.with_suffix(".py").exists() else module / "__init__.py"
+        file = (
+            module.with_suffix(".py")
+            if module.with_suffix(".py").exists()
+            else module / "__init__.py"
+        )
         assert file.exists() and (last[0].islower() or f"class {last}" in file.read_text()), name

@@ -24,13 +24,17 @@ IN_ORDER = "for inputs, targets in DataLoader(samples, batch_size=60):"  # in pl
 
 def scripts(page: str) -> tuple[str, str]:
     """The script before and the script after."""
-    before, after = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(encoding="utf-8"), re.DOTALL)
+    before, after = re.findall(
+        r"```python\n(.*?)```", (DOCS / page).read_text(encoding="utf-8"), re.DOTALL
+    )
     return before, after
 
 
 def run_script(script: str, **names: Any) -> dict[str, Any]:
     """What a script defines, run with the samples in their own order, which a loop and a job can share."""
-    script = script.replace("shuffle=True", "shuffle=False").replace("torch.manual_seed(0)", "seed_model(0)")
+    script = script.replace("shuffle=True", "shuffle=False").replace(
+        "torch.manual_seed(0)", "seed_model(0)"
+    )
     names |= {"seed_model": seed_model}
     exec(compile(script, "script", "exec"), names)
     return names
@@ -48,8 +52,13 @@ def one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Non
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1",
-                        "MASTER_PORT": port}.items():
+    for name, value in {
+        "RANK": 0,
+        "LOCAL_RANK": 0,
+        "WORLD_SIZE": 1,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.chdir(tmp_path)
     yield
@@ -82,14 +91,24 @@ def test_the_job_ends_where_the_loop_ends(tmp_path: Path, capsys: pytest.Capture
         assert figures["metrics"]["accuracy"] == pytest.approx(accuracy, abs=1e-4)
 
 
-@pytest.mark.parametrize(("page", "package", "model"), [
-    ("from-ddp.md", "torch", "model.module"),
-    ("from-accelerate.md", "accelerate", "model"),
-    pytest.param("from-lightning.md", "lightning", "model.net", marks=pytest.mark.slow),
-    pytest.param("from-deepspeed.md", "deepspeed", "engine.module", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("page", "package", "model"),
+    [
+        ("from-ddp.md", "torch", "model.module"),
+        ("from-accelerate.md", "accelerate", "model"),
+        pytest.param("from-lightning.md", "lightning", "model.net", marks=pytest.mark.slow),
+        pytest.param("from-deepspeed.md", "deepspeed", "engine.module", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.filterwarnings("ignore")  # of the other tool
 def test_the_job_ends_where_the_script_of_another_tool_ends(
-        page: str, package: str, model: str, tmp_path: Path, one_process: None, monkeypatch: pytest.MonkeyPatch):
+    page: str,
+    package: str,
+    model: str,
+    tmp_path: Path,
+    one_process: None,
+    monkeypatch: pytest.MonkeyPatch,
+):
     """The other tool runs in one process, where it computes what one device computes."""
     needed("sklearn", "scikit-learn")
     needed(package)

@@ -39,7 +39,9 @@ GENERATED = {ROOT / "docs" / "accuracy.md"}
 
 def anchors(page: Path) -> set[str]:
     """What GitHub names the headings of a page."""
-    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(
+        r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE
+    )
     headings = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -66,9 +68,13 @@ def test_every_relative_link_leads_somewhere(page: Path):
 def test_the_site_links_to_its_own_pages_alone():
     """`mkdocs build --strict` fails for a link that leads out of docs/."""
     docs = ROOT / "docs"
-    outside = {f"{page.relative_to(ROOT)}: {link}" for page in docs.glob("**/*.md") for link in LINK.findall(
-        page.read_text(encoding="utf-8")) if not re.match(r"[a-z]+:|#", link)
-        and not (page.parent / link.partition("#")[0]).resolve().is_relative_to(docs)}
+    outside = {
+        f"{page.relative_to(ROOT)}: {link}"
+        for page in docs.glob("**/*.md")
+        for link in LINK.findall(page.read_text(encoding="utf-8"))
+        if not re.match(r"[a-z]+:|#", link)
+        and not (page.parent / link.partition("#")[0]).resolve().is_relative_to(docs)
+    }
     assert outside == set()
 
 
@@ -87,55 +93,88 @@ def test_a_reader_of_the_readme_comes_to_every_page():
     assert set(PAGES) - reached == set()
     settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     menu = re.findall(r"^ +- (?:[^:\n]+: )?([\w/-]+\.md)$", settings, re.MULTILINE)
-    assert sorted(menu) == sorted(str(page.relative_to(ROOT / "docs")) for page in PAGES if page.parent != ROOT)
+    assert sorted(menu) == sorted(
+        str(page.relative_to(ROOT / "docs")) for page in PAGES if page.parent != ROOT
+    )
 
 
 def test_every_strategy_has_a_page():
     """Of the same name as its folder, with a picture, its cost, and when it is not the one to take."""
-    for folder in sorted(path.parent for path in (ROOT / "src" / "paceline" / "strategies").glob("*/strategy.py")):
+    for folder in sorted(
+        path.parent for path in (ROOT / "src" / "paceline" / "strategies").glob("*/strategy.py")
+    ):
         page = (ROOT / "docs" / "strategies" / f"{folder.name}.md").read_text(encoding="utf-8")
         assert f"](../figures/{folder.name}.svg)" in page
-        assert {"When", "When not", "Limits"} <= set(re.findall(r"^## (.+)$", page, re.MULTILINE)), folder.name
+        assert {"When", "When not", "Limits"} <= set(
+            re.findall(r"^## (.+)$", page, re.MULTILINE)
+        ), folder.name
 
 
 def test_every_figure_is_shown():
     """A page shows each picture that `python -m benchmarks.figures` drew; the build of the site finds missing ones."""
-    shown = {link.rpartition("/")[2] for page in PAGES for link in LINK.findall(page.read_text(encoding="utf-8"))}
+    shown = {
+        link.rpartition("/")[2]
+        for page in PAGES
+        for link in LINK.findall(page.read_text(encoding="utf-8"))
+    }
     assert {path.name for path in (ROOT / "docs" / "figures").glob("*.svg")} <= shown
 
 
 def test_tables_of_plots_have_the_figures_of_the_results():
     """Each figure that a plot shows stands in docs/results.md or docs/memory.md."""
-    pages = [(ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("results.md", "memory.md")]
+    pages = [
+        (ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("results.md", "memory.md")
+    ]
     printed = set(re.findall(r"\d+(?:\.\d+)?", " ".join(pages).replace(",", "")))
     for table in (ROOT / "benchmarks" / "figures" / "tables").glob("*.csv"):
         with table.open(encoding="utf-8", newline="") as file:
             figures = [value for row in csv.DictReader(file) for value in row.values()]
         shown = {figure for figure in figures if re.fullmatch(r"[\d.]+", figure)}
-        assert {figure for figure in shown if figure not in printed and f"{float(figure):g}" not in printed} == set()
+        assert {
+            figure
+            for figure in shown
+            if figure not in printed and f"{float(figure):g}" not in printed
+        } == set()
 
 
 def test_pages_that_the_code_names_are_there():
     """A message or a comment that sends a reader to a page names one that exists."""
-    files = [path for folder in ("src", "benchmarks", "tests") for path in (ROOT / folder).rglob("*.py")]
-    named = {name for path in files for name in re.findall(r"docs/([\w/-]+\.md)", path.read_text(encoding="utf-8"))}
-    assert {name for name in named if not (ROOT / "docs" / name).exists()} <= {page.name for page in GENERATED}
+    files = [
+        path for folder in ("src", "benchmarks", "tests") for path in (ROOT / folder).rglob("*.py")
+    ]
+    named = {
+        name
+        for path in files
+        for name in re.findall(r"docs/([\w/-]+\.md)", path.read_text(encoding="utf-8"))
+    }
+    assert {name for name in named if not (ROOT / "docs" / name).exists()} <= {
+        page.name for page in GENERATED
+    }
 
 
 def test_the_page_that_the_dockerfile_names_says_how_to_build_it():
     """Without Docker, too."""
     dockerfile = (ROOT / "Dockerfile").read_text(encoding="utf-8")
-    pages = [(ROOT / "docs" / name).read_text(encoding="utf-8") for name in
-             re.findall(r"docs/([\w/-]+\.md)", dockerfile)]
+    pages = [
+        (ROOT / "docs" / name).read_text(encoding="utf-8")
+        for name in re.findall(r"docs/([\w/-]+\.md)", dockerfile)
+    ]
     assert pages and all("buildah build" in page for page in pages)
     given = {name for page in pages for name in re.findall(r"--build-arg (\w+)=", page)}
-    assert "PIP_NO_INDEX" in given and given <= set(re.findall(r"^ARG (\w+)", dockerfile, re.MULTILINE))
+    assert "PIP_NO_INDEX" in given and given <= set(
+        re.findall(r"^ARG (\w+)", dockerfile, re.MULTILINE)
+    )
 
 
 def test_tests_that_the_pages_name_are_there():
     """A page that says which test shows something names one that exists."""
-    named = {(page.name, name) for page in PAGES
-             for name in re.findall(r"`(tests/[\w/]+(?:\.py)?)/?(?:::\w+)?`", page.read_text(encoding="utf-8"))}
+    named = {
+        (page.name, name)
+        for page in PAGES
+        for name in re.findall(
+            r"`(tests/[\w/]+(?:\.py)?)/?(?:::\w+)?`", page.read_text(encoding="utf-8")
+        )
+    }
     assert len(named) > 10
     assert {(page, name) for page, name in named if not (ROOT / name).exists()} == set()
 
@@ -149,7 +188,9 @@ def test_the_worked_example_gives_its_figures():
     runner.run(example, clear_globs=False)
     assert runner.summarize(verbose=False).failed == 0
 
-    table = re.findall(r"\| (?:compute|network) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", page, flags=re.MULTILINE)
+    table = re.findall(
+        r"\| (?:compute|network) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", page, flags=re.MULTILINE
+    )
     player = Player(example.globs["rates"], example.globs["gpus"].link)
     ends_ms = []
     for event in step_program(example.globs["profile"], Plan.parse("data=2"), "cuda", (4,)):
@@ -157,15 +198,23 @@ def test_the_worked_example_gives_its_figures():
         player.play(event)
         takes = isinstance(event, Compute) and (event.flops or event.moved_bytes or event.fixed_s)
         if takes or isinstance(event, Collective):
-            ends_ms += [end_s * 1000 for stream, end_s in player.clock.items() if end_s != before[stream]]
+            ends_ms += [
+                end_s * 1000 for stream, end_s in player.clock.items() if end_s != before[stream]
+            ]
     assert [float(end) for _, _, end in table] == pytest.approx(ends_ms, abs=0.05)
-    assert all(float(start) + float(takes) == pytest.approx(float(end)) for start, takes, end in table)
+    assert all(
+        float(start) + float(takes) == pytest.approx(float(end)) for start, takes, end in table
+    )
 
 
 def test_versions_agree():
     """The package, the changelog's newest version, and the citation."""
-    newest = re.findall(r"^## (\d+\.\d+\.\d+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)[0]
-    cited, = re.findall(r"^version: (\S+)$", (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.MULTILINE)
+    newest = re.findall(
+        r"^## (\d+\.\d+\.\d+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE
+    )[0]
+    (cited,) = re.findall(
+        r"^version: (\S+)$", (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert newest == cited == paceline.__version__
 
 
@@ -173,31 +222,51 @@ def test_every_error_is_explained():
     """The table of docs/errors.md has each exception with its exit code."""
     page = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| `([A-Z]\w+)` \| (\d) \|", page, re.MULTILINE))
-    kinds = [kind for kind in vars(errors).values()
-             if isinstance(kind, type) and issubclass(kind, errors.PacelineError)]
+    kinds = [
+        kind
+        for kind in vars(errors).values()
+        if isinstance(kind, type) and issubclass(kind, errors.PacelineError)
+    ]
     assert rows == {kind.__name__: str(kind.exit_code) for kind in kinds}
 
 
 def test_every_plan_key_is_explained():
     """The table of docs/plans.md has each key that a plan may have."""
-    table = (ROOT / "docs" / "plans.md").read_text(encoding="utf-8").split("## Keys")[1].split("\n## ")[0]
+    table = (
+        (ROOT / "docs" / "plans.md")
+        .read_text(encoding="utf-8")
+        .split("## Keys")[1]
+        .split("\n## ")[0]
+    )
     keys = re.findall(r"(\w+)=", " ".join(re.findall(r"^\| (.*?) \| ", table, flags=re.MULTILINE)))
     with pytest.raises(PlanError) as caught:
         Plan.parse("data=0")
-    assert set(keys) == set(re.findall(r"(\w+)=", str(caught.value).rpartition("keys of a plan are")[2]))
+    assert set(keys) == set(
+        re.findall(r"(\w+)=", str(caught.value).rpartition("keys of a plan are")[2])
+    )
 
 
 def test_job_fields_on_the_page_exist():
     """The table of docs/job.md names fields that a Job has."""
-    table = (ROOT / "docs" / "job.md").read_text(encoding="utf-8").split("## Fields")[1].split("\n## ")[0]
-    names = set(re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (.*?) \| ", table, flags=re.MULTILINE))))
+    table = (
+        (ROOT / "docs" / "job.md")
+        .read_text(encoding="utf-8")
+        .split("## Fields")[1]
+        .split("\n## ")[0]
+    )
+    names = set(
+        re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (.*?) \| ", table, flags=re.MULTILINE)))
+    )
     assert {"model", "epochs", "steps"} <= names <= {field.name for field in fields(Job)}
 
 
 def commands(page: Path) -> list[str]:
     """The `paceline` commands in a page's indented code, without comments."""
-    lines = re.findall(r"^ {4}(?:\$ |srun .*?|torchrun .*?-- )?paceline (.*)$", page.read_text(encoding="utf-8"),
-                       flags=re.MULTILINE)
+    lines = re.findall(
+        r"^ {4}(?:\$ |srun .*?|torchrun .*?-- )?paceline (.*)$",
+        page.read_text(encoding="utf-8"),
+        flags=re.MULTILINE,
+    )
     return [line.partition("   #")[0] for line in lines if "[" not in line]
 
 
@@ -206,7 +275,9 @@ def command_line() -> Any:
     return get_command(app)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if commands(page)], ids=lambda page: page.name
+)
 def test_commands_on_the_pages_are_understood(page: Path):
     """Every option that a page shows exists, and every plan can be read."""
     for line in commands(page):
@@ -222,8 +293,12 @@ def test_each_figure_of_our_own_program_has_its_origin():
     """All fields but those of the models that it trains, once."""
     page = (ROOT / "docs" / "formulas.md").read_text(encoding="utf-8")
     table = page.split("### Paceline's own program")[1].split("\n## ")[0]
-    names = re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`.*?) \| ", table, flags=re.MULTILINE)))
-    assert sorted(names) == sorted({field.name for field in fields(Software)} - {"name", "kernels", "formats"})
+    names = re.findall(
+        r"`(\w+)`", " ".join(re.findall(r"^\| (`.*?) \| ", table, flags=re.MULTILINE))
+    )
+    assert sorted(names) == sorted(
+        {field.name for field in fields(Software)} - {"name", "kernels", "formats"}
+    )
 
 
 def test_the_reference_has_the_figures_of_the_code():
@@ -234,17 +309,32 @@ def test_the_reference_has_the_figures_of_the_code():
     assert {row[0].strip("| `") for row in rows} == set(software_names())
     for name, *figures, _ in rows:
         program = software(name.strip("| `"))
-        assert [float(figure) for figure in figures] == pytest.approx([
-            program.product_rate, program.attention_rate, program.memory_rate, 1e6 * program.operator_s,
-            1e6 * program.kernel_s, 1e3 * program.microbatch_s, 1e3 * program.step_s, program.link_rate,
-            program.network_rate, program.spread]), name
+        assert [float(figure) for figure in figures] == pytest.approx(
+            [
+                program.product_rate,
+                program.attention_rate,
+                program.memory_rate,
+                1e6 * program.operator_s,
+                1e6 * program.kernel_s,
+                1e3 * program.microbatch_s,
+                1e3 * program.step_s,
+                program.link_rate,
+                program.network_rate,
+                program.spread,
+            ]
+        ), name
     constants = {
-        "`MICROBATCH_S` | {:g} ms": 1e3 * MICROBATCH_S, "`THREAD_EFFICIENCY` | {:g} ": THREAD_EFFICIENCY,
-        "`CPU_HOLES` | {:g} of": CPU_HOLES, "`CPU_HOLES_LEAN` | {:g} of": CPU_HOLES_LEAN,
-        "`CPU_HOLES_ADDED` | {:g} of": CPU_HOLES_ADDED, "CPUs alone | {:g} |": RATES_SPREAD,
+        "`MICROBATCH_S` | {:g} ms": 1e3 * MICROBATCH_S,
+        "`THREAD_EFFICIENCY` | {:g} ": THREAD_EFFICIENCY,
+        "`CPU_HOLES` | {:g} of": CPU_HOLES,
+        "`CPU_HOLES_LEAN` | {:g} of": CPU_HOLES_LEAN,
+        "`CPU_HOLES_ADDED` | {:g} of": CPU_HOLES_ADDED,
+        "CPUs alone | {:g} |": RATES_SPREAD,
         "GPUs of this machine | {:g} |": GPU_SPREAD,
-        "itself was calibrated | {:g} |": SPREAD["itself"], "kind was calibrated | {:g} |": SPREAD["kind"],
-        "other kinds only | {:g} |": SPREAD["nothing"]}
+        "itself was calibrated | {:g} |": SPREAD["itself"],
+        "kind was calibrated | {:g} |": SPREAD["kind"],
+        "other kinds only | {:g} |": SPREAD["nothing"],
+    }
     for words, value in constants.items():
         assert words.format(value) in page
 
@@ -252,6 +342,6 @@ def test_the_reference_has_the_figures_of_the_code():
 def test_the_example_of_planning_prints_what_it_says(capsys: pytest.CaptureFixture[str]):
     """The price of a 405B model in docs/planning.md."""
     page = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
-    code, = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    (code,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     exec(code, {})
     assert capsys.readouterr().out.strip() == code.splitlines()[-1].removeprefix("# ")

@@ -39,20 +39,29 @@ def statements(page: Path) -> Iterator[ast.AST]:
 
 def public(node: ast.AST) -> str:
     """NAME of `pl.NAME` or `paceline.NAME`; empty for other nodes."""
-    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("pl", "paceline"):
+    if (
+        isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id in ("pl", "paceline")
+    ):
         return node.attr
     return ""
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if blocks(page)], ids=lambda page: page.stem
+)
 def test_code_on_the_pages_uses_what_there_is(page: Path):
     """Each `pl.NAME` exists, and takes the arguments that it is given by name."""
     for node in statements(page):
         if name := public(node):
             assert hasattr(pl, name), name
         if isinstance(node, ast.Call) and (name := public(node.func)) and name != "keras":
-            known = {field.name for field in fields(pl.Job)} if name == "Job" else set(
-                inspect.signature(getattr(pl, name)).parameters)
+            known = (
+                {field.name for field in fields(pl.Job)}
+                if name == "Job"
+                else set(inspect.signature(getattr(pl, name)).parameters)
+            )
             assert {keyword.arg for keyword in node.keywords if keyword.arg} <= known, name
 
 
@@ -65,36 +74,60 @@ def names() -> dict[str, Any]:
     def accuracy(output: Tensor, target: Tensor) -> Tensor:
         return (output.argmax(1) == target).float().mean()
 
-    return {"torch": torch, "nn": nn, "F": F, "np": np, "pl": pl, "Tensor": Tensor, "Path": Path, "accuracy": accuracy,
-            "Net": lambda width=8: nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 10)),
-            "train_set": data, "test_set": data, "__name__": "page"}
+    return {
+        "torch": torch,
+        "nn": nn,
+        "F": F,
+        "np": np,
+        "pl": pl,
+        "Tensor": Tensor,
+        "Path": Path,
+        "accuracy": accuracy,
+        "Net": lambda width=8: nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 10)),
+        "train_set": data,
+        "test_set": data,
+        "__name__": "page",
+    }
 
 
-@pytest.mark.parametrize(("page", "number"), [("README.md", 0), ("docs/job.md", 0), ("docs/callbacks.md", 0)])
+@pytest.mark.parametrize(
+    ("page", "number"), [("README.md", 0), ("docs/job.md", 0), ("docs/callbacks.md", 0)]
+)
 def test_a_job_on_a_page_trains(page: str, number: int, names: dict[str, Any], tmp_path: Path):
     """Two steps on one device."""
     exec(blocks(ROOT / page)[number], names)
-    assert pl.train(names["job"](), "single", steps=2, run=tmp_path / "run", table=False)["steps"] == 2
+    assert (
+        pl.train(names["job"](), "single", steps=2, run=tmp_path / "run", table=False)["steps"] == 2
+    )
 
 
 def test_the_step_of_its_own_trains(names: dict[str, Any], tmp_path: Path):
     """The GAN of docs/own-step.md, with models that suit its sizes."""
-    names |= {"Generator": lambda: nn.Linear(64, 6), "Critic": lambda: nn.Linear(6, 1), "images": names["train_set"]}
+    names |= {
+        "Generator": lambda: nn.Linear(64, 6),
+        "Critic": lambda: nn.Linear(6, 1),
+        "images": names["train_set"],
+    }
     exec(blocks(ROOT / "docs" / "own-step.md")[0], names)
     job = names["job"]()
     assert pl.train(job, "data=2", steps=2, run=tmp_path / "run", table=False)["steps"] == 2
 
 
 @pytest.mark.slow
-def test_the_verbs_run_as_the_pages_say(names: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_verbs_run_as_the_pages_say(
+    names: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """The commands from Python in docs/job.md, and the results of docs/after-training.md."""
     monkeypatch.chdir(tmp_path)
     job, _, verbs = blocks(ROOT / "docs" / "job.md")
     Path("job.py").write_text(
-        "from torch.utils.data import TensorDataset\nfrom torch import nn\n" + job + """
+        "from torch.utils.data import TensorDataset\nfrom torch import nn\n"
+        + job
+        + """
 def Net(width): return nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 10))
 train_set = test_set = TensorDataset(torch.randn(24, 6), torch.randint(10, (24,)))
-""")
+"""
+    )
     exec(job, names)
     exec(verbs, names)
     assert names["certificates"][0].passed and names["answer"].chosen is not None

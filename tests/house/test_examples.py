@@ -22,7 +22,10 @@ JOBS: dict[str, tuple[str, dict[str, Any]]] = {
     "01_digits.py": ("data=2", {"width": 4}),
     "02_gpt_bytes.py": ("data=2", {"width": 16, "layers": 1, "sequence": 16, "batch": 4}),
     "03_diabetes.py": ("data=2", {"width": 8}),
-    "04_stdlib_lines.py": ("server=2 workers=2 staleness=inf", {"buckets": 256, "modules": 2, "per_module": 20}),
+    "04_stdlib_lines.py": (
+        "server=2 workers=2 staleness=inf",
+        {"buckets": 256, "modules": 2, "per_module": 20},
+    ),
     "06_own_step.py": ("data=2", {}),
     "09_too_large.py": ("pipeline=2", {"width": 32, "layers": 2}),
     "10_two_towers.py": ("place=auto parts=2", {"width": 8, "batch": 64}),
@@ -30,7 +33,13 @@ JOBS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # tests/launch/hosts/test_hosts.py and tests/proof/test_servers.py run these two in the suite.
 TESTED_ELSEWHERE = {"01_digits.py", "04_stdlib_lines.py"}
-ELSEWHERE = {"05_search.py", "07_keras.py", "08_transformers.py", "12_architecture_search.py", "13_plan_a_cluster.py"}
+ELSEWHERE = {
+    "05_search.py",
+    "07_keras.py",
+    "08_transformers.py",
+    "12_architecture_search.py",
+    "13_plan_a_cluster.py",
+}
 
 
 def test_every_example_is_run_and_numbered():
@@ -42,15 +51,26 @@ def test_every_example_is_run_and_numbered():
         text = (EXAMPLES / name).read_text(encoding="utf-8")
         assert f"examples/{name}" in text.split('"""')[1]
         assert len(text.splitlines()) <= 90
-        assert f"| `{name}` |" in (EXAMPLES.parent / "docs" / "examples.md").read_text(encoding="utf-8")
+        assert f"| `{name}` |" in (EXAMPLES.parent / "docs" / "examples.md").read_text(
+            encoding="utf-8"
+        )
 
 
 def test_commands_that_train_an_example_run_on_any_machine():
     """With GPUs, without, and with fewer than ranks: as written, in docstrings and on pages."""
-    texts = [path.read_text(encoding="utf-8") for path in (*EXAMPLES.glob("*.py"), *EXAMPLES.parent.glob("*.md"),
-                                                           *EXAMPLES.parent.glob("docs/**/*.md"))]
-    lines = [line for text in texts
-             for line in re.findall(r"^ {4}(?:\$ )?paceline train (examples/\S+.*)$", text, re.MULTILINE)]
+    texts = [
+        path.read_text(encoding="utf-8")
+        for path in (
+            *EXAMPLES.glob("*.py"),
+            *EXAMPLES.parent.glob("*.md"),
+            *EXAMPLES.parent.glob("docs/**/*.md"),
+        )
+    ]
+    lines = [
+        line
+        for text in texts
+        for line in re.findall(r"^ {4}(?:\$ )?paceline train (examples/\S+.*)$", text, re.MULTILINE)
+    ]
     assert len(lines) > 20
     for line in lines:
         given = re.search(r"--devices cpu:(?:0|0-(\d))(?: |$)", line)
@@ -64,15 +84,22 @@ def test_commands_that_train_an_example_run_on_any_machine():
             assert given is not None and int(given[1] or 0) + 1 == ranks, line
 
 
-@pytest.mark.parametrize("name", [
-    pytest.param(name, marks=pytest.mark.slow) if name in TESTED_ELSEWHERE else name for name in JOBS])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name in TESTED_ELSEWHERE else name
+        for name in JOBS
+    ],
+)
 def test_an_example_trains_under_its_plan(name: str, tmp_path: Path):
     """Two steps, and the plan is the one of its docstring."""
     needed("sklearn", "scikit-learn")
     plan, settings = JOBS[name]
     docstring = (EXAMPLES / name).read_text(encoding="utf-8").split('"""')[1]
     assert set(re.findall(r"[a-z]+=", plan)) <= set(re.findall(r"[a-z]+=", docstring))
-    figures = pl.train(pl.load(str(EXAMPLES / name), settings), plan, steps=2, run=tmp_path / "run", table=False)
+    figures = pl.train(
+        pl.load(str(EXAMPLES / name), settings), plan, steps=2, run=tmp_path / "run", table=False
+    )
     assert figures["steps"] == 2
 
 
@@ -80,7 +107,12 @@ def test_an_example_trains_under_its_plan(name: str, tmp_path: Path):
 def test_what_is_too_large_is_refused_on_one_device(tmp_path: Path):
     """The example's own sizes and limit: nothing starts."""
     with pytest.raises(PlanError, match="pipeline=4"):
-        pl.train(pl.load(str(EXAMPLES / "09_too_large.py")), "single", memory="192MiB", run=tmp_path / "run")
+        pl.train(
+            pl.load(str(EXAMPLES / "09_too_large.py")),
+            "single",
+            memory="192MiB",
+            run=tmp_path / "run",
+        )
 
 
 SMALL_GPT = {"width": 128, "layers": 2, "sequence": 16, "batch": 16}
@@ -98,7 +130,10 @@ def test_the_model_that_is_planned_computes_a_loss():
 @pytest.mark.slow
 def test_the_cluster_that_nobody_owns_is_planned_for():
     """The same small form, on described GPUs."""
-    assert pl.plan(pl.load(str(EXAMPLES / "13_plan_a_cluster.py"), SMALL_GPT), "2xH100").chosen is not None
+    assert (
+        pl.plan(pl.load(str(EXAMPLES / "13_plan_a_cluster.py"), SMALL_GPT), "2xH100").chosen
+        is not None
+    )
 
 
 def test_architectures_differ_by_their_choices():
@@ -112,9 +147,13 @@ def test_architectures_differ_by_their_choices():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:.*pin_memory")  # of others
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:.*pin_memory"
+)  # of others
 @pytest.mark.parametrize("name", ["07_keras.py", "08_transformers.py"])
-def test_a_script_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_a_script_runs(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     """As `python FILE` does."""
     needed({"07_keras.py": "keras", "08_transformers.py": "peft"}[name])
     monkeypatch.chdir(tmp_path)
@@ -127,6 +166,8 @@ def test_the_script_of_keras_equals_one_process(capsys: pytest.CaptureFixture[st
     """A small form: the same history on two ranks as on one."""
     needed("keras")
     main = runpy.run_path(str(EXAMPLES / "07_keras.py"))["main"]
-    (_, single), (_, distributed) = (main(plan, devices, epochs=1, samples=100)
-                                     for plan, devices in (("data=1", "cpu:0"), ("data=2", "cpu:0-1")))
+    (_, single), (_, distributed) = (
+        main(plan, devices, epochs=1, samples=100)
+        for plan, devices in (("data=1", "cpu:0"), ("data=2", "cpu:0-1"))
+    )
     assert distributed.history["val_loss"] == pytest.approx(single.history["val_loss"], rel=1e-4)

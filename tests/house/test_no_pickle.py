@@ -57,16 +57,31 @@ def planted(request: Any, trap: Path, tmp_path: Path) -> bytes:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pairs = TensorDataset(torch.randn(12, 3), torch.randn(12, 2))
-    job = pl.Job(model=lambda: nn.Linear(3, 2), data=pairs, loss=nn.functional.mse_loss, batch=6, steps=4,
-                 optimizer=lambda named: torch.optim.SGD(named, lr=0.1))
-    return pl.train(job, "single", run=tmp_path_factory.mktemp("trained") / "run", save_every=4, check=False).run
+    job = pl.Job(
+        model=lambda: nn.Linear(3, 2),
+        data=pairs,
+        loss=nn.functional.mse_loss,
+        batch=6,
+        steps=4,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+    )
+    return pl.train(
+        job, "single", run=tmp_path_factory.mktemp("trained") / "run", save_every=4, check=False
+    ).run
 
 
 def _read_run(run: Path) -> None:
-    for read in (pl.open, pl.audit, lambda path: pl.report(path, price=False), lambda path: pl.compare(path, path),
-                 struck, pl.evaluate, lambda path: pl.predict(path, "[1.0, 2.0, 3.0]"),
-                 lambda path: load_tensors(path / "model.safetensors"),
-                 lambda path: open_checkpoint(path / "checkpoints" / "step-4")):
+    for read in (
+        pl.open,
+        pl.audit,
+        lambda path: pl.report(path, price=False),
+        lambda path: pl.compare(path, path),
+        struck,
+        pl.evaluate,
+        lambda path: pl.predict(path, "[1.0, 2.0, 3.0]"),
+        lambda path: load_tensors(path / "model.safetensors"),
+        lambda path: open_checkpoint(path / "checkpoints" / "step-4"),
+    ):
         with suppress(PacelineError, ValueError, LookupError, OSError, SafetensorError):
             read(run)
 
@@ -77,7 +92,9 @@ def test_a_run_folder_of_pickles(trained: Path, tmp_path: Path, planted: bytes, 
     import shutil
 
     names = [path.relative_to(trained) for path in sorted(trained.rglob("*")) if path.is_file()]
-    assert {"journal.jsonl", "plan.json", "summary.json", "model.safetensors"} <= {str(name) for name in names}
+    assert {"journal.jsonl", "plan.json", "summary.json", "model.safetensors"} <= {
+        str(name) for name in names
+    }
     run = tmp_path / "run"
     shutil.copytree(trained, run)
     for name in names:
@@ -88,12 +105,21 @@ def test_a_run_folder_of_pickles(trained: Path, tmp_path: Path, planted: bytes, 
         assert not trap.exists(), name
 
 
-@pytest.mark.parametrize("read", [
-    lambda path: pl.Plan.read(str(path)), lambda path: pl.plan(job_without_data(), str(path), calibrate_s=0),
-    lambda path: pl.predict(path.parent, str(path)), lambda path: Message.decode(path.read_bytes()),
-    lambda path: pl.weights(str(path))], ids=["plan", "cluster", "predict", "message", "weights"])
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda path: pl.Plan.read(str(path)),
+        lambda path: pl.plan(job_without_data(), str(path), calibrate_s=0),
+        lambda path: pl.predict(path.parent, str(path)),
+        lambda path: Message.decode(path.read_bytes()),
+        lambda path: pl.weights(str(path)),
+    ],
+    ids=["plan", "cluster", "predict", "message", "weights"],
+)
 @pytest.mark.parametrize("suffix", [".json", ".toml", ".npy", ".safetensors"])
-def test_a_pickle_as_a_file(tmp_path: Path, planted: bytes, trap: Path, read: Callable[[Path], Any], suffix: str):
+def test_a_pickle_as_a_file(
+    tmp_path: Path, planted: bytes, trap: Path, read: Callable[[Path], Any], suffix: str
+):
     path = tmp_path / f"given{suffix}"
     path.write_bytes(planted)
     with suppress(PacelineError, ValueError, OSError):
@@ -102,8 +128,14 @@ def test_a_pickle_as_a_file(tmp_path: Path, planted: bytes, trap: Path, read: Ca
 
 
 def job_without_data() -> pl.Job:
-    return pl.Job(model=lambda: nn.Linear(3, 2), data=TensorDataset(torch.ones(2, 3), torch.ones(2, 2)),
-                  loss=nn.functional.mse_loss, batch=2, steps=1, optimizer=lambda named: torch.optim.SGD(named, lr=0.1))
+    return pl.Job(
+        model=lambda: nn.Linear(3, 2),
+        data=TensorDataset(torch.ones(2, 3), torch.ones(2, 2)),
+        loss=nn.functional.mse_loss,
+        batch=2,
+        steps=1,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+    )
 
 
 def test_a_pickle_on_the_wire(planted: bytes, trap: Path):

@@ -13,7 +13,7 @@ import pytest
 import paceline
 from paceline.base.errors import UsageError, on_windows
 
-SCRIPT = '''
+SCRIPT = """
 import ctypes, os, pathlib, resource, sys, sysconfig
 import psutil, torch, torch.nn.functional as F
 import torch.distributed, torch.utils.data, multiprocessing
@@ -47,11 +47,12 @@ def job():
 for plan in ("single", "data=2"):
     figures = pl.train(job(), plan, run=f"{folder}/{plan}", save_every=2)
     print("loss", figures["final_loss"], figures["check"] and figures["check"]["verdict"])
-'''
+"""
 
 
 def test_runs_need_no_call_that_linux_alone_has(tmp_path: Path, start_child: Any):
     """One rank, and two that exchange gradients and are checked before, train and save without them."""
+
     def run_script() -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         for name in [name for name in sys.modules if name.partition(".")[0] == "paceline"]:
@@ -60,7 +61,9 @@ def test_runs_need_no_call_that_linux_alone_has(tmp_path: Path, start_child: Any
 
     child = start_child(run_script)
     assert child.exit_code() == 0, child.stderr
-    single, both = (line.split()[1:] for line in child.stderr.splitlines() if line.startswith("loss "))
+    single, both = (
+        line.split()[1:] for line in child.stderr.splitlines() if line.startswith("loss ")
+    )
     assert abs(float(single[0]) - float(both[0])) < 1e-6
     assert both[1] == "passed"
 
@@ -68,6 +71,7 @@ def test_runs_need_no_call_that_linux_alone_has(tmp_path: Path, start_child: Any
 @pytest.mark.parametrize("name", ["fcntl", "resource"])
 def test_windows_is_told_the_way_out(name: str, monkeypatch: pytest.MonkeyPatch):
     """A run is refused with what to use instead, in place of the name of a module that Windows does not have."""
+
     def missing(module: str) -> None:
         raise ModuleNotFoundError(f"No module named '{name}'", name=name)
 

@@ -12,10 +12,43 @@ import pytest
 
 import paceline
 
-PUBLIC = ["Callback", "Cluster", "Device", "EarlyStopping", "Job", "KeepBest", "Log", "Optimizer", "PacelineError",
-          "Plan", "Range", "Shards", "StepContext", "audit", "by_epoch", "by_step", "choice", "compare",
-          "copy_every", "ema", "evaluate", "frozen", "load", "monitored", "open", "plan", "predict", "rehearse",
-          "report", "scale", "search", "train", "verify", "weights", "whole"]
+PUBLIC = [
+    "Callback",
+    "Cluster",
+    "Device",
+    "EarlyStopping",
+    "Job",
+    "KeepBest",
+    "Log",
+    "Optimizer",
+    "PacelineError",
+    "Plan",
+    "Range",
+    "Shards",
+    "StepContext",
+    "audit",
+    "by_epoch",
+    "by_step",
+    "choice",
+    "compare",
+    "copy_every",
+    "ema",
+    "evaluate",
+    "frozen",
+    "load",
+    "monitored",
+    "open",
+    "plan",
+    "predict",
+    "rehearse",
+    "report",
+    "scale",
+    "search",
+    "train",
+    "verify",
+    "weights",
+    "whole",
+]
 
 
 def test_the_public_names_are_these_and_no_others():
@@ -43,11 +76,22 @@ def test_an_unknown_name_is_an_attribute_error():
         _ = paceline.trian
 
 
-@pytest.mark.parametrize("module", ["paceline", "paceline.strategies.plan", "paceline.cluster.cluster", "paceline.job.file",
-                                    "paceline.doctor.machine", "paceline.cli"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "paceline",
+        "paceline.strategies.plan",
+        "paceline.cluster.cluster",
+        "paceline.job.file",
+        "paceline.doctor.machine",
+        "paceline.cli",
+    ],
+)
 def test_imports_stay_light(module: str):
     """Planning and reading a command line need no torch; `import paceline` needs no typer either."""
-    heavy = ["torch", "numpy", "rich", "psutil", "msgspec"] + ([] if module == "paceline.cli" else ["typer"])
+    heavy = ["torch", "numpy", "rich", "psutil", "msgspec"] + (
+        [] if module == "paceline.cli" else ["typer"]
+    )
     code = f"import sys, {module}; print(*[name for name in {heavy} if name in sys.modules])"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
     assert (ran.stdout.split(), ran.stderr) == ([], "")

@@ -27,22 +27,73 @@ def test_files_that_are_read_lie_in_the_package():
 @pytest.mark.timeout(600)
 def test_a_wheel_trains_in_an_empty_environment(tmp_path: Path):
     """Built from the source archive, as an index would have it; `paceline` and `python -m paceline` start it."""
-    subprocess.run([sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path),
-                    str(ROOT)], check=True, timeout=300)
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "wheel",
+            "--quiet",
+            "--no-deps",
+            "--wheel-dir",
+            str(tmp_path),
+            str(ROOT),
+        ],
+        check=True,
+        timeout=300,
+    )
     (wheel,) = tmp_path.glob("paceline-*.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    assert {name.partition("/")[0] for name in names} == {"paceline", f"paceline-{paceline.__version__}.dist-info"}
+    assert {name.partition("/")[0] for name in names} == {
+        "paceline",
+        f"paceline-{paceline.__version__}.dist-info",
+    }
     assert set(READ) <= set(names)
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "empty")], check=True, timeout=100)
     python = tmp_path / "empty" / "bin" / "python"
-    subprocess.run([python, "-m", "pip", "install", "--quiet", "--constraint", str(ROOT / "constraints.txt"),
-                    f"{wheel}[examples]"], check=True, timeout=500)
+    subprocess.run(
+        [
+            python,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--constraint",
+            str(ROOT / "constraints.txt"),
+            f"{wheel}[examples]",
+        ],
+        check=True,
+        timeout=500,
+    )
     (tmp_path / "work").mkdir()
     for words in (["-m", "paceline"], [str(python.with_name("paceline"))]):
-        completed = subprocess.run([python, *words, "--version"], check=True, capture_output=True, text=True,
-                                   timeout=60, cwd=tmp_path / "work", env={"PATH": "/usr/bin:/bin"})
+        completed = subprocess.run(
+            [python, *words, "--version"],
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            cwd=tmp_path / "work",
+            env={"PATH": "/usr/bin:/bin"},
+        )
         assert completed.stdout == f"paceline {paceline.__version__}\n"
-    subprocess.run([python, "-m", "paceline", "train", str(ROOT / "examples" / "01_digits.py"), "--plan", "data=2",
-                    "--steps", "20", "--run", "run"], check=True, timeout=200, cwd=tmp_path / "work",
-                   env={"PATH": "/usr/bin:/bin"})
+    subprocess.run(
+        [
+            python,
+            "-m",
+            "paceline",
+            "train",
+            str(ROOT / "examples" / "01_digits.py"),
+            "--plan",
+            "data=2",
+            "--steps",
+            "20",
+            "--run",
+            "run",
+        ],
+        check=True,
+        timeout=200,
+        cwd=tmp_path / "work",
+        env={"PATH": "/usr/bin:/bin"},
+    )
     assert (tmp_path / "work" / "run" / "model.safetensors").exists()

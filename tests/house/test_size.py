@@ -14,10 +14,13 @@ def test_folders_keep_their_budgets():
     budgets, now = json.loads(BUDGETS.read_text()), sizes()
     assert budgets.keys() == now.keys()
     assert {folder: count for folder, count in now.items() if count > budgets[folder]} == {}
-    assert {folder: count for folder, count in now.items() if count < (1 - SLACK) * budgets[folder] - 50} == {}
+    assert {
+        folder: count for folder, count in now.items() if count < (1 - SLACK) * budgets[folder] - 50
+    } == {}
 
 
 def test_what_counts():
     """Prose and layout don't."""
-    assert token_lines('"""Of a module."""\n\ndef f(x):  # why\n    """Of a function."""\n\n    return (\n        x)\n') == [
-        3, 3, 3, 3, 3, 3, 6, 6, 7, 7]
+    assert token_lines(
+        '"""Of a module."""\n\ndef f(x):  # why\n    """Of a function."""\n\n    return (\n        x)\n'
+    ) == [3, 3, 3, 3, 3, 3, 6, 6, 7, 7]

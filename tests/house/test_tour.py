@@ -13,7 +13,10 @@ PACKAGE = Path(paceline.__file__).parent
 TOUR = PACKAGE.parent.parent / "docs" / "tour.md"
 # Imports from a later row, with the reason. They stand in functions, and run only where somebody asked for it.
 LAZY = {
-    ("api.train", "ray.training"): "`on=\"ray\"` gives the whole run to Ray, which an extra of its own installs",
+    (
+        "api.train",
+        "ray.training",
+    ): '`on="ray"` gives the whole run to Ray, which an extra of its own installs',
 }
 ABOVE_ALL = {"", "__main__", "cli", "pytest_plugin"}
 
@@ -28,8 +31,12 @@ def imports(node: ast.AST) -> Iterator[str]:
     for child in ast.walk(node):
         if isinstance(child, ast.ImportFrom) and (child.module or "").split(".")[0] == "paceline":
             folder = PACKAGE.parent / Path(*str(child.module).split("."))
-            yield from (f"{child.module}.{name.name}" if (folder / f"{name.name}.py").exists()
-                        or (folder / name.name).is_dir() else str(child.module) for name in child.names)
+            yield from (
+                f"{child.module}.{name.name}"
+                if (folder / f"{name.name}.py").exists() or (folder / name.name).is_dir()
+                else str(child.module)
+                for name in child.names
+            )
         elif isinstance(child, ast.Import):
             yield from (name.name for name in child.names if name.name.startswith("paceline."))
 
@@ -38,13 +45,20 @@ def test_imports_go_to_earlier_rows():
     """Of every kind: every module is in a folder of the table, and imports from that and earlier ones alone."""
     order, upward = rows(), set()
     assert len(order) == len({*order}) and {*order} == {
-        path.name for path in PACKAGE.iterdir() if path.is_dir() and any(path.glob("*.py"))}
+        path.name for path in PACKAGE.iterdir() if path.is_dir() and any(path.glob("*.py"))
+    }
     for file in PACKAGE.rglob("*.py"):
-        module = ".".join(file.relative_to(PACKAGE).with_suffix("").parts).removesuffix("__init__").rstrip(".")
+        module = (
+            ".".join(file.relative_to(PACKAGE).with_suffix("").parts)
+            .removesuffix("__init__")
+            .rstrip(".")
+        )
         if module in ABOVE_ALL:
             continue
         own = order.index(module.split(".")[0])
-        for imported in {name.partition(".")[2] for name in imports(ast.parse(file.read_text()))} - {""}:
+        for imported in {
+            name.partition(".")[2] for name in imports(ast.parse(file.read_text()))
+        } - {""}:
             if imported.split(".")[0] not in order or order.index(imported.split(".")[0]) > own:
                 upward.add((module, imported))
 

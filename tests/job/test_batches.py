@@ -26,7 +26,9 @@ def test_pairs_are_stacked():
     assert targets.tolist() == [1, 0]
 
 
-@pytest.mark.parametrize("item", [torch.zeros(2), (torch.zeros(2),), {"x": torch.zeros(2)}, Record(torch.zeros(2))])
+@pytest.mark.parametrize(
+    "item", [torch.zeros(2), (torch.zeros(2),), {"x": torch.zeros(2)}, Record(torch.zeros(2))]
+)
 def test_an_input_alone_is_its_own_target(item: Any):
     """Tensors, mappings and dataclasses are inputs; what holds one of them is that one."""
     inputs, targets = collated([item, item, item])
@@ -42,22 +44,30 @@ def test_a_collate_makes_the_batch():
     assert collated([3], lambda items: Record(torch.ones(1)))[0]["name"] == "a"
 
 
-@pytest.mark.parametrize(("batch", "kind"), [(None, "NoneType"), ((1, 2, 3), "tuple of 3"), ([], "list of 0")])
+@pytest.mark.parametrize(
+    ("batch", "kind"), [(None, "NoneType"), ((1, 2, 3), "tuple of 3"), ([], "list of 0")]
+)
 def test_a_collate_that_returns_no_batch_is_refused(batch: Any, kind: str):
     """The message says what came."""
-    with pytest.raises(TrainingError, match=rf"collate returned a {kind} and not \(input, target\)"):
+    with pytest.raises(
+        TrainingError, match=rf"collate returned a {kind} and not \(input, target\)"
+    ):
         collated([1, 2], lambda items: batch)
 
 
 def test_a_collate_that_fails_is_named_with_its_samples():
     """Three samples at most, by what the caller calls them."""
-    with pytest.raises(TrainingError, match="collate failed on the samples 7, 1, 4 and 1 more: KeyError: 'x'"):
+    with pytest.raises(
+        TrainingError, match="collate failed on the samples 7, 1, 4 and 1 more: KeyError: 'x'"
+    ):
         collated([{}, {}, {}, {}], lambda items: items[0]["x"], names=[7, 1, 4, 2])
 
 
 def test_samples_that_do_not_stack_are_told_of_collate():
     """Samples of other lengths are what collate= is for."""
-    with pytest.raises(TrainingError, match=r"sample 1 is \{t: 3\} and others are \{t: 2\}(?s:.*)collate="):
+    with pytest.raises(
+        TrainingError, match=r"sample 1 is \{t: 3\} and others are \{t: 2\}(?s:.*)collate="
+    ):
         collated([{"t": torch.zeros(2)}, {"t": torch.zeros(3)}])
 
 
@@ -109,7 +119,9 @@ def test_a_dataclass_inside_of_an_input_stays_one():
 
 def test_packed_sequences_and_batches_of_graphs_are_moved():
     """Lengths of packed sequences stay on the CPU."""
-    packed = torch.nn.utils.rnn.pack_sequence([torch.zeros(2, 3), torch.zeros(4, 3)], enforce_sorted=False)
+    packed = torch.nn.utils.rnn.pack_sequence(
+        [torch.zeros(2, 3), torch.zeros(4, 3)], enforce_sorted=False
+    )
     graphs = Applying(torch.zeros(2))
 
     moved = MicroBatch((packed, graphs), None, 2).to(torch.device("meta"), torch.float64)

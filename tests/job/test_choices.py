@@ -39,22 +39,28 @@ def test_settings_choose(source: str):
     assert load(source).model() == ("conv", 5)  # what one job was told is not left to the next
 
 
-@pytest.mark.parametrize(("settings", "message"), [
-    ({"blok.op": "pool"}, "makes no choice 'blok.op', did you mean 'block.op'"),
-    ({"block.op": "dense"}, "block.op=dense must be conv or pool"),
-])
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"blok.op": "pool"}, "makes no choice 'blok.op', did you mean 'block.op'"),
+        ({"block.op": "dense"}, "block.op=dense must be conv or pool"),
+    ],
+)
 def test_wrong_settings_are_refused(source: str, settings: dict[str, str], message: str):
     """When the model is built, as nobody knows its choices before."""
     with pytest.raises(JobError, match=message):
         load(source, settings).model()
 
 
-@pytest.mark.parametrize(("name", "options", "message"), [
-    ("op", ["a"], "must have a dot"),
-    ("block.op", [], "has no options"),
-    ("block.op", [print], "texts, numbers, booleans or None"),
-    ("block.op", [3, "3"], "an option twice"),
-])
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("op", ["a"], "must have a dot"),
+        ("block.op", [], "has no options"),
+        ("block.op", [print], "texts, numbers, booleans or None"),
+        ("block.op", [3, "3"], "an option twice"),
+    ],
+)
 def test_choices_that_make_no_sense(name: str, options: list, message: str):
     """The message names the choice."""
     with pytest.raises(JobError, match=message):

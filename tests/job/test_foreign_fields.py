@@ -23,31 +23,62 @@ class Lit(nn.Module):
 
 def of_keras(name: str) -> Any:
     """As a class of Keras."""
-    return type(name, (), {"__module__": "keras.src.some", "__call__": lambda self, y_true, y_pred: 0.0})
+    return type(
+        name, (), {"__module__": "keras.src.some", "__call__": lambda self, y_true, y_pred: 0.0}
+    )
 
 
-FIELDS: dict[str, Any] = {"model": nn.Module, "data": [(0, 0)] * 10, "loss": max, "optimizer": list, "batch": 4,
-                          "steps": 1}
+FIELDS: dict[str, Any] = {
+    "model": nn.Module,
+    "data": [(0, 0)] * 10,
+    "loss": max,
+    "optimizer": list,
+    "batch": 4,
+    "steps": 1,
+}
 PARAMETER = nn.Parameter(torch.zeros(1))
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"model": Lit()}, "model is a LightningModule"), ({"model": Lit, "loss": None}, "from-lightning.md"),
-    ({"optimizer": Lit().configure_optimizers}, "configure_optimizers knows a model's own"),
-    ({"optimizer": torch.optim.AdamW([PARAMETER])}, "such as lambda named: AdamW(named, lr=1e-3), not the AdamW"),
-    ({"optimizer": [max, min]}, "optimizer must be a function of the (name, parameter) pairs, got a list"),
-    ({"optimizer": of_keras("Adam")()}, "lambda named: torch.optim.Adam(named, lr=...)"),
-    ({"optimizer": of_keras("Nadam")()}, "torch.optim.NAdam(named"),
-    ({"optimizer": of_keras("Lion")()}, "torch.optim.AdamW"),
-    ({"loss": of_keras("MeanSquaredError")()}, "loss=lambda output, target: keras_loss(target, output)"),
-    ({"metrics": {"f1": of_keras("F1Score")()}, "validation": [(0, 0)]}, "metric 'f1' is one of Keras"),
-    ({"data": SimpleNamespace(train_dataloader=list)}, "data=module.train_dataloader()"),
-    ({"validation": SimpleNamespace(val_dataloader=list)}, "validation=module.val_dataloader()"),
-    ({"batch_size": 4}, "'batch_size': it is called batch= here"), ({"lr": 0.1}, "learning rate is the optimizer's"),
-    ({"gradient_accumulation_steps": 4}, "accumulate=4"), ({"optimiser": None}, "did you mean 'optimizer'"),
-    ({"precision": torch.float16}, "it is called 'fp16' here"), ({"precision": "bf16-mixed"}, "'bf16' here"),
-    ({"model": [nn.Identity]}, "model is a list"), ({"loss": nn.MSELoss}, "give MSELoss()"),
-])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": Lit()}, "model is a LightningModule"),
+        ({"model": Lit, "loss": None}, "from-lightning.md"),
+        ({"optimizer": Lit().configure_optimizers}, "configure_optimizers knows a model's own"),
+        (
+            {"optimizer": torch.optim.AdamW([PARAMETER])},
+            "such as lambda named: AdamW(named, lr=1e-3), not the AdamW",
+        ),
+        (
+            {"optimizer": [max, min]},
+            "optimizer must be a function of the (name, parameter) pairs, got a list",
+        ),
+        ({"optimizer": of_keras("Adam")()}, "lambda named: torch.optim.Adam(named, lr=...)"),
+        ({"optimizer": of_keras("Nadam")()}, "torch.optim.NAdam(named"),
+        ({"optimizer": of_keras("Lion")()}, "torch.optim.AdamW"),
+        (
+            {"loss": of_keras("MeanSquaredError")()},
+            "loss=lambda output, target: keras_loss(target, output)",
+        ),
+        (
+            {"metrics": {"f1": of_keras("F1Score")()}, "validation": [(0, 0)]},
+            "metric 'f1' is one of Keras",
+        ),
+        ({"data": SimpleNamespace(train_dataloader=list)}, "data=module.train_dataloader()"),
+        (
+            {"validation": SimpleNamespace(val_dataloader=list)},
+            "validation=module.val_dataloader()",
+        ),
+        ({"batch_size": 4}, "'batch_size': it is called batch= here"),
+        ({"lr": 0.1}, "learning rate is the optimizer's"),
+        ({"gradient_accumulation_steps": 4}, "accumulate=4"),
+        ({"optimiser": None}, "did you mean 'optimizer'"),
+        ({"precision": torch.float16}, "it is called 'fp16' here"),
+        ({"precision": "bf16-mixed"}, "'bf16' here"),
+        ({"model": [nn.Identity]}, "model is a list"),
+        ({"loss": nn.MSELoss}, "give MSELoss()"),
+    ],
+)
 def test_what_to_write_instead(changes: dict[str, Any], message: str):
     """A job that is made says the field and the replacement."""
     with pytest.raises(JobError) as caught:
@@ -55,9 +86,15 @@ def test_what_to_write_instead(changes: dict[str, Any], message: str):
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize(("returned", "message"), [
-    (of_keras("Adam")(), "torch.optim.Adam(named"), ([1, 2], "parameter groups"), (Lit(), "from-lightning.md"),
-    (None, "return one of torch.optim")])
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (of_keras("Adam")(), "torch.optim.Adam(named"),
+        ([1, 2], "parameter groups"),
+        (Lit(), "from-lightning.md"),
+        (None, "return one of torch.optim"),
+    ],
+)
 def test_an_optimizer_function_that_returns_something_else(returned: Any, message: str):
     """The hint says what the function is to return."""
     assert message in str(no_optimizer(returned).hint)
@@ -66,4 +103,10 @@ def test_an_optimizer_function_that_returns_something_else(returned: Any, messag
 def test_what_is_no_value_of_another_tool_is_taken():
     """Functions of the user, and a Lightning module whose loss the job gives, are no mistake."""
     Job(**{**FIELDS, "model": Lit})
-    Job(**{**FIELDS, "optimizer": torch.optim.AdamW, "loss": lambda output, target: of_keras("Loss")()(target, output)})
+    Job(
+        **{
+            **FIELDS,
+            "optimizer": torch.optim.AdamW,
+            "loss": lambda output, target: of_keras("Loss")()(target, output),
+        }
+    )

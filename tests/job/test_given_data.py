@@ -44,8 +44,12 @@ SET = TensorDataset(X, Y)
 
 
 def job(**fields: Any) -> Job:
-    given = {"model": lambda: torch.nn.Linear(2, 3), "loss": lambda o, t: o.sum() / len(o),
-             "optimizer": lambda named: torch.optim.SGD(named, lr=0.1), "steps": 7}
+    given = {
+        "model": lambda: torch.nn.Linear(2, 3),
+        "loss": lambda o, t: o.sum() / len(o),
+        "optimizer": lambda named: torch.optim.SGD(named, lr=0.1),
+        "steps": 7,
+    }
     return Job(**{**given, **fields})
 
 
@@ -58,10 +62,22 @@ def refusal(**fields: Any) -> str:
 def read(made: Job, *, ranks: int = 1, loader_workers: int = 0) -> list[list[int]]:
     """The targets of each step, as ranks get them together."""
     order, steps = None if is_stream(made.data) else Order.of(made), range(made.steps or 1)
-    parts = [list(training_feed(made, order=order, part=DataShard((1,) * ranks, rank, 1), steps=steps,
-                                loader_workers=loader_workers)) for rank in range(ranks)]
-    return [[int(t) for part in parts for batch in part[step][1] if batch.samples for t in batch.target]
-            for step in range(len(parts[0]))]
+    parts = [
+        list(
+            training_feed(
+                made,
+                order=order,
+                part=DataShard((1,) * ranks, rank, 1),
+                steps=steps,
+                loader_workers=loader_workers,
+            )
+        )
+        for rank in range(ranks)
+    ]
+    return [
+        [int(t) for part in parts for batch in part[step][1] if batch.samples for t in batch.target]
+        for step in range(len(parts[0]))
+    ]
 
 
 def paired(samples: list[Any]) -> Any:
@@ -73,8 +89,18 @@ def paired(samples: list[Any]) -> Any:
 
 def test_a_shuffling_loader_is_a_jobs_own_order():
     """Its data set, batch size, short batch, collate function and workers are taken; a second look changes nothing."""
-    made = job(data=DataLoader(SET, batch_size=6, shuffle=True, drop_last=True, collate_fn=paired, num_workers=2,
-                               prefetch_factor=3, generator=torch.Generator().manual_seed(5)))
+    made = job(
+        data=DataLoader(
+            SET,
+            batch_size=6,
+            shuffle=True,
+            drop_last=True,
+            collate_fn=paired,
+            num_workers=2,
+            prefetch_factor=3,
+            generator=torch.Generator().manual_seed(5),
+        )
+    )
     assert (made.data, made.batch, made.drop_last, made.collate) == (SET, 6, True, paired)
     assert made.sampler is None and made.loading == Loading(2, None, 3)
     assert replace(made, seed=1) == replace(replace(made, seed=1))
@@ -83,14 +109,23 @@ def test_a_shuffling_loader_is_a_jobs_own_order():
     assert plain.loading is None
 
 
-@pytest.mark.parametrize("sampler", [
-    WeightedRandomSampler(torch.arange(1.0, 21.0), 13), RandomSampler(SET, replacement=True),
-    RandomSampler(SET, num_samples=7), SubsetRandomSampler([1, 5, 6])], ids=lambda s: f"{type(s).__name__}-{len(s)}")
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        WeightedRandomSampler(torch.arange(1.0, 21.0), 13),
+        RandomSampler(SET, replacement=True),
+        RandomSampler(SET, num_samples=7),
+        SubsetRandomSampler([1, 5, 6]),
+    ],
+    ids=lambda s: f"{type(s).__name__}-{len(s)}",
+)
 def test_a_loaders_sampler_is_the_jobs(sampler: Any):
     """It draws the same for the engine, on any number of ranks, and for the proof."""
     made = job(data=DataLoader(SET, batch_size=4, sampler=sampler))
     assert made.sampler is sampler and made.num_samples == len(sampler)
-    assert read(made) == read(made, ranks=3) == [indices for _, _, indices in islice(windows(made), 7)]
+    assert (
+        read(made) == read(made, ranks=3) == [indices for _, _, indices in islice(windows(made), 7)]
+    )
 
 
 def test_a_loader_in_the_samples_own_order():
@@ -124,7 +159,9 @@ def test_groups_of_a_batch_sampler_are_steps(size: int):
     assert made.batch == size and made.num_samples == 20
     steps = read(made)
     assert steps == read(made, ranks=2) == [indices for _, _, indices in islice(windows(made), 7)]
-    assert all(step == list(range(step[0], step[0] + len(step))) and step[0] % size == 0 for step in steps)
+    assert all(
+        step == list(range(step[0], step[0] + len(step))) and step[0] % size == 0 for step in steps
+    )
     assert steps[:3] != steps[4:]
     order = Order.of(made)
     window = order.window(6)
@@ -149,26 +186,43 @@ class Budget:
         return iter(groups)
 
 
-@pytest.mark.parametrize("fields", [{"data": DataLoader(SET, batch_sampler=Budget())},
-                                    {"data": SET, "sampler": Budget()}])
+@pytest.mark.parametrize(
+    "fields",
+    [{"data": DataLoader(SET, batch_sampler=Budget())}, {"data": SET, "sampler": Budget()}],
+)
 def test_groups_of_any_size_are_steps(fields: dict[str, Any]):
     """Each step is a group whose size differs from others', drawn once for any number of ranks and from any step on;
     an epoch has as many steps as it has groups."""
     made = job(**fields, steps=None, epochs=4)
-    assert isinstance(made.batch, GroupSizes) and made.total_steps is not None and made.num_samples == 20
+    assert (
+        isinstance(made.batch, GroupSizes)
+        and made.total_steps is not None
+        and made.num_samples == 20
+    )
     expected = list(islice(windows(made), made.total_steps))
     per_epoch = [sum(epoch == each for epoch, _, _ in expected) for each in range(4)]
     assert len(set(per_epoch)) > 1 and len({len(indices) for _, _, indices in expected}) > 2
-    assert all(sorted(i for epoch, _, indices in expected if epoch == each for i in indices) == list(range(20))
-               for each in range(4))
+    assert all(
+        sorted(i for epoch, _, indices in expected if epoch == each for i in indices)
+        == list(range(20))
+        for each in range(4)
+    )
     made = replace(made, steps=made.total_steps, epochs=None)
     assert read(made) == read(made, ranks=3) == [indices for _, _, indices in expected]
     order = Order.of(replace(made, data=made.data, precision="float64"))
     for step in (made.total_steps - 1, 0, per_epoch[0]):  # as a resumed run asks
         window = order.window(step)
         assert (window.epoch, order.indices(window.epoch, window.positions)) == (
-            expected[step][0], expected[step][2])
-    assert [order.ends_epoch(sum(per_epoch[:n])) for n in range(5)] == [False, True, True, True, True]
+            expected[step][0],
+            expected[step][2],
+        )
+    assert [order.ends_epoch(sum(per_epoch[:n])) for n in range(5)] == [
+        False,
+        True,
+        True,
+        True,
+        True,
+    ]
     assert order.fewest(made.total_steps) == min(len(indices) for _, _, indices in expected)
     assert order_difference(made, steps=9) is None
     other = replace(made, seed=1)
@@ -179,11 +233,17 @@ def test_groups_of_any_size_are_steps(fields: dict[str, Any]):
 def test_what_groups_cannot_be():
     """A batch sampler says the batch, and draws for all ranks, the same each time."""
     for batch, shown in ((4, "batch is 4"), (paceline.by_step({0: 2, 3: 5}), "batch is in phases")):
-        for fields in ({"data": DataLoader(SET, batch_sampler=Budget())}, {"data": SET, "sampler": Budget()}):
+        for fields in (
+            {"data": DataLoader(SET, batch_sampler=Budget())},
+            {"data": SET, "sampler": Budget()},
+        ):
             assert f"{shown}, and the batch sampler draws" in refusal(batch=batch, **fields)
-    assert "drop_last leaves out a short last batch" in refusal(data=SET, sampler=Budget(), drop_last=True)
+    assert "drop_last leaves out a short last batch" in refusal(
+        data=SET, sampler=Budget(), drop_last=True
+    )
     assert "batch is 5, and the sampler draws batches of 4" in refusal(
-        data=SET, batch=5, sampler=BatchSampler(SequentialSampler(SET), 4, drop_last=False))
+        data=SET, batch=5, sampler=BatchSampler(SequentialSampler(SET), 4, drop_last=False)
+    )
     part = Budget()
     part.num_replicas = 2  # type: ignore[attr-defined]
     assert "the batch sampler Budget draws one rank's part" in refusal(data=SET, sampler=part)
@@ -191,7 +251,9 @@ def test_what_groups_cannot_be():
         with pytest.raises(JobError, match=shown):
             job(data=SET, sampler=groups)
     drawn = iter(range(100))
-    unstable = type("Unstable", (Budget,), {"__iter__": lambda self: iter([[next(drawn) % 20], [1, 2]])})()
+    unstable = type(
+        "Unstable", (Budget,), {"__iter__": lambda self: iter([[next(drawn) % 20], [1, 2]])}
+    )()
     with pytest.raises(JobError, match="the batch sampler Unstable drew other samples"):
         read(job(data=SET, sampler=unstable))
 
@@ -212,7 +274,11 @@ def test_a_loader_over_a_stream():
     """It is the stream in batches."""
     made = job(data=DataLoader(Numbers(), batch_size=8), steps=None, epochs=1)
     assert is_stream(made.data) and made.batch == 8
-    assert read(replace(made, steps=3, epochs=None)) == [list(range(8)), list(range(8, 16)), list(range(16, 20))]
+    assert read(replace(made, steps=3, epochs=None)) == [
+        list(range(8)),
+        list(range(8, 16)),
+        list(range(16, 20)),
+    ]
 
 
 class Halved(DataLoader):  # type: ignore[type-arg]
@@ -220,21 +286,54 @@ class Halved(DataLoader):  # type: ignore[type-arg]
         return islice(super().__iter__(), 2)
 
 
-@pytest.mark.parametrize(("fields", "message"), [
-    ({"data": DataLoader(SET, 4), "batch": 5}, "batch is given, and data is a DataLoader that has its own: 5 and 4"),
-    ({"data": DataLoader(SET, 4), "sampler": RandomSampler(SET)}, "sampler is given, and data is a DataLoader"),
-    ({"data": DataLoader(SET, 4, collate_fn=paired), "collate": list}, "collate is given, and data is a DataLoader"),
-    ({"data": DataLoader(SET, batch_size=None)}, "batch_size=None: its data set makes whole batches"),
-    ({"data": DataLoader(Numbers(), batch_size=None)}, "batch_size=None"),
-    ({"data": DataLoader(Numbers(), batch_size=4, num_workers=2)}, "num_workers=2: each worker reads a stream"),
-    ({"data": Halved(SET, batch_size=4)}, "the Halved has an __iter__ of its own"),
-    ({"data": SET, "batch": 4, "validation": DataLoader(SET, 6, drop_last=True)}, "leaves out 2 samples"),
-    ({"data": SET, "batch": 4, "validation": DataLoader(SET, batch_sampler=ByLength(5))}, "sees every sample once"),
-    ({"data": SET, "batch": 4, "test": DataLoader(SET, 4, sampler=WeightedRandomSampler([1.0] * 20, 20))},
-     "test is a DataLoader with a WeightedRandomSampler"),
-    ({"data": DataLoader(SET, 4, sampler=torch.utils.data.DistributedSampler(SET, 2, 0))}, "draws one rank's part"),
-    ({"data": SET}, "batch must be a whole number of at least 1, got None"),
-])
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"data": DataLoader(SET, 4), "batch": 5},
+            "batch is given, and data is a DataLoader that has its own: 5 and 4",
+        ),
+        (
+            {"data": DataLoader(SET, 4), "sampler": RandomSampler(SET)},
+            "sampler is given, and data is a DataLoader",
+        ),
+        (
+            {"data": DataLoader(SET, 4, collate_fn=paired), "collate": list},
+            "collate is given, and data is a DataLoader",
+        ),
+        (
+            {"data": DataLoader(SET, batch_size=None)},
+            "batch_size=None: its data set makes whole batches",
+        ),
+        ({"data": DataLoader(Numbers(), batch_size=None)}, "batch_size=None"),
+        (
+            {"data": DataLoader(Numbers(), batch_size=4, num_workers=2)},
+            "num_workers=2: each worker reads a stream",
+        ),
+        ({"data": Halved(SET, batch_size=4)}, "the Halved has an __iter__ of its own"),
+        (
+            {"data": SET, "batch": 4, "validation": DataLoader(SET, 6, drop_last=True)},
+            "leaves out 2 samples",
+        ),
+        (
+            {"data": SET, "batch": 4, "validation": DataLoader(SET, batch_sampler=ByLength(5))},
+            "sees every sample once",
+        ),
+        (
+            {
+                "data": SET,
+                "batch": 4,
+                "test": DataLoader(SET, 4, sampler=WeightedRandomSampler([1.0] * 20, 20)),
+            },
+            "test is a DataLoader with a WeightedRandomSampler",
+        ),
+        (
+            {"data": DataLoader(SET, 4, sampler=torch.utils.data.DistributedSampler(SET, 2, 0))},
+            "draws one rank's part",
+        ),
+        ({"data": SET}, "batch must be a whole number of at least 1, got None"),
+    ],
+)
 def test_what_contradicts_or_cannot_be_kept(fields: dict[str, Any], message: str):
     """The field and the way out are named when the job is made."""
     assert message in refusal(**fields)
@@ -242,12 +341,17 @@ def test_what_contradicts_or_cannot_be_kept(fields: dict[str, Any], message: str
 
 def test_loaders_of_evaluation_data():
     """Their data set is evaluated, each sample once, with their own collate function; a subset's samples alone."""
-    made = job(data=DataLoader(SET, 4, collate_fn=paired), validation=DataLoader(SET, 7),
-               test=DataLoader(SET, 7, sampler=SubsetRandomSampler([3, 1])))
+    made = job(
+        data=DataLoader(SET, 4, collate_fn=paired),
+        validation=DataLoader(SET, 7),
+        test=DataLoader(SET, 7, sampler=SubsetRandomSampler([3, 1])),
+    )
     assert made.validation is SET and made.evaluation_collate is default_collate
     assert type(made.test) is Subset and sorted(made.test.indices) == [1, 3]
-    same = job(data=DataLoader(SET, 4, collate_fn=paired),
-               validation=DataLoader(SET, 7, shuffle=True, collate_fn=paired))
+    same = job(
+        data=DataLoader(SET, 4, collate_fn=paired),
+        validation=DataLoader(SET, 7, shuffle=True, collate_fn=paired),
+    )
     assert same.validation_collate is None and same.evaluation_collate is paired
     assert job(data=SET, batch=4, validation=DataLoader(SET, 20, drop_last=True)).validation is SET
 
@@ -301,9 +405,16 @@ def test_what_worker_init_fn_opens_is_open_to_who_else_reads(plan: str, tmp_path
 
     def trained(name: str, data: Any, **loading: Any) -> Any:
         loader = DataLoader(data, batch_size=8, shuffle=True, **loading)
-        made = job(model=lambda: torch.nn.Linear(2, 2), loss=torch.nn.functional.cross_entropy, data=loader, epochs=1,
-                   steps=None, optimizer=lambda named: torch.optim.SGD(named, lr=0.1), precision="float64",
-                   validation=DataLoader(data, batch_size=8, **loading))
+        made = job(
+            model=lambda: torch.nn.Linear(2, 2),
+            loss=torch.nn.functional.cross_entropy,
+            data=loader,
+            epochs=1,
+            steps=None,
+            optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+            precision="float64",
+            validation=DataLoader(data, batch_size=8, **loading),
+        )
         return paceline.train(made, plan=plan, run=tmp_path / name, table=False)
 
     lazy = trained("lazy", OpenedInWorkers(), num_workers=1, worker_init_fn=open_file)
@@ -311,19 +422,37 @@ def test_what_worker_init_fn_opens_is_open_to_who_else_reads(plan: str, tmp_path
         data = OpenedInWorkers()
         data.file = file
         opened = trained("opened", data)
-    assert lazy.metrics == pytest.approx(opened.metrics, rel=1e-12) and "validation_loss" in lazy.metrics
+    assert (
+        lazy.metrics == pytest.approx(opened.metrics, rel=1e-12)
+        and "validation_loss" in lazy.metrics
+    )
     for name, weight in opened.model().state_dict().items():
         torch.testing.assert_close(lazy.model().state_dict()[name], weight, rtol=0, atol=1e-12)
 
 
-def test_loader_workers_under_a_long_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_loader_workers_under_a_long_temporary_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """The sockets over which workers send batches have shorter names than files."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 150)))
     Path(tempfile.gettempdir()).mkdir()
-    made = job(data=[(X[i], X[i]) for i in range(20)], batch=8, steps=2, model=lambda: torch.nn.Linear(2, 2),
-               loss=torch.nn.functional.mse_loss, optimizer=lambda named: torch.optim.SGD(named, lr=0.1))
-    result = paceline.train(made, plan="single", run=tmp_path / "run", loader_workers=1, timeout_s=30, restarts=0,
-                            table=False)
+    made = job(
+        data=[(X[i], X[i]) for i in range(20)],
+        batch=8,
+        steps=2,
+        model=lambda: torch.nn.Linear(2, 2),
+        loss=torch.nn.functional.mse_loss,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+    )
+    result = paceline.train(
+        made,
+        plan="single",
+        run=tmp_path / "run",
+        loader_workers=1,
+        timeout_s=30,
+        restarts=0,
+        table=False,
+    )
     assert result.history[-1]["step"] == 2
 
 
@@ -335,7 +464,9 @@ class Filtered(DataLoader):  # type: ignore[type-arg]
 
 
 def test_a_loader_that_changes_its_batches_is_refused():
-    assert "the Filtered changes what its collate_fn made" in refusal(data=Filtered(SET, batch_size=4))
+    assert "the Filtered changes what its collate_fn made" in refusal(
+        data=Filtered(SET, batch_size=4)
+    )
 
 
 @pytest.mark.parametrize("plan", ["data=2", "shard=2"])
@@ -347,9 +478,16 @@ def test_graphs_of_torch_geometric(plan: str, tmp_path: Path):
     class Graphs(data.InMemoryDataset):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
             super().__init__(None)
-            self.data, self.slices = self.collate([
-                data.Data(x=X[:3 + i % 3] + i, y=Y[i:i + 1] % 3, edge_index=torch.tensor([[0, 1, 2], [1, 2, 0]]))
-                for i in range(18)])
+            self.data, self.slices = self.collate(
+                [
+                    data.Data(
+                        x=X[: 3 + i % 3] + i,
+                        y=Y[i : i + 1] % 3,
+                        edge_index=torch.tensor([[0, 1, 2], [1, 2, 0]]),
+                    )
+                    for i in range(18)
+                ]
+            )
 
     class Net(torch.nn.Module):
         def __init__(self) -> None:
@@ -357,13 +495,22 @@ def test_graphs_of_torch_geometric(plan: str, tmp_path: Path):
             self.layer, self.out = nn.GCNConv(2, 4), torch.nn.Linear(4, 3)
 
         def forward(self, graphs: Any) -> Tensor:
-            return self.out(nn.global_mean_pool(self.layer(graphs.x, graphs.edge_index).tanh(), graphs.batch))
+            return self.out(
+                nn.global_mean_pool(self.layer(graphs.x, graphs.edge_index).tanh(), graphs.batch)
+            )
 
     def trained(plan: str) -> Any:
-        made = job(model=Net, loss=lambda output, graphs: torch.nn.functional.cross_entropy(output, graphs.y),
-                   data=loader.DataLoader(Graphs(), batch_size=8, shuffle=True), precision="float64",
-                   optimizer=lambda named: torch.optim.SGD(named, lr=0.1), steps=3)
-        return paceline.train(made, plan=plan, run=tmp_path / plan, table=False).model().state_dict()
+        made = job(
+            model=Net,
+            loss=lambda output, graphs: torch.nn.functional.cross_entropy(output, graphs.y),
+            data=loader.DataLoader(Graphs(), batch_size=8, shuffle=True),
+            precision="float64",
+            optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+            steps=3,
+        )
+        return (
+            paceline.train(made, plan=plan, run=tmp_path / plan, table=False).model().state_dict()
+        )
 
     expected = trained("single")
     for name, weight in trained(plan).items():
@@ -373,16 +520,30 @@ def test_graphs_of_torch_geometric(plan: str, tmp_path: Path):
 # --- Arrays --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("data", [
-    (X, Y), (X.numpy(), Y.numpy()), (X.numpy().astype(float), Y.numpy()), ({"a": X, "b": X}, Y), ((X, X), Y),
-    {"a": X, "y": Y}, X, X.numpy()], ids=["tensors", "numpy", "float64", "named", "two", "mapping", "x", "numpy x"])
+@pytest.mark.parametrize(
+    "data",
+    [
+        (X, Y),
+        (X.numpy(), Y.numpy()),
+        (X.numpy().astype(float), Y.numpy()),
+        ({"a": X, "b": X}, Y),
+        ((X, X), Y),
+        {"a": X, "y": Y},
+        X,
+        X.numpy(),
+    ],
+    ids=["tensors", "numpy", "float64", "named", "two", "mapping", "x", "numpy x"],
+)
 def test_samples_are_rows_of_arrays(data: Any):
     """A batch that is gathered is the one that samples make; memory is shared, and float64 of numpy becomes float32."""
     made = job(data=data, batch=6)
     assert isinstance(made.data, Arrays) and made.num_samples == 20
     assert replace(made).data is made.data
-    gathered = next(training_feed(made, order=Order.of(made), part=DataShard((1,), 0, 1), steps=range(1),
-                                  loader_workers=0))[1][0]
+    gathered = next(
+        training_feed(
+            made, order=Order.of(made), part=DataShard((1,), 0, 1), steps=range(1), loader_workers=0
+        )
+    )[1][0]
     stacked = next(iter(whole_batches(made, 1)))
     torch.testing.assert_close(gathered.input, stacked.input, rtol=0, atol=0)
     torch.testing.assert_close(gathered.target, stacked.target, rtol=0, atol=0)
@@ -452,12 +613,21 @@ def test_what_is_no_arrays_stays_a_sequence():
         assert job(data=data, batch=1).data is data
 
 
-@pytest.mark.parametrize(("fields", "message"), [
-    ({"data": (X, Y[:3])}, "data holds arrays of 20, 3 samples"),
-    ({"data": (X, Y), "validation": {"x": X, "y": Y[1:]}}, "validation holds arrays of 20, 19 samples"),
-    ({"data": (np.array(["a", "b"]), np.arange(2))}, "data holds an array of <U1, which is no type of numbers"),
-    ({"data": (np.array([{}, {}]), np.arange(2))}, "an array of object"),
-])
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"data": (X, Y[:3])}, "data holds arrays of 20, 3 samples"),
+        (
+            {"data": (X, Y), "validation": {"x": X, "y": Y[1:]}},
+            "validation holds arrays of 20, 19 samples",
+        ),
+        (
+            {"data": (np.array(["a", "b"]), np.arange(2))},
+            "data holds an array of <U1, which is no type of numbers",
+        ),
+        ({"data": (np.array([{}, {}]), np.arange(2))}, "an array of object"),
+    ],
+)
 def test_arrays_that_are_no_data(fields: dict[str, Any], message: str):
     """Lengths and types are named."""
     assert message in refusal(batch=2, **fields)
@@ -466,7 +636,9 @@ def test_arrays_that_are_no_data(fields: dict[str, Any], message: str):
 # --- Weights -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("weights", [[0.0] * 10 + [1.0] * 10, torch.cat([torch.zeros(10), torch.ones(10)])])
+@pytest.mark.parametrize(
+    "weights", [[0.0] * 10 + [1.0] * 10, torch.cat([torch.zeros(10), torch.ones(10)])]
+)
 def test_weights_are_chances_to_be_drawn(weights: Any):
     """As WeightedRandomSampler draws: with replacement, as many as there are, never a sample of weight 0."""
     made = replace(job(data=(X, Y), batch=5, weights=weights), seed=2)
@@ -476,12 +648,20 @@ def test_weights_are_chances_to_be_drawn(weights: Any):
     assert read(made) == read(made, ranks=3)
 
 
-@pytest.mark.parametrize(("fields", "message"), [
-    ({"weights": [1.0] * 3}, "weights has 3 numbers, and data has 20 samples"),
-    ({"weights": [1.0] * 20, "sampler": RandomSampler(SET)}, "weights draws the samples, and so does the sampler"),
-    ({"weights": [0.0] * 20}, "not all 0"), ({"weights": [-1.0] + [1.0] * 19}, "at least 0"),
-    ({"weights": 3}, "a number for each sample"), ({"weights": [1.0], "data": Numbers()}, "data that has a length"),
-])
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"weights": [1.0] * 3}, "weights has 3 numbers, and data has 20 samples"),
+        (
+            {"weights": [1.0] * 20, "sampler": RandomSampler(SET)},
+            "weights draws the samples, and so does the sampler",
+        ),
+        ({"weights": [0.0] * 20}, "not all 0"),
+        ({"weights": [-1.0] + [1.0] * 19}, "at least 0"),
+        ({"weights": 3}, "a number for each sample"),
+        ({"weights": [1.0], "data": Numbers()}, "data that has a length"),
+    ],
+)
 def test_weights_that_make_no_sense(fields: dict[str, Any], message: str):
     """They are refused when the job is made."""
     assert message in refusal(**{"data": SET, "batch": 4, **fields})
@@ -496,7 +676,9 @@ def test_a_data_set_of_hugging_face():
     rows = datasets.Dataset.from_dict({"x": X.tolist(), "label": Y.tolist()})
     made = job(data=rows, batch=6)
     batch = next(iter(whole_batches(made, 1)))
-    assert batch.input["x"].shape == (6, 2) and torch.equal(batch.input["x"], X[batch.target["label"]])
+    assert batch.input["x"].shape == (6, 2) and torch.equal(
+        batch.input["x"], X[batch.target["label"]]
+    )
     assert replace(made).data is made.data
     assert job(data=rows, batch=6, collate=list).data is rows
     numbers = rows.with_format("numpy")
@@ -532,10 +714,24 @@ class Summed(torch.nn.Module):
 def test_a_loader_under_plans_computes_what_one_device_does():
     """Unequal samples, a weighted sampler and a short last batch, as a script's two loaders have them."""
     generator = torch.Generator().manual_seed(0)
-    samples = [(torch.randn(1 + i % 4, 3, generator=generator), torch.randn(2, generator=generator)) for i in range(23)]
-    made = Job(model=Summed, loss=torch.nn.functional.mse_loss, optimizer=lambda named: torch.optim.AdamW(named, 0.01),
-               data=DataLoader(samples, batch_size=6, collate_fn=unequal,  # type: ignore[arg-type]
-                               sampler=WeightedRandomSampler(torch.arange(1.0, 24.0), 23)),
-               validation=DataLoader(samples, batch_size=4, collate_fn=unequal), steps=5)  # type: ignore[arg-type]
+    samples = [
+        (torch.randn(1 + i % 4, 3, generator=generator), torch.randn(2, generator=generator))
+        for i in range(23)
+    ]
+    made = Job(
+        model=Summed,
+        loss=torch.nn.functional.mse_loss,
+        optimizer=lambda named: torch.optim.AdamW(named, 0.01),
+        data=DataLoader(
+            samples,
+            batch_size=6,
+            collate_fn=unequal,  # type: ignore[arg-type]
+            sampler=WeightedRandomSampler(torch.arange(1.0, 24.0), 23),
+        ),
+        validation=DataLoader(samples, batch_size=4, collate_fn=unequal),
+        steps=5,
+    )  # type: ignore[arg-type]
     certificates = paceline.verify(made, ["data=3", "shard=2 accumulate=2"], steps=5)
-    assert [each.verdict for each in certificates] == ["passed", "passed"], [each.reason for each in certificates]
+    assert [each.verdict for each in certificates] == ["passed", "passed"], [
+        each.reason for each in certificates
+    ]

@@ -18,7 +18,9 @@ from paceline.base.errors import ClusterError, JobError, UsageError
 from paceline.job import Job
 from paceline.job.file import JobFile, load, open_job
 
-BODY = "return pl.Job(model=lambda: given, data=[(0, 0)], loss=max, optimizer=list, batch=1, steps=1)"
+BODY = (
+    "return pl.Job(model=lambda: given, data=[(0, 0)], loss=max, optimizer=list, batch=1, steps=1)"
+)
 
 Write = Callable[..., str]
 
@@ -29,13 +31,17 @@ def _imports_are_left_as_they_were() -> Iterator[None]:
     yield
     sys.meta_path[:] = finders
     for name in set(sys.modules) - set(modules):
-        if getattr(sys.modules[name], "__file__", None) and name.startswith(("paceline_job_", "own_")):
+        if getattr(sys.modules[name], "__file__", None) and name.startswith(
+            ("paceline_job_", "own_")
+        ):
             del sys.modules[name]
 
 
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
-    def write(name: str = "digits.py", text: str = "", *, signature: str = "", header: str = "") -> str:
+    def write(
+        name: str = "digits.py", text: str = "", *, signature: str = "", header: str = ""
+    ) -> str:
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         job = f"{header}\nimport paceline as pl\ndef job({signature}):\n    given = dict(locals())\n    {BODY}\n"
@@ -62,7 +68,8 @@ def refusal(source: str, **settings: Any) -> str:
 
 def test_the_function_job_is_called_unless_another_is_named(write: Write):
     """FILE.py means its function `job`; FILE.py:FUNCTION means that one."""
-    source = write(text=f"""
+    source = write(
+        text=f"""
         import paceline as pl
         def job():
             given = "job"
@@ -70,7 +77,8 @@ def test_the_function_job_is_called_unless_another_is_named(write: Write):
         def other():
             given = "other"
             {BODY}
-    """)
+    """
+    )
     assert load(source).model() == "job"
     assert load(f"{source}:other").model() == "other"
 
@@ -83,8 +91,14 @@ def test_a_missing_file_names_the_nearest(write: Write, tmp_path: Path):
     assert "there is no file" in message and "did you mean digits.py?" in message
 
 
-@pytest.mark.parametrize(("name", "part"), [("notes.txt", "is not a Python file"), ("folder/x.py", "there is no file"),
-                                           ("x" * 300, "File name too long")])
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("notes.txt", "is not a Python file"),
+        ("folder/x.py", "there is no file"),
+        ("x" * 300, "File name too long"),
+    ],
+)
 def test_what_is_not_a_python_file_is_refused(write: Write, tmp_path: Path, name: str, part: str):
     """Text files and files in folders that don't exist are named as such."""
     write("notes.txt", "hello")
@@ -100,12 +114,14 @@ def test_a_folder_is_refused_with_its_files(write: Write, tmp_path: Path):
 
 def test_a_file_without_the_function_lists_candidates(write: Write):
     """A missing function is answered with the file's own functions, those that return a Job first."""
-    source = write(text="""
+    source = write(
+        text="""
         from textwrap import dedent
         import paceline as pl
         def helper(): ...
         def digits_job() -> pl.Job: ...
-    """)
+    """
+    )
     message = refusal(source)
     assert "no function 'job'" in message
     assert "known: digits_job, helper" in message
@@ -115,15 +131,21 @@ def test_a_file_without_the_function_lists_candidates(write: Write):
 
 def test_a_job_that_is_not_in_a_function_is_explained(write: Write):
     """A module-level Job is told from a missing one."""
-    source = write(text="""
+    source = write(
+        text="""
         import paceline as pl
         job = pl.Job(model=list, data=[(0, 0)], loss=max, optimizer=list, batch=1, steps=1)
-    """)
+    """
+    )
     assert "'job' in digits.py is a Job, not a function" in refusal(source)
 
 
-@pytest.mark.parametrize(("returned", "named"), [("None", "None"), ("{'batch': 3}", "a value of type dict")])
-def test_a_function_that_returns_no_job_says_what_it_returned(write: Write, returned: str, named: str):
+@pytest.mark.parametrize(
+    ("returned", "named"), [("None", "None"), ("{'batch': 3}", "a value of type dict")]
+)
+def test_a_function_that_returns_no_job_says_what_it_returned(
+    write: Write, returned: str, named: str
+):
     """A forgotten return is named."""
     message = refusal(write(text=f"def job():\n    return {returned}\n"))
     assert f"job() in digits.py returned {named}, not a paceline.Job" in message
@@ -138,7 +160,9 @@ def test_a_colon_without_a_function_is_refused(write: Write):
 def test_a_file_is_read_afresh_at_every_load(write: Write, monkeypatch: pytest.MonkeyPatch):
     """An edit is seen at once, even one within the same second, in the file and in its neighbours."""
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
-    source = write(text=f"import paceline as pl, own_net\ndef job():\n    given = 1, own_net.WIDTH\n    {BODY}\n")
+    source = write(
+        text=f"import paceline as pl, own_net\ndef job():\n    given = 1, own_net.WIDTH\n    {BODY}\n"
+    )
     write("own_net.py", "WIDTH = 1")
     assert load(source).model() == (1, 1)
     write("own_net.py", "WIDTH = 2")
@@ -149,14 +173,19 @@ def test_a_file_is_read_afresh_at_every_load(write: Write, monkeypatch: pytest.M
 # --- Names that collide -----------------------------------------------------------------------------------------
 
 
-def test_files_named_like_packages_hide_nothing(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_files_named_like_packages_hide_nothing(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """colorsys.py can be a job that imports colorsys, beside a sched.py and a stringprep.py that are not the real
     ones."""
     others = {"sched": "scheduler", "stringprep": "in_table_a1"}
     for name, other in others.items():
         write(f"{name}.py", f"raise RuntimeError('the wrong {other}')")
-    write("colorsys.py", header="import colorsys, sched, stringprep\nassert colorsys.rgb_to_hsv and "
-          + " and ".join(f"{name}.{other}" for name, other in others.items()))
+    write(
+        "colorsys.py",
+        header="import colorsys, sched, stringprep\nassert colorsys.rgb_to_hsv and "
+        + " and ".join(f"{name}.{other}" for name, other in others.items()),
+    )
     for name in ("colorsys", *others):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.chdir(tmp_path)
@@ -167,11 +196,20 @@ def test_files_named_like_packages_hide_nothing(write: Write, tmp_path: Path, mo
 @pytest.mark.slow
 def test_files_named_like_packages_of_ours_hide_nothing(write: Write, tmp_path: Path):
     """torch.py can be a job that imports torch, beside a random.py and a numpy.py that are not the real ones."""
-    write("torch.py", header="import random, numpy, torch\nassert torch.tensor and random.random and numpy.array")
+    write(
+        "torch.py",
+        header="import random, numpy, torch\nassert torch.tensor and random.random and numpy.array",
+    )
     for name in ("random.py", "numpy.py"):
         write(name, "raise RuntimeError('the wrong one')")
     code = "import paceline; paceline.load('torch.py'); import random, torch; print(torch.zeros(2).sum().item())"
-    ran = subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    ran = subprocess.run(
+        [sys.executable, "-P", "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "0.0\n", "")
 
 
@@ -183,7 +221,9 @@ def test_a_file_never_imports_itself(write: Write):
     assert "pip install own_datasets, or rename own_datasets.py" in message
 
 
-def test_a_file_never_imports_itself_from_the_path(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_file_never_imports_itself_from_the_path(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """With the job's folder on sys.path, its name still means the package, if there is one."""
     source = write("own_datasets.py", header="import own_datasets\nassert own_datasets.INSTALLED")
     monkeypatch.syspath_prepend(tmp_path)
@@ -195,17 +235,21 @@ def test_a_file_never_imports_itself_from_the_path(write: Write, tmp_path: Path,
 
 
 def test_a_notebook_can_import_the_file_of_a_job_that_it_has_loaded(
-        write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Only the job's own imports, even late ones, don't find it."""
     write("own_helper.py", "import own_job\nMADE = own_job.MADE")
-    write("own_job.py", f"""
+    write(
+        "own_job.py",
+        f"""
         import paceline as pl
         MADE = 3
         def late():
             import own_job
         def job():
             {BODY.replace("lambda: given", "late")}
-    """)
+    """,
+    )
     monkeypatch.syspath_prepend(tmp_path)
     job = load(str(tmp_path / "own_job.py"))
     with pytest.raises(ModuleNotFoundError):
@@ -218,7 +262,8 @@ def test_neighbours_can_be_imported_even_late(write: Write):
     """Modules and packages beside the file are found, also from inside the job's lambdas."""
     write("own_net.py", "WIDTH = 3")
     write("own_package/parts.py", "DEPTH = 4")
-    source = write(text=f"""
+    source = write(
+        text=f"""
         import paceline as pl
         from own_package.parts import DEPTH
         def late():
@@ -226,7 +271,8 @@ def test_neighbours_can_be_imported_even_late(write: Write):
             return own_net.WIDTH + DEPTH
         def job():
             {BODY.replace("lambda: given", "late")}
-    """)
+    """
+    )
     assert load(source).model() == 7
     assert str(Path(source).parent) not in sys.path
 
@@ -250,14 +296,22 @@ def test_a_neighbour_that_an_installed_package_hides_is_explained(write: Write):
     """What is installed comes first; a file of the same name is told to be renamed."""
     write("textwrap.py", "WIDTH = 3")
     message = refusal(write(header="from textwrap import WIDTH"))
-    assert "raised ImportError at digits.py:1" in message and "not your textwrap.py: rename your file" in message
+    assert (
+        "raised ImportError at digits.py:1" in message
+        and "not your textwrap.py: rename your file" in message
+    )
     message = refusal(write(header="import textwrap\ntextwrap.WIDTH"))
-    assert "raised AttributeError at digits.py:2" in message and "not your textwrap.py: rename your file" in message
+    assert (
+        "raised AttributeError at digits.py:2" in message
+        and "not your textwrap.py: rename your file" in message
+    )
 
 
 def test_classes_of_a_job_file_can_be_pickled(write: Write):
     """The file's module can be looked up by name, as pickle and dataclasses do."""
-    source = write(header="import dataclasses\n@dataclasses.dataclass\nclass Item:\n    size: 'int' = 3\n")
+    source = write(
+        header="import dataclasses\n@dataclasses.dataclass\nclass Item:\n    size: 'int' = 3\n"
+    )
     load(source)
     item = sys.modules["paceline_job_digits"].__dict__["Item"](5)
     assert pickle.loads(pickle.dumps(item)) == item
@@ -283,13 +337,18 @@ def test_bytes_that_are_no_text_are_refused(write: Write, tmp_path: Path):
 
 def test_a_job_that_raises_is_placed_in_the_users_file(write: Write):
     """The message has the exception, its text and the user's own line, also when a library raised it."""
-    source = write(text="""
+    source = write(
+        text="""
         import json
         def job():
             return json.loads("{")
-    """)
+    """
+    )
     message = refusal(source)
-    assert "job() in digits.py raised JSONDecodeError at digits.py:4: Expecting property name" in message
+    assert (
+        "job() in digits.py raised JSONDecodeError at digits.py:4: Expecting property name"
+        in message
+    )
     with pytest.raises(JobError) as caught:
         load(source)
     assert isinstance(caught.value.__cause__, json.JSONDecodeError)
@@ -304,11 +363,15 @@ def test_an_error_in_a_neighbour_is_placed_there(write: Write):
 
 def test_a_wrong_job_is_placed(write: Write):
     """What Job itself refuses comes with the line that built it."""
-    message = refusal(write(text="""
+    message = refusal(
+        write(
+            text="""
         import paceline as pl
         def job():
             return pl.Job(model=list, data=[(0, 0)], loss=max, optimizer=list, batch=0, steps=1)
-    """))
+    """
+        )
+    )
     assert message == "digits.py:4: batch must be a whole number of at least 1, got 0"
 
 
@@ -319,8 +382,16 @@ def test_other_errors_of_paceline_pass_unchanged(write: Write):
         load(source)
 
 
-@pytest.mark.parametrize(("module", "package"), [("sklearn.datasets", "scikit-learn"), ("PIL", "pillow"),
-                                                 ("yaml", "pyyaml"), ("cv2", "opencv-python"), ("own_pkg", "own_pkg")])
+@pytest.mark.parametrize(
+    ("module", "package"),
+    [
+        ("sklearn.datasets", "scikit-learn"),
+        ("PIL", "pillow"),
+        ("yaml", "pyyaml"),
+        ("cv2", "opencv-python"),
+        ("own_pkg", "own_pkg"),
+    ],
+)
 def test_a_missing_package_says_what_to_install(
     write: Write, monkeypatch: pytest.MonkeyPatch, module: str, package: str
 ):
@@ -337,7 +408,9 @@ def test_a_missing_package_says_what_to_install(
 def test_a_misspelled_neighbour_is_suggested(write: Write):
     """A missing module that resembles a file beside the job may be that file."""
     write("own_network.py", "x = 1")
-    assert "or did you mean own_network.py beside digits.py?" in refusal(write(header="import own_netwrok"))
+    assert "or did you mean own_network.py beside digits.py?" in refusal(
+        write(header="import own_netwrok")
+    )
 
 
 def test_a_module_missing_inside_a_package_is_not_a_missing_package(write: Write):
@@ -369,47 +442,86 @@ def test_ctrl_c_passes(write: Write):
 # --- Settings ---------------------------------------------------------------------------------------------------
 
 TYPED = [
-    ("x: int = 1", "7", 7), ("x: int = 1", "1e3", 1000), ("x: int = 1", "-1_000", -1000),
-    ("x: float = 1.0", "3e-4", 3e-4), ("x: float = 1", "2", 2.0),
-    ("x: bool = False", "true", True), ("x: bool = True", "no", False), ("x: bool = True", "0", False),
-    ("x: str = 'a'", "1", "1"), ("x: str = 'a'", "", ""),
+    ("x: int = 1", "7", 7),
+    ("x: int = 1", "1e3", 1000),
+    ("x: int = 1", "-1_000", -1000),
+    ("x: float = 1.0", "3e-4", 3e-4),
+    ("x: float = 1", "2", 2.0),
+    ("x: bool = False", "true", True),
+    ("x: bool = True", "no", False),
+    ("x: bool = True", "0", False),
+    ("x: str = 'a'", "1", "1"),
+    ("x: str = 'a'", "", ""),
     ("x: Literal['sgd', 'adam', 3, None] = 'sgd'", "adam", "adam"),
     ("x: Literal['sgd', 'adam', 3, None] = 'sgd'", "3", 3),
     ("x: Literal['sgd', 'adam', 3, None] = 'sgd'", "none", None),
-    ("x: Optional[float] = 1.0", "none", None), ("x: Optional[float] = 1.0", "2", 2.0),
-    ("x: float | None = None", "2", 2.0), ("x: float = None", "None", None),
-    ("x: str | int = 1", "3", 3), ("x: str | int = 1", "auto", "auto"), ("x: int | tuple[int, ...] = 1", "3", 3),
-    ("x: int | tuple[int, ...] = 1", "3,4", (3, 4)), ("x: bool | int = 1", "1", 1),
-    ("x: tuple[int, ...] = ()", "1,2,3", (1, 2, 3)), ("x: tuple[int, ...] = ()", "(1, 2,)", (1, 2)),
-    ("x: tuple[int, ...] = (1,)", "", ()), ("x: tuple[int, str] = (1, 'a')", "2,b", (2, "b")),
-    ("x: list[float] = []", "[1, 2.5]", [1.0, 2.5]), ("x: list = []", "1,a", [1, "a"]),
-    ("x: Annotated[float, 'log'] = 1.0", "2", 2.0), ("x: Annotated[int | None, 'r'] = 1", "none", None),
+    ("x: Optional[float] = 1.0", "none", None),
+    ("x: Optional[float] = 1.0", "2", 2.0),
+    ("x: float | None = None", "2", 2.0),
+    ("x: float = None", "None", None),
+    ("x: str | int = 1", "3", 3),
+    ("x: str | int = 1", "auto", "auto"),
+    ("x: int | tuple[int, ...] = 1", "3", 3),
+    ("x: int | tuple[int, ...] = 1", "3,4", (3, 4)),
+    ("x: bool | int = 1", "1", 1),
+    ("x: tuple[int, ...] = ()", "1,2,3", (1, 2, 3)),
+    ("x: tuple[int, ...] = ()", "(1, 2,)", (1, 2)),
+    ("x: tuple[int, ...] = (1,)", "", ()),
+    ("x: tuple[int, str] = (1, 'a')", "2,b", (2, "b")),
+    ("x: list[float] = []", "[1, 2.5]", [1.0, 2.5]),
+    ("x: list = []", "1,a", [1, "a"]),
+    ("x: Annotated[float, 'log'] = 1.0", "2", 2.0),
+    ("x: Annotated[int | None, 'r'] = 1", "none", None),
     ("x: list[Literal['a', 'b']] = []", "a,b", ["a", "b"]),
-    ("x=1", "5", 5), ("x=1.0", "5", 5.0), ("x=True", "off", False), ("x='a'", "5", "5"), ("x=(1, 2)", "3", (3,)),
-    ("x=[0.5]", "3", [3.0]), ("x=None", "5", 5), ("x=None", "0.5", 0.5), ("x=None", "none", None),
-    ("x=None", "false", False), ("x=None", "text", "text"), ("x", "5", 5), ("*, x: int", "5", 5),
-    ("x: unknown_name = 1", "5", 5), ("x: callable = None", "gelu", "gelu"),
+    ("x=1", "5", 5),
+    ("x=1.0", "5", 5.0),
+    ("x=True", "off", False),
+    ("x='a'", "5", "5"),
+    ("x=(1, 2)", "3", (3,)),
+    ("x=[0.5]", "3", [3.0]),
+    ("x=None", "5", 5),
+    ("x=None", "0.5", 0.5),
+    ("x=None", "none", None),
+    ("x=None", "false", False),
+    ("x=None", "text", "text"),
+    ("x", "5", 5),
+    ("*, x: int", "5", 5),
+    ("x: unknown_name = 1", "5", 5),
+    ("x: callable = None", "gelu", "gelu"),
 ]
 
 
 @pytest.mark.parametrize("future", ["", "from __future__ import annotations\n"])
 @pytest.mark.parametrize(("signature", "text", "value"), TYPED)
-def test_text_becomes_the_parameters_type(write: Write, future: str, signature: str, text: str, value: Any):
+def test_text_becomes_the_parameters_type(
+    write: Write, future: str, signature: str, text: str, value: Any
+):
     """A setting's text is read by the annotation, or else by the type of the default."""
     if "unknown_name" in signature and not future:
         future = "from __future__ import annotations\n"
-    source = write(signature=signature, header=f"{future}from typing import Annotated, Literal, Optional")
+    source = write(
+        signature=signature, header=f"{future}from typing import Annotated, Literal, Optional"
+    )
     parsed = given(source, x=text)["x"]
     assert parsed == value and type(parsed) is type(value)
 
 
 REFUSED = [
-    ("x: int = 1", "1.5", "a whole number"), ("x: int = 1", "inf", "a whole number"), ("x: int = 1", "", "a whole"),
-    ("x: float = 1.0", "fast", "a number"), ("x: bool = True", "2", "true or false"),
-    ("x: Literal['sgd', 'adam'] = 'sgd'", "adma", "sgd or adam"), ("x: int | None = 1", "a", "a whole number or none"),
-    ("x: tuple[int, int] = (1, 2)", "1,2,3", "2 values parted by commas: a whole number, a whole number"),
+    ("x: int = 1", "1.5", "a whole number"),
+    ("x: int = 1", "inf", "a whole number"),
+    ("x: int = 1", "", "a whole"),
+    ("x: float = 1.0", "fast", "a number"),
+    ("x: bool = True", "2", "true or false"),
+    ("x: Literal['sgd', 'adam'] = 'sgd'", "adma", "sgd or adam"),
+    ("x: int | None = 1", "a", "a whole number or none"),
+    (
+        "x: tuple[int, int] = (1, 2)",
+        "1,2,3",
+        "2 values parted by commas: a whole number, a whole number",
+    ),
     ("x: list[int] = []", "1,a", "values parted by commas, each a whole number"),
-    ("x: Annotated[float, 1] = 1.0", "a", "a number"), ("x=1", "0.5", "a whole number"),
+    ("x: Annotated[float, 1] = 1.0", "a", "a number"),
+    ("x=1", "0.5", "a whole number"),
     ("x: complex = 1j", "1", "of type complex, which only Python can set"),
 ]
 
@@ -431,20 +543,38 @@ def test_everything_wrong_with_the_settings_is_said_at_once(write: Write):
     assert "the job is job(width: int, learning_rate: float = 0.1)" in message
 
 
-@pytest.mark.parametrize(("signature", "value", "expected"), [
-    ("x: float = 1.0", 2, 2.0), ("x: int = 1", 2.0, 2), ("x: tuple[int, ...] = ()", [1, 2], (1, 2)),
-    ("x: float | None = 1.0", None, None), ("x: int | float = 1", 2.0, 2.0), ("x=None", {"a": 1}, {"a": 1}),
-    ("x: dict = {}", {"a": 1}, {"a": 1}), ("x: bool | int = 1", True, True),
-])
-def test_values_from_python_are_taken_leniently(write: Write, signature: str, value: Any, expected: Any):
+@pytest.mark.parametrize(
+    ("signature", "value", "expected"),
+    [
+        ("x: float = 1.0", 2, 2.0),
+        ("x: int = 1", 2.0, 2),
+        ("x: tuple[int, ...] = ()", [1, 2], (1, 2)),
+        ("x: float | None = 1.0", None, None),
+        ("x: int | float = 1", 2.0, 2.0),
+        ("x=None", {"a": 1}, {"a": 1}),
+        ("x: dict = {}", {"a": 1}, {"a": 1}),
+        ("x: bool | int = 1", True, True),
+    ],
+)
+def test_values_from_python_are_taken_leniently(
+    write: Write, signature: str, value: Any, expected: Any
+):
     """A whole float is an int, a list is a tuple, and types that text can't say are passed on."""
     parsed = given(write(signature=signature), x=value)["x"]
     assert parsed == expected and type(parsed) is type(expected)
 
 
-@pytest.mark.parametrize(("signature", "value"), [("x: int = 1", 1.5), ("x: int = 1", True), ("x: str = 'a'", 1),
-                                                  ("x: float = 1.0", None), ("x: bool = True", 1),
-                                                  ("x: tuple[int, ...] = ()", 3)])
+@pytest.mark.parametrize(
+    ("signature", "value"),
+    [
+        ("x: int = 1", 1.5),
+        ("x: int = 1", True),
+        ("x: str = 'a'", 1),
+        ("x: float = 1.0", None),
+        ("x: bool = True", 1),
+        ("x: tuple[int, ...] = ()", 3),
+    ],
+)
 def test_values_of_the_wrong_type_from_python_are_refused(write: Write, signature: str, value: Any):
     """A type error in a setting is found before the job runs."""
     assert f"x={value} must be" in refusal(write(signature=signature), x=value)

@@ -15,8 +15,10 @@ LABELS = torch.tensor([[1, 2, 3, -100], [2, -100, -100, -100], [0, 1, 2, 3]])
 
 
 def output(*, ahead: int, labels: torch.Tensor = LABELS, seed: int = 0) -> SimpleNamespace:
-    logits = torch.randn(*labels.shape, 5, generator=torch.Generator().manual_seed(seed), requires_grad=True)
-    given = logits[:, :labels.shape[1] - ahead].flatten(0, 1)
+    logits = torch.randn(
+        *labels.shape, 5, generator=torch.Generator().manual_seed(seed), requires_grad=True
+    )
+    given = logits[:, : labels.shape[1] - ahead].flatten(0, 1)
     return SimpleNamespace(logits=logits, loss=F.cross_entropy(given, labels[:, ahead:].flatten()))
 
 
@@ -45,10 +47,15 @@ def test_another_loss_is_a_mean_over_samples():
     made = output(ahead=1)
     made.loss = 2 * made.loss
     assert OwnLoss()(made, {"labels": LABELS}) is made.loss
-    assert OwnLoss()({"loss": made.loss, "logits": made.logits[:, 0]}, {"labels": LABELS[:, 0]}) is made.loss
+    assert (
+        OwnLoss()({"loss": made.loss, "logits": made.logits[:, 0]}, {"labels": LABELS[:, 0]})
+        is made.loss
+    )
 
 
 def test_a_model_without_a_loss_is_refused():
     """The message says how a loss is given."""
-    with pytest.raises(TrainingError, match=r"the job gives no loss, and neither does the model(?s:.*)loss="):
+    with pytest.raises(
+        TrainingError, match=r"the job gives no loss, and neither does the model(?s:.*)loss="
+    ):
         OwnLoss()(torch.zeros(3), {"labels": LABELS})

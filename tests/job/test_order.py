@@ -29,7 +29,11 @@ def test_a_permutation_of_an_awkward_size(size: int):
     assert sorted(Permutation(size, 7)(np.arange(size)).tolist()) == list(range(size))
 
 
-@given(size=st.integers(2**20, 2**48), seed=SEEDS, positions=st.sets(st.integers(0, 2**20 - 1), max_size=50))
+@given(
+    size=st.integers(2**20, 2**48),
+    seed=SEEDS,
+    positions=st.sets(st.integers(0, 2**20 - 1), max_size=50),
+)
 def test_a_huge_permutation_needs_no_list(size: int, seed: int, positions: set[int]):
     """Any positions of a data set far larger than memory have distinct indices inside it."""
     permuted = Permutation(size, seed)(np.array(sorted(positions), dtype=np.int64))
@@ -62,9 +66,15 @@ def orders(draw: st.DrawFn) -> Order:
     return Order(num_samples, batch, draw(st.integers(0, 2**32)), drop_last)
 
 
-@given(order=orders(), shares=st.lists(st.integers(1, 5), min_size=1, max_size=5), num_microbatches=st.integers(1, 5),
-       epoch=st.integers(0, 3))
-def test_every_index_once_an_epoch(order: Order, shares: list[int], num_microbatches: int, epoch: int):
+@given(
+    order=orders(),
+    shares=st.lists(st.integers(1, 5), min_size=1, max_size=5),
+    num_microbatches=st.integers(1, 5),
+    epoch=st.integers(0, 3),
+)
+def test_every_index_once_an_epoch(
+    order: Order, shares: list[int], num_microbatches: int, epoch: int
+):
     """Over any number of ranks, shares and micro-batches an epoch uses every index once, or as many as drop_last
     leaves."""
     used: list[int] = []
@@ -80,11 +90,21 @@ def test_every_index_once_an_epoch(order: Order, shares: list[int], num_microbat
     assert set(used) <= set(range(order.num_samples))
 
 
-@given(order=orders(), shares=st.lists(st.integers(1, 5), min_size=1, max_size=5), num_microbatches=st.integers(1, 5))
-def test_the_cuts_of_a_window_are_in_its_order(order: Order, shares: list[int], num_microbatches: int):
+@given(
+    order=orders(),
+    shares=st.lists(st.integers(1, 5), min_size=1, max_size=5),
+    num_microbatches=st.integers(1, 5),
+)
+def test_the_cuts_of_a_window_are_in_its_order(
+    order: Order, shares: list[int], num_microbatches: int
+):
     """Rank after rank and micro-batch after micro-batch, a window is read as one device reads it."""
     count = order.window(0).count
-    cuts = [cut for rank in range(len(shares)) for cut in DataShard(shares, rank, num_microbatches).cuts(count)]
+    cuts = [
+        cut
+        for rank in range(len(shares))
+        for cut in DataShard(shares, rank, num_microbatches).cuts(count)
+    ]
     assert [offset for cut in cuts for offset in cut] == list(range(count))
     assert len(cuts) == len(shares) * num_microbatches
 
@@ -95,7 +115,9 @@ def test_any_step_is_found_without_walking(order: Order, step: int):
     epoch = start = 0
     for _ in range(step):
         start += order.batch
-        if start >= order.num_samples or (order.drop_last and start + order.batch > order.num_samples):
+        if start >= order.num_samples or (
+            order.drop_last and start + order.batch > order.num_samples
+        ):
             epoch, start = epoch + 1, 0
     assert order.window(step) == Window(epoch, start, min(order.batch, order.num_samples - start))
 
@@ -109,6 +131,7 @@ def test_a_far_step_is_as_near_as_the_first():
 
 def test_the_seed_and_the_epoch_decide_the_order():
     """Another seed or epoch gives another order; the same gives the same."""
+
     def sequence(seed: int, epoch: int) -> tuple[int, ...]:
         return tuple(Order(100, 10, seed).indices(epoch, range(100)))
 
@@ -131,7 +154,10 @@ def test_split_is_fair(count: int, weights: list[int]):
     assert runs[0].start == 0
     assert runs[-1].stop == count
     assert all(before.stop == after.start for before, after in pairwise(runs))
-    assert all(abs(len(run) - count * weight / sum(weights)) < 1 for run, weight in zip(runs, weights, strict=True))
+    assert all(
+        abs(len(run) - count * weight / sum(weights)) < 1
+        for run, weight in zip(runs, weights, strict=True)
+    )
 
 
 def test_what_is_over_goes_where_most_is_missing():

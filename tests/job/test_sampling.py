@@ -18,8 +18,16 @@ from paceline.proof.order import windows
 
 
 def job(sampler: Any, *, size: int = 10, batch: int = 4, **fields: Any) -> Job:
-    return Job(model=torch.nn.Identity, loss=min, optimizer=torch.optim.SGD, data=list(range(size)), batch=batch,
-               steps=9, sampler=sampler, **fields)
+    return Job(
+        model=torch.nn.Identity,
+        loss=min,
+        optimizer=torch.optim.SGD,
+        data=list(range(size)),
+        batch=batch,
+        steps=9,
+        sampler=sampler,
+        **fields,
+    )
 
 
 class ByEpoch:
@@ -41,10 +49,17 @@ class Lengths(ByEpoch):
     batch_size = 2
 
 
-@pytest.mark.parametrize("sampler", [
-    WeightedRandomSampler(torch.arange(1.0, 11.0), 13), RandomSampler(range(10), generator=torch.Generator()),
-    RandomSampler(range(10), replacement=True, num_samples=5), ByEpoch(), Lengths()],
-    ids=lambda sampler: type(sampler).__name__)
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        WeightedRandomSampler(torch.arange(1.0, 11.0), 13),
+        RandomSampler(range(10), generator=torch.Generator()),
+        RandomSampler(range(10), replacement=True, num_samples=5),
+        ByEpoch(),
+        Lengths(),
+    ],
+    ids=lambda sampler: type(sampler).__name__,
+)
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_an_order_is_what_the_sampler_draws(sampler: Any, drop_last: bool):
     """The same from any step on, for the engine and for the proof's own loop; and another in each epoch."""
@@ -93,22 +108,34 @@ class Outside(ByEpoch):
         return iter([10] * 7)
 
 
-@pytest.mark.parametrize(("sampler", "message"), [
-    (Stateful(), "the sampler Stateful drew other samples when it was asked twice"),
-    (Short(), "has the length 7 and drew 2 samples in epoch 0"),
-    (Outside(), "drew 10, and the data has the indices 0 to 9"),
-])
+@pytest.mark.parametrize(
+    ("sampler", "message"),
+    [
+        (Stateful(), "the sampler Stateful drew other samples when it was asked twice"),
+        (Short(), "has the length 7 and drew 2 samples in epoch 0"),
+        (Outside(), "drew 10, and the data has the indices 0 to 9"),
+    ],
+)
 def test_a_sampler_that_no_order_can_follow_is_refused(sampler: Any, message: str):
     """Ranks would not agree, or a resumed run would see other samples."""
     with pytest.raises(JobError, match=message):
         Order.of(job(sampler)).indices(0, range(4))
 
 
-@pytest.mark.parametrize(("sampler", "message"), [
-    (3, "sampler must have __iter__ and __len__"),
-    (torch.utils.data.BatchSampler(SequentialSampler(range(4)), 2, False), "and the sampler draws batches of 2"),
-    (torch.utils.data.DistributedSampler(range(4), 2, 0), "a DistributedSampler draws one rank's part"),
-])
+@pytest.mark.parametrize(
+    ("sampler", "message"),
+    [
+        (3, "sampler must have __iter__ and __len__"),
+        (
+            torch.utils.data.BatchSampler(SequentialSampler(range(4)), 2, False),
+            "and the sampler draws batches of 2",
+        ),
+        (
+            torch.utils.data.DistributedSampler(range(4), 2, 0),
+            "a DistributedSampler draws one rank's part",
+        ),
+    ],
+)
 def test_what_is_no_sampler_for_all_devices_is_refused(sampler: Any, message: str):
     """With what to give in its place."""
     with pytest.raises(JobError, match=message):

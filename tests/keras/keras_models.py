@@ -73,7 +73,7 @@ class Pairs(keras.utils.PyDataset):
         return 4
 
     def __getitem__(self, index):
-        x, y = (array[index * 16:index * 16 + 16] for array in (self.x, self.y))
+        x, y = (array[index * 16 : index * 16 + 16] for array in (self.x, self.y))
         return {"a": x[:, :2], "b": x[:, 2:]}, y
 
 
@@ -99,7 +99,9 @@ class Clipped(keras.Model):
             self.torch_optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.5)
         self.torch_optimizer.zero_grad()
         x = x + 0.1 * keras.random.normal(x.shape)
-        loss = torch.nn.functional.nll_loss(self(x, training=True).log(), y.long()) * (1 + random.random())
+        loss = torch.nn.functional.nll_loss(self(x, training=True).log(), y.long()) * (
+            1 + random.random()
+        )
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
         self.torch_optimizer.step()
@@ -111,14 +113,32 @@ class Gan(keras.Model):
 
     def __init__(self):
         super().__init__()
-        self.discriminator = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, activation="relu"),
-                                               keras.layers.Dropout(0.3), keras.layers.Dense(1)])
-        self.generator = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8), keras.layers.BatchNormalization(),
-                                           keras.layers.Dense(6)])
+        self.discriminator = keras.Sequential(
+            [
+                keras.Input((6,)),
+                keras.layers.Dense(8, activation="relu"),
+                keras.layers.Dropout(0.3),
+                keras.layers.Dense(1),
+            ]
+        )
+        self.generator = keras.Sequential(
+            [
+                keras.Input((4,)),
+                keras.layers.Dense(8),
+                keras.layers.BatchNormalization(),
+                keras.layers.Dense(6),
+            ]
+        )
         self.seed_generator = keras.random.SeedGenerator(7)
-        self.d_optimizer, self.g_optimizer = keras.optimizers.Adam(0.01), keras.optimizers.Adam(0.02)
+        self.d_optimizer, self.g_optimizer = (
+            keras.optimizers.Adam(0.01),
+            keras.optimizers.Adam(0.02),
+        )
         self.loss_fn = keras.losses.BinaryCrossentropy(from_logits=True)
-        self.d_loss, self.g_loss = keras.metrics.Mean(name="d_loss"), keras.metrics.Mean(name="g_loss")
+        self.d_loss, self.g_loss = (
+            keras.metrics.Mean(name="d_loss"),
+            keras.metrics.Mean(name="g_loss"),
+        )
         self.built = True
 
     @property
@@ -140,7 +160,9 @@ class Gan(keras.Model):
         d_loss = self.loss_fn(labels, guesses)
         self.update(self.discriminator, self.d_optimizer, d_loss)
         noise = keras.random.normal((number, 4), seed=self.seed_generator)
-        g_loss = self.loss_fn(torch.zeros((number, 1)), self.discriminator(self.generator(noise, training=True)))
+        g_loss = self.loss_fn(
+            torch.zeros((number, 1)), self.discriminator(self.generator(noise, training=True))
+        )
         self.update(self.generator, self.g_optimizer, g_loss)
         self.d_loss.update_state(d_loss)
         self.g_loss.update_state(g_loss)

@@ -14,15 +14,25 @@ from torch import nn
 import paceline as pl
 from paceline.base.errors import JobError, UsageError
 
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras's own
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:__array__ implementation:DeprecationWarning"
+)  # Keras's own
 keras = Later("keras")
 OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "SGD": {"learning_rate": 0.1, "momentum": 0.9, "nesterov": True, "clipnorm": 0.5}, "Adam": {"amsgrad": True},
-    "AdamW": {"learning_rate": 0.05, "weight_decay": 0.1}, "Adamax": {"learning_rate": 0.05},
-    "Nadam": {"learning_rate": 0.05}, "Adagrad": {"learning_rate": 0.05}, "Adadelta": {"learning_rate": 0.5},
-    "RMSprop": {"learning_rate": 0.05, "centered": True}, "Ftrl": {"learning_rate": 0.05},
-    "Lion": {"learning_rate": 0.05}, "Adafactor": {"learning_rate": 0.05}, "Lamb": {"learning_rate": 0.05},
-    "SGD of a global norm": {"learning_rate": 0.1, "global_clipnorm": 0.5}}
+    "SGD": {"learning_rate": 0.1, "momentum": 0.9, "nesterov": True, "clipnorm": 0.5},
+    "Adam": {"amsgrad": True},
+    "AdamW": {"learning_rate": 0.05, "weight_decay": 0.1},
+    "Adamax": {"learning_rate": 0.05},
+    "Nadam": {"learning_rate": 0.05},
+    "Adagrad": {"learning_rate": 0.05},
+    "Adadelta": {"learning_rate": 0.5},
+    "RMSprop": {"learning_rate": 0.05, "centered": True},
+    "Ftrl": {"learning_rate": 0.05},
+    "Lion": {"learning_rate": 0.05},
+    "Adafactor": {"learning_rate": 0.05},
+    "Lamb": {"learning_rate": 0.05},
+    "SGD of a global norm": {"learning_rate": 0.1, "global_clipnorm": 0.5},
+}
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -31,10 +41,15 @@ def test_the_rule_is_that_of_keras_also_after_a_reload(name: str):
     from paceline.keras.optimizer import KerasOptimizer
 
     rate = keras.optimizers.schedules.ExponentialDecay(0.05, 2, 0.5)  # where none is given
-    optimizer = getattr(keras.optimizers, name.split()[0])(**{"learning_rate": rate, **OPTIMIZERS[name]})
+    optimizer = getattr(keras.optimizers, name.split()[0])(
+        **{"learning_rate": rate, **OPTIMIZERS[name]}
+    )
     drawn = torch.Generator().manual_seed(0)
     weights = {"a": torch.randn(4, 3, generator=drawn), "b": torch.randn(3, generator=drawn)}
-    gradients = [{name: torch.randn(its.shape, generator=drawn) for name, its in weights.items()} for _ in range(4)]
+    gradients = [
+        {name: torch.randn(its.shape, generator=drawn) for name, its in weights.items()}
+        for _ in range(4)
+    ]
     plain = type(optimizer).from_config(optimizer.get_config())
     variables = [keras.Variable(weight.clone()) for weight in weights.values()]
     for each in gradients:
@@ -50,7 +65,9 @@ def test_the_rule_is_that_of_keras_also_after_a_reload(name: str):
         torch.testing.assert_close(parameter.detach(), variable.value.detach(), rtol=0, atol=0)
 
 
-def _step(optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter], gradients: list[Any]) -> None:
+def _step(
+    optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter], gradients: list[Any]
+) -> None:
     for each in gradients:
         for name, parameter in parameters.items():
             parameter.grad = each[name].clone()
@@ -59,8 +76,13 @@ def _step(optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter],
 
 def classifier(**compiled: Any) -> Any:
     keras.utils.set_random_seed(3)
-    model = keras.Sequential([keras.Input((6,)), *(keras.layers.Dense(8, activation="tanh") for _ in range(2)),
-                              keras.layers.Dense(4)])
+    model = keras.Sequential(
+        [
+            keras.Input((6,)),
+            *(keras.layers.Dense(8, activation="tanh") for _ in range(2)),
+            keras.layers.Dense(4),
+        ]
+    )
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(**{"optimizer": keras.optimizers.Adam(0.01), "loss": loss} | compiled)
     return model
@@ -79,8 +101,12 @@ def test_a_run_gives_its_weights_back(tmp_path):
     for mine, other in zip(model.get_weights(), before, strict=True):
         np.testing.assert_array_equal(mine, other)
     pl.keras.load(model, tmp_path)
-    assert any(bool((mine != other).any()) for mine, other in zip(model.get_weights(), before, strict=True))
-    np.testing.assert_allclose(model.evaluate(X, Y, verbose=0), summary["validation_loss"], rtol=1e-5)
+    assert any(
+        bool((mine != other).any()) for mine, other in zip(model.get_weights(), before, strict=True)
+    )
+    np.testing.assert_allclose(
+        model.evaluate(X, Y, verbose=0), summary["validation_loss"], rtol=1e-5
+    )
 
 
 def two_of_each(container: type) -> Any:
@@ -88,7 +114,10 @@ def two_of_each(container: type) -> Any:
     keras.utils.set_random_seed(3)
     first, second = keras.Input((6,), name="first"), keras.Input((2,), name="second")
     hidden = keras.layers.Dense(8, activation="tanh")(keras.layers.Concatenate()([first, second]))
-    kind, size = keras.layers.Dense(3, name="kind")(hidden), keras.layers.Dense(1, name="size")(hidden)
+    kind, size = (
+        keras.layers.Dense(3, name="kind")(hidden),
+        keras.layers.Dense(1, name="size")(hidden),
+    )
     losses = {"kind": keras.losses.SparseCategoricalCrossentropy(from_logits=True), "size": "mse"}
     if container is dict:
         model = keras.Model({"first": first, "second": second}, {"kind": kind, "size": size})
@@ -99,7 +128,10 @@ def two_of_each(container: type) -> Any:
     return model
 
 
-BY_NAME: tuple[Any, Any] = {"first": X, "second": X[:, :2]}, {"kind": Y % 3, "size": X[:, :1] - X[:, 1:2]}
+BY_NAME: tuple[Any, Any] = (
+    {"first": X, "second": X[:, :2]},
+    {"kind": Y % 3, "size": X[:, :1] - X[:, 1:2]},
+)
 
 
 @pytest.mark.parametrize("container", [dict, list])
@@ -110,10 +142,14 @@ def test_several_inputs_and_outputs_have_the_loss_that_keras_computes(container:
     job = pl.keras.job(model, *given, batch_size=60)
     samples, module = [job.data[index] for index in range(60)], job.model().eval()
     module.load_state_dict(job.init)
-    x, y = ({name: torch.stack([sample[part][name] for sample in samples]) for name in samples[0][part]}
-            for part in (0, 1))
+    x, y = (
+        {name: torch.stack([sample[part][name] for sample in samples]) for name in samples[0][part]}
+        for part in (0, 1)
+    )
     loss = float(job.loss(module(**x), y).detach())
-    assert loss == pytest.approx(model.evaluate(*given, batch_size=60, verbose=0, return_dict=True)["loss"], rel=1e-6)
+    assert loss == pytest.approx(
+        model.evaluate(*given, batch_size=60, verbose=0, return_dict=True)["loss"], rel=1e-6
+    )
     with pytest.raises(JobError, match="the model has first, second"):
         pl.keras.job(model, {"third": X}, given[1])
 
@@ -123,23 +159,36 @@ def test_a_plan_that_splits_the_model_gives_keras_s_history():
 
     class Notes(keras.callbacks.Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            seen.append((epoch, sorted(logs), sum(float(value.sum()) for value in self.model.get_weights())))
+            seen.append(
+                (epoch, sorted(logs), sum(float(value.sum()) for value in self.model.get_weights()))
+            )
 
     trained: list[Any] = []
     for plan in (None, "shard=2"):
         model, seen = two_of_each(dict), list[Any]()
         stops = keras.callbacks.EarlyStopping(patience=1, min_delta=0.2, restore_best_weights=True)
-        options: dict[str, Any] = {"batch_size": 16, "epochs": 8, "shuffle": False, "verbose": 0,
-                                   "validation_split": 0.2, "callbacks": [Notes(), stops]}
-        history = (model.fit(*BY_NAME, **options) if plan is None else
-                   pl.keras.fit(model, *BY_NAME, plan=plan, **options))
+        options: dict[str, Any] = {
+            "batch_size": 16,
+            "epochs": 8,
+            "shuffle": False,
+            "verbose": 0,
+            "validation_split": 0.2,
+            "callbacks": [Notes(), stops],
+        }
+        history = (
+            model.fit(*BY_NAME, **options)
+            if plan is None
+            else pl.keras.fit(model, *BY_NAME, plan=plan, **options)
+        )
         trained.append((history.history, seen, model.get_weights()))
     (plain, plain_seen, plain_weights), (figures, seen, weights) = trained
     assert 1 < len(figures["loss"]) == len(plain["loss"]) < 8
     for name in ("loss", "val_loss"):
         np.testing.assert_allclose(figures[name], plain[name], rtol=1e-4)
     assert [each[0] for each in seen] == [each[0] for each in plain_seen]
-    np.testing.assert_allclose([each[2] for each in seen], [each[2] for each in plain_seen], rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(
+        [each[2] for each in seen], [each[2] for each in plain_seen], rtol=1e-3, atol=1e-3
+    )
     for mine, other in zip(weights, plain_weights, strict=True):
         np.testing.assert_allclose(mine, other, atol=1e-4)
 
@@ -158,15 +207,21 @@ def test_what_a_split_plan_can_not_tell_callbacks_is_refused():
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_plans_that_split_a_keras_model_are_exact():
-    certificates = pl.verify(pl.keras.job(classifier(), X, Y, batch_size=16),
-                             ["data=2", "shard=2", "tensor=2", "pipeline=2"], steps=4)
+    certificates = pl.verify(
+        pl.keras.job(classifier(), X, Y, batch_size=16),
+        ["data=2", "shard=2", "tensor=2", "pipeline=2"],
+        steps=4,
+    )
     assert [certificate.passed for certificate in certificates] == [True] * 4
 
 
-@pytest.mark.parametrize(("compiled", "words"), [
-    (lambda: {"loss": keras.losses.MeanSquaredError(reduction="sum")}, "reduced by 'sum'"),
-    (lambda: {"optimizer": keras.optimizers.Adam(use_ema=True)}, "use_ema"),
-])
+@pytest.mark.parametrize(
+    ("compiled", "words"),
+    [
+        (lambda: {"loss": keras.losses.MeanSquaredError(reduction="sum")}, "reduced by 'sum'"),
+        (lambda: {"optimizer": keras.optimizers.Adam(use_ema=True)}, "use_ema"),
+    ],
+)
 def test_what_a_job_can_not_have_is_named(compiled: Callable[[], dict[str, Any]], words: str):
     with pytest.raises(JobError, match=words):
         pl.keras.job(classifier(**compiled()), X, Y)

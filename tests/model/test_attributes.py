@@ -55,7 +55,11 @@ def test_restoring_keeps_objects() -> None:
 
     assert before.changed() == [] and not hasattr(model, "late")
     assert model.seen is seen and seen == [1.0] and model.center is center
-    assert model.recent == deque([1]) and model.recent.maxlen == 2 and torch.equal(model.options["mean"], torch.ones(2))
+    assert (
+        model.recent == deque([1])
+        and model.recent.maxlen == 2
+        and torch.equal(model.options["mean"], torch.ones(2))
+    )
     assert mean.tolist() == [3.0, 3.0]  # a container's tensors are put back as copies
 
 

@@ -83,9 +83,17 @@ def caches(layer: Any, x: Tensor) -> Tensor:
     return linear(layer, x) * layer.cache[x.shape[0]]
 
 
-@pytest.mark.parametrize(("forward", "attributes", "whole"), [
-    (linear, {}, False), (counts, {"calls": 0}, True), (remembers, {"history": []}, True), (draws, {}, True),
-    (draws_alone, {"source": random.Random(3)}, True), (caches, {"cache": {}}, False)])
+@pytest.mark.parametrize(
+    ("forward", "attributes", "whole"),
+    [
+        (linear, {}, False),
+        (counts, {"calls": 0}, True),
+        (remembers, {"history": []}, True),
+        (draws, {}, True),
+        (draws_alone, {"source": random.Random(3)}, True),
+        (caches, {"cache": {}}, False),
+    ],
+)
 def test_modules_with_a_state(forward: Any, attributes: dict[str, Any], whole: bool) -> None:
     """They are taken whole if a forward depends on those before it; all is left as it was found."""
     model = Steps(forward, **attributes)
@@ -156,6 +164,7 @@ def test_hooks_on_the_model_itself_are_refused() -> None:
 
 def test_draws_of_the_forward_are_not_recorded() -> None:
     """A number that Python drew would be the same in every step."""
+
     class Scaled(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) * random.random()
@@ -208,8 +217,13 @@ class Wasteful(nn.Module):
 
 def test_a_tensor_where_one_of_the_forward_was_is_the_losss_own() -> None:
     """What a loss makes from numpy may lie where a tensor of the forward lay; it is no tensor of the model."""
+
     def loss(output: Any) -> Any:
-        return (output + sum([torch.from_numpy(np.zeros(2, dtype="float32")) for _ in range(200)])).square().mean()
+        return (
+            (output + sum([torch.from_numpy(np.zeros(2, dtype="float32")) for _ in range(200)]))
+            .square()
+            .mean()
+        )
 
     refuse_readers(Wasteful(), *Batch(3).arguments(), functions={"the loss": loss})
 
@@ -287,10 +301,13 @@ def test_a_size_that_depends_on_values_is_refused() -> None:
         sum(value.num_bytes for value in recorded.values.values())
 
 
-@pytest.mark.skipif(not hasattr(torch.fx.config, "do_not_emit_stack_traces"),
-                    reason="needs a later torch than 2.11, which always looks for them")
+@pytest.mark.skipif(
+    not hasattr(torch.fx.config, "do_not_emit_stack_traces"),
+    reason="needs a later torch than 2.11, which always looks for them",
+)
 def test_no_operator_s_line_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """That takes a fifth of a capture; torch looks for them again afterwards."""
+
     def extract(**_: Any) -> Any:
         raise AssertionError("a line is looked for")
 
@@ -310,5 +327,7 @@ class PastTheRecording(nn.Module):
 
 
 def test_what_is_used_past_the_recording_is_said_in_our_words():
-    with pytest.raises(CaptureFailed, match=r"a tensor that can't be recorded, such as a parameter's \.data"):
+    with pytest.raises(
+        CaptureFailed, match=r"a tensor that can't be recorded, such as a parameter's \.data"
+    ):
         capture(PastTheRecording(), (torch.ones(2, 3),), {})

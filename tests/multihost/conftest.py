@@ -36,7 +36,9 @@ def slurm(tmp_path: Path) -> Iterator[Mapping[str, str]]:
         pytest.skip("starting slurmctld and slurmd needs root: run as root")
     host, ports = socket.gethostname().partition(".")[0], [free_port(), free_port()]
     (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "paceline").write_text(f'#!/bin/sh\nexec {sys.executable} -m paceline "$@"\n')
+    (tmp_path / "bin" / "paceline").write_text(
+        f'#!/bin/sh\nexec {sys.executable} -m paceline "$@"\n'
+    )
     (tmp_path / "bin" / "paceline").chmod(0o755)
     configuration = tmp_path / "slurm.conf"
     configuration.write_text(f"""
@@ -62,11 +64,19 @@ SwitchType=switch/none
 NodeName={host} NodeAddr=127.0.0.1 CPUs=2 State=UNKNOWN
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """)
-    environment = {**os.environ, "SLURM_CONF": str(configuration), "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+    environment = {
+        **os.environ,
+        "SLURM_CONF": str(configuration),
+        "PATH": f"{tmp_path}/bin:{os.environ['PATH']}",
+    }
     daemons = []
     for name in ("slurmctld", "slurmd"):
         with open(tmp_path / f"{name}.txt", "w") as printed:
-            daemons.append(subprocess.Popen([name, "-D"], env=environment, stdout=printed, stderr=subprocess.STDOUT))
+            daemons.append(
+                subprocess.Popen(
+                    [name, "-D"], env=environment, stdout=printed, stderr=subprocess.STDOUT
+                )
+            )
     try:
         yield environment
     finally:
@@ -88,8 +98,14 @@ def ray_cluster() -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    started = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False,
-                                                            "object_store_memory": 80 * 2**20})
+    started = Cluster(
+        initialize_head=True,
+        head_node_args={
+            "num_cpus": 1,
+            "include_dashboard": False,
+            "object_store_memory": 80 * 2**20,
+        },
+    )
     started.second = started.add_node(num_cpus=1, object_store_memory=80 * 2**20)
     started.wait_for_nodes(timeout=60)
     yield started

@@ -42,8 +42,11 @@ def test_two_hosts_reach_the_weights_of_one(hosts: Sequence[NetworkHost], tmp_pa
     """The same plan across two hosts gives the same weights; gloo finds the interface by itself."""
     file = tmp_path / "job.py"
     file.write_text(JOB)
-    as_ranks(["train", str(file), "--plan", "data=2", "--check", "no", "--run", str(tmp_path / "two")], tmp_path,
-             hosts=hosts)
+    as_ranks(
+        ["train", str(file), "--plan", "data=2", "--check", "no", "--run", str(tmp_path / "two")],
+        tmp_path,
+        hosts=hosts,
+    )
     paceline.train(JobFile(file), "data=2", run=tmp_path / "one", check=False)
     assert_equal_weights(tmp_path / "one", tmp_path / "two")
 
@@ -51,27 +54,62 @@ def test_two_hosts_reach_the_weights_of_one(hosts: Sequence[NetworkHost], tmp_pa
 @pytest.mark.slow
 @pytest.mark.root
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("plan", "tls_environment"), [
-    ("data=2", {}), ("server=1 workers=1", {"PACELINE_TLS": "1", "PACELINE_SECRET": "ab" * 32})])
+@pytest.mark.parametrize(
+    ("plan", "tls_environment"),
+    [("data=2", {}), ("server=1 workers=1", {"PACELINE_TLS": "1", "PACELINE_SECRET": "ab" * 32})],
+)
 def test_two_hosts_under_torchrun_reach_the_weights_of_one(
     hosts: Sequence[NetworkHost], tmp_path: Path, plan: str, tls_environment: dict[str, str]
 ) -> None:
     """Also encrypted."""
     arguments = [str(EXAMPLE), "--plan", plan, "--steps", "10", "--set", "width=8", "--check", "no"]
     # One thread a rank on both sides: another number of threads sums in another order.
-    environ = {k: v for k, v in os.environ.items() if not k.startswith(("GLOO", "MASTER", "RANK", "WORLD"))}
+    environ = {
+        k: v for k, v in os.environ.items() if not k.startswith(("GLOO", "MASTER", "RANK", "WORLD"))
+    }
     environ["OMP_NUM_THREADS"] = "1"
-    nodes = [subprocess.Popen(
-        ["ip", "netns", "exec", host.name, sys.executable, "-m", "torch.distributed.run", "--nnodes", "2",
-         "--node-rank", str(rank), "--nproc-per-node", "1", "--master-addr", "10.78.0.1", "--master-port", "29400",
-         "--no-python", "--", *PACELINE, "train", *arguments, "--run", str(tmp_path / "two")],
-        env={**environ, **tls_environment}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for rank, host in enumerate(hosts)]
+    nodes = [
+        subprocess.Popen(
+            [
+                "ip",
+                "netns",
+                "exec",
+                host.name,
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--nnodes",
+                "2",
+                "--node-rank",
+                str(rank),
+                "--nproc-per-node",
+                "1",
+                "--master-addr",
+                "10.78.0.1",
+                "--master-port",
+                "29400",
+                "--no-python",
+                "--",
+                *PACELINE,
+                "train",
+                *arguments,
+                "--run",
+                str(tmp_path / "two"),
+            ],
+            env={**environ, **tls_environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank, host in enumerate(hosts)
+    ]
     try:
         outputs = [node.communicate(timeout=400)[0] for node in nodes]
     finally:
         for node in nodes:
             node.kill()
     assert [node.returncode for node in nodes] == [0, 0], "\n".join(outputs)
-    paceline.train(JobFile.parse(str(EXAMPLE), {"width": 8}), plan, steps=10, run=tmp_path / "one", check=False)
+    paceline.train(
+        JobFile.parse(str(EXAMPLE), {"width": 8}), plan, steps=10, run=tmp_path / "one", check=False
+    )
     assert_equal_weights(tmp_path / "one", tmp_path / "two")

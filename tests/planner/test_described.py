@@ -22,26 +22,59 @@ from paceline.strategies.limits import DeviceCounts, Limits
 from paceline.strategies.plan import Plan
 
 # 1e12 FLOP/s, and everything else takes no time.
-CHIP = replace(accelerator("A100"), bf16_flops_per_s=1e12, product_reached=1.0, memory_bytes_per_s=1e30)
-PLAIN = Software(product_rate=1.0, operator_s=0.0, kernel_s=0.0, hook_s=0.0, slowdown=0.0, context_bytes=0.0,
-                 reserved=1.0, memory_rate=1.0)
+CHIP = replace(
+    accelerator("A100"), bf16_flops_per_s=1e12, product_reached=1.0, memory_bytes_per_s=1e30
+)
+PLAIN = Software(
+    product_rate=1.0,
+    operator_s=0.0,
+    kernel_s=0.0,
+    hook_s=0.0,
+    slowdown=0.0,
+    context_bytes=0.0,
+    reserved=1.0,
+    memory_rate=1.0,
+)
 MB = 10**6
 # 8 layers of 100 MB; a sample takes 0.1 TFLOP forward and 0.2 backward in each.
 PROFILE = Profile(
-    parameters=(Parameter("w", "layers", 100 * MB, rows=1000, state_bytes=200 * MB, count=8, is_cut=True),),
-    segments=(Segment("layers", Work(flops=Affine(0, 1e11)), Work(flops=Affine(0, 2e11)), kept_bytes=Affine(0, 10 * MB),
-                      output_bytes=Affine(0, MB), gradients=("w",), repeat=8,
-                      tensor=TensorCut(exchanged_bytes=Affine(0, 10 * MB), forward_exchanges=1,
-                                       backward_exchanges=2)),),
-    by_dimensions=True)
+    parameters=(
+        Parameter("w", "layers", 100 * MB, rows=1000, state_bytes=200 * MB, count=8, is_cut=True),
+    ),
+    segments=(
+        Segment(
+            "layers",
+            Work(flops=Affine(0, 1e11)),
+            Work(flops=Affine(0, 2e11)),
+            kept_bytes=Affine(0, 10 * MB),
+            output_bytes=Affine(0, MB),
+            gradients=("w",),
+            repeat=8,
+            tensor=TensorCut(
+                exchanged_bytes=Affine(0, 10 * MB), forward_exchanges=1, backward_exchanges=2
+            ),
+        ),
+    ),
+    by_dimensions=True,
+)
 
 
 def cluster(count: int, *, inside: float = 1e30, across: float = 1e30, each: int = 4) -> Cluster:
-    return Cluster.of((Nodes(count, (described(CHIP),) * each, Network(Link(inside, 0.0), Link(across, 0.0), each)),))
+    return Cluster.of(
+        (
+            Nodes(
+                count,
+                (described(CHIP),) * each,
+                Network(Link(inside, 0.0), Link(across, 0.0), each),
+            ),
+        )
+    )
 
 
 def guess(text: str, devices: Cluster, batch: int, program: Software = PLAIN) -> Estimate:
-    return estimate(PROFILE, Plan.parse(text), devices, batch=batch, precision="bf16", software=program)
+    return estimate(
+        PROFILE, Plan.parse(text), devices, batch=batch, precision="bf16", software=program
+    )
 
 
 def test_one_device():
@@ -66,16 +99,28 @@ def test_replicas_hide_what_backward_hides():
 @pytest.mark.parametrize("precision", ["bf16", "float32"])
 def test_a_stage_is_as_fast_as_its_slowest_device(precision):
     """Which of two devices that is depends on the job's precision."""
-    chips = {"bf16": replace(CHIP, name="slow in bf16", float32_flops_per_s=4e12),
-             "float32": replace(CHIP, name="slow in float32", bf16_flops_per_s=2e12, float32_flops_per_s=5e11)}
+    chips = {
+        "bf16": replace(CHIP, name="slow in bf16", float32_flops_per_s=4e12),
+        "float32": replace(
+            CHIP, name="slow in float32", bf16_flops_per_s=2e12, float32_flops_per_s=5e11
+        ),
+    }
     network = Network(Link(1e30, 0.0), None, 4)
 
     def step_s(*devices):
         mixed = Cluster.of((Nodes(1, tuple(map(described, devices)), network),))
-        return estimate(PROFILE, Plan.parse("pipeline=2 tensor=2 microbatches=2"), mixed, batch=2, precision=precision,
-                        software=PLAIN).step_s
+        return estimate(
+            PROFILE,
+            Plan.parse("pipeline=2 tensor=2 microbatches=2"),
+            mixed,
+            batch=2,
+            precision=precision,
+            software=PLAIN,
+        ).step_s
 
-    assert step_s(*chips.values(), *chips.values()) == pytest.approx(step_s(*(chips[precision],) * 4))
+    assert step_s(*chips.values(), *chips.values()) == pytest.approx(
+        step_s(*(chips[precision],) * 4)
+    )
 
 
 def test_replicas_across_nodes_share_its_cards():
@@ -110,18 +155,36 @@ def test_a_pipelines_bubble():
 
     assert prediction.step_s == pytest.approx(11 * 0.6)
     assert prediction.breakdown["bubble"] == pytest.approx(3 * 0.6)
-    assert prediction.ledger["activations"] == 4 * 20 * MB  # the first stage has four micro-batches in flight
+    assert (
+        prediction.ledger["activations"] == 4 * 20 * MB
+    )  # the first stage has four micro-batches in flight
 
 
 # The cluster lab's job: 25 MB, 1.0 s a step, a third of it forward, in 16 layers; links of 400 Mbit/s carry 47.6 MB/s.
-LAB = replace(PROFILE, parameters=(replace(PROFILE.parameters[0], num_bytes=25 * MB // 16, count=16),),
-              segments=(replace(PROFILE.segments[0], forward=Work(flops=Affine(0, 1e12 / 48)),
-                                backward=Work(flops=Affine(0, 2e12 / 48)), repeat=16),))
+LAB = replace(
+    PROFILE,
+    parameters=(replace(PROFILE.parameters[0], num_bytes=25 * MB // 16, count=16),),
+    segments=(
+        replace(
+            PROFILE.segments[0],
+            forward=Work(flops=Affine(0, 1e12 / 48)),
+            backward=Work(flops=Affine(0, 2e12 / 48)),
+            repeat=16,
+        ),
+    ),
+)
 
 
-@pytest.mark.parametrize(("text", "efficiency"), [
-    ("data=8", 0.752), ("server=1 workers=8", 0.195), ("server=8 workers=8 colocate=yes", 0.861),
-    ("server=8 workers=8 colocate=yes compress=bf16", 0.935), ("server=8 workers=8 colocate=yes staleness=1", 0.988)])
+@pytest.mark.parametrize(
+    ("text", "efficiency"),
+    [
+        ("data=8", 0.752),
+        ("server=1 workers=8", 0.195),
+        ("server=8 workers=8 colocate=yes", 0.861),
+        ("server=8 workers=8 colocate=yes compress=bf16", 0.935),
+        ("server=8 workers=8 colocate=yes staleness=1", 0.988),
+    ],
+)
 def test_servers_are_what_the_cluster_lab_measured(text: str, efficiency: float):
     """Within 10 % of the efficiencies in docs/results.md, one run each."""
     hosts = cluster(8, inside=47.6e6, across=47.6e6, each=1)
@@ -130,11 +193,20 @@ def test_servers_are_what_the_cluster_lab_measured(text: str, efficiency: float)
     assert prediction.step_s == pytest.approx(1 / efficiency, rel=0.10)
 
 
-@pytest.mark.parametrize(("bytes_per_s", "exact", "relaxed"), [
-    (1e9, {"data=8"}, "data=8"), (1e8, {"data=8"}, "data=8 compress=topk"),
-    (47.6e6, {"data=4 shard=2 zero=1", "server=8 workers=8 colocate=yes"}, "data=8 compress=topk"),
-    (2e7, {"server=8 workers=8 colocate=yes"}, "data=8 compress=topk"),
-    (1e6, {"server=8 workers=8 colocate=yes"}, "data=8 local=100")])
+@pytest.mark.parametrize(
+    ("bytes_per_s", "exact", "relaxed"),
+    [
+        (1e9, {"data=8"}, "data=8"),
+        (1e8, {"data=8"}, "data=8 compress=topk"),
+        (
+            47.6e6,
+            {"data=4 shard=2 zero=1", "server=8 workers=8 colocate=yes"},
+            "data=8 compress=topk",
+        ),
+        (2e7, {"server=8 workers=8 colocate=yes"}, "data=8 compress=topk"),
+        (1e6, {"server=8 workers=8 colocate=yes"}, "data=8 local=100"),
+    ],
+)
 def test_who_wins_as_links_get_slower(bytes_per_s: float, exact: set[str], relaxed: str):
     """All-reduce, then servers in every worker; local steps are the first of the relaxed plans, and win where one may
     be chosen and those that compress wait for messages too."""
@@ -145,9 +217,13 @@ def test_who_wins_as_links_get_slower(bytes_per_s: float, exact: set[str], relax
 
     ranked_plans = search(price, Limits(8), DeviceCounts(8, 1))
     assert ranked_plans.chosen is not None
-    assert {str(ranked_plans.chosen.plan), *(str(candidate.plan) for candidate in ranked_plans.tied)} >= exact and str(
-        ranked_plans.chosen.plan) in exact
-    first = next(candidate.plan for candidate in ranked_plans.ranked if candidate.plan.relaxed is not None)
+    assert {
+        str(ranked_plans.chosen.plan),
+        *(str(candidate.plan) for candidate in ranked_plans.tied),
+    } >= exact and str(ranked_plans.chosen.plan) in exact
+    first = next(
+        candidate.plan for candidate in ranked_plans.ranked if candidate.plan.relaxed is not None
+    )
     assert first.outer_steps is not None
 
     relaxed_choice = search(price, Limits(8), DeviceCounts(8, 1), may_relax=True).chosen
@@ -172,8 +248,10 @@ def test_a_server_reads_no_faster_than_its_process():
 def test_more_messages_never_take_less_time(across: float, program: Software):
     """On the same devices, with what comes through the busiest process."""
     devices = cluster(4, inside=max(1e11, across), across=across)
-    for fewer, more in (("data=16", "server=1 workers=16 colocate=yes"),
-                        ("server=16 workers=16 colocate=yes", "server=1 workers=16 colocate=yes")):
+    for fewer, more in (
+        ("data=16", "server=1 workers=16 colocate=yes"),
+        ("server=16 workers=16 colocate=yes", "server=1 workers=16 colocate=yes"),
+    ):
         assert guess(fewer, devices, 16, program).step_s <= guess(more, devices, 16, program).step_s
 
 
@@ -196,15 +274,30 @@ def test_the_host_launches_no_faster():
     """Where launching takes longer than computing, it is what takes time."""
     layer = replace(PROFILE.segments[0], forward=Work(operators=10), backward=Work(operators=20))
     slow = replace(PROFILE, segments=(layer,))
-    prediction = estimate(slow, Plan.parse("single"), cluster(1), batch=1, precision="bf16",
-                          software=replace(PLAIN, operator_s=1e-3))
+    prediction = estimate(
+        slow,
+        Plan.parse("single"),
+        cluster(1),
+        batch=1,
+        precision="bf16",
+        software=replace(PLAIN, operator_s=1e-3),
+    )
 
     assert prediction.step_s == pytest.approx(8 * 0.03)
 
 
-@pytest.mark.parametrize(("text", "batch", "message"), [
-    ("data=8", 8, "needs 8 devices and the cluster has 4"), ("data=4", 3, "4 replicas and a global batch has 3"),
-    ("pipeline=4 schedule=interleaved virtual=4 microbatches=4", 4, "can't be cut into 16 stages")])
+@pytest.mark.parametrize(
+    ("text", "batch", "message"),
+    [
+        ("data=8", 8, "needs 8 devices and the cluster has 4"),
+        ("data=4", 3, "4 replicas and a global batch has 3"),
+        (
+            "pipeline=4 schedule=interleaved virtual=4 microbatches=4",
+            4,
+            "can't be cut into 16 stages",
+        ),
+    ],
+)
 def test_plans_that_can_not_be(text: str, batch: int, message: str):
     """Each says what would."""
     with pytest.raises(PlanError, match=message):
@@ -214,7 +307,9 @@ def test_plans_that_can_not_be(text: str, batch: int, message: str):
 def test_what_does_not_fit_says_how_much_is_missing():
     """A device of 3 GB lacks 220 MB of the 3,220."""
     small = replace(CHIP, memory_bytes=3_000 * MB)
-    prediction = guess("single", Cluster.of((Nodes(1, (described(small),), Network(Link(1, 0))),)), 2)
+    prediction = guess(
+        "single", Cluster.of((Nodes(1, (described(small),), Network(Link(1, 0))),)), 2
+    )
 
     assert not prediction.fits
     assert prediction.needs[0].missing_bytes == 220 * MB
@@ -242,7 +337,9 @@ peak = next(line.split()[1] for line in open("/proc/self/status") if line.starts
 print((time.process_time() - began) / len(plans), peak)  # getrusage's peak has that of the process which forked it
 print("torch" in sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    ).stdout.split()
 
     assert float(done[0]) < 0.06  # on a machine that is shared; docs/planning.md has a quiet one's
     assert int(done[1]) < 500_000
@@ -252,10 +349,15 @@ print("torch" in sys.modules)
 def test_the_same_estimate_twice():
     """Nothing is left behind that changes a figure."""
     program = software("megatron-lm")
-    profile = decoder_profile(DecoderSize(24, 1024, 16, 4096, 51200, 1024), program.formats, program.kernels)
+    profile = decoder_profile(
+        DecoderSize(24, 1024, 16, 4096, 51200, 1024), program.formats, program.kernels
+    )
     plan, devices = Plan.parse("pipeline=2 tensor=2 data=2 microbatches=8"), Cluster.parse("8xA100")
     began_s = time.process_time()
-    first, second = (estimate(profile, plan, devices, batch=32, precision="bf16", software=program) for _ in range(2))
+    first, second = (
+        estimate(profile, plan, devices, batch=32, precision="bf16", software=program)
+        for _ in range(2)
+    )
 
     assert first == second
     assert time.process_time() - began_s < 5
@@ -265,7 +367,11 @@ def test_fewer_bytes_between_stages_where_ranks_send_their_parts():
     """Messages of a tensor axis of 4 are a quarter each."""
     slow = cluster(2, across=1e7)
     program = replace(PLAIN, formats=Formats(2))
-    parts, whole = (guess("pipeline=2 tensor=4 microbatches=4", slow, 4, replace(program, cuts_messages=cut)).step_s
-                    for cut in (True, False))
+    parts, whole = (
+        guess(
+            "pipeline=2 tensor=4 microbatches=4", slow, 4, replace(program, cuts_messages=cut)
+        ).step_s
+        for cut in (True, False)
+    )
 
     assert whole > parts

@@ -26,16 +26,32 @@ MIB = 2**20
 RATES = DeviceRates(1e9, 2e9, 1e15, 1e15, 0.0)
 # 10 blocks of 10 MiB of parameters; a sample takes 10 MFLOP forward and keeps 4 MiB in each.
 PROFILE = Profile(
-    parameters=tuple(Parameter(f"{i}.w", str(i), 10 * MIB, rows=64, state_bytes=20 * MIB) for i in range(10)),
-    segments=tuple(Segment(str(i), Work(flops=Affine(0, 1e7)), Work(flops=Affine(0, 2e7)),
-                           kept_bytes=Affine(0, 4 * MIB), output_bytes=Affine(0, MIB), gradients=(f"{i}.w",))
-                   for i in range(10)))
+    parameters=tuple(
+        Parameter(f"{i}.w", str(i), 10 * MIB, rows=64, state_bytes=20 * MIB) for i in range(10)
+    ),
+    segments=tuple(
+        Segment(
+            str(i),
+            Work(flops=Affine(0, 1e7)),
+            Work(flops=Affine(0, 2e7)),
+            kept_bytes=Affine(0, 4 * MIB),
+            output_bytes=Affine(0, MIB),
+            gradients=(f"{i}.w",),
+        )
+        for i in range(10)
+    ),
+)
 
 
 def cluster(*memory_mib: float, kind="cuda", flops_per_s=None) -> Cluster:
     speeds = flops_per_s or [None] * len(memory_mib)
-    return Cluster(tuple(Device(kind, i, round(mib * MIB), flops_per_s=speed)
-                         for i, (mib, speed) in enumerate(zip(memory_mib, speeds, strict=True))), Link(1e12, 0.0))
+    return Cluster(
+        tuple(
+            Device(kind, i, round(mib * MIB), flops_per_s=speed)
+            for i, (mib, speed) in enumerate(zip(memory_mib, speeds, strict=True))
+        ),
+        Link(1e12, 0.0),
+    )
 
 
 def guess(text: str, devices: Cluster, batch: int = 8, **more):
@@ -56,8 +72,16 @@ def test_one_device_by_hand():
 def test_running_statistics_of_replicas_meet_twice(text, collectives):
     """For 10 ms each, whatever they send."""
     devices = replace(cluster(10_000, 10_000), link=Link(1e15, 5e-3))
-    with_statistics, without = (estimate(replace(PROFILE, statistics_bytes=num_bytes), Plan.parse(text), devices,
-                                         batch=8, rates=RATES).step_s for num_bytes in (4096, 0))
+    with_statistics, without = (
+        estimate(
+            replace(PROFILE, statistics_bytes=num_bytes),
+            Plan.parse(text),
+            devices,
+            batch=8,
+            rates=RATES,
+        ).step_s
+        for num_bytes in (4096, 0)
+    )
 
     assert with_statistics - without == pytest.approx(collectives * 2 * 5e-3, abs=1e-6)
 
@@ -65,8 +89,10 @@ def test_running_statistics_of_replicas_meet_twice(text, collectives):
 def test_replicas_on_cpus_meet_three_times_a_step():
     """Before and after they sum gradients, and over figures of the step: two hops of 5 ms each where nothing is known
     of small all-reduces, and 2 ms each where they take that."""
-    step_s = [guess("data=2", replace(cluster(10_000, 10_000, kind="cpu"), link=link)).step_s
-              for link in (Link(1e15, 0.0), Link(1e15, 5e-3), Link(1e15, 5e-3, small_s=2e-3))]
+    step_s = [
+        guess("data=2", replace(cluster(10_000, 10_000, kind="cpu"), link=link)).step_s
+        for link in (Link(1e15, 0.0), Link(1e15, 5e-3), Link(1e15, 5e-3, small_s=2e-3))
+    ]
 
     assert step_s[1] - step_s[0] == pytest.approx(3 * 2 * 5e-3)
     assert step_s[2] - step_s[0] == pytest.approx(3 * 2e-3)
@@ -74,11 +100,22 @@ def test_replicas_on_cpus_meet_three_times_a_step():
 
 def test_statistics_are_those_of_batch_norms():
     """A mean, a variance and a count of batches; other buffers, and those of a norm that keeps none, don't count."""
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8, 2),
-                          nn.BatchNorm1d(2, track_running_stats=False))
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.Flatten(),
+        nn.Linear(8, 2),
+        nn.BatchNorm1d(2, track_running_stats=False),
+    )
     model.register_buffer("positions", torch.zeros(100))
-    job = Job(model=lambda: model, data=[(torch.randn(3, 3, 3), torch.tensor(0))] * 8, loss=nn.functional.cross_entropy,
-              optimizer=lambda named: torch.optim.SGD(named, lr=0.1), batch=4, steps=1)
+    job = Job(
+        model=lambda: model,
+        data=[(torch.randn(3, 3, 3), torch.tensor(0))] * 8,
+        loss=nn.functional.cross_entropy,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+        batch=4,
+        steps=1,
+    )
 
     assert profile_job(job).statistics_bytes == 2 * 8 * 4 + 8
 
@@ -93,9 +130,14 @@ class Frozen(nn.Sequential):
 
 
 def profile_of_norms(kind: type[nn.Sequential]):
-    job = Job(model=lambda: kind(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)),
-              data=[(torch.randn(16), torch.tensor(0))] * 8, loss=nn.functional.cross_entropy,
-              optimizer=lambda named: torch.optim.SGD(named, lr=0.1), batch=4, steps=1)
+    job = Job(
+        model=lambda: kind(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)),
+        data=[(torch.randn(16), torch.tensor(0))] * 8,
+        loss=nn.functional.cross_entropy,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+        batch=4,
+        steps=1,
+    )
     return profile_job(job)
 
 
@@ -104,19 +146,31 @@ def test_statistics_that_the_model_itself_freezes_do_not_count():
     assert profile_of_norms(Frozen).statistics_bytes == 0
 
 
-@pytest.mark.parametrize(("text", "meetings"), [("single", 0), ("data=2", 2), ("data=2 accumulate=2", 0)])
+@pytest.mark.parametrize(
+    ("text", "meetings"), [("single", 0), ("data=2", 2), ("data=2 accumulate=2", 0)]
+)
 def test_batch_norms_of_replicas_meet_in_forward_and_in_backward(text, meetings):
     """For 10 ms each. Micro-batches have statistics of their own, and a frozen layer has none of a batch."""
     devices = replace(cluster(10_000, 10_000), link=Link(1e15, 5e-3))
-    trained, frozen = (estimate(replace(profile_of_norms(kind), statistics_bytes=0), Plan.parse(text), devices, batch=8,
-                                rates=RATES).step_s for kind in (nn.Sequential, Frozen))
+    trained, frozen = (
+        estimate(
+            replace(profile_of_norms(kind), statistics_bytes=0),
+            Plan.parse(text),
+            devices,
+            batch=8,
+            rates=RATES,
+        ).step_s
+        for kind in (nn.Sequential, Frozen)
+    )
 
     assert trained - frozen == pytest.approx(meetings * 2 * 5e-3, abs=1e-4)
 
 
 def test_a_cpu_rank_also_holds_libraries_and_holes():
     """Its resident size is more than its tensors. A gradient has 10 MiB."""
-    bare, resident = (guess("single", cluster(10_000, kind=kind), batch=16) for kind in ("cuda", "cpu"))
+    bare, resident = (
+        guess("single", cluster(10_000, kind=kind), batch=16) for kind in ("cuda", "cpu")
+    )
     holes = round(CPU_HOLES * 16 * 40 * MIB + CPU_HOLES_UPDATED * 10 * MIB)
 
     assert dict(resident.ledger) == {**bare.ledger, "runtime": CPU_RUNTIME_BYTES, "holes": holes}
@@ -154,7 +208,10 @@ def test_many_equal_microbatches_are_played_once():
 
     assert time.process_time() - began_s < 5
     assert prediction.step_s == pytest.approx(100_000 * (0.3 + MICROBATCH_S))
-    assert prediction.peak_memory_bytes == guess("single accumulate=3", cluster(10_000), batch=3).peak_memory_bytes
+    assert (
+        prediction.peak_memory_bytes
+        == guess("single accumulate=3", cluster(10_000), batch=3).peak_memory_bytes
+    )
 
 
 def test_the_second_microbatch_meets_the_gradients_of_the_first():
@@ -165,16 +222,27 @@ def test_the_second_microbatch_meets_the_gradients_of_the_first():
     assert prediction.peak_memory_bytes > (300 + 10 + 3 * 40) * MIB
 
 
-@pytest.mark.parametrize(("memory_mib", "expected"), [(10_000, 1), (630, 1), (629, 2), (570, 2), (569, 3), (450, 7)])
+@pytest.mark.parametrize(
+    ("memory_mib", "expected"), [(10_000, 1), (630, 1), (629, 2), (570, 2), (569, 3), (450, 7)]
+)
 def test_fewest_microbatches_just_fit(memory_mib, expected):
     """8 samples: 300 MiB of states, gradients, and 40 MiB of activations a sample."""
-    num_microbatches = fewest_microbatches(PROFILE, Plan.parse("single"), cluster(memory_mib), batch=8)
+    num_microbatches = fewest_microbatches(
+        PROFILE, Plan.parse("single"), cluster(memory_mib), batch=8
+    )
 
     assert num_microbatches == expected
-    assert guess(f"single accumulate={num_microbatches}", cluster(memory_mib)).peak_memory_bytes <= memory_mib * MIB
+    assert (
+        guess(f"single accumulate={num_microbatches}", cluster(memory_mib)).peak_memory_bytes
+        <= memory_mib * MIB
+    )
     if num_microbatches > 1:
-        assert guess(f"single accumulate={num_microbatches - 1}",
-                     cluster(memory_mib)).peak_memory_bytes > memory_mib * MIB
+        assert (
+            guess(
+                f"single accumulate={num_microbatches - 1}", cluster(memory_mib)
+            ).peak_memory_bytes
+            > memory_mib * MIB
+        )
 
 
 def test_one_microbatch_may_fit_where_two_do_not():
@@ -220,8 +288,10 @@ def test_nothing_fits_a_device_that_is_far_too_small():
         fewest_microbatches(PROFILE, Plan.parse("data=2"), cluster(10, 10), batch=8)
 
 
-@pytest.mark.parametrize(("shares", "expected"), [
-    ("equal", (1, 1)), ("speed", (3, 1)), ("memory", (1, 2)), ("5:2", (5, 2))])
+@pytest.mark.parametrize(
+    ("shares", "expected"),
+    [("equal", (1, 1)), ("speed", (3, 1)), ("memory", (1, 2)), ("5:2", (5, 2))],
+)
 def test_shares_become_weights(shares, expected):
     """By what the devices state, or as given."""
     devices = cluster(1000, 2000, flops_per_s=[3e9, 1e9])
@@ -231,7 +301,9 @@ def test_shares_become_weights(shares, expected):
 
 def test_devices_that_state_no_speed_are_equally_fast():
     """Half a statement is none."""
-    assert split_shares(Plan.parse("data=2 shares=speed"), cluster(1, 1, flops_per_s=[3e9, None])) == (1, 1)
+    assert split_shares(
+        Plan.parse("data=2 shares=speed"), cluster(1, 1, flops_per_s=[3e9, None])
+    ) == (1, 1)
 
 
 def test_one_hosts_devices_stand_for_all_hosts():
@@ -245,7 +317,9 @@ def test_notes_of_the_profile_come_along():
     """An estimate says when it is rough."""
     rough = replace(PROFILE, notes=("rough",))
 
-    assert estimate(rough, Plan.parse("single"), cluster(1000), batch=1, rates=RATES).notes == ("rough",)
+    assert estimate(rough, Plan.parse("single"), cluster(1000), batch=1, rates=RATES).notes == (
+        "rough",
+    )
 
 
 def test_planning_loads_no_torch():

@@ -25,8 +25,14 @@ WIDTH = 64
 
 def _job(batch: int = 64) -> pl.Job:
     x = torch.zeros(batch, WIDTH)
-    return pl.Job(model=lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))), data=TensorDataset(x, x),
-                  loss=nn.functional.mse_loss, optimizer=lambda named: torch.optim.AdamW(named), batch=batch, epochs=1)
+    return pl.Job(
+        model=lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))),
+        data=TensorDataset(x, x),
+        loss=nn.functional.mse_loss,
+        optimizer=lambda named: torch.optim.AdamW(named),
+        batch=batch,
+        epochs=1,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +40,14 @@ def problem() -> PlanningProblem:
     return PlanningProblem.of(_job())
 
 
-def priced(problem: PlanningProblem, plan: str, cluster: str, *, step_s: float | None = None,
-           **rates: float) -> Goodput:
+def priced(
+    problem: PlanningProblem,
+    plan: str,
+    cluster: str,
+    *,
+    step_s: float | None = None,
+    **rates: float,
+) -> Goodput:
     where = Cluster.parse(cluster)
     chosen = Candidate(Plan.parse(plan), problem.price(Plan.parse(plan), where))
     if step_s is not None:
@@ -48,7 +60,12 @@ def test_every_way_has_its_options_and_is_played(problem: PlanningProblem):
     failure_outlook = priced(problem, "data=32", "4x8xH100")
     ways = failure_outlook.to_dict()["survival"]
     assert list(ways) == ["copies", "fewer", "spare", "resume"] and not failure_outlook.refused
-    assert [ways[name].get("options") for name in ways] == ["--hosts 4", "--hosts 3:4", "--hosts 4", None]
+    assert [ways[name].get("options") for name in ways] == [
+        "--hosts 4",
+        "--hosts 3:4",
+        "--hosts 4",
+        None,
+    ]
     assert ways["fewer"]["plans"] == ["data=24"] and ways["spare"]["spares"] == 1
     for survival in failure_outlook.survivals:
         assert survival.simulated_goodput == pytest.approx(survival.goodput, rel=0.01)
@@ -62,8 +79,11 @@ def test_every_way_has_its_options_and_is_played(problem: PlanningProblem):
 
 def test_hosts_that_are_back_at_once_and_those_that_never_come(problem: PlanningProblem):
     """The first cost what copies do, but for the patience. The others are missed for their part of the time."""
+
     def ways(repair_hours: float) -> dict[str, float]:
-        failure_outlook = priced(problem, "data=32", "4x8xH100", repair_hours=repair_hours, mtbf_hours=10_000.0)
+        failure_outlook = priced(
+            problem, "data=32", "4x8xH100", repair_hours=repair_hours, mtbf_hours=10_000.0
+        )
         return {survival.name: survival.goodput for survival in failure_outlook.survivals}
 
     at_once, late = ways(1e-6), ways(500.0)
@@ -73,32 +93,67 @@ def test_hosts_that_are_back_at_once_and_those_that_never_come(problem: Planning
 
 def test_spares_are_worth_their_time_where_others_are_slow_without_a_host(problem: PlanningProblem):
     """A step that is much longer on the hosts that are left, for long. A short repair makes going on the better way."""
-    short, long = (priced(problem, "data=64", "8x8xH100", step_s=1e-5, mtbf_hours=1000.0, repair_hours=repair_hours)
-                   for repair_hours in (0.1, 20.0))
+    short, long = (
+        priced(
+            problem,
+            "data=64",
+            "8x8xH100",
+            step_s=1e-5,
+            mtbf_hours=1000.0,
+            repair_hours=repair_hours,
+        )
+        for repair_hours in (0.1, 20.0)
+    )
     for failure_outlook, name in ((short, "fewer"), (long, "spare")):
-        assert max((way for way in failure_outlook.survivals if way.name in ("fewer", "spare")),
-                   key=lambda way: way.goodput).name == name
+        assert (
+            max(
+                (way for way in failure_outlook.survivals if way.name in ("fewer", "spare")),
+                key=lambda way: way.goodput,
+            ).name
+            == name
+        )
 
 
-@pytest.mark.parametrize(("plan", "cluster", "refused", "why"), [
-    ("pipeline=2 data=4 microbatches=2", "8x1xH100", {"fewer"}, "4 pieces and 7 stages"),
-    ("pipeline=2 data=4 microbatches=2", "1x8xH100", {"spare"}, "4 pieces and 7 stages"),
-    ("data=16", "2x8xH100", {"fewer", "spare"}, "of two hosts"),
-    ("data=12", "2x8xH100", {"copies", "fewer", "spare"}, "as many ranks on each host"),
-    ("server=1 workers=31", "4x8xH100", {"copies", "fewer", "spare"}, "no copies of servers"),
-    ("single", "1x1xH100", {"spare"}, "the host has one GPU"),
-])
-def test_ways_that_do_not_exist(problem: PlanningProblem, plan: str, cluster: str, refused: set[str], why: str):
+@pytest.mark.parametrize(
+    ("plan", "cluster", "refused", "why"),
+    [
+        ("pipeline=2 data=4 microbatches=2", "8x1xH100", {"fewer"}, "4 pieces and 7 stages"),
+        ("pipeline=2 data=4 microbatches=2", "1x8xH100", {"spare"}, "4 pieces and 7 stages"),
+        ("data=16", "2x8xH100", {"fewer", "spare"}, "of two hosts"),
+        ("data=12", "2x8xH100", {"copies", "fewer", "spare"}, "as many ranks on each host"),
+        ("server=1 workers=31", "4x8xH100", {"copies", "fewer", "spare"}, "no copies of servers"),
+        ("single", "1x1xH100", {"spare"}, "the host has one GPU"),
+    ],
+)
+def test_ways_that_do_not_exist(
+    problem: PlanningProblem, plan: str, cluster: str, refused: set[str], why: str
+):
     """They are named with the reason, in one line."""
     failure_outlook = priced(problem, plan, cluster)
-    assert set(failure_outlook.refused) == refused == set(failure_outlook.to_dict()["survival_refused"])
-    assert refused.isdisjoint(failure_outlook.to_dict()["survival"]) and failure_outlook.survivals[-1].name == "resume"
+    assert (
+        set(failure_outlook.refused)
+        == refused
+        == set(failure_outlook.to_dict()["survival_refused"])
+    )
+    assert (
+        refused.isdisjoint(failure_outlook.to_dict()["survival"])
+        and failure_outlook.survivals[-1].name == "resume"
+    )
     line = list(failure_outlook.lines())[-1]
     assert line.startswith("no way here: ") and why in line and "\n" not in line
 
 
-@pytest.mark.parametrize("rates", [{"repair_hours": 1e300}, {"repair_hours": 1e-300}, {"mtbf_hours": 1e-300},
-                                   {"mtbf_hours": 1e300}, {"mtbf_hours": 1e-3, "repair_hours": 1e-3}], ids=str)
+@pytest.mark.parametrize(
+    "rates",
+    [
+        {"repair_hours": 1e300},
+        {"repair_hours": 1e-300},
+        {"mtbf_hours": 1e-300},
+        {"mtbf_hours": 1e300},
+        {"mtbf_hours": 1e-3, "repair_hours": 1e-3},
+    ],
+    ids=str,
+)
 def test_extreme_figures(problem: PlanningProblem, rates: dict[str, float]):
     """An answer, in the place of an overflow."""
     failure_outlook = priced(problem, "data=32", "4x8xH100", **rates)
@@ -116,17 +171,26 @@ def test_many_ranks_may_lack_one_host():
 
 def test_hosts_that_are_not_alike(problem: PlanningProblem):
     kinds = tuple(Cluster.parse(text).nodes[0] for text in ("2x8xH100", "1x8xA100"))
-    chosen = Candidate(Plan.parse("data=24"), problem.price(Plan.parse("data=24"), Cluster.of(kinds)))
+    chosen = Candidate(
+        Plan.parse("data=24"), problem.price(Plan.parse("data=24"), Cluster.of(kinds))
+    )
     failure_outlook = outlook(problem, chosen, Cluster.of(kinds), FailureRates(mtbf_hours=1000.0))
-    assert set(failure_outlook.refused) == {"fewer", "spare"} and "not alike" in failure_outlook.refused["fewer"]
+    assert (
+        set(failure_outlook.refused) == {"fewer", "spare"}
+        and "not alike" in failure_outlook.refused["fewer"]
+    )
 
 
-def test_a_smaller_plan_that_does_not_fit(problem: PlanningProblem, monkeypatch: pytest.MonkeyPatch):
+def test_a_smaller_plan_that_does_not_fit(
+    problem: PlanningProblem, monkeypatch: pytest.MonkeyPatch
+):
     price = problem.price
 
     def full(plan: Plan, cluster: Cluster) -> object:
         estimate = price(plan, cluster)
-        needs = tuple(replace(need, device=replace(need.device, memory_bytes=1)) for need in estimate.needs)
+        needs = tuple(
+            replace(need, device=replace(need.device, memory_bytes=1)) for need in estimate.needs
+        )
         return estimate if plan.world_size == 32 else replace(estimate, needs=needs)
 
     changed = replace(problem)
@@ -136,9 +200,13 @@ def test_a_smaller_plan_that_does_not_fit(problem: PlanningProblem, monkeypatch:
 
 def test_copies_go_to_neighbours_where_one_host_alone_holds_a_part(problem: PlanningProblem):
     """Sending takes its share of the time, so that such runs go back further, or to a newer checkpoint."""
+
     def lost(plan: str, **rates: float) -> tuple[float, float]:
-        way = next(way for way in priced(problem, plan, "4x8xH100", step_s=0.5, **rates).survivals
-                   if way.name == "spare")
+        way = next(
+            way
+            for way in priced(problem, plan, "4x8xH100", step_s=0.5, **rates).survivals
+            if way.name == "spare"
+        )
         return way.interval_s, way.failures.beside_s
 
     assert lost("data=32") == (0.5, 0.0)
@@ -150,7 +218,10 @@ def test_a_gpu_may_wait_on_one_host(problem: PlanningProblem):
     """It is repaired when the run has ended; until then one more failure is survived."""
     ways = priced(problem, "data=8", "1x8xH100", repair_hours=100.0).to_dict()["survival"]
     assert ways["spare"]["plans"] == ["data=7"] and ways["spare"]["options"] == "--spares 1"
-    assert ways["spare"]["goodput"] < priced(problem, "data=8", "1x8xH100").to_dict()["survival"]["spare"]["goodput"]
+    assert (
+        ways["spare"]["goodput"]
+        < priced(problem, "data=8", "1x8xH100").to_dict()["survival"]["spare"]["goodput"]
+    )
     idle = priced(problem, "data=7", "1x8xH100").to_dict()["survival"]["spare"]
     assert idle["plans"] == ["data=7"]  # the eighth GPU has no rank anyway
 

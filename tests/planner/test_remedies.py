@@ -22,9 +22,16 @@ from paceline.planner.problem import PlanningProblem, with_memory
 from paceline.planner.remedies import remedies
 
 LAYERS = 4
-SIZE = {"model_type": "llama", "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": LAYERS,
-        "vocab_size": 8000, "num_attention_heads": 8, "num_key_value_heads": 8,
-        "max_position_embeddings": 1024}
+SIZE = {
+    "model_type": "llama",
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": LAYERS,
+    "vocab_size": 8000,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 1024,
+}
 PARAMETERS = 2 * 8000 * 512 + LAYERS * (4 * 512**2 + 3 * 512 * 1024)
 
 
@@ -36,15 +43,23 @@ def folder(tmp_path: Path) -> Path:
 
 def gpus(count: int, gib: float) -> Cluster:
     """So many GPUs with so much memory beside the driver's."""
-    kind, = Cluster.parse(f"{count}xT4").nodes
+    (kind,) = Cluster.parse(f"{count}xT4").nodes
     return Cluster.of((with_memory(kind, (gib + 0.94) * 2**30 / kind.devices[0].memory_bytes),))
 
 
 def wide_job(**fields: Any) -> pl.Job:
     data = torch.utils.data.TensorDataset(torch.zeros(64, 2048), torch.zeros(64, 2048))
-    return pl.Job(**{"model": lambda: torch.nn.Sequential(*(torch.nn.Linear(2048, 2048) for _ in range(4))),
-                     "data": data, "batch": 64, "steps": 10, "loss": torch.nn.functional.mse_loss,
-                     "optimizer": lambda named: torch.optim.AdamW(named), **fields})
+    return pl.Job(
+        **{
+            "model": lambda: torch.nn.Sequential(*(torch.nn.Linear(2048, 2048) for _ in range(4))),
+            "data": data,
+            "batch": 64,
+            "steps": 10,
+            "loss": torch.nn.functional.mse_loss,
+            "optimizer": lambda named: torch.optim.AdamW(named),
+            **fields,
+        }
+    )
 
 
 @pytest.mark.slow  # test_every_nothing_fits_names_changes stays
@@ -72,24 +87,41 @@ def test_adapters_and_dtypes_of_a_configuration_are_priced(folder: Path) -> None
     whole = FineTuning(str(folder), batch=2, sequence=64)
     job, adapted = whole.job(), replace(whole, lora=8, weights="bfloat16").job()
     full = PlanningProblem.of(job).profile
-    assert sum(p.num_bytes * p.count for p in full.parameters) == pytest.approx(4 * PARAMETERS, rel=0.01)
+    assert sum(p.num_bytes * p.count for p in full.parameters) == pytest.approx(
+        4 * PARAMETERS, rel=0.01
+    )
     small = PlanningProblem.of(adapted).profile
-    assert sum(p.num_bytes * p.count for p in small.parameters) == pytest.approx(2 * PARAMETERS, rel=0.05)
+    assert sum(p.num_bytes * p.count for p in small.parameters) == pytest.approx(
+        2 * PARAMETERS, rel=0.05
+    )
     cluster = Cluster.parse("1x24GB")
-    ledgers = [PlanningProblem.of(made).price(pl.Plan(), cluster).needs[0].ledger for made in (job, adapted)]
+    ledgers = [
+        PlanningProblem.of(made).price(pl.Plan(), cluster).needs[0].ledger
+        for made in (job, adapted)
+    ]
     assert 8 * PARAMETERS <= ledgers[0]["optimizer"] <= 10 * PARAMETERS
     assert ledgers[1]["optimizer"] < 0.02 * ledgers[0]["optimizer"]
     (folder / "config.json").write_text(json.dumps(SIZE | {"dtype": "bfloat16"}))
     assert whole.dtype == "bfloat16"
 
 
-@pytest.mark.parametrize(("fields", "message"), [
-    ({"source": "lama"}, "did you mean 'llama'"), ({"source": "meta-llama/Llama-3-8B"}, "nothing is downloaded"),
-    ({"source": "vit"}, "is of no language model"), ({"source": "llama", "lora": 0}, "--lora must be at least 1"),
-    ({"source": "llama", "weights": "bf17"}, "--weights bf17"),
-    ({"source": "gpt2", "sequence": 1025}, "--hf gpt2 has 1,024 positions, and --sequence is 1,025"),
-    ({"source": "opt", "sequence": 8192}, "has 2,048 positions"), ({"source": "bert"}, "hint: --sequence 512"),
-    ({"source": "xlm-roberta", "sequence": 512}, "has 510 positions")])
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"source": "lama"}, "did you mean 'llama'"),
+        ({"source": "meta-llama/Llama-3-8B"}, "nothing is downloaded"),
+        ({"source": "vit"}, "is of no language model"),
+        ({"source": "llama", "lora": 0}, "--lora must be at least 1"),
+        ({"source": "llama", "weights": "bf17"}, "--weights bf17"),
+        (
+            {"source": "gpt2", "sequence": 1025},
+            "--hf gpt2 has 1,024 positions, and --sequence is 1,025",
+        ),
+        ({"source": "opt", "sequence": 8192}, "has 2,048 positions"),
+        ({"source": "bert"}, "hint: --sequence 512"),
+        ({"source": "xlm-roberta", "sequence": 512}, "has 510 positions"),
+    ],
+)
 def test_what_is_no_model_to_fine_tune(fields: dict[str, Any], message: str) -> None:
     """An error says what is known, and that nothing is downloaded."""
     with pytest.raises(UsageError, match=message):
@@ -105,13 +137,31 @@ def test_a_model_that_computes_positions_takes_any_sequence(folder: Path) -> Non
 @pytest.mark.parametrize("gpus", ["1x24GB", pytest.param("2x24GB", marks=pytest.mark.slow)])
 def test_the_command_takes_a_configuration(folder: Path, gpus: str) -> None:
     """It prints a plan as for a job file; options of one kind are refused with the other."""
-    run = CliRunner().invoke(app, ["plan", "--hf", str(folder), "--lora", "8", "--sequence", "64", "--batch", "4",
-                                   "--gpus", gpus, "--json"])
+    run = CliRunner().invoke(
+        app,
+        [
+            "plan",
+            "--hf",
+            str(folder),
+            "--lora",
+            "8",
+            "--sequence",
+            "64",
+            "--batch",
+            "4",
+            "--gpus",
+            gpus,
+            "--json",
+        ],
+    )
     assert run.exit_code == 0, run.output
     answer = json.loads(run.stdout)
     assert answer["chosen"] and "remedies" not in answer
-    for arguments, message in ((["plan"], "either FILE or --hf"), (["plan", "job.py", "--lora", "8"], "is about --hf"),
-                               (["plan", "--hf", "llama", "--scale", "1..2"], "for job files")):
+    for arguments, message in (
+        (["plan"], "either FILE or --hf"),
+        (["plan", "job.py", "--lora", "8"], "is about --hf"),
+        (["plan", "--hf", "llama", "--scale", "1..2"], "for job files"),
+    ):
         run = CliRunner().invoke(app, arguments)
         assert run.exit_code == 2 and message in run.output
 
@@ -124,11 +174,17 @@ def test_every_nothing_fits_names_changes(monkeypatch: pytest.MonkeyPatch) -> No
     assert answer.chosen is None
     assert any("GiB in place of" in remedy.change for remedy in answer.remedies)
     assert "what would fit, the least change first:" in answer.describe()
-    assert [entry["change"] for entry in answer.to_dict()["remedies"]] == [r.change for r in answer.remedies]
+    assert [entry["change"] for entry in answer.to_dict()["remedies"]] == [
+        r.change for r in answer.remedies
+    ]
     problem = PlanningProblem.of(job)
     here = Cluster.local("cpu:0")
-    tiny = replace(here, devices=tuple(replace(device, memory_bytes=240 * 2**20) for device in here.devices))
-    monkeypatch.setattr("paceline.planner.fit._plans_that_fit", lambda *arguments, **options: iter(()))
+    tiny = replace(
+        here, devices=tuple(replace(device, memory_bytes=240 * 2**20) for device in here.devices)
+    )
+    monkeypatch.setattr(
+        "paceline.planner.fit._plans_that_fit", lambda *arguments, **options: iter(())
+    )
     with pytest.raises(PlanError) as caught:
         check_fits(job, pl.Plan(), tiny, problem.profile, None, snapshot=False)
     shown = str(caught.value)

@@ -11,25 +11,37 @@ from paceline.planner.resized import resized
 from paceline.strategies.plan import Plan
 
 
-@pytest.mark.parametrize(("plan", "world_size", "expected"), [
-    ("data=3", 2, "data=2"), ("data=2", 3, "data=3"), ("data=3", 1, "single"), ("shard=3", 2, "shard=2"),
-    ("data=3 accumulate=2 recompute=full", 2, "data=2 accumulate=2 recompute=full"),
-    ("data=3 tensor=2", 4, "data=2 tensor=2"),  # what cuts the model stays
-    ("data=4 pipeline=2", 6, "pipeline=2 data=3"),
-    ("data=2 shard=3", 4, "data=2 shard=2"),  # as few counts as possible
-    ("data=8 shard=8 tensor=2", 120, "shard=60 tensor=2"),  # then as little memory
-    ("pipeline=2 data=2", 3, "pipeline=3"), ("pipeline=3", 2, "pipeline=2"), ("tensor=4", 2, "tensor=2"),
-    ("place=auto parts=3", 2, "place=auto parts=2"),
-    ("data=3 shares=2:1:1", 2, "data=2"), ("data=3 local=4", 2, "data=2 local=4"),
-    ("server=1 workers=3", 3, "server=1 workers=2"),
-    ("server=2 workers=2 colocate=yes", 1, "server=1 workers=1 colocate=yes")])
+@pytest.mark.parametrize(
+    ("plan", "world_size", "expected"),
+    [
+        ("data=3", 2, "data=2"),
+        ("data=2", 3, "data=3"),
+        ("data=3", 1, "single"),
+        ("shard=3", 2, "shard=2"),
+        ("data=3 accumulate=2 recompute=full", 2, "data=2 accumulate=2 recompute=full"),
+        ("data=3 tensor=2", 4, "data=2 tensor=2"),  # what cuts the model stays
+        ("data=4 pipeline=2", 6, "pipeline=2 data=3"),
+        ("data=2 shard=3", 4, "data=2 shard=2"),  # as few counts as possible
+        ("data=8 shard=8 tensor=2", 120, "shard=60 tensor=2"),  # then as little memory
+        ("pipeline=2 data=2", 3, "pipeline=3"),
+        ("pipeline=3", 2, "pipeline=2"),
+        ("tensor=4", 2, "tensor=2"),
+        ("place=auto parts=3", 2, "place=auto parts=2"),
+        ("data=3 shares=2:1:1", 2, "data=2"),
+        ("data=3 local=4", 2, "data=2 local=4"),
+        ("server=1 workers=3", 3, "server=1 workers=2"),
+        ("server=2 workers=2 colocate=yes", 1, "server=1 workers=1 colocate=yes"),
+    ],
+)
 def test_the_plan_for_other_ranks(plan: str, world_size: int, expected: str):
     assert resized(Plan.parse(plan), world_size) == Plan.parse(expected)
 
 
 @pytest.mark.parametrize("plan", ["shard=3 zero=2", "place=auto parts=2"])
 def test_a_plan_that_has_none_is_refused(plan: str):
-    with pytest.raises(PlanError, match=r"can't be changed so that it is for 1(.|\n)*hint: a plan with data="):
+    with pytest.raises(
+        PlanError, match=r"can't be changed so that it is for 1(.|\n)*hint: a plan with data="
+    ):
         resized(Plan.parse(plan), 1)
 
 

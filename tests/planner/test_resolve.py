@@ -18,8 +18,14 @@ from paceline.planner.fit import _as_many
 from paceline.planner.resolve import Resolved, resolve, set_aside
 from paceline.strategies.plan import Plan
 
-JOB = Job(model=lambda: torch.nn.Linear(2, 1), data=TensorDataset(torch.zeros(64, 2), torch.zeros(64, 1)),
-          loss=F.mse_loss, optimizer=lambda named: torch.optim.SGD(named, lr=0.1), batch=64, steps=1)
+JOB = Job(
+    model=lambda: torch.nn.Linear(2, 1),
+    data=TensorDataset(torch.zeros(64, 2), torch.zeros(64, 1)),
+    loss=F.mse_loss,
+    optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+    batch=64,
+    steps=1,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -31,19 +37,34 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "cards", lambda: (None,) * 8)
 
 
-def settled(plan: str, devices: str | None = None, environment: Environment | None = None) -> Resolved:
+def settled(
+    plan: str, devices: str | None = None, environment: Environment | None = None
+) -> Resolved:
     return resolve(JOB, plan, devices=devices, environment=environment)
 
 
-@pytest.mark.parametrize(("plan", "devices", "expected"), [
-    ("server=2 workers=8", None, "cpu:0,cpu:1 (servers) and cuda:0,cuda:1,cuda:2,cuda:3,cuda:4,cuda:5,cuda:6,cuda:7 "
-                                 "(workers)"),
-    ("server=2 workers=8", "cuda:0-7", "cpu:0,cpu:1 (servers) and cuda:0,cuda:1,cuda:2,cuda:3,cuda:4,cuda:5,cuda:6,"
-                                       "cuda:7 (workers)"),
-    ("server=1 workers=2", "cuda:0-1,cpu:0", "cpu:0 (servers) and cuda:0,cuda:1 (workers)"),
-    ("server=1 workers=2 staleness=inf", "2xcuda:3", "cpu:0 (servers) and 2xcuda:3 (workers)"),
-    ("server=2 workers=2 colocate=yes", None, "cuda:0,cuda:1"), ("server=1 workers=2", "cpu:0-2", "cpu:0,cpu:1,cpu:2"),
-    ("data=2 shard=2", "4xcuda:0", "4xcuda:0")])
+@pytest.mark.parametrize(
+    ("plan", "devices", "expected"),
+    [
+        (
+            "server=2 workers=8",
+            None,
+            "cpu:0,cpu:1 (servers) and cuda:0,cuda:1,cuda:2,cuda:3,cuda:4,cuda:5,cuda:6,cuda:7 "
+            "(workers)",
+        ),
+        (
+            "server=2 workers=8",
+            "cuda:0-7",
+            "cpu:0,cpu:1 (servers) and cuda:0,cuda:1,cuda:2,cuda:3,cuda:4,cuda:5,cuda:6,"
+            "cuda:7 (workers)",
+        ),
+        ("server=1 workers=2", "cuda:0-1,cpu:0", "cpu:0 (servers) and cuda:0,cuda:1 (workers)"),
+        ("server=1 workers=2 staleness=inf", "2xcuda:3", "cpu:0 (servers) and 2xcuda:3 (workers)"),
+        ("server=2 workers=2 colocate=yes", None, "cuda:0,cuda:1"),
+        ("server=1 workers=2", "cpu:0-2", "cpu:0,cpu:1,cpu:2"),
+        ("data=2 shard=2", "4xcuda:0", "4xcuda:0"),
+    ],
+)
 def test_the_devices_of_a_plan(plan: str, devices: str | None, expected: str):
     """Servers take no GPU, unless they are threads of the workers."""
     resolved = settled(plan, devices)
@@ -51,10 +72,22 @@ def test_the_devices_of_a_plan(plan: str, devices: str | None, expected: str):
     assert len(resolved.cluster.devices) == resolved.plan.world_size
 
 
-@pytest.mark.parametrize(("plan", "devices", "message"), [
-    ("server=1 workers=2", "cuda:0-2", "has 2 workers here and --devices names 3 GPUs(?s:.*)--devices cuda:0,cuda:1"),
-    ("server=1 workers=4", "cuda:0-2", "has 4 workers here and --devices names 3 GPUs(?s:.*)--devices cuda:0-3"),
-    ("data=2", "4xcuda:0", "needs 2 devices here and --devices names 4")])
+@pytest.mark.parametrize(
+    ("plan", "devices", "message"),
+    [
+        (
+            "server=1 workers=2",
+            "cuda:0-2",
+            "has 2 workers here and --devices names 3 GPUs(?s:.*)--devices cuda:0,cuda:1",
+        ),
+        (
+            "server=1 workers=4",
+            "cuda:0-2",
+            "has 4 workers here and --devices names 3 GPUs(?s:.*)--devices cuda:0-3",
+        ),
+        ("data=2", "4xcuda:0", "needs 2 devices here and --devices names 4"),
+    ],
+)
 def test_devices_that_a_plan_has_no_use_for(plan: str, devices: str, message: str):
     with pytest.raises(PlanError, match=message):
         settled(plan, devices)
@@ -65,17 +98,26 @@ def under_torchrun(rank: int, *, local_world_size: int = 5) -> Environment:
     return Environment("torchrun", rank, 10, rank % local_world_size, local_world_size, "host", 1)
 
 
-@pytest.mark.parametrize(("rank", "expected"), [
-    (1, "cpu:0,cpu:1 (servers) and cuda:0,cuda:1,cuda:2 (workers)"), (7, "cuda:0,cuda:1,cuda:2,cuda:3,cuda:4")])
+@pytest.mark.parametrize(
+    ("rank", "expected"),
+    [
+        (1, "cpu:0,cpu:1 (servers) and cuda:0,cuda:1,cuda:2 (workers)"),
+        (7, "cuda:0,cuda:1,cuda:2,cuda:3,cuda:4"),
+    ],
+)
 def test_servers_are_ranks_of_the_first_host(rank: int, expected: str):
     resolved = settled("server=2 workers=8", environment=under_torchrun(rank))
     assert resolved.devices == expected
     if rank == 1:
-        assert [device.kind for device in devices_of(resolved.plan, resolved.cluster)] == ["cpu"] * 2 + ["cuda"] * 8
+        assert [device.kind for device in devices_of(resolved.plan, resolved.cluster)] == [
+            "cpu"
+        ] * 2 + ["cuda"] * 8
 
 
 def test_ranks_of_several_hosts_share_no_gpu():
-    with pytest.raises(PlanError, match="lets ranks share a GPU, and this run has ranks on several hosts"):
+    with pytest.raises(
+        PlanError, match="lets ranks share a GPU, and this run has ranks on several hosts"
+    ):
         settled("data=10", "5xcuda:0", environment=under_torchrun(0))
 
 
@@ -85,22 +127,34 @@ def test_other_plans_are_for_gpus_alone():
     assert names_of(resized.devices) == "cuda:0,cuda:1,cuda:2,cuda:3"
 
 
-@pytest.mark.parametrize(("spares", "plan", "devices", "procs", "ranks", "kept"), [
-    (1, "data=2", None, None, "cuda:0,cuda:1", "cuda:2"), (2, None, None, 3, "cuda:0,cuda:1,cuda:2", "cuda:3,cuda:4"),
-    (3, "auto", None, None, "cuda:0,cuda:1,cuda:2,cuda:3,cuda:4", "cuda:5,cuda:6,cuda:7"),
-    (1, "data=2", "cuda:5-7", None, "cuda:5,cuda:6", "cuda:7"),
-    (1, "server=2 workers=2", None, None, "cuda:0,cuda:1", "cuda:2")])
-def test_spares_are_the_gpus_after_those_with_ranks(spares: int, plan: str | None, devices: str | None,
-                                                    procs: int | None, ranks: str, kept: str):
+@pytest.mark.parametrize(
+    ("spares", "plan", "devices", "procs", "ranks", "kept"),
+    [
+        (1, "data=2", None, None, "cuda:0,cuda:1", "cuda:2"),
+        (2, None, None, 3, "cuda:0,cuda:1,cuda:2", "cuda:3,cuda:4"),
+        (3, "auto", None, None, "cuda:0,cuda:1,cuda:2,cuda:3,cuda:4", "cuda:5,cuda:6,cuda:7"),
+        (1, "data=2", "cuda:5-7", None, "cuda:5,cuda:6", "cuda:7"),
+        (1, "server=2 workers=2", None, None, "cuda:0,cuda:1", "cuda:2"),
+    ],
+)
+def test_spares_are_the_gpus_after_those_with_ranks(
+    spares: int, plan: str | None, devices: str | None, procs: int | None, ranks: str, kept: str
+):
     names, left = set_aside(spares, plan, devices=devices, procs=procs, environment=None)
     assert (names, names_of(left)) == (ranks, kept)
 
 
-@pytest.mark.parametrize(("spares", "devices", "environment", "message"), [
-    (1, "cpu:0-2", None, "ranks compute on CPUs here"), (7, None, None, "needs 9 GPUs, and there are 8"),
-    (3, "cuda:0-2", None, "needs 4 GPUs, and there are 3"),
-    (1, None, Environment("torchrun", 0, 2, 0, 2, "here", 1), "torchrun started this rank")])
-def test_spares_that_can_not_be_are_refused(spares: int, devices: str | None, environment: Environment | None,
-                                            message: str):
+@pytest.mark.parametrize(
+    ("spares", "devices", "environment", "message"),
+    [
+        (1, "cpu:0-2", None, "ranks compute on CPUs here"),
+        (7, None, None, "needs 9 GPUs, and there are 8"),
+        (3, "cuda:0-2", None, "needs 4 GPUs, and there are 3"),
+        (1, None, Environment("torchrun", 0, 2, 0, 2, "here", 1), "torchrun started this rank"),
+    ],
+)
+def test_spares_that_can_not_be_are_refused(
+    spares: int, devices: str | None, environment: Environment | None, message: str
+):
     with pytest.raises(PacelineError, match=message):
         set_aside(spares, "data=2", devices=devices, procs=None, environment=environment)

@@ -20,9 +20,16 @@ def test_divisors(count: int):
     assert divisors(count) == [d for d in range(1, count + 1) if count % d == 0]
 
 
-shapes = st.builds(lambda nodes, each: DeviceCounts(nodes * each, each), st.integers(1, 12), st.integers(1, 8))
-limits = st.builds(Limits, batch=st.integers(1, 64), layers=st.integers(0, 12), tensor=st.sampled_from([1, 2, 4, 8]),
-                   parts=st.integers(1, 4))
+shapes = st.builds(
+    lambda nodes, each: DeviceCounts(nodes * each, each), st.integers(1, 12), st.integers(1, 8)
+)
+limits = st.builds(
+    Limits,
+    batch=st.integers(1, 64),
+    layers=st.integers(0, 12),
+    tensor=st.sampled_from([1, 2, 4, 8]),
+    parts=st.integers(1, 4),
+)
 
 
 @settings(deadline=None)
@@ -41,14 +48,25 @@ def test_every_plan_uses_all_devices_and_is_legal(limit: Limits, shape: DeviceCo
 
 def test_no_way_to_split_is_left_out():
     """Of 8 devices in one node, a model of 8 layers: every product of four axes, three stages of sharding."""
-    axis_sizes = {tuple(plan.axes.sizes()[axis] for axis in ("pipeline", "data", "shard", "tensor"))
-                  for plan in splits(Limits(64, layers=8, tensor=8), DeviceCounts(8, 8))}
+    axis_sizes = {
+        tuple(plan.axes.sizes()[axis] for axis in ("pipeline", "data", "shard", "tensor"))
+        for plan in splits(Limits(64, layers=8, tensor=8), DeviceCounts(8, 8))
+    }
     sides = [1, 2, 4, 8]
-    assert axis_sizes == {(p, d, s, t) for p in sides for d in sides for s in sides for t in sides
-                          if p * d * s * t == 8}
+    assert axis_sizes == {
+        (p, d, s, t)
+        for p in sides
+        for d in sides
+        for s in sides
+        for t in sides
+        if p * d * s * t == 8
+    }
 
 
-@given(st.integers(1, 300), st.sampled_from(["data=2", "single", "pipeline=4 data=2 microbatches=4", "shard=8"]))
+@given(
+    st.integers(1, 300),
+    st.sampled_from(["data=2", "single", "pipeline=4 data=2 microbatches=4", "shard=8"]),
+)
 def test_micro_batches_go_down_to_one_sample(batch: int, text: str):
     """They double; the last has a sample each, and a pipeline begins with one for each rank."""
     plan = Plan.parse(text)
@@ -60,11 +78,19 @@ def test_micro_batches_go_down_to_one_sample(batch: int, text: str):
 
 def test_schedules_of_a_pipeline():
     """Each that can run; interleaved ones only in whole rounds and with as many layers as stages."""
-    plans = [str(plan) for plan in variants(Plan.parse("pipeline=4 microbatches=8"), Limits(64, layers=12))]
-    assert plans == ["pipeline=4 schedule=gpipe microbatches=8",
-                     "pipeline=4 schedule=interleaved microbatches=8 virtual=2",
-                     "pipeline=4 schedule=interleaved microbatches=8 virtual=3",
-                     "pipeline=4 schedule=zero-bubble microbatches=8"]
+    plans = [
+        str(plan)
+        for plan in variants(Plan.parse("pipeline=4 microbatches=8"), Limits(64, layers=12))
+    ]
+    assert plans == [
+        "pipeline=4 schedule=gpipe microbatches=8",
+        "pipeline=4 schedule=interleaved microbatches=8 virtual=2",
+        "pipeline=4 schedule=interleaved microbatches=8 virtual=3",
+        "pipeline=4 schedule=zero-bubble microbatches=8",
+    ]
     assert not list(variants(Plan.parse("data=2"), Limits(64, layers=12)))
-    odd = [plan.schedule.schedule for plan in variants(Plan.parse("pipeline=4 microbatches=6"), Limits(64, layers=12))]
+    odd = [
+        plan.schedule.schedule
+        for plan in variants(Plan.parse("pipeline=4 microbatches=6"), Limits(64, layers=12))
+    ]
     assert odd == ["gpipe", "zero-bubble"]

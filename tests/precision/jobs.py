@@ -22,7 +22,9 @@ class Blocks(nn.Module):
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(3))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(3)
+        )
         self.head = nn.Linear(width, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -34,8 +36,10 @@ class Blocks(nn.Module):
 def data(*, largest: float = 1.0, samples: int = 48) -> TensorDataset:
     """largest: of the inputs, about; beyond 1, gradients times 2**16 don't fit float16."""
     draws = torch.Generator().manual_seed(3)
-    return TensorDataset(torch.randn(samples, 32, generator=draws) * largest,
-                         torch.randint(3, (samples,), generator=draws))
+    return TensorDataset(
+        torch.randn(samples, 32, generator=draws) * largest,
+        torch.randint(3, (samples,), generator=draws),
+    )
 
 
 def token_sum(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -46,9 +50,15 @@ def token_sum(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor,
 
 def make_job(**changes: Any) -> paceline.Job:
     fields: dict[str, Any] = {
-        "model": Blocks, "data": data(), "loss": F.cross_entropy, "batch": 12, "steps": 6, "precision": "fp16",
+        "model": Blocks,
+        "data": data(),
+        "loss": F.cross_entropy,
+        "batch": 12,
+        "steps": 6,
+        "precision": "fp16",
         "optimizer": lambda named: torch.optim.AdamW(named, lr=1e-2),
-        "lr_schedule": lambda optimizer: StepLR(optimizer, 2, 0.5)}
+        "lr_schedule": lambda optimizer: StepLR(optimizer, 2, 0.5),
+    }
     return paceline.Job(**{**fields, **changes})
 
 
@@ -63,8 +73,12 @@ class ByHand:
     rate: float = 0.0
 
 
-def by_hand(job: paceline.Job, *, accumulate: int = 1, before_step: Callable[[int], None] = lambda step: None,
-            ) -> ByHand:
+def by_hand(
+    job: paceline.Job,
+    *,
+    accumulate: int = 1,
+    before_step: Callable[[int], None] = lambda step: None,
+) -> ByHand:
     """The loop of torch's documentation on one CPU, for losses that are means."""
     seed_model(job.seed)
     model, result = job.model(), ByHand()

@@ -22,8 +22,9 @@ from paceline.training.scaling import LossScale
 OVERFLOWS = data(largest=8.0)  # at scales of 2**16 and some below
 
 
-def trained(job: paceline.Job, plan: str, run: Path, **options: Any) -> tuple[dict[str, Any], list[dict[str, Any]],
-                                                                              dict[str, torch.Tensor]]:
+def trained(
+    job: paceline.Job, plan: str, run: Path, **options: Any
+) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, torch.Tensor]]:
     """The summary, the lines of the steps, and the weights."""
     paceline.train(job, plan, run=run, **options)
     summary = json.loads((run / "summary.json").read_text())
@@ -44,15 +45,32 @@ def check(job: paceline.Job, expected: ByHand, actual: Any, *, atol: float = 1e-
 
 # The pieces that a batch is cut into decide what overflows: a product of float16 sums over the samples of its piece.
 @pytest.mark.sweep(2)
-@pytest.mark.parametrize(("plan", "pieces", "clip"), [
-    ("single", 1, None), ("data=2", 2, None), ("shard=2", 2, None), ("data=2 accumulate=2", 4, 0.1),
-    ("pipeline=2", 4, None), ("tensor=2", 1, 0.1), ("place=auto parts=2", 1, None),
-    pytest.param("shard=2 recompute=full", 2, 0.1, marks=pytest.mark.slow),
-    pytest.param("data=2 shard=2 zero=1", 4, 0.1, marks=pytest.mark.slow),
-    pytest.param("pipeline=2 data=2 schedule=zero-bubble microbatches=2", 4, 0.1, marks=pytest.mark.slow)])
-def test_steps_are_those_of_grad_scaler(plan: str, pieces: int, clip: float | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("plan", "pieces", "clip"),
+    [
+        ("single", 1, None),
+        ("data=2", 2, None),
+        ("shard=2", 2, None),
+        ("data=2 accumulate=2", 4, 0.1),
+        ("pipeline=2", 4, None),
+        ("tensor=2", 1, 0.1),
+        ("place=auto parts=2", 1, None),
+        pytest.param("shard=2 recompute=full", 2, 0.1, marks=pytest.mark.slow),
+        pytest.param("data=2 shard=2 zero=1", 4, 0.1, marks=pytest.mark.slow),
+        pytest.param(
+            "pipeline=2 data=2 schedule=zero-bubble microbatches=2", 4, 0.1, marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_steps_are_those_of_grad_scaler(
+    plan: str, pieces: int, clip: float | None, tmp_path: Path
+) -> None:
     """The first steps overflow and are skipped: no weight, no optimizer state and no learning rate moves in them."""
-    job = make_job(data=OVERFLOWS, clip=clip, optimizer=lambda named: torch.optim.SGD(named, lr=0.02, momentum=0.9))
+    job = make_job(
+        data=OVERFLOWS,
+        clip=clip,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.02, momentum=0.9),
+    )
     expected = by_hand(job, accumulate=pieces)
 
     assert 0 < sum(expected.skipped) < 5
@@ -62,12 +80,19 @@ def test_steps_are_those_of_grad_scaler(plan: str, pieces: int, clip: float | No
 def test_compressed_gradients_overflow_alike(tmp_path: Path) -> None:
     """int8 has no infinity, and says that a block is not finite."""
     job = make_job(data=OVERFLOWS, optimizer=lambda named: torch.optim.SGD(named, lr=0.02))
-    check(job, by_hand(job, accumulate=2), trained(job, "data=2 compress=int8", tmp_path / "run"), atol=0.03)
+    check(
+        job,
+        by_hand(job, accumulate=2),
+        trained(job, "data=2 compress=int8", tmp_path / "run"),
+        atol=0.03,
+    )
 
 
 def test_goes_on_under_another_plan(tmp_path: Path) -> None:
     """The scale, the steps since it changed and the schedule are in the checkpoint."""
-    job = make_job(data=OVERFLOWS, optimizer=lambda named: torch.optim.SGD(named, lr=0.02, momentum=0.9))
+    job = make_job(
+        data=OVERFLOWS, optimizer=lambda named: torch.optim.SGD(named, lr=0.02, momentum=0.9)
+    )
     expected = by_hand(job, accumulate=2)
 
     trained(replace(job, steps=4), "data=2", tmp_path / "run")
@@ -99,12 +124,20 @@ class Broken(torch.nn.Linear):
 
 def test_a_loss_that_stays_nan_is_refused(tmp_path: Path) -> None:
     """After as many steps as there are scales from 2**16 to 1."""
-    with pytest.raises(RankFailed, match=r"\(NaN\) in step 17 at a loss scale of 1, .* 17 steps in a row"):
+    with pytest.raises(
+        RankFailed, match=r"\(NaN\) in step 17 at a loss scale of 1, .* 17 steps in a row"
+    ):
         paceline.train(make_job(model=Broken, steps=20), "single", run=tmp_path / "run")
 
 
-@pytest.mark.parametrize(("plan", "hint"), [
-    ("server=1 workers=2", "data=N"), ("data=2 local=2", "data=N"), ("data=2 compress=topk", "int8")])
+@pytest.mark.parametrize(
+    ("plan", "hint"),
+    [
+        ("server=1 workers=2", "data=N"),
+        ("data=2 local=2", "data=N"),
+        ("data=2 compress=topk", "int8"),
+    ],
+)
 def test_plans_without_one_decision_are_refused(plan: str, hint: str) -> None:
     with pytest.raises(PlanError, match='precision="fp16" don\'t compose') as caught:
         paceline.train(make_job(), plan)
@@ -113,8 +146,12 @@ def test_plans_without_one_decision_are_refused(plan: str, hint: str) -> None:
 
 def test_an_optimizer_with_a_closure_is_refused() -> None:
     with pytest.raises(RankFailed, match="LBFGS evaluates the loss itself"):
-        paceline.train(make_job(optimizer=lambda named: torch.optim.LBFGS([p for _, p in named]), lr_schedule=None),
-                       "single")
+        paceline.train(
+            make_job(
+                optimizer=lambda named: torch.optim.LBFGS([p for _, p in named]), lr_schedule=None
+            ),
+            "single",
+        )
 
 
 def test_scales_are_those_of_grad_scaler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,9 +175,14 @@ def test_scales_are_those_of_grad_scaler(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_all_kinds_of_gradients_are_unscaled() -> None:
     """Dense ones of any dtype, sparse and complex ones."""
     scale = LossScale()
-    sparse = torch.sparse_coo_tensor([[0, 0, 2]], torch.full((3, 2), scale.scale), (4, 2), check_invariants=True)
-    gradients = [torch.full((2,), scale.scale, dtype=torch.float64), sparse,
-                 torch.full((2,), scale.scale * (1 + 2j), dtype=torch.complex64)]
+    sparse = torch.sparse_coo_tensor(
+        [[0, 0, 2]], torch.full((3, 2), scale.scale), (4, 2), check_invariants=True
+    )
+    gradients = [
+        torch.full((2,), scale.scale, dtype=torch.float64),
+        sparse,
+        torch.full((2,), scale.scale * (1 + 2j), dtype=torch.complex64),
+    ]
 
     assert not scale.unscale(gradients, torch.device("cpu"))
     assert gradients[0].tolist() == [1.0, 1.0] and gradients[1].to_dense()[0].tolist() == [2.0, 2.0]

@@ -20,11 +20,17 @@ import paceline
 from paceline.base.errors import JobError, PlanError
 from paceline.model.float8 import in_float8, left_in_bf16
 
-needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason=not_installed("torchao"))
+needs_torchao = pytest.mark.skipif(
+    importlib.util.find_spec("torchao") is None, reason=not_installed("torchao")
+)
 
 
 def trained(plan: str, run: Path, **changes: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
-    job = make_job(precision="fp8", optimizer=lambda named: torch.optim.SGD(named, lr=0.05, momentum=0.9), **changes)
+    job = make_job(
+        precision="fp8",
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.05, momentum=0.9),
+        **changes,
+    )
     paceline.train(job, plan, run=run)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [line["loss"] for line in lines if "loss" in line], load_file(run / "model.safetensors")
@@ -34,12 +40,16 @@ def trained(plan: str, run: Path, **changes: Any) -> tuple[list[float], dict[str
 def test_plans_equal_one_device(tmp_path: Path) -> None:
     """Scales are of rows, so no plan moves them; rounding to float8 moves the run away from bf16."""
     losses, weights = trained("single", tmp_path / "single")
-    bf16 = make_job(precision="bf16", optimizer=lambda named: torch.optim.SGD(named, lr=0.05, momentum=0.9))
+    bf16 = make_job(
+        precision="bf16", optimizer=lambda named: torch.optim.SGD(named, lr=0.05, momentum=0.9)
+    )
     paceline.train(bf16, "single", run=tmp_path / "bf16")
     in_bf16 = load_file(tmp_path / "bf16" / "model.safetensors")
     away = max((in_bf16[name] - w).abs().max() for name, w in weights.items())
 
-    assert all(w.dtype == torch.float32 for w in weights.values()) and weights.keys() == in_bf16.keys()
+    assert (
+        all(w.dtype == torch.float32 for w in weights.values()) and weights.keys() == in_bf16.keys()
+    )
     for plan in ("data=2 accumulate=2", "shard=2 recompute=full"):
         plan_losses, plan_weights = trained(plan, tmp_path / plan)
         assert plan_losses == pytest.approx(losses, rel=2e-3)
@@ -49,6 +59,7 @@ def test_plans_equal_one_device(tmp_path: Path) -> None:
 @needs_torchao
 def test_layers_that_do_not_fit_stay_and_are_named() -> None:
     """Sides that are no multiples of 16, classes of one's own, hooks; weights stay the same objects."""
+
     class Own(nn.Linear):
         pass
 
@@ -58,9 +69,15 @@ def test_layers_that_do_not_fit_stay_and_are_named() -> None:
     converted = in_float8(model)
 
     assert {path: reason.split(",")[0] for path, reason in left_in_bf16(converted).items()} == {
-        "1": "has sides of 32 and 3", "2": "is a Own", "3": "has hooks"}
+        "1": "has sides of 32 and 3",
+        "2": "is a Own",
+        "3": "has hooks",
+    }
     assert converted[0].weight is first.weight and type(converted[0]).__name__ == "Float8Rows"
-    with pytest.raises(JobError, match="no linear layer of the model can multiply in float8: '0' has sides of 4 and 4"):
+    with pytest.raises(
+        JobError,
+        match="no linear layer of the model can multiply in float8: '0' has sides of 4 and 4",
+    ):
         in_float8(nn.Sequential(nn.Linear(4, 4)))
 
 

@@ -23,7 +23,10 @@ def on(kind: str) -> Any:
 def test_the_switches_are_put_back() -> None:
     """Also where the job fails; a rank's process may run other jobs after it."""
     before = switches()
-    with pytest.raises(ValueError, match="fails"), float32_products(make_job(precision="tf32"), on("cuda")):
+    with (
+        pytest.raises(ValueError, match="fails"),
+        float32_products(make_job(precision="tf32"), on("cuda")),
+    ):
         assert switches() == ("high", True)
         raise ValueError("fails")
     assert switches() == before

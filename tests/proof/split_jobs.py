@@ -30,32 +30,64 @@ class Tokens(Dataset[Any]):
         ids = (torch.arange(LENGTH) * (index + 3) + index) % VOCABULARY
         target = ids.roll(-1)
         target[: index % 3] = -100
-        return {"input_ids": ids, **{name: make(index) for name, make in self.inputs.items()}}, target
+        return {
+            "input_ids": ids,
+            **{name: make(index) for name, make in self.inputs.items()},
+        }, target
 
 
 def next_token_loss(output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
     """Of a Transformers output."""
-    return (F.cross_entropy(output.logits.flatten(0, 1), target.flatten(), reduction="sum"), (target != -100).sum())
+    return (
+        F.cross_entropy(output.logits.flatten(0, 1), target.flatten(), reduction="sum"),
+        (target != -100).sum(),
+    )
 
 
 def transformers_job(name: str) -> paceline.Job:
     """A small model of Transformers, from its configuration."""
     import transformers as hf
 
-    llama_like = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 4, "num_attention_heads": 4,
-                  "num_key_value_heads": 2, "vocab_size": VOCABULARY, "use_cache": False, "pad_token_id": 0,
-                  "bos_token_id": 1, "eos_token_id": 2}
+    llama_like = {
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": VOCABULARY,
+        "use_cache": False,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
     models: dict[str, Callable[[], nn.Module]] = {
-        "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(
-            n_embd=24, n_layer=4, n_head=4, vocab_size=VOCABULARY, n_positions=16, use_cache=False, bos_token_id=1,
-            eos_token_id=2)),
+        "gpt2": lambda: hf.GPT2LMHeadModel(
+            hf.GPT2Config(
+                n_embd=24,
+                n_layer=4,
+                n_head=4,
+                vocab_size=VOCABULARY,
+                n_positions=16,
+                use_cache=False,
+                bos_token_id=1,
+                eos_token_id=2,
+            )
+        ),
         "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**llama_like)),
         "qwen3": lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**llama_like, head_dim=6)),
-        "bert": lambda: hf.BertForMaskedLM(hf.BertConfig(
-            hidden_size=24, intermediate_size=40, num_hidden_layers=4, num_attention_heads=4, vocab_size=VOCABULARY,
-            max_position_embeddings=16)),
-        "mixtral": lambda: hf.MixtralForCausalLM(hf.MixtralConfig(
-            **llama_like, num_local_experts=4, experts_implementation="eager")),  # grouped_mm takes no float64
+        "bert": lambda: hf.BertForMaskedLM(
+            hf.BertConfig(
+                hidden_size=24,
+                intermediate_size=40,
+                num_hidden_layers=4,
+                num_attention_heads=4,
+                vocab_size=VOCABULARY,
+                max_position_embeddings=16,
+            )
+        ),
+        "mixtral": lambda: hf.MixtralForCausalLM(
+            hf.MixtralConfig(**llama_like, num_local_experts=4, experts_implementation="eager")
+        ),  # grouped_mm takes no float64
     }
     inputs = {"attention_mask": lambda index: (torch.arange(LENGTH) < LENGTH - index % 2).long()}
     data = Tokens(**(inputs if name == "bert" else {}))
@@ -67,9 +99,13 @@ class UNet(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.down = nn.ModuleList([nn.Conv1d(1, 4, 3, padding=1), nn.Conv1d(4, 6, 3, padding=1, stride=2)])
+        self.down = nn.ModuleList(
+            [nn.Conv1d(1, 4, 3, padding=1), nn.Conv1d(4, 6, 3, padding=1, stride=2)]
+        )
         self.middle = nn.Sequential(nn.Conv1d(6, 6, 3, padding=1), nn.GroupNorm(2, 6), nn.SiLU())
-        self.up = nn.ModuleList([nn.ConvTranspose1d(12, 4, 2, stride=2), nn.Conv1d(8, 3, 3, padding=1)])
+        self.up = nn.ModuleList(
+            [nn.ConvTranspose1d(12, 4, 2, stride=2), nn.Conv1d(8, 3, 3, padding=1)]
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         first = torch.relu(self.down[0](x.unsqueeze(1)))
@@ -85,7 +121,9 @@ class Chain(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(11, 8)
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 8)) for _ in range(3)])
+        self.blocks = nn.ModuleList(
+            [nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 8)) for _ in range(3)]
+        )
         self.blocks[2][0].weight = self.blocks[0][0].weight
         self.head = nn.Linear(8, 11, bias=False)
         self.head.weight = self.embed.weight
@@ -115,14 +153,30 @@ class GatedExperts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([nn.ModuleDict({"gate": nn.Linear(6, 3), "experts": nn.ModuleList(
-            [nn.Sequential(nn.Linear(6, 10), nn.SiLU(), nn.Linear(10, 6)) for _ in range(3)])}) for _ in range(2)])
+        self.blocks = nn.ModuleList(
+            [
+                nn.ModuleDict(
+                    {
+                        "gate": nn.Linear(6, 3),
+                        "experts": nn.ModuleList(
+                            [
+                                nn.Sequential(nn.Linear(6, 10), nn.SiLU(), nn.Linear(10, 6))
+                                for _ in range(3)
+                            ]
+                        ),
+                    }
+                )
+                for _ in range(2)
+            ]
+        )
         self.out = nn.Linear(6, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             weights = torch.softmax(block["gate"](x), -1)
-            x = x + sum(weights[:, k, None] * expert(x) for k, expert in enumerate(block["experts"]))
+            x = x + sum(
+                weights[:, k, None] * expert(x) for k, expert in enumerate(block["experts"])
+            )
         return self.out(x)
 
 
@@ -159,9 +213,16 @@ def keras_job() -> paceline.Job:
     def model() -> Any:
         keras.utils.clear_session(free_memory=False)
         keras.utils.set_random_seed(3)
-        return keras.Sequential([keras.layers.Input((6,)), keras.layers.Dense(10, activation="gelu"),
-                                 keras.layers.Dropout(0.1), keras.layers.Dense(8, activation="relu"),
-                                 keras.layers.LayerNormalization(), keras.layers.Dense(3)])
+        return keras.Sequential(
+            [
+                keras.layers.Input((6,)),
+                keras.layers.Dense(10, activation="gelu"),
+                keras.layers.Dropout(0.1),
+                keras.layers.Dense(8, activation="relu"),
+                keras.layers.LayerNormalization(),
+                keras.layers.Dense(3),
+            ]
+        )
 
     return make_job(model, optimizer=adamw)
 
@@ -176,7 +237,9 @@ def split_job(name: str) -> paceline.Job:
         "routed": lambda: make_job(MixtureOfExperts, optimizer=adamw, clip=0.5, batch=9),
         "keras": keras_job,
         "tied": lambda: tagging_job(optimizer=adamw, clip=0.5),
-        "chain": lambda: make_job(Chain, data=Sentences(), loss=token_loss, optimizer=adamw, clip=0.1),
+        "chain": lambda: make_job(
+            Chain, data=Sentences(), loss=token_loss, optimizer=adamw, clip=0.1
+        ),
     }
     return jobs[name]() if name in jobs else transformers_job(name)
 

@@ -41,8 +41,13 @@ class Net(nn.Module):
 def make_job(**changes: Any) -> paceline.Job:
     x = torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(1))
     fields = {
-        "model": Net, "data": TensorDataset(x, (x[:, 0] > 0).long() + (x[:, 1] > 0).long()), "loss": F.cross_entropy,
-        "optimizer": lambda named: torch.optim.AdamW(named, lr=1e-2), "batch": BATCH, "epochs": 9}
+        "model": Net,
+        "data": TensorDataset(x, (x[:, 0] > 0).long() + (x[:, 1] > 0).long()),
+        "loss": F.cross_entropy,
+        "optimizer": lambda named: torch.optim.AdamW(named, lr=1e-2),
+        "batch": BATCH,
+        "epochs": 9,
+    }
     return paceline.Job(**{**fields, **changes})
 
 
@@ -57,8 +62,20 @@ def only(certificates: list[Any]) -> Any:
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize("plan", ["data=2", "data=3", "shard=2 zero=1", "shard=2 zero=2", "shard=2", "data=2 shard=2",
-                                  "single accumulate=4", "data=2 shares=3:1", "data=2 accumulate=3 recompute=full"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "data=2",
+        "data=3",
+        "shard=2 zero=1",
+        "shard=2 zero=2",
+        "shard=2",
+        "data=2 shard=2",
+        "single accumulate=4",
+        "data=2 shares=3:1",
+        "data=2 accumulate=3 recompute=full",
+    ],
+)
 def test_exact_plans_equal_one_device(plan: str) -> None:
     """Uneven batches, AdamW: losses, gradients and weights are one device's in float32 and in float64."""
     certificate = only(paceline.verify(make_job(clip=0.5), [plan], steps=4))
@@ -89,16 +106,25 @@ def test_a_scalar_loss_that_is_no_mean_is_named() -> None:
     certificate = only(paceline.verify(job, ["data=2"], steps=3, resume="no"))
 
     assert not certificate.passed
-    assert "not the mean over its samples" in certificate.describe() and "(sum, count)" in certificate.describe()
-    assert "F.cross_entropy(output, target, ignore_index=2, reduction='sum'), (target != 2).sum()" in str(
-        certificate.reason)
+    assert (
+        "not the mean over its samples" in certificate.describe()
+        and "(sum, count)" in certificate.describe()
+    )
+    assert (
+        "F.cross_entropy(output, target, ignore_index=2, reduction='sum'), (target != 2).sum()"
+        in str(certificate.reason)
+    )
 
 
 def test_a_batch_norm_is_named() -> None:
     """Replicas join its statistics, and micro-batches can't: it is named with the plans that are exact."""
-    job = in_float64(model=lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)))
+    job = in_float64(
+        model=lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    )
 
-    joined, certificate = paceline.verify(job, ["data=2", "single accumulate=2"], steps=2, resume="no")
+    joined, certificate = paceline.verify(
+        job, ["data=2", "single accumulate=2"], steps=2, resume="no"
+    )
 
     assert joined.passed, joined.describe()
     assert certificate.verdict == "coupled" and "one micro-batch a rank" in certificate.describe()
@@ -106,13 +132,18 @@ def test_a_batch_norm_is_named() -> None:
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize("plan", ["shard=2 zero=1", "shard=2 zero=2", "data=2 shard=2 zero=1",
-                                  "pipeline=2 shard=2 zero=1"])
+@pytest.mark.parametrize(
+    "plan",
+    ["shard=2 zero=1", "shard=2 zero=2", "data=2 shard=2 zero=1", "pipeline=2 shard=2 zero=1"],
+)
 def test_an_evaluation_leaves_no_old_weights_behind(plan: str, tmp_path: Path) -> None:
     """Weights that were gathered to evaluate, between two epochs, are not those of the steps after it."""
     job = make_job(precision="float64", epochs=2, validation=make_job().data)
 
-    single, planned = (paceline.train(job, each, run=tmp_path / each.split()[0]).to_dict() for each in ("single", plan))
+    single, planned = (
+        paceline.train(job, each, run=tmp_path / each.split()[0]).to_dict()
+        for each in ("single", plan)
+    )
 
     assert planned["final_loss"] == pytest.approx(single["final_loss"], rel=1e-12)
     assert planned["validation_loss"] == pytest.approx(single["validation_loss"], rel=1e-12)
@@ -120,7 +151,9 @@ def test_an_evaluation_leaves_no_old_weights_behind(plan: str, tmp_path: Path) -
 
 def test_dropout_is_compared_switched_off() -> None:
     """Random layers differ between layouts by design; what is left is compared."""
-    job = in_float64(model=lambda: nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.ReLU(), nn.Linear(8, 3)))
+    job = in_float64(
+        model=lambda: nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.ReLU(), nn.Linear(8, 3))
+    )
 
     assert only(paceline.verify(job, ["data=2"], steps=3, resume="no")).passed
 
@@ -175,13 +208,20 @@ def bent_gradient(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(GradientBuckets, "finish", bent)
 
 
-PLANTED = ((scaled_gradients, "gradient of '"), (skipped_reduction, "out.bias"), (bent_gradient, "'out.weight'"),
-           (wrong_samples, "rank 1 was fed other samples"), (local_normalisation, "loss of step 1"))
+PLANTED = (
+    (scaled_gradients, "gradient of '"),
+    (skipped_reduction, "out.bias"),
+    (bent_gradient, "'out.weight'"),
+    (wrong_samples, "rank 1 was fed other samples"),
+    (local_normalisation, "loss of step 1"),
+)
 
 
 def test_planted_bugs_are_found_and_named() -> None:
     """In replicas."""
-    certificates = verified(in_float64(loss=token_loss), [("data=2", plant) for plant, _ in PLANTED])
+    certificates = verified(
+        in_float64(loss=token_loss), [("data=2", plant) for plant, _ in PLANTED]
+    )
 
     for (plant, named), certificate in zip(PLANTED, certificates, strict=True):
         assert not certificate.passed, plant.__name__
@@ -190,6 +230,7 @@ def test_planted_bugs_are_found_and_named() -> None:
 
 def test_weights_that_depend_on_the_rank_are_found_and_named() -> None:
     """Replicas are compared before the first step."""
+
     def model() -> nn.Module:
         net = Net()
         if dist.is_initialized():
@@ -221,13 +262,25 @@ def test_a_transformers_model_from_configuration(monkeypatch: pytest.MonkeyPatch
     transformers = needed("transformers")
 
     def model() -> nn.Module:
-        config = transformers.GPT2Config(vocab_size=61, n_positions=16, n_embd=16, n_layer=2, n_head=2, use_cache=False,
-                                         bos_token_id=None, eos_token_id=None)
+        config = transformers.GPT2Config(
+            vocab_size=61,
+            n_positions=16,
+            n_embd=16,
+            n_layer=2,
+            n_head=2,
+            use_cache=False,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
         return transformers.GPT2LMHeadModel(config)
 
     tokens = torch.randint(0, 61, (16, 13), generator=torch.Generator().manual_seed(2))
-    job = make_job(model=model, data=TensorDataset(tokens[:, :-1], tokens[:, 1:]), batch=7,
-                   loss=lambda output, target: F.cross_entropy(output.logits.flatten(0, 1), target.flatten()))
+    job = make_job(
+        model=model,
+        data=TensorDataset(tokens[:, :-1], tokens[:, 1:]),
+        batch=7,
+        loss=lambda output, target: F.cross_entropy(output.logits.flatten(0, 1), target.flatten()),
+    )
 
     for certificate in paceline.verify(job, ["data=2", "shard=2 recompute=full"], steps=2):
         assert certificate.passed, certificate.describe()
@@ -239,11 +292,20 @@ def test_default_plans_are_limited_by_devices_that_are_named() -> None:
     assert max(plan.world_size for plan in _plans_that_fit(make_job(), None)) == 8
 
 
-@pytest.mark.parametrize(("devices", "message"), [
-    ("cpu:0-1", r"plan 'data=3' has 3 ranks, and --devices names 2 devices: cpu:0, cpu:1\n\nhint: plans of at most 2"),
-    ("cuda:0-3", "there is no cuda:0: this machine has 0 GPUs"), ("gpu:0", "both called cuda")])
-def test_devices_that_are_not_there_are_refused_before_anything_runs(devices: str, message: str,
-                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("devices", "message"),
+    [
+        (
+            "cpu:0-1",
+            r"plan 'data=3' has 3 ranks, and --devices names 2 devices: cpu:0, cpu:1\n\nhint: plans of at most 2",
+        ),
+        ("cuda:0-3", "there is no cuda:0: this machine has 0 GPUs"),
+        ("gpu:0", "both called cuda"),
+    ],
+)
+def test_devices_that_are_not_there_are_refused_before_anything_runs(
+    devices: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What there is, and what fits it, is said."""
     monkeypatch.setattr("paceline.cluster.cluster.gpus", list)
     with pytest.raises(UsageError, match=message):

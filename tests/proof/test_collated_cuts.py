@@ -17,7 +17,10 @@ from paceline.proof.reference_loop import cut_batch, part_of_batch, permuted, un
 
 def boxes() -> list[tuple[Tensor, dict[str, Tensor]]]:
     draws = torch.Generator().manual_seed(0)
-    return [(torch.randn(6, generator=draws), {"boxes": torch.rand(1 + k % 3, 2, generator=draws)}) for k in range(12)]
+    return [
+        (torch.randn(6, generator=draws), {"boxes": torch.rand(1 + k % 3, 2, generator=draws)})
+        for k in range(12)
+    ]
 
 
 def listed(samples: list[Any]) -> tuple[Tensor, list[Any]]:
@@ -33,13 +36,25 @@ def concatenated(samples: list[Any]) -> tuple[Tensor, Tensor]:
 
 
 def of_boxes(output: Tensor, targets: list[dict[str, Tensor]]) -> Tensor:
-    return torch.stack([F.l1_loss(row.expand_as(target["boxes"]), target["boxes"])
-                        for row, target in zip(output, targets, strict=True)]).mean()
+    return torch.stack(
+        [
+            F.l1_loss(row.expand_as(target["boxes"]), target["boxes"])
+            for row, target in zip(output, targets, strict=True)
+        ]
+    ).mean()
 
 
 def job(collate: Any, loss: Any) -> paceline.Job:
-    return paceline.Job(model=lambda: nn.Linear(6, 2), data=boxes(), collate=collate, loss=loss, batch=6, steps=2,
-                        optimizer=lambda named: torch.optim.SGD(named, lr=0.1), precision="float64")
+    return paceline.Job(
+        model=lambda: nn.Linear(6, 2),
+        data=boxes(),
+        collate=collate,
+        loss=loss,
+        batch=6,
+        steps=2,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+        precision="float64",
+    )
 
 
 def test_a_part_is_collated():
@@ -66,9 +81,15 @@ def test_lists_of_targets_are_no_problem():
 @pytest.mark.parametrize("collate", [listed, concatenated])
 def test_a_mean_over_something_else_is_one(collate: Any):
     """Over boxes, whose number differs from sample to sample."""
+
     def per_box(output: Tensor, targets: Any) -> Tensor:
         if isinstance(targets, list):
-            output = torch.cat([row.expand_as(target["boxes"]) for row, target in zip(output, targets, strict=True)])
+            output = torch.cat(
+                [
+                    row.expand_as(target["boxes"])
+                    for row, target in zip(output, targets, strict=True)
+                ]
+            )
             targets = torch.cat([target["boxes"] for target in targets])
         return F.mse_loss(output, targets)
 

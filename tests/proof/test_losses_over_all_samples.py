@@ -32,11 +32,18 @@ def hardest(z: Tensor, kinds: Tensor) -> tuple[Tensor, Tensor]:
 
 def job(net: Any, **more: Any) -> paceline.Job:
     def step(ctx: paceline.StepContext, batch: Any) -> None:
-        ctx.backward("net", batch, lambda z, batch, kinds: hardest(z, kinds), batch.target, gather=True)
+        ctx.backward(
+            "net", batch, lambda z, batch, kinds: hardest(z, kinds), batch.target, gather=True
+        )
         ctx.update("net")
 
-    given = {"step": step, "models": {"net": net}, "optimizers": {"net": adam},
-             **fields(data=TensorDataset(numbers(SAMPLES, FEATURES), integers(3, SAMPLES))), **more}
+    given = {
+        "step": step,
+        "models": {"net": net},
+        "optimizers": {"net": adam},
+        **fields(data=TensorDataset(numbers(SAMPLES, FEATURES), integers(3, SAMPLES))),
+        **more,
+    }
     return paceline.Job(**given)
 
 
@@ -74,15 +81,21 @@ def test_verify_certifies_it_and_catches_rows_that_are_left_out(plan: str) -> No
 
 def test_a_loss_with_a_count_of_its_own_in_micro_batches_and_shards() -> None:
     """(sum, count) of all samples."""
-    certificate, = paceline.verify(job(small(outputs=4)), ["data=2 shares=3:1 accumulate=2"], steps=2, resume="no")
+    (certificate,) = paceline.verify(
+        job(small(outputs=4)), ["data=2 shares=3:1 accumulate=2"], steps=2, resume="no"
+    )
     assert certificate.verdict == "passed", certificate.reason
 
 
 @pytest.mark.slow
 def test_a_batch_norm_under_such_a_loss() -> None:
     """Its statistics move once a step and not once a forward."""
-    even = TensorDataset(numbers(48, FEATURES), integers(3, 48))  # a BatchNorm can't take one sample
-    coupled, = paceline.verify(job(with_batch_norm, data=even), ["data=2 accumulate=2"], steps=2, resume="no")
+    even = TensorDataset(
+        numbers(48, FEATURES), integers(3, 48)
+    )  # a BatchNorm can't take one sample
+    (coupled,) = paceline.verify(
+        job(with_batch_norm, data=even), ["data=2 accumulate=2"], steps=2, resume="no"
+    )
     assert coupled.verdict == "coupled", coupled.reason
 
 
@@ -106,16 +119,22 @@ def test_both_forwards_draw_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_it_does_not_take() -> None:
     """Before anything is trained."""
+
     def of_two(ctx: paceline.StepContext, batch: Any) -> None:
         ctx.backward(("net", "other"), batch, lambda z, batch: z.mean(), gather=True)
 
     def runs_another(ctx: paceline.StepContext, batch: Any) -> None:
         ctx.backward("net", batch, lambda z, batch: ctx.run("other", z).mean(), gather=True)
 
-    two = {"models": {"net": small(), "other": small(3)}, "optimizers": {"net": adam, "other": adam}}
+    two = {
+        "models": {"net": small(), "other": small(3)},
+        "optimizers": {"net": adam, "other": adam},
+    }
     with pytest.raises(PacelineError, match="trains one model"):
         recorded(job(small, step=of_two, **two), 4)
-    with pytest.raises(PacelineError, match=r"a loss over all samples \(gather=True\) runs 'other'"):
+    with pytest.raises(
+        PacelineError, match=r"a loss over all samples \(gather=True\) runs 'other'"
+    ):
         recorded(job(small, step=runs_another, **two), 4)
     with pytest.raises(PacelineError, match="as one over all samples does"):
         paceline.train(job(small()), "tensor=2", steps=1)

@@ -61,24 +61,40 @@ def counted(loss: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, int]]:
     return lambda output, target: (loss(output, target) * len(target), len(target))
 
 
-@pytest.mark.parametrize(("model", "name", "words"), [
-    (lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)), "1", "nn.GroupNorm(2, 8)"),
-    (Centred, "body.inner.1", "'body.inner.1' (Centre) mixes samples"),
-])
+@pytest.mark.parametrize(
+    ("model", "name", "words"),
+    [
+        (
+            lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)),
+            "1",
+            "nn.GroupNorm(2, 8)",
+        ),
+        (Centred, "body.inner.1", "'body.inner.1' (Centre) mixes samples"),
+    ],
+)
 def test_a_layer_that_mixes_samples_is_named(model: Any, name: str, words: str) -> None:
     """The first whose output for a sample depends on the others."""
     batch_problem = problem(make_job(model))
 
-    assert batch_problem is not None and (batch_problem.kind, batch_problem.names) == ("samples", (name,))
-    assert (words in str(batch_problem) and "couples the samples" in str(batch_problem)
-            and "tensor=N" in batch_problem.instead)
+    assert batch_problem is not None and (batch_problem.kind, batch_problem.names) == (
+        "samples",
+        (name,),
+    )
+    assert (
+        words in str(batch_problem)
+        and "couples the samples" in str(batch_problem)
+        and "tensor=N" in batch_problem.instead
+    )
 
 
 def test_a_layer_that_changes_with_every_forward_is_named() -> None:
     """What cutting a batch changes there is the number of forwards."""
     batch_problem = problem(make_job(lambda: nn.Sequential(Counting(), nn.Identity())))
 
-    assert batch_problem is not None and (batch_problem.kind, batch_problem.names) == ("changes", ("0",))
+    assert batch_problem is not None and (batch_problem.kind, batch_problem.names) == (
+        "changes",
+        ("0",),
+    )
 
 
 @pytest.mark.parametrize("loss", [contrastive, counted(contrastive)])
@@ -86,25 +102,48 @@ def test_a_loss_that_compares_samples_is_named(loss: Any) -> None:
     """As a mean or as a (sum, count): it is no matter of its normalisation."""
     batch_problem = problem(make_job(Mlp, loss=loss))
 
-    assert batch_problem is not None and batch_problem.names == ("the loss",) and batch_problem.kind == "samples"
-    assert ("the loss compares them" in batch_problem.reason
-            and "hold all samples that are compared" in batch_problem.instead)
+    assert (
+        batch_problem is not None
+        and batch_problem.names == ("the loss",)
+        and batch_problem.kind == "samples"
+    )
+    assert (
+        "the loss compares them" in batch_problem.reason
+        and "hold all samples that are compared" in batch_problem.instead
+    )
 
 
 def test_ignored_targets_are_no_comparison() -> None:
     """A mean over some targets is named as what it is, with (sum, count) as the way out."""
-    batch_problem = problem(make_job(Mlp, loss=lambda output, target: F.cross_entropy(output, target, ignore_index=2)))
+    batch_problem = problem(
+        make_job(Mlp, loss=lambda output, target: F.cross_entropy(output, target, ignore_index=2))
+    )
 
-    assert batch_problem is not None and batch_problem.kind == "loss" and "(sum, count)" in batch_problem.instead
+    assert (
+        batch_problem is not None
+        and batch_problem.kind == "loss"
+        and "(sum, count)" in batch_problem.instead
+    )
 
 
-@pytest.mark.parametrize("job", [
-    make_job(Mlp), tagging_job(),
-    make_job(Mlp, loss=lambda output, target: (output - F.one_hot(target, 3)).abs().mean()),
-    make_job(lambda: nn.Sequential(Mlp(), nn.Softmax(1)), loss=lambda output, target: F.binary_cross_entropy(
-        output, F.one_hot(target, 3).to(output))),
-    make_job(Mlp, loss=lambda output, target: F.cross_entropy(output, target, label_smoothing=0.1)),
-], ids=["mean", "sum-and-count", "kinks", "probabilities", "smoothing"])
+@pytest.mark.parametrize(
+    "job",
+    [
+        make_job(Mlp),
+        tagging_job(),
+        make_job(Mlp, loss=lambda output, target: (output - F.one_hot(target, 3)).abs().mean()),
+        make_job(
+            lambda: nn.Sequential(Mlp(), nn.Softmax(1)),
+            loss=lambda output, target: F.binary_cross_entropy(
+                output, F.one_hot(target, 3).to(output)
+            ),
+        ),
+        make_job(
+            Mlp, loss=lambda output, target: F.cross_entropy(output, target, label_smoothing=0.1)
+        ),
+    ],
+    ids=["mean", "sum-and-count", "kinks", "probabilities", "smoothing"],
+)
 def test_jobs_that_are_exact_have_no_problem(job: paceline.Job) -> None:
     """Of many losses."""
     assert problem(job) is None
@@ -112,8 +151,11 @@ def test_jobs_that_are_exact_have_no_problem(job: paceline.Job) -> None:
 
 def test_a_plan_that_does_not_cut_the_batch_needs_no_conversion() -> None:
     """A layer that mixes samples, and a loss that does, are exact under split layers and placed parts."""
-    certificates = paceline.verify(make_job(Centred, loss=contrastive, drop_last=True, precision="float64"),
-                                   ["tensor=2", "place=auto parts=2", "data=2"], steps=1)
+    certificates = paceline.verify(
+        make_job(Centred, loss=contrastive, drop_last=True, precision="float64"),
+        ["tensor=2", "place=auto parts=2", "data=2"],
+        steps=1,
+    )
 
     assert [certificate.passed for certificate in certificates] == [True, True, False]
     assert "couples the samples" in certificates[2].describe()

@@ -18,7 +18,10 @@ CUTTING = ("single accumulate=4", "data=2 accumulate=2 recompute=full")
 
 
 def dropout(probability: float = 0.3) -> nn.Module:
-    return nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Dropout(probability)) for _ in range(4)), nn.Linear(6, 3))
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(6, 6), nn.Dropout(probability)) for _ in range(4)),
+        nn.Linear(6, 3),
+    )
 
 
 class Odd(nn.Module):
@@ -60,8 +63,17 @@ def not_always(self: Odd, x: Tensor) -> Tensor:
 
 @pytest.mark.sweep(3)
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.parametrize("draw", [one_bit, same_mask_twice, alike_in_every_forward, reentrant, not_always,
-                                  lambda self, x: F.dropout(x, 0.0)])
+@pytest.mark.parametrize(
+    "draw",
+    [
+        one_bit,
+        same_mask_twice,
+        alike_in_every_forward,
+        reentrant,
+        not_always,
+        lambda self, x: F.dropout(x, 0.0),
+    ],
+)
 def test_what_a_job_repeats_itself_is_no_alarm(draw: Callable[[Odd, Tensor], Tensor]) -> None:
     passes(make_job(lambda: Odd(draw)), *CUTTING)
 
@@ -73,10 +85,15 @@ def test_layers_that_draw_alike_are_no_alarm() -> None:
 
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", [*CUTTING, "pipeline=2", "shard=2 accumulate=2"])
-def test_masks_that_are_alike_in_all_micro_batches(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_that_are_alike_in_all_micro_batches(
+    plan: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Streams that don't depend on the micro-batch, which no figure of the run shows."""
     seed_streams = window.seed_streams
-    monkeypatch.setattr(window, "seed_streams", lambda seed, purpose, step, part, *place: seed_streams(
-        seed, purpose, step, part))
+    monkeypatch.setattr(
+        window,
+        "seed_streams",
+        lambda seed, purpose, step, part, *place: seed_streams(seed, purpose, step, part),
+    )
 
     assert "must be keyed by the micro-batch" in failure_text(make_job(dropout), plan)

@@ -36,8 +36,14 @@ def job(loss: Any) -> Job:
     tokens = torch.randint(0, CLASSES, (SAMPLES, TOKENS), generator=drawn)
     ignored = torch.arange(TOKENS)[None] > torch.arange(SAMPLES)[:, None] % TOKENS
     tokens[ignored] = -100
-    return Job(model=Net, data=(torch.randn(SAMPLES, 3, generator=drawn), tokens), batch=SAMPLES, steps=1, loss=loss,
-               optimizer=lambda named: torch.optim.SGD(named, lr=0.1))
+    return Job(
+        model=Net,
+        data=(torch.randn(SAMPLES, 3, generator=drawn), tokens),
+        batch=SAMPLES,
+        steps=1,
+        loss=loss,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+    )
 
 
 def classes(target: Tensor) -> Tensor:
@@ -75,8 +81,14 @@ def per_length(output: Tensor, target: Tensor) -> Tensor:
     """CTC's losses over all targets' lengths, and not over samples."""
     lengths = 1 + mask_of(target).sum(1).long() // 2
     inputs = torch.full((len(output),), TOKENS)
-    total = F.ctc_loss(output.log_softmax(-1).transpose(0, 1), classes(target) % 4 + 1, inputs, lengths,
-                       reduction="sum", zero_infinity=True)
+    total = F.ctc_loss(
+        output.log_softmax(-1).transpose(0, 1),
+        classes(target) % 4 + 1,
+        inputs,
+        lengths,
+        reduction="sum",
+        zero_infinity=True,
+    )
     return total / lengths.sum()
 
 
@@ -99,27 +111,43 @@ class Chosen(Net):
 
 
 LOSSES: dict[str, Any] = {
-    "ignored index": flat, "variables, another index, smoothing": of_variables, "masked squares": masked_mse,
-    "token mean": token_mean, "CTC over lengths": per_length, "a module": Smoothed(),
-    "class weights": lambda o, t: F.cross_entropy(o.flatten(0, 1), classes(t).flatten(), weight=WEIGHTS),
-    "weights by position": lambda o, t: F.cross_entropy(o.flatten(0, 1), classes(t).flatten(), WEIGHTS, ignore_index=2),
-    "a criterion": lambda output, target: CRITERION(output.flatten(0, 1), classes(target).flatten()),
+    "ignored index": flat,
+    "variables, another index, smoothing": of_variables,
+    "masked squares": masked_mse,
+    "token mean": token_mean,
+    "CTC over lengths": per_length,
+    "a module": Smoothed(),
+    "class weights": lambda o, t: F.cross_entropy(
+        o.flatten(0, 1), classes(t).flatten(), weight=WEIGHTS
+    ),
+    "weights by position": lambda o, t: F.cross_entropy(
+        o.flatten(0, 1), classes(t).flatten(), WEIGHTS, ignore_index=2
+    ),
+    "a criterion": lambda output, target: CRITERION(
+        output.flatten(0, 1), classes(target).flatten()
+    ),
     "masked rows": lambda o, t: F.mse_loss(o[t >= 0], torch.ones_like(o[t >= 0])),
-    "binary, masked": lambda o, t: F.binary_cross_entropy_with_logits(o[t >= 0][:, 0], mask_of(t)[t >= 0]),
+    "binary, masked": lambda o, t: F.binary_cross_entropy_with_logits(
+        o[t >= 0][:, 0], mask_of(t)[t >= 0]
+    ),
     "a factor": lambda o, t: 0.5 * torch.mean((o[t >= 0] - 1).abs()),
     "a small number": lambda o, t: (o.mean(-1) * mask_of(t)).sum() / (mask_of(t).sum() + 1e-8),
     "torch.div": lambda o, t: torch.div((o.mean(-1) * mask_of(t)).sum(), max(mask_of(t).sum(), 1)),
 }
 # Given as they are, for an output of (samples, classes, tokens).
 OF_TORCH: dict[str, Any] = {
-    "cross_entropy": F.cross_entropy, "a part": partial(F.cross_entropy, label_smoothing=0.1),
-    "CrossEntropyLoss": nn.CrossEntropyLoss(weight=WEIGHTS, label_smoothing=0.1), "index": nn.CrossEntropyLoss(),
+    "cross_entropy": F.cross_entropy,
+    "a part": partial(F.cross_entropy, label_smoothing=0.1),
+    "CrossEntropyLoss": nn.CrossEntropyLoss(weight=WEIGHTS, label_smoothing=0.1),
+    "index": nn.CrossEntropyLoss(),
 }
 
 
 def pasted(shown: str) -> Any:
     """The function that the message shows, with the names of this file."""
-    code = textwrap.dedent(re.findall(r"\n\n(    def loss.*?)\n(?=$|\S)", shown + "\n", re.DOTALL)[0])
+    code = textwrap.dedent(
+        re.findall(r"\n\n(    def loss.*?)\n(?=$|\S)", shown + "\n", re.DOTALL)[0]
+    )
     names = {**globals(), "weight": WEIGHTS}
     exec(code, names)
     return names["loss"]
@@ -133,7 +161,9 @@ def test_the_replacement_is_the_same_loss_and_passes(name: str):
     problem = loss_problem(given, steps=1)
     assert problem is not None and problem.kind == "loss"
     made = pasted(problem.instead)
-    assert ("# weight: what CrossEntropyLoss was given" in problem.instead) == (name == "CrossEntropyLoss")
+    assert ("# weight: what CrossEntropyLoss was given" in problem.instead) == (
+        name == "CrossEntropyLoss"
+    )
     if name == "a module":
         made = partial(made, loss)
     assert loss_problem(replace(given, loss=made), steps=1) is None
@@ -144,18 +174,25 @@ def test_the_replacement_is_the_same_loss_and_passes(name: str):
 
 def ctc_mean(output: Tensor, target: Tensor) -> Tensor:
     lengths = 1 + mask_of(target).sum(1).long() // 2
-    return F.ctc_loss(output.log_softmax(-1).transpose(0, 1), classes(target) % 4 + 1,
-                      torch.full((len(output),), TOKENS), lengths, zero_infinity=True)
+    return F.ctc_loss(
+        output.log_softmax(-1).transpose(0, 1),
+        classes(target) % 4 + 1,
+        torch.full((len(output),), TOKENS),
+        lengths,
+        zero_infinity=True,
+    )
 
 
-@pytest.mark.parametrize("loss", [ctc_mean, lambda o, t: ((o - 1) ** 2).mean(), lambda o, t: o.sum() / len(o)])
+@pytest.mark.parametrize(
+    "loss", [ctc_mean, lambda o, t: ((o - 1) ** 2).mean(), lambda o, t: o.sum() / len(o)]
+)
 def test_means_over_samples_need_no_replacement(loss: Any):
     """CTC's own mean among them: it divides each sample by its own length."""
     assert loss_problem(job(loss), steps=1) is None
 
 
 def two_terms(output: Tensor, target: Tensor) -> Tensor:
-    return flat(output, target) + 0.1 * (output ** 2).mean()
+    return flat(output, target) + 0.1 * (output**2).mean()
 
 
 def of_a_branch(output: Tensor, target: Tensor) -> Tensor:
@@ -170,4 +207,6 @@ def test_no_code_is_shown_that_is_another_loss():
     by_a_number = lambda o, t: ((o.mean(-1) - 1) * mask_of(t)).sum() / 20.0  # noqa: E731  # counts of parts don't add up
     for loss in (two_terms, unseen, by_a_number):
         problem = loss_problem(job(loss), steps=1)
-        assert problem is not None and problem.instead.endswith("the number or weight of what it counts")
+        assert problem is not None and problem.instead.endswith(
+            "the number or weight of what it counts"
+        )

@@ -41,11 +41,24 @@ def judged(folder: Path, precision: Precision, relative: float) -> str | None:
     weights, state = load_kind(folder, "weight", 0), load_kind(folder, "state", 0)
     off = relative * float(state["gain/exp_avg_sq"])
     rank: dict[str, Any] = {
-        "first_step": 0, "replica": 0, "parameter_names": list(weights), "marks": reference["marks"],
-        "losses": reference["losses"], "rates": reference["rates"], "drawn": [[]], "repeats": [0], "evaluated": {},
-        "stored_elements": {f"optimizer/{name}": size for name, size in reference["state_sizes"][0].items()},
-        "initial": [dict.fromkeys(weights, 0.0)], "gradient": [dict.fromkeys(weights, 0.0)],
-        "weight": [dict.fromkeys(weights, 0.0)], "buffer": [{}], "stored": [{"optimizer/gain/exp_avg_sq": abs(off)}]}
+        "first_step": 0,
+        "replica": 0,
+        "parameter_names": list(weights),
+        "marks": reference["marks"],
+        "losses": reference["losses"],
+        "rates": reference["rates"],
+        "drawn": [[]],
+        "repeats": [0],
+        "evaluated": {},
+        "stored_elements": {
+            f"optimizer/{name}": size for name, size in reference["state_sizes"][0].items()
+        },
+        "initial": [dict.fromkeys(weights, 0.0)],
+        "gradient": [dict.fromkeys(weights, 0.0)],
+        "weight": [dict.fromkeys(weights, 0.0)],
+        "buffer": [{}],
+        "stored": [{"optimizer/gain/exp_avg_sq": abs(off)}],
+    }
     return judge(reference, [rank], precision=precision).difference
 
 
@@ -56,7 +69,12 @@ def test_a_kernel_may_hold_betas_in_float32(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("precision", "relative"), [("float32", 1e-3), ("float64", LOST)])
-def test_a_wrong_second_moment_is_found(tmp_path: Path, precision: Precision, relative: float) -> None:
+def test_a_wrong_second_moment_is_found(
+    tmp_path: Path, precision: Precision, relative: float
+) -> None:
     """Such as that of a gradient which is off by half a thousandth. In float64 no kernel rounds betas."""
     difference = judged(tmp_path, precision, relative)
-    assert difference is not None and "what a checkpoint would hold of 'optimizer/gain/exp_avg_sq'" in difference
+    assert (
+        difference is not None
+        and "what a checkpoint would hold of 'optimizer/gain/exp_avg_sq'" in difference
+    )

@@ -36,7 +36,10 @@ class Linear(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(6, 4, dtype=torch.float64), nn.Linear(6, 4, dtype=torch.float64)
+        self.first, self.second = (
+            nn.Linear(6, 4, dtype=torch.float64),
+            nn.Linear(6, 4, dtype=torch.float64),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.first(x) + 2 * self.second(x)
@@ -58,28 +61,45 @@ class Slow(torch.utils.data.Dataset[Any]):
 
 
 def _job(epochs: int, *, sample_s: float = 0.002) -> paceline.Job:
-    return make_job(Linear, data=Slow(sample_s), epochs=epochs, loss=lambda output, y: (output * y.unsqueeze(1)).mean())
+    return make_job(
+        Linear,
+        data=Slow(sample_s),
+        epochs=epochs,
+        loss=lambda output, y: (output * y.unsqueeze(1)).mean(),
+    )
 
 
 class Run:
     """A run in a process of its own, whose ranks get signals."""
 
-    def __init__(self, start_child: Callable[..., Any], folder: Path, job: paceline.Job, plan: str,
-                 **options: Any) -> None:
+    def __init__(
+        self,
+        start_child: Callable[..., Any],
+        folder: Path,
+        job: paceline.Job,
+        plan: str,
+        **options: Any,
+    ) -> None:
         self.folder, self.job = folder, job
         self.single = _job(job.epochs or 0, sample_s=0.0)  # the same, at once
-        self.child = start_child(lambda: paceline.train(job, plan, run=folder, **{"timeout_s": TIMEOUT_S, **options}))
+        self.child = start_child(
+            lambda: paceline.train(job, plan, run=folder, **{"timeout_s": TIMEOUT_S, **options})
+        )
 
     def steps(self) -> list[int]:
         """Of the updates in metrics.jsonl."""
         path = self.folder / "metrics.jsonl"
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        return [json.loads(line)["step"] for line in lines if line.endswith("\n") and '"loss"' in line]
+        return [
+            json.loads(line)["step"] for line in lines if line.endswith("\n") and '"loss"' in line
+        ]
 
     def pid(self, rank: int) -> int | None:
         for process in psutil.Process(self.child.pid).children(recursive=True):
             with suppress(psutil.Error):
-                if any(file.path.endswith(f"logs/rank-{rank}.log") for file in process.open_files()):
+                if any(
+                    file.path.endswith(f"logs/rank-{rank}.log") for file in process.open_files()
+                ):
                     return process.pid
         return None
 
@@ -97,11 +117,17 @@ class Run:
         summary = json.loads((self.folder / "summary.json").read_text())
         total = self.job.total_steps
         assert total is not None
-        assert self.steps() == list(range(1, total + 1)) and summary["samples"] == self.job.epochs * 24
+        assert (
+            self.steps() == list(range(1, total + 1)) and summary["samples"] == self.job.epochs * 24
+        )
         paceline.train(self.single, "single", run=self.folder.with_name("single"))
-        actual, expected = (load_file(folder / "model.safetensors") for folder in (self.folder,
-                                                                                   self.folder.with_name("single")))
-        assert all(torch.allclose(actual[name], expected[name], rtol=0, atol=1e-12) for name in expected)
+        actual, expected = (
+            load_file(folder / "model.safetensors")
+            for folder in (self.folder, self.folder.with_name("single"))
+        )
+        assert all(
+            torch.allclose(actual[name], expected[name], rtol=0, atol=1e-12) for name in expected
+        )
         return summary
 
 
@@ -125,11 +151,21 @@ def test_a_killed_worker_comes_back(start_run: Callable[..., Run], wait_for: Cal
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize(("plan", "rank", "save_every"), [
-    ("server=2 workers=2 staleness=inf", 1, 10), ("server=2 workers=1 staleness=1", 0, None),
-    ("server=2 workers=2 staleness=inf colocate=yes", 1, 7)])
-def test_a_killed_server_comes_back(start_run: Callable[..., Run], wait_for: Callable[..., None], plan: str, rank: int,
-                                    save_every: int | None):
+@pytest.mark.parametrize(
+    ("plan", "rank", "save_every"),
+    [
+        ("server=2 workers=2 staleness=inf", 1, 10),
+        ("server=2 workers=1 staleness=1", 0, None),
+        ("server=2 workers=2 staleness=inf colocate=yes", 1, 7),
+    ],
+)
+def test_a_killed_server_comes_back(
+    start_run: Callable[..., Run],
+    wait_for: Callable[..., None],
+    plan: str,
+    rank: int,
+    save_every: int | None,
+):
     """From the newest copies of all servers or a checkpoint, whichever is newer; what was made since is counted."""
     run = start_run(_job(24), plan, save_every=save_every)
     wait_for(lambda: len(run.steps()) > 15)
@@ -139,11 +175,19 @@ def test_a_killed_server_comes_back(start_run: Callable[..., Run], wait_for: Cal
     workers = Plan.parse(plan).sync.workers
     lost_steps = summary["updates_lost"] / workers
     assert 0 <= lost_steps < 15
-    assert summary["workers_lost"] == summary["workers_rejoined"] == ([rank] if "colocate" in plan else [])
+    assert (
+        summary["workers_lost"]
+        == summary["workers_rejoined"]
+        == ([rank] if "colocate" in plan else [])
+    )
 
 
-@pytest.mark.parametrize("plan", ["server=1 workers=2", pytest.param("data=2", marks=pytest.mark.slow)])
-def test_exact_plans_restart_when_asked(start_run: Callable[..., Run], wait_for: Callable[..., None], plan: str):
+@pytest.mark.parametrize(
+    "plan", ["server=1 workers=2", pytest.param("data=2", marks=pytest.mark.slow)]
+)
+def test_exact_plans_restart_when_asked(
+    start_run: Callable[..., Run], wait_for: Callable[..., None], plan: str
+):
     """With restarts all ranks go on from where the newest state of all of them is."""
     run = start_run(_job(16), plan, save_every=4, restarts=1)
     wait_for(lambda: len(run.steps()) > 9)
@@ -154,20 +198,32 @@ def test_exact_plans_restart_when_asked(start_run: Callable[..., Run], wait_for:
 
 def _own_job(epochs: int, *, sample_s: float = 0.002) -> paceline.Job:
     """Two updates a step, and an average of what one of them trains."""
+
     def step(ctx: paceline.StepContext, batch: Any) -> None:
         for name in ("one", "two"):
-            ctx.backward(name, batch, lambda output, batch: (output * batch.target.unsqueeze(1)).mean())
+            ctx.backward(
+                name, batch, lambda output, batch: (output * batch.target.unsqueeze(1)).mean()
+            )
             ctx.update(name)
 
     sgd = lambda named: torch.optim.SGD(named, lr=0.1)  # noqa: E731
-    return paceline.Job(models={"one": Linear, "two": Linear}, optimizers={"one": sgd, "two": sgd}, step=step,
-                        followers={"average": paceline.ema("one", 0.9)}, data=Slow(sample_s), batch=10, epochs=epochs,
-                        precision="float64")
+    return paceline.Job(
+        models={"one": Linear, "two": Linear},
+        optimizers={"one": sgd, "two": sgd},
+        step=step,
+        followers={"average": paceline.ema("one", 0.9)},
+        data=Slow(sample_s),
+        batch=10,
+        epochs=epochs,
+        precision="float64",
+    )
 
 
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow), 3])
-def test_steps_of_a_job_s_own_are_taken_once(start_run: Callable[..., Run], wait_for: Callable[..., None], rank: int):
+def test_steps_of_a_job_s_own_are_taken_once(
+    start_run: Callable[..., Run], wait_for: Callable[..., None], rank: int
+):
     """A server or a worker is killed in the middle of a step; followers come back with the checkpoint."""
     run = start_run(_own_job(10), "server=2 workers=2", save_every=4, restarts=1)
     run.single = _own_job(10, sample_s=0.0)
@@ -189,10 +245,18 @@ def test_restarts_run_out(start_run: Callable[..., Run], wait_for: Callable[...,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", ["server=2 workers=3 staleness=inf", "server=2 workers=3 staleness=2",
-                                  "server=2 workers=3 staleness=inf colocate=yes"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "server=2 workers=3 staleness=inf",
+        "server=2 workers=3 staleness=2",
+        "server=2 workers=3 staleness=inf colocate=yes",
+    ],
+)
 @pytest.mark.parametrize("seed", range(2))
-def test_ten_kills(start_run: Callable[..., Run], wait_for: Callable[..., None], plan: str, seed: int):
+def test_ten_kills(
+    start_run: Callable[..., Run], wait_for: Callable[..., None], plan: str, seed: int
+):
     """At random moments a worker, then a server, and so on."""
     rng = random.Random(seed)
     run = start_run(_job(300, sample_s=0.004), plan, save_every=20, restarts=10, timeout_s=60)
@@ -209,14 +273,20 @@ def test_ten_kills(start_run: Callable[..., Run], wait_for: Callable[..., None],
             wait_for(lambda: run.child.stderr.count(" left)") == len(killed))
     summary = run.summary(wait_for)
     assert sorted(summary["servers_lost"]) == sorted(rank for rank in killed if rank < 2)
-    assert sorted(summary["workers_lost"]) == sorted(r - first_worker for r in killed if r >= first_worker)
+    assert sorted(summary["workers_lost"]) == sorted(
+        r - first_worker for r in killed if r >= first_worker
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_server_that_stalls(start_run: Callable[..., Run], wait_for: Callable[..., None], rank: int):
+def test_a_server_that_stalls(
+    start_run: Callable[..., Run], wait_for: Callable[..., None], rank: int
+):
     """It is as good as dead, and it is the one that is blamed: workers that waited for it were not lost."""
-    run = start_run(_job(60), "server=2 workers=2 staleness=inf", timeout_s=6, save_every=10, restarts=1)
+    run = start_run(
+        _job(60), "server=2 workers=2 staleness=inf", timeout_s=6, save_every=10, restarts=1
+    )
     wait_for(lambda: len(run.steps()) > 5)
     run.send(signal.SIGSTOP, rank)
     summary = run.summary(wait_for)
@@ -224,7 +294,9 @@ def test_a_server_that_stalls(start_run: Callable[..., Run], wait_for: Callable[
 
 
 @pytest.mark.slow
-def test_a_worker_that_wakes_up_does_no_harm(start_run: Callable[..., Run], wait_for: Callable[..., None]):
+def test_a_worker_that_wakes_up_does_no_harm(
+    start_run: Callable[..., Run], wait_for: Callable[..., None]
+):
     """Given up after half the timeout; it ends when it wakes up, and comes back as a new one."""
     run = start_run(_job(300, sample_s=0.004), "server=2 workers=2 staleness=1", timeout_s=8)
     wait_for(lambda: len(run.steps()) > 5)

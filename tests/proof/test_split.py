@@ -37,10 +37,18 @@ def test_a_pipeline_of_two(name: str) -> None:
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize("plan", [
-    *(f"pipeline=2 schedule={schedule} microbatches=3" for schedule in ("interleaved", "gpipe", "1f1b", "zero-bubble")),
-    "pipeline=4",
-    "pipeline=4 schedule=zero-bubble microbatches=2", "pipeline=4 microbatches=1"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        *(
+            f"pipeline=2 schedule={schedule} microbatches=3"
+            for schedule in ("interleaved", "gpipe", "1f1b", "zero-bubble")
+        ),
+        "pipeline=4",
+        "pipeline=4 schedule=zero-bubble microbatches=2",
+        "pipeline=4 microbatches=1",
+    ],
+)
 def test_schedules(plan: str) -> None:
     """Tied weights, a skip over all stages, uneven micro-batches, a norm over all stages: what torch's own pipelines
     get wrong without an error, or refuse."""
@@ -48,10 +56,19 @@ def test_schedules(plan: str) -> None:
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize("plan", [
-    "pipeline=2 data=2", "pipeline=2 shard=2", "pipeline=2 shard=2 zero=1 recompute=full",
-    "pipeline=2 data=2 schedule=zero-bubble", "pipeline=2 data=2 shares=2:1", "data=2 tensor=2",
-    "pipeline=2 tensor=2 schedule=zero-bubble", "pipeline=2 data=2 tensor=2"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "pipeline=2 data=2",
+        "pipeline=2 shard=2",
+        "pipeline=2 shard=2 zero=1 recompute=full",
+        "pipeline=2 data=2 schedule=zero-bubble",
+        "pipeline=2 data=2 shares=2:1",
+        "data=2 tensor=2",
+        "pipeline=2 tensor=2 schedule=zero-bubble",
+        "pipeline=2 data=2 tensor=2",
+    ],
+)
 def test_products(plan: str) -> None:
     """Pipelines of replicas, of shards, of unequal parts. torch's DistributedDataParallel is wrong or fails in these;
     with a zero-bubble schedule the reduction still waits for the weights' own half of the backward."""
@@ -66,19 +83,37 @@ def test_placed_parts(name: str) -> None:
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize(("name", "plan"), [
-    ("chain", "tensor=2"), ("tied", "tensor=2"), ("tied", "shard=2 tensor=2"), ("keras", "tensor=2")])
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        ("chain", "tensor=2"),
+        ("tied", "tensor=2"),
+        ("tied", "shard=2 tensor=2"),
+        ("keras", "tensor=2"),
+    ],
+)
 def test_split_layers(name: str, plan: str) -> None:
     """Heads, gates, embeddings and what can't be split beside them; fused weights and tied ones."""
     passes(split_job(name), plan)
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize(("name", "plan", "most"), [
-    ("two-tower", "tensor=2", 0.54), ("llama", "tensor=2", 0.51), ("qwen3", "tensor=2", 0.51),
-    ("gpt2", "tensor=2", 0.52), ("bert", "tensor=2", 0.53), ("llama", "pipeline=2", 0.6),
-    ("two-tower", "place=auto parts=2", 0.6), ("llama", "pipeline=2 tensor=2", 0.31)])
-def test_a_rank_holds_a_part(name: str, plan: str, most: float, run_ranks: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(
+    ("name", "plan", "most"),
+    [
+        ("two-tower", "tensor=2", 0.54),
+        ("llama", "tensor=2", 0.51),
+        ("qwen3", "tensor=2", 0.51),
+        ("gpt2", "tensor=2", 0.52),
+        ("bert", "tensor=2", 0.53),
+        ("llama", "pipeline=2", 0.6),
+        ("two-tower", "place=auto parts=2", 0.6),
+        ("llama", "pipeline=2 tensor=2", 0.31),
+    ],
+)
+def test_a_rank_holds_a_part(
+    name: str, plan: str, most: float, run_ranks: Callable[..., Any]
+) -> None:
     """What verify can't see: that the model is split at all."""
     split_plan = paceline.Plan.parse(plan).with_microbatches(2)
 
@@ -98,9 +133,15 @@ def test_a_rank_holds_a_part(name: str, plan: str, most: float, run_ranks: Calla
 def test_every_model_under_every_plan(name: str) -> None:
     """Layers, parts, products with replicas, shards and stages, and every schedule on two and on four ranks; where the
     model has fewer pieces than the plan has stages, it is refused in words."""
-    plans = ["tensor=2", "place=auto parts=2", "data=2 tensor=2", "pipeline=2 data=2", "pipeline=2 shard=2",
-             "pipeline=2 data=2 tensor=2",
-             *(f"pipeline={ranks} schedule={schedule}" for ranks in (2, 4) for schedule in SCHEDULES)]
+    plans = [
+        "tensor=2",
+        "place=auto parts=2",
+        "data=2 tensor=2",
+        "pipeline=2 data=2",
+        "pipeline=2 shard=2",
+        "pipeline=2 data=2 tensor=2",
+        *(f"pipeline={ranks} schedule={schedule}" for ranks in (2, 4) for schedule in SCHEDULES),
+    ]
     for certificate in paceline.verify(split_job(name), plans, steps=3):
         refused = "pieces that can be cut apart" in (certificate.refused or "")
         assert certificate.passed or refused, certificate.describe()
@@ -122,8 +163,15 @@ class Dense(nn.Module):
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize("plan", ["pipeline=2 schedule=interleaved", "pipeline=3", "pipeline=4 schedule=zero-bubble",
-                                  "place=auto parts=3"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "pipeline=2 schedule=interleaved",
+        "pipeline=3",
+        "pipeline=4 schedule=zero-bubble",
+        "place=auto parts=3",
+    ],
+)
 def test_a_value_that_several_stages_need(plan: str) -> None:
     """Its gradient is the sum of what comes back from each of them."""
     passes(make_job(Dense), plan)
@@ -166,7 +214,10 @@ def scaled_stage(patch: pytest.MonkeyPatch) -> None:
 
 def norm_of_one_stage(patch: pytest.MonkeyPatch) -> None:
     """Each stage clips by the norm of its own gradients."""
-    def clip(greatest: float, parameters: Mapping[str, torch.nn.Parameter], norm: torch.Tensor) -> None:
+
+    def clip(
+        greatest: float, parameters: Mapping[str, torch.nn.Parameter], norm: torch.Tensor
+    ) -> None:
         torch.nn.utils.clip_grad_norm_(list(parameters.values()), greatest)
 
     patch.setattr(stepper, "clip", clip)
@@ -199,17 +250,28 @@ def weights_of_its_own(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Stages, "__init__", init)
 
 
-PLANTED = ((dropped_microbatch, "pipeline=2", ["gradient of 'layers.0."]),
-           (norm_of_one_stage, "pipeline=2", ["weight of '"]),
-           (layer_not_summed, "tensor=2", ["gradient of 'layers.0.bias'"]),
-           (weights_of_its_own, "pipeline=2", ["initial weight of 'layers.1.weight'", "on rank 1"]))
+PLANTED = (
+    (dropped_microbatch, "pipeline=2", ["gradient of 'layers.0."]),
+    (norm_of_one_stage, "pipeline=2", ["weight of '"]),
+    (layer_not_summed, "tensor=2", ["gradient of 'layers.0.bias'"]),
+    (weights_of_its_own, "pipeline=2", ["initial weight of 'layers.1.weight'", "on rank 1"]),
+)
 
 
-@pytest.mark.parametrize("planted", [PLANTED, pytest.param(
-    ((scaled_stage, "pipeline=2", ["gradient of 'out."]),), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "planted",
+    [
+        PLANTED,
+        pytest.param(
+            ((scaled_stage, "pipeline=2", ["gradient of 'out."]),), marks=pytest.mark.slow
+        ),
+    ],
+)
 def test_planted_bugs_are_named(planted: Any) -> None:
     """Each by what it spoils first."""
-    certificates = verified(make_job(Mlp, clip=0.1, precision="float64"), [(plan, plant) for plant, plan, _ in planted])
+    certificates = verified(
+        make_job(Mlp, clip=0.1, precision="float64"), [(plan, plant) for plant, plan, _ in planted]
+    )
     for (plant, _, words), certificate in zip(planted, certificates, strict=True):
         assert not certificate.passed, plant.__doc__
         assert all(word in certificate.describe() for word in words), certificate.describe()
@@ -248,8 +310,13 @@ class InPlace(nn.Module):
         return self.out(torch.tanh(self.layers[1](first)))
 
 
-BRANCH = next(number for number, line in enumerate(inspect.getsource(Branching).splitlines(),
-                                                 inspect.getsourcelines(Branching)[1]) if "x.sum()" in line)
+BRANCH = next(
+    number
+    for number, line in enumerate(
+        inspect.getsource(Branching).splitlines(), inspect.getsourcelines(Branching)[1]
+    )
+    if "x.sum()" in line
+)
 
 
 def captured() -> tuple[nn.Module, Capture]:
@@ -261,24 +328,42 @@ def refuse(model: nn.Module, graph: Capture, plan: str, words: str) -> None:
     """What a rank says of a model that was captured before it holds any part of it."""
     split_plan = paceline.Plan.parse(plan).with_microbatches(2)
     with pytest.raises(PlanError) as refused:
-        assigned(model, graph, split_plan, samples=4, state_factor=0.0, devices=(), precision="float64")
+        assigned(
+            model, graph, split_plan, samples=4, state_factor=0.0, devices=(), precision="float64"
+        )
     assert words in str(refused.value)
 
 
 def test_models_with_fewer_pieces_than_a_plan_asks_for() -> None:
     """By verify, too."""
     model, graph = captured()
-    refuse(model, graph, "pipeline=5", "the model has 3 pieces that can be cut apart and the plan needs 5 stages")
-    refuse(model, graph, "place=auto parts=4", "the model has 3 pieces with parameters and 4 parts were asked for")
+    refuse(
+        model,
+        graph,
+        "pipeline=5",
+        "the model has 3 pieces that can be cut apart and the plan needs 5 stages",
+    )
+    refuse(
+        model,
+        graph,
+        "place=auto parts=4",
+        "the model has 3 pieces with parameters and 4 parts were asked for",
+    )
     assert "the model has 3 pieces that can be cut apart and the plan needs 4" in failure_text(
-        make_job(Mlp), "pipeline=2 schedule=interleaved")
+        make_job(Mlp), "pipeline=2 schedule=interleaved"
+    )
 
 
-@pytest.mark.parametrize(("model", "plan", "words"), [
-    (Branching, "pipeline=2", f"test_split.py:{BRANCH}: "),
-    (InPlace, "pipeline=2 shard=2", "edits in place what another module returned")])
-def test_models_that_a_plan_does_not_suit(model: Callable[[], nn.Module], plan: str, words: str,
-                                          tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "plan", "words"),
+    [
+        (Branching, "pipeline=2", f"test_split.py:{BRANCH}: "),
+        (InPlace, "pipeline=2 shard=2", "edits in place what another module returned"),
+    ],
+)
+def test_models_that_a_plan_does_not_suit(
+    model: Callable[[], nn.Module], plan: str, words: str, tmp_path: Path
+) -> None:
     """Each is refused in words, before the first step."""
     with pytest.raises(PacelineError) as refused:
         paceline.train(make_job(model), plan, steps=2, run=tmp_path / "run")
@@ -293,8 +378,14 @@ def test_an_edit_in_place_stays_with_what_it_edits(plan: str) -> None:
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize("plan", ["pipeline=3 schedule=zero-bubble microbatches=1", "pipeline=2 microbatches=11",
-                                  "pipeline=3 microbatches=2"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "pipeline=3 schedule=zero-bubble microbatches=1",
+        "pipeline=2 microbatches=11",
+        "pipeline=3 microbatches=2",
+    ],
+)
 def test_more_microbatches_than_samples_and_fewer_than_stages(plan: str) -> None:
     """Stand-ins fill the pipeline; one that can't be filled is slow and right."""
     passes(make_job(Mlp), plan)
@@ -323,8 +414,11 @@ WRONG_PLACEMENTS = {
     '[parts]\n0 = ["layers.0"]\n1 = ["out"]': "leaves out 'layers.1'",
     '[parts]\n0 = ["layers"]\n1 = ["outt"]': "no module 'outt', did you mean 'out'",
     '[parts]\n0 = ["layers", "out"]\n1 = ["out"]': "puts 'out' on parts",
-    '[parts]\n0 = ["*"]': "has 1 parts and the plan 2", '[parts]\n1 = ["*"]': "the keys 0, 1, ...",
-    "parts = 3": "the keys 0, 1, ...", "[parts": "can't read the placement"}
+    '[parts]\n0 = ["*"]': "has 1 parts and the plan 2",
+    '[parts]\n1 = ["*"]': "the keys 0, 1, ...",
+    "parts = 3": "the keys 0, 1, ...",
+    "[parts": "can't read the placement",
+}
 
 
 def test_placements_that_are_wrong(tmp_path: Path) -> None:
@@ -336,7 +430,9 @@ def test_placements_that_are_wrong(tmp_path: Path) -> None:
         refuse(model, graph, f"place={path} parts=2", words)
 
 
-def test_a_placement_by_hand_that_overfills_a_device(tmp_path: Path, run_ranks: Callable[..., Any]) -> None:
+def test_a_placement_by_hand_that_overfills_a_device(
+    tmp_path: Path, run_ranks: Callable[..., Any]
+) -> None:
     """It is refused before a step, with what each device would hold and has."""
     path = tmp_path / "parts.toml"
     path.write_text('[parts]\n0 = ["layers", "out"]\n1 = ["layers.1"]\n')
@@ -346,8 +442,13 @@ def test_a_placement_by_hand_that_overfills_a_device(tmp_path: Path, run_ranks: 
         mesh = Mesh(placed_plan.axes.sizes(), context.rank)
         mesh.connect()
         with pytest.raises(PlanError) as refused:
-            Stepper(make_job(Mlp), placed_plan, mesh, context.device,
-                    devices=(Device("cpu", 0, 2**30), Device("cpu", 1, 100)))
+            Stepper(
+                make_job(Mlp),
+                placed_plan,
+                mesh,
+                context.device,
+                devices=(Device("cpu", 0, 2**30), Device("cpu", 1, 100)),
+            )
         return str(refused.value)
 
     for words in run_ranks(body, 2):

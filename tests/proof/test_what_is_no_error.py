@@ -17,8 +17,9 @@ from paceline.proof.reference_loop import as_planned, backward, build_plain, gra
 
 
 def verdict(job: paceline.Job, plan: str, **options: Any) -> paceline.Certificate:
-    certificate, = paceline.verify(replace(job, precision="float64"), [plan], **{
-        "steps": 3, "resume": "no", **options})
+    (certificate,) = paceline.verify(
+        replace(job, precision="float64"), [plan], **{"steps": 3, "resume": "no", **options}
+    )
     return certificate
 
 
@@ -32,7 +33,7 @@ class Critic(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x.clone().requires_grad_()
         output = self.net(x)
-        gradient, = torch.autograd.grad(output.sum(), x, create_graph=True)
+        (gradient,) = torch.autograd.grad(output.sum(), x, create_graph=True)
         return output + gradient.norm(dim=1, keepdim=True)
 
 
@@ -58,7 +59,7 @@ class Warming(Mlp):
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += int(self.training)
-        return super().forward(x) * (1 - 0.5 ** self.calls)
+        return super().forward(x) * (1 - 0.5**self.calls)
 
 
 def test_a_count_that_one_replica_missed() -> None:
@@ -82,7 +83,9 @@ class Seen(Mlp):
 
 def test_a_model_that_an_evaluation_changes() -> None:
     certificate = verdict(make_job(Seen), "tensor=2")
-    assert certificate.passed and "an evaluation changes 'mean'" in (certificate.note or ""), certificate.describe()
+    assert certificate.passed and "an evaluation changes 'mean'" in (certificate.note or ""), (
+        certificate.describe()
+    )
 
 
 class CentreInAttribute(Mlp):
@@ -110,9 +113,13 @@ def test_an_attribute_that_replicas_keep_apart_is_seen(monkeypatch: pytest.Monke
     """A tensor in an attribute counts like a buffer."""
     from paceline.training.replicas.buffers import ChangingBuffers
 
-    monkeypatch.setattr(ChangingBuffers, "meet", lambda self, weight, group, *, has_unsynced=None: None)
+    monkeypatch.setattr(
+        ChangingBuffers, "meet", lambda self, weight, group, *, has_unsynced=None: None
+    )
     certificate = verdict(make_job(CentreInAttribute, precision="float64"), "data=2", steps=1)
-    assert certificate.verdict == "failed" and "buffer of 'centre'" in str(certificate.reason), certificate.describe()
+    assert certificate.verdict == "failed" and "buffer of 'centre'" in str(certificate.reason), (
+        certificate.describe()
+    )
 
 
 class Normalising(nn.Module):
@@ -120,21 +127,30 @@ class Normalising(nn.Module):
 
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__()
-        self.kinds, self.net = nn.Embedding(3, 6), nn.Sequential(nn.Linear(6, 9), *layers, nn.Linear(9, 3))
+        self.kinds, self.net = (
+            nn.Embedding(3, 6),
+            nn.Sequential(nn.Linear(6, 9), *layers, nn.Linear(9, 3)),
+        )
 
     def forward(self, x: Tensor, kind: Tensor) -> Tensor:
         return self.net(x.sub_(0.5).div_(2.0) + self.kinds(kind.add_(1)))
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize(("layers", "expected"), [((), "passed"), ((lambda: nn.BatchNorm1d(9),), "coupled")])
+@pytest.mark.parametrize(
+    ("layers", "expected"), [((), "passed"), ((lambda: nn.BatchNorm1d(9),), "coupled")]
+)
 def test_a_model_that_writes_to_its_input(layers: tuple[Any, ...], expected: str) -> None:
     """verify runs it several times on one batch, also to name what couples samples."""
-    items = [({"x": x, "kind": torch.tensor(number % 2)}, y) for number, (x, y) in enumerate(make_job().data)]
+    items = [
+        ({"x": x, "kind": torch.tensor(number % 2)}, y)
+        for number, (x, y) in enumerate(make_job().data)
+    ]
     job = make_job(lambda: Normalising(*(make() for make in layers)), data=items, batch=7)
     certificate = verdict(job, "data=2 accumulate=2", resume="no")
     assert certificate.verdict == expected and (
-        not layers or "BatchNorm" in str(certificate.reason)), certificate.describe()
+        not layers or "BatchNorm" in str(certificate.reason)
+    ), certificate.describe()
 
 
 class Halved(Mlp):
@@ -167,12 +183,20 @@ def test_a_plan_that_was_named_and_is_none_for_the_model() -> None:
     job = make_job(lambda: nn.Linear(6, 3), loss=F.cross_entropy)
     certificate = verdict(job, "pipeline=2")
     assert certificate.verdict == "refused" and not certificate.passed and certificate.asked_for
-    assert "pieces that can be cut apart" in certificate.describe() and "hint" in certificate.describe()
+    assert (
+        "pieces that can be cut apart" in certificate.describe()
+        and "hint" in certificate.describe()
+    )
 
 
 def test_a_window_that_a_plan_cuts_into_single_samples() -> None:
     """A BatchNorm takes none: neither do one device that cuts alike and the plan."""
-    job = make_job(lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)), drop_last=True, batch=4)
+    job = make_job(
+        lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)),
+        drop_last=True,
+        batch=4,
+    )
     certificate = verdict(job, "pipeline=2 microbatches=4")
     assert certificate.verdict == "refused" and "can't be trained on one sample" in str(
-        certificate.refused), certificate.describe()
+        certificate.refused
+    ), certificate.describe()

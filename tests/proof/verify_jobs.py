@@ -20,8 +20,13 @@ def make_job(model: Any = None, **changes: Any) -> paceline.Job:
     """A job on 6 numbers a sample and 3 classes, with plain SGD."""
     x = torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(1))
     fields = {
-        "model": model or Mlp, "data": TensorDataset(x, (x[:, 0] > 0).long() + (x[:, 1] > 0).long()),
-        "loss": F.cross_entropy, "optimizer": lambda named: torch.optim.SGD(named, lr=0.1), "batch": BATCH, "epochs": 9}
+        "model": model or Mlp,
+        "data": TensorDataset(x, (x[:, 0] > 0).long() + (x[:, 1] > 0).long()),
+        "loss": F.cross_entropy,
+        "optimizer": lambda named: torch.optim.SGD(named, lr=0.1),
+        "batch": BATCH,
+        "epochs": 9,
+    }
     return paceline.Job(**{**fields, **changes})
 
 
@@ -32,14 +37,19 @@ def adamw(named: Any) -> torch.optim.Optimizer:
 def passes(job: paceline.Job, *plans: str, steps: int = 2) -> None:
     """All plans get their certificates, in float64 alone and without a resume: tests of their own are about those."""
     exact = replace(job, precision="float64") if job.precision == "float32" else job
-    failed = [certificate.describe() for certificate in paceline.verify(exact, plans, steps=steps, resume="no")
-              if not certificate.passed]
+    failed = [
+        certificate.describe()
+        for certificate in paceline.verify(exact, plans, steps=steps, resume="no")
+        if not certificate.passed
+    ]
     assert not failed, "\n".join(failed)
 
 
 def failure_text(job: paceline.Job, plan: str, *, steps: int = 2) -> str:
     """What verify says of a plan that must fail, in float64 and without a resume."""
-    certificate, = paceline.verify(replace(job, precision="float64"), [plan], steps=steps, resume="no")
+    (certificate,) = paceline.verify(
+        replace(job, precision="float64"), [plan], steps=steps, resume="no"
+    )
     assert not certificate.passed, certificate.describe()
     return certificate.describe()
 
@@ -64,11 +74,16 @@ class ConvNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.convs = nn.Sequential(nn.Conv2d(1, 5, 2), nn.GELU(), nn.Conv2d(5, 4, 2)).to(
-            memory_format=torch.channels_last)
+            memory_format=torch.channels_last
+        )
         self.weight = nn.Parameter(torch.randn(3, 4).t())
 
     def forward(self, x: Tensor) -> Tensor:
-        image = x.unflatten(1, (1, 3, 2)).repeat(1, 1, 1, 2).contiguous(memory_format=torch.channels_last)
+        image = (
+            x.unflatten(1, (1, 3, 2))
+            .repeat(1, 1, 1, 2)
+            .contiguous(memory_format=torch.channels_last)
+        )
         return self.convs(image).mean((2, 3)) @ self.weight
 
 
@@ -79,11 +94,14 @@ class Scaled(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(6, 6)])
         self.layers[0].temperature = nn.Parameter(torch.tensor(2.0))
-        self.layers[0].register_parameter("shift", nn.Parameter(torch.zeros(6, dtype=torch.float64)))
+        self.layers[0].register_parameter(
+            "shift", nn.Parameter(torch.zeros(6, dtype=torch.float64))
+        )
         self.scale, self.nothing = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.zeros(0, 4))
         self.out = nn.Linear(6, 3)
         self.layers[0].register_forward_hook(
-            lambda layer, _, y: torch.tanh(y * layer.temperature + layer.shift.to(y.dtype)))
+            lambda layer, _, y: torch.tanh(y * layer.temperature + layer.shift.to(y.dtype))
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(self.layers[0](x)) * self.scale + self.nothing.sum()
@@ -122,8 +140,9 @@ class Tagger(nn.Module):
     def __init__(self, *, sparse: bool = False) -> None:
         super().__init__()
         self.embed = nn.Embedding(11, 8, sparse=sparse)
-        self.blocks = nn.ModuleList([nn.TransformerEncoderLayer(8, 2, 16, dropout=0.3, batch_first=True)
-                                     for _ in range(2)])
+        self.blocks = nn.ModuleList(
+            [nn.TransformerEncoderLayer(8, 2, 16, dropout=0.3, batch_first=True) for _ in range(2)]
+        )
         self.head = nn.Linear(8, 11, bias=False)
         if not sparse:
             self.head.weight = self.embed.weight
@@ -150,7 +169,9 @@ class Sentences(Dataset[Any]):
 
 def token_loss(output: dict[str, Any], target: Tensor) -> tuple[Tensor, Tensor]:
     """Ignored targets, spread unevenly."""
-    return F.cross_entropy(output["logits"].flatten(0, 1), target.flatten(), reduction="sum"), (target != -100).sum()
+    return F.cross_entropy(output["logits"].flatten(0, 1), target.flatten(), reduction="sum"), (
+        target != -100
+    ).sum()
 
 
 def tagging_job(**changes: Any) -> paceline.Job:

@@ -16,7 +16,14 @@ import torch
 from safetensors.torch import load_file
 
 import paceline as pl
-from paceline.base.errors import ClusterError, PacelineError, PeerLost, PlanError, Preempted, UsageError
+from paceline.base.errors import (
+    ClusterError,
+    PacelineError,
+    PeerLost,
+    PlanError,
+    Preempted,
+    UsageError,
+)
 from paceline.job.file import JobFile
 from paceline.launch.hosts.nodes import STARTED
 from paceline.launch.hosts.shared_files import marked
@@ -32,21 +39,32 @@ FILE = JobFile(DIGITS, settings={"width": 8})
 
 
 def nodes(*counts: int, kind: str = "cpu") -> list[Node]:
-    return [Node(f"id{number}", f"10.0.0.{number}", kind, count, f"10.0.0.{number}")
-            for number, count in enumerate(counts)]
+    return [
+        Node(f"id{number}", f"10.0.0.{number}", kind, count, f"10.0.0.{number}")
+        for number, count in enumerate(counts)
+    ]
 
 
 # --- Which nodes ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("world_size", "counts", "expected"), [
-    (2, (1, 1), [(2, 1)]),
-    (2, (2, 2), [(1, 2), (2, 1)]),  # on one node, whose ranks talk faster, if it has room
-    (3, (2, 2), []),  # never two ranks on one and one on the other: launchers give each host equally many
-    (6, (4, 2, 2), [(3, 2)]),
-    (1, (0, 1), [(1, 1)]),
-])
-def test_ranks_are_shared_evenly_on_the_fewest_nodes(world_size: int, counts: tuple[int, ...], expected: Any):
+@pytest.mark.parametrize(
+    ("world_size", "counts", "expected"),
+    [
+        (2, (1, 1), [(2, 1)]),
+        (2, (2, 2), [(1, 2), (2, 1)]),  # on one node, whose ranks talk faster, if it has room
+        (
+            3,
+            (2, 2),
+            [],
+        ),  # never two ranks on one and one on the other: launchers give each host equally many
+        (6, (4, 2, 2), [(3, 2)]),
+        (1, (0, 1), [(1, 1)]),
+    ],
+)
+def test_ranks_are_shared_evenly_on_the_fewest_nodes(
+    world_size: int, counts: tuple[int, ...], expected: Any
+):
     assert layouts(world_size, nodes(*counts)) == expected
 
 
@@ -55,16 +73,25 @@ def two_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_ray, "find_nodes", lambda address: nodes(1, 1))
 
 
-@pytest.mark.parametrize(("where", "request_", "error", "message"), [
-    ("rays", {}, UsageError, "--on rays: there is no such cluster(?s:.*)--on ray"),
-    ("ray", {"plan": "data=3"}, ClusterError, r"needs 3 CPUs, equally many on each node.*10.0.0.0 \(1\), 10.0.0.1"),
-    ("ray", {"plan": "auto"}, UsageError, "plan 'auto' on ray(?s:.*)paceline plan"),
-    ("ray", {"plan": "data=2", "procs": 3}, PlanError, "needs 2 ranks and --procs says 3"),
-    ("ray", {"devices": "cpu:0"}, UsageError, "devices 'cpu:0' are of this machine"),
-])
+@pytest.mark.parametrize(
+    ("where", "request_", "error", "message"),
+    [
+        ("rays", {}, UsageError, "--on rays: there is no such cluster(?s:.*)--on ray"),
+        (
+            "ray",
+            {"plan": "data=3"},
+            ClusterError,
+            r"needs 3 CPUs, equally many on each node.*10.0.0.0 \(1\), 10.0.0.1",
+        ),
+        ("ray", {"plan": "auto"}, UsageError, "plan 'auto' on ray(?s:.*)paceline plan"),
+        ("ray", {"plan": "data=2", "procs": 3}, PlanError, "needs 2 ranks and --procs says 3"),
+        ("ray", {"devices": "cpu:0"}, UsageError, "devices 'cpu:0' are of this machine"),
+    ],
+)
 @pytest.mark.usefixtures("two_nodes")
-def test_requests_that_make_no_sense(tmp_path: Path, where: str, request_: dict[str, Any], error: type[Exception],
-                                     message: str):
+def test_requests_that_make_no_sense(
+    tmp_path: Path, where: str, request_: dict[str, Any], error: type[Exception], message: str
+):
     """Refused before anything is started or written."""
     with pytest.raises(error, match=message):
         pl.train(FILE, on=where, run=tmp_path / "run", **request_)
@@ -72,7 +99,9 @@ def test_requests_that_make_no_sense(tmp_path: Path, where: str, request_: dict[
 
 
 @pytest.mark.usefixtures("two_nodes")
-def test_a_job_without_a_file_and_a_rank_of_a_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_job_without_a_file_and_a_rank_of_a_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """A job can't be sent; and a process that is a rank starts none."""
     with pytest.raises(UsageError, match="needs the job's file"):
         pl.train(FILE.load(), on="ray", run=tmp_path / "run")
@@ -84,10 +113,22 @@ def test_a_job_without_a_file_and_a_rank_of_a_launcher(tmp_path: Path, monkeypat
 @pytest.mark.usefixtures("two_nodes")
 def test_without_a_plan_each_device_has_a_replica(tmp_path: Path):
     """What ranks are given is text and numbers, which JSON carries."""
-    run = RayRun.of("ray:10.0.0.0:6379", FILE, FILE.load(), None, run=tmp_path, timeout_s=1.0,
-                    options={"steps": 3, "log": None})
+    run = RayRun.of(
+        "ray:10.0.0.0:6379",
+        FILE,
+        FILE.load(),
+        None,
+        run=tmp_path,
+        timeout_s=1.0,
+        options={"steps": 3, "log": None},
+    )
     assert (run.address, str(run.plan)) == ("10.0.0.0:6379", "data=2")
-    assert json.loads(json.dumps(run.options)) == {"steps": 3, "log": None, "plan": "data=2", "run": str(tmp_path)}
+    assert json.loads(json.dumps(run.options)) == {
+        "steps": 3,
+        "log": None,
+        "plan": "data=2",
+        "run": str(tmp_path),
+    }
 
 
 # --- How ranks end ----------------------------------------------------------------------------------------------
@@ -131,25 +172,41 @@ def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_ray, "_POLL_S", 0.01)
 
 
-@pytest.mark.parametrize(("incoming", "expected"), [
-    ([ended(0), ended(1)], None),
-    ([ended(0, 4, report(0, "PeerLost", 4, heard=True)), (1, None)], "node b is lost"),
-    ([(1, None)], "node b is lost"),  # rank 0 says nothing in time
-    ([ended(1, -signal.SIGKILL, ""), ended(0, 4, report(0, "PeerLost", 4, heard=True))],
-     "rank 1 was killed by SIGKILL"),
-    ([ended(1, 4, ""), ended(0, 4, "")], "rank 0 lost the others"),
-])
+@pytest.mark.parametrize(
+    ("incoming", "expected"),
+    [
+        ([ended(0), ended(1)], None),
+        ([ended(0, 4, report(0, "PeerLost", 4, heard=True)), (1, None)], "node b is lost"),
+        ([(1, None)], "node b is lost"),  # rank 0 says nothing in time
+        (
+            [ended(1, -signal.SIGKILL, ""), ended(0, 4, report(0, "PeerLost", 4, heard=True))],
+            "rank 1 was killed by SIGKILL",
+        ),
+        ([ended(1, 4, ""), ended(0, 4, "")], "rank 0 lost the others"),
+    ],
+)
 def test_what_starts_ranks_again(incoming: Any, expected: str | None):
     """A rank or a node that is gone; None is a run that is over."""
     assert outcome(*incoming)[0] == expected
 
 
-@pytest.mark.parametrize(("incoming", "error", "message"), [
-    ([ended(1, 1, report(1)), ended(0, 1, "")], RankFailed, "rank 1 on a failed(?s:.*)ValueError: said"),
-    ([ended(0, 2, '{"kind": "PlanError", "error": "no", "hint": "yes"}'), ended(1, 2, "")], PlanError, "no"),
-    ([ended(0, 3, report(0, "OutOfMemory", 3)), (1, None)], RankFailed, "OutOfMemory"),
-    ([ended(0, 7, ""), ended(1, 0)], PacelineError, "rank 0 ended with exit code 7"),
-])
+@pytest.mark.parametrize(
+    ("incoming", "error", "message"),
+    [
+        (
+            [ended(1, 1, report(1)), ended(0, 1, "")],
+            RankFailed,
+            "rank 1 on a failed(?s:.*)ValueError: said",
+        ),
+        (
+            [ended(0, 2, '{"kind": "PlanError", "error": "no", "hint": "yes"}'), ended(1, 2, "")],
+            PlanError,
+            "no",
+        ),
+        ([ended(0, 3, report(0, "OutOfMemory", 3)), (1, None)], RankFailed, "OutOfMemory"),
+        ([ended(0, 7, ""), ended(1, 0)], PacelineError, "rank 0 ended with exit code 7"),
+    ],
+)
 def test_an_error_of_a_rank_is_the_run_s(incoming: Any, error: type[Exception], message: str):
     """It would come again, so nothing is started again, whatever else was lost."""
     with pytest.raises(error, match=message):
@@ -164,13 +221,16 @@ def test_a_signal_is_passed_on_once_and_the_second_ends_all():
         on_ray._Ends(wire, [0, 1]).hear_out(signals)  # type: ignore[arg-type]
     assert caught.value.exit_code == 130
     assert [(node, message["kind"], message["value"]) for node, message in wire.told] == [
-        (0, "order", 15), (1, "order", 15)]
+        (0, "order", 15),
+        (1, "order", 15),
+    ]
     with pytest.raises(Preempted):
         on_ray._Ends(Wire(), [0, 1]).hear_out([15, 15])  # type: ignore[arg-type]
 
 
-def test_nodes_that_do_not_come_back_are_waited_for_in_vain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                            capsys: pytest.CaptureFixture[str]):
+def test_nodes_that_do_not_come_back_are_waited_for_in_vain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     """With how many are left, and how to go on."""
     monkeypatch.setattr(on_ray, "nodes_now", lambda address: nodes(1))
     run = RayRun("auto", FILE, pl.Plan.parse("data=2"), tmp_path, {}, timeout_s=0.05)
@@ -196,10 +256,19 @@ def test_restarts_end_where_nothing_is_gained(tmp_path: Path):
 
 def node(tmp_path: Path, **changed: Any) -> subprocess.Popen[str]:
     """A node's program that was greeted."""
-    started = subprocess.Popen([sys.executable, "-m", "paceline.ray.node_ranks"], stdin=subprocess.PIPE,
-                               stdout=subprocess.PIPE, text=True, bufsize=1)
+    started = subprocess.Popen(
+        [sys.executable, "-m", "paceline.ray.node_ranks"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        bufsize=1,
+    )
     with marked(FILE, tmp_path) as shared:
-        greeting = {"shared": {**asdict(shared), **changed}, "folder": str(tmp_path), "encrypts": False}
+        greeting = {
+            "shared": {**asdict(shared), **changed},
+            "folder": str(tmp_path),
+            "encrypts": False,
+        }
         assert started.stdin is not None and started.stdout is not None
         started.stdin.write(json.dumps(greeting) + "\n")
         assert json.loads(started.stdout.readline()) == STARTED
@@ -211,18 +280,29 @@ def test_a_node_starts_ranks_and_says_how_they_end(tmp_path: Path):
     """With their variables, in the working folder, and what they print; the end of its stdin ends them."""
     (tmp_path / "rank.py").write_text(
         "import os, sys, time\nprint('rank', os.environ['RANK'], os.getcwd(), file=sys.stderr, flush=True)\n"
-        "print('{}', flush=True)\nos.environ['RANK'] == '1' and time.sleep(600)\n")
+        "print('{}', flush=True)\nos.environ['RANK'] == '1' and time.sleep(600)\n"
+    )
     with node(tmp_path) as started:
         assert started.stdin is not None and started.stdout is not None
         assert started.answer["port"] in node_ranks._PORTS  # type: ignore[attr-defined]
         for rank in range(2):
-            started.stdin.write(Message(0, "start", rank, {
-                "words": [str(tmp_path / "rank.py")], "environment": {"RANK": str(rank)}}).encode() + "\n")
+            started.stdin.write(
+                Message(
+                    0,
+                    "start",
+                    rank,
+                    {"words": [str(tmp_path / "rank.py")], "environment": {"RANK": str(rank)}},
+                ).encode()
+                + "\n"
+            )
         messages = [Message.decode(started.stdout.readline()) for _ in range(3)]
         assert {message.value for message in messages if message.kind == "report"} == {
-            f"rank 0 {tmp_path}", f"rank 1 {tmp_path}"}
+            f"rank 0 {tmp_path}",
+            f"rank 1 {tmp_path}",
+        }
         assert [(message.rank, message.value) for message in messages if message.kind == "end"] == [
-            (0, {"code": 0, "answer": "{}\n"})]
+            (0, {"code": 0, "answer": "{}\n"})
+        ]
         started.stdin.close()
         assert started.wait(timeout=20) == 0
 
@@ -236,21 +316,45 @@ def test_a_node_that_sees_other_files_says_so(tmp_path: Path):
 
 
 def command(run: Path, *words: str) -> list[str]:
-    return [sys.executable, "-P", "-m", "paceline", "train", str(DIGITS), "--plan", "data=2", "--steps", "400",
-            "--set", "width=8", "--save-every", "50", "--run", str(run), *words]
+    return [
+        sys.executable,
+        "-P",
+        "-m",
+        "paceline",
+        "train",
+        str(DIGITS),
+        "--plan",
+        "data=2",
+        "--steps",
+        "400",
+        "--set",
+        "width=8",
+        "--save-every",
+        "50",
+        "--run",
+        str(run),
+        *words,
+    ]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore")  # Ray's own
-def test_a_node_that_dies_changes_no_weight(ray_cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_node_that_dies_changes_no_weight(
+    ray_cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """The run waits until there is a node in its place, goes on from the newest checkpoint, and ends as one device."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    with subprocess.Popen(command(tmp_path / "ray", "--on", f"ray:{ray_cluster.address}"), stderr=subprocess.PIPE,
-                          text=True) as child:
+    with subprocess.Popen(
+        command(tmp_path / "ray", "--on", f"ray:{ray_cluster.address}"),
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as child:
         deadline_s = time.monotonic() + 200
         while not (tmp_path / "ray" / "checkpoints" / "step-100" / "COMMIT").exists():
-            assert child.poll() is None and time.monotonic() < deadline_s, child.stderr and child.stderr.read()
+            assert child.poll() is None and time.monotonic() < deadline_s, (
+                child.stderr and child.stderr.read()
+            )
             time.sleep(0.05)
         ray_cluster.remove_node(ray_cluster.second, allow_graceful=False)
         ray_cluster.add_node(num_cpus=1, object_store_memory=80 * 2**20)
@@ -258,6 +362,12 @@ def test_a_node_that_dies_changes_no_weight(ray_cluster: Any, tmp_path: Path, mo
     assert child.returncode == 0, printed
     assert "all ranks start again" in printed and "resumed from step-" in printed, printed
     subprocess.run(command(tmp_path / "here"), check=True, timeout=200)
-    weights, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("ray", "here"))
+    weights, expected = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("ray", "here")
+    )
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
-    subprocess.run([sys.executable, "-P", "-m", "paceline", "audit", str(tmp_path / "ray")], check=True, timeout=100)
+    subprocess.run(
+        [sys.executable, "-P", "-m", "paceline", "audit", str(tmp_path / "ray")],
+        check=True,
+        timeout=100,
+    )

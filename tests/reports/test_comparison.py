@@ -23,16 +23,25 @@ def run(seed: int, *, step_s: float = 0.01, num_steps: int = 200, ended: bool = 
         if step % 25 == 0:
             slow = draw.uniform(0.95, 1.05)
         times.append(step_s * slow * draw.lognormvariate(0.0, 0.1))
-    steps = tuple({"step": step + 1, "step_s": time, "loss": 1.0} for step, time in enumerate(times))
-    summary = {"step_s": sum(times) / num_steps, "samples_per_s": 8 * num_steps / sum(times), "final_loss": 0.5,
-               "peak_memory_bytes": 1000, "metrics": {"accuracy": 0.5}}
+    steps = tuple(
+        {"step": step + 1, "step_s": time, "loss": 1.0} for step, time in enumerate(times)
+    )
+    summary = {
+        "step_s": sum(times) / num_steps,
+        "samples_per_s": 8 * num_steps / sum(times),
+        "final_loss": 0.5,
+        "peak_memory_bytes": 1000,
+        "metrics": {"accuracy": 0.5},
+    }
     return RunRecord(Path(f"run-{seed}"), {"plan": "single"}, summary if ended else {}, steps=steps)
 
 
 def test_a_planted_slowdown_fails():
     """In 20 of 20 pairs a step that takes 1.2 times as long is more than 5 % worse."""
     limit = [Condition.parse("step_s>5%")]
-    assert all(compare(run(seed), run(100 + seed, step_s=0.012), limit).failed for seed in range(20))
+    assert all(
+        compare(run(seed), run(100 + seed, step_s=0.012), limit).failed for seed in range(20)
+    )
 
 
 def test_equal_runs_pass():
@@ -67,14 +76,17 @@ def test_a_figure_that_is_no_time_has_no_chance():
     """Memory is compared as it stands."""
     larger = run(1)
     larger.summary["peak_memory_bytes"] = 1030  # type: ignore[index]
-    assert [str(each) for each in compare(run(0), larger, [Condition("peak_memory_bytes", 0.02)]).failed] == [
-        "peak_memory_bytes>2%"]
+    assert [
+        str(each) for each in compare(run(0), larger, [Condition("peak_memory_bytes", 0.02)]).failed
+    ] == ["peak_memory_bytes>2%"]
 
 
 def test_what_a_slowdown_is_of_is_said():
     """The figures beside it are means of whole runs."""
     lines = compare(run(1), run(2, step_s=0.03)).describe().splitlines()
-    assert "% worse where each run was quietest" in next(line for line in lines if line.startswith("step_s"))
+    assert "% worse where each run was quietest" in next(
+        line for line in lines if line.startswith("step_s")
+    )
 
 
 def test_runs_too_short_to_tell_do_not_fail():
@@ -102,9 +114,17 @@ def test_a_condition_is_read_or_refused(text: str):
 
 def test_what_one_run_alone_has_is_shown_and_is_no_condition():
     first, second = run(1), run(2)
-    other = replace(second, summary={**second.summary, "validation_loss": 0.5, "metrics": {"f1": 0.9}})
-    rows = {line.split()[0]: line.split()[1:] for line in compare(first, other).describe().splitlines()}
-    assert rows["validation_loss"] == ["-", "0.5"] and rows["accuracy"] == ["0.5", "-"] and rows["f1"] == ["-", "0.9"]
+    other = replace(
+        second, summary={**second.summary, "validation_loss": 0.5, "metrics": {"f1": 0.9}}
+    )
+    rows = {
+        line.split()[0]: line.split()[1:] for line in compare(first, other).describe().splitlines()
+    }
+    assert (
+        rows["validation_loss"] == ["-", "0.5"]
+        and rows["accuracy"] == ["0.5", "-"]
+        and rows["f1"] == ["-", "0.9"]
+    )
     with pytest.raises(UsageError, match="that can be worse"):
         compare(first, other, [Condition.parse("validation_loss>1%")])
 

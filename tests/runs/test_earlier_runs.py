@@ -12,8 +12,14 @@ import paceline
 
 EARLIER = Path(__file__).parent / "earlier"
 OWN_STEP = "own_step"
-RUNS = {"single": "single", "data": "data=2", "shard": "shard=2", "tensor_pipeline": "tensor=2 pipeline=2",
-        "server": "server=1 workers=2", OWN_STEP: "data=2"}
+RUNS = {
+    "single": "single",
+    "data": "data=2",
+    "shard": "shard=2",
+    "tensor_pipeline": "tensor=2 pipeline=2",
+    "server": "server=1 workers=2",
+    OWN_STEP: "data=2",
+}
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +28,9 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor
     return trained("single", tmp_path_factory.mktemp("whole") / "run")
 
 
-def trained(plan: str, run: Path, *, own_step: bool = False, resume: bool = False) -> dict[str, torch.Tensor]:
+def trained(
+    plan: str, run: Path, *, own_step: bool = False, resume: bool = False
+) -> dict[str, torch.Tensor]:
     job = paceline.load(str(EARLIER / "job.py"), {"own_step": own_step})
     result = paceline.train(job, plan, run=run, resume=resume, check=False, table=False)
     assert result["steps"] == 8 and result.history[0]["step"] == 1
@@ -30,7 +38,9 @@ def trained(plan: str, run: Path, *, own_step: bool = False, resume: bool = Fals
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_it_resumes_reports_and_audits(name: str, expected: dict[str, torch.Tensor], tmp_path: Path):
+def test_it_resumes_reports_and_audits(
+    name: str, expected: dict[str, torch.Tensor], tmp_path: Path
+):
     """Half of the steps are the earlier version's, and the weights are those of a whole run of this one."""
     run = tmp_path / "run"
     shutil.copytree(EARLIER / name, run)

@@ -26,7 +26,11 @@ def test_fresh_names_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for _ in range(3):
         names.append(str(folder.fresh_name("digits")))
         Path(names[-1]).mkdir(parents=True)
-    assert names == ["runs/digits-20300101-120000", "runs/digits-20300101-120000-2", "runs/digits-20300101-120000-3"]
+    assert names == [
+        "runs/digits-20300101-120000",
+        "runs/digits-20300101-120000-2",
+        "runs/digits-20300101-120000-3",
+    ]
 
 
 @pytest.mark.parametrize("name", [folder.METRICS, folder.SUMMARY, folder.CHECKPOINTS])
@@ -49,8 +53,14 @@ def test_pipes_hold_nobody_up(tmp_path: Path, capfd: pytest.CaptureFixture[str])
     """A pipe in the place of COMMIT is no checkpoint: the run goes on from the one before it. One in the place of a
     run's file is named."""
     inputs = torch.randn(16, 4)
-    job = pl.Job(model=lambda: torch.nn.Linear(4, 1), data=TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch=4,
-                 loss=torch.nn.functional.mse_loss, optimizer=lambda named: torch.optim.SGD(named, lr=0.01), steps=4)
+    job = pl.Job(
+        model=lambda: torch.nn.Linear(4, 1),
+        data=TensorDataset(inputs, inputs.sum(1, keepdim=True)),
+        batch=4,
+        loss=torch.nn.functional.mse_loss,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.01),
+        steps=4,
+    )
     pl.train(job, "single", run=tmp_path, save_every=2, table=False)
     commit = tmp_path / "checkpoints" / "step-4" / "COMMIT"
     commit.unlink()
@@ -60,7 +70,9 @@ def test_pipes_hold_nobody_up(tmp_path: Path, capfd: pytest.CaptureFixture[str])
     for name in (folder.SUMMARY, folder.METRICS):
         (tmp_path / name).unlink()
         os.mkfifo(tmp_path / name)
-        with pytest.raises(UsageError, match=f"{name} is a pipe, a socket or a device(?s:.*)remove it"):
+        with pytest.raises(
+            UsageError, match=f"{name} is a pipe, a socket or a device(?s:.*)remove it"
+        ):
             pl.train(job, "single", run=tmp_path, resume=True)
         with pytest.raises(UsageError, match="is no regular file"):
             pl.report(tmp_path)
@@ -78,8 +90,12 @@ def test_a_claimed_folder_is_in_use(tmp_path: Path):
     """A second claim is refused and names the process; after the first ends the folder is free again."""
     with folder.claimed(tmp_path / "run") as path:
         assert path.is_dir()
-        with pytest.raises(UsageError, match=rf"in use by a live run \(process {os.getpid()}\)(?s:.*)--run"), \
-                folder.claimed(tmp_path / "run"):
+        with (
+            pytest.raises(
+                UsageError, match=rf"in use by a live run \(process {os.getpid()}\)(?s:.*)--run"
+            ),
+            folder.claimed(tmp_path / "run"),
+        ):
             pytest.fail("the folder was given to two runs")
     (tmp_path / "run" / ".lock").write_text("12345678901")
     with folder.claimed(tmp_path / "run"):
@@ -89,6 +105,7 @@ def test_a_claimed_folder_is_in_use(tmp_path: Path):
 @pytest.mark.timeout(60)
 def test_a_dead_run_holds_nothing(tmp_path: Path, start_child: Any, wait_for: Callable[..., None]):
     """The lock of a process that was killed is gone with it, though its number still stands in the file."""
+
     def hold() -> None:
         with folder.claimed(tmp_path):
             print("held", flush=True)
@@ -107,8 +124,12 @@ def test_a_dead_run_holds_nothing(tmp_path: Path, start_child: Any, wait_for: Ca
 def test_a_folder_that_cannot_be_written(tmp_path: Path):
     """The message names the folder and the reason."""
     (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match=r"can't write the run folder .*Not a directory(?s:.*)--run DIR"), \
-            folder.claimed(tmp_path / "file" / "run"):
+    with (
+        pytest.raises(
+            UsageError, match=r"can't write the run folder .*Not a directory(?s:.*)--run DIR"
+        ),
+        folder.claimed(tmp_path / "file" / "run"),
+    ):
         pytest.fail("a file became a folder")
 
 

@@ -9,7 +9,9 @@ from study_jobs import JOB
 
 
 @pytest.fixture
-def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nothing_left: Path, undrawn_searches: None) -> str:
+def job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nothing_left: Path, undrawn_searches: None
+) -> str:
     """The file of a small job."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     path = tmp_path / "net.py"

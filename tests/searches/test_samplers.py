@@ -15,7 +15,11 @@ from paceline.searches.samplers import PRUNERS, SAMPLERS, make_pruner, make_samp
 def bowl(trial: optuna.trial.Trial) -> float:
     """A sum of squares over options and numbers; 0 at its least."""
     x, n = trial.suggest_float("x", -1, 1), trial.suggest_int("n", 0, 20)
-    extra = trial.suggest_float("y", 1e-3, 1.0, log=True) if trial.suggest_categorical("has_y", [True, False]) else 0.5
+    extra = (
+        trial.suggest_float("y", 1e-3, 1.0, log=True)
+        if trial.suggest_categorical("has_y", [True, False])
+        else 0.5
+    )
     return x**2 + (n / 20) ** 2 + extra**2
 
 
@@ -42,6 +46,7 @@ def test_objects_of_optunas_are_taken_as_they_are():
 
 def test_evolution_beats_random_search():
     """The median of the best value after 100 trials, over five seeds."""
+
     def median(make: type) -> float:
         bests = []
         for seed in range(5):
@@ -58,17 +63,28 @@ def test_a_child_differs_from_its_parent_in_one_parameter():
     study = optuna.create_study(sampler=EvolutionSampler(population=5, tournament=5, seed=0))
     study.optimize(bowl, n_trials=30)
     for trial in study.trials[5:]:
-        shared = [sum(other.params.get(name) == value for name, value in trial.params.items()) / len(trial.params)
-                  for other in study.trials[:trial.number]]
+        shared = [
+            sum(other.params.get(name) == value for name, value in trial.params.items())
+            / len(trial.params)
+            for other in study.trials[: trial.number]
+        ]
         assert max(shared) >= 0.5
 
 
-@pytest.mark.parametrize(("kind", "value"), [
-    (FloatDistribution(0, 1), 0.0), (FloatDistribution(1e-5, 1.0, log=True), 1e-5),
-    (FloatDistribution(0, 1, step=0.25), 0.5), (IntDistribution(2, 8), 8), (IntDistribution(1, 1024, log=True), 32),
-    (CategoricalDistribution(("a", "b", None)), "b"),
-])
-def test_a_mutation_is_another_value_of_the_distribution(kind: optuna.distributions.BaseDistribution, value: object):
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        (FloatDistribution(0, 1), 0.0),
+        (FloatDistribution(1e-5, 1.0, log=True), 1e-5),
+        (FloatDistribution(0, 1, step=0.25), 0.5),
+        (IntDistribution(2, 8), 8),
+        (IntDistribution(1, 1024, log=True), 32),
+        (CategoricalDistribution(("a", "b", None)), "b"),
+    ],
+)
+def test_a_mutation_is_another_value_of_the_distribution(
+    kind: optuna.distributions.BaseDistribution, value: object
+):
     """Within its ends and on its steps."""
     rng = np.random.RandomState(0)
     for _ in range(50):
@@ -80,7 +96,10 @@ def test_a_mutation_is_another_value_of_the_distribution(kind: optuna.distributi
 def test_objectives_and_limits_are_read():
     """As on the command line; a breach says by how much."""
     assert parse_objectives(None) == (Objective("validation_loss"),)
-    assert parse_objectives(["accuracy:max", "step_ms"]) == (Objective("accuracy", "maximize"), Objective("step_ms"))
+    assert parse_objectives(["accuracy:max", "step_ms"]) == (
+        Objective("accuracy", "maximize"),
+        Objective("step_ms"),
+    )
     most, least = Limit.parse("step_ms <= 2"), Limit.parse("parameters>=1e3")
     assert most.breach({"step_ms": 2.0}) is None and least.breach({"parameters": 1000}) is None
     assert most.breach({"step_ms": 2.5}) == "step_ms is 2.5 and may be 2 at most"

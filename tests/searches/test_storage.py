@@ -44,26 +44,51 @@ def postgres() -> Iterator[str]:
         as_user = {"user": owner.pw_uid, "group": owner.pw_gid}
 
     def run(*words: str) -> None:
-        subprocess.run(words, check=True, cwd=folder, stdout=subprocess.DEVNULL, timeout=200, **as_user)
+        subprocess.run(
+            words, check=True, cwd=folder, stdout=subprocess.DEVNULL, timeout=200, **as_user
+        )
 
     try:
         run(initdb, "-D", f"{folder}/data", "-U", "paceline", "-A", "trust")
-        run(server, "-D", f"{folder}/data", "-l", f"{folder}/log", "-w", "-o", f"-k {folder} -c listen_addresses=''",
-            "start")
+        run(
+            server,
+            "-D",
+            f"{folder}/data",
+            "-l",
+            f"{folder}/log",
+            "-w",
+            "-o",
+            f"-k {folder} -c listen_addresses=''",
+            "start",
+        )
         yield f"postgresql+psycopg://paceline@/postgres?host={folder}"
     finally:
-        subprocess.run([server, "-D", f"{folder}/data", "-m", "immediate", "stop"], cwd="/", stdout=subprocess.DEVNULL,
-                       **as_user)
+        subprocess.run(
+            [server, "-D", f"{folder}/data", "-m", "immediate", "stop"],
+            cwd="/",
+            stdout=subprocess.DEVNULL,
+            **as_user,
+        )
         shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.mark.slow
-def test_two_controllers_share_a_study_in_postgresql(job: str, tmp_path: Path, postgres: str,
-                                                     start_child: Callable[..., Any]):
+def test_two_controllers_share_a_study_in_postgresql(
+    job: str, tmp_path: Path, postgres: str, start_child: Callable[..., Any]
+):
     """Each has its own run folder; together they run as many trials as were asked for."""
+
     def half(name: str) -> Callable[[], Any]:
-        return lambda: pl.search(job, 10, settings={**WORKS, "pause_s": 0.01}, procs=1, storage=postgres,
-                                 study="shared", run=tmp_path / name, pruner="none")
+        return lambda: pl.search(
+            job,
+            10,
+            settings={**WORKS, "pause_s": 0.01},
+            procs=1,
+            storage=postgres,
+            study="shared",
+            run=tmp_path / name,
+            pruner="none",
+        )
 
     children = [start_child(half(name)) for name in ("one", "two")]
     for child in children:
@@ -76,9 +101,17 @@ def test_two_controllers_share_a_study_in_postgresql(job: str, tmp_path: Path, p
 
 def test_a_database_that_is_down(job: str, tmp_path: Path):
     """The message names it, and what can be done."""
-    with pytest.raises(StorageError, match=r"(?s)can't use the study's database postgresql.*is the database up"):
-        pl.search(job, 2, settings=WORKS, procs=1, run=tmp_path / "run",
-                  storage=f"postgresql+psycopg://paceline@/postgres?host={tmp_path}")
+    with pytest.raises(
+        StorageError, match=r"(?s)can't use the study's database postgresql.*is the database up"
+    ):
+        pl.search(
+            job,
+            2,
+            settings=WORKS,
+            procs=1,
+            run=tmp_path / "run",
+            storage=f"postgresql+psycopg://paceline@/postgres?host={tmp_path}",
+        )
 
 
 def test_a_database_that_stays_locked(job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -90,8 +123,12 @@ def test_a_database_that_stays_locked(job: str, tmp_path: Path, monkeypatch: pyt
     connection = sqlite3.connect(path, isolation_level=None)
     try:
         connection.execute("BEGIN EXCLUSIVE")
-        with pytest.raises(StorageError, match=r"(?s)database is locked.*another process keeps it locked"):
-            pl.search(job, 2, settings=WORKS, procs=1, run=tmp_path / "run", storage=f"sqlite:///{path}")
+        with pytest.raises(
+            StorageError, match=r"(?s)database is locked.*another process keeps it locked"
+        ):
+            pl.search(
+                job, 2, settings=WORKS, procs=1, run=tmp_path / "run", storage=f"sqlite:///{path}"
+            )
     finally:
         connection.close()
 
@@ -105,7 +142,8 @@ def test_an_unknown_kind_of_database(tmp_path: Path):
 
 
 def test_trials_of_a_machine_that_says_nothing_any_more_are_started_again(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait_for: Callable[..., None]):
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait_for: Callable[..., None]
+):
     """Under another number, with their parameters; they count once."""
     monkeypatch.setattr(storage, "HEARTBEAT_S", 1.0)
     monkeypatch.setattr(storage, "_GRACE_S", 1.0)
@@ -122,4 +160,6 @@ def test_trials_of_a_machine_that_says_nothing_any_more_are_started_again(
 
         wait_for(is_given_up, timeout_s=60)
         again = counted(study)
-        assert [(trial.number, trial.state.name, trial.params) for trial in again] == [(1, "WAITING", {"x": value})]
+        assert [(trial.number, trial.state.name, trial.params) for trial in again] == [
+            (1, "WAITING", {"x": value})
+        ]

@@ -20,8 +20,10 @@ class Instant:
 
     def __init__(self, shard: Shard) -> None:
         self.shard, self.versions, self.filled_s = shard, [3], 0.0
-        self.received = [torch.full((chunk.stop - chunk.start,), 7, dtype=getattr(torch, chunk.wire_dtype))
-                         for chunk in shard.chunks]
+        self.received = [
+            torch.full((chunk.stop - chunk.start,), 7, dtype=getattr(torch, chunk.wire_dtype))
+            for chunk in shard.chunks
+        ]
         self.received_bytes = [bytes_of(chunk) for chunk in self.received]
         self.requested_versions: list[int] = []
 
@@ -49,15 +51,23 @@ class Odd(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner, self.tied, self.late = nn.Linear(4, 4), nn.Linear(4, 4, bias=False), nn.Linear(4, 4)
+        self.inner, self.tied, self.late = (
+            nn.Linear(4, 4),
+            nn.Linear(4, 4, bias=False),
+            nn.Linear(4, 4),
+        )
         self.scale = nn.Parameter(torch.zeros(()))
         self.row = self.late.weight.detach()[1]  # a view, made before anything came
         self.seen: list[set[str]] = []
 
     def forward(self, x: torch.Tensor, arrivals: WeightArrivals) -> torch.Tensor:
         assert "scale" not in arrivals.pending  # its own
-        for look in (lambda: F.linear(x, self.inner.weight), lambda: x @ self.tied.weight.T, lambda: x + self.row,
-                     lambda: torch.cat([x, self.inner.bias.expand(1, 4)])):
+        for look in (
+            lambda: F.linear(x, self.inner.weight),
+            lambda: x @ self.tied.weight.T,
+            lambda: x + self.row,
+            lambda: torch.cat([x, self.inner.bias.expand(1, 4)]),
+        ):
             before = set(arrivals.pending)
             assert bool((look() >= 7).any())
             self.seen.append(before - set(arrivals.pending))
@@ -82,6 +92,7 @@ def test_whatever_looks_at_a_parameter_waits_for_it():
 
 def test_modules_wait_for_what_they_hold():
     """A hook does for kernels that torch can't see into."""
+
     class Kernel(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -97,7 +108,9 @@ def test_modules_wait_for_what_they_hold():
         assert model(torch.zeros(())) == 7
 
 
-@pytest.mark.parametrize("wrap", [torch.jit.script, lambda model: torch.compile(model, backend="eager")])
+@pytest.mark.parametrize(
+    "wrap", [torch.jit.script, lambda model: torch.compile(model, backend="eager")]
+)
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_what_runs_out_of_sight_gets_all_first(wrap: Any):
     """TorchScript and compiled modules."""
@@ -121,7 +134,9 @@ def test_weights_are_settled_when_the_last_one_is_in_place():
     model = Flat()
     arrivals = _arrivals(model, servers=1)
     sums: list[float] = []
-    arrivals.on_settled = lambda: sums.append(sum(float(p.detach().sum()) for p in model.parameters()))
+    arrivals.on_settled = lambda: sums.append(
+        sum(float(p.detach().sum()) for p in model.parameters())
+    )
     with arrivals.watched(model):
         arrivals.settle()
     assert sums == [12 * 7]

@@ -14,10 +14,14 @@ class Play:
 
     def __init__(self, clock: Clock, num_workers: int) -> None:
         self.clock = clock
-        self.leased: dict[int, list[Lease]] = {w: [] for w in range(num_workers)}  # the first of them is computed
+        self.leased: dict[int, list[Lease]] = {
+            w: [] for w in range(num_workers)
+        }  # the first of them is computed
         self.sending: list[tuple[int, int]] = []  # (server, update) that are on their way
         self.made: list[int] = []
-        self.by_worker: dict[int, list[int]] = {w: [] for w in range(num_workers)}  # versions when its steps were made
+        self.by_worker: dict[int, list[int]] = {
+            w: [] for w in range(num_workers)
+        }  # versions when its steps were made
         self.owner: dict[int, int] = {}
         for worker in range(num_workers):
             clock.join(worker)
@@ -25,7 +29,11 @@ class Play:
     def moves(self) -> list[tuple]:
         possible_moves: list[tuple] = [("ask", w) for w in self.clock.workers]
         possible_moves += [("finish", w) for w in self.clock.workers if self.can_finish(w)]
-        return possible_moves + [("hold", *place) for place in self.sending] + [("make", u) for u in self.clock.ready()]
+        return (
+            possible_moves
+            + [("hold", *place) for place in self.sending]
+            + [("make", u) for u in self.clock.ready()]
+        )
 
     def do(self, move: tuple) -> bool:
         """Whether anything came of it."""
@@ -64,7 +72,9 @@ class Play:
         member_state = self.clock.workers[worker]
         needed = member_state.finished + member_state.sent + len(member_state.leased) - 1 - bound
         for other, member in self.clock.workers.items():
-            assert member.finished >= needed, f"worker {worker} is more than {bound} ahead of {other}"
+            assert member.finished >= needed, (
+                f"worker {worker} is more than {bound} ahead of {other}"
+            )
             seen = sum(version <= lease.version for version in self.by_worker[other])
             assert seen >= needed, f"version {lease.version} lacks steps of worker {other}"
 
@@ -89,7 +99,9 @@ def played(clock: Clock, num_workers: int, data: st.DataObject) -> Play:
 
 
 @given(st.data(), st.integers(1, 4), st.integers(1, 3), st.sampled_from([0, 1, 3, None]))
-def test_any_order_of_events(data: st.DataObject, num_workers: int, num_servers: int, staleness: int | None):
+def test_any_order_of_events(
+    data: st.DataObject, num_workers: int, num_servers: int, staleness: int | None
+):
     """Whatever is slow: the run ends with every step made once, and no version breaks the bound."""
     clock = Clock(num_workers=num_workers, num_servers=num_servers, staleness=staleness, end=9)
     play = played(clock, num_workers, data)
@@ -99,11 +111,14 @@ def test_any_order_of_events(data: st.DataObject, num_workers: int, num_servers:
 
 
 @given(st.data(), st.integers(0, 3), st.sets(st.integers(1, 4)), st.sampled_from([1, 3, None]))
-def test_the_updates_that_a_copy_lacks_are_made(data: st.DataObject, first: int, ahead: set[int],
-                                                staleness: int | None):
+def test_the_updates_that_a_copy_lacks_are_made(
+    data: st.DataObject, first: int, ahead: set[int], staleness: int | None
+):
     """A clock that goes on from a copy gives out the turns that are missing in it, and no other."""
     later = {first + turn for turn in ahead}
-    clock = Clock(num_workers=2, num_servers=1, staleness=staleness, first=first, later=later, end=9)
+    clock = Clock(
+        num_workers=2, num_servers=1, staleness=staleness, first=first, later=later, end=9
+    )
     play = played(clock, 2, data)
     assert clock.is_drained and sorted([*play.made, *later, *range(first)]) == list(range(9))
 

@@ -15,7 +15,17 @@ import pytest
 
 from paceline.launch.hosts.tls import Identity, TlsSocket
 from paceline.servers.serve import Acceptor
-from paceline.servers.wire import Closed, Connection, Header, Kind, Peer, Role, WireError, connect, listen
+from paceline.servers.wire import (
+    Closed,
+    Connection,
+    Header,
+    Kind,
+    Peer,
+    Role,
+    WireError,
+    connect,
+    listen,
+)
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -69,7 +79,9 @@ class Encrypted:
         self.heard: queue.Queue[bytes | WireError] = queue.Queue()
         self.welcomed: list[Peer] = []
         self.encrypts = identity is not None
-        self.door = Acceptor(listen("127.0.0.1"), self._hear, secret=SECRET, layout=LAYOUT, identity=identity)
+        self.door = Acceptor(
+            listen("127.0.0.1"), self._hear, secret=SECRET, layout=LAYOUT, identity=identity
+        )
 
     def _hear(self, connection: Connection, peer: Peer) -> None:
         self.welcomed.append(peer)
@@ -123,15 +135,18 @@ def _reach(address: tuple[str, int], *, encrypts: bool, secret: bytes = SECRET) 
 
 
 @pytest.mark.parametrize("encrypts", [False, True])
-def test_who_reads_the_network_reads_what_is_said_without_tls_alone(start: Callable[[bool], Encrypted], between: Any,
-                                                                     encrypts: bool):
+def test_who_reads_the_network_reads_what_is_said_without_tls_alone(
+    start: Callable[[bool], Encrypted], between: Any, encrypts: bool
+):
     server = start(encrypts)
     reader = between(server)
     connection = _reach(reader.address, encrypts=encrypts)
     connection.send(Header(Kind.PUSH, len(TOLD)), TOLD)
     assert server.heard.get(timeout=10) == TOLD
     connection.close()
-    assert (TOLD in reader.seen, b"PLps" in reader.seen, LAYOUT in reader.seen) == (not encrypts,) * 3
+    assert (TOLD in reader.seen, b"PLps" in reader.seen, LAYOUT in reader.seen) == (
+        not encrypts,
+    ) * 3
 
 
 def test_who_ends_tls_between_them_is_refused(start: Callable[[bool], Encrypted], between: Any):
@@ -145,7 +160,9 @@ def test_who_ends_tls_between_them_is_refused(start: Callable[[bool], Encrypted]
         return wrapped
 
     relay = between(server, ends)
-    with pytest.raises(WireError, match=r"does not know the run's secret(.|\n)*nothing between them may end TLS"):
+    with pytest.raises(
+        WireError, match=r"does not know the run's secret(.|\n)*nothing between them may end TLS"
+    ):
         _reach(relay.address, encrypts=True)
     assert b"PLps" in relay.seen  # so he did read what they said
     deadline_s = time.monotonic() + 10
@@ -159,6 +176,7 @@ def test_a_server_that_passes_for_another_is_refused():
     """Whatever it answers: the worker hears that the proof is none."""
     his = Identity.make()
     with listen("127.0.0.1") as sock:
+
         def impostor() -> None:
             connection = Connection(sock.accept()[0])
             connection.encrypt(his)
@@ -179,28 +197,37 @@ def test_another_secret(start: Callable[[bool], Encrypted]):
         _reach(server.door.address, encrypts=True, secret=b"x" * 32)
 
 
-@pytest.mark.parametrize(("encrypts", "why"), [
-    (False, "refused this rank: it does not encrypt, and the server does"),
-    (True, "does not encrypt, and this rank does"),
-])
-def test_one_side_encrypts_and_the_other_does_not(start: Callable[[bool], Encrypted], encrypts: bool, why: str):
+@pytest.mark.parametrize(
+    ("encrypts", "why"),
+    [
+        (False, "refused this rank: it does not encrypt, and the server does"),
+        (True, "does not encrypt, and this rank does"),
+    ],
+)
+def test_one_side_encrypts_and_the_other_does_not(
+    start: Callable[[bool], Encrypted], encrypts: bool, why: str
+):
     """The worker says so at once, and it is no failure of which somebody else says more."""
     server = start(not encrypts)
     began_s = time.monotonic()
-    with pytest.raises(WireError, match=rf"{why} \(PACELINE_TLS=1\)(.|\n)*must be equal on all hosts") as raised:
+    with pytest.raises(
+        WireError, match=rf"{why} \(PACELINE_TLS=1\)(.|\n)*must be equal on all hosts"
+    ) as raised:
         _reach(server.door.address, encrypts=encrypts)
     assert time.monotonic() - began_s < 5
     assert not raised.value.heard
     _reach(server.door.address, encrypts=not encrypts).close()  # the next one is served
 
 
-def test_strangers_that_stop_in_the_handshake_keep_no_worker_out(start: Callable[[bool], Encrypted]):
+def test_strangers_that_stop_in_the_handshake_keep_no_worker_out(
+    start: Callable[[bool], Encrypted],
+):
     """They say nothing, or half of how TLS begins: they take each other's places."""
     server, hello = start(True), _client_hello()
     strangers = [socket.create_connection(server.door.address) for _ in range(150)]
     for number, sock in enumerate(strangers):
         with suppress(OSError):
-            sock.sendall(hello[:number % len(hello)])
+            sock.sendall(hello[: number % len(hello)])
     began_s = time.monotonic()
     connection = _reach(server.door.address, encrypts=True)
     assert time.monotonic() - began_s < 5
@@ -211,14 +238,20 @@ def test_strangers_that_stop_in_the_handshake_keep_no_worker_out(start: Callable
 
 
 def _client_hello() -> bytes:
-    context, incoming, outgoing = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), ssl.MemoryBIO(), ssl.MemoryBIO()
+    context, incoming, outgoing = (
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
+        ssl.MemoryBIO(),
+        ssl.MemoryBIO(),
+    )
     context.check_hostname = False
     with suppress(ssl.SSLWantReadError):
         context.wrap_bio(incoming, outgoing).do_handshake()
     return outgoing.read()
 
 
-def test_a_stream_that_is_cut_is_a_peer_that_is_gone(start: Callable[[bool], Encrypted], between: Any):
+def test_a_stream_that_is_cut_is_a_peer_that_is_gone(
+    start: Callable[[bool], Encrypted], between: Any
+):
     """Who is between them can end it and no more: what came is not taken for a whole frame."""
     server = start(True)
     relay = between(server)

@@ -45,12 +45,30 @@ WORKER = Peer(Role.CONTROL, 0, 7)
 def coordinator() -> Iterator[Coordinator]:
     """Of a run with another server and worker 0, on no thread of its own."""
     plan = Plan.parse("server=2 workers=2 staleness=inf")
-    job = pl.Job(model=lambda: nn.Linear(4, 2), data=[(torch.ones(4), torch.ones(2))] * 8, loss=nn.functional.mse_loss,
-                 optimizer=lambda named: torch.optim.SGD(named, lr=0.1), batch=4, steps=3)
-    context = RankContext(0, 4, 4, torch.device("cpu"), dist.HashStore(), HeartbeatTable(1), 0, "try",
-                          secret=b"s" * 32, deaths=(0,) * 4)
+    job = pl.Job(
+        model=lambda: nn.Linear(4, 2),
+        data=[(torch.ones(4), torch.ones(2))] * 8,
+        loss=nn.functional.mse_loss,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+        batch=4,
+        steps=3,
+    )
+    context = RankContext(
+        0,
+        4,
+        4,
+        torch.device("cpu"),
+        dist.HashStore(),
+        HeartbeatTable(1),
+        0,
+        "try",
+        secret=b"s" * 32,
+        deaths=(0,) * 4,
+    )
     model, shards = build(job, plan)
-    task = RankTask(context, job, plan, Settings(None, (1, 1)), Rendezvous(context, "servers/1"), Uplink())
+    task = RankTask(
+        context, job, plan, Settings(None, (1, 1)), Rendezvous(context, "servers/1"), Uplink()
+    )
     server = Coordinator(task, number=0, model=model, shards=shards)
     server.followers_heard_s[1] = time.monotonic()
     for peer in (Peer(Role.SERVER, 1, 0), WORKER):
@@ -115,8 +133,11 @@ class Asks:
 
 
 @pytest.mark.parametrize("comes_back", [False, True])
-def test_a_worker_lost_while_callbacks_hear_of_its_evaluation(coordinator: Coordinator, comes_back: bool):
+def test_a_worker_lost_while_callbacks_hear_of_its_evaluation(
+    coordinator: Coordinator, comes_back: bool
+):
     """They may read the weights, and peers are heard until all servers have written theirs."""
+
     def lose() -> None:
         _hear(coordinator, WORKER, Closed("the peer closed its connection"))
         if comes_back:
@@ -124,7 +145,11 @@ def test_a_worker_lost_while_callbacks_hear_of_its_evaluation(coordinator: Coord
 
     coordinator.control = Asks(lose)  # type: ignore[assignment]
     coordinator.evaluation = _Evaluation(1, {0}, {})
-    _hear(coordinator, WORKER, {"sums": 1, "names": ["loss"], "values": [[3.0, 2.0]], "refused": [], "stop": False})
+    _hear(
+        coordinator,
+        WORKER,
+        {"sums": 1, "names": ["loss"], "values": [[3.0, 2.0]], "refused": [], "stop": False},
+    )
     assert coordinator.evaluated == {"validation_loss": 1.5}
     assert [worker.orders for worker in coordinator.workers.values()] == [1] * comes_back
 

@@ -14,8 +14,15 @@ from paceline.servers.meetings import Meetings, OneUpdate, Sums
 
 def meetings(**changes: Any) -> Meetings:
     """Three workers, two servers; only the second has anything of the critic."""
-    return Meetings(**{"num_workers": 3, "holders": {"actor": frozenset({0, 1}), "critic": frozenset({1})},
-                       "clips": {"actor": 1.0, "critic": None}, "number": 7, **changes})
+    return Meetings(
+        **{
+            "num_workers": 3,
+            "holders": {"actor": frozenset({0, 1}), "critic": frozenset({1})},
+            "clips": {"actor": 1.0, "critic": None},
+            "number": 7,
+            **changes,
+        }
+    )
 
 
 def update(optimizer: str, *unused: str, number: int = 7) -> dict[str, Any]:
@@ -51,9 +58,16 @@ def test_an_update_waits_for_the_servers_that_hold_it() -> None:
     assert three.take_result() == OneUpdate(8, "critic", 1.0, frozenset())
 
 
-@pytest.mark.parametrize(("mine", "words"), [
-    (update("critic"), r"worker 1 is at ctx.update\('actor'\), and worker 0 at ctx.update\('critic'\)"),
-    ({"figures": 7, "values": [1.0]}, "worker 0 at the loss of a backward")])
+@pytest.mark.parametrize(
+    ("mine", "words"),
+    [
+        (
+            update("critic"),
+            r"worker 1 is at ctx.update\('actor'\), and worker 0 at ctx.update\('critic'\)",
+        ),
+        ({"figures": 7, "values": [1.0]}, "worker 0 at the loss of a backward"),
+    ],
+)
 def test_workers_that_do_different_things_end_the_run(mine: dict[str, Any], words: str) -> None:
     two = meetings()
     two.bring(1, update("actor"))

@@ -37,7 +37,9 @@ class Arrivals:
         self.on_their_way = False
 
     def ask(self, version: int) -> None:
-        assert not self.on_their_way, f"version {version} is asked for while {self.requested_version} is on its way"
+        assert not self.on_their_way, (
+            f"version {version} is asked for while {self.requested_version} is on its way"
+        )
         self.requested_version, self.on_their_way = version, True
         self.requested_versions.append(version)
 
@@ -53,8 +55,9 @@ def _heard(inbox: OrderInbox, wait_for: Callable[..., None], count: int) -> None
     wait_for(lambda: len(inbox.orders) == count)
 
 
-def _at_first_step(coordinator: Coordinator, arrivals: Arrivals, wait_for: Callable[..., None], *,
-                   takes_any: bool) -> OrderInbox:
+def _at_first_step(
+    coordinator: Coordinator, arrivals: Arrivals, wait_for: Callable[..., None], *, takes_any: bool
+) -> OrderInbox:
     """A worker's inbox in its first step, whose weights have come. Its second order is there."""
     inbox = OrderInbox(coordinator, arrivals, takes_any=takes_any, alive=lambda: None)  # type: ignore[arg-type]
     inbox.listen()
@@ -67,7 +70,9 @@ def _at_first_step(coordinator: Coordinator, arrivals: Arrivals, wait_for: Calla
 
 
 @pytest.mark.parametrize("takes_any", [False, True])
-def test_an_order_between_two_steps_asks_for_nothing(wait_for: Callable[..., None], takes_any: bool):
+def test_an_order_between_two_steps_asks_for_nothing(
+    wait_for: Callable[..., None], takes_any: bool
+):
     """It comes when the one before it was taken from the inbox, and its step has not begun."""
     coordinator, arrivals = Coordinator(), Arrivals()
     inbox = _at_first_step(coordinator, arrivals, wait_for, takes_any=takes_any)
@@ -83,7 +88,9 @@ def test_an_order_between_two_steps_asks_for_nothing(wait_for: Callable[..., Non
     coordinator.messages.put(None)
 
 
-def test_weights_that_come_quickly_are_asked_for_when_their_step_begins(wait_for: Callable[..., None]):
+def test_weights_that_come_quickly_are_asked_for_when_their_step_begins(
+    wait_for: Callable[..., None],
+):
     """Where any version will do, a later request gets fresher weights; a worker that waits asks at once."""
     coordinator, arrivals = Coordinator(), Arrivals()
     arrivals.pull_s = 0.0

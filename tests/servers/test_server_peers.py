@@ -36,23 +36,43 @@ from paceline.training.loop import Settings
 SECRET = b"s" * 32
 STEPS = 6
 PATIENCE_S = 20
-FIGURES = {"peak_memory_bytes": 1, "core_wait_s": 0.0, "waited_for_step_s": 0.5, "waited_for_weights_s": 0.5,
-           "pushed_bytes": 1, "pulled_bytes": 2}
+FIGURES = {
+    "peak_memory_bytes": 1,
+    "core_wait_s": 0.0,
+    "waited_for_step_s": 0.5,
+    "waited_for_weights_s": 0.5,
+    "pushed_bytes": 1,
+    "pulled_bytes": 2,
+}
 GOOD: list[tuple[Role, dict[str, Any]]] = [
-    (Role.CONTROL, {"idle": True, "deaths": 0, "measured": ["error"]}), (Role.CONTROL, {"alive": True}),
+    (Role.CONTROL, {"idle": True, "deaths": 0, "measured": ["error"]}),
+    (Role.CONTROL, {"alive": True}),
     (Role.CONTROL, {"told": 1, "loss": 0.5, "count": 3.0, "is_mean": True, "digest": 5}),
     (Role.CONTROL, {"finished": 1, "version": 2, "unused": ["w"], "stop": False}),
-    (Role.CONTROL, {"sums": 1, "names": ["loss", "error"], "values": [[1.0, 2.0], [float("nan"), 1.0]],
-                    "refused": ["error is no mean"], "stop": False}),
+    (
+        Role.CONTROL,
+        {
+            "sums": 1,
+            "names": ["loss", "error"],
+            "values": [[1.0, 2.0], [float("nan"), 1.0]],
+            "refused": ["error is no mean"],
+            "stop": False,
+        },
+    ),
     (Role.CONTROL, {"figures": 3, "values": [0.5, float("inf")]}),
     (Role.CONTROL, {"update": 4, "optimizer": "critic", "unused": ["critic.w"]}),
-    (Role.CONTROL, {"left": FIGURES}), (Role.SERVER, {"held": 3, "squares": float("nan")}),
-    (Role.SERVER, {"lost": 1, "incarnation": 5, "why": "it left"}), (Role.SERVER, {"alive": True}),
-    (Role.SERVER, {"left": {"peak_memory_bytes": 3, "core_wait_s": 0.0}})]
+    (Role.CONTROL, {"left": FIGURES}),
+    (Role.SERVER, {"held": 3, "squares": float("nan")}),
+    (Role.SERVER, {"lost": 1, "incarnation": 5, "why": "it left"}),
+    (Role.SERVER, {"alive": True}),
+    (Role.SERVER, {"left": {"peak_memory_bytes": 3, "core_wait_s": 0.0}}),
+]
 words = st.text(max_size=5)
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | words,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=3), max_leaves=6)
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=3),
+    max_leaves=6,
+)
 
 
 @pytest.mark.parametrize(("role", "message"), GOOD)
@@ -81,16 +101,40 @@ def test_what_they_do_not_say_is_refused(good: tuple[Role, dict[str, Any]], data
     role, message = good
     key = data.draw(st.sampled_from(sorted(message)))
     lacking = {k: v for k, v in message.items() if k != key}
-    other = data.draw(values.filter(lambda value: type(value) is not type(message[key]) and not (
-        type(value) in (int, float) and type(message[key]) in (int, float))))
+    other = data.draw(
+        values.filter(
+            lambda value: (
+                type(value) is not type(message[key])
+                and not (type(value) in (int, float) and type(message[key]) in (int, float))
+            )
+        )
+    )
     for bad in (lacking, {**message, "joined": other}, {**message, key: other}):
         with pytest.raises(WireError, match="it sent a message"):
             checked(role, bad)
 
 
-@given(st.sampled_from([Role.CONTROL, Role.SERVER]), st.dictionaries(
-    st.sampled_from(["idle", "told", "finished", "sums", "figures", "update", "left", "held", "lost", "version",
-                     "joined"]), values))
+@given(
+    st.sampled_from([Role.CONTROL, Role.SERVER]),
+    st.dictionaries(
+        st.sampled_from(
+            [
+                "idle",
+                "told",
+                "finished",
+                "sums",
+                "figures",
+                "update",
+                "left",
+                "held",
+                "lost",
+                "version",
+                "joined",
+            ]
+        ),
+        values,
+    ),
+)
 def test_anything_at_all(role: Role, message: dict[str, Any]):
     """It passes or is refused."""
     with suppress(WireError):
@@ -111,8 +155,15 @@ class Table(nn.Module):
 def _job() -> paceline.Job:
     ids = torch.randint(0, 20, (24, 5), generator=torch.Generator().manual_seed(1))
     data = TensorDataset(ids, ids.sum(1) % 3)
-    return paceline.Job(model=Table, data=data, loss=F.cross_entropy, validation=data, batch=8, epochs=2,
-                        optimizer=lambda named: torch.optim.SGD(named, lr=0.1))
+    return paceline.Job(
+        model=Table,
+        data=data,
+        loss=F.cross_entropy,
+        validation=data,
+        batch=8,
+        epochs=2,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+    )
 
 
 class Run:
@@ -122,10 +173,24 @@ class Run:
         self.plan, self.job, store = Plan.parse(plan), _job(), dist.HashStore()
         world = self.plan.world_size
         self.shares = (1,) * self.plan.sync.num_replicas(self.plan.axes)
-        self.contexts = [RankContext(rank, world, world, torch.device("cpu"), store, HeartbeatTable(1), 0, "try",
-                                     secret=SECRET, encrypts=encrypts, timeout_s=timeout_s, deaths=(0,) * world,
-                                     restarts=3)
-                         for rank in range(world)]
+        self.contexts = [
+            RankContext(
+                rank,
+                world,
+                world,
+                torch.device("cpu"),
+                store,
+                HeartbeatTable(1),
+                0,
+                "try",
+                secret=SECRET,
+                encrypts=encrypts,
+                timeout_s=timeout_s,
+                deaths=(0,) * world,
+                restarts=3,
+            )
+            for rank in range(world)
+        ]
         model, shards = build(self.job, self.plan)
         self.coordinator = Coordinator(self.task(0), number=0, model=model, shards=shards)
         self.shard = shards[0]
@@ -134,8 +199,14 @@ class Run:
         self._start(self.coordinator.run)
 
     def task(self, rank: int) -> RankTask:
-        return RankTask(self.contexts[rank], self.job, self.plan, Settings(None, self.shares),
-                        Rendezvous(self.contexts[rank], "servers/1"), Uplink())
+        return RankTask(
+            self.contexts[rank],
+            self.job,
+            self.plan,
+            Settings(None, self.shares),
+            Rendezvous(self.contexts[rank], "servers/1"),
+            Uplink(),
+        )
 
     def _start(self, work: Callable[[], Any]) -> None:
         def ends() -> None:
@@ -147,8 +218,15 @@ class Run:
         threading.Thread(target=ends, daemon=True).start()
 
     def reach(self, role: Role, number: int, incarnation: int) -> Connection:
-        self.opened.append(connect(self.coordinator.door.address, Peer(role, number, incarnation), secret=SECRET,
-                                   layout=self.coordinator.layout, timeout_s=PATIENCE_S))
+        self.opened.append(
+            connect(
+                self.coordinator.door.address,
+                Peer(role, number, incarnation),
+                secret=SECRET,
+                layout=self.coordinator.layout,
+                timeout_s=PATIENCE_S,
+            )
+        )
         self.opened[-1].sock.settimeout(PATIENCE_S)
         return self.opened[-1]
 
@@ -189,7 +267,9 @@ def test_encrypted_runs_reach_the_same_weights(monkeypatch: pytest.MonkeyPatch):
         run.work(0)
         run.work(1)
         assert run.end()["steps"] == STEPS
-        weights.append({name: view.clone() for name, view in run.coordinator.exchange.views.items()})
+        weights.append(
+            {name: view.clone() for name, view in run.coordinator.exchange.views.items()}
+        )
         run.close()
     plain, encrypted = weights
     assert plain.keys() == encrypted.keys()
@@ -221,32 +301,35 @@ def _check_dismissed(run: Run, why: str) -> None:
     run.work(0)
     summary = run.end()
     assert summary["steps"] == STEPS and summary["workers_lost"] == [1]
-    event, = (event for event in run.coordinator.losses.events if event["event"] == "worker_lost")
+    (event,) = (event for event in run.coordinator.losses.events if event["event"] == "worker_lost")
     assert why in event["why"]
 
 
-@pytest.mark.parametrize(("messages", "why"), [
-    ([b"{no"], "a message that is no JSON"),
-    ([b"[" * 100_000], "a message that is no JSON"),
-    ([b"[1]"], "a message that is a list"),
-    ([{}], "unknown kind ''"),
-    ([{"joined": True}], "unknown kind 'joined'"),
-    ([{"held": 0, "squares": 1.0}], "unknown kind 'held'"),
-    ([{"idle": True}], "'idle' with idle where idle, deaths, measured are due"),
-    ([{**IDLE, "deaths": 10**12}], "it says that it died 1000000000000 times"),
-    ([IDLE, IDLE, IDLE, IDLE], "said 'idle' and was not asked"),
-    ([IDLE, {**TOLD, "told": 10**15}], "'told' of update 1000000000000000"),
-    ([IDLE, {**TOLD, "loss": float("nan")}], "whose 'loss' is nan"),
-    ([IDLE, {**TOLD, "count": 10**400}], "whose 'count' is 1000"),
-    ([IDLE, TOLD, TOLD], "'told' of update 0"),
-    ([IDLE, FINISHED], "'finished' of update 0"),
-    ([IDLE, TOLD, {**FINISHED, "version": 99}], "weights of version 99 when there were 0"),
-    ([IDLE, {**SUMS, "values": [[1.0, 1.0]] * 3}], "it evaluated 3 figures of 1"),
-    ([{**SUMS, "values": [["a", 1.0]]}], "whose 'values' is"),
-    ([IDLE, {**SUMS, "names": ["other"]}], "other where loss are due"),
-    ([IDLE, {"figures": 0, "values": [1.0]}], "'figures', which is for steps of a job's own"),
-    ([IDLE, {"left": FIGURES}], "it left before the run was over"),
-])
+@pytest.mark.parametrize(
+    ("messages", "why"),
+    [
+        ([b"{no"], "a message that is no JSON"),
+        ([b"[" * 100_000], "a message that is no JSON"),
+        ([b"[1]"], "a message that is a list"),
+        ([{}], "unknown kind ''"),
+        ([{"joined": True}], "unknown kind 'joined'"),
+        ([{"held": 0, "squares": 1.0}], "unknown kind 'held'"),
+        ([{"idle": True}], "'idle' with idle where idle, deaths, measured are due"),
+        ([{**IDLE, "deaths": 10**12}], "it says that it died 1000000000000 times"),
+        ([IDLE, IDLE, IDLE, IDLE], "said 'idle' and was not asked"),
+        ([IDLE, {**TOLD, "told": 10**15}], "'told' of update 1000000000000000"),
+        ([IDLE, {**TOLD, "loss": float("nan")}], "whose 'loss' is nan"),
+        ([IDLE, {**TOLD, "count": 10**400}], "whose 'count' is 1000"),
+        ([IDLE, TOLD, TOLD], "'told' of update 0"),
+        ([IDLE, FINISHED], "'finished' of update 0"),
+        ([IDLE, TOLD, {**FINISHED, "version": 99}], "weights of version 99 when there were 0"),
+        ([IDLE, {**SUMS, "values": [[1.0, 1.0]] * 3}], "it evaluated 3 figures of 1"),
+        ([{**SUMS, "values": [["a", 1.0]]}], "whose 'values' is"),
+        ([IDLE, {**SUMS, "names": ["other"]}], "other where loss are due"),
+        ([IDLE, {"figures": 0, "values": [1.0]}], "'figures', which is for steps of a job's own"),
+        ([IDLE, {"left": FIGURES}], "it left before the run was over"),
+    ],
+)
 def test_messages_that_make_no_sense(started: Callable[[str], Run], messages: list[Any], why: str):
     """Their worker is given up with the reason, and the other one does all the steps."""
     run = started("server=1 workers=2 staleness=inf")
@@ -264,15 +347,20 @@ def test_without_staleness_such_a_message_ends_the_run(started: Callable[[str], 
     """The worker is named."""
     run = started("server=1 workers=2")
     run.reach(Role.CONTROL, 1, 7).send_message({"finished": 1})
-    with pytest.raises(WireError, match="worker 1 is gone: it sent a message 'finished' with finished where"):
+    with pytest.raises(
+        WireError, match="worker 1 is gone: it sent a message 'finished' with finished where"
+    ):
         raise run.end()
 
 
-@pytest.mark.parametrize(("peer", "why"), [
-    (Peer(Role.CONTROL, 2, 7), "worker 2, and workers=2 count from 0"),
-    (Peer(Role.DATA, 60_000, 7), "worker 60000, and"),
-    (Peer(Role.SERVER, 1, 0), "server 1, which is here already or none of server=1"),
-])
+@pytest.mark.parametrize(
+    ("peer", "why"),
+    [
+        (Peer(Role.CONTROL, 2, 7), "worker 2, and workers=2 count from 0"),
+        (Peer(Role.DATA, 60_000, 7), "worker 60000, and"),
+        (Peer(Role.SERVER, 1, 0), "server 1, which is here already or none of server=1"),
+    ],
+)
 def test_peers_that_a_run_does_not_have(started: Callable[[str], Run], peer: Peer, why: str):
     """Refused at the door, in words."""
     run = started("server=1 workers=2 staleness=inf")
@@ -286,8 +374,13 @@ def _chunks(run: Run, worker: int, incarnation: int, update: int) -> list[tuple[
     """Everything that a worker sends of an update."""
     table = len(run.shard.chunks)
     assert not table or all(chunk.dtype == "float32" for chunk in run.shard.chunks)
-    pushes = [(Header(Kind.PUSH, chunk.num_bytes, "float32", worker, incarnation, update, number),
-               bytes(chunk.num_bytes)) for number, chunk in enumerate(run.shard.chunks)]
+    pushes = [
+        (
+            Header(Kind.PUSH, chunk.num_bytes, "float32", worker, incarnation, update, number),
+            bytes(chunk.num_bytes),
+        )
+        for number, chunk in enumerate(run.shard.chunks)
+    ]
     return [*pushes, (Header(Kind.PUSH_ROWS, 0, "float32", worker, incarnation, update, 0), b"")]
 
 
@@ -297,24 +390,58 @@ def _rows(kind: Kind, *places: int, dtype: str = "none", step: int = 0) -> tuple
     return Header(kind, len(data), dtype, 1, 7, step, 0), data
 
 
-@pytest.mark.parametrize(("frames", "why"), [
-    (lambda run: [frame for update in range(10**12, 10**12 + 9) for frame in _chunks(run, 1, 7, update)],
-     "update 1000000000008 while 8 others"),
-    (lambda run: [_chunks(run, 1, 7, update)[0] for update in range(50, 60)], "update 58 while 8 others"),
-    (lambda run: _chunks(run, 1, 7, -1), "worker 1 sent a gradient of update -1"),
-    (lambda run: [(Header(Kind.PULL, 0, "none", 1, 7, 10**12), b"")], "asks for version 1000000000000, and the last"),
-    (lambda run: [_rows(Kind.PULL_ROWS, 1, 2, step=10**12)], "asks for version 1000000000000"),
-    (lambda run: [_rows(Kind.PULL_ROWS, 1, 2, step=5)] * 3, "asked for rows before it had those"),
-    (lambda run: [_rows(Kind.PULL_ROWS, 3, 20)], "rows that are not on this server, which has 20"),
-    (lambda run: [_rows(Kind.PULL_ROWS, -(2**63))], "rows that are not on this server"),
-    (lambda run: [_rows(Kind.PUSH_ROWS, 5)], "sent rows of none where the table has torch.float32"),
-    (lambda run: [_rows(Kind.PUSH_ROWS, 5, dtype="float32")] * 2, "of update 0 twice"),
-    (lambda run: [(Header(Kind.PUSH_ROWS, 13, "float32", 1, 7, 0, 0), b"")], "sent 13 bytes of rows, each of 20"),
-    (lambda run: [(Header(Kind.PUSH_ROWS, 2**50, "float32", 1, 7, 0, 0), b"")], "bytes where 0 to 400 are allowed"),
-    (lambda run: [(Header(Kind.PULL_ROWS, 8, "none", 1, 7, 0, 4), b"")], "asks for table 4 of 1"),
-])
-def test_gradients_that_make_no_sense(started: Callable[[str], Run], why: str,
-                                      frames: Callable[[Run], list[tuple[Header, bytes]]]):
+@pytest.mark.parametrize(
+    ("frames", "why"),
+    [
+        (
+            lambda run: [
+                frame
+                for update in range(10**12, 10**12 + 9)
+                for frame in _chunks(run, 1, 7, update)
+            ],
+            "update 1000000000008 while 8 others",
+        ),
+        (
+            lambda run: [_chunks(run, 1, 7, update)[0] for update in range(50, 60)],
+            "update 58 while 8 others",
+        ),
+        (lambda run: _chunks(run, 1, 7, -1), "worker 1 sent a gradient of update -1"),
+        (
+            lambda run: [(Header(Kind.PULL, 0, "none", 1, 7, 10**12), b"")],
+            "asks for version 1000000000000, and the last",
+        ),
+        (lambda run: [_rows(Kind.PULL_ROWS, 1, 2, step=10**12)], "asks for version 1000000000000"),
+        (
+            lambda run: [_rows(Kind.PULL_ROWS, 1, 2, step=5)] * 3,
+            "asked for rows before it had those",
+        ),
+        (
+            lambda run: [_rows(Kind.PULL_ROWS, 3, 20)],
+            "rows that are not on this server, which has 20",
+        ),
+        (lambda run: [_rows(Kind.PULL_ROWS, -(2**63))], "rows that are not on this server"),
+        (
+            lambda run: [_rows(Kind.PUSH_ROWS, 5)],
+            "sent rows of none where the table has torch.float32",
+        ),
+        (lambda run: [_rows(Kind.PUSH_ROWS, 5, dtype="float32")] * 2, "of update 0 twice"),
+        (
+            lambda run: [(Header(Kind.PUSH_ROWS, 13, "float32", 1, 7, 0, 0), b"")],
+            "sent 13 bytes of rows, each of 20",
+        ),
+        (
+            lambda run: [(Header(Kind.PUSH_ROWS, 2**50, "float32", 1, 7, 0, 0), b"")],
+            "bytes where 0 to 400 are allowed",
+        ),
+        (
+            lambda run: [(Header(Kind.PULL_ROWS, 8, "none", 1, 7, 0, 4), b"")],
+            "asks for table 4 of 1",
+        ),
+    ],
+)
+def test_gradients_that_make_no_sense(
+    started: Callable[[str], Run], why: str, frames: Callable[[Run], list[tuple[Header, bytes]]]
+):
     """Their worker is given up with the reason, nothing of them is kept, and the other one does all the steps."""
     run = started("server=1 workers=2 staleness=inf")
     control, data = run.reach(Role.CONTROL, 1, 7), run.reach(Role.DATA, 1, 7)
@@ -402,10 +529,23 @@ def _without_stop(message: dict[str, Any]) -> dict[str, Any]:
 
 
 _controls = st.sampled_from([message for role, message in GOOD if role == Role.CONTROL])
-_messages = st.one_of(
-    _controls, st.builds(lambda message, key, value: {**message, key: value}, _controls, st.sampled_from(
-        ["told", "finished", "sums", "version", "deaths", "idle", "unused", "values"]), values | st.integers(0, 20)),
-    st.dictionaries(words, values, max_size=3)).map(_without_stop).map(json.dumps).map(str.encode)
+_messages = (
+    st.one_of(
+        _controls,
+        st.builds(
+            lambda message, key, value: {**message, key: value},
+            _controls,
+            st.sampled_from(
+                ["told", "finished", "sums", "version", "deaths", "idle", "unused", "values"]
+            ),
+            values | st.integers(0, 20),
+        ),
+        st.dictionaries(words, values, max_size=3),
+    )
+    .map(_without_stop)
+    .map(json.dumps)
+    .map(str.encode)
+)
 
 
 @given(st.lists(_messages | st.binary(max_size=60), min_size=1, max_size=6), st.booleans())

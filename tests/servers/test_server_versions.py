@@ -31,11 +31,18 @@ class Counter(nn.Module):
 
 def updates_had(tmp_path: Path, plan: str) -> list[tuple[int, int]]:
     """Of each update of a run: those that its weights had by its loss, and by the staleness that it is said to have."""
-    job = paceline.Job(model=Counter, data=[(torch.zeros(1), torch.zeros(1)) for _ in range(4)], batch=2, steps=STEPS,
-                       loss=lambda output, target: output.mean(),
-                       optimizer=lambda named: torch.optim.SGD(named, lr=1.0))
+    job = paceline.Job(
+        model=Counter,
+        data=[(torch.zeros(1), torch.zeros(1)) for _ in range(4)],
+        batch=2,
+        steps=STEPS,
+        loss=lambda output, target: output.mean(),
+        optimizer=lambda named: torch.optim.SGD(named, lr=1.0),
+    )
     paceline.train(job, plan, run=tmp_path / "run", check=False)
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     rows = [row for row in rows if "staleness" in row]
     return [(round(-row["loss"]), number - row["staleness"]) for number, row in enumerate(rows)]
 
@@ -55,16 +62,24 @@ def slowly(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, *, after: bo
     monkeypatch.setattr(owner, name, slow)
 
 
-@pytest.mark.parametrize("plan", ["server=1 workers=1 staleness=2", "server=1 workers=1 staleness=inf colocate=yes"])
-def test_weights_of_an_update_that_was_just_made_count_as_having_it(plan: str, tmp_path: Path,
-                                                                    monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    "plan", ["server=1 workers=1 staleness=2", "server=1 workers=1 staleness=inf colocate=yes"]
+)
+def test_weights_of_an_update_that_was_just_made_count_as_having_it(
+    plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     slowly(monkeypatch, ShardService, "made", after=False)
     update_counts = updates_had(tmp_path, plan)
-    assert len(update_counts) == STEPS and all(had == reported for had, reported in update_counts), update_counts
+    assert len(update_counts) == STEPS and all(
+        had == reported for had, reported in update_counts
+    ), update_counts
 
 
-def test_rounded_weights_count_as_having_no_update_that_came_after_them(tmp_path: Path,
-                                                                        monkeypatch: pytest.MonkeyPatch):
+def test_rounded_weights_count_as_having_no_update_that_came_after_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     slowly(monkeypatch, ShardMemory, "sent", after=True)
     update_counts = updates_had(tmp_path, "server=1 workers=1 staleness=2 compress=bf16")
-    assert len(update_counts) == STEPS and all(had == reported for had, reported in update_counts), update_counts
+    assert len(update_counts) == STEPS and all(
+        had == reported for had, reported in update_counts
+    ), update_counts

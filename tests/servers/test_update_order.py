@@ -11,27 +11,44 @@ from paceline.strategies.plan import Plan
 from paceline.strategies.server.keys import Servers
 
 
-def _turns(num_samples: int, batch: int, workers: int, staleness: str, drop_last: bool = False) -> UpdateOrder:
+def _turns(
+    num_samples: int, batch: int, workers: int, staleness: str, drop_last: bool = False
+) -> UpdateOrder:
     sync = Plan.parse(f"server=1 workers={workers} staleness={staleness}").sync
     assert isinstance(sync, Servers)
     return UpdateOrder(Order(num_samples, batch, 0, drop_last), sync)
 
 
-@given(st.integers(1, 40), st.integers(1, 12), st.integers(1, 5), st.booleans(), st.sampled_from(["1", "inf"]))
-def test_every_part_of_every_step_in_order(num_samples: int, batch: int, workers: int, drop_last: bool,
-                                           staleness: str):
+@given(
+    st.integers(1, 40),
+    st.integers(1, 12),
+    st.integers(1, 5),
+    st.booleans(),
+    st.sampled_from(["1", "inf"]),
+)
+def test_every_part_of_every_step_in_order(
+    num_samples: int, batch: int, workers: int, drop_last: bool, staleness: str
+):
     """Each that has samples is a turn, three epochs long, and parts are those that all plans cut."""
     batch = min(batch, num_samples)
     turns = _turns(num_samples, batch, workers, staleness, drop_last)
     expected = []
     for step in range(3 * turns.order.epoch_end(0)):
         count = turns.order.window(step).count
-        expected += [(step, part, len(share) / count) for part, share in enumerate(split(count, (1,) * workers))
-                     if share]
-    actual = [(*turns.place(turn), turns.part(turn)) for turn in range(turns.before(3 * turns.order.epoch_end(0)))]
+        expected += [
+            (step, part, len(share) / count)
+            for part, share in enumerate(split(count, (1,) * workers))
+            if share
+        ]
+    actual = [
+        (*turns.place(turn), turns.part(turn))
+        for turn in range(turns.before(3 * turns.order.epoch_end(0)))
+    ]
     assert [place[:2] for place in actual] == [place[:2] for place in expected]
-    assert all(abs(place[2] - expected_place[2]) < 1e-12
-               for place, expected_place in zip(actual, expected, strict=True))
+    assert all(
+        abs(place[2] - expected_place[2]) < 1e-12
+        for place, expected_place in zip(actual, expected, strict=True)
+    )
 
 
 @given(st.integers(1, 40), st.integers(1, 12), st.integers(1, 5), st.integers(0, 60))

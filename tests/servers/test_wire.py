@@ -27,13 +27,27 @@ from paceline.servers import wire
 from paceline.servers.connection import Pusher, ServerConnection
 from paceline.servers.lazy_weights import WeightArrivals
 from paceline.servers.serve import Acceptor, ShardEvents, ShardService, ShardTerms, bytes_of
-from paceline.servers.wire import Closed, Connection, Header, Kind, Peer, Role, Uplink, WireError, connect, listen
+from paceline.servers.wire import (
+    Closed,
+    Connection,
+    Header,
+    Kind,
+    Peer,
+    Role,
+    Uplink,
+    WireError,
+    connect,
+    listen,
+)
 from paceline.strategies.server.shards import ServedParameter, assign, fingerprint
 
 SECRET = b"s" * 32
-MODEL = [ServedParameter("a", (7, 3), "float32", 4), ServedParameter("b", (5,), "float64", 8),
-         ServedParameter("c", (4,), "bfloat16", 2)]
-SHARD, = assign(MODEL, 1, chunk_bytes=32)
+MODEL = [
+    ServedParameter("a", (7, 3), "float32", 4),
+    ServedParameter("b", (5,), "float64", 8),
+    ServedParameter("c", (4,), "bfloat16", 2),
+]
+(SHARD,) = assign(MODEL, 1, chunk_bytes=32)
 LAYOUT = fingerprint([SHARD])
 WORKER = Peer(Role.DATA, 0, 77)
 
@@ -63,17 +77,39 @@ class Served:
         self.lost: queue.Queue[tuple[Peer, WireError]] = queue.Queue()
         self.failed: queue.Queue[Exception] = queue.Queue()
         self.exchange = ShardService(
-            SHARD, ShardTerms(num_parts, end=100, keeps_sending=True, measures=True),
-            ShardEvents(complete=lambda *told: self.completed.put(told), ready=lambda gradients, scale: None,
-                        lost=lambda *told: self.lost.put(told), failed=self.failed.put), Uplink())
-        self.door = Acceptor(listen("127.0.0.1"), self.exchange.serve, secret=SECRET, layout=LAYOUT,
-                             identity=identity)
+            SHARD,
+            ShardTerms(num_parts, end=100, keeps_sending=True, measures=True),
+            ShardEvents(
+                complete=lambda *told: self.completed.put(told),
+                ready=lambda gradients, scale: None,
+                lost=lambda *told: self.lost.put(told),
+                failed=self.failed.put,
+            ),
+            Uplink(),
+        )
+        self.door = Acceptor(
+            listen("127.0.0.1"),
+            self.exchange.serve,
+            secret=SECRET,
+            layout=LAYOUT,
+            identity=identity,
+        )
         for view in self.exchange.views.values():
             view.fill_(1.5)
 
-    def reach(self, peer: Peer = WORKER, *, secret: bytes = SECRET, layout: bytes = LAYOUT) -> Connection:
-        _OPEN.append(connect(self.door.address, peer, secret=secret, layout=layout, timeout_s=60,
-                             encrypts=self.identity is not None))
+    def reach(
+        self, peer: Peer = WORKER, *, secret: bytes = SECRET, layout: bytes = LAYOUT
+    ) -> Connection:
+        _OPEN.append(
+            connect(
+                self.door.address,
+                peer,
+                secret=secret,
+                layout=layout,
+                timeout_s=60,
+                encrypts=self.identity is not None,
+            )
+        )
         return _OPEN[-1]
 
     def stranger(self) -> socket.socket:
@@ -123,8 +159,12 @@ def shared(request: pytest.FixtureRequest, identity: Identity) -> Iterator[Serve
 
 
 def _parameters() -> dict[str, torch.nn.Parameter]:
-    return {parameter.name: torch.nn.Parameter(torch.zeros(parameter.shape, dtype=getattr(torch, parameter.dtype)))
-            for parameter in MODEL}
+    return {
+        parameter.name: torch.nn.Parameter(
+            torch.zeros(parameter.shape, dtype=getattr(torch, parameter.dtype))
+        )
+        for parameter in MODEL
+    }
 
 
 def _pull(parameters: dict[str, torch.nn.Parameter], link: ServerConnection) -> int:
@@ -165,7 +205,9 @@ def test_a_worker_pushes_and_pulls(served: Served):
     link.close()
 
 
-def test_without_shared_memory_elements_travel_in_frames(served: Served, monkeypatch: pytest.MonkeyPatch):
+def test_without_shared_memory_elements_travel_in_frames(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(memory, "_reach", lambda process, descriptor, mark, chunk_bytes: None)
     link = ServerConnection(served.reach(), SHARD, worker=0, incarnation=77, uplink=Uplink())
     assert link.shared is None
@@ -183,7 +225,11 @@ def test_memory_is_shared_with_whoever_offers_it_alone(served: Served):
     mark, descriptor = secrets.token_bytes(32), os.memfd_create("unsealed")
     os.write(descriptor, mark + bytes(memory._size(sizes) - 32))
     other = served.reach(Peer(Role.DATA, 1, 77))
-    for process, number, claim in ((os.getpid(), descriptor, mark), (2**40, 3, mark), (os.getpid(), 0, mark)):
+    for process, number, claim in (
+        (os.getpid(), descriptor, mark),
+        (2**40, 3, mark),
+        (os.getpid(), 0, mark),
+    ):
         data = struct.pack(">QI32s", process, number, claim)
         other.send(Header(Kind.OFFER, len(data)), data)
         assert other.receive().kind == Kind.DECLINED
@@ -211,18 +257,26 @@ def test_parts_are_summed_in_their_order():
     for worker in (1, 0):
         assert served.completed.empty()
         for number, chunk in enumerate(SHARD.chunks):
-            values = torch.full((chunk.stop - chunk.start,), 1.0 + worker, dtype=getattr(torch, chunk.dtype))
-            links[worker].send(Header(Kind.PUSH, chunk.num_bytes, chunk.dtype, worker, 5, 9, number), bytes_of(values))
+            values = torch.full(
+                (chunk.stop - chunk.start,), 1.0 + worker, dtype=getattr(torch, chunk.dtype)
+            )
+            links[worker].send(
+                Header(Kind.PUSH, chunk.num_bytes, chunk.dtype, worker, 5, 9, number),
+                bytes_of(values),
+            )
         time.sleep(0.05)
     assert served.completed.get(timeout=60)[0] == 9
     assert all(bool((g == 3).all()) for g in served.exchange.gradients(9)[0].values())
     served.close()
 
 
-@pytest.mark.parametrize(("changes", "why"), [
-    ({"secret": b"x" * 32}, "does not know the run's secret"),
-    ({"layout": b"y" * 32}, "cuts the model in another way"),
-])
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"secret": b"x" * 32}, "does not know the run's secret"),
+        ({"layout": b"y" * 32}, "cuts the model in another way"),
+    ],
+)
 def test_a_peer_that_does_not_belong(served: Served, changes: dict[str, Any], why: str):
     """Refused in words, and the next one is served."""
     with pytest.raises(WireError, match=why):
@@ -285,16 +339,19 @@ _CHUNK = SHARD.chunks[0]
 _GOOD = {"kind": Kind.PUSH, "length": _CHUNK.num_bytes, "dtype": _CHUNK.dtype, "incarnation": 77}
 
 
-@pytest.mark.parametrize(("header", "why"), [
-    ({**_GOOD, "length": 2**62}, f"where {_CHUNK.num_bytes} are allowed"),
-    ({**_GOOD, "length": _CHUNK.num_bytes - 1}, f"where {_CHUNK.num_bytes} are allowed"),
-    ({**_GOOD, "chunk": 10**6}, "sent chunk 1000000 of"),
-    ({**_GOOD, "dtype": "complex64"}, "where bfloat16 is due"),
-    ({**_GOOD, "worker": 3}, "sent a gradient as worker 3"),
-    ({**_GOOD, "incarnation": 1}, "sent a gradient as worker 0"),
-    ({"kind": Kind.WEIGHTS}, "sent WEIGHTS to a server"),
-    ({"kind": Kind.PULL, "length": 5}, "PULL of 5 bytes"),
-])
+@pytest.mark.parametrize(
+    ("header", "why"),
+    [
+        ({**_GOOD, "length": 2**62}, f"where {_CHUNK.num_bytes} are allowed"),
+        ({**_GOOD, "length": _CHUNK.num_bytes - 1}, f"where {_CHUNK.num_bytes} are allowed"),
+        ({**_GOOD, "chunk": 10**6}, "sent chunk 1000000 of"),
+        ({**_GOOD, "dtype": "complex64"}, "where bfloat16 is due"),
+        ({**_GOOD, "worker": 3}, "sent a gradient as worker 3"),
+        ({**_GOOD, "incarnation": 1}, "sent a gradient as worker 0"),
+        ({"kind": Kind.WEIGHTS}, "sent WEIGHTS to a server"),
+        ({"kind": Kind.PULL, "length": 5}, "PULL of 5 bytes"),
+    ],
+)
 def test_a_worker_that_breaks_the_rules(served: Served, header: dict[str, Any], why: str):
     """Its connection ends, whoever coordinates learns why, nothing is allocated for it, others are served."""
     connection = served.reach()
@@ -306,7 +363,10 @@ def test_a_worker_that_breaks_the_rules(served: Served, header: dict[str, Any], 
 
 def test_a_chunk_twice_and_a_chunk_cut_off(served: Served):
     """Neither is added to a gradient."""
-    for payloads, why in (([_CHUNK.num_bytes] * 2, "chunk 0 of update 4 twice"), ([3], "after 3 of 8 bytes")):
+    for payloads, why in (
+        ([_CHUNK.num_bytes] * 2, "chunk 0 of update 4 twice"),
+        ([3], "after 3 of 8 bytes"),
+    ):
         connection = served.reach()
         for size in payloads:
             connection.send(Header(**_GOOD, step=4), bytes(size))
@@ -325,7 +385,10 @@ def test_chunks_of_a_dropped_update(served: Served):
     served.exchange.drop(3)
     connection = served.reach()
     for number, chunk in enumerate(SHARD.chunks):
-        connection.send(Header(Kind.PUSH, chunk.num_bytes, chunk.dtype, 0, 77, 3, number), bytes(chunk.num_bytes))
+        connection.send(
+            Header(Kind.PUSH, chunk.num_bytes, chunk.dtype, 0, 77, 3, number),
+            bytes(chunk.num_bytes),
+        )
     connection.send(Header(Kind.PULL))
     assert connection.receive().kind == Kind.WEIGHTS
     assert served.completed.empty() and not served.exchange.gatherings
@@ -404,7 +467,7 @@ def test_a_worker_that_asks_anew_before_it_has_all(plain: Served):
     assert plain.loses()[0] == WORKER and plain.failed.empty()
 
 
-TABLED, = assign(MODEL, 1, chunk_bytes=32, tables=[ServedParameter("t", (9, 2), "float32", 4)])
+(TABLED,) = assign(MODEL, 1, chunk_bytes=32, tables=[ServedParameter("t", (9, 2), "float32", 4)])
 _ROW_BYTES = 8 + 2 * 4
 
 
@@ -415,19 +478,34 @@ class Attacked:
         self.completed: queue.Queue[int] = queue.Queue()
         self.failed: queue.Queue[Exception] = queue.Queue()
         self.exchange = ShardService(
-            TABLED, ShardTerms(1, end=100, keeps_sending=True, measures=True), ShardEvents(
-                complete=lambda update, squares: self.completed.put(update), ready=lambda gradients, scale: None,
-                lost=lambda peer, error: self.exchange.dismiss(peer.number, peer.incarnation, keeps=[]),
-                failed=self.failed.put), Uplink())
+            TABLED,
+            ShardTerms(1, end=100, keeps_sending=True, measures=True),
+            ShardEvents(
+                complete=lambda update, squares: self.completed.put(update),
+                ready=lambda gradients, scale: None,
+                lost=lambda peer, error: self.exchange.dismiss(
+                    peer.number, peer.incarnation, keeps=[]
+                ),
+                failed=self.failed.put,
+            ),
+            Uplink(),
+        )
         for view in self.exchange.views.values():
             view.fill_(1.0)
-        self.door = Acceptor(listen("127.0.0.1"), self.exchange.serve, secret=SECRET, layout=fingerprint([TABLED]))
+        self.door = Acceptor(
+            listen("127.0.0.1"), self.exchange.serve, secret=SECRET, layout=fingerprint([TABLED])
+        )
         self.incarnations = iter(range(10**9))
 
     def reach(self) -> tuple[Connection, int]:
         incarnation = next(self.incarnations)
-        connection = connect(self.door.address, Peer(Role.DATA, 0, incarnation), secret=SECRET,
-                             layout=fingerprint([TABLED]), timeout_s=5)
+        connection = connect(
+            self.door.address,
+            Peer(Role.DATA, 0, incarnation),
+            secret=SECRET,
+            layout=fingerprint([TABLED]),
+            timeout_s=5,
+        )
         connection.sock.settimeout(10)
         return connection, incarnation
 
@@ -444,7 +522,9 @@ class Attacked:
         while self.completed.get(timeout=60) != update:  # a stranger's was complete
             pass
         assert self.failed.empty()
-        assert all(bool((g.to_dense() == 0).all()) for g in self.exchange.gradients(update)[0].values())
+        assert all(
+            bool((g.to_dense() == 0).all()) for g in self.exchange.gradients(update)[0].values()
+        )
         self.exchange.drop(update)
         connection.close()
         deadline_s = time.monotonic() + 10
@@ -465,17 +545,32 @@ def _frames(incarnation: int, update: int) -> list[tuple[Header, bytes]]:
     """Everything that a worker sends in a step but its question for weights."""
     ids = bytes_of(torch.arange(3)).tobytes()
     rows = ids + bytes(3 * (_ROW_BYTES - 8))
-    return [*((Header(Kind.PUSH, chunk.num_bytes, chunk.dtype, 0, incarnation, update, number), bytes(chunk.num_bytes))
-              for number, chunk in enumerate(TABLED.chunks)),
-            (Header(Kind.PULL_ROWS, len(ids), "none", 0, incarnation, 0, 0), ids),
-            (Header(Kind.PUSH_ROWS, len(rows), "float32", 0, incarnation, update, 0), rows)]
+    return [
+        *(
+            (
+                Header(Kind.PUSH, chunk.num_bytes, chunk.dtype, 0, incarnation, update, number),
+                bytes(chunk.num_bytes),
+            )
+            for number, chunk in enumerate(TABLED.chunks)
+        ),
+        (Header(Kind.PULL_ROWS, len(ids), "none", 0, incarnation, 0, 0), ids),
+        (Header(Kind.PUSH_ROWS, len(rows), "float32", 0, incarnation, update, 0), rows),
+    ]
 
 
 _numbers = st.integers(0, 12) | st.integers(0, 2**32 - 1)
-_headers = st.fixed_dictionaries({}, optional={
-    "kind": st.sampled_from(Kind), "dtype": st.sampled_from(wire.DTYPES), "worker": _numbers, "incarnation": _numbers,
-    "chunk": _numbers, "step": st.integers(-1, 12) | st.integers(-(2**63), 2**63 - 1),
-    "length": st.integers(0, 60) | st.integers(0, 2**64 - 1)})
+_headers = st.fixed_dictionaries(
+    {},
+    optional={
+        "kind": st.sampled_from(Kind),
+        "dtype": st.sampled_from(wire.DTYPES),
+        "worker": _numbers,
+        "incarnation": _numbers,
+        "chunk": _numbers,
+        "step": st.integers(-1, 12) | st.integers(-(2**63), 2**63 - 1),
+        "length": st.integers(0, 60) | st.integers(0, 2**64 - 1),
+    },
+)
 
 
 @pytest.mark.slow
@@ -496,9 +591,18 @@ def _send_anything(attacked: Attacked, data: st.DataObject) -> None:
     sent = []
     for number in data.draw(st.lists(st.integers(0, len(TABLED.chunks) + 1), max_size=12)):
         changes = data.draw(st.just({}) | _headers)
-        places = data.draw(st.just([]) | st.lists(st.tuples(st.integers(0, 60), st.integers(0, 255)), max_size=2))
-        sent.append((number, changes, places, data.draw(st.just(None) | st.integers(0, 60)),
-                     data.draw(st.just(b"") | st.binary(max_size=9))))
+        places = data.draw(
+            st.just([]) | st.lists(st.tuples(st.integers(0, 60), st.integers(0, 255)), max_size=2)
+        )
+        sent.append(
+            (
+                number,
+                changes,
+                places,
+                data.draw(st.just(None) | st.integers(0, 60)),
+                data.draw(st.just(b"") | st.binary(max_size=9)),
+            )
+        )
     update = data.draw(st.integers(0, 3))
     connection, incarnation = attacked.reach()
     try:
@@ -517,11 +621,18 @@ def _send_anything(attacked: Attacked, data: st.DataObject) -> None:
     attacked.works(10**15 + incarnation)
 
 
-@given(st.lists(st.tuples(st.integers(0, 139), st.integers(0, 255)), min_size=1, max_size=3), st.integers(1, 140))
-def test_a_greeting_that_is_changed(attacked: Attacked, changes: list[tuple[int, int]], length: int):
+@given(
+    st.lists(st.tuples(st.integers(0, 139), st.integers(0, 255)), min_size=1, max_size=3),
+    st.integers(1, 140),
+)
+def test_a_greeting_that_is_changed(
+    attacked: Attacked, changes: list[tuple[int, int]], length: int
+):
     """Answered or refused, and never waited for when there is an end."""
     with socket.create_connection(attacked.door.address, timeout=60) as sock:
-        greeting = bytearray(Header(Kind.GREETING, 104).pack() + struct.pack(">HHI", Role.DATA, 0, 10**8) + bytes(96))
+        greeting = bytearray(
+            Header(Kind.GREETING, 104).pack() + struct.pack(">HHI", Role.DATA, 0, 10**8) + bytes(96)
+        )
         for place, value in changes:
             greeting[place] = value
         try:
@@ -535,6 +646,7 @@ def test_a_greeting_that_is_changed(attacked: Attacked, changes: list[tuple[int,
 
 def test_no_error_of_a_greeting_leaves_its_thread(monkeypatch: pytest.MonkeyPatch, served: Served):
     """One that did would end the server's rank, and whoever greets has proved nothing."""
+
     def fail(sock: socket.socket) -> None:
         raise struct.error("not enough bytes")
 
@@ -578,8 +690,10 @@ def test_what_is_left_of_a_worker_that_is_given_up(served: Served):
     connection = served.reach()
     for update, chunks in ((4, SHARD.chunks), (5, SHARD.chunks), (6, SHARD.chunks[:1])):
         for number, chunk in enumerate(chunks):
-            connection.send(Header(Kind.PUSH, chunk.num_bytes, chunk.dtype, 0, 77, update, number),
-                            bytes(chunk.num_bytes))
+            connection.send(
+                Header(Kind.PUSH, chunk.num_bytes, chunk.dtype, 0, 77, update, number),
+                bytes(chunk.num_bytes),
+            )
     assert [served.completed.get(timeout=60)[0] for _ in range(2)] == [4, 5]
     served.exchange.dismiss(0, 77, keeps=[4])
     assert served.loses()[0] == WORKER

@@ -74,7 +74,9 @@ def test_a_cache_that_cant_be_written_is_no_error(measured, monkeypatch, tmp_pat
     assert measure_device("cpu") == RATES
 
 
-@pytest.mark.parametrize(("flops_per_s", "sides"), [(100e6, [256]), (50e9, [256, 1024]), (40e12, [256, 1024, 4096])])
+@pytest.mark.parametrize(
+    ("flops_per_s", "sides"), [(100e6, [256]), (50e9, [256, 1024]), (40e12, [256, 1024, 4096])]
+)
 def test_a_slow_device_is_not_given_large_products(monkeypatch, flops_per_s, sides):
     """A dtype that a device has no kernel for takes minutes for what others do in milliseconds."""
     multiplied = []
@@ -87,7 +89,9 @@ def test_a_slow_device_is_not_given_large_products(monkeypatch, flops_per_s, sid
     monkeypatch.setattr(device, "_seconds", seconds)
     monkeypatch.setitem(device.MATRIX_SIDES, "meta", device.MATRIX_SIDES["cuda"])
 
-    assert device._matrix_flops_per_s(torch.device("meta"), torch.bfloat16) == pytest.approx(flops_per_s)
+    assert device._matrix_flops_per_s(torch.device("meta"), torch.bfloat16) == pytest.approx(
+        flops_per_s
+    )
     assert multiplied == sides
 
 
@@ -115,6 +119,7 @@ def test_a_real_measurement_gives_positive_rates():
 def test_a_product_of_few_rows_waits_for_its_weights():
     """2 x 1000 x 1000: 4 MFLOP take 1 ms, and 1,004,000 values of 4 bytes at 2 GB/s 2.008 ms; of 2,000 rows arithmetic
     is the slower. Attention's products stay in caches."""
+
     def seconds(product: Product) -> float:
         return RATES.seconds(Compute(flops=product.flops, products=(product,)), "float32")[0]
 

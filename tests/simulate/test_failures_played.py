@@ -24,7 +24,9 @@ def test_formula_and_simulation_agree(mtbf_s: float, write_s: float, restart_s: 
     """Within 3 %, also where failures take most of the time."""
     failures = Failures(mtbf_s, write_s, restart_s)
     interval_s = daly_interval_s(failures)
-    assert simulated_goodput(failures, interval_s, seed=1) == pytest.approx(goodput(failures, interval_s), rel=0.03)
+    assert simulated_goodput(failures, interval_s, seed=1) == pytest.approx(
+        goodput(failures, interval_s), rel=0.03
+    )
 
 
 @pytest.mark.parametrize("mtbf_s", [1 * HOUR_S, 10 * HOUR_S])
@@ -35,7 +37,9 @@ def test_formula_and_simulation_agree_on_saves_beside_training(mtbf_s: float, wr
     interval_s = daly_interval_s(failures)
     assert interval_s >= 0.9 * write_s
     formula_goodput = goodput(failures, interval_s)
-    assert simulated_goodput(failures, interval_s, seed=1) == pytest.approx(formula_goodput, rel=0.03)
+    assert simulated_goodput(failures, interval_s, seed=1) == pytest.approx(
+        formula_goodput, rel=0.03
+    )
     waits = Failures(mtbf_s, write_s, 30.0)
     assert goodput(waits, daly_interval_s(waits)) < formula_goodput
     with pytest.raises(ValueError, match="waits no longer"):
@@ -68,7 +72,9 @@ def test_what_llama_3_reported():
     formula_goodput = goodput(failures, daly_interval_s(failures))
     assert failures.mtbf_s == pytest.approx(3.1 * HOUR_S, rel=0.01)
     assert 0.90 < formula_goodput < 0.97
-    assert simulated_goodput(failures, daly_interval_s(failures)) == pytest.approx(formula_goodput, rel=0.01)
+    assert simulated_goodput(failures, daly_interval_s(failures)) == pytest.approx(
+        formula_goodput, rel=0.01
+    )
 
 
 def test_nothing_lasts_where_failures_come_faster_than_checkpoints():

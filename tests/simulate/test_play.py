@@ -8,7 +8,13 @@ from paceline.simulate.device import DeviceRates
 from paceline.simulate.play import play, play_together
 from paceline.simulate.program import COMPUTE, Allocate, Collective, Compute, Receive, Send, free
 
-RATES = DeviceRates(flops_per_s=10, bf16_flops_per_s=20, memory_bytes_per_s=5, function_bytes_per_s=2, operator_s=0.1)
+RATES = DeviceRates(
+    flops_per_s=10,
+    bf16_flops_per_s=20,
+    memory_bytes_per_s=5,
+    function_bytes_per_s=2,
+    operator_s=0.1,
+)
 LINK = Link(bytes_per_s=10, latency_s=0)
 
 
@@ -29,7 +35,10 @@ def test_kinds_of_work_add_up():
 
 def test_precision_picks_the_rate_of_products():
     """bf16 has its own rate, float64 half that of float32."""
-    times = {p: play((second(),), RATES, LINK, precision=p).step_s for p in ("float32", "bf16", "float64")}
+    times = {
+        p: play((second(),), RATES, LINK, precision=p).step_s
+        for p in ("float32", "bf16", "float64")
+    }
 
     assert times == {"float32": 1.0, "bf16": 0.5, "float64": 2.0}
 
@@ -44,9 +53,18 @@ def test_a_collective_hides_behind_computing():
 
 def test_waiting_shows_what_is_not_hidden():
     """A 3 s all-reduce beside 1 s of computing leaves 2 s, and then comes the optimizer."""
-    program = (second(), seconds("all_reduce", 30, name="sum"), second(), second("optimizer", after=("sum",)))
+    program = (
+        second(),
+        seconds("all_reduce", 30, name="sum"),
+        second(),
+        second("optimizer", after=("sum",)),
+    )
 
-    assert play(program, RATES, LINK).breakdown == {"compute": 2.0, "optimizer": 1.0, "communication": 2.0}
+    assert play(program, RATES, LINK).breakdown == {
+        "compute": 2.0,
+        "optimizer": 1.0,
+        "communication": 2.0,
+    }
 
 
 def test_a_collective_on_the_compute_stream_stops_it():
@@ -61,26 +79,48 @@ def test_collectives_of_a_stream_queue():
     assert play((seconds("all_reduce", 10), seconds("all_reduce", 10)), RATES, LINK).step_s == 2
 
 
-@pytest.mark.parametrize(("kind", "expected"), [
-    ("all_reduce", 2 * 3 * (0.5 + 1)), ("all_gather", 3 * (0.5 + 1)), ("reduce_scatter", 3 * (0.5 + 1))])
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("all_reduce", 2 * 3 * (0.5 + 1)),
+        ("all_gather", 3 * (0.5 + 1)),
+        ("reduce_scatter", 3 * (0.5 + 1)),
+    ],
+)
 def test_ring_times(kind, expected):
     """n-1 steps of a quarter of the tensor each, twice for an all-reduce, latency at each."""
-    assert collective_s(seconds(kind, 40, group=4), Link(bytes_per_s=10, latency_s=0.5)) == pytest.approx(expected)
+    assert collective_s(
+        seconds(kind, 40, group=4), Link(bytes_per_s=10, latency_s=0.5)
+    ) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(("times", "computed_s", "waits_s"), [
-    (1, 0.0, 2.0), (1, LATE_AFTER_S / 4, 3.0), (1, LATE_AFTER_S, 6.0), (1, 9.0, 6.0), (3, LATE_AFTER_S, 10.0)])
+@pytest.mark.parametrize(
+    ("times", "computed_s", "waits_s"),
+    [
+        (1, 0.0, 2.0),
+        (1, LATE_AFTER_S / 4, 3.0),
+        (1, LATE_AFTER_S, 6.0),
+        (1, 9.0, 6.0),
+        (3, LATE_AFTER_S, 10.0),
+    ],
+)
 def test_ranks_that_computed_come_at_different_times(times, computed_s, waits_s):
     """2 s at every collective, and up to 4 s more by how long they computed; three share what lies before them."""
     event = Collective("all_reduce", 0.0, group=2, times=times)
 
-    assert collective_s(event, Link(1.0, 0.0, wait_s=2.0, late_s=4.0), computed_s) == pytest.approx(waits_s)
+    assert collective_s(event, Link(1.0, 0.0, wait_s=2.0, late_s=4.0), computed_s) == pytest.approx(
+        waits_s
+    )
 
 
 def test_computing_counts_since_ranks_met():
     """The second collective follows the first one at once."""
     link = Link(10, 0.0, wait_s=0.0, late_s=4.0)
-    twice = (second(), seconds("all_reduce", 0, stream=COMPUTE), seconds("all_reduce", 0, stream=COMPUTE))
+    twice = (
+        second(),
+        seconds("all_reduce", 0, stream=COMPUTE),
+        seconds("all_reduce", 0, stream=COMPUTE),
+    )
 
     assert play(twice, RATES, link).step_s == 1 + 4
     assert play((*twice, second(), twice[1]), RATES, link).step_s == 2 + 2 * 4
@@ -93,8 +133,13 @@ def test_a_group_of_one_costs_nothing():
 
 def test_memory_peaks_where_most_is_held():
     """The ledger is that of the peak, `highest` is each entry's own."""
-    program = (Allocate("parameters", 10), Allocate("activations", 5), free("activations", 5),
-               Allocate("gradients", 4), free("gradients", 4))
+    program = (
+        Allocate("parameters", 10),
+        Allocate("activations", 5),
+        free("activations", 5),
+        Allocate("gradients", 4),
+        free("gradients", 4),
+    )
     timeline = play(program, RATES, LINK)
 
     assert timeline.peak_memory_bytes == 15
@@ -104,7 +149,13 @@ def test_memory_peaks_where_most_is_held():
 
 def test_ranks_wait_for_messages():
     """A second rank starts when the first one's bytes are there, whatever order they are played in."""
-    first = (Compute(flops=30), Send(1, "x", 20), Compute(flops=40), Receive(1, "y"), Compute(flops=10))
+    first = (
+        Compute(flops=30),
+        Send(1, "x", 20),
+        Compute(flops=40),
+        Receive(1, "y"),
+        Compute(flops=10),
+    )
     second = (Allocate("activations", 7), Receive(0, "x"), Compute(flops=50), Send(0, "y", 10))
     link = Link(bytes_per_s=10, latency_s=0.5)
 
@@ -115,7 +166,10 @@ def test_ranks_wait_for_messages():
     assert second_rank.step_s == pytest.approx(3 + 2 + 0.5 + 5 + 1)
     assert (first_rank.peak_memory_bytes, second_rank.peak_memory_bytes) == (0, 7)
     # Until the other has computed what a rank waits for, it is in a bubble; after that the link is what it waits for.
-    assert (second_rank.breakdown["bubble"], second_rank.breakdown["communication"]) == pytest.approx((3, 2 + 0.5 + 1))
+    assert (
+        second_rank.breakdown["bubble"],
+        second_rank.breakdown["communication"],
+    ) == pytest.approx((3, 2 + 0.5 + 1))
     assert first_rank.breakdown["bubble"] == pytest.approx(3 + 2 + 0.5 + 5 - (3 + 4))
     assert first_rank.breakdown["communication"] == pytest.approx(1 + 0.5)
 
@@ -123,7 +177,9 @@ def test_ranks_wait_for_messages():
 def test_messages_leave_one_after_the_other():
     """A rank's link carries one of them at a time; computing goes on meanwhile."""
     sends = (Send(1, "a", 10), Send(1, "b", 20), Compute(flops=10))
-    first_rank, second_rank = play_together([sends, (Receive(0, "b"), Receive(0, "a"))], [RATES, RATES], LINK)
+    first_rank, second_rank = play_together(
+        [sends, (Receive(0, "b"), Receive(0, "a"))], [RATES, RATES], LINK
+    )
     assert (first_rank.breakdown["compute"], first_rank.step_s, second_rank.step_s) == (1, 3, 3)
 
 

@@ -53,27 +53,46 @@ def job_of(model: Callable[[], nn.Module], **changes: Any) -> paceline.Job:
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(SAMPLES, 8, generator=generator)
     y = torch.randn(SAMPLES, 4, generator=generator)
-    fields = {"model": model, "data": TensorDataset(x, y), "loss": F.mse_loss, "batch": BATCH, "steps": 4,
-              "precision": "float64", "optimizer": lambda named: torch.optim.SGD(named, lr=0.1), "drop_last": True}
+    fields = {
+        "model": model,
+        "data": TensorDataset(x, y),
+        "loss": F.mse_loss,
+        "batch": BATCH,
+        "steps": 4,
+        "precision": "float64",
+        "optimizer": lambda named: torch.optim.SGD(named, lr=0.1),
+        "drop_last": True,
+    }
     return paceline.Job(**{**fields, **changes})
 
 
 def trained(job: paceline.Job, plan: str, folder: Path, **options: Any) -> dict[str, Tensor]:
     """Everything in the model that a plan trains, by name."""
     world_size = paceline.Plan.parse(plan).world_size
-    paceline.train(job, plan, devices=f"cpu:0-{world_size - 1}" if world_size > 1 else "cpu:0", run=folder,
-                   timeout_s=60, **options)
+    paceline.train(
+        job,
+        plan,
+        devices=f"cpu:0-{world_size - 1}" if world_size > 1 else "cpu:0",
+        run=folder,
+        timeout_s=60,
+        **options,
+    )
     return load_file(folder / "model.safetensors")
 
 
-def difference(job: Callable[[], paceline.Job], plan: str, folder: Path, *, single: str = "single") -> float:
+def difference(
+    job: Callable[[], paceline.Job], plan: str, folder: Path, *, single: str = "single"
+) -> float:
     """The greatest of any parameter and buffer between a plan and one device.
 
     single: a plan that cuts batches as one device is to do.
     """
     expected, actual = by_one_device(job(), single), trained(job(), plan, folder)
     assert actual.keys() == expected.keys()
-    return max(float((actual[name].double() - tensor.double()).abs().max()) for name, tensor in expected.items())
+    return max(
+        float((actual[name].double() - tensor.double()).abs().max())
+        for name, tensor in expected.items()
+    )
 
 
 def refusal(job: paceline.Job, plan: str, folder: Path) -> str:
@@ -100,7 +119,7 @@ class SignFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        x, = ctx.saved_tensors
+        (x,) = ctx.saved_tensors
         return gradient * (x.abs() < 1)
 
 
@@ -127,7 +146,9 @@ class SinOfProduct(torch.autograd.Function):
         return x * factor, None, (x @ weight.t()).sin()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor, _: None, of_sin: Tensor) -> tuple[Tensor, None, Tensor]:
+    def backward(
+        ctx: Any, gradient: Tensor, _: None, of_sin: Tensor
+    ) -> tuple[Tensor, None, Tensor]:
         x, weight = ctx.saved_tensors
         inner = 0.5 * of_sin * (x @ weight.t()).cos()
         return gradient * ctx.factor + inner @ weight, None, inner.t() @ x
@@ -297,7 +318,12 @@ class TiedThrice(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b, self.c, self.o = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+        self.a, self.b, self.c, self.o = (
+            nn.Linear(8, 8),
+            nn.Linear(8, 8),
+            nn.Linear(8, 8),
+            nn.Linear(8, 4),
+        )
         self.m = nn.Linear(8, 8)
         self.b.weight = self.c.weight = self.a.weight
 
@@ -310,11 +336,14 @@ class ForceField(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.energy, self.out = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)), nn.Linear(8, 4)
+        self.energy, self.out = (
+            nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)),
+            nn.Linear(8, 4),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.detach().requires_grad_(True)
-        force, = torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)
+        (force,) = torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)
         return self.out(force)
 
 

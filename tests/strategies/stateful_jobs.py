@@ -22,13 +22,24 @@ from paceline.training.drivers import train_rank
 from paceline.training.loop import Settings
 
 
-def stateful_job(model: Callable[[], nn.Module], *, samples: int = 36, **changes: Any) -> paceline.Job:
+def stateful_job(
+    model: Callable[[], nn.Module], *, samples: int = 36, **changes: Any
+) -> paceline.Job:
     """A regression from 8 numbers to 4, in batches of 12 and with plain SGD."""
     generator = torch.Generator().manual_seed(1)
-    x, y = torch.randn(samples, 8, generator=generator), torch.randn(samples, 4, generator=generator)
+    x, y = (
+        torch.randn(samples, 8, generator=generator),
+        torch.randn(samples, 4, generator=generator),
+    )
     fields: dict[str, Any] = {
-        "model": model, "data": TensorDataset(x, y), "loss": F.mse_loss, "batch": 12, "steps": 6,
-        "optimizer": lambda named: torch.optim.SGD(named, lr=0.1), "precision": "float64"}
+        "model": model,
+        "data": TensorDataset(x, y),
+        "loss": F.mse_loss,
+        "batch": 12,
+        "steps": 6,
+        "optimizer": lambda named: torch.optim.SGD(named, lr=0.1),
+        "precision": "float64",
+    }
     return paceline.Job(**{**fields, **changes})
 
 
@@ -46,11 +57,18 @@ def by_one_device(job: paceline.Job, plan: str = "single") -> dict[str, Tensor]:
     run = PlainRun(job, shares=(1,) * cut.replicas, microbatches=cut.num_microbatches)
     for _ in run.steps(job.total_steps or 0):
         pass
-    return {name: tensor.detach() for name, tensor in (
-        *run.model.named_parameters(remove_duplicate=False), *run.model.named_buffers(remove_duplicate=False))}
+    return {
+        name: tensor.detach()
+        for name, tensor in (
+            *run.model.named_parameters(remove_duplicate=False),
+            *run.model.named_buffers(remove_duplicate=False),
+        )
+    }
 
 
-def assert_alike(job: paceline.Job, plan: str, folder: Path, *, reference: str = "single") -> dict[str, Tensor]:
+def assert_alike(
+    job: paceline.Job, plan: str, folder: Path, *, reference: str = "single"
+) -> dict[str, Tensor]:
     """The plan ends with one device's weights and buffers, to rounding; those are returned.
 
     reference: a plan that cuts batches as one device is to do.
@@ -63,8 +81,13 @@ def assert_alike(job: paceline.Job, plan: str, folder: Path, *, reference: str =
 def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], plan: str) -> None:
     assert expected.keys() == actual.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(actual[name], value, rtol=1e-11, atol=1e-12, msg=lambda text, name=name: (
-            f"{name} under {plan}: {text}"))
+        torch.testing.assert_close(
+            actual[name],
+            value,
+            rtol=1e-11,
+            atol=1e-12,
+            msg=lambda text, name=name: f"{name} under {plan}: {text}",
+        )
 
 
 def in_turn(job: Callable[..., paceline.Job], *, reference: str = "single") -> Callable[[Any], Any]:
@@ -72,14 +95,22 @@ def in_turn(job: Callable[..., paceline.Job], *, reference: str = "single") -> C
 
     job: of the test's parameters, of which one is the plan.
     """
+
     def decorate(described: Any) -> Any:
         def test(ends: dict[str, dict[str, Tensor]], request: Any, **given: Any) -> None:
-            assert_same(ends[request.node.nodeid], by_one_device(job(**given), reference), given["plan"])
+            assert_same(
+                ends[request.node.nodeid], by_one_device(job(**given), reference), given["plan"]
+            )
 
         names = [*inspect.signature(job).parameters, "ends", "request"]
         test.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names])
-        test.__name__, test.__doc__, test.__module__ = described.__name__, described.__doc__, described.__module__
+            [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
+        )
+        test.__name__, test.__doc__, test.__module__ = (
+            described.__name__,
+            described.__doc__,
+            described.__module__,
+        )
         test.job = job  # type: ignore[attr-defined]
         return test
 
@@ -88,14 +119,24 @@ def in_turn(job: Callable[..., paceline.Job], *, reference: str = "single") -> C
 
 def _resolved(plan: str) -> paceline.Plan:
     parsed = paceline.Plan.parse(plan)
-    return parsed.with_microbatches(2) if parsed.has_schedule and parsed.schedule.microbatches == "auto" else parsed
+    return (
+        parsed.with_microbatches(2)
+        if parsed.has_schedule and parsed.schedule.microbatches == "auto"
+        else parsed
+    )
 
 
 def trained_in_turn(items: Iterable[Any], folder: Path) -> dict[str, dict[str, Tensor]]:
     """What the runs of such tests end with, by their names. Those of as many ranks are made by the same ranks, one
     after the other: to start ranks takes longer than to train."""
-    runs = [(item.nodeid, item.function.job(**item.callspec.params), _resolved(item.callspec.params["plan"]))
-            for item in items]
+    runs = [
+        (
+            item.nodeid,
+            item.function.job(**item.callspec.params),
+            _resolved(item.callspec.params["plan"]),
+        )
+        for item in items
+    ]
     folders = {nodeid: folder / str(number) for number, (nodeid, *_) in enumerate(runs)}
     for world_size in {plan.world_size for *_, plan in runs}:
         alike = [run for run in runs if run[2].world_size == world_size]
@@ -111,7 +152,11 @@ def trained_in_turn(items: Iterable[Any], folder: Path) -> dict[str, dict[str, T
         for nodeid, _, plan in alike:
             load(plan)
             folders[nodeid].mkdir()
-        run_local(body, Cluster.local("cpu:0" if world_size == 1 else f"cpu:0-{world_size - 1}").devices, timeout_s=60)
+        run_local(
+            body,
+            Cluster.local("cpu:0" if world_size == 1 else f"cpu:0-{world_size - 1}").devices,
+            timeout_s=60,
+        )
     return {nodeid: load_file(folders[nodeid] / "model.safetensors") for nodeid, *_ in runs}
 
 

@@ -28,8 +28,13 @@ class Points(Dataset[Any]):
 
 def job_of(model: Callable[[], nn.Module], **options: Any) -> paceline.Job:
     """A job of classes over `Points`."""
-    chosen: dict[str, Any] = {"data": Points(), "loss": F.cross_entropy, "batch": 8, "steps": 3,
-                              "optimizer": lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9)}
+    chosen: dict[str, Any] = {
+        "data": Points(),
+        "loss": F.cross_entropy,
+        "batch": 8,
+        "steps": 3,
+        "optimizer": lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9),
+    }
     return paceline.Job(model=model, **{**chosen, **options})
 
 
@@ -46,7 +51,11 @@ class Mlp(nn.Module):
 
     def __init__(self, hidden: int = 8, dropout: float = 0.0) -> None:
         super().__init__()
-        self.first, self.dropout, self.second = nn.Linear(6, hidden), nn.Dropout(dropout), nn.Linear(hidden, 3)
+        self.first, self.dropout, self.second = (
+            nn.Linear(6, hidden),
+            nn.Dropout(dropout),
+            nn.Linear(hidden, 3),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.second(self.dropout(torch.relu(self.first(x))))
@@ -61,8 +70,13 @@ class SelfAttention(nn.Module):
         self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
-        attended = F.scaled_dot_product_attention(q, k, v, dropout_p=self.drop if self.training else 0.0)
+        q, k, v = (
+            layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for layer in (self.q, self.k, self.v)
+        )
+        attended = F.scaled_dot_product_attention(
+            q, k, v, dropout_p=self.drop if self.training else 0.0
+        )
         return self.o(attended.transpose(1, 2).flatten(2))
 
 
@@ -83,10 +97,16 @@ class Attention(nn.Module):
 class Fused(nn.Module):
     """Attention whose q, k and v come from one product, an MLP whose gate and input do; each in one of two ways."""
 
-    def __init__(self, width: int = 12, heads: int = 2, *, view: bool = False, dropout: float = 0.0) -> None:
+    def __init__(
+        self, width: int = 12, heads: int = 2, *, view: bool = False, dropout: float = 0.0
+    ) -> None:
         super().__init__()
         self.heads, self.view, self.dropout = heads, view, nn.Dropout(dropout)
-        self.norm, self.qkv, self.o = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.norm, self.qkv, self.o = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 3 * width),
+            nn.Linear(width, width),
+        )
         self.gated, self.down = nn.Linear(width, 16), nn.Linear(8, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -94,8 +114,13 @@ class Fused(nn.Module):
         if self.view:
             q, k, v = qkv.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
         else:
-            q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in qkv.split(x.shape[-1], -1))
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
+            q, k, v = (
+                part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+                for part in qkv.split(x.shape[-1], -1)
+            )
+        attended = (
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
+        )
         x = x + self.dropout(self.o(attended))
         both = self.gated(x)
         gate, value = (both[..., :8], both[..., 8:]) if self.view else both.chunk(2, -1)
@@ -123,7 +148,11 @@ class Stack(nn.Module):
 
     def __init__(self, *blocks: nn.Module, width: int = 12) -> None:
         super().__init__()
-        self.embed, self.blocks, self.out = nn.Linear(1, width), nn.ModuleList(blocks), nn.Linear(width, 3)
+        self.embed, self.blocks, self.out = (
+            nn.Linear(1, width),
+            nn.ModuleList(blocks),
+            nn.Linear(width, 3),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.embed(x.unsqueeze(-1))

@@ -31,7 +31,8 @@ class Uses(nn.Module):
         super().__init__()
         self.tokens, self.norm = nn.Embedding(50, 16), nn.LayerNorm(16)
         self.once, self.twice, self.frozen, self.read, self.outside, self.evaluated = (
-            nn.Linear(16, 16) for _ in range(6))
+            nn.Linear(16, 16) for _ in range(6)
+        )
         self.frozen.requires_grad_(False)
         self.product, self.summed = nn.Parameter(torch.eye(16)), nn.Parameter(torch.ones(4, 4))
         self.convolution, self.head = nn.Conv1d(16, 16, 1), nn.Linear(16, 50)
@@ -83,7 +84,11 @@ class Branches(nn.Module):
 class _Branch(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.always, self.at_times = nn.LayerNorm(16), nn.Linear(16, 16), nn.Linear(16, 16)
+        self.norm, self.always, self.at_times = (
+            nn.LayerNorm(16),
+            nn.Linear(16, 16),
+            nn.Linear(16, 16),
+        )
 
     def forward(self, x: torch.Tensor, is_even: bool) -> torch.Tensor:
         x = self.always(self.norm(x))
@@ -94,24 +99,46 @@ def job(model: Callable[[], nn.Module] = lambda: Decoder(SIZE), **changes: Any) 
     draws = torch.Generator().manual_seed(3)
     tokens = torch.randint(50, (24, 13), generator=draws)
     fields: dict[str, Any] = {
-        "model": model, "data": TensorDataset(tokens[:, :-1], tokens[:, 1:]), "batch": 8, "steps": 2,
-        "loss": lambda output, target: F.cross_entropy(output.flatten(0, 1).float(), target.flatten()),
-        "optimizer": lambda named: torch.optim.AdamW(named, lr=1e-2), "precision": "bf16",
-        "validation": TensorDataset(tokens[:6, :-1], tokens[:6, 1:])}
+        "model": model,
+        "data": TensorDataset(tokens[:, :-1], tokens[:, 1:]),
+        "batch": 8,
+        "steps": 2,
+        "loss": lambda output, target: F.cross_entropy(
+            output.flatten(0, 1).float(), target.flatten()
+        ),
+        "optimizer": lambda named: torch.optim.AdamW(named, lr=1e-2),
+        "precision": "bf16",
+        "validation": TensorDataset(tokens[:6, :-1], tokens[:6, 1:]),
+    }
     return paceline.Job(**{**fields, **changes})
 
 
-def trained(made: paceline.Job, plan: str, run: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
+def trained(
+    made: paceline.Job, plan: str, run: Path
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     paceline.train(made, plan, run=run)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return ([line[key] for line in lines for key in ("loss", "validation_loss") if key in line],
-            load_file(run / "model.safetensors"))
+    return (
+        [line[key] for line in lines for key in ("loss", "validation_loss") if key in line],
+        load_file(run / "model.safetensors"),
+    )
 
 
 def test_only_what_autocast_casts_once_is_cast():
     names = cast_parameters(job(Uses))
-    assert names == {"once.weight", "once.bias", "frozen.weight", "frozen.bias", "read.bias", "product",
-                     "convolution.weight", "convolution.bias", "evaluated.bias", "head.weight", "head.bias"}
+    assert names == {
+        "once.weight",
+        "once.bias",
+        "frozen.weight",
+        "frozen.bias",
+        "read.bias",
+        "product",
+        "convolution.weight",
+        "convolution.bias",
+        "evaluated.bias",
+        "head.weight",
+        "head.bias",
+    }
 
 
 def test_a_rank_is_left_without_fake_tensors():
@@ -119,7 +146,9 @@ def test_a_rank_is_left_without_fake_tensors():
     assert not cast_parameters_of_rank(job(Cached), torch.device("cpu")) and not _positions
 
 
-@pytest.mark.parametrize(("precision", "cast"), [("bf16", True), ("fp16", True), ("fp8", False), ("float32", False)])
+@pytest.mark.parametrize(
+    ("precision", "cast"), [("bf16", True), ("fp16", True), ("fp8", False), ("float32", False)]
+)
 def test_precisions(precision: str, cast: bool):
     assert bool(cast_parameters(job(precision=precision))) == cast
 
@@ -131,13 +160,31 @@ def test_a_tied_head_is_left_in_float32():
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize(("model", "plan", "precision"), [
-    (lambda: Decoder(SIZE), "shard=2 zero=1 accumulate=2", "fp16"), (Branches, "shard=2", "bf16"),
-    pytest.param(lambda: Decoder(SIZE), "shard=2", "bf16", marks=pytest.mark.slow),
-    *(pytest.param(model, plan, "bf16", marks=pytest.mark.slow) for model in (lambda: Decoder(SIZE), Uses)
-      for plan in ("shard=3 accumulate=2", "shard=2 zero=2", "data=2 shard=2", "shard=2 recompute=full"))])
-def test_bits_are_those_of_float32_gathers(model: Callable[[], nn.Module], plan: str, precision: str, tmp_path: Path,
-                                           monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("model", "plan", "precision"),
+    [
+        (lambda: Decoder(SIZE), "shard=2 zero=1 accumulate=2", "fp16"),
+        (Branches, "shard=2", "bf16"),
+        pytest.param(lambda: Decoder(SIZE), "shard=2", "bf16", marks=pytest.mark.slow),
+        *(
+            pytest.param(model, plan, "bf16", marks=pytest.mark.slow)
+            for model in (lambda: Decoder(SIZE), Uses)
+            for plan in (
+                "shard=3 accumulate=2",
+                "shard=2 zero=2",
+                "data=2 shard=2",
+                "shard=2 recompute=full",
+            )
+        ),
+    ],
+)
+def test_bits_are_those_of_float32_gathers(
+    model: Callable[[], nn.Module],
+    plan: str,
+    precision: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
     made = job(model, precision=precision)
     gathered = _count_gathers(tmp_path / "bytes", monkeypatch)
     losses, weights = trained(made, plan, tmp_path / "cast")
@@ -150,16 +197,22 @@ def test_bits_are_those_of_float32_gathers(model: Callable[[], nn.Module], plan:
     assert 0 < cast_bytes < gathered() - cast_bytes
 
 
-def test_gathers_of_a_small_gpt_have_little_more_than_half_of_the_bytes(tmp_path: Path,
-                                                                        monkeypatch: pytest.MonkeyPatch):
+def test_gathers_of_a_small_gpt_have_little_more_than_half_of_the_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Embeddings and norms stay in float32. The planner counts the bytes that are sent."""
-    made = job(lambda: Decoder(DecoderSize(layers=2, hidden=128, heads=4, ffn=512, vocab=50, sequence=12)), steps=1,
-               validation=None)
+    made = job(
+        lambda: Decoder(DecoderSize(layers=2, hidden=128, heads=4, ffn=512, vocab=50, sequence=12)),
+        steps=1,
+        validation=None,
+    )
     gathered = _count_gathers(tmp_path / "bytes", monkeypatch)
     trained(made, "shard=2 zero=2", tmp_path / "run")
     parameters = profile_job(made).parameters
     whole = sum(p.num_bytes for p in parameters)
-    assert gathered() == pytest.approx(sum(p.num_bytes * p.gathered_part for p in parameters), rel=1e-3)
+    assert gathered() == pytest.approx(
+        sum(p.num_bytes * p.gathered_part for p in parameters), rel=1e-3
+    )
     assert 0.5 * whole < gathered() < 0.53 * whole
 
 
@@ -167,7 +220,13 @@ def _count_gathers(file: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], 
     """Bytes that ranks which are forked from now on give FSDP2's gatherings, over all of them."""
     gather = InPlaceGather.__call__
 
-    def counted(self: Any, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+    def counted(
+        self: Any,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        *args: Any,
+        **options: Any,
+    ) -> Any:
         with file.open("a") as lines:
             lines.write(f"{input_tensor.nbytes}\n")
         return gather(self, output_tensor, input_tensor, *args, **options)

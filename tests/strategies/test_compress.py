@@ -23,7 +23,13 @@ from torch.utils.data import TensorDataset
 import paceline
 from paceline.strategies.compress.codec import decode, encode
 from paceline.strategies.compress.run import Compressed
-from paceline.strategies.compress.size import BLOCK, POWERSGD_RANK, coded_bytes, sent_bytes, topk_elements
+from paceline.strategies.compress.size import (
+    BLOCK,
+    POWERSGD_RANK,
+    coded_bytes,
+    sent_bytes,
+    topk_elements,
+)
 from paceline.strategies.data.run import GradientBuckets
 
 FORMS = ("bf16", "int8", "topk", "powersgd")
@@ -44,8 +50,10 @@ def test_what_is_encoded_is_off_by_its_bound(exponents: list[int], seed: int) ->
     values = vector(exponents, seed)
     largest = values.view(-1, BLOCK).abs().amax(1, keepdim=True).expand(-1, BLOCK).flatten()
 
-    off = {form: (decode(form, encode(form, values), torch.float64) - values.double()).abs()
-           for form in ("bf16", "int8")}
+    off = {
+        form: (decode(form, encode(form, values), torch.float64) - values.double()).abs()
+        for form in ("bf16", "int8")
+    }
 
     assert (off["bf16"] <= values.abs() * 2**-8).all()
     assert (off["int8"] <= largest.double() / 254 * (1 + 1e-5)).all()
@@ -88,17 +96,23 @@ def test_bytes_by_hand() -> None:
 def test_no_form_sends_more_than_none_but_for_a_block(form: str, ranks: int, elements: int) -> None:
     """Small buckets are padded to a block a rank."""
     assert sent_bytes(form, [(elements,)], 4, ranks) <= (
-        sent_bytes("none", [(elements,)], 4, ranks) * max(1, ranks / 8) + 2 * ranks * 2 * BLOCK)
+        sent_bytes("none", [(elements,)], 4, ranks) * max(1, ranks / 8) + 2 * ranks * 2 * BLOCK
+    )
 
 
 def gradient(number: int, rank: int, step: int) -> torch.Tensor:
     size = sum(math.prod(shape) for shape in SHAPES[number])
-    return torch.randn(size, generator=torch.Generator().manual_seed(100 * step + 10 * rank + number),
-                       dtype=DTYPES[number])
+    return torch.randn(
+        size,
+        generator=torch.Generator().manual_seed(100 * step + 10 * rank + number),
+        dtype=DTYPES[number],
+    )
 
 
 def sums(form: str, rank: int, steps: int) -> tuple[list[list[torch.Tensor]], Compressed]:
-    made = Compressed(form, [torch.zeros(0, dtype=dtype) for dtype in DTYPES], SHAPES, dist.group.WORLD)
+    made = Compressed(
+        form, [torch.zeros(0, dtype=dtype) for dtype in DTYPES], SHAPES, dist.group.WORLD
+    )
     sums_by_step = []
     for step in range(steps):
         for number, memory in enumerate(made.memory):
@@ -110,12 +124,17 @@ def sums(form: str, rank: int, steps: int) -> tuple[list[list[torch.Tensor]], Co
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_sums_are_alike_on_all_ranks_and_near_the_exact_ones(run_ranks: Callable[..., list[Any]], ranks: int) -> None:
+def test_sums_are_alike_on_all_ranks_and_near_the_exact_ones(
+    run_ranks: Callable[..., list[Any]], ranks: int
+) -> None:
     """Rounded sums at once; the others together with what every rank has left for later. Bytes are as counted."""
+
     def body(context: Any, form: str) -> list[float]:
         sums_by_step, made = sums(form, context.rank, steps=3)
-        expected_bytes = 3 * sum(sent_bytes(form, shapes, dtype.itemsize, ranks)
-                                 for shapes, dtype in zip(SHAPES, DTYPES, strict=True))
+        expected_bytes = 3 * sum(
+            sent_bytes(form, shapes, dtype.itemsize, ranks)
+            for shapes, dtype in zip(SHAPES, DTYPES, strict=True)
+        )
         assert made.sent_bytes == pytest.approx(expected_bytes)
         off = []
         for number in range(len(SHAPES)):
@@ -139,6 +158,7 @@ def test_sums_are_alike_on_all_ranks_and_near_the_exact_ones(run_ranks: Callable
 
 def test_topk_sends_the_largest(run_ranks: Callable[..., list[Any]]) -> None:
     """One element in a hundred, of each rank its own; the rest comes when it has grown."""
+
     def body(context: Any) -> list[int]:
         made = Compressed("topk", [torch.zeros(0)], [[(200,)]], dist.group.WORLD)
         seen = []
@@ -167,14 +187,21 @@ class Net(nn.Module):
 def make_job(**changes: Any) -> paceline.Job:
     x = torch.randn(64, 6, generator=torch.Generator().manual_seed(1))
     fields = {
-        "model": Net, "data": TensorDataset(x, (x[:, 0] > 0).long() + (x[:, 1] > 0).long()), "loss": F.cross_entropy,
-        "optimizer": lambda named: torch.optim.AdamW(named, lr=1e-2), "batch": 16, "steps": 12}
+        "model": Net,
+        "data": TensorDataset(x, (x[:, 0] > 0).long() + (x[:, 1] > 0).long()),
+        "loss": F.cross_entropy,
+        "optimizer": lambda named: torch.optim.AdamW(named, lr=1e-2),
+        "batch": 16,
+        "steps": 12,
+    }
     return paceline.Job(**{**fields, **changes})
 
 
 def train(run: Path, plan: str, *, resume: bool = False, **changes: Any) -> dict[str, Any]:
     devices = f"cpu:0-{paceline.Plan.parse(plan).world_size - 1}"
-    return paceline.train(make_job(**changes), plan, devices=devices, run=run, resume=resume, save_every=4).to_dict()
+    return paceline.train(
+        make_job(**changes), plan, devices=devices, run=run, resume=resume, save_every=4
+    ).to_dict()
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
@@ -182,9 +209,16 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize("plan", [
-    "data=2 compress=bf16", "data=3 compress=int8", "data=2 compress=topk", "data=3 compress=powersgd",
-    "data=2 shard=2 compress=topk"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "data=2 compress=bf16",
+        "data=3 compress=int8",
+        "data=2 compress=topk",
+        "data=3 compress=powersgd",
+        "data=2 shard=2 compress=topk",
+    ],
+)
 def test_a_resumed_run_is_the_whole_one_bit_by_bit(tmp_path: Path, plan: str) -> None:
     """What was left out, and the factors, go on from the checkpoint."""
     train(tmp_path / "whole", plan)
@@ -197,12 +231,21 @@ def test_a_resumed_run_is_the_whole_one_bit_by_bit(tmp_path: Path, plan: str) ->
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize(("before", "after", "message"), [
-    ("data=3 compress=topk", "data=2 compress=topk", "3 replicas had not sent yet of their gradients is shared by 2"),
-    ("data=2 compress=powersgd", "shard=2", "is dropped: this plan leaves nothing out"),
-    ("data=2", "data=2 compress=topk", "resumed from step-4\n")])
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        (
+            "data=3 compress=topk",
+            "data=2 compress=topk",
+            "3 replicas had not sent yet of their gradients is shared by 2",
+        ),
+        ("data=2 compress=powersgd", "shard=2", "is dropped: this plan leaves nothing out"),
+        ("data=2", "data=2 compress=topk", "resumed from step-4\n"),
+    ],
+)
 def test_a_resume_under_another_plan_says_what_becomes_of_the_rest(
-        tmp_path: Path, capfd: pytest.CaptureFixture[str], before: str, after: str, message: str) -> None:
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], before: str, after: str, message: str
+) -> None:
     """It is shared by the new replicas, or dropped with a word."""
     train(tmp_path / "run", before, steps=4)
     train(tmp_path / "run", after, resume=True, steps=8)
@@ -222,10 +265,19 @@ class Remembered(dict[str, torch.Tensor]):
 
 def test_what_is_owed_is_kept_when_replicas_change(run_ranks: Callable[..., list[Any]]) -> None:
     """The residuals of two replicas add up to those of three."""
+
     def body(context: Any) -> list[float]:
-        made = GradientBuckets({"w": nn.Parameter(torch.zeros(5))}, dist.group.WORLD, compress="topk",
-                               replica=context.rank)
-        made.restore(Remembered({f"residuals/{number}/w": torch.full((5,), number + 1.0) for number in range(3)}))
+        made = GradientBuckets(
+            {"w": nn.Parameter(torch.zeros(5))},
+            dist.group.WORLD,
+            compress="topk",
+            replica=context.rank,
+        )
+        made.restore(
+            Remembered(
+                {f"residuals/{number}/w": torch.full((5,), number + 1.0) for number in range(3)}
+            )
+        )
         return [float(kept.tensor.sum()) for kept in made.kept()]
 
     assert run_ranks(body, 2) == [[15.0], [15.0]]
@@ -233,13 +285,23 @@ def test_what_is_owed_is_kept_when_replicas_change(run_ranks: Callable[..., list
 
 def test_the_summary_counts_bytes(tmp_path: Path) -> None:
     """The same for a sum in shared memory as for one over the network; a quarter for int8, but for small buckets."""
-    sent = {plan: train(tmp_path / plan, plan)["bytes_sent"] for plan in ("data=2", "data=2 compress=int8")}
+    sent = {
+        plan: train(tmp_path / plan, plan)["bytes_sent"]
+        for plan in ("data=2", "data=2 compress=int8")
+    }
     elements = sum(p.numel() for p in Net().parameters())
-    figures = 8 * (9 + 6)  # loss, count, stop, its kind, news of state and edits, digest, which parameters were used
+    figures = 8 * (
+        9 + 6
+    )  # loss, count, stop, its kind, news of state and edits, digest, which parameters were used
 
     assert sent["data=2"] == 12 * (4 * elements + figures)
-    assert sent["data=2 compress=int8"] == 12 * (2 * coded_bytes("int8", -(-elements // 512) * 256) + figures)
-    assert json.loads((tmp_path / "data=2" / "summary.json").read_text())["bytes_sent"] == sent["data=2"]
+    assert sent["data=2 compress=int8"] == 12 * (
+        2 * coded_bytes("int8", -(-elements // 512) * 256) + figures
+    )
+    assert (
+        json.loads((tmp_path / "data=2" / "summary.json").read_text())["bytes_sent"]
+        == sent["data=2"]
+    )
 
 
 def test_a_float64_job_is_summed_in_float64(tmp_path: Path) -> None:
@@ -251,8 +313,10 @@ def test_a_float64_job_is_summed_in_float64(tmp_path: Path) -> None:
 
 def test_verify_refuses_to_certify_a_relaxed_plan() -> None:
     """It says what is relaxed, and which plan can be verified."""
-    certificate, = paceline.verify(replace(make_job()), ["data=2 compress=int8"], steps=1)
+    (certificate,) = paceline.verify(replace(make_job()), ["data=2 compress=int8"], steps=1)
 
     assert not certificate.passed
-    assert "is relaxed (what replicas send each other is compressed to int8)" in certificate.describe()
+    assert (
+        "is relaxed (what replicas send each other is compressed to int8)" in certificate.describe()
+    )
     assert "'data=2' can" in certificate.describe()

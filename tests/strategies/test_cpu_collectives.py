@@ -19,14 +19,18 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.compl
 
 def test_all_ranks_have_all_parts_and_their_part_of_the_sum(run_ranks: Callable[..., Any]) -> None:
     """Of one dim or several, of every kind of numbers, with and without contents."""
+
     def body(context: Any) -> list[bool]:
         group, rank, equal = dist.group.WORLD, context.rank, []
         assert group is not None
         for dtype in DTYPES:
             for shape in ((3,), (2, 5), (0, 4)):
-                parts = [torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype) * (r + 1) for r in range(3)]
+                parts = [
+                    torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype) * (r + 1)
+                    for r in range(3)
+                ]
                 whole = torch.zeros(3 * shape[0], *shape[1:], dtype=dtype)
-                whole[rank * shape[0]:(rank + 1) * shape[0]] = parts[rank]
+                whole[rank * shape[0] : (rank + 1) * shape[0]] = parts[rank]
                 gather_in_place(whole, group)
                 equal.append(torch.equal(whole, torch.cat(parts)))
                 part = torch.zeros(shape, dtype=dtype)
@@ -42,7 +46,9 @@ def test_other_sums_than_plain_ones(run_ranks: Callable[..., Any]) -> None:
     def body(context: Any) -> list[float]:
         group, part = dist.group.WORLD, torch.zeros(1)
         assert group is not None
-        reduce_scatter(part, torch.tensor([2.0, 4.0]) * (context.rank + 1), group, dist.ReduceOp.MAX)
+        reduce_scatter(
+            part, torch.tensor([2.0, 4.0]) * (context.rank + 1), group, dist.ReduceOp.MAX
+        )
         return part.tolist()
 
     assert run_ranks(body, 2) == [[4.0], [8.0]]
@@ -50,6 +56,7 @@ def test_other_sums_than_plain_ones(run_ranks: Callable[..., Any]) -> None:
 
 def test_what_is_scattered_stays_as_it_is(run_ranks: Callable[..., Any]) -> None:
     """Whether its parts lie one after the other, where no copy is needed to send them, or not."""
+
     def body(context: Any) -> list[Any]:
         mesh = Mesh({"pipeline": 1, "data": 1, "shard": 1, "tensor": 2}, context.rank)
         mesh.connect()
@@ -61,7 +68,10 @@ def test_what_is_scattered_stays_as_it_is(run_ranks: Callable[..., Any]) -> None
                 before = x.clone()
                 part = exchanges.scatter(Cut(dim))(x)
             total = torch.arange(8.0).reshape(2, 4) * 3
-            results += [torch.equal(x, before), torch.equal(part, total.chunk(2, dim)[context.rank])]
+            results += [
+                torch.equal(x, before),
+                torch.equal(part, total.chunk(2, dim)[context.rank]),
+            ]
         return results
 
     assert run_ranks(body, 2) == [[True] * 8] * 2

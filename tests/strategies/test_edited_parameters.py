@@ -64,7 +64,10 @@ class FollowsSamples(nn.Module):
 
 def bag(max_norm: float) -> paceline.Job:
     generator = torch.Generator().manual_seed(2)
-    words, y = torch.randint(0, 33, (36, 3), generator=generator), torch.randn(36, 4, generator=generator)
+    words, y = (
+        torch.randint(0, 33, (36, 3), generator=generator),
+        torch.randn(36, 4, generator=generator),
+    )
     return stateful_job(lambda: Bag(max_norm), data=TensorDataset(words, y))
 
 
@@ -72,8 +75,12 @@ def target(kind: type[nn.Module] = MomentumTarget) -> paceline.Job:
     return stateful_job(lambda: nn.Sequential(kind(), nn.Linear(8, 4)))
 
 
-JOBS = {"limit": lambda: bag(1.0), "limit that is reached late": lambda: bag(4.0), "target": target,
-        "late target": lambda: target(LateTarget)}
+JOBS = {
+    "limit": lambda: bag(1.0),
+    "limit that is reached late": lambda: bag(4.0),
+    "target": target,
+    "late target": lambda: target(LateTarget),
+}
 
 
 @pytest.mark.parametrize("plan", ["data=2", pytest.param("data=3", marks=pytest.mark.slow)])
@@ -91,13 +98,17 @@ def test_edits_of_several_micro_batches():
 
 def test_edits_that_contradict_each_other_are_refused(tmp_path: Path):
     """What depends on a replica's samples can't be put together; the parameter is named before the first update."""
-    with pytest.raises(RankFailed, match="a forward changes the parameter 'mean' in place") as refusal:
+    with pytest.raises(
+        RankFailed, match="a forward changes the parameter 'mean' in place"
+    ) as refusal:
         trained(stateful_job(FollowsSamples), "data=2", tmp_path)
     assert "register it as a buffer" in str(refusal.value)
 
 
 @pytest.mark.sweep(2)
-@pytest.mark.parametrize("plan", ["shard=2", "shard=2 zero=1", "shard=2 recompute=full", "data=2 shard=2"])
+@pytest.mark.parametrize(
+    "plan", ["shard=2", "shard=2 zero=1", "shard=2 recompute=full", "data=2 shard=2"]
+)
 @pytest.mark.parametrize("name", ["limit", "target"])
 @in_turn(lambda name, plan: JOBS[name]())
 def test_edited_parameters_are_kept_whole():
@@ -106,7 +117,10 @@ def test_edited_parameters_are_kept_whole():
 
 def test_an_edit_that_no_look_at_the_model_showed_is_refused(tmp_path: Path):
     """A target that begins to follow later is sharded; the change is seen in the step that makes it."""
-    with pytest.raises(RankFailed, match=r"changes the parameter '0.target.weight' in place, and shard=N would lose"):
+    with pytest.raises(
+        RankFailed,
+        match=r"changes the parameter '0.target.weight' in place, and shard=N would lose",
+    ):
         trained(target(LateTarget), "shard=2", tmp_path)
 
 
@@ -131,7 +145,9 @@ def test_a_write_that_changes_nothing_at_first_is_seen():
 
 
 def test_servers_see_a_write_that_changes_nothing_at_first(tmp_path: Path):
-    with pytest.raises(RankFailed, match=r"a forward changes the parameter '0\.target\.bias' in place, and servers"):
+    with pytest.raises(
+        RankFailed, match=r"a forward changes the parameter '0\.target\.bias' in place, and servers"
+    ):
         trained(target(CopiedTarget), "server=1 workers=2", tmp_path)
 
 
@@ -150,7 +166,9 @@ class Centred(nn.Module):
 
 def test_servers_refuse_tensors_in_attributes_that_change(tmp_path: Path):
     """Each worker would go on with its own."""
-    with pytest.raises(RankFailed, match="training changes 'centre', and servers keep trained parameters alone"):
+    with pytest.raises(
+        RankFailed, match="training changes 'centre', and servers keep trained parameters alone"
+    ):
         trained(stateful_job(Centred), "server=1 workers=2", tmp_path)
 
 
@@ -158,13 +176,17 @@ def test_servers_refuse_tensors_in_attributes_that_change(tmp_path: Path):
 @pytest.mark.parametrize("name", ["limit", "target"])
 def test_servers_refuse_edited_parameters(name: str, tmp_path: Path):
     """They keep the parameters and would not learn of it."""
-    with pytest.raises(RankFailed, match="and servers, which keep the parameters, would not learn of it"):
+    with pytest.raises(
+        RankFailed, match="and servers, which keep the parameters, would not learn of it"
+    ):
         trained(JOBS[name](), "server=1 workers=2", tmp_path)
 
 
 def test_a_model_that_edits_nothing_is_not_run_beforehand():
     """The code of its classes is looked through first."""
-    assert not may_write(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.TransformerEncoderLayer(4, 2)))
+    assert not may_write(
+        nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.TransformerEncoderLayer(4, 2))
+    )
     assert may_write(MomentumTarget())
 
 
@@ -173,8 +195,12 @@ class TwoNets(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.online = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
-        self.target = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+        self.online = nn.Sequential(
+            nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)
+        )
+        self.target = nn.Sequential(
+            nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)
+        )
         self.target.requires_grad_(False)
         self.register_buffer("seen", torch.zeros(8))
 
@@ -188,8 +214,15 @@ class TwoNets(nn.Module):
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize("plan", ["pipeline=2 microbatches=4", "pipeline=2 microbatches=4 schedule=interleaved",
-                                  "pipeline=2 microbatches=4 schedule=zero-bubble", "tensor=2 accumulate=4"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "pipeline=2 microbatches=4",
+        "pipeline=2 microbatches=4 schedule=interleaved",
+        "pipeline=2 microbatches=4 schedule=zero-bubble",
+        "tensor=2 accumulate=4",
+    ],
+)
 @in_turn(lambda plan: stateful_job(TwoNets, batch=8), reference="single accumulate=4")
 def test_other_stages_use_what_was_written_for_their_micro_batch():
     """The next micro-batch's forward may have written again by then."""
@@ -229,7 +262,9 @@ class ThroughData(TwoNets):
 
 
 @pytest.mark.sweep(2)
-@pytest.mark.parametrize("plan", ["shard=2", "shard=2 zero=1", "data=2 shard=2", "shard=2 recompute=full"])
+@pytest.mark.parametrize(
+    "plan", ["shard=2", "shard=2 zero=1", "data=2 shard=2", "shard=2 recompute=full"]
+)
 @pytest.mark.parametrize("kind", [TwoNets, ThroughData])
 @in_turn(lambda kind, plan: stateful_job(kind))
 def test_shards_follow_shards():
@@ -238,7 +273,9 @@ def test_shards_follow_shards():
 
 def test_shards_do_not_follow_in_several_micro_batches(tmp_path: Path):
     """Some of them may have no samples, and must leave no trace."""
-    with pytest.raises(RankFailed, match="uses a parameter of one of its blocks without calling the block"):
+    with pytest.raises(
+        RankFailed, match="uses a parameter of one of its blocks without calling the block"
+    ):
         trained(stateful_job(TwoNets), "shard=2 accumulate=2", tmp_path)
 
 
@@ -257,7 +294,9 @@ class InBlocks(TwoNets):
 
     def __init__(self) -> None:
         super().__init__()
-        self.target[0].register_forward_pre_hook(lambda block, _: (block.weight.data.copy_(torch.eye(8)), None)[1])
+        self.target[0].register_forward_pre_hook(
+            lambda block, _: (block.weight.data.copy_(torch.eye(8)), None)[1]
+        )
         self.target[0].weight.data.copy_(torch.eye(8))
 
 
@@ -283,20 +322,54 @@ def test_what_a_block_writes_once_does_not_follow():
     model = Once()
     names = written_by(lambda: model(torch.ones(2, 8)), model)
     assert names == {"target.0.weight"}
-    assert followers(names, model, find_units(model), (partial(model, torch.zeros(2, 8)),) * 2) == set()
+    assert (
+        followers(names, model, find_units(model), (partial(model, torch.zeros(2, 8)),) * 2)
+        == set()
+    )
 
 
-@pytest.mark.parametrize(("kind", "expected"), [
-    (TwoNets, {"target.0.weight", "target.0.bias", "target.2.weight", "target.2.bias", "target.4.weight",
-               "target.4.bias"}),
-    (BySamples, set()),
-    (InBlocks, {"target.0.bias", "target.2.weight", "target.2.bias", "target.4.weight", "target.4.bias"})])
-def test_followers_are_written_to_from_outside_alike_for_all_samples(kind: type[nn.Module], expected: set[str]):
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        (
+            TwoNets,
+            {
+                "target.0.weight",
+                "target.0.bias",
+                "target.2.weight",
+                "target.2.bias",
+                "target.4.weight",
+                "target.4.bias",
+            },
+        ),
+        (BySamples, set()),
+        (
+            InBlocks,
+            {
+                "target.0.bias",
+                "target.2.weight",
+                "target.2.bias",
+                "target.4.weight",
+                "target.4.bias",
+            },
+        ),
+    ],
+)
+def test_followers_are_written_to_from_outside_alike_for_all_samples(
+    kind: type[nn.Module], expected: set[str]
+):
     model = kind()
     names = [name for name, _ in model.target.named_parameters(prefix="target")]
 
-    assert followers(names, model, find_units(model), tuple(
-        partial(model, torch.full((2, 8), value)) for value in (0.1, 0.2))) == expected
+    assert (
+        followers(
+            names,
+            model,
+            find_units(model),
+            tuple(partial(model, torch.full((2, 8), value)) for value in (0.1, 0.2)),
+        )
+        == expected
+    )
 
 
 class LateNets(TwoNets):
@@ -315,5 +388,8 @@ class LateNets(TwoNets):
 
 def test_what_would_be_lost_of_gathered_blocks_is_refused(tmp_path: Path):
     """Below ZeRO's third stage blocks stay gathered between micro-batches; what is written to them there is dropped."""
-    with pytest.raises(RankFailed, match=r"changes the parameter 'target\.\d\.\w+' in place, and shard=N would lose"):
+    with pytest.raises(
+        RankFailed,
+        match=r"changes the parameter 'target\.\d\.\w+' in place, and shard=N would lose",
+    ):
         trained(stateful_job(LateNets), "shard=2 zero=2 accumulate=2", tmp_path)

@@ -24,9 +24,17 @@ SIZE = DecoderSize(8, 2048, 16, 8192, 32000, sequence=1024)
 
 def _job(model: Any = lambda: Decoder(SIZE), **changes: Any) -> paceline.Job:
     tokens = torch.zeros(64, SIZE.sequence, dtype=torch.long)
-    return paceline.Job(**{"model": model, "data": TensorDataset(tokens, tokens), "batch": 64, "steps": 1,
-                           "loss": lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten()),
-                           "optimizer": lambda named: torch.optim.AdamW(named), **changes})
+    return paceline.Job(
+        **{
+            "model": model,
+            "data": TensorDataset(tokens, tokens),
+            "batch": 64,
+            "steps": 1,
+            "loss": lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten()),
+            "optimizer": lambda named: torch.optim.AdamW(named),
+            **changes,
+        }
+    )
 
 
 @pytest.fixture(scope="module")
@@ -37,23 +45,31 @@ def layers() -> Profile:
 
 def test_blocks_that_are_alike_are_one_segment(layers: Profile):
     """With all their parameters, and every product's shape."""
-    blocks, = (segment for segment in layers.segments if segment.unit)
+    (blocks,) = (segment for segment in layers.segments if segment.unit)
     assert blocks.repeat == SIZE.layers
     assert layers.parameter_bytes == 4 * SIZE.num_parameters
     for work in (blocks.forward, blocks.backward):
-        assert sum(product.flops for product in work.products) == pytest.approx(work.flops.per_sample)
+        assert sum(product.flops for product in work.products) == pytest.approx(
+            work.flops.per_sample
+        )
     assert {p.kind for p in blocks.forward.products} == {"linear", "attention"}
 
 
-PLANS = {"single accumulate=64": 0.03, "data=8 accumulate=4": 0.03, "shard=8 accumulate=8": 0.05,
-         "pipeline=4 data=2 microbatches=16": 0.03, "pipeline=4 data=2 microbatches=16 schedule=zero-bubble": 0.15,
-         "pipeline=4 schedule=interleaved virtual=2 microbatches=32 shard=2 recompute=full": 0.05,
-         "tensor=2 data=4 accumulate=8": 0.15}
+PLANS = {
+    "single accumulate=64": 0.03,
+    "data=8 accumulate=4": 0.03,
+    "shard=8 accumulate=8": 0.05,
+    "pipeline=4 data=2 microbatches=16": 0.03,
+    "pipeline=4 data=2 microbatches=16 schedule=zero-bubble": 0.15,
+    "pipeline=4 schedule=interleaved virtual=2 microbatches=32 shard=2 recompute=full": 0.05,
+    "tensor=2 data=4 accumulate=8": 0.15,
+}
 
 
 @pytest.mark.parametrize("text", PLANS)
 def test_it_costs_what_the_model_by_dimensions_does(text: str, layers: Profile):
     """Seconds and bytes."""
+
     def guess(profile: Profile) -> Estimate:
         return estimate(profile, Plan.parse(text), Cluster.parse("8xA100"), batch=64)
 
@@ -83,6 +99,8 @@ def test_layers_that_differ_are_dealt_by_their_work():
     profile = LazyPieces(job, profile_job(job)).layers()
     assert profile.parameter_bytes == 4 * sum(p.numel() for p in Tapered().parameters())
 
-    estimated = estimate(profile, Plan.parse("pipeline=2 data=2 microbatches=4"), Cluster.parse("4xA100"), batch=64)
+    estimated = estimate(
+        profile, Plan.parse("pipeline=2 data=2 microbatches=4"), Cluster.parse("4xA100"), batch=64
+    )
     first, second = (need.ledger["parameters"] for need in estimated.needs)
     assert first > 2 * second > 0

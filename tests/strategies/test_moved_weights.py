@@ -20,11 +20,15 @@ class Flattening(nn.LSTM):
 
     def flatten_parameters(self) -> None:
         weights = [weight for weight in self._flat_weights if isinstance(weight, Tensor)]
-        if len(weights) < len(self._flat_weights_names) or any(hasattr(weight, "device_mesh") for weight in weights):
+        if len(weights) < len(self._flat_weights_names) or any(
+            hasattr(weight, "device_mesh") for weight in weights
+        ):
             return
         with torch.no_grad():
             flat = torch.cat([weight.flatten() for weight in weights])
-            for weight, part in zip(weights, flat.split([weight.numel() for weight in weights]), strict=True):
+            for weight, part in zip(
+                weights, flat.split([weight.numel() for weight in weights]), strict=True
+            ):
                 weight.data = part.view(weight.shape)
 
 
@@ -53,7 +57,9 @@ def sequences(plan: str) -> paceline.Job:
     return stateful_job(Sequences)
 
 
-@pytest.mark.parametrize("plan", ["shard=2", "shard=2 zero=1", "shard=2 zero=2 accumulate=2", "data=2"])
+@pytest.mark.parametrize(
+    "plan", ["shard=2", "shard=2 zero=1", "shard=2 zero=2 accumulate=2", "data=2"]
+)
 @in_turn(sequences)
 def test_recurrent_layers_are_trained():
     """Each forward computes with the weights that were gathered for it, and not with those of the first one."""
@@ -61,5 +67,12 @@ def test_recurrent_layers_are_trained():
 
 def test_other_layers_that_move_their_weights_are_refused(tmp_path: Path):
     """FSDP2 would go on to fill the memory that the weight was in before."""
-    with pytest.raises(RankFailed, match=r"moves the parameter '0\.weight' to other memory, and shard=N would compute"):
-        trained(stateful_job(lambda: nn.Sequential(Repacked(8, 8), nn.Tanh(), nn.Linear(8, 4))), "shard=2", tmp_path)
+    with pytest.raises(
+        RankFailed,
+        match=r"moves the parameter '0\.weight' to other memory, and shard=N would compute",
+    ):
+        trained(
+            stateful_job(lambda: nn.Sequential(Repacked(8, 8), nn.Tanh(), nn.Linear(8, 4))),
+            "shard=2",
+            tmp_path,
+        )

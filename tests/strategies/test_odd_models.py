@@ -17,18 +17,26 @@ import paceline
 from paceline.launch.process.failure import RankFailed
 
 EXACT: dict[str, Callable[[], nn.Module]] = {
-    "a straight-through sign": lambda: odd.Net(odd.Binarised), "a gradient reversal": odd.Reversed,
-    "functions of several outputs": lambda: odd.Net(odd.SeveralOutputs), "hooks": odd.with_hooks,
-    "hooks inside": lambda: odd.Net(odd.HookInside), "reentrant checkpoints": odd.Checkpointed,
-    "counters in blocks": lambda: odd.Net(odd.Counting), "a tensor in an attribute": odd.Centred,
-    "buffers put in place": lambda: odd.Net(odd.Averaging), "a buffer of the root": odd.AveragingRoot,
-    "running statistics": lambda: odd.Net(odd.Normalised)}
+    "a straight-through sign": lambda: odd.Net(odd.Binarised),
+    "a gradient reversal": odd.Reversed,
+    "functions of several outputs": lambda: odd.Net(odd.SeveralOutputs),
+    "hooks": odd.with_hooks,
+    "hooks inside": lambda: odd.Net(odd.HookInside),
+    "reentrant checkpoints": odd.Checkpointed,
+    "counters in blocks": lambda: odd.Net(odd.Counting),
+    "a tensor in an attribute": odd.Centred,
+    "buffers put in place": lambda: odd.Net(odd.Averaging),
+    "a buffer of the root": odd.AveragingRoot,
+    "running statistics": lambda: odd.Net(odd.Normalised),
+}
 
 
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("plan", odd.SPLITS)
 @pytest.mark.parametrize("name", EXACT)
-@in_turn(lambda name, plan: odd.job_of(EXACT[name], batch=12 if name == "running statistics" else 2))
+@in_turn(
+    lambda name, plan: odd.job_of(EXACT[name], batch=12 if name == "running statistics" else 2)
+)
 def test_what_is_exact() -> None:
     """Parameters and buffers, with and without the model's own state."""
 
@@ -48,23 +56,37 @@ def test_recomputed_parts_change_their_state_once() -> None:
 
 
 @pytest.mark.parametrize("plan", ["pipeline=2 microbatches=3 schedule=gpipe"])
-@in_turn(lambda plan: odd.job_of(lambda: odd.Net(odd.Averaging), batch=6), reference="single accumulate=3")
+@in_turn(
+    lambda plan: odd.job_of(lambda: odd.Net(odd.Averaging), batch=6),
+    reference="single accumulate=3",
+)
 def test_several_forwards_before_a_backward() -> None:
     """A later micro-batch doesn't change what an earlier one has kept, as one device computes them one by one."""
 
 
-@pytest.mark.parametrize(("model", "plan"), [
-    (lambda: odd.Net(odd.ActivatedInPlace), "pipeline=2 microbatches=1"), *(
-        pytest.param(model, plan, marks=pytest.mark.slow) for model, plan in (
-            (lambda: odd.Net(odd.ActivatedInPlace), "tensor=2"), (odd.EditedMask, "tensor=2"),
-            (odd.EditedMask, "pipeline=2 microbatches=1")))])
+@pytest.mark.parametrize(
+    ("model", "plan"),
+    [
+        (lambda: odd.Net(odd.ActivatedInPlace), "pipeline=2 microbatches=1"),
+        *(
+            pytest.param(model, plan, marks=pytest.mark.slow)
+            for model, plan in (
+                (lambda: odd.Net(odd.ActivatedInPlace), "tensor=2"),
+                (odd.EditedMask, "tensor=2"),
+                (odd.EditedMask, "pipeline=2 microbatches=1"),
+            )
+        ),
+    ],
+)
 @in_turn(lambda model, plan: odd.job_of(model, batch=2))
 def test_values_edited_in_place() -> None:
     """An edit is not cut off from what it edits."""
 
 
-@pytest.mark.parametrize("model", [lambda: odd.Net(odd.ActivatedInPlace),
-                                   pytest.param(odd.EditedMask, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "model",
+    [lambda: odd.Net(odd.ActivatedInPlace), pytest.param(odd.EditedMask, marks=pytest.mark.slow)],
+)
 def test_values_edited_in_place_in_parts(model: Callable[[], nn.Module], tmp_path: Path) -> None:
     """They would be edited on one rank and read on another."""
     with pytest.raises(RankFailed, match="edits in place what") as refused:
@@ -79,10 +101,14 @@ def test_a_weight_of_three_modules() -> None:
     """Two of them on one rank, where it is whole, so that it is whole on the other too."""
 
 
-@pytest.mark.parametrize(("model", "words"), [
-    (odd.CountingRoot, "CountingRoot itself changes its attribute 'calls' each time"),
-    (odd.Skipping, "Skipping itself draws from Python's or NumPy's random numbers"),
-    (odd.ForceField, "the forward takes gradients with torch.autograd")])
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (odd.CountingRoot, "CountingRoot itself changes its attribute 'calls' each time"),
+        (odd.Skipping, "Skipping itself draws from Python's or NumPy's random numbers"),
+        (odd.ForceField, "the forward takes gradients with torch.autograd"),
+    ],
+)
 def test_what_is_refused(model: Callable[[], nn.Module], words: str, tmp_path: Path) -> None:
     """What the model's own forward does that no graph holds, by name, with a plan that works."""
     message = odd.refusal(odd.job_of(model), "pipeline=2", tmp_path)
@@ -91,8 +117,12 @@ def test_what_is_refused(model: Callable[[], nn.Module], words: str, tmp_path: P
 
 def penalty() -> dict[str, Any]:
     net = odd.Net()
-    return {"model": lambda: net, "loss": lambda output, target: F.mse_loss(output, target) + 0.1 * sum(
-        p.square().sum() for p in net.parameters())}
+    return {
+        "model": lambda: net,
+        "loss": lambda output, target: (
+            F.mse_loss(output, target) + 0.1 * sum(p.square().sum() for p in net.parameters())
+        ),
+    }
 
 
 def auxiliary() -> dict[str, Any]:
@@ -108,14 +138,19 @@ def auxiliary() -> dict[str, Any]:
         made.append(Net())
         return made[-1]
 
-    return {"model": model, "loss": lambda output, target: F.mse_loss(output, target) + made[-1].aux}
+    return {
+        "model": model,
+        "loss": lambda output, target: F.mse_loss(output, target) + made[-1].aux,
+    }
 
 
 def inner() -> dict[str, Any]:
     net, seen = odd.Net(), list[Tensor]()
     net.b[1].register_forward_hook(lambda module, given, output: seen.append(output))
-    return {"model": lambda: net,
-            "loss": lambda output, target: F.mse_loss(output, target) + seen[-1].square().mean()}
+    return {
+        "model": lambda: net,
+        "loss": lambda output, target: F.mse_loss(output, target) + seen[-1].square().mean(),
+    }
 
 
 class WithInput(odd.Net):
@@ -126,8 +161,9 @@ class WithInput(odd.Net):
 
 def by_input() -> dict[str, Any]:
     """A loss that differentiates the output by the input."""
+
     def loss(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
-        gradient, = torch.autograd.grad(output[1].sum(), output[0], create_graph=True)
+        (gradient,) = torch.autograd.grad(output[1].sum(), output[0], create_graph=True)
         return F.mse_loss(output[1], target) + gradient.square().mean()
 
     return {"model": WithInput, "loss": loss}
@@ -140,7 +176,10 @@ class Flat(odd.Net):
 
 def in_place() -> dict[str, Any]:
     """A loss that writes to the model's output, which is a view."""
-    return {"model": Flat, "loss": lambda output, target: F.mse_loss(output.add_(0.1), target.flatten(1))}
+    return {
+        "model": Flat,
+        "loss": lambda output, target: F.mse_loss(output.add_(0.1), target.flatten(1)),
+    }
 
 
 @pytest.mark.parametrize("plan", ["shard=2"])
@@ -151,14 +190,19 @@ def test_a_loss_that_writes_to_the_output() -> None:
 
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("plan", odd.SPLITS)
-@pytest.mark.parametrize(("job", "words"), [
-    (in_place, "the loss writes to the model's output in place"),
-    (by_input, "the loss goes back through the model"),
-    (penalty, "the loss uses the parameter 'a.weight' of the model"),
-    (auxiliary, "the loss uses the attribute 'aux' of the model"),
-    (inner, "the loss uses a tensor that the forward made inside of the model")])
-def test_losses_that_look_at_the_model(job: Callable[[], dict[str, Any]], words: str, plan: str,
-                                       tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("job", "words"),
+    [
+        (in_place, "the loss writes to the model's output in place"),
+        (by_input, "the loss goes back through the model"),
+        (penalty, "the loss uses the parameter 'a.weight' of the model"),
+        (auxiliary, "the loss uses the attribute 'aux' of the model"),
+        (inner, "the loss uses a tensor that the forward made inside of the model"),
+    ],
+)
+def test_losses_that_look_at_the_model(
+    job: Callable[[], dict[str, Any]], words: str, plan: str, tmp_path: Path
+) -> None:
     """They are refused at once, by name."""
     message = odd.refusal(odd.job_of(**job()), plan, tmp_path)
     assert words in message and "data=N" in message
@@ -168,8 +212,11 @@ def weighted() -> paceline.Job:
     torch.manual_seed(0)
     net = odd.Net()
     net.register_buffer("weights", torch.rand(4))
-    return odd.job_of(lambda: net, batch=2,
-                      loss=lambda output, target: ((output - target).square() * net.weights).mean())
+    return odd.job_of(
+        lambda: net,
+        batch=2,
+        loss=lambda output, target: ((output - target).square() * net.weights).mean(),
+    )
 
 
 @pytest.mark.parametrize("plan", ["pipeline=2 microbatches=1"])
@@ -199,8 +246,12 @@ class Chooses(nn.Module):
 @pytest.mark.parametrize("plan", ["pipeline=2"])
 def test_a_value_that_a_forward_reads_is_named_by_its_line(plan: str, tmp_path: Path) -> None:
     message = odd.refusal(odd.job_of(Chooses), plan, tmp_path / "refused")
-    assert "it reads values of a tensor in `return self.l(x) * (2 if x[0, 0] > 0 else 3)`" in message
-    assert "test_odd_models.py:" in message and "data=N and shard=N plans run it as it is" in message
+    assert (
+        "it reads values of a tensor in `return self.l(x) * (2 if x[0, 0] > 0 else 3)`" in message
+    )
+    assert (
+        "test_odd_models.py:" in message and "data=N and shard=N plans run it as it is" in message
+    )
 
 
 def scripted() -> nn.Module:
@@ -209,10 +260,20 @@ def scripted() -> nn.Module:
 
 @pytest.mark.sweep(2)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize(("block", "plan", "words"), [
-    (Mapped, "pipeline=2", "recording its forward failed"), (Mapped, "tensor=2", "recording its forward failed"),
-    *((scripted, plan, "'b.0' is a scripted module") for plan in ("pipeline=2", "shard=2", "single recompute=full"))])
-def test_modules_that_torch_hides(block: Callable[[], nn.Module], plan: str, words: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("block", "plan", "words"),
+    [
+        (Mapped, "pipeline=2", "recording its forward failed"),
+        (Mapped, "tensor=2", "recording its forward failed"),
+        *(
+            (scripted, plan, "'b.0' is a scripted module")
+            for plan in ("pipeline=2", "shard=2", "single recompute=full")
+        ),
+    ],
+)
+def test_modules_that_torch_hides(
+    block: Callable[[], nn.Module], plan: str, words: str, tmp_path: Path
+) -> None:
     """Of torch.func and torch.jit: refused in words."""
     assert words in odd.refusal(odd.job_of(lambda: odd.Net(block)), plan, tmp_path / "refused")
 

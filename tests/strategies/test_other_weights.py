@@ -18,7 +18,9 @@ class Outer(nn.Module):
         self.net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return functional_call(self.net, {name: 2 * p for name, p in self.net.named_parameters()}, (x,))
+        return functional_call(
+            self.net, {name: 2 * p for name, p in self.net.named_parameters()}, (x,)
+        )
 
 
 def test_its_blocks_are_no_units():
@@ -31,7 +33,9 @@ def test_what_was_not_seen_beforehand_is_refused():
     """A function elsewhere may swap weights."""
     block = nn.Linear(2, 2)
     places = [(block, "weight", "net.0.weight")]
-    block.register_forward_pre_hook(lambda module, inputs: _refuse_other_weights(places, module, inputs))
+    block.register_forward_pre_hook(
+        lambda module, inputs: _refuse_other_weights(places, module, inputs)
+    )
     block(torch.zeros(1, 2))
 
     with pytest.raises(PlanRefused, match=r"'net\.0\.weight'"):

@@ -44,7 +44,9 @@ def install(site: Path, name: str, target: str) -> None:
 
 
 @pytest.fixture
-def gossip(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def gossip(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
     site = tmp_path_factory.mktemp("site")
     install(site, "gossip", "paceline_gossip:STRATEGY")
     monkeypatch.syspath_prepend(site)
@@ -66,16 +68,25 @@ def net() -> nn.Module:
 
 def make_job(**changes: Any) -> paceline.Job:
     x = torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(1))
-    fields = {"model": net, "data": TensorDataset(x, (x[:, 0] > 0).long() + (x[:, 1] > 0).long()),
-              "loss": F.cross_entropy, "optimizer": sgd, "batch": BATCH, "steps": 8, "precision": "float64"}
+    fields = {
+        "model": net,
+        "data": TensorDataset(x, (x[:, 0] > 0).long() + (x[:, 1] > 0).long()),
+        "loss": F.cross_entropy,
+        "optimizer": sgd,
+        "batch": BATCH,
+        "steps": 8,
+        "precision": "float64",
+    }
     return paceline.Job(**{**fields, **changes})
 
 
-def train(run: Path, plan: str, *, save_every: int | None = None, resume: bool = False,
-          **changes: Any) -> dict[str, Any]:
+def train(
+    run: Path, plan: str, *, save_every: int | None = None, resume: bool = False, **changes: Any
+) -> dict[str, Any]:
     devices = f"cpu:0-{Plan.parse(plan).world_size - 1}"
-    return paceline.train(make_job(**changes), plan, devices=devices, run=run, save_every=save_every,
-                          resume=resume).to_dict()
+    return paceline.train(
+        make_job(**changes), plan, devices=devices, run=run, save_every=save_every, resume=resume
+    ).to_dict()
 
 
 def by_hand(replicas: int, steps: int) -> dict[str, torch.Tensor]:
@@ -87,37 +98,62 @@ def by_hand(replicas: int, steps: int) -> dict[str, torch.Tensor]:
         model.load_state_dict(first)
     optimizers = [sgd(list(model.named_parameters())) for model in models]
     for batch in whole_batches(job, steps):
-        for model, optimizer, share in zip(models, optimizers, split(batch.samples, [1] * replicas), strict=True):
+        for model, optimizer, share in zip(
+            models, optimizers, split(batch.samples, [1] * replicas), strict=True
+        ):
             optimizer.zero_grad()
-            job.loss(model(batch.input[share.start:share.stop]), batch.target[share.start:share.stop]).backward()
+            job.loss(
+                model(batch.input[share.start : share.stop]), batch.target[share.start : share.stop]
+            ).backward()
             optimizer.step()
-        states = [{name: tensor.clone() for name, tensor in model.state_dict().items()} for model in models]
+        states = [
+            {name: tensor.clone() for name, tensor in model.state_dict().items()}
+            for model in models
+        ]
         for number, model in enumerate(models):
             near = {(number - 1) % replicas, number, (number + 1) % replicas}
-            model.load_state_dict({name: torch.stack([states[other][name] for other in near]).mean(0)
-                                   for name in first})
-    return {name: torch.stack([model.state_dict()[name] for model in models]).mean(0) for name in first}
+            model.load_state_dict(
+                {
+                    name: torch.stack([states[other][name] for other in near]).mean(0)
+                    for name in first
+                }
+            )
+    return {
+        name: torch.stack([model.state_dict()[name] for model in models]).mean(0) for name in first
+    }
 
 
 def load_initial() -> dict[str, torch.Tensor]:
     """The weights that a run of this job starts from."""
     from paceline.training.prepare import build_model
 
-    return {name: tensor.clone() for name, tensor in build_model(make_job(), torch.device("cpu")).state_dict().items()}
+    return {
+        name: tensor.clone()
+        for name, tensor in build_model(make_job(), torch.device("cpu")).state_dict().items()
+    }
 
 
 EXPERTS = Axis("experts", cuts_samples=True, cuts_weights=True)
 CONTEXT = Axis("context", cuts_sequence=True)
 
 
-@pytest.mark.parametrize(("axis", "dense", "cut", "replica", "is_alike"), [
-    (EXPERTS, [0, 1, 2, 3], [0, 2], [0, 1, 2, 3], False), (CONTEXT, [0, 1, 2, 3], [0, 1, 2, 3], [0, 0, 1, 1], True),
-    (Axis("tensor", cuts_weights=True), [0, 2], [0, 2], [0, 0, 1, 1], False)])
+@pytest.mark.parametrize(
+    ("axis", "dense", "cut", "replica", "is_alike"),
+    [
+        (EXPERTS, [0, 1, 2, 3], [0, 2], [0, 1, 2, 3], False),
+        (CONTEXT, [0, 1, 2, 3], [0, 1, 2, 3], [0, 0, 1, 1], True),
+        (Axis("tensor", cuts_weights=True), [0, 2], [0, 2], [0, 0, 1, 1], False),
+    ],
+)
 def test_what_an_axis_cuts_says_over_which_ranks_each_gradient_is_summed(
-        axis: Axis, dense: list[int], cut: list[int], replica: list[int], is_alike: bool):
+    axis: Axis, dense: list[int], cut: list[int], replica: list[int], is_alike: bool
+):
     """Two replicas, of two ranks along an axis that nothing but its facts is known of. Experts see samples of their own
     and are cut, and what is dense is held alike; of a sequence all hold everything and see parts."""
-    meshes = [Mesh({"data": 2, axis.name: 2}, rank, (Axis("data", cuts_samples=True), axis)) for rank in range(4)]
+    meshes = [
+        Mesh({"data": 2, axis.name: 2}, rank, (Axis("data", cuts_samples=True), axis))
+        for rank in range(4)
+    ]
 
     assert meshes[0].summed_over() == meshes[0].replicas == dense
     assert meshes[0].summed_over(["" if is_alike else axis.name]) == cut
@@ -129,19 +165,32 @@ def test_what_an_axis_cuts_says_over_which_ranks_each_gradient_is_summed(
 def test_its_key_is_read_and_written_like_any_other():
     plan = Plan.parse("accumulate=2 gossip=4")
 
-    assert str(plan) == "gossip=4 accumulate=2" and Plan.parse(str(plan)) == plan == Plan.of(gossip=4, accumulate=2)
+    assert str(plan) == "gossip=4 accumulate=2" and Plan.parse(str(plan)) == plan == Plan.of(
+        gossip=4, accumulate=2
+    )
     assert plan.world_size == plan.replicas == plan.num_copies == 4 and not plan.splits_model
-    assert "two neighbours" in (plan.relaxed or "") and plan.exact == Plan.parse("data=4 accumulate=2")
+    assert "two neighbours" in (plan.relaxed or "") and plan.exact == Plan.parse(
+        "data=4 accumulate=2"
+    )
     assert Plan.parse("gossip=1") == Plan() and kind_of(plan) == "gossip"
 
 
 @pytest.mark.usefixtures("gossip")
-@pytest.mark.parametrize(("text", "words"), [
-    ("gossip=4 data=2", "gossip=4 and data=2 don't compose"), ("gossip=2 tensor=2", "holds the whole model"),
-    ("gossip=2 server=1 workers=2", "workers hold the whole model"), ("gossip=2 compress=int8", "add data=N"),
-    ("gossip=2 local=3", "add data=N"), ("gossip=x", "not a whole number"), ("gossip=0", "at least 1"),
-    ("gosip=2", "did you mean 'gossip'"), ("single gossip=2", "contradicts gossip=2"), ("gossip", "needs a value"),
-])
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("gossip=4 data=2", "gossip=4 and data=2 don't compose"),
+        ("gossip=2 tensor=2", "holds the whole model"),
+        ("gossip=2 server=1 workers=2", "workers hold the whole model"),
+        ("gossip=2 compress=int8", "add data=N"),
+        ("gossip=2 local=3", "add data=N"),
+        ("gossip=x", "not a whole number"),
+        ("gossip=0", "at least 1"),
+        ("gosip=2", "did you mean 'gossip'"),
+        ("single gossip=2", "contradicts gossip=2"),
+        ("gossip", "needs a value"),
+    ],
+)
 def test_wrong_values_and_products_are_refused(text: str, words: str):
     with pytest.raises(PlanError, match=words):
         Plan.parse(text)
@@ -169,9 +218,14 @@ def test_it_is_among_the_relaxed_plans_and_has_a_price():
 
     job, cluster = make_job(precision="float32"), Cluster.local(num_ranks=4)
     profile = profile_job(job)
-    estimated, single = (estimate(profile, Plan.parse(text), cluster, batch=BATCH, precision="float32")
-                         for text in ("gossip=4", "data=4"))
-    assert estimated.step_s > 0 and estimated.ledger["communication"] >= 3 * profile.parameter_bytes > 0
+    estimated, single = (
+        estimate(profile, Plan.parse(text), cluster, batch=BATCH, precision="float32")
+        for text in ("gossip=4", "data=4")
+    )
+    assert (
+        estimated.step_s > 0
+        and estimated.ledger["communication"] >= 3 * profile.parameter_bytes > 0
+    )
     assert single.ledger.get("communication", 0) < estimated.ledger["communication"]
 
 
@@ -209,12 +263,16 @@ def test_verify_says_that_it_is_relaxed_and_what_is_exact():
     assert not certificates[0].passed and "'data=2' can" in str(certificates[0].reason)
 
 
-def test_a_package_that_cannot_be_loaded_is_named_and_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_package_that_cannot_be_loaded_is_named_and_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     install(tmp_path, "broken", "no_such_module:STRATEGY")
     monkeypatch.syspath_prepend(tmp_path)
     extensions.cache_clear()
     try:
-        with pytest.warns(UserWarning, match=r"'broken' \(no_such_module:STRATEGY\) can't be loaded"):
+        with pytest.warns(
+            UserWarning, match=r"'broken' \(no_such_module:STRATEGY\) can't be loaded"
+        ):
             assert "broken" not in {strategy.name for strategy in extensions()}
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -237,7 +295,8 @@ def test_a_key_that_is_built_in_is_refused(tmp_path: Path, monkeypatch: pytest.M
         "from paceline.strategies.axes import Axis\nfrom paceline.strategies.keys import PlanKeys\n"
         "from paceline.strategies.strategy import Strategy\n"
         "STRATEGY = Strategy(name='taking', is_active=lambda plan: False,\n"
-        "                    keys=PlanKeys(axes=(Axis('data', cuts_samples=True),)))\n")
+        "                    keys=PlanKeys(axes=(Axis('data', cuts_samples=True),)))\n"
+    )
     install(tmp_path, "taking", "taking:STRATEGY")
     monkeypatch.syspath_prepend(tmp_path)
     extensions.cache_clear()

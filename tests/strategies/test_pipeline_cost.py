@@ -17,17 +17,32 @@ from paceline.planner.program import stage_program
 from paceline.planner.rank_kinds import accelerator_rates
 from paceline.simulate.play import play_together
 from paceline.strategies.pipeline.cost import deal, ranks
-from paceline.strategies.pipeline.timing import ActionSeconds, _course, _played, rank_ends, shortened
+from paceline.strategies.pipeline.timing import (
+    ActionSeconds,
+    _course,
+    _played,
+    rank_ends,
+    shortened,
+)
 from paceline.strategies.plan import Plan
 
-SOFTWARE = Software(kernels=Kernels(), formats=Formats(2, 2, 2, 12, 2, 2), slowdown=0.0, operator_s=0.0)
+SOFTWARE = Software(
+    kernels=Kernels(), formats=Formats(2, 2, 2, 12, 2, 2), slowdown=0.0, operator_s=0.0
+)
 SIZE = DecoderSize(12, 256, 4, 1024, 1000, sequence=128)
 PROFILE = decoder_profile(SIZE, SOFTWARE.formats, SOFTWARE.kernels)
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zero-bubble", 1)]
 
 
-@pytest.mark.parametrize(("layers", "stages", "dealt"), [
-    (8, 4, [2, 2, 2, 2]), (9, 4, [2, 3, 2, 2]), (11, 4, [3, 3, 3, 2]), (6, 8, [0, 1, 1, 1, 1, 1, 1, 0])])
+@pytest.mark.parametrize(
+    ("layers", "stages", "dealt"),
+    [
+        (8, 4, [2, 2, 2, 2]),
+        (9, 4, [2, 3, 2, 2]),
+        (11, 4, [3, 3, 3, 2]),
+        (6, 8, [0, 1, 1, 1, 1, 1, 1, 0]),
+    ],
+)
 def test_layers_are_dealt_evenly(layers, stages, dealt):
     """The middle takes what is left over."""
     assert deal(layers, stages) == dealt
@@ -50,7 +65,15 @@ def test_counted_rounds_are_played_rounds(name, virtual, num_ranks):
     taken = {}
     for stage in range(last + 1):
         for kind in kinds:
-            own_s = 1 + draw.random() / 5 if virtual == 1 else 1.3 if stage == last else 1.1 if stage == 0 else 1.0
+            own_s = (
+                1 + draw.random() / 5
+                if virtual == 1
+                else 1.3
+                if stage == last
+                else 1.1
+                if stage == 0
+                else 1.0
+            )
             for which in ("first", "middle", "last"):
                 taken[stage, kind, which] = ActionSeconds(own_s, 0.05, waits=stage % 2 == 0)
     count = 9 * num_ranks + (num_ranks // 2 if virtual == 1 else 0)
@@ -61,9 +84,14 @@ def test_counted_rounds_are_played_rounds(name, virtual, num_ranks):
     assert max(counted) == pytest.approx(max(played), rel=0.005)
 
 
-PLANS = ["pipeline=2 microbatches=4", "pipeline=4 microbatches=12 recompute=full",
-         "pipeline=4 microbatches=8 schedule=gpipe", "pipeline=2 microbatches=8 schedule=interleaved virtual=3",
-         "pipeline=2 tensor=2 microbatches=4", "pipeline=4 microbatches=6 schedule=zero-bubble"]
+PLANS = [
+    "pipeline=2 microbatches=4",
+    "pipeline=4 microbatches=12 recompute=full",
+    "pipeline=4 microbatches=8 schedule=gpipe",
+    "pipeline=2 microbatches=8 schedule=interleaved virtual=3",
+    "pipeline=2 tensor=2 microbatches=4",
+    "pipeline=4 microbatches=6 schedule=zero-bubble",
+]
 
 
 @pytest.mark.parametrize("text", PLANS)
@@ -74,39 +102,76 @@ def test_blocks_are_what_playing_every_event_gives(text):
     device, network = cluster.span(0, 1)[0]
     assert device.accelerator is not None
     rates = accelerator_rates(device.accelerator, SOFTWARE)
-    step_s, played = play_pipeline(PROFILE, plan, cluster, batch=4 * plan.num_microbatches, precision="bf16",
-                                   software=SOFTWARE)
+    step_s, played = play_pipeline(
+        PROFILE, plan, cluster, batch=4 * plan.num_microbatches, precision="bf16", software=SOFTWARE
+    )
     costs = list(ranks(PROFILE, plan, SOFTWARE, samples=4.0, flops_per_byte=200.0))
-    programs = [stage_program(cost, plan, "cuda", snapshot=False, software=SOFTWARE) for cost in costs]
-    exact = play_together(programs, [rates] * len(costs), network, precision="bf16",
-                          rank_stride=plan.world_size // plan.axes.pipeline)
+    programs = [
+        stage_program(cost, plan, "cuda", snapshot=False, software=SOFTWARE) for cost in costs
+    ]
+    exact = play_together(
+        programs,
+        [rates] * len(costs),
+        network,
+        precision="bf16",
+        rank_stride=plan.world_size // plan.axes.pipeline,
+    )
 
     assert step_s == pytest.approx(max(t.step_s for t in exact), rel=0.01)
     assert max(rank.timeline.peak_memory_bytes for rank in played) == pytest.approx(
-        max(t.peak_memory_bytes for t in exact), rel=0.03)
+        max(t.peak_memory_bytes for t in exact), rel=0.03
+    )
 
 
 def test_stages_hold_the_model_once():
     """All parameters of all ranks are the model's, with a second table where the head is tied to it."""
     for tied, more in ((False, 0), (True, SIZE.vocab * SIZE.hidden)):
         profile = decoder_profile(replace(SIZE, tied=tied), SOFTWARE.formats)
-        costs = list(ranks(profile, Plan.parse("pipeline=4 microbatches=4"), SOFTWARE, samples=1.0,
-                           flops_per_byte=200.0))
+        costs = list(
+            ranks(
+                profile,
+                Plan.parse("pipeline=4 microbatches=4"),
+                SOFTWARE,
+                samples=1.0,
+                flops_per_byte=200.0,
+            )
+        )
 
-        assert sum(cost.profile.parameter_bytes for cost in costs) == profile.parameter_bytes + 2 * more
+        assert (
+            sum(cost.profile.parameter_bytes for cost in costs)
+            == profile.parameter_bytes + 2 * more
+        )
         assert [bool(cost.tied_bytes) for cost in costs] == [tied, False, False, tied]
 
 
 def test_stages_update_the_model_once():
     """The operators of all ranks' updates are those of the whole one, as they are for captured models."""
-    costs = list(ranks(PROFILE, Plan.parse("pipeline=4 microbatches=4"), SOFTWARE, samples=1.0, flops_per_byte=200.0))
+    costs = list(
+        ranks(
+            PROFILE,
+            Plan.parse("pipeline=4 microbatches=4"),
+            SOFTWARE,
+            samples=1.0,
+            flops_per_byte=200.0,
+        )
+    )
 
-    assert sum(cost.profile.update.operators for cost in costs) == pytest.approx(PROFILE.update.operators)
+    assert sum(cost.profile.update.operators for cost in costs) == pytest.approx(
+        PROFILE.update.operators
+    )
 
 
 def test_ranks_that_are_alike_share_a_profile():
     """Of 12 stages three kinds are left."""
-    costs = list(ranks(PROFILE, Plan.parse("pipeline=12 microbatches=12"), SOFTWARE, samples=1.0, flops_per_byte=200.0))
+    costs = list(
+        ranks(
+            PROFILE,
+            Plan.parse("pipeline=12 microbatches=12"),
+            SOFTWARE,
+            samples=1.0,
+            flops_per_byte=200.0,
+        )
+    )
 
     assert len({id(cost.profile) for cost in costs}) == 3
 

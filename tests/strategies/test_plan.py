@@ -26,17 +26,27 @@ PLACES = ("auto", "parts.toml", "/a/b-c.toml")
 
 @st.composite
 def legal_plans(draw: st.DrawFn) -> Plan:
-    axes = Axes(pipeline=draw(st.integers(1, 4)), data=draw(st.integers(1, 6)), shard=draw(st.integers(1, 6)),
-                tensor=draw(st.integers(1, 4)))
+    axes = Axes(
+        pipeline=draw(st.integers(1, 4)),
+        data=draw(st.integers(1, 6)),
+        shard=draw(st.integers(1, 6)),
+        tensor=draw(st.integers(1, 4)),
+    )
     zero = draw(st.sampled_from([1, 2, 3])) if axes.shard > 1 else 3
     per_replica = st.tuples(*[st.integers(1, 1000)] * (axes.data * axes.shard))
     order = Schedule()
     if axes.pipeline > 1:
         name = draw(st.sampled_from(SCHEDULES))
-        order = Schedule(schedule=name, microbatches=draw(st.integers(1, 64) | st.just("auto")),
-                         virtual=draw(st.integers(2, 4)) if name == "interleaved" else 1)
+        order = Schedule(
+            schedule=name,
+            microbatches=draw(st.integers(1, 64) | st.just("auto")),
+            virtual=draw(st.integers(2, 4)) if name == "interleaved" else 1,
+        )
     elif draw(st.booleans()):
-        axes, order = replace(axes, parts=draw(st.integers(2, 4))), Schedule(place=draw(st.sampled_from(PLACES)))
+        axes, order = (
+            replace(axes, parts=draw(st.integers(2, 4))),
+            Schedule(place=draw(st.sampled_from(PLACES))),
+        )
     modifiers = Modifiers(
         accumulate=1 if axes.pipeline > 1 else draw(st.integers(1, 10_000) | st.just("auto")),
         recompute=draw(st.sampled_from(["none", "full"])),
@@ -83,14 +93,34 @@ def test_any_text_is_a_plan_or_refused_with_a_message(text: str):
         assert Plan.parse(str(plan)) == plan
 
 
-@pytest.mark.parametrize(("word", "keys"), [
-    ("ddp", "data=N"), ("dp=2", "data=N"), ("fsdp", "shard=N"), ("fsdp2=4", "shard=N"), ("FSDP", "shard=N"),
-    ("zero3", "shard=N"), ("ZeRO-3", "shard=N"), ("zero2=4", "shard=N zero=2"), ("hsdp", "data=N shard=M"),
-    ("deepspeed", "shard=N"), ("tp=2", "tensor=N"), ("tensor_parallel_size=2", "tensor=N"), ("pp=2", "pipeline=N"),
-    ("mp=2", "place=auto"), ("megatron", "tensor=N"), ("ps", "server=S workers=W"), ("cp=2", "no plan key"),
-    ("ep=2", "no plan key"), ("sp=2", "tensor=N"), ("gradient_accumulation_steps=4", "accumulate=K"),
-    ("gradient_checkpointing", "recompute=full"), ("diloco", "local=H"), ("vpp=2", "schedule=interleaved"),
-])
+@pytest.mark.parametrize(
+    ("word", "keys"),
+    [
+        ("ddp", "data=N"),
+        ("dp=2", "data=N"),
+        ("fsdp", "shard=N"),
+        ("fsdp2=4", "shard=N"),
+        ("FSDP", "shard=N"),
+        ("zero3", "shard=N"),
+        ("ZeRO-3", "shard=N"),
+        ("zero2=4", "shard=N zero=2"),
+        ("hsdp", "data=N shard=M"),
+        ("deepspeed", "shard=N"),
+        ("tp=2", "tensor=N"),
+        ("tensor_parallel_size=2", "tensor=N"),
+        ("pp=2", "pipeline=N"),
+        ("mp=2", "place=auto"),
+        ("megatron", "tensor=N"),
+        ("ps", "server=S workers=W"),
+        ("cp=2", "no plan key"),
+        ("ep=2", "no plan key"),
+        ("sp=2", "tensor=N"),
+        ("gradient_accumulation_steps=4", "accumulate=K"),
+        ("gradient_checkpointing", "recompute=full"),
+        ("diloco", "local=H"),
+        ("vpp=2", "schedule=interleaved"),
+    ],
+)
 def test_words_of_other_tools(word: str, keys: str):
     """They are refused with the plan key that is meant, or with the word that there is none."""
     with pytest.raises(PlanError, match=re.escape(keys)) as caught:
@@ -99,11 +129,19 @@ def test_words_of_other_tools(word: str, keys: str):
     assert not re.search("did you mean", str(caught.value))
 
 
-@pytest.mark.parametrize(("text", "canonical", "world_size"), [
-    ("single", "single", 1), ("data=1", "single", 1), ("single accumulate=2", "single accumulate=2", 1),
-    ("shard=2 data=3", "data=3 shard=2", 6), ("zero=3 shard=2", "shard=2", 2), ("zero=1,shard=2", "shard=2 zero=1", 2),
-    ("data=2 shares=3:1", "data=2 shares=3:1", 2), ("data=2 shares=equal accumulate=1 recompute=none", "data=2", 2),
-])
+@pytest.mark.parametrize(
+    ("text", "canonical", "world_size"),
+    [
+        ("single", "single", 1),
+        ("data=1", "single", 1),
+        ("single accumulate=2", "single accumulate=2", 1),
+        ("shard=2 data=3", "data=3 shard=2", 6),
+        ("zero=3 shard=2", "shard=2", 2),
+        ("zero=1,shard=2", "shard=2 zero=1", 2),
+        ("data=2 shares=3:1", "data=2 shares=3:1", 2),
+        ("data=2 shares=equal accumulate=1 recompute=none", "data=2", 2),
+    ],
+)
 def test_the_text_form_is_canonical(text: str, canonical: str, world_size: int):
     """Defaults are left out, axes come outermost first."""
     plan = Plan.parse(text)
@@ -112,34 +150,66 @@ def test_the_text_form_is_canonical(text: str, canonical: str, world_size: int):
     assert plan.relaxed is None
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("shrad=2", "unknown plan key 'shrad', did you mean 'shard'? Known: pipeline, place, parts, data, shard, tensor"),
-    ("singel", "did you mean 'single'?"), ("data", "plan key 'data' needs a value"), ("data=", "needs a value"),
-    ("data=two", "data=two is not a whole number"), ("data=-1", "data=-1 is not a whole number"),
-    ("data=2.5", "data=2.5 is not a whole number"), ("data=0", "data=0 must be a whole number of at least 1"),
-    ("data=2 data=3", "plan key 'data' is given twice: 2 and 3"), ("single data=2", "contradicts data=2"),
-    ("single=1", "'single' takes no value, got 'single=1'"), ("auto=2", "'auto' takes no value"),
-    ("auto", "'auto' is no plan: train finds one for it"), ("", "the plan is empty"), (" , ", "the plan is empty"),
-    ("zero=2", "zero=2 splits the shard axis, and the plan has none"), ("data=2 zero=1", "hint: add shard=N"),
-    ("shard=2 zero=4", "zero=4 must be 1, 2 or 3"), ("shard=2 zero=0", "zero=0 must be 1, 2 or 3"),
-    ("place=auto", "place=auto needs the number of parts"), ("parts=2", "place=nothing"),
-    ("pipeline=2 place=auto parts=2", "both say where"), ("place=auto parts=1", "parts=1 and place=auto"),
-    ("schedule=gpipe", "schedule=gpipe is about a pipeline, and the plan has none"),
-    ("microbatches=4", "accumulate=K cuts the steps of other plans"), ("pipeline=2 accumulate=2", "microbatches=M"),
-    ("pipeline=2 schedule=1f1f", "did you mean '1f1b'?"), ("pipeline=2 microbatches=0", "microbatches=0 must be"),
-    ("pipeline=2 virtual=2", "virtual=2 contradicts schedule=1f1b"), ("pipeline=2 virtual=0", "virtual=0 must be"),
-    ("accumulate=0", "accumulate=0 must be a whole number of at least 1, or auto"),
-    ("accumulate=some", "accumulate=some is not a whole number"), ("recompute=ful", "did you mean 'full'?"),
-    ("local=2", "local=2 is about replicas, and the plan has none: add data=N"), ("data=2 local=0", "local=0 must be"),
-    ("data=2 outer=diloco", "hint: add local=H"), ("data=2 fragments=2", "hint: add local=H"),
-    ("data=2 local=3 outer=dilocco", "did you mean 'diloco'?"), ("data=2 local=3 fragments=4", "can't be more of them"),
-    ("data=2 local=3 fragments=0", "fragments=0 must be"), ("data=2 shard=2 zero=1 local=2", "don't compose"),
-    ("compress=int8", "what replicas send each other"), ("data=2 compress=int7", "did you mean 'int8'?"),
-    ("shares=sped", "did you mean 'speed'? Known: equal, speed, memory"), ("shares=Equal", "did you mean 'equal'?"),
-    ("data=2 shares=1:2:3", "shares=1:2:3 has 3 parts and the plan has 2 replicas"),
-    ("server=1 workers=2 staleness=inf shares=2:1", "shares=2:1 and staleness=inf: with staleness a part"),
-    ("data=2 shares=1:0", "shares=1:0 must be whole numbers of at least 1"), ("shares=1:", "is not a whole number"),
-])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "shrad=2",
+            "unknown plan key 'shrad', did you mean 'shard'? Known: pipeline, place, parts, data, shard, tensor",
+        ),
+        ("singel", "did you mean 'single'?"),
+        ("data", "plan key 'data' needs a value"),
+        ("data=", "needs a value"),
+        ("data=two", "data=two is not a whole number"),
+        ("data=-1", "data=-1 is not a whole number"),
+        ("data=2.5", "data=2.5 is not a whole number"),
+        ("data=0", "data=0 must be a whole number of at least 1"),
+        ("data=2 data=3", "plan key 'data' is given twice: 2 and 3"),
+        ("single data=2", "contradicts data=2"),
+        ("single=1", "'single' takes no value, got 'single=1'"),
+        ("auto=2", "'auto' takes no value"),
+        ("auto", "'auto' is no plan: train finds one for it"),
+        ("", "the plan is empty"),
+        (" , ", "the plan is empty"),
+        ("zero=2", "zero=2 splits the shard axis, and the plan has none"),
+        ("data=2 zero=1", "hint: add shard=N"),
+        ("shard=2 zero=4", "zero=4 must be 1, 2 or 3"),
+        ("shard=2 zero=0", "zero=0 must be 1, 2 or 3"),
+        ("place=auto", "place=auto needs the number of parts"),
+        ("parts=2", "place=nothing"),
+        ("pipeline=2 place=auto parts=2", "both say where"),
+        ("place=auto parts=1", "parts=1 and place=auto"),
+        ("schedule=gpipe", "schedule=gpipe is about a pipeline, and the plan has none"),
+        ("microbatches=4", "accumulate=K cuts the steps of other plans"),
+        ("pipeline=2 accumulate=2", "microbatches=M"),
+        ("pipeline=2 schedule=1f1f", "did you mean '1f1b'?"),
+        ("pipeline=2 microbatches=0", "microbatches=0 must be"),
+        ("pipeline=2 virtual=2", "virtual=2 contradicts schedule=1f1b"),
+        ("pipeline=2 virtual=0", "virtual=0 must be"),
+        ("accumulate=0", "accumulate=0 must be a whole number of at least 1, or auto"),
+        ("accumulate=some", "accumulate=some is not a whole number"),
+        ("recompute=ful", "did you mean 'full'?"),
+        ("local=2", "local=2 is about replicas, and the plan has none: add data=N"),
+        ("data=2 local=0", "local=0 must be"),
+        ("data=2 outer=diloco", "hint: add local=H"),
+        ("data=2 fragments=2", "hint: add local=H"),
+        ("data=2 local=3 outer=dilocco", "did you mean 'diloco'?"),
+        ("data=2 local=3 fragments=4", "can't be more of them"),
+        ("data=2 local=3 fragments=0", "fragments=0 must be"),
+        ("data=2 shard=2 zero=1 local=2", "don't compose"),
+        ("compress=int8", "what replicas send each other"),
+        ("data=2 compress=int7", "did you mean 'int8'?"),
+        ("shares=sped", "did you mean 'speed'? Known: equal, speed, memory"),
+        ("shares=Equal", "did you mean 'equal'?"),
+        ("data=2 shares=1:2:3", "shares=1:2:3 has 3 parts and the plan has 2 replicas"),
+        (
+            "server=1 workers=2 staleness=inf shares=2:1",
+            "shares=2:1 and staleness=inf: with staleness a part",
+        ),
+        ("data=2 shares=1:0", "shares=1:0 must be whole numbers of at least 1"),
+        ("shares=1:", "is not a whole number"),
+    ],
+)
 def test_a_plan_that_makes_no_sense_is_refused(text: str, message: str):
     """The message has what was given and what is allowed, with the nearest name."""
     with pytest.raises(PlanError) as caught:
@@ -148,11 +218,20 @@ def test_a_plan_that_makes_no_sense_is_refused(text: str, message: str):
     assert caught.value.exit_code == 2
 
 
-@pytest.mark.parametrize(("text", "words", "exact"), [
-    ("data=2 local=1", None, "data=2 local=1"), ("data=2 local=8", "take 8 steps on their own samples", "data=2"),
-    ("data=2 local=1 outer=diloco", "Nesterov momentum", "data=2"),
-    ("data=2 compress=int8 accumulate=2", "compressed to int8", "data=2 accumulate=2"),
-    ("data=2 local=8 outer=diloco fragments=2 compress=int8", "8 steps .*Nesterov.*; .*int8", "data=2")])
+@pytest.mark.parametrize(
+    ("text", "words", "exact"),
+    [
+        ("data=2 local=1", None, "data=2 local=1"),
+        ("data=2 local=8", "take 8 steps on their own samples", "data=2"),
+        ("data=2 local=1 outer=diloco", "Nesterov momentum", "data=2"),
+        ("data=2 compress=int8 accumulate=2", "compressed to int8", "data=2 accumulate=2"),
+        (
+            "data=2 local=8 outer=diloco fragments=2 compress=int8",
+            "8 steps .*Nesterov.*; .*int8",
+            "data=2",
+        ),
+    ],
+)
 def test_relaxed_plans_say_so(text: str, words: str | None, exact: str):
     """One local step with plain averaging is the synchronous plan; all else names what it gives up."""
     plan = Plan.parse(text)
@@ -160,9 +239,15 @@ def test_relaxed_plans_say_so(text: str, words: str | None, exact: str):
     assert str(plan.exact) == exact and plan.exact.relaxed is None
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("data=2 shard=2 local=2", "local=H with shard=N"), ("pipeline=2 data=2 local=2", "one rank alone"),
-    ("data=2 local=2 compress=topk", "compress=int8 or bf16"), ("data=2 shard=2 compress=powersgd", "whole matrices")])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("data=2 shard=2 local=2", "local=H with shard=N"),
+        ("pipeline=2 data=2 local=2", "one rank alone"),
+        ("data=2 local=2 compress=topk", "compress=int8 or bf16"),
+        ("data=2 shard=2 compress=powersgd", "whole matrices"),
+    ],
+)
 def test_choices_that_do_not_compose_are_refused(text: str, message: str):
     """Each with the reason and another choice."""
     with pytest.raises(PlanError) as caught:
@@ -176,9 +261,20 @@ def test_everything_wrong_with_a_plan_is_said_at_once():
         Plan.parse("data=0 accumulate=0")
 
 
-@pytest.mark.parametrize("values", [{"data": True}, {"data": 2.0}, {"data": "2"}, {"shard": 2, "zero": True},
-                                    {"shard": 2, "zero": 2.0}, {"data": 2, "shares": (True, 1)}, {"dta": 2},
-                                    {"parts": 2, "place": 3}, {"parts": 2, "place": "two words.toml"}])
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"data": True},
+        {"data": 2.0},
+        {"data": "2"},
+        {"shard": 2, "zero": True},
+        {"shard": 2, "zero": 2.0},
+        {"data": 2, "shares": (True, 1)},
+        {"dta": 2},
+        {"parts": 2, "place": 3},
+        {"parts": 2, "place": "two words.toml"},
+    ],
+)
 def test_values_from_python_are_checked_too(values: dict[str, Any]):
     """A plan that could not be written down and read back can't be made."""
     with pytest.raises(PlanError):
@@ -200,7 +296,9 @@ def test_what_is_no_text_is_no_plan(given: Any):
         Plan.read(given)
 
 
-@pytest.mark.parametrize("content", [None, "", "[1]", "3", "{}", '{"plan": 3}', '{"plan": null}', "\x00", "null"])
+@pytest.mark.parametrize(
+    "content", [None, "", "[1]", "3", "{}", '{"plan": 3}', '{"plan": null}', "\x00", "null"]
+)
 def test_a_file_that_is_no_plan_is_refused(tmp_path: Path, content: str | None):
     """A missing, damaged or foreign plan file gives a message with the form that is expected."""
     file = tmp_path / "plan.json"
@@ -226,27 +324,40 @@ def test_resolved_modifiers_replace_the_asked_ones():
         plan.with_(accumulate=0)
 
 
-@pytest.mark.parametrize(("text", "values", "expected"), [
-    ("single", {"data": 2}, "data=2"),
-    ("data=2 shard=2", {"data": 4, "zero": 1}, "data=4 shard=2 zero=1"),
-    ("data=2", {"local": 4, "outer": "diloco"}, "data=2 local=4 outer=diloco"),
-    ("server=1 workers=2", {"workers": 4, "staleness": 1}, "server=1 workers=4 staleness=1"),
-    ("pipeline=2 microbatches=4", {"schedule": "gpipe", "recompute": "full"},
-     "pipeline=2 schedule=gpipe microbatches=4 recompute=full"),
-    ("data=2 recompute=full accumulate=4", {"recompute": "none", "accumulate": 1}, "data=2"),
-])
+@pytest.mark.parametrize(
+    ("text", "values", "expected"),
+    [
+        ("single", {"data": 2}, "data=2"),
+        ("data=2 shard=2", {"data": 4, "zero": 1}, "data=4 shard=2 zero=1"),
+        ("data=2", {"local": 4, "outer": "diloco"}, "data=2 local=4 outer=diloco"),
+        ("server=1 workers=2", {"workers": 4, "staleness": 1}, "server=1 workers=4 staleness=1"),
+        (
+            "pipeline=2 microbatches=4",
+            {"schedule": "gpipe", "recompute": "full"},
+            "pipeline=2 schedule=gpipe microbatches=4 recompute=full",
+        ),
+        ("data=2 recompute=full accumulate=4", {"recompute": "none", "accumulate": 1}, "data=2"),
+    ],
+)
 def test_any_key_of_a_plan_can_be_replaced(text: str, values: dict[str, Any], expected: str):
     """Axes, synchronisation, schedule and modifiers alike; what is not named stays."""
     assert str(Plan.parse(text).with_(**values)) == expected
 
 
-@pytest.mark.parametrize(("text", "values", "message"), [
-    ("data=2", {"acumulate": 4}, "unknown plan key 'acumulate', did you mean 'accumulate'"),
-    ("data=2", {"data": 0}, "data=0 must be a whole number of at least 1"),
-    ("data=2 local=4", {"server": 1, "workers": 2}, "local=4 and server=1 don't compose"),
-    ("data=2", {"microbatches": 4}, "microbatches=4 is about a pipeline, and the plan has none"),
-    ("shard=2 zero=1", {"shard": 1}, "zero=1 splits the shard axis, and the plan has none"),
-])
+@pytest.mark.parametrize(
+    ("text", "values", "message"),
+    [
+        ("data=2", {"acumulate": 4}, "unknown plan key 'acumulate', did you mean 'accumulate'"),
+        ("data=2", {"data": 0}, "data=0 must be a whole number of at least 1"),
+        ("data=2 local=4", {"server": 1, "workers": 2}, "local=4 and server=1 don't compose"),
+        (
+            "data=2",
+            {"microbatches": 4},
+            "microbatches=4 is about a pipeline, and the plan has none",
+        ),
+        ("shard=2 zero=1", {"shard": 1}, "zero=1 splits the shard axis, and the plan has none"),
+    ],
+)
 def test_a_replaced_key_is_checked(text: str, values: dict[str, Any], message: str):
     """A key that does not exist, or that contradicts the rest of the plan, is refused as in the text form."""
     with pytest.raises(PlanError, match=re.escape(message)):

@@ -34,14 +34,20 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def batch_norm() -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 8), *(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU())
-                                            for _ in range(2)), nn.Linear(8, 4))
+    return nn.Sequential(
+        nn.Linear(8, 8),
+        *(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU()) for _ in range(2)),
+        nn.Linear(8, 4),
+    )
 
 
 def spectral_norm() -> nn.Module:
     normalised = nn.utils.parametrizations.spectral_norm
-    return nn.Sequential(normalised(nn.Linear(8, 8)), nn.Sequential(nn.Tanh(), normalised(nn.Linear(8, 8))),
-                         nn.Linear(8, 4))
+    return nn.Sequential(
+        normalised(nn.Linear(8, 8)),
+        nn.Sequential(nn.Tanh(), normalised(nn.Linear(8, 8))),
+        nn.Linear(8, 4),
+    )
 
 
 class Draws(nn.Module):
@@ -53,7 +59,9 @@ class Draws(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         scale = random.random() + float(np.random.rand()) + float(np.random.standard_normal())
-        return torch.tanh(self.linear(x) * scale) * torch.rand(8, generator=self.generator, dtype=x.dtype)
+        return torch.tanh(self.linear(x) * scale) * torch.rand(
+            8, generator=self.generator, dtype=x.dtype
+        )
 
 
 class Listing(nn.Module):
@@ -67,15 +75,20 @@ class Listing(nn.Module):
         if self.training:
             self.calls.append(1)
             self.means[len(self.means)] = 0.1
-        return torch.tanh(self.linear(x)) * min(1.0, len(self.calls) / 16) + sum(self.means.values())
+        return torch.tanh(self.linear(x)) * min(1.0, len(self.calls) / 16) + sum(
+            self.means.values()
+        )
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "codebook": Codebook, "batch_norm": batch_norm, "spectral_norm": spectral_norm,
+    "codebook": Codebook,
+    "batch_norm": batch_norm,
+    "spectral_norm": spectral_norm,
     "attributes": lambda: nn.Sequential(Attributes(), Attributes(), nn.Linear(8, 4)),
     "empty_containers": lambda: nn.Sequential(Listing(), Listing(), nn.Linear(8, 4)),
     "draws": lambda: nn.Sequential(Draws(), Draws(), nn.Linear(8, 4)),
-    "momentum_target": lambda: nn.Sequential(MomentumTarget(), nn.Linear(8, 4))}
+    "momentum_target": lambda: nn.Sequential(MomentumTarget(), nn.Linear(8, 4)),
+}
 
 
 @pytest.mark.sweep(2)
@@ -98,20 +111,29 @@ def test_state_changes_once_in_each_micro_batch():
 @pytest.mark.parametrize("name", ["codebook", "batch_norm", "attributes"])
 def test_blocks_that_are_sharded_too(name: str, tmp_path: Path):
     """FSDP2 gathers a block for the second forward, and the state is still as it was in the first."""
-    actual, expected = (trained(stateful_job(MODELS[name]), plan, tmp_path)
-                        for plan in ("shard=2 recompute=full", "shard=2"))
+    actual, expected = (
+        trained(stateful_job(MODELS[name]), plan, tmp_path)
+        for plan in ("shard=2 recompute=full", "shard=2")
+    )
     assert_same(actual, expected, "shard=2 recompute=full")
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize(("plan", "reference"), [
-    ("place=auto parts=2", "single"), ("pipeline=2 microbatches=1", "single"),
-    ("pipeline=2 microbatches=4 schedule=gpipe", "single accumulate=4")])
+@pytest.mark.parametrize(
+    ("plan", "reference"),
+    [
+        ("place=auto parts=2", "single"),
+        ("pipeline=2 microbatches=1", "single"),
+        ("pipeline=2 microbatches=4 schedule=gpipe", "single accumulate=4"),
+    ],
+)
 @pytest.mark.parametrize("name", ["codebook", "batch_norm"])
 def test_captured_pieces(name: str, plan: str, reference: str, tmp_path: Path):
     """Buffers of a captured piece are no arguments that backward must find untouched, also with forwards of several
     micro-batches before the first backward."""
-    assert_alike(stateful_job(MODELS[name]), f"{plan} recompute=full", tmp_path, reference=reference)
+    assert_alike(
+        stateful_job(MODELS[name]), f"{plan} recompute=full", tmp_path, reference=reference
+    )
 
 
 def test_a_forward_sees_its_own_state_again():
@@ -143,8 +165,11 @@ def test_looking_at_a_tensor_takes_no_memory():
 
 def test_of_a_distributed_tensor_its_part_is_looked_at(run_ranks: Callable[..., list[Any]]):
     """Without a copy of it and without a collective: the ranks look one after the other."""
+
     def body(context: Any) -> list[bool]:
-        p = nn.Parameter(distribute_tensor(torch.ones(4, 2), init_device_mesh("cpu", (2,)), [Shard(0)]))
+        p = nn.Parameter(
+            distribute_tensor(torch.ones(4, 2), init_device_mesh("cpu", (2,)), [Shard(0)])
+        )
         if context.rank:
             return []
         seen = SeenValue(p)
@@ -152,11 +177,13 @@ def test_of_a_distributed_tensor_its_part_is_looked_at(run_ranks: Callable[..., 
         with torch.no_grad():
             p.to_local().mul_(2)
         assert seen.is_changed() and not seen.is_same()
-        return [seen.value.placements == p.placements, seen.value.to_local().eq(1).all().item(),
-                p.to_local().eq(2).all().item()]
+        return [
+            seen.value.placements == p.placements,
+            seen.value.to_local().eq(1).all().item(),
+            p.to_local().eq(2).all().item(),
+        ]
 
     assert run_ranks(body, 2, timeout_s=60) == [[True, True, True], []]
-
 
 
 class Ticks:
@@ -193,19 +220,27 @@ class Warming(nn.Module):
 
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("make", [Ticks, in_array, lambda: itertools.count().__next__])
-def test_a_state_that_no_attribute_shows_is_refused(make: Callable[[], Callable[[], int]], tmp_path: Path):
+def test_a_state_that_no_attribute_shows_is_refused(
+    make: Callable[[], Callable[[], int]], tmp_path: Path
+):
     """Recomputing would change it twice; at the model's own level nothing is recomputed."""
+
     def blocks() -> nn.Module:
         return nn.Sequential(nn.Linear(8, 8), Warming(make()), nn.Linear(8, 4))
 
     with pytest.raises(RankFailed, match="'1' gives another output each time") as refused:
-        paceline.train(stateful_job(blocks), "single recompute=full", devices="cpu:0", run=tmp_path / "refused")
+        paceline.train(
+            stateful_job(blocks), "single recompute=full", devices="cpu:0", run=tmp_path / "refused"
+        )
     assert (refused.value.failure.kind, refused.value.failure.step) == ("PlanRefused", 0)
 
     class Root(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.warming, self.layers = Warming(make()), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+            self.warming, self.layers = (
+                Warming(make()),
+                nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)),
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             return self.layers(self.warming(x))
@@ -213,9 +248,12 @@ def test_a_state_that_no_attribute_shows_is_refused(make: Callable[[], Callable[
     assert_alike(stateful_job(Root), "single recompute=full", tmp_path)
 
 
-def test_a_large_model_that_was_not_tried_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                  capfd: pytest.CaptureFixture[str]):
+def test_a_large_model_that_was_not_tried_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
     monkeypatch.setattr("paceline.model.graph_check.MAX_BYTES", 100)
     model = lambda: nn.Sequential(nn.Linear(8, 8), Warming(Ticks()), nn.Linear(8, 4))  # noqa: E731
-    paceline.train(stateful_job(model), "single recompute=full", devices="cpu:0", run=tmp_path, check=False)
+    paceline.train(
+        stateful_job(model), "single recompute=full", devices="cpu:0", run=tmp_path, check=False
+    )
     assert "was not tried for state that none of its attributes shows" in capfd.readouterr().err

@@ -35,7 +35,9 @@ def sums(made: Reduction, rank: int) -> list[list[torch.Tensor]]:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_shared_memory_sums_as_the_network_does(run_ranks: Callable[..., list[Any]], ranks: int) -> None:
+def test_shared_memory_sums_as_the_network_does(
+    run_ranks: Callable[..., list[Any]], ranks: int
+) -> None:
     def body(context: Any) -> bool:
         like = [torch.zeros(0, dtype=dtype) for dtype in DTYPES]
         shared = reduction(like, SIZES, dist.group.WORLD)
@@ -47,12 +49,16 @@ def test_shared_memory_sums_as_the_network_does(run_ranks: Callable[..., list[An
     assert run_ranks(body, ranks) == [True] * ranks
 
 
-def test_one_rank_without_shared_memory_sends_all_over_the_network(run_ranks: Callable[..., list[Any]],
-                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_rank_without_shared_memory_sends_all_over_the_network(
+    run_ranks: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Such as one on another host: all agree on the way."""
     create = shared_memory._create
-    monkeypatch.setattr(shared_memory, "_create",
-                        lambda size, mark: None if dist.get_rank() == 1 else create(size, mark))
+    monkeypatch.setattr(
+        shared_memory,
+        "_create",
+        lambda size, mark: None if dist.get_rank() == 1 else create(size, mark),
+    )
 
     def body(context: Any) -> list[Any]:
         made = reduction([torch.zeros(1)], [4], dist.group.WORLD)
@@ -64,11 +70,14 @@ def test_one_rank_without_shared_memory_sends_all_over_the_network(run_ranks: Ca
     assert run_ranks(body, 2) == [[True, 8.0]] * 2
 
 
-def test_another_hosts_process_of_the_same_number_is_not_taken(run_ranks: Callable[..., list[Any]],
-                                                               monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_hosts_process_of_the_same_number_is_not_taken(
+    run_ranks: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The mark in the memory is another."""
     create = shared_memory._create
-    monkeypatch.setattr(shared_memory, "_create", lambda size, mark: create(size, mark + dist.get_rank()))
+    monkeypatch.setattr(
+        shared_memory, "_create", lambda size, mark: create(size, mark + dist.get_rank())
+    )
 
     def body(context: Any) -> bool:
         return isinstance(reduction([torch.zeros(1)], [4], dist.group.WORLD), OverNetwork)

@@ -25,17 +25,31 @@ class Shared(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.layer, self.last = nn.Linear(8, 400), nn.Linear(400, 400), nn.Linear(400, 4)
+        self.first, self.layer, self.last = (
+            nn.Linear(8, 400),
+            nn.Linear(400, 400),
+            nn.Linear(400, 4),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         for _ in range(3):
-            x = x + checkpoint(torch.tanh, checkpoint(self.layer, x, use_reentrant=True), use_reentrant=True)
+            x = x + checkpoint(
+                torch.tanh, checkpoint(self.layer, x, use_reentrant=True), use_reentrant=True
+            )
         return self.last(x)
 
 
-@pytest.mark.parametrize("plan", ["data=2 accumulate=2", *(pytest.param(plan, marks=pytest.mark.slow) for plan in (
-    "data=2", "data=3 accumulate=2", "data=2 compress=none recompute=full"))])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "data=2 accumulate=2",
+        *(
+            pytest.param(plan, marks=pytest.mark.slow)
+            for plan in ("data=2", "data=3 accumulate=2", "data=2 compress=none recompute=full")
+        ),
+    ],
+)
 def test_replicas_over_a_network(plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """As between hosts: a bucket leaves while backward goes on."""
     monkeypatch.setattr(reduce, "_share", lambda *args: None)
@@ -54,10 +68,14 @@ class Looked(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         rows = (10 * x[:, 0].abs()).long() % 11
-        return self.shared(self.other(x) if self.calls % 2 else x) + F.embedding(rows, self.table, sparse=True)
+        return self.shared(self.other(x) if self.calls % 2 else x) + F.embedding(
+            rows, self.table, sparse=True
+        )
 
 
-def test_gradients_that_backward_leaves_outside_of_buckets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_gradients_that_backward_leaves_outside_of_buckets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """As on GPUs: a bucket takes them when the last of them is there."""
     monkeypatch.setattr(reduce, "_share", lambda *args: None)
     made = GradientBuckets.__init__
@@ -99,7 +117,11 @@ def test_a_parameter_is_learned_to_come_again():
     for window in range(3):
         gradients.begin()
         assert [gradients.add(p, last=False) for p in (once, twice)] == [False, False]
-        assert [gradients.add(p, last=True) for p in (once, twice, twice)] == [window > 0, False, False]
+        assert [gradients.add(p, last=True) for p in (once, twice, twice)] == [
+            window > 0,
+            False,
+            False,
+        ]
         gradients.end()
 
 

@@ -93,13 +93,36 @@ def _run(context: Any, ways: list[list[int]]) -> str:
     return "went on"
 
 
-@pytest.mark.parametrize(("ways", "messages"), [
-    ([[0, 1], [0, 1]], ["went on"] * 2), ([[0, 2], [0, 2]], ["went on"] * 2),
-    ([[0, 2], [0, 1]], ["this rank calls 'c', and the ranks that it shares parameters with did not within 2 s: a rank "
-                        "that goes on as before calls 'b'", "went on"]),
-    ([[0, 1], [0]], ["went on", "this rank is at the end of forward, and the ranks that it shares parameters with did "
-                     "not within 2 s: a rank that goes on as before calls 'b'"]),
-    ([[0, 2], [0]], ["ranks that share parameters call different blocks of the model: rank 0 calls 'c', rank 1 is at "
-                     "the end of forward"] * 2)])
+@pytest.mark.parametrize(
+    ("ways", "messages"),
+    [
+        ([[0, 1], [0, 1]], ["went on"] * 2),
+        ([[0, 2], [0, 2]], ["went on"] * 2),
+        (
+            [[0, 2], [0, 1]],
+            [
+                "this rank calls 'c', and the ranks that it shares parameters with did not within 2 s: a rank "
+                "that goes on as before calls 'b'",
+                "went on",
+            ],
+        ),
+        (
+            [[0, 1], [0]],
+            [
+                "went on",
+                "this rank is at the end of forward, and the ranks that it shares parameters with did "
+                "not within 2 s: a rank that goes on as before calls 'b'",
+            ],
+        ),
+        (
+            [[0, 2], [0]],
+            [
+                "ranks that share parameters call different blocks of the model: rank 0 calls 'c', rank 1 is at "
+                "the end of forward"
+            ]
+            * 2,
+        ),
+    ],
+)
 def test_ranks_that_part_are_named(run_ranks: RunRanks, ways: list[list[int]], messages: list[str]):
     assert run_ranks(lambda context: _run(context, ways), 2) == messages

@@ -7,7 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.strategies.pipeline.keys import SCHEDULES
-from paceline.strategies.pipeline.schedule import Action, blocked, bubble, in_flight, schedule, stages_of
+from paceline.strategies.pipeline.schedule import (
+    Action,
+    blocked,
+    bubble,
+    in_flight,
+    schedule,
+    stages_of,
+)
 
 
 @given(st.sampled_from(SCHEDULES), st.integers(1, 5), st.integers(1, 9), st.integers(2, 3))
@@ -19,9 +26,16 @@ def test_every_order_is_complete_and_never_blocks(name, num_ranks, num_microbatc
 
     for rank, order in enumerate(orders):
         stages = stages_of(rank, num_ranks=num_ranks, virtual=virtual)
-        expected = [Action(kind, stage, m) for kind in kinds for stage in stages for m in range(num_microbatches)]
+        expected = [
+            Action(kind, stage, m)
+            for kind in kinds
+            for stage in stages
+            for m in range(num_microbatches)
+        ]
         assert sorted(order) == sorted(expected)
-        for stage in stages:  # gradients of a stage come in the order of its micro-batches: sums are reproducible
+        for stage in (
+            stages
+        ):  # gradients of a stage come in the order of its micro-batches: sums are reproducible
             back = [a.microbatch for a in order if a.stage == stage and a.kind == kinds[-1]]
             assert back == sorted(back)
     assert not blocked(orders, num_stages=num_ranks * virtual)
@@ -30,8 +44,10 @@ def test_every_order_is_complete_and_never_blocks(name, num_ranks, num_microbatc
 @pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(2, 4), (4, 8), (4, 4), (3, 9)])
 def test_gpipe_and_1f1b_idle_alike_and_1f1b_holds_less(num_ranks, num_microbatches):
     """(p-1)/(m+p-1) of the time (Huang et al. 2019); 1F1B has as many forwards in flight as stages are left."""
-    gpipe, one_f_one_b = (schedule(name, num_ranks=num_ranks, num_microbatches=num_microbatches)
-                          for name in ("gpipe", "1f1b"))
+    gpipe, one_f_one_b = (
+        schedule(name, num_ranks=num_ranks, num_microbatches=num_microbatches)
+        for name in ("gpipe", "1f1b")
+    )
     expected = (num_ranks - 1) / (num_microbatches + num_ranks - 1)
 
     assert bubble(gpipe, num_stages=num_ranks) == pytest.approx(expected)
@@ -44,7 +60,9 @@ def test_gpipe_and_1f1b_idle_alike_and_1f1b_holds_less(num_ranks, num_microbatch
 def test_interleaved_and_zero_bubble_idle_less(num_ranks, num_microbatches):
     """Interleaving divides the bubble by the stages a rank; zero bubble keeps 1F1B's memory of the first rank."""
     one_f_one_b = schedule("1f1b", num_ranks=num_ranks, num_microbatches=num_microbatches)
-    turns = schedule("interleaved", num_ranks=num_ranks, num_microbatches=num_microbatches, virtual=2)
+    turns = schedule(
+        "interleaved", num_ranks=num_ranks, num_microbatches=num_microbatches, virtual=2
+    )
     zero = schedule("zero-bubble", num_ranks=num_ranks, num_microbatches=num_microbatches)
     idle = bubble(one_f_one_b, num_stages=num_ranks)
     ratio = (num_ranks - 1) / num_microbatches / 2

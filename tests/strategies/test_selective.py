@@ -23,7 +23,9 @@ SCORES_BYTES = SAMPLES * HEADS * LENGTH * LENGTH * 4
 
 
 def plain(block: Block, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    scores = (q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])).masked_fill(~block.mask, float("-inf"))
+    scores = (q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])).masked_fill(
+        ~block.mask, float("-inf")
+    )
     return block.drop(scores.softmax(-1)) @ v
 
 
@@ -74,17 +76,22 @@ def step(block: nn.Module, x: Tensor, *, selective: bool) -> tuple[list[Tensor |
         output = block(x)
     output.float().square().mean().backward()
     return [None if p.grad is None else p.grad.clone() for p in block.parameters()], sum(
-        storage.nbytes() for storage in kept.values())
+        storage.nbytes() for storage in kept.values()
+    )
 
 
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 @pytest.mark.parametrize(("attend", "spared"), [(plain, 2), (in_place, 2), (summed, 1), (fused, 0)])
-def test_what_lies_between_the_products_is_not_kept(attend: Callable[..., Tensor], spared: int, precision: str):
+def test_what_lies_between_the_products_is_not_kept(
+    attend: Callable[..., Tensor], spared: int, precision: str
+):
     """The softmax, and after dropout; nothing of fused attention. Gradients are the same to the bit."""
     torch.manual_seed(0)
     block, x = Block(attend), torch.randn(SAMPLES, LENGTH, WIDTH)
     with torch.autocast("cpu", dtype=torch.bfloat16) if precision == "bf16" else nullcontext():
-        (expected, whole), (actual, less) = (step(block, x, selective=selective) for selective in (False, True))
+        (expected, whole), (actual, less) = (
+            step(block, x, selective=selective) for selective in (False, True)
+        )
 
     assert all(a is b is None or torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
     assert whole - less >= spared * SCORES_BYTES * (0.5 if precision == "bf16" else 1)
@@ -122,8 +129,14 @@ class Net(nn.Module):
 def test_a_price_knows_what_is_spared_and_done_again():
     """Of a block and sample: the scores after the softmax and after dropout, and one of attention's products."""
     x = torch.randn(8, LENGTH, WIDTH)
-    job = paceline.Job(model=lambda: nn.Sequential(Block(), Block(fused)), data=TensorDataset(x, x), loss=F.mse_loss,
-                       optimizer=lambda named: torch.optim.SGD(named, lr=0.1), batch=8, steps=1)
+    job = paceline.Job(
+        model=lambda: nn.Sequential(Block(), Block(fused)),
+        data=TensorDataset(x, x),
+        loss=F.mse_loss,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+        batch=8,
+        steps=1,
+    )
     profile = profile_job(job)
     [written, of_torch] = [segment for segment in profile.segments if segment.unit]
     pieces = SplitJob(job, profile).priced(4)[1]
@@ -136,14 +149,28 @@ def test_a_price_knows_what_is_spared_and_done_again():
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("plan", ["shard=2", *(pytest.param(plan, marks=pytest.mark.slow) for plan in (
-    "data=2 accumulate=2", "pipeline=2 microbatches=2", "tensor=2"))])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "shard=2",
+        *(
+            pytest.param(plan, marks=pytest.mark.slow)
+            for plan in ("data=2 accumulate=2", "pipeline=2 microbatches=2", "tensor=2")
+        ),
+    ],
+)
 def test_plans_are_what_one_device_computes(plan: str):
     """Under replicas, shards, stages and split layers, in micro-batches."""
     x = torch.randn(32, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))
-    job = paceline.Job(model=Net, data=TensorDataset(x, x.mean((1, 2), keepdim=True)[..., 0].expand(-1, WIDTH)),
-                       loss=F.mse_loss, optimizer=lambda named: torch.optim.AdamW(named), batch=8, steps=2,
-                       precision="float64")
+    job = paceline.Job(
+        model=Net,
+        data=TensorDataset(x, x.mean((1, 2), keepdim=True)[..., 0].expand(-1, WIDTH)),
+        loss=F.mse_loss,
+        optimizer=lambda named: torch.optim.AdamW(named),
+        batch=8,
+        steps=2,
+        precision="float64",
+    )
     certificates = paceline.verify(job, [f"{plan} recompute=selective"], resume="no")
 
     assert [certificate.verdict for certificate in certificates] == ["passed"]

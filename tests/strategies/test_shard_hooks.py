@@ -47,14 +47,31 @@ def halved() -> Net:
 
 def scaled() -> Net:
     net = Net()
-    net.blocks[1].register_full_backward_hook(lambda module, inputs, outputs: tuple(g * 0.5 for g in inputs))
+    net.blocks[1].register_full_backward_hook(
+        lambda module, inputs, outputs: tuple(g * 0.5 for g in inputs)
+    )
     return net
 
 
-@pytest.mark.parametrize(("model", "plan"), [(masked, "shard=2"), (scaled, "shard=2 zero=1"), *(
-    pytest.param(model, plan, marks=pytest.mark.slow) for model, plan in (
-        (masked, "shard=2 zero=1"), (masked, "data=2 shard=2"), (halved, "shard=2"), (halved, "shard=2 zero=1"),
-        (halved, "data=2 shard=2"), (scaled, "shard=2"), (scaled, "data=2 shard=2")))])
+@pytest.mark.parametrize(
+    ("model", "plan"),
+    [
+        (masked, "shard=2"),
+        (scaled, "shard=2 zero=1"),
+        *(
+            pytest.param(model, plan, marks=pytest.mark.slow)
+            for model, plan in (
+                (masked, "shard=2 zero=1"),
+                (masked, "data=2 shard=2"),
+                (halved, "shard=2"),
+                (halved, "shard=2 zero=1"),
+                (halved, "data=2 shard=2"),
+                (scaled, "shard=2"),
+                (scaled, "data=2 shard=2"),
+            )
+        ),
+    ],
+)
 @in_turn(lambda model, plan: stateful_job(model))
 def test_hooks_are_kept():
     """On parameters of blocks and of the root, and on modules."""

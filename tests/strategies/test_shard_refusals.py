@@ -50,7 +50,9 @@ class Force(nn.Module):
 
 
 def penalised(output: Tensor, target: Tensor) -> Tensor:
-    return F.mse_loss(output, target) + 0.1 * sum(p.square().sum() for p in Net.built[0].parameters())
+    return F.mse_loss(output, target) + 0.1 * sum(
+        p.square().sum() for p in Net.built[0].parameters()
+    )
 
 
 def with_auxiliary(output: Tensor, target: Tensor) -> Tensor:
@@ -67,7 +69,7 @@ class WithInput(Net):
 
 def penalised_by_input(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
     x, y = output
-    gradient, = torch.autograd.grad(y.sum(), x, create_graph=True)
+    (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     return F.mse_loss(y, target) + gradient.square().mean()
 
 
@@ -82,7 +84,10 @@ def test_a_penalty_on_whole_weights_is_exact():
 
 
 def test_a_penalty_on_sharded_weights_is_refused(tmp_path: Path):
-    with pytest.raises(RankFailed, match=r"the loss uses parameters of the model(?s:.*)data=N plan, or shard=N zero=2"):
+    with pytest.raises(
+        RankFailed,
+        match=r"the loss uses parameters of the model(?s:.*)data=N plan, or shard=N zero=2",
+    ):
         unchecked(stateful_job(Net, loss=penalised), "shard=2", tmp_path)
 
 
@@ -100,7 +105,10 @@ def test_a_gradient_inside_the_forward_of_replicas():
 
 def test_a_gradient_inside_the_forward(tmp_path: Path):
     """Refused where it would set FSDP2's backward off."""
-    with pytest.raises(RankFailed, match=r"goes back through what 'energy.blocks.1' returns(?s:.*)use a data=N plan"):
+    with pytest.raises(
+        RankFailed,
+        match=r"goes back through what 'energy.blocks.1' returns(?s:.*)use a data=N plan",
+    ):
         unchecked(stateful_job(Force), "shard=2", tmp_path)
 
 
@@ -113,13 +121,21 @@ def test_a_loss_that_goes_back_through_whole_replicas():
 @pytest.mark.parametrize("zero", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_loss_that_goes_back_through_the_model(zero: int, tmp_path: Path):
     """The blocks' weights are sharded again when the step's own backward comes."""
-    with pytest.raises(RankFailed, match=r"goes back through what '.*' returns(?s:.*)use a data=N plan"):
-        unchecked(stateful_job(WithInput, loss=penalised_by_input), f"shard=2 zero={zero}", tmp_path)
+    with pytest.raises(
+        RankFailed, match=r"goes back through what '.*' returns(?s:.*)use a data=N plan"
+    ):
+        unchecked(
+            stateful_job(WithInput, loss=penalised_by_input), f"shard=2 zero={zero}", tmp_path
+        )
 
 
 def sharpened(output: Tensor, target: Tensor) -> Tensor:
     loss = F.mse_loss(output, target)
-    return loss + 0.1 * torch.autograd.grad(loss * len(target), output, create_graph=True)[0].square().mean()
+    return (
+        loss
+        + 0.1
+        * torch.autograd.grad(loss * len(target), output, create_graph=True)[0].square().mean()
+    )
 
 
 @pytest.mark.parametrize("plan", ["shard=2"])
@@ -153,7 +169,10 @@ class Skipping(nn.Module):
 
 def test_a_list_that_blocks_change(tmp_path: Path):
     """FSDP2 hands each block a copy of it."""
-    with pytest.raises(RankFailed, match=r"'blocks.0' adds to a list or dict that it is given, or takes(?s:.*)data=N"):
+    with pytest.raises(
+        RankFailed,
+        match=r"'blocks.0' adds to a list or dict that it is given, or takes(?s:.*)data=N",
+    ):
         unchecked(stateful_job(Skipping), "shard=2", tmp_path)
 
 
@@ -166,17 +185,25 @@ def test_batch_norm_on_single_samples_is_refused(plan: str, tmp_path: Path):
     """A last window of 2 samples is trained on whole, and not in micro-batches of one; the refusal comes before step
     1. Replicas with one micro-batch join their statistics."""
     job = stateful_job(batch_norm, samples=26, epochs=2, steps=None)
-    with pytest.raises(RankFailed, match=r"cuts a window of 2 samples(?s:.*)drop_last=True") as refusal:
+    with pytest.raises(
+        RankFailed, match=r"cuts a window of 2 samples(?s:.*)drop_last=True"
+    ) as refusal:
         unchecked(job, plan, tmp_path)
     assert "step" not in str(refusal.value).splitlines()[0]
 
 
 def test_batch_norm_on_more_samples_trains(tmp_path: Path):
     """Short windows are no reason to refuse; nor are they where the run doesn't reach them, or for other norms."""
-    jobs = {"long enough": stateful_job(batch_norm, samples=28, epochs=1, steps=None),
-            "not reached": stateful_job(batch_norm, samples=26, steps=2),
-            "another norm": stateful_job(lambda: nn.Sequential(nn.Linear(8, 4), nn.LayerNorm(4)), samples=26, epochs=1,
-                                         steps=None)}
+    jobs = {
+        "long enough": stateful_job(batch_norm, samples=28, epochs=1, steps=None),
+        "not reached": stateful_job(batch_norm, samples=26, steps=2),
+        "another norm": stateful_job(
+            lambda: nn.Sequential(nn.Linear(8, 4), nn.LayerNorm(4)),
+            samples=26,
+            epochs=1,
+            steps=None,
+        ),
+    }
     for name, job in jobs.items():
         trained(job, "data=2", tmp_path / name)
 

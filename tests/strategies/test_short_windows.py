@@ -34,11 +34,19 @@ class Counting(nn.Module):
         return y + 0.0 * self.edits
 
 
-@pytest.mark.parametrize(("plan", "forwards", "backwards"), [
-    ("single accumulate=4", 9, 9), ("data=2 accumulate=2", 5, 5), ("shard=2 accumulate=2", 5, 5),
-    pytest.param("data=3", 3, 3, marks=pytest.mark.slow),
-    pytest.param("tensor=2 accumulate=4", 9, 9, marks=pytest.mark.slow)])
-def test_micro_batches_without_samples_change_nothing(plan: str, forwards: int, backwards: int, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("plan", "forwards", "backwards"),
+    [
+        ("single accumulate=4", 9, 9),
+        ("data=2 accumulate=2", 5, 5),
+        ("shard=2 accumulate=2", 5, 5),
+        pytest.param("data=3", 3, 3, marks=pytest.mark.slow),
+        pytest.param("tensor=2 accumulate=4", 9, 9, marks=pytest.mark.slow),
+    ],
+)
+def test_micro_batches_without_samples_change_nothing(
+    plan: str, forwards: int, backwards: int, tmp_path: Path
+):
     """Windows of 12, 12 and one sample: four, four and one micro-batch, or for each of two replicas two, two, and one
     or none. A buffer of whole numbers in floating point becomes the mean over the samples."""
     state = trained(stateful_job(Counting, samples=25, steps=3), plan, tmp_path)
@@ -76,8 +84,14 @@ class Edited(nn.Module):
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize("plan", ["pipeline=2 microbatches=4", "pipeline=2 microbatches=4 schedule=zero-bubble",
-                                  "place=auto parts=2 accumulate=4"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "pipeline=2 microbatches=4",
+        "pipeline=2 microbatches=4 schedule=zero-bubble",
+        "place=auto parts=2 accumulate=4",
+    ],
+)
 def test_stages_leave_them_out(plan: str, tmp_path: Path):
     """Every rank's order of actions goes on without them."""
     state = trained(stateful_job(Targeted, samples=25, steps=3), plan, tmp_path)

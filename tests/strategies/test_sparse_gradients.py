@@ -19,16 +19,27 @@ from torch.utils.data import TensorDataset
 import paceline
 from paceline.strategies.data.sparse import SparseGradients
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings(
-    "ignore:Sparse invariant checks are implicitly disabled")]  # torch's Adagrad says so
+pytestmark = [
+    pytest.mark.timeout(180),
+    pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled"),
+]  # torch's Adagrad says so
 
 ROWS, WORDS = 40, 3
-REPLICAS = ["data=2", "data=3", "data=2 shares=3:1", "data=2 accumulate=2 recompute=full", "shard=2 zero=1",
-            "shard=2 zero=2 accumulate=2", "shard=2", "data=2 shard=2"]
+REPLICAS = [
+    "data=2",
+    "data=3",
+    "data=2 shares=3:1",
+    "data=2 accumulate=2 recompute=full",
+    "shard=2 zero=1",
+    "shard=2 zero=2 accumulate=2",
+    "shard=2",
+    "data=2 shard=2",
+]
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda named: torch.optim.SGD(named, lr=0.1),
     "Adagrad": lambda named: torch.optim.Adagrad(named, lr=0.1),
-    "SparseAdam": lambda named: torch.optim.SparseAdam(named, lr=0.05, eps=1e-3)}
+    "SparseAdam": lambda named: torch.optim.SparseAdam(named, lr=0.05, eps=1e-3),
+}
 
 
 class Tables(nn.Module):
@@ -115,26 +126,51 @@ class RarelyUsed(UnderDense):
         return y.index_add(0, wanted.nonzero()[:, 0], self.rare(x[wanted]).sum(1))
 
 
-def table_job(model: Callable[[], nn.Module], optimizer: Any = "SGD", *, samples: int = 36, outputs: int = 4,
-              **changes: Any) -> paceline.Job:
+def table_job(
+    model: Callable[[], nn.Module],
+    optimizer: Any = "SGD",
+    *,
+    samples: int = 36,
+    outputs: int = 4,
+    **changes: Any,
+) -> paceline.Job:
     generator = torch.Generator().manual_seed(3)
     words = torch.randint(0, ROWS, (samples, WORDS), generator=generator)
     targets = torch.randn(samples, outputs, generator=generator)
-    return stateful_job(model, data=TensorDataset(words, targets), **{
-        "optimizer": OPTIMIZERS.get(optimizer, optimizer), **changes})
+    return stateful_job(
+        model,
+        data=TensorDataset(words, targets),
+        **{"optimizer": OPTIMIZERS.get(optimizer, optimizer), **changes},
+    )
 
 
 @pytest.mark.sweep(3)
-@pytest.mark.parametrize(("optimizer", "plan"), [
-    *(("SparseAdam", plan) for plan in REPLICAS), ("SGD", "data=3"), ("SGD", "shard=2"), ("Adagrad", "data=2 shard=2")])
+@pytest.mark.parametrize(
+    ("optimizer", "plan"),
+    [
+        *(("SparseAdam", plan) for plan in REPLICAS),
+        ("SGD", "data=3"),
+        ("SGD", "shard=2"),
+        ("Adagrad", "data=2 shard=2"),
+    ],
+)
 @in_turn(lambda optimizer, plan: table_job(Tables, optimizer))
 def test_tables_alone():
     """Nothing else is trained."""
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize("plan", [*REPLICAS, "data=2 tensor=2", "pipeline=2 data=2", "pipeline=2 shard=2",
-                                  "pipeline=2 data=2 schedule=zero-bubble", "shard=2 tensor=2"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        *REPLICAS,
+        "data=2 tensor=2",
+        "pipeline=2 data=2",
+        "pipeline=2 shard=2",
+        "pipeline=2 data=2 schedule=zero-bubble",
+        "shard=2 tensor=2",
+    ],
+)
 @in_turn(lambda plan: table_job(UnderDense, "Adagrad"))
 def test_a_table_under_dense_layers():
     """Gradients of both kinds travel."""
@@ -148,15 +184,27 @@ def test_tables_inside_of_blocks():
 
 
 @pytest.mark.sweep(2)
-@pytest.mark.parametrize("plan", ["data=2", "data=3 accumulate=2", "shard=2", "data=2 shard=2", "pipeline=2",
-                                  "pipeline=2 data=2", "pipeline=2 shard=2"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "data=2",
+        "data=3 accumulate=2",
+        "shard=2",
+        "data=2 shard=2",
+        "pipeline=2",
+        "pipeline=2 data=2",
+        "pipeline=2 shard=2",
+    ],
+)
 @in_turn(lambda plan: table_job(Tied, outputs=ROWS))
 def test_a_weight_that_another_layer_uses():
     """Sparse and dense gradients add up to a dense one, on one device, over replicas and over stages."""
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize("plan", ["data=2 accumulate=6", "data=3 accumulate=4", "shard=3 zero=2 accumulate=4"])
+@pytest.mark.parametrize(
+    "plan", ["data=2 accumulate=6", "data=3 accumulate=4", "shard=3 zero=2 accumulate=4"]
+)
 @pytest.mark.parametrize("model", [SometimesDense, RarelyUsed])
 @in_turn(lambda model, plan: table_job(model, "Adagrad"))
 def test_ranks_whose_gradients_differ_in_kind():
@@ -164,8 +212,10 @@ def test_ranks_whose_gradients_differ_in_kind():
 
 
 @pytest.mark.sweep(2)
-@pytest.mark.parametrize("plan", ["data=2 accumulate=3", "data=3", "shard=3", "shard=2 zero=2 accumulate=3",
-                                  "data=2 shard=2"])
+@pytest.mark.parametrize(
+    "plan",
+    ["data=2 accumulate=3", "data=3", "shard=3", "shard=2 zero=2 accumulate=3", "data=2 shard=2"],
+)
 @in_turn(lambda plan: table_job(Tables, "SparseAdam", samples=25))
 def test_short_windows():
     """Windows of 12, 12 and 1 samples: ranks without samples take part."""
@@ -208,8 +258,12 @@ class TwoOptimizers(torch.optim.Optimizer):
     def __init__(self, named: Any) -> None:
         pairs = list(named)
         super().__init__([p for _, p in pairs], {})
-        self.sparse = torch.optim.SparseAdam([p for name, p in pairs if name.startswith("words")], lr=0.05)
-        self.dense = torch.optim.AdamW([p for name, p in pairs if not name.startswith("words")], lr=0.01)
+        self.sparse = torch.optim.SparseAdam(
+            [p for name, p in pairs if name.startswith("words")], lr=0.05
+        )
+        self.dense = torch.optim.AdamW(
+            [p for name, p in pairs if not name.startswith("words")], lr=0.01
+        )
 
     def step(self, closure: Any = None) -> None:
         self.sparse.step()
@@ -218,9 +272,14 @@ class TwoOptimizers(torch.optim.Optimizer):
 
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", ["data=2", "shard=2"])
-def test_an_optimizer_for_tables_and_one_for_the_rest(plan: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+def test_an_optimizer_for_tables_and_one_for_the_rest(
+    plan: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
     """It is tried on sparse gradients beforehand; its state goes on under another plan."""
-    job, whole = table_job(UnderDense, optimizer=TwoOptimizers), by_one_device(table_job(UnderDense, TwoOptimizers))
+    job, whole = (
+        table_job(UnderDense, optimizer=TwoOptimizers),
+        by_one_device(table_job(UnderDense, TwoOptimizers)),
+    )
     paceline.train(replace(job, steps=3), plan, run=tmp_path, timeout_s=60)
     assert "could not be tried" not in capfd.readouterr().err
     paceline.train(job, "data=3", run=tmp_path, resume=True, timeout_s=60)
@@ -240,8 +299,10 @@ def test_a_loss_with_a_count():
     """Sparse gradients are divided by the window's count, too."""
 
 
-@pytest.mark.parametrize("plan", ["data=2", "shard=2", "pipeline=2",
-                                  pytest.param("pipeline=2 data=2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "plan",
+    ["data=2", "shard=2", "pipeline=2", pytest.param("pipeline=2 data=2", marks=pytest.mark.slow)],
+)
 @in_turn(lambda plan: table_job(UnderDense, clip=0.05))
 def test_clipping():
     """Rows count once in the norm, after they were added up."""
@@ -249,6 +310,7 @@ def test_clipping():
 
 def test_one_device_clips_as_if_dense(tmp_path: Path):
     """torch itself takes no norm of a sparse gradient."""
+
     class Dense(UnderDense):
         def __init__(self) -> None:
             super().__init__()
@@ -260,7 +322,9 @@ def test_one_device_clips_as_if_dense(tmp_path: Path):
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize("plan", ["data=2 compress=int8", "data=2 compress=topk", "data=2 compress=powersgd"])
+@pytest.mark.parametrize(
+    "plan", ["data=2 compress=int8", "data=2 compress=topk", "data=2 compress=powersgd"]
+)
 @in_turn(lambda plan: table_job(Tables, "SparseAdam"))
 def test_sparse_gradients_are_not_compressed():
     """Rows travel as they are."""
@@ -276,17 +340,23 @@ def test_a_run_goes_on(tmp_path: Path):
     """The moments of rows are saved and brought back, under another plan."""
     whole = by_one_device(table_job(Tables, "SparseAdam"))
     paceline.train(table_job(Tables, "SparseAdam", steps=3), "data=2", run=tmp_path, timeout_s=60)
-    paceline.train(table_job(Tables, "SparseAdam"), "shard=2", run=tmp_path, resume=True, timeout_s=60)
+    paceline.train(
+        table_job(Tables, "SparseAdam"), "shard=2", run=tmp_path, resume=True, timeout_s=60
+    )
     for name, value in load_file(tmp_path / "model.safetensors").items():
         torch.testing.assert_close(value, whole[name], rtol=1e-11, atol=1e-12)
 
 
-DRAWS, COMPLEX = torch.tensor([[0.1, 1.7], [0.3, -2.1], [0.7, 0.9], [1e-3, 3.3], [2.9, 0.11]]), 3 + 4j
+DRAWS, COMPLEX = (
+    torch.tensor([[0.1, 1.7], [0.3, -2.1], [0.7, 0.9], [1e-3, 3.3], [2.9, 0.11]]),
+    3 + 4j,
+)
 
 
 def _rows(rows: list[int], values: Tensor, shape: tuple[int, ...]) -> Tensor:
-    return torch.sparse_coo_tensor(torch.tensor([rows], dtype=torch.int64).view(1, -1), values, shape,
-                                   check_invariants=True)
+    return torch.sparse_coo_tensor(
+        torch.tensor([rows], dtype=torch.int64).view(1, -1), values, shape, check_invariants=True
+    )
 
 
 def _gradients(rank: int) -> list[Tensor | None]:
@@ -294,21 +364,36 @@ def _gradients(rank: int) -> list[Tensor | None]:
     half = torch.ones(1, 3, dtype=torch.bfloat16)
     return [
         [_rows([4, 1, 4], DRAWS[:3], (6, 2)), _rows([0], half, (5, 3)), None, None],
-        [None, _rows([], half[:0], (5, 3)), None, _rows([2, 0], torch.full((2, 1), COMPLEX), (3, 1))],
-        [_rows([1, 5], DRAWS[3:], (6, 2)), 2 * half.expand(5, 3).clone(), None, None]][rank]
+        [
+            None,
+            _rows([], half[:0], (5, 3)),
+            None,
+            _rows([2, 0], torch.full((2, 1), COMPLEX), (3, 1)),
+        ],
+        [_rows([1, 5], DRAWS[3:], (6, 2)), 2 * half.expand(5, 3).clone(), None, None],
+    ][rank]
 
 
 def _summed(context: Any) -> list[Any]:
-    parameters = [nn.Parameter(torch.zeros(6, 2)), nn.Parameter(torch.zeros(5, 3, dtype=torch.bfloat16)),
-                  nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(3, 1, dtype=torch.complex64))]
+    parameters = [
+        nn.Parameter(torch.zeros(6, 2)),
+        nn.Parameter(torch.zeros(5, 3, dtype=torch.bfloat16)),
+        nn.Parameter(torch.zeros(4)),
+        nn.Parameter(torch.zeros(3, 1, dtype=torch.complex64)),
+    ]
     for p, gradient in zip(parameters, _gradients(context.rank), strict=True):
         p.grad = gradient
     gradients = SparseGradients(parameters, dist.group.WORLD)
     gradients.finish()
     first, second, third, fourth = (p.grad for p in parameters)
     assert third is None and first.is_sparse and fourth.is_sparse and not second.is_sparse
-    return [first.coalesce().indices().tolist(), first.coalesce().values().tolist(), second.tolist(),
-            torch.view_as_real(fourth.to_dense()).tolist(), gradients.sent_bytes]
+    return [
+        first.coalesce().indices().tolist(),
+        first.coalesce().values().tolist(),
+        second.tolist(),
+        torch.view_as_real(fourth.to_dense()).tolist(),
+        gradients.sent_bytes,
+    ]
 
 
 def test_the_sum_of_sparse_gradients(run_ranks: Callable[..., Any]):
@@ -317,6 +402,8 @@ def test_the_sum_of_sparse_gradients(run_ranks: Callable[..., Any]):
     assert ends[0] == ends[1] == ends[2]
     rows, values, dense, of_complex, _ = ends[0]
     assert rows == [[1, 4, 5]]
-    torch.testing.assert_close(torch.tensor(values), torch.stack([DRAWS[1] + DRAWS[3], DRAWS[0] + DRAWS[2], DRAWS[4]]))
+    torch.testing.assert_close(
+        torch.tensor(values), torch.stack([DRAWS[1] + DRAWS[3], DRAWS[0] + DRAWS[2], DRAWS[4]])
+    )
     assert dense == [[3.0] * 3, *[[2.0] * 3] * 4]
     assert of_complex == [[[3.0, 4.0]], [[0.0, 0.0]], [[3.0, 4.0]]]

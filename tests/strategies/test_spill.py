@@ -20,8 +20,15 @@ from paceline.strategies.disk_init import CannotSpill, Spill
 
 
 def conv_net() -> nn.Module:
-    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, bias=False),
-                        nn.ConvTranspose2d(8, 4, 2), nn.Flatten(), nn.Linear(7, 5))
+    net = nn.Sequential(
+        nn.Conv2d(3, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, bias=False),
+        nn.ConvTranspose2d(8, 4, 2),
+        nn.Flatten(),
+        nn.Linear(7, 5),
+    )
     return net.to(memory_format=torch.channels_last)
 
 
@@ -35,9 +42,13 @@ class Odd(nn.Module):
         self.embed = nn.Embedding(40, 6, padding_idx=3)
         self.scaled = nn.Parameter(torch.randn(7, 6) * 0.02)
         self.orthogonal = nn.init.orthogonal_(nn.Parameter(torch.empty(9, 6)))
-        self.truncated = nn.init.trunc_normal_(nn.Parameter(torch.empty(9, 600)), std=0.5, a=-0.3, b=0.4)
+        self.truncated = nn.init.trunc_normal_(
+            nn.Parameter(torch.empty(9, 600)), std=0.5, a=-0.3, b=0.4
+        )
         self.sparse = nn.init.sparse_(nn.Parameter(torch.empty(9, 6)), 0.5)
-        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Dropout(rate)) for rate in rates))
+        self.layers = nn.Sequential(
+            *(nn.Sequential(nn.Linear(6, 6), nn.Dropout(rate)) for rate in rates)
+        )
         self.numbers = nn.Parameter(torch.from_numpy(np.random.normal(size=(4, 5))))
         self.copied = nn.Parameter(torch.tensor(np.random.random((4, 5)), dtype=torch.float32))
         self.largest = nn.Parameter(self.scaled.detach().max() * torch.ones(11))
@@ -62,11 +73,26 @@ def hugging(kind: str) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
         import transformers as hf
 
-        small: dict[str, Any] = {"vocab_size": 30, "hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2,
-                                 "intermediate_size": 20, "max_position_embeddings": 16}
+        small: dict[str, Any] = {
+            "vocab_size": 30,
+            "hidden_size": 12,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "intermediate_size": 20,
+            "max_position_embeddings": 16,
+        }
         if kind == "gpt2":
-            return hf.GPT2LMHeadModel(hf.GPT2Config(n_embd=12, n_layer=2, n_head=2, vocab_size=30, n_positions=8,
-                                                    bos_token_id=1, eos_token_id=2))
+            return hf.GPT2LMHeadModel(
+                hf.GPT2Config(
+                    n_embd=12,
+                    n_layer=2,
+                    n_head=2,
+                    vocab_size=30,
+                    n_positions=8,
+                    bos_token_id=1,
+                    eos_token_id=2,
+                )
+            )
         if kind == "llama":
             return hf.LlamaForCausalLM(hf.LlamaConfig(**small, num_key_value_heads=1))
         if kind == "bert":
@@ -82,17 +108,29 @@ def keras() -> nn.Module:
 
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(3)
-    return keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, "relu"), keras.layers.Dense(3)])
+    return keras.Sequential(
+        [keras.Input((6,)), keras.layers.Dense(8, "relu"), keras.layers.Dense(3)]
+    )
 
 
 MODELS = {
-    "odd": Odd, "conv": conv_net, "lstm": lambda: nn.LSTM(6, 5, 2, bidirectional=True),
-    "transformer": lambda: nn.Transformer(12, 2, 2, 2, 20, batch_first=True), "double": lambda: Odd().double(),
-    "keras": keras, **{kind: hugging(kind) for kind in ("gpt2", "llama", "bert", "vit")}}
+    "odd": Odd,
+    "conv": conv_net,
+    "lstm": lambda: nn.LSTM(6, 5, 2, bidirectional=True),
+    "transformer": lambda: nn.Transformer(12, 2, 2, 2, 20, batch_first=True),
+    "double": lambda: Odd().double(),
+    "keras": keras,
+    **{kind: hugging(kind) for kind in ("gpt2", "llama", "bert", "vit")},
+}
 
 
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    return dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
+    return dict(
+        [
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        ]
+    )
 
 
 def built(make: Callable[[], nn.Module]) -> nn.Module:
@@ -130,7 +168,10 @@ def test_weights_are_those_of_the_whole_build(name: str, monkeypatch: pytest.Mon
 
 def deep(side: int, weights: Path) -> nn.Module:
     """16 layers of side x side, of which the default takes 16 MiB, and one of 4 times as much."""
-    return nn.Sequential(*(nn.Linear(side, side, bias=False) for _ in range(16)), nn.Linear(side, 4 * side, bias=False))
+    return nn.Sequential(
+        *(nn.Linear(side, side, bias=False) for _ in range(16)),
+        nn.Linear(side, 4 * side, bias=False),
+    )
 
 
 def rewritten(side: int, weights: Path) -> nn.Module:
@@ -146,7 +187,9 @@ def rewritten(side: int, weights: Path) -> nn.Module:
 
 def temporary(side: int, weights: Path) -> nn.Module:
     """Made of values that are not needed after."""
-    return nn.ParameterList([nn.Parameter((torch.randn(side, side) * 0.02).double().float()) for _ in range(20)])
+    return nn.ParameterList(
+        [nn.Parameter((torch.randn(side, side) * 0.02).double().float()) for _ in range(20)]
+    )
 
 
 def read_by_torch(side: int, weights: Path) -> nn.Module:
@@ -164,11 +207,20 @@ def read_by_safetensors(side: int, weights: Path) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize(("make", "side"), [(rewritten, 1024), (read_by_torch, 1024), *(
-    pytest.param(make, 2048, marks=pytest.mark.slow)
-    for make in (deep, rewritten, temporary, read_by_torch, read_by_safetensors))])
-def test_a_whole_model_is_never_in_memory(make: Callable[[int, Path], nn.Module], side: int, tmp_path: Path,
-                                          run_ranks: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(
+    ("make", "side"),
+    [
+        (rewritten, 1024),
+        (read_by_torch, 1024),
+        *(
+            pytest.param(make, 2048, marks=pytest.mark.slow)
+            for make in (deep, rewritten, temporary, read_by_torch, read_by_safetensors)
+        ),
+    ],
+)
+def test_a_whole_model_is_never_in_memory(
+    make: Callable[[int, Path], nn.Module], side: int, tmp_path: Path, run_ranks: Callable[..., Any]
+) -> None:
     """Of 320 MiB (80 with the smaller side) no more than the largest tensor, what is let in at a time and what is held;
     running it, too."""
     weights, largest = tmp_path / "weights.pt", 16 * side**2
@@ -227,7 +279,11 @@ def test_nothing_is_left(nothing_left: Path) -> None:
 
 def test_a_folder_in_memory_is_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next one is taken, and if there is none the error says what to do."""
-    monkeypatch.setattr(spill_module, "_file_system", lambda folder: "ext4" if folder == Path("/var/tmp") else "tmpfs")
+    monkeypatch.setattr(
+        spill_module,
+        "_file_system",
+        lambda folder: "ext4" if folder == Path("/var/tmp") else "tmpfs",
+    )
     assert Spill().folder == Path("/var/tmp")
     monkeypatch.setattr(spill_module, "_file_system", lambda folder: "tmpfs")
     with pytest.raises(CannotSpill, match="are in memory or can't be written to; TMPDIR"):
@@ -237,6 +293,7 @@ def test_a_folder_in_memory_is_no_place(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_full_disk_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """And not a signal when the tensor is written."""
+
     def full(descriptor: int, start: int, count: int) -> None:
         raise OSError(28, "No space left on device")
 

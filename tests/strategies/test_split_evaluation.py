@@ -18,8 +18,13 @@ import paceline
 from paceline.launch.process.failure import RankFailed
 from paceline.proof.reference_loop import PlainRun
 
-PLANS = ("pipeline=2 microbatches=1", "place=auto parts=2", "tensor=2",
-         "pipeline=3 microbatches=1 schedule=zero-bubble", "pipeline=2 shard=2 microbatches=1")
+PLANS = (
+    "pipeline=2 microbatches=1",
+    "place=auto parts=2",
+    "tensor=2",
+    "pipeline=3 microbatches=1 schedule=zero-bubble",
+    "pipeline=2 shard=2 microbatches=1",
+)
 
 
 class Scaled(odd.Net):
@@ -109,7 +114,7 @@ class Warm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += int(self.training)
-        return x * (1 - 0.5 ** self.calls)
+        return x * (1 - 0.5**self.calls)
 
 
 class Warmed(odd.Net):
@@ -150,16 +155,27 @@ def validation_loss(model: Callable[[], nn.Module], plan: str, folder: Path) -> 
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize(("model", "plan"), [
-    *((model, plan) for model in (Scaled, Following, Equilibrium, AnotherOrder, Warmed) for plan in PLANS),
-    *((EvaluationHead, plan) for plan in odd.SPLITS)])
-def test_the_loss_of_an_evaluation(model: Callable[[], nn.Module], plan: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "plan"),
+    [
+        *(
+            (model, plan)
+            for model in (Scaled, Following, Equilibrium, AnotherOrder, Warmed)
+            for plan in PLANS
+        ),
+        *((EvaluationHead, plan) for plan in odd.SPLITS),
+    ],
+)
+def test_the_loss_of_an_evaluation(
+    model: Callable[[], nn.Module], plan: str, tmp_path: Path
+) -> None:
     job = job_of(model)
     plain = PlainRun(job)
     for _ in plain.steps(job.total_steps):
         pass
     assert validation_loss(model, plan, tmp_path / "plan") == pytest.approx(
-        plain.evaluate(job.validation)["loss"], rel=1e-10)
+        plain.evaluate(job.validation)["loss"], rel=1e-10
+    )
 
 
 @pytest.mark.sweep(1)
@@ -168,6 +184,8 @@ def test_a_layer_whose_place_has_two_parts(model: Callable[[], nn.Module], tmp_p
     """The average follows at the beginning of a forward, on another rank than the layer that it is of: an evaluation
     would need both."""
     test_the_loss_of_an_evaluation(model, "tensor=2", tmp_path)
-    with pytest.raises(RankFailed, match="an evaluation runs 'o' otherwise than training does") as refused:
+    with pytest.raises(
+        RankFailed, match="an evaluation runs 'o' otherwise than training does"
+    ) as refused:
         validation_loss(model, "place=auto parts=2", tmp_path / "refused")
     assert (refused.value.failure.kind, refused.value.failure.step) == ("PlanRefused", 0)

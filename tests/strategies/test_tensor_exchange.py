@@ -30,6 +30,7 @@ def shard_of(whole: Tensor, placement: Placement, exchanges: Exchanges) -> Tenso
 
 def test_every_move_keeps_the_value_and_its_gradient(run_ranks: Callable[..., Any]) -> None:
     """A part's gradient is a part; that of a whole value or of a sum is whole, and that of a mean divided."""
+
     def body(context: Any) -> list[str]:
         mesh = Mesh({"pipeline": 1, "data": 1, "shard": 1, "tensor": 2}, context.rank)
         mesh.connect()
@@ -47,10 +48,14 @@ def test_every_move_keeps_the_value_and_its_gradient(run_ranks: Callable[..., An
                 moved = move(given)
                 gradient = shard_of(weight, after, exchanges) if isinstance(after, Cut) else weight
                 (moved * gradient).sum().backward()
-                expected = shard_of(weight, before, exchanges) if isinstance(before, Cut) else weight
+                expected = (
+                    shard_of(weight, before, exchanges) if isinstance(before, Cut) else weight
+                )
                 if isinstance(before, Sum) and before.mean:
                     expected = expected / 2
-                total = exchanges.summed()(moved.detach()) if isinstance(after, Sum) else moved.detach()
+                total = (
+                    exchanges.summed()(moved.detach()) if isinstance(after, Sum) else moved.detach()
+                )
                 value = shard_of(whole, after, exchanges) if isinstance(after, Cut) else whole
                 if not torch.allclose(total, value) or not torch.allclose(given.grad, expected):  # type: ignore
                     wrong.append(f"{before} -> {after}")
@@ -68,11 +73,18 @@ def test_what_cannot_run_in_parts_names_plans_that_can() -> None:
         recorder.moved(value, Cut(0))
     with pytest.raises(PlanRefused, match="no exchange from") as of_a_mean:
         recorder.moved(value, Sum(mean=True))
-    assert of_a_dim.value.hint == of_a_mean.value.hint == "data=N and shard=N plans run the model as it is"
+    assert (
+        of_a_dim.value.hint
+        == of_a_mean.value.hint
+        == "data=N and shard=N plans run the model as it is"
+    )
 
 
-def test_a_whole_value_that_parts_use_has_the_sum_of_their_gradients(run_ranks: Callable[..., Any]) -> None:
+def test_a_whole_value_that_parts_use_has_the_sum_of_their_gradients(
+    run_ranks: Callable[..., Any],
+) -> None:
     """One by one, gathered, or several in one message, of which one has no gradient."""
+
     def body(context: Any) -> list[list[float]]:
         mesh = Mesh({"pipeline": 1, "data": 1, "shard": 1, "tensor": 2}, context.rank)
         mesh.connect()
@@ -92,6 +104,7 @@ def test_a_whole_value_that_parts_use_has_the_sum_of_their_gradients(run_ranks: 
 
 def test_only_what_nothing_else_reads_is_summed_in_place(run_ranks: Callable[..., Any]) -> None:
     """A product that is read after it was summed stays as it is, and so does a gradient that is another one's, too."""
+
     def body(context: Any) -> list[Any]:
         mesh = Mesh({"pipeline": 1, "data": 1, "shard": 1, "tensor": 2}, context.rank)
         mesh.connect()
@@ -122,24 +135,32 @@ def test_only_what_nothing_else_reads_is_summed_in_place(run_ranks: Callable[...
 def test_only_new_tensors_sum_their_own_gradients(run_ranks: Callable[..., Any]) -> None:
     """What nothing but products with parts reads has a hook; a dropout that drops nothing gives back what it took,
     which others read, too."""
+
     def body(context: Any) -> list[Any]:
         mesh = Mesh({"pipeline": 1, "data": 1, "shard": 1, "tensor": 2}, context.rank)
         mesh.connect()
         aten, recorder = torch.ops.aten, ProgramRecorder(Exchanges(mesh.devices("cpu")["tensor"]))
         like = torch.ones(1)
-        x, other = (recorder.input(recorder.empty((2, 3), like), None, trained=True) for _ in range(2))
+        x, other = (
+            recorder.input(recorder.empty((2, 3), like), None, trained=True) for _ in range(2)
+        )
         weight = recorder.input(recorder.empty((3, 3), like), Cut(0), trained=True)
         doubled, read_twice = (recorder.run(aten.mul.Tensor, value, 2.0) for value in (x, other))
         undropped = recorder.run(aten.dropout.default, read_twice, 0.5, False)
-        products = [recorder.run(aten.linear.default, value, weight, placement=Cut(1))
-                    for value in (doubled, undropped)]
+        products = [
+            recorder.run(aten.linear.default, value, weight, placement=Cut(1))
+            for value in (doubled, undropped)
+        ]
         tripled = recorder.run(aten.mul.Tensor, read_twice, 3.0)
         run = recorder.program([*(recorder.moved(product, None) for product in products), tripled])
         given = [torch.ones(2, 3, requires_grad=True), torch.ones(2, 3, requires_grad=True)]
         outputs = run(*given, torch.eye(3) * (1 + context.rank))
         torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
-        hooks = [target for target in run.run.__globals__.values()
-                 if getattr(target, "__name__", "") == "hook_summing_gradients"]
+        hooks = [
+            target
+            for target in run.run.__globals__.values()
+            if getattr(target, "__name__", "") == "hook_summing_gradients"
+        ]
         return [len(hooks), *(tensor.grad.unique().tolist() for tensor in given)]  # type: ignore[union-attr]
 
     # Ranks multiply by 1 and 2: gradients through products are 3, doubled 6. The other one gets 2 * 3 more.
@@ -148,6 +169,7 @@ def test_only_new_tensors_sum_their_own_gradients(run_ranks: Callable[..., Any])
 
 def test_a_sum_that_does_not_lie_in_one_piece(run_ranks: Callable[..., Any]) -> None:
     """It is not made where it is, as ranks send what lies in one piece."""
+
     def body(context: Any) -> list[list[float]]:
         mesh = Mesh({"pipeline": 1, "data": 1, "shard": 1, "tensor": 2}, context.rank)
         mesh.connect()

@@ -24,7 +24,9 @@ def parameter() -> Iterator[Any]:
 
     dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
     try:
-        part = DTensor.from_local(torch.ones(2, 3), init_device_mesh("cpu", (2,)), [Shard(0)], run_check=False)
+        part = DTensor.from_local(
+            torch.ones(2, 3), init_device_mesh("cpu", (2,)), [Shard(0)], run_check=False
+        )
         yield nn.Parameter(part)
     finally:
         dist.destroy_process_group()
@@ -49,7 +51,9 @@ def test_gradients_add_up_until_they_are_let_go(parameter: Any) -> None:
 def test_who_waits_for_the_gradient_is_told(parameter: Any) -> None:
     """Once for each backward, when it is there."""
     seen: list[list[float]] = []
-    parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.to_local().unique().tolist()))
+    parameter.register_post_accumulate_grad_hook(
+        lambda p: seen.append(p.grad.to_local().unique().tolist())
+    )
     give_leaf(parameter)
 
     for _ in range(2):
@@ -72,10 +76,19 @@ def test_an_update_is_seen_by_the_next_forward(parameter: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", ["tensor=2 accumulate=2", "data=2 tensor=2", "tensor=2 recompute=full",
-                                  "pipeline=2 tensor=2 schedule=zero-bubble"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "tensor=2 accumulate=2",
+        "data=2 tensor=2",
+        "tensor=2 recompute=full",
+        "pipeline=2 tensor=2 schedule=zero-bubble",
+    ],
+)
 def test_gradients_are_those_of_one_device(plan: str) -> None:
-    """Of several micro-batches, with sums over replicas that wait for them, and where a backward is done in two parts.
-    """
-    certificate, = paceline.verify(job_of(lambda: Stack(Fused(), Fused()), clip=0.5), [plan], steps=2)
+    """Of several micro-batches, with sums over replicas that wait for them, and where a backward is
+    done in two parts."""
+    (certificate,) = paceline.verify(
+        job_of(lambda: Stack(Fused(), Fused()), clip=0.5), [plan], steps=2
+    )
     assert certificate.passed, certificate.describe()

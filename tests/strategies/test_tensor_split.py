@@ -41,6 +41,7 @@ def look(take: Callable[[Any], Any]) -> Callable[[Any], Any]:
 @pytest.fixture(scope="module")
 def seen() -> dict[str, list[Any]]:
     """What all looks give, on each rank. They are taken in one launch, as the first capture of a process is slow."""
+
     def body(context: Any) -> dict[str, Any]:
         return {name: _taken(take, context) for name, take in LOOKS.items()}
 
@@ -55,7 +56,13 @@ def _taken(take: Callable[[Any], Any], context: Any) -> Any:
         return traceback.format_exc()
 
 
-def split(context: Any, model: Callable[[], nn.Module], *, sequence_bytes: int | None = None, **options: Any) -> Any:
+def split(
+    context: Any,
+    model: Callable[[], nn.Module],
+    *,
+    sequence_bytes: int | None = None,
+    **options: Any,
+) -> Any:
     """The stepper of a rank of tensor=2. sequence_bytes: from which on values are cut along their sequence, too."""
     least = tensor_run.SEQUENCE_BYTES if sequence_bytes is None else sequence_bytes
     with patch.object(tensor_run, "SEQUENCE_BYTES", least):
@@ -70,23 +77,36 @@ def small_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def cuts(stepper: Any) -> dict[str, tuple[int, int]]:
     """Dim and blocks of every weight of the blocks that is cut."""
-    cut_by_name = {name: cut_of_placement(p.placements[0]) for name, p in stepper.local_parameters.items()
-                   if name.startswith("blocks.0") and p.ndim > 1 and hasattr(p, "placements")}
-    return {name.removeprefix("blocks.0."): (cut.dim, cut.blocks) for name, cut in cut_by_name.items() if cut}
+    cut_by_name = {
+        name: cut_of_placement(p.placements[0])
+        for name, p in stepper.local_parameters.items()
+        if name.startswith("blocks.0") and p.ndim > 1 and hasattr(p, "placements")
+    }
+    return {
+        name.removeprefix("blocks.0."): (cut.dim, cut.blocks)
+        for name, cut in cut_by_name.items()
+        if cut
+    }
 
 
 @look
 def cuts_of_blocks(context: Any) -> dict[str, Any]:
-    return {"view": cuts(split(context, lambda: Stack(Fused(view=True)))),
-            "experts": cuts(split(context, lambda: Stack(StackedExperts()))),
-            "autocast": cuts(split(context, lambda: Stack(Fused()), precision="bf16"))}
+    return {
+        "view": cuts(split(context, lambda: Stack(Fused(view=True)))),
+        "experts": cuts(split(context, lambda: Stack(StackedExperts()))),
+        "autocast": cuts(split(context, lambda: Stack(Fused()), precision="bf16")),
+    }
 
 
 FUSED = {"qkv.weight": [0, 3], "o.weight": [1, 1], "gated.weight": [0, 2], "down.weight": [1, 1]}
 
 
-@pytest.mark.parametrize(("model", "expected"), [("view", FUSED), ("experts", {"up": [2, 2], "down": [2, 1]})])
-def test_fused_and_stacked_weights(model: str, expected: dict[str, list[int]], seen: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("model", "expected"), [("view", FUSED), ("experts", {"up": [2, 2], "down": [2, 1]})]
+)
+def test_fused_and_stacked_weights(
+    model: str, expected: dict[str, list[int]], seen: dict[str, Any]
+) -> None:
     """q, k and v of one product, gates, and experts in one tensor: columns block by block, then rows."""
     assert seen["cuts_of_blocks"][0][model] == expected
 
@@ -99,21 +119,30 @@ def test_autocast_splits_what_float32_splits(seen: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_fp16_splits_what_float32_splits(run_ranks: Callable[..., Any]) -> None:
-    cuts_by_rank = run_ranks(lambda context: cuts(split(context, lambda: Stack(Fused()), precision="fp16")), 2)
+    cuts_by_rank = run_ranks(
+        lambda context: cuts(split(context, lambda: Stack(Fused()), precision="fp16")), 2
+    )
     assert cuts_by_rank[0] == FUSED
 
 
 def ends_alike(model: Callable[[], nn.Module], plan: str, folder: Path) -> None:
     """Three steps in float64 end with one device's weights. Micro-batches of two samples are captured once."""
-    assert_alike(job_of(model, clip=0.5, precision="float64", batch=2 if plan == "tensor=2" else 8), plan, folder)
+    assert_alike(
+        job_of(model, clip=0.5, precision="float64", batch=2 if plan == "tensor=2" else 8),
+        plan,
+        folder,
+    )
 
 
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", ["tensor=2", "shard=2 tensor=2"])
-@pytest.mark.parametrize("model", [lambda: Stack(StackedExperts()), lambda: Stack(Fused()),
-                                   lambda: Stack(Fused(view=True))])
-def test_they_compute_what_one_device_computes(model: Callable[[], nn.Module], plan: str, tmp_path: Path,
-                                               small_sequences: None) -> None:
+@pytest.mark.parametrize(
+    "model",
+    [lambda: Stack(StackedExperts()), lambda: Stack(Fused()), lambda: Stack(Fused(view=True))],
+)
+def test_they_compute_what_one_device_computes(
+    model: Callable[[], nn.Module], plan: str, tmp_path: Path, small_sequences: None
+) -> None:
     """Alone and in shards, on parts of the sequence."""
     ends_alike(model, plan, tmp_path)
 
@@ -138,8 +167,11 @@ class Gated(nn.Module):
 
 
 @pytest.mark.parametrize("block", [Gated, pytest.param(Fused, marks=pytest.mark.slow)])
-def test_a_run_with_blocks_goes_on_elsewhere(block: Callable[[], nn.Module], tmp_path: Path) -> None:
+def test_a_run_with_blocks_goes_on_elsewhere(
+    block: Callable[[], nn.Module], tmp_path: Path
+) -> None:
     """Weights and moments that are cut block by block are saved under their places in the whole."""
+
     def job(steps: int) -> paceline.Job:
         return job_of(lambda: Stack(block()), steps=steps, precision="float64")
 
@@ -148,6 +180,7 @@ def test_a_run_with_blocks_goes_on_elsewhere(block: Callable[[], nn.Module], tmp
     paceline.train(job(4), "single", devices="cpu:0", run=tmp_path, resume=True)
 
     from safetensors.torch import load_file
+
     expected = by_one_device(job(4))
     for name, tensor in load_file(tmp_path / "model.safetensors").items():
         torch.testing.assert_close(tensor, expected[name], msg=name)
@@ -155,6 +188,7 @@ def test_a_run_with_blocks_goes_on_elsewhere(block: Callable[[], nn.Module], tmp
 
 def test_a_rank_has_its_part_of_every_block() -> None:
     """The first of two ranks has the first half of each."""
+
     class Mesh:
         def size(self) -> int:
             return 2
@@ -170,6 +204,7 @@ def test_a_rank_has_its_part_of_every_block() -> None:
 
 def test_draws_apart_and_together() -> None:
     """Ranks differ inside, agree outside, and repeat themselves."""
+
     def drawn(rank: int) -> tuple[list[float], list[float]]:
         torch.manual_seed(5)
         with apart(rank, torch.device("cpu")):
@@ -186,8 +221,9 @@ class Dropped(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(6, 64), nn.Dropout(0.5), nn.Linear(64, 64),
-                                                   nn.Dropout(0.5))])
+        self.blocks = nn.ModuleList(
+            [nn.Sequential(nn.Linear(6, 64), nn.Dropout(0.5), nn.Linear(64, 64), nn.Dropout(0.5))]
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = self.blocks[0](x)
@@ -210,7 +246,9 @@ class _Masks(TorchFunctionMode):
 
 @look
 def dropped(context: Any) -> dict[str, Any]:
-    stepper = laid_out(job_of(Dropped, loss=lambda output, target: output.square().mean()), "tensor=2", context)
+    stepper = laid_out(
+        job_of(Dropped, loss=lambda output, target: output.square().mean()), "tensor=2", context
+    )
     batch, counts = example_batch(stepper.job, 2), captures_after(stepper, (2, 3))
     torch.manual_seed(1)
     with _Masks() as masks:
@@ -237,7 +275,9 @@ def test_dropout_masks(seen: dict[str, Any]) -> None:
 
 def kept_bytes(stepper: Any) -> int:
     """What a rank keeps between forward and backward of two samples, without weights."""
-    weights = {local_part(p).untyped_storage().data_ptr() for p in stepper.local_parameters.values()}
+    weights = {
+        local_part(p).untyped_storage().data_ptr() for p in stepper.local_parameters.values()
+    }
     seen: dict[int, int] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -289,13 +329,21 @@ def exchanged(stepper: Any) -> tuple[_Counted, _Counted]:
 @look
 def of_a_block(context: Any) -> dict[str, dict[str, Any]]:
     """Where the sequence is cut, where it is not, and of a model without the block."""
+
     def described(blocks: int, sequence_bytes: int | None) -> dict[str, Any]:
-        stepper = split(context, lambda: Stack(*(Fused(width=24) for _ in range(blocks)), width=24),
-                        sequence_bytes=sequence_bytes)
+        stepper = split(
+            context,
+            lambda: Stack(*(Fused(width=24) for _ in range(blocks)), width=24),
+            sequence_bytes=sequence_bytes,
+        )
         forward, backward = exchanged(stepper)
-        return {"sequence": stepper.layout.report.document["sequence"], "cuts": cuts(stepper),
-                "kept": kept_bytes(stepper), "copies": forward.copies + backward.copies,
-                "exchanges": [forward.exchanges, backward.exchanges]}
+        return {
+            "sequence": stepper.layout.report.document["sequence"],
+            "cuts": cuts(stepper),
+            "kept": kept_bytes(stepper),
+            "copies": forward.copies + backward.copies,
+            "exchanges": [forward.exchanges, backward.exchanges],
+        }
 
     return {"cut": described(1, 0), "whole": described(1, None), "none": described(0, None)}
 
@@ -337,7 +385,9 @@ def test_a_block_exchanges_four_times(seen: dict[str, Any]) -> None:
     take the memory of the products that they sum."""
     none, whole = (seen["of_a_block"][0][name] for name in ("none", "whole"))
 
-    assert [after - before for before, after in zip(none["exchanges"], whole["exchanges"], strict=True)] == [2, 2]
+    assert [
+        after - before for before, after in zip(none["exchanges"], whole["exchanges"], strict=True)
+    ] == [2, 2]
     assert whole["copies"] == none["copies"]
 
 
@@ -371,10 +421,15 @@ def exchanges_of(stepper: Any) -> list[float]:
 @look
 def at_a_border(context: Any) -> dict[str, Any]:
     """Exchanges of one block, and of two, and the values that pass between these in parts."""
-    one_block, two_blocks = (split(context, model, sequence_bytes=0)
-                             for model in (lambda: Stack(Planned({}), width=24), of_two))
-    return {"exchanges": [exchanges_of(one_block), exchanges_of(two_blocks)], "parts": described_parts(two_blocks),
-            "cuts": cuts(one_block)}
+    one_block, two_blocks = (
+        split(context, model, sequence_bytes=0)
+        for model in (lambda: Stack(Planned({}), width=24), of_two)
+    )
+    return {
+        "exchanges": [exchanges_of(one_block), exchanges_of(two_blocks)],
+        "parts": described_parts(two_blocks),
+        "cuts": cuts(one_block),
+    }
 
 
 def described_parts(stepper: Any) -> list[Any]:
@@ -397,8 +452,10 @@ def parts_of_two(context: Any) -> dict[str, Any]:
     """Of one that is edited in place, and of five places."""
     points = Points()
     five = [(x[:5], target) for x, target in map(points.__getitem__, range(len(points)))]
-    return {"edited": described_parts(split(context, lambda: of_two(InPlace), sequence_bytes=0)),
-            "five": described_parts(split(context, of_two, sequence_bytes=0, data=five))}
+    return {
+        "edited": described_parts(split(context, lambda: of_two(InPlace), sequence_bytes=0)),
+        "five": described_parts(split(context, of_two, sequence_bytes=0, data=five)),
+    }
 
 
 def test_values_that_can_not_be_cut_pass_whole(seen: dict[str, Any]) -> None:
@@ -410,18 +467,42 @@ def test_values_that_can_not_be_cut_pass_whole(seen: dict[str, Any]) -> None:
     assert observed["five"] == [[], []]
 
 
-@pytest.mark.parametrize("plan", ["pipeline=2 tensor=2", *(pytest.param(plan, marks=pytest.mark.slow) for plan in (
-    "tensor=2", "pipeline=2 tensor=2 schedule=zero-bubble", "tensor=2 recompute=full", "shard=2 tensor=2"))])
-def test_cut_values_between_blocks_compute_the_same(plan: str, tmp_path: Path, small_sequences: None) -> None:
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "pipeline=2 tensor=2",
+        *(
+            pytest.param(plan, marks=pytest.mark.slow)
+            for plan in (
+                "tensor=2",
+                "pipeline=2 tensor=2 schedule=zero-bubble",
+                "tensor=2 recompute=full",
+                "shard=2 tensor=2",
+            )
+        ),
+    ],
+)
+def test_cut_values_between_blocks_compute_the_same(
+    plan: str, tmp_path: Path, small_sequences: None
+) -> None:
     """Also where they pass from rank to rank, and where blocks are computed again."""
     ends_alike(of_two, plan, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", ["pipeline=2 tensor=2", "tensor=2", "pipeline=2 tensor=2 schedule=zero-bubble",
-                                  "tensor=2 recompute=full", "shard=2 tensor=2"])
-def test_cut_values_between_blocks_of_attention_compute_the_same(plan: str, tmp_path: Path,
-                                                                 small_sequences: None) -> None:
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "pipeline=2 tensor=2",
+        "tensor=2",
+        "pipeline=2 tensor=2 schedule=zero-bubble",
+        "tensor=2 recompute=full",
+        "shard=2 tensor=2",
+    ],
+)
+def test_cut_values_between_blocks_of_attention_compute_the_same(
+    plan: str, tmp_path: Path, small_sequences: None
+) -> None:
     ends_alike(lambda: Stack(Fused(width=24), Fused(width=24), width=24), plan, tmp_path)
 
 
@@ -431,7 +512,10 @@ class Flat(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(24)
-        self.up, self.down = nn.Parameter(torch.randn(24, 32) / 5), nn.Parameter(torch.randn(32, 24) / 5)
+        self.up, self.down = (
+            nn.Parameter(torch.randn(24, 32) / 5),
+            nn.Parameter(torch.randn(32, 24) / 5),
+        )
         self.up_bias, self.down_bias = nn.Parameter(torch.randn(32)), nn.Parameter(torch.randn(24))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -441,9 +525,14 @@ class Flat(nn.Module):
 
 @look
 def of_few_and_more_bytes(context: Any) -> dict[str, Any]:
-    few, more = (split(context, PRICED["flat"], sequence_bytes=32 * 6 * 24 * 4, batch=samples) for samples in (31, 32))
-    return {"sequences": [stepper.layout.report.document["sequence"] for stepper in (few, more)],
-            "ran": run_and_sent(more)}
+    few, more = (
+        split(context, PRICED["flat"], sequence_bytes=32 * 6 * 24 * 4, batch=samples)
+        for samples in (31, 32)
+    )
+    return {
+        "sequences": [stepper.layout.report.document["sequence"] for stepper in (few, more)],
+        "ran": run_and_sent(more),
+    }
 
 
 def test_values_of_few_bytes_are_not_cut_along_the_sequence(seen: dict[str, Any]) -> None:
@@ -453,8 +542,10 @@ def test_values_of_few_bytes_are_not_cut_along_the_sequence(seen: dict[str, Any]
 
 
 PRICED: dict[str, Callable[[], nn.Module]] = {
-    "flat": lambda: Stack(Flat(), width=24), "fused": lambda: Stack(Fused(width=24), Fused(width=24), width=24),
-    "experts": lambda: Stack(StackedExperts(width=24), width=24)}
+    "flat": lambda: Stack(Flat(), width=24),
+    "fused": lambda: Stack(Fused(width=24), Fused(width=24), width=24),
+    "experts": lambda: Stack(StackedExperts(width=24), width=24),
+}
 
 
 def run_and_sent(stepper: Any) -> list[int]:
@@ -464,35 +555,62 @@ def run_and_sent(stepper: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("sequence_bytes", [0, pytest.param(2**30, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["flat", *(pytest.param(name, marks=pytest.mark.slow)
-                                            for name in ("fused", "experts"))])
-def test_a_price_counts_what_ranks_run_and_send(run_ranks: Callable[..., Any], monkeypatch: pytest.MonkeyPatch,
-                                                request: pytest.FixtureRequest, name: str,
-                                                sequence_bytes: int) -> None:
+@pytest.mark.parametrize(
+    "name", ["flat", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fused", "experts"))]
+)
+def test_a_price_counts_what_ranks_run_and_send(
+    run_ranks: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+    name: str,
+    sequence_bytes: int,
+) -> None:
     """The same weights are split, the same messages are sent, and products are those of one rank's parts."""
     monkeypatch.setattr(tensor_run, "SEQUENCE_BYTES", sequence_bytes)
-    ran = ([of_rank["ran"] for of_rank in request.getfixturevalue("seen")["of_few_and_more_bytes"]]
-           if name == "flat" and not sequence_bytes
-           else run_ranks(lambda context: run_and_sent(split(context, PRICED[name])), 2))
+    ran = (
+        [of_rank["ran"] for of_rank in request.getfixturevalue("seen")["of_few_and_more_bytes"]]
+        if name == "flat" and not sequence_bytes
+        else run_ranks(lambda context: run_and_sent(split(context, PRICED[name])), 2)
+    )
 
     job = job_of(PRICED[name])
     profile = profile_job(job)
     pieces = SplitJob(job, profile)
     [rank] = pieces.ranks(paceline.Plan.parse("tensor=2"), (), microbatch_samples=2)
-    sent = [segment.tensor.counted for segment in rank.profile.segments if segment.tensor is not None]
-    assert ran[0] == [sum(len(ahead) for ahead, _ in sent), sum(len(back) for _, back in sent),
-                      rank.profile.parameter_bytes]
+    sent = [
+        segment.tensor.counted for segment in rank.profile.segments if segment.tensor is not None
+    ]
+    assert ran[0] == [
+        sum(len(ahead) for ahead, _ in sent),
+        sum(len(back) for _, back in sent),
+        rank.profile.parameter_bytes,
+    ]
 
-    whole = sum(sum(p.flops for p in segment.forward.products) for segment in pieces.priced(2)[1].values())
-    rank_flops = sum(sum(p.flops for p in segment.forward.products) for segment in rank.profile.segments)
+    whole = sum(
+        sum(p.flops for p in segment.forward.products) for segment in pieces.priced(2)[1].values()
+    )
+    rank_flops = sum(
+        sum(p.flops for p in segment.forward.products) for segment in rank.profile.segments
+    )
     assert rank_flops < 0.6 * whole
 
 
-PLANS = [({}, {"up.weight": (0, 1), "down.weight": (1, 1)}),
-         ({"blocks.*.up": "rowwise", "blocks.*.down": "colwise"}, {"up.weight": (1, 1), "down.weight": (0, 1)}),
-         ({"blocks.*.up": "replicate"}, {"down.weight": (0, 1)}),
-         ({"blocks.*.up.weight": "colwise", "blocks.*.nothing": "rowwise", "blocks.*.down": "unheard_of"},
-          {"up.weight": (0, 1), "down.weight": (1, 1)})]
+PLANS = [
+    ({}, {"up.weight": (0, 1), "down.weight": (1, 1)}),
+    (
+        {"blocks.*.up": "rowwise", "blocks.*.down": "colwise"},
+        {"up.weight": (1, 1), "down.weight": (0, 1)},
+    ),
+    ({"blocks.*.up": "replicate"}, {"down.weight": (0, 1)}),
+    (
+        {
+            "blocks.*.up.weight": "colwise",
+            "blocks.*.nothing": "rowwise",
+            "blocks.*.down": "unheard_of",
+        },
+        {"up.weight": (0, 1), "down.weight": (1, 1)},
+    ),
+]
 
 
 def planned(plan: dict[str, str]) -> nn.Module:
@@ -503,39 +621,64 @@ def planned(plan: dict[str, str]) -> nn.Module:
 
 @look
 def cuts_of_plans(context: Any) -> list[Any]:
-    return [cuts(laid_out(job_of(lambda plan=plan: planned(plan)), "tensor=2", context)) for plan, _ in PLANS[1:]]
+    return [
+        cuts(laid_out(job_of(lambda plan=plan: planned(plan)), "tensor=2", context))
+        for plan, _ in PLANS[1:]
+    ]
 
 
 def test_a_plan_that_the_model_brings(seen: dict[str, Any]) -> None:
     """Its cuts are taken, where they say anything."""
     assert [seen["at_a_border"][0]["cuts"], *seen["cuts_of_plans"][0]] == [
-        {name: list(cut) for name, cut in expected.items()} for _, expected in PLANS]
+        {name: list(cut) for name, cut in expected.items()} for _, expected in PLANS
+    ]
 
 
-@pytest.mark.parametrize("plan", [plan if number == 1 else pytest.param(plan, marks=pytest.mark.slow)
-                                  for number, (plan, _) in enumerate(PLANS)])
-def test_a_plan_that_the_model_brings_costs_speed_at_worst(plan: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "plan",
+    [
+        plan if number == 1 else pytest.param(plan, marks=pytest.mark.slow)
+        for number, (plan, _) in enumerate(PLANS)
+    ],
+)
+def test_a_plan_that_the_model_brings_costs_speed_at_worst(
+    plan: dict[str, str], tmp_path: Path
+) -> None:
     ends_alike(lambda: planned(plan), "tensor=2", tmp_path)
 
 
 def test_transformers_plans_are_read() -> None:
     """Patterns of modules and of parameters, with a base model's prefix."""
     transformers = needed("transformers")
-    config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-                                      num_attention_heads=4, num_key_value_heads=2)
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
     split_by_name = published(transformers.LlamaForCausalLM(config))
 
-    assert split_by_name["model.layers.1.self_attn.q_proj.weight"] == split_by_name["lm_head.weight"] == "columns"
+    assert (
+        split_by_name["model.layers.1.self_attn.q_proj.weight"]
+        == split_by_name["lm_head.weight"]
+        == "columns"
+    )
     assert split_by_name["model.layers.0.mlp.down_proj.weight"] == "rows"
     assert "model.norm.weight" not in split_by_name
     assert published(nn.Linear(2, 2)) == {}
 
 
-@pytest.mark.parametrize(("plan", "ranks", "groups"), [
-    pytest.param("tensor=2", 2, 1, marks=pytest.mark.slow), ("data=2 tensor=2", 4, 3)])
-def test_a_split_model_adds_no_process_groups(plan: str, ranks: int, groups: int,
-                                              run_ranks: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(
+    ("plan", "ranks", "groups"),
+    [pytest.param("tensor=2", 2, 1, marks=pytest.mark.slow), ("data=2 tensor=2", 4, 3)],
+)
+def test_a_split_model_adds_no_process_groups(
+    plan: str, ranks: int, groups: int, run_ranks: Callable[..., Any]
+) -> None:
     """There are that of all ranks and those of axes that are not all of them: a group has threads and connections."""
+
     def body(context: Any) -> int:
         laid_out(job_of(Mlp), plan, context)
         return len(torch.distributed.distributed_c10d._world.pg_map)

@@ -38,9 +38,19 @@ def sparse_loss(output: Tensor, target: Tensor) -> tuple[Tensor, Any]:
 
 
 @pytest.mark.sweep(2)
-@pytest.mark.parametrize("plan", [
-    "single accumulate=12", "data=3", "data=2 accumulate=6", "shard=3", "shard=2 zero=2 accumulate=3",
-    "pipeline=2 microbatches=6", "place=auto parts=2 accumulate=6", "server=1 workers=3"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "single accumulate=12",
+        "data=3",
+        "data=2 accumulate=6",
+        "shard=3",
+        "shard=2 zero=2 accumulate=3",
+        "pipeline=2 microbatches=6",
+        "place=auto parts=2 accumulate=6",
+        "server=1 workers=3",
+    ],
+)
 def test_a_micro_batch_that_counts_nothing(plan: str, tmp_path: Path):
     """Its rank takes part in every collective, and the window's count divides the gradients."""
     assert_alike(stateful_job(Net, loss=sparse_loss), plan, tmp_path)
@@ -56,7 +66,9 @@ class Complex(nn.Module):
         return self.last((self.first(x).to(self.weight.dtype) @ self.weight).abs())
 
 
-@pytest.mark.parametrize("plan", [pytest.param("single", marks=pytest.mark.slow), "data=2", "shard=2"])
+@pytest.mark.parametrize(
+    "plan", [pytest.param("single", marks=pytest.mark.slow), "data=2", "shard=2"]
+)
 def test_complex_gradients_are_clipped(run_ranks: Callable[..., Any], plan: str):
     """As torch clips the pairs of real numbers that they are."""
     job = stateful_job(Complex, clip=0.05, steps=1)
@@ -74,18 +86,27 @@ def test_complex_gradients_are_clipped(run_ranks: Callable[..., Any], plan: str)
             self.gradient = {name: p.clone() for name, p in whole(stepper, gradient=True).items()}
 
         def weights(self, step: int, stepper: Any, loss: float) -> None:
-            stand_ins = {name: torch.nn.Parameter(torch.zeros_like(g)) for name, g in self.gradient.items()}
+            stand_ins = {
+                name: torch.nn.Parameter(torch.zeros_like(g)) for name, g in self.gradient.items()
+            }
             for name, p in stand_ins.items():
                 p.grad = self.gradient[name]
             pairs = [torch.view_as_real(g) if g.is_complex() else g for g in self.gradient.values()]
             factor = 0.05 / (torch.nn.utils.get_total_norm(pairs) + 1e-6)
             assert factor < 1
             for name, p in whole(stepper).items():
-                torch.testing.assert_close(p.detach(), self.before[name] - 0.1 * factor * self.gradient[name])
+                torch.testing.assert_close(
+                    p.detach(), self.before[name] - 0.1 * factor * self.gradient[name]
+                )
             clipped.append(float(factor))
 
     def body(context: Any) -> int:
-        train_rank(context, job, Plan.parse(plan), Settings(None, (1,) * context.world_size, observer=Clipped()))
+        train_rank(
+            context,
+            job,
+            Plan.parse(plan),
+            Settings(None, (1,) * context.world_size, observer=Clipped()),
+        )
         return len(clipped)
 
     load(Plan.parse(plan))
@@ -95,5 +116,7 @@ def test_complex_gradients_are_clipped(run_ranks: Callable[..., Any], plan: str)
 def whole(stepper: Any, *, gradient: bool = False) -> dict[str, Tensor]:
     """The parameters of a rank, or their gradients, in full."""
     tensors = {name: p.grad if gradient else p for name, p in stepper.parameters.items()}
-    return {name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-            for name, tensor in tensors.items()}
+    return {
+        name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        for name, tensor in tensors.items()
+    }

@@ -48,17 +48,25 @@ class Gated(nn.Module):
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("plan", [f"pipeline={ranks} microbatches=3 schedule=zero-bubble" for ranks in (2, 3)])
+@pytest.mark.parametrize(
+    "plan", [f"pipeline={ranks} microbatches=3 schedule=zero-bubble" for ranks in (2, 3)]
+)
 @pytest.mark.sweep(1)
 @in_turn(lambda plan: stateful_job(Gated))
 def test_weights_beside_the_path_of_a_stage():
     """No gradient goes from the gate's weights on to the inputs of their stage."""
 
 
-@pytest.mark.parametrize(("forward", "once"), [
-    (lambda a, b, x: b(torch.tanh(a(x))), True), (lambda a, b, x: a(torch.tanh(a(x))), False),
-    (lambda a, b, x: a(x) * a(x.sin()), False), (lambda a, b, x: a(x) + torch.tanh(b(x)) + x, True),
-    (lambda a, b, x: b(a(x)) + a.weight.sum(), False)])
+@pytest.mark.parametrize(
+    ("forward", "once"),
+    [
+        (lambda a, b, x: b(torch.tanh(a(x))), True),
+        (lambda a, b, x: a(torch.tanh(a(x))), False),
+        (lambda a, b, x: a(x) * a(x.sin()), False),
+        (lambda a, b, x: a(x) + torch.tanh(b(x)) + x, True),
+        (lambda a, b, x: b(a(x)) + a.weight.sum(), False),
+    ],
+)
 def test_whether_weights_are_used_once(forward: object, once: bool):
     a, b, x = nn.Linear(3, 3), nn.Linear(3, 3), torch.randn(2, 3, requires_grad=True)
     assert uses_weights_once([forward(a, b, x)], [x]) is once  # type: ignore[operator]

@@ -36,26 +36,50 @@ def with_one(values: torch.Tensor, index: int, value: int) -> torch.Tensor:
     return changed
 
 
-@pytest.mark.parametrize(("data", "model", "named", "own_line"), [
-    ((X, with_one(Y, 7, 9)), lambda: nn.Linear(4, 3), "the loss fails on sample 7 of the data by itself: its target is "
-     "9", None),
-    ((with_one(TOKENS, 7, 12), Y), Embedded, "index out of range", "self.head(self.embedding(tokens)"),
-])
-def test_a_sample_that_the_job_fails_on(data: Any, model: Any, named: str, own_line: str | None,
-                                         tmp_path: Path):
+@pytest.mark.parametrize(
+    ("data", "model", "named", "own_line"),
+    [
+        (
+            (X, with_one(Y, 7, 9)),
+            lambda: nn.Linear(4, 3),
+            "the loss fails on sample 7 of the data by itself: its target is 9",
+            None,
+        ),
+        (
+            (with_one(TOKENS, 7, 12), Y),
+            Embedded,
+            "index out of range",
+            "self.head(self.embedding(tokens)",
+        ),
+    ],
+)
+def test_a_sample_that_the_job_fails_on(
+    data: Any, model: Any, named: str, own_line: str | None, tmp_path: Path
+):
     """A label or a token out of range: the index, the rank, and no frame of ours."""
-    job = pl.Job(model=model, data=data, loss=F.cross_entropy, batch=4, epochs=1,
-                 optimizer=lambda named: torch.optim.SGD(named, lr=0.1))
+    job = pl.Job(
+        model=model,
+        data=data,
+        loss=F.cross_entropy,
+        batch=4,
+        epochs=1,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+    )
     with pytest.raises(RankFailed) as failed:
         pl.train(job, "data=2", check=False, run=tmp_path / "run")
     text = str(failed.value)
-    assert named in text and "of this rank, of the samples" in text and "7" in text.split("of the samples")[1]
+    assert (
+        named in text
+        and "of this rank, of the samples" in text
+        and "7" in text.split("of the samples")[1]
+    )
     assert ("Traceback (most recent call last, your code only)" in text) == bool(own_line)
     assert "src/paceline" not in text and (own_line is None or own_line in text)
 
 
 def test_a_sample_that_collate_fails_on():
     """The one of the batch that it fails on, and its lines."""
+
     def collate(samples: list[Any]) -> Any:
         return torch.stack([sample["x"] for sample in samples])
 
@@ -68,6 +92,7 @@ def test_a_sample_that_collate_fails_on():
 @pytest.mark.parametrize("output", [{"x": X[:3, :3]}, X[:2, :3], "none", X.sum()])
 def test_no_sample_is_named_where_it_is_not_known(output: Any):
     """An output that is not one row a sample, and a loss that fails on any."""
+
     def loss(output: Any, target: Any) -> Any:
         raise KeyError("any") if len(target) == 3 else ValueError
 

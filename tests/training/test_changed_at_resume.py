@@ -25,45 +25,121 @@ def sgd(**options: Any) -> Callable[[Any], torch.optim.Optimizer]:
 
 
 def make_job(**changes: Any) -> paceline.Job:
-    return paceline.Job(**{"model": lambda: nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3)),
-                           "data": TensorDataset(X, X[:, :3].sin()), "loss": F.mse_loss, "optimizer": sgd(),
-                           "batch": 8, "steps": 8, "precision": "float64", **changes})
+    return paceline.Job(
+        **{
+            "model": lambda: nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3)),
+            "data": TensorDataset(X, X[:, :3].sin()),
+            "loss": F.mse_loss,
+            "optimizer": sgd(),
+            "batch": 8,
+            "steps": 8,
+            "precision": "float64",
+            **changes,
+        }
+    )
 
 
-def train(job: paceline.Job, run: Path, plan: str = "single", **options: Any) -> list[dict[str, Any]]:
+def train(
+    job: paceline.Job, run: Path, plan: str = "single", **options: Any
+) -> list[dict[str, Any]]:
     """The steps' lines."""
-    paceline.train(job, plan, devices=f"cpu:0-{paceline.Plan.parse(plan).world_size - 1}", run=run, **options)
-    return [line for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "loss" in line]
+    paceline.train(
+        job, plan, devices=f"cpu:0-{paceline.Plan.parse(plan).world_size - 1}", run=run, **options
+    )
+    return [
+        line
+        for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+        if "loss" in line
+    ]
 
 
 def step_lr(size: int) -> Callable[[Any], Any]:
     return lambda optimizer: lr_scheduler.StepLR(optimizer, size, gamma=0.5)
 
 
-SEQUENTIAL = {"lr_schedule": lambda o: lr_scheduler.SequentialLR(
-    o, [lr_scheduler.ConstantLR(o, 0.5, 2), lr_scheduler.ExponentialLR(o, 0.9)], [3])}
-SCHEDULED = {"lr_schedule": step_lr(3)}  # a line of a step has the rate of the next one: 0.05 after the third
+SEQUENTIAL = {
+    "lr_schedule": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.ConstantLR(o, 0.5, 2), lr_scheduler.ExponentialLR(o, 0.9)], [3]
+    )
+}
+SCHEDULED = {
+    "lr_schedule": step_lr(3)
+}  # a line of a step has the rate of the next one: 0.05 after the third
 
 
-@pytest.mark.parametrize(("before", "after", "words", "rates"), [
-    ({}, {"optimizer": sgd(lr=0.01, momentum=0.5)}, ["lr is 0.01, and was 0.1", "momentum is 0.5, and was 0"],
-     [0.01] * 4),
-    (SCHEDULED, {**SCHEDULED, "optimizer": sgd(lr=0.2)}, ["lr is 0.2, and was 0.1"], [0.1, 0.05, 0.05, 0.05]),
-    (SCHEDULED, {"lr_schedule": step_lr(5)}, ["the schedule's step_size is 5, and was 3"], [0.025] * 4),
-    ({}, SCHEDULED, ["the schedule is StepLR, and was none: it begins at step 4"], [0.1, 0.1, 0.05, 0.05]),
-    (SCHEDULED, {}, ["the schedule is none, and was StepLR"], [0.1] * 4),
-    (SCHEDULED, SEQUENTIAL, ["the schedule is SequentialLR(ConstantLR, ExponentialLR), and was StepLR"],
-     [0.05, 0.1, 0.1, 0.09]),
-    ({}, {"loss": F.l1_loss, "clip": 1.0, "drop_last": True, "sampler": SequentialSampler(X)},
-     ["loss is l1_loss, and was mse_loss", "clip is 1.0, and was None", "drop_last is True", "sampler is Sequential"],
-     [0.1] * 4),
-    ({"weights": [1.0] * 20}, {"weights": [1.0] * 10 + [9.0] * 10}, ["sampler is WeightedRandomSampler (draws "],
-     [0.1] * 4),
-    (SCHEDULED, SCHEDULED, ["resumed from step-4\n"], [0.05, 0.025, 0.025, 0.025])],
-    ids=["options", "scheduled-rate", "step-size", "new", "gone", "other-kind", "settings", "weights", "nothing"])
+@pytest.mark.parametrize(
+    ("before", "after", "words", "rates"),
+    [
+        (
+            {},
+            {"optimizer": sgd(lr=0.01, momentum=0.5)},
+            ["lr is 0.01, and was 0.1", "momentum is 0.5, and was 0"],
+            [0.01] * 4,
+        ),
+        (
+            SCHEDULED,
+            {**SCHEDULED, "optimizer": sgd(lr=0.2)},
+            ["lr is 0.2, and was 0.1"],
+            [0.1, 0.05, 0.05, 0.05],
+        ),
+        (
+            SCHEDULED,
+            {"lr_schedule": step_lr(5)},
+            ["the schedule's step_size is 5, and was 3"],
+            [0.025] * 4,
+        ),
+        (
+            {},
+            SCHEDULED,
+            ["the schedule is StepLR, and was none: it begins at step 4"],
+            [0.1, 0.1, 0.05, 0.05],
+        ),
+        (SCHEDULED, {}, ["the schedule is none, and was StepLR"], [0.1] * 4),
+        (
+            SCHEDULED,
+            SEQUENTIAL,
+            ["the schedule is SequentialLR(ConstantLR, ExponentialLR), and was StepLR"],
+            [0.05, 0.1, 0.1, 0.09],
+        ),
+        (
+            {},
+            {"loss": F.l1_loss, "clip": 1.0, "drop_last": True, "sampler": SequentialSampler(X)},
+            [
+                "loss is l1_loss, and was mse_loss",
+                "clip is 1.0, and was None",
+                "drop_last is True",
+                "sampler is Sequential",
+            ],
+            [0.1] * 4,
+        ),
+        (
+            {"weights": [1.0] * 20},
+            {"weights": [1.0] * 10 + [9.0] * 10},
+            ["sampler is WeightedRandomSampler (draws "],
+            [0.1] * 4,
+        ),
+        (SCHEDULED, SCHEDULED, ["resumed from step-4\n"], [0.05, 0.025, 0.025, 0.025]),
+    ],
+    ids=[
+        "options",
+        "scheduled-rate",
+        "step-size",
+        "new",
+        "gone",
+        "other-kind",
+        "settings",
+        "weights",
+        "nothing",
+    ],
+)
 def test_what_a_resumed_job_says_otherwise_is_applied_and_said(
-        before: dict[str, Any], after: dict[str, Any], words: list[str], rates: list[float], tmp_path: Path,
-        capfd: pytest.CaptureFixture[str]) -> None:
+    before: dict[str, Any],
+    after: dict[str, Any],
+    words: list[str],
+    rates: list[float],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     train(make_job(**before), tmp_path, steps=4)
     lines = train(make_job(**after), tmp_path, resume=True)
     said = capfd.readouterr().err
@@ -82,10 +158,17 @@ def test_servers_say_it_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
 
 def grouped(names: list[str], is_turned: bool) -> Callable[[Any], torch.optim.Optimizer]:
     """Two groups, made of names in the order of a set."""
+
     def build(named: Any) -> torch.optim.Optimizer:
         by_name = dict(named)
-        groups = [{"params": [by_name[name] for name in names if "weight" in name], "weight_decay": 0.3, "lr": 0.02},
-                  {"params": [by_name[name] for name in names if "bias" in name]}]
+        groups = [
+            {
+                "params": [by_name[name] for name in names if "weight" in name],
+                "weight_decay": 0.3,
+                "lr": 0.02,
+            },
+            {"params": [by_name[name] for name in names if "bias" in name]},
+        ]
         return torch.optim.AdamW(groups[::-1] if is_turned else groups, lr=0.05)
 
     return build
@@ -97,7 +180,9 @@ def test_groups_that_are_made_of_sets_are_found_again(plan: str, tmp_path: Path)
     """In whatever order they, and the parameters in them, come; and so is each one's schedule."""
     names = ["0.weight", "0.bias", "2.weight", "2.bias"]
     schedule = {"lr_schedule": lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.9)}
-    first, turned = (make_job(optimizer=grouped(names[::step], step < 0), **schedule) for step in (1, -1))
+    first, turned = (
+        make_job(optimizer=grouped(names[::step], step < 0), **schedule) for step in (1, -1)
+    )
     train(first, tmp_path / "whole", plan)
     train(first, tmp_path / "cut", plan, steps=3)
     train(turned, tmp_path / "cut", plan, resume=True, steps=5)

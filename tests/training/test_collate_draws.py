@@ -21,17 +21,36 @@ def job(collate: Callable[[list[Any]], Any], *, stream: bool = False) -> pacelin
         def __iter__(self) -> Any:
             return iter(rows)
 
-    return paceline.Job(model=lambda: torch.nn.Linear(3, 3), data=Stream() if stream else rows, collate=collate,
-                        loss=torch.nn.functional.mse_loss, optimizer=torch.optim.SGD, batch=7, epochs=2)
+    return paceline.Job(
+        model=lambda: torch.nn.Linear(3, 3),
+        data=Stream() if stream else rows,
+        collate=collate,
+        loss=torch.nn.functional.mse_loss,
+        optimizer=torch.optim.SGD,
+        batch=7,
+        epochs=2,
+    )
 
 
-def inputs(given: paceline.Job, shares: tuple[int, ...], *, microbatches: int = 1) -> list[torch.Tensor]:
+def inputs(
+    given: paceline.Job, shares: tuple[int, ...], *, microbatches: int = 1
+) -> list[torch.Tensor]:
     """Of each step, what all ranks' micro-batches have, one after the other."""
     order = None if isinstance(given.data, torch.utils.data.IterableDataset) else Order.of(given)
-    feeds = [training_feed(given, order=order, part=DataShard(shares, rank, microbatches), steps=range(4),
-                           loader_workers=0) for rank in range(len(shares))]
-    return [torch.cat([batch.input[:batch.samples] for _, batches in parts for batch in batches])
-            for parts in zip(*feeds, strict=True)]
+    feeds = [
+        training_feed(
+            given,
+            order=order,
+            part=DataShard(shares, rank, microbatches),
+            steps=range(4),
+            loader_workers=0,
+        )
+        for rank in range(len(shares))
+    ]
+    return [
+        torch.cat([batch.input[: batch.samples] for _, batches in parts for batch in batches])
+        for parts in zip(*feeds, strict=True)
+    ]
 
 
 def noisy(samples: list[torch.Tensor]) -> torch.Tensor:
@@ -58,10 +77,14 @@ def test_a_sample_gets_the_same_numbers_however_the_window_is_cut(stream: bool):
 def test_what_mixes_samples_or_draws_by_itself_is_refused_where_the_window_is_cut():
     """With the whole window both run, as before."""
     generator = torch.Generator().manual_seed(0)
-    seeded_job = job(lambda samples: torch.stack(samples) + torch.randn(3, generator=generator) + torch.rand(1))
+    seeded_job = job(
+        lambda samples: torch.stack(samples) + torch.randn(3, generator=generator) + torch.rand(1)
+    )
 
     assert len(inputs(job(mixed), (1,))) == len(inputs(seeded_job, (1,))) == 4
-    with pytest.raises(TrainingError, match=r"collate draws torch.randperm\(4\) where it has 4 of the step's 7"):
+    with pytest.raises(
+        TrainingError, match=r"collate draws torch.randperm\(4\) where it has 4 of the step's 7"
+    ):
         inputs(job(mixed), (1, 1))
     with pytest.raises(TrainingError, match="collate draws from a generator of its own"):
         inputs(seeded_job, (1, 1))

@@ -51,16 +51,30 @@ def waves(**changes: Any) -> paceline.Job:
     generator = torch.Generator().manual_seed(1)
     x, y = torch.randn(40, 8, generator=generator), torch.randn(40, 4, generator=generator)
     fields: dict[str, Any] = {
-        "model": Waves, "data": TensorDataset(x, y), "loss": F.mse_loss, "batch": 12, "steps": STEPS,
-        "optimizer": lambda named: torch.optim.AdamW(named, lr=1e-2, eps=1e-3), "precision": "float64"}
+        "model": Waves,
+        "data": TensorDataset(x, y),
+        "loss": F.mse_loss,
+        "batch": 12,
+        "steps": STEPS,
+        "optimizer": lambda named: torch.optim.AdamW(named, lr=1e-2, eps=1e-3),
+        "precision": "float64",
+    }
     return paceline.Job(**{**fields, **changes})
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize(("before", "after"), [
-    ("single", "shard=2"), ("shard=3", "data=2"), ("shard=2 zero=1", "pipeline=2 microbatches=1"),
-    ("pipeline=2 microbatches=1", "tensor=2"), ("tensor=2", "server=1 workers=2"),
-    ("place=auto parts=2", "single"), ("server=1 workers=2", "data=2")])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("single", "shard=2"),
+        ("shard=3", "data=2"),
+        ("shard=2 zero=1", "pipeline=2 microbatches=1"),
+        ("pipeline=2 microbatches=1", "tensor=2"),
+        ("tensor=2", "server=1 workers=2"),
+        ("place=auto parts=2", "single"),
+        ("server=1 workers=2", "data=2"),
+    ],
+)
 def test_a_run_goes_on_under_another_plan(before: str, after: str, tmp_path: Path) -> None:
     """The weights, buffers and moments are those of one device that never stopped."""
     # Servers keep no buffers that a forward changes.
@@ -69,14 +83,21 @@ def test_a_run_goes_on_under_another_plan(before: str, after: str, tmp_path: Pat
     paceline.train(waves(**changes, steps=3), before, run=tmp_path / "cut", timeout_s=60)
     paceline.train(waves(**changes), after, run=tmp_path / "cut", resume=True, timeout_s=60)
 
-    whole, cut = (open_checkpoint(tmp_path / run / "checkpoints" / f"step-{STEPS}") for run in ("whole", "cut"))
+    whole, cut = (
+        open_checkpoint(tmp_path / run / "checkpoints" / f"step-{STEPS}")
+        for run in ("whole", "cut")
+    )
     assert whole.tensors["optimizer/middle.0.weight/exp_avg"].dtype == torch.complex128
     for name, entry in whole.tensors.items():
         if name in cut.tensors:
             torch.testing.assert_close(cut.read(name), whole.read(name), rtol=1e-11, atol=1e-12)
             assert cut.tensors[name].dtype == entry.dtype
-    assert {name for name in whole.tensors if name.startswith(("parameters/", "buffers/"))} <= cut.tensors.keys()
-    exported, expected = (load_tensors(tmp_path / run / "model.safetensors") for run in ("cut", "whole"))
+    assert {
+        name for name in whole.tensors if name.startswith(("parameters/", "buffers/"))
+    } <= cut.tensors.keys()
+    exported, expected = (
+        load_tensors(tmp_path / run / "model.safetensors") for run in ("cut", "whole")
+    )
     assert exported["middle.1.weight"].dtype == exported["middle.1.phase"].dtype == torch.complex128
     Waves().double().load_state_dict(exported)
     for name, tensor in expected.items():
@@ -85,7 +106,7 @@ def test_a_run_goes_on_under_another_plan(before: str, after: str, tmp_path: Pat
 
 def test_verify_compares_complex_numbers() -> None:
     """Its reference, and what it reads of a plan's checkpoint, are complex too."""
-    certificate, = paceline.verify(waves(), ["shard=2"], steps=3)
+    (certificate,) = paceline.verify(waves(), ["shard=2"], steps=3)
     assert certificate.passed, certificate.describe()
     assert certificate.weakness is None and certificate.resumed_from == "single"
 
@@ -93,13 +114,18 @@ def test_verify_compares_complex_numbers() -> None:
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 def test_what_a_model_returns_is_complex_again(tmp_path: Path) -> None:
     """A run's folder has its model and predictions in files that are read back in the dtypes they were written in."""
-    tensors = {"odd": torch.rand(3), "pair": torch.rand(3, dtype=torch.complex128),
-               "half": torch.rand(3, 2).half().view(torch.complex32), "whole": torch.rand(2, dtype=torch.complex64)}
+    tensors = {
+        "odd": torch.rand(3),
+        "pair": torch.rand(3, dtype=torch.complex128),
+        "half": torch.rand(3, 2).half().view(torch.complex32),
+        "whole": torch.rand(2, dtype=torch.complex64),
+    }
     save_tensors(tmp_path / "predictions.safetensors", tensors)
 
     read = load_tensors(tmp_path / "predictions.safetensors")
 
     for name, tensor in tensors.items():
-        assert read[name].dtype == tensor.dtype and torch.equal(torch.view_as_real(read[name].cfloat()),
-                                                                torch.view_as_real(tensor.cfloat()))
+        assert read[name].dtype == tensor.dtype and torch.equal(
+            torch.view_as_real(read[name].cfloat()), torch.view_as_real(tensor.cfloat())
+        )
         read[name].clone().copy_(tensor)  # a mapped file is no aligned memory

@@ -27,13 +27,20 @@ WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def settings() -> tuple[Any, ...]:
-    return (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(),
-            torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark,
-            torch.utils.deterministic.fill_uninitialized_memory, os.environ.get(WORKSPACE))
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.backends.cudnn.deterministic,
+        torch.backends.cudnn.benchmark,
+        torch.utils.deterministic.fill_uninitialized_memory,
+        os.environ.get(WORKSPACE),
+    )
 
 
 @pytest.fixture(params=[(None, False), (":4096:2", True)], ids=["torch's own", "a user's"])
-def before(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, ...]]:
+def before(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Any, ...]]:
     """Settings as torch has them, or as a user may have changed them."""
     workspace, is_changed = request.param
     monkeypatch.delenv(WORKSPACE, raising=False)
@@ -73,8 +80,10 @@ def put(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_an_operator_without_a_deterministic_form_is_named():
-    with pytest.raises(NotDeterministic, match="the operator 'put_' has no deterministic form"), \
-            deterministic_algorithms():
+    with (
+        pytest.raises(NotDeterministic, match="the operator 'put_' has no deterministic form"),
+        deterministic_algorithms(),
+    ):
         put(torch.ones(2))
     with pytest.raises(NotDeterministic, match="'put_'"), deterministic_algorithms():
         try:
@@ -83,11 +92,16 @@ def test_an_operator_without_a_deterministic_form_is_named():
             raise ValueError("the loss failed") from error
 
 
-@pytest.mark.parametrize("text", ["{}", "RuntimeError: {}", "the loss failed\ntorch says: {}\nmore"])
+@pytest.mark.parametrize(
+    "text", ["{}", "RuntimeError: {}", "the loss failed\ntorch says: {}\nmore"]
+)
 def test_names_of_several_words_are_whole(text: str):
     """As torch says them of CUDA's operators."""
     message = "median CUDA with indices output does not have a deterministic implementation, but you set 'torch.use"
-    with pytest.raises(NotDeterministic, match="'median CUDA with indices output'"), deterministic_algorithms():
+    with (
+        pytest.raises(NotDeterministic, match="'median CUDA with indices output'"),
+        deterministic_algorithms(),
+    ):
         raise RuntimeError(text.format(message))
     with deterministic_algorithms(strict=False) as missing:
         warnings.warn(message, stacklevel=1)
@@ -97,7 +111,10 @@ def test_names_of_several_words_are_whole(text: str):
 def test_other_errors_and_warnings_pass():
     with pytest.raises(RuntimeError, match="size of tensor"), deterministic_algorithms():
         torch.ones(2) + torch.ones(3)
-    with pytest.warns(UserWarning, match="of the job"), deterministic_algorithms(strict=False) as missing:
+    with (
+        pytest.warns(UserWarning, match="of the job"),
+        deterministic_algorithms(strict=False) as missing,
+    ):
         warnings.warn("of the job", stacklevel=1)
     assert not missing
 
@@ -127,19 +144,42 @@ class Net(nn.Module):
 
 def make_job(last: Any = lambda x: x) -> paceline.Job:
     draws = torch.Generator().manual_seed(1)
-    data = TensorDataset(torch.randint(5, (25, 6), generator=draws), torch.randint(3, (25,), generator=draws))
-    return paceline.Job(model=lambda: Net(last), data=data, loss=F.cross_entropy, batch=10, steps=6, clip=0.5,
-                        optimizer=lambda named: torch.optim.AdamW(named, lr=1e-2))
+    data = TensorDataset(
+        torch.randint(5, (25, 6), generator=draws), torch.randint(3, (25,), generator=draws)
+    )
+    return paceline.Job(
+        model=lambda: Net(last),
+        data=data,
+        loss=F.cross_entropy,
+        batch=10,
+        steps=6,
+        clip=0.5,
+        optimizer=lambda named: torch.optim.AdamW(named, lr=1e-2),
+    )
 
 
 def train(plan: str, run: Path, **options: Any) -> dict[str, torch.Tensor]:
-    paceline.train(make_job(), plan, devices=f"cpu:0-{Plan.parse(plan).world_size - 1}", run=run, **options)
+    paceline.train(
+        make_job(), plan, devices=f"cpu:0-{Plan.parse(plan).world_size - 1}", run=run, **options
+    )
     return load_file(run / "model.safetensors")
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize("plan", ["data=3", "shard=2", "pipeline=2", "server=1 workers=2", "single", "tensor=2",
-                                  "data=2 compress=int8", "place=auto parts=2", "data=2 local=2 outer=diloco"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "data=3",
+        "shard=2",
+        "pipeline=2",
+        "server=1 workers=2",
+        "single",
+        "tensor=2",
+        "data=2 compress=int8",
+        "place=auto parts=2",
+        "data=2 local=2 outer=diloco",
+    ],
+)
 def test_two_runs_are_alike_to_the_bit(plan: str, tmp_path: Path):
     """One of them in one go, the other stopped and resumed after three steps."""
     whole = train(f"{plan} deterministic=yes", tmp_path / "whole")
@@ -151,9 +191,13 @@ def test_two_runs_are_alike_to_the_bit(plan: str, tmp_path: Path):
 
 def test_a_run_names_the_operator_and_the_line(tmp_path: Path):
     with pytest.raises(PacelineError, match="failed in step 1") as raised:
-        paceline.train(make_job(put), "data=2 deterministic=yes", devices="cpu:0-1", run=tmp_path / "run")
+        paceline.train(
+            make_job(put), "data=2 deterministic=yes", devices="cpu:0-1", run=tmp_path / "run"
+        )
     assert raised.value.exit_code == 2
-    assert f"{Path(__file__).name}:" in str(raised.value) and "'put_' has no deterministic form" in str(raised.value)
+    assert f"{Path(__file__).name}:" in str(
+        raised.value
+    ) and "'put_' has no deterministic form" in str(raised.value)
     assert "leave deterministic=yes out" in str(raised.value.hint)
 
 
@@ -182,9 +226,13 @@ def test_an_evaluation_and_a_prediction_name_the_operator(tmp_path: Path):
         paceline.predict(run, inputs, "single deterministic=yes", devices="cpu:0")
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("server=1 workers=2 staleness=1 deterministic=yes", "which worker's update comes first"),
-    ("data=2 shares=speed deterministic=yes", "another run may cut the batch")])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("server=1 workers=2 staleness=1 deterministic=yes", "which worker's update comes first"),
+        ("data=2 shares=speed deterministic=yes", "another run may cut the batch"),
+    ],
+)
 def test_what_no_setting_makes_repeatable_is_refused(text: str, message: str):
     with pytest.raises(PlanError, match=message):
         check(Plan.parse(text))

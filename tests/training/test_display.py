@@ -16,20 +16,40 @@ from paceline.training.display import Display, Progress
 
 pytestmark = pytest.mark.timeout(60)
 
-PROGRESS = Progress(step=30, total_steps=1000, epoch=1, loss=0.51234, samples_per_s=12_345.6, step_s=0.004,
-                    memory_bytes=300 * 2**20, predicted_step_s=0.005)
+PROGRESS = Progress(
+    step=30,
+    total_steps=1000,
+    epoch=1,
+    loss=0.51234,
+    samples_per_s=12_345.6,
+    step_s=0.004,
+    memory_bytes=300 * 2**20,
+    predicted_step_s=0.005,
+)
 
 
 def test_progress_in_a_line():
     """Step, epoch from 1, loss, speed, measured and predicted step time, memory and time left."""
-    assert str(PROGRESS) == ("step 30/1000  epoch 2  loss 0.5123  12,346 samples/s  4.0 ms/step (predicted 5.0 ms)  "
-                             "300 MiB, 0:00:04 left")
+    assert str(PROGRESS) == (
+        "step 30/1000  epoch 2  loss 0.5123  12,346 samples/s  4.0 ms/step (predicted 5.0 ms)  "
+        "300 MiB, 0:00:04 left"
+    )
 
 
 def test_progress_of_a_stream():
     """Without a known end and a prediction nothing is made up."""
-    shown = str(Progress(step=7, total_steps=None, epoch=0, loss=2.0, samples_per_s=3.0, step_s=2.5, memory_bytes=0,
-                         predicted_step_s=None))
+    shown = str(
+        Progress(
+            step=7,
+            total_steps=None,
+            epoch=0,
+            loss=2.0,
+            samples_per_s=3.0,
+            step_s=2.5,
+            memory_bytes=0,
+            predicted_step_s=None,
+        )
+    )
     assert shown == "step 7  epoch 1  loss 2.0000  3 samples/s  2.50 s/step  0 MiB"
 
 
@@ -49,8 +69,9 @@ def work(context: Any) -> bool:
     return live
 
 
-def test_plain_lines_where_there_is_no_terminal(run_ranks: Callable[..., Any], tmp_path: Path,
-                                                capfd: pytest.CaptureFixture[str]):
+def test_plain_lines_where_there_is_no_terminal(
+    run_ranks: Callable[..., Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
     """Progress is a plain line, in the log too; the other ranks are silent."""
     assert run_ranks(work, 2, run_dir=tmp_path) == [False, False]
     shown = capfd.readouterr().err
@@ -73,8 +94,9 @@ def test_a_plain_line_comes_now_and_then(monkeypatch: pytest.MonkeyPatch):
     assert due == [101.0, 102.0, 104.0, 108.0, 116.0, 132.0, 162.0, 192.0]
 
 
-def test_a_live_line_on_a_terminal(start_child: Any, run_ranks: Callable[..., Any], tmp_path: Path,
-                                   monkeypatch: pytest.MonkeyPatch):
+def test_a_live_line_on_a_terminal(
+    start_child: Any, run_ranks: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """What is printed or warned of meanwhile stands above the line, and the log holds the words alone."""
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "200")

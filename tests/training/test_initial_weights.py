@@ -53,10 +53,21 @@ class Tied(nn.Module):
 def make_job(init: Any, **fields: Any) -> pl.Job:
     draws = torch.Generator().manual_seed(1)
     tokens = torch.randint(NAMES, (10, 5), generator=draws)
-    return pl.Job(**{"model": Tied, "data": [(row, row.roll(1)) for row in tokens], "batch": 4, "steps": 4,
-                     "loss": lambda output, target: nn.functional.cross_entropy(output.transpose(1, 2), target),
-                     "optimizer": lambda named: torch.optim.AdamW(named, lr=0.01), "precision": "float64",
-                     "init": init, **fields})
+    return pl.Job(
+        **{
+            "model": Tied,
+            "data": [(row, row.roll(1)) for row in tokens],
+            "batch": 4,
+            "steps": 4,
+            "loss": lambda output, target: nn.functional.cross_entropy(
+                output.transpose(1, 2), target
+            ),
+            "optimizer": lambda named: torch.optim.AdamW(named, lr=0.01),
+            "precision": "float64",
+            "init": init,
+            **fields,
+        }
+    )
 
 
 def pretrained() -> dict[str, Tensor]:
@@ -92,8 +103,19 @@ def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize("plan", ["shard=2", "single", "data=3", "tensor=2", "pipeline=2", "place=auto parts=2",
-                                  "server=2 workers=2", "data=2 local=1"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "shard=2",
+        "single",
+        "data=3",
+        "tensor=2",
+        "pipeline=2",
+        "place=auto parts=2",
+        "server=2 workers=2",
+        "data=2 local=1",
+    ],
+)
 def test_every_plan_begins_with_the_weights_of_the_file(plan: str, tmp_path: Path) -> None:
     """Each rank puts its part of a float32 file into a float64 model and ends where a plain loop ends."""
     save_file(pretrained(), tmp_path / "weights.safetensors")
@@ -104,7 +126,10 @@ def test_every_plan_begins_with_the_weights_of_the_file(plan: str, tmp_path: Pat
 
 def _folder_of_shards(path: Path, state: dict[str, Tensor]) -> None:
     path.mkdir()
-    names = {name: f"model-0000{1 + number % 2}-of-00002.safetensors" for number, name in enumerate(state)}
+    names = {
+        name: f"model-0000{1 + number % 2}-of-00002.safetensors"
+        for number, name in enumerate(state)
+    }
     for shard in set(names.values()):
         save_file({name: state[name] for name in names if names[name] == shard}, path / shard)
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
@@ -118,11 +143,20 @@ def test_every_source_gives_the_same(tmp_path: Path, run_ranks: Callable[..., An
     strip = lambda name: None if name.endswith("extra") else name.removeprefix("old.")  # noqa: E731
     once = train(make_job(state, steps=2), "single", tmp_path / "once")
     (tmp_path / "once" / "model.safetensors").rename(tmp_path / "moved.safetensors")
-    sources = {"state": state, "function": lambda: dict(state), "folder": tmp_path / "shards",
-               "text": str(tmp_path / "shards"), "renamed": pl.weights(inner, rename=strip),
-               "by table": pl.weights({name.removeprefix("blocks."): value for name, value in state.items()},
-                                      rename={name.removeprefix("blocks."): name for name in state}),
-               "run": tmp_path / "once", "model": once, "step": tmp_path / "once" / "checkpoints" / "step-2"}
+    sources = {
+        "state": state,
+        "function": lambda: dict(state),
+        "folder": tmp_path / "shards",
+        "text": str(tmp_path / "shards"),
+        "renamed": pl.weights(inner, rename=strip),
+        "by table": pl.weights(
+            {name.removeprefix("blocks."): value for name, value in state.items()},
+            rename={name.removeprefix("blocks."): name for name in state},
+        ),
+        "run": tmp_path / "once",
+        "model": once,
+        "step": tmp_path / "once" / "checkpoints" / "step-2",
+    }
 
     def body(context: Any) -> None:
         for name, init in sources.items():
@@ -137,15 +171,28 @@ def test_every_source_gives_the_same(tmp_path: Path, run_ranks: Callable[..., An
     assert not torch.equal(trained["run"]["head.weight"], trained["state"]["head.weight"])
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    (lambda state: state.pop("blocks.0.linear.bias"), "nothing for 1 of the model's weights: blocks.0.linear.bias"),
-    (lambda state: state.update(other=torch.ones(1)), "1 that the model doesn't: other"),
-    (lambda state: state.update({"blocks.0.linear.bias": torch.ones(3)}), r"'blocks.0.linear.bias' has shape \(3,\)"),
-    (lambda state: [state.update({f"m.{name}": state.pop(name)}) for name in list(state)],
-     r"removeprefix\('m\.'\)"),
-    (lambda state: state.update(model={}), "a dict for 'model'"),
-])
-def test_what_does_not_match_is_refused(change: Callable[[dict[str, Any]], Any], message: str) -> None:
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda state: state.pop("blocks.0.linear.bias"),
+            "nothing for 1 of the model's weights: blocks.0.linear.bias",
+        ),
+        (lambda state: state.update(other=torch.ones(1)), "1 that the model doesn't: other"),
+        (
+            lambda state: state.update({"blocks.0.linear.bias": torch.ones(3)}),
+            r"'blocks.0.linear.bias' has shape \(3,\)",
+        ),
+        (
+            lambda state: [state.update({f"m.{name}": state.pop(name)}) for name in list(state)],
+            r"removeprefix\('m\.'\)",
+        ),
+        (lambda state: state.update(model={}), "a dict for 'model'"),
+    ],
+)
+def test_what_does_not_match_is_refused(
+    change: Callable[[dict[str, Any]], Any], message: str
+) -> None:
     """The message shows the names that differ, and the form that takes them."""
     state = pretrained()
     change(state)
@@ -156,11 +203,16 @@ def test_what_does_not_match_is_refused(change: Callable[[dict[str, Any]], Any],
 def test_a_part_is_loaded_where_that_is_asked_for(tmp_path: Path) -> None:
     """The rest keeps the seed's values; of the model as of the source."""
     encoder = {"0.linear.weight": torch.full((WIDTH, WIDTH), 0.5), "9.weight": torch.ones(1)}
-    job = make_job(pl.weights(encoder, prefix="blocks.", strict=False), steps=1,
-                   optimizer=lambda named: torch.optim.SGD(named, lr=0.0))
+    job = make_job(
+        pl.weights(encoder, prefix="blocks.", strict=False),
+        steps=1,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.0),
+    )
     plain = train(make_job(None, steps=1, optimizer=job.optimizer), "single", tmp_path / "plain")
     part = train(job, "shard=2", tmp_path / "part")
-    assert_equal(part, {**plain, "blocks.0.linear.weight": torch.full((WIDTH, WIDTH), 0.5).double()})
+    assert_equal(
+        part, {**plain, "blocks.0.linear.weight": torch.full((WIDTH, WIDTH), 0.5).double()}
+    )
 
 
 def test_no_file_and_no_kind_of_weights(tmp_path: Path) -> None:
@@ -170,8 +222,11 @@ def test_no_file_and_no_kind_of_weights(tmp_path: Path) -> None:
     with pytest.raises(JobError, match="init must be a state dict"):
         make_job(3)
     (tmp_path / "pickled.bin").write_bytes(b"\x80\x02" * 40)
-    for path, message in ((tmp_path / "none", "no file or folder"), (tmp_path, "has no weights"),
-                          (tmp_path / "pickled.bin", "torch.load")):
+    for path, message in (
+        (tmp_path / "none", "no file or folder"),
+        (tmp_path, "has no weights"),
+        (tmp_path / "pickled.bin", "torch.load"),
+    ):
         with pytest.raises(JobError) as caught:
             source_of(pl.weights(path))
         assert message in str(caught.value)
@@ -188,20 +243,32 @@ def test_verify_holds_the_weights_against_one_device(tmp_path: Path) -> None:
         matches.pop("parameters/blocks.1.linear.bias")
         return matches
 
-    certificates = verified(job, [("data=2", no_bug), (
-        "data=2", lambda patch: patch.setattr("paceline.training.initial.matched", skips))])
+    certificates = verified(
+        job,
+        [
+            ("data=2", no_bug),
+            ("data=2", lambda patch: patch.setattr("paceline.training.initial.matched", skips)),
+        ],
+    )
     assert [certificate.passed for certificate in certificates] == [True, False]
 
 
-def test_a_rank_reads_its_part_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                     run_ranks: Callable[..., Any]) -> None:
+def test_a_rank_reads_its_part_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_ranks: Callable[..., Any]
+) -> None:
     """128 MiB of weights on two ranks: loading them takes no more than what is read at once, beside a rank's half."""
     width, layers = 1024, 32
-    save_file({f"{number}.weight": torch.full((width, width), float(number)) for number in range(layers)},
-              tmp_path / "weights.safetensors")
-    job = make_job(tmp_path / "weights.safetensors", precision="float32", loss=nn.functional.mse_loss,
-                   model=lambda: nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers))),
-                   data=torch.utils.data.TensorDataset(torch.randn(8, width), torch.randn(8, width)))
+    save_file(
+        {f"{number}.weight": torch.full((width, width), float(number)) for number in range(layers)},
+        tmp_path / "weights.safetensors",
+    )
+    job = make_job(
+        tmp_path / "weights.safetensors",
+        precision="float32",
+        loss=nn.functional.mse_loss,
+        model=lambda: nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers))),
+        data=torch.utils.data.TensorDataset(torch.randn(8, width), torch.randn(8, width)),
+    )
     taken: list[float] = []
 
     def measured(*arguments: Any) -> None:
@@ -217,8 +284,10 @@ def test_a_rank_reads_its_part_alone(tmp_path: Path, monkeypatch: pytest.MonkeyP
         mesh = Mesh.of(pl.Plan.parse("shard=2"), context.rank)
         mesh.connect()
         stepper = Stepper(job, pl.Plan.parse("shard=2"), mesh, context.device)
-        return taken[0], max(float((local_part(p.detach()) - float(name.split(".")[0])).abs().max())
-                             for name, p in stepper.parameters.items())
+        return taken[0], max(
+            float((local_part(p.detach()) - float(name.split(".")[0])).abs().max())
+            for name, p in stepper.parameters.items()
+        )
 
     monkeypatch.setattr("paceline.training.stepper.load_initial", measured)
     for taken_mib, wrong in run_ranks(build, 2, timeout_s=100.0):

@@ -133,8 +133,16 @@ def agent() -> dict[str, Any]:
         ctx.backward("net", batch, lambda output, part: F.mse_loss(output + seen[:3], part.target))
         ctx.update("net")
 
-    return {"models": {"net": net}, "optimizers": {"net": sgd}, "step": step, "model": None, "optimizer": None,
-            "loss": None, "validation": None, "metrics": {}}
+    return {
+        "models": {"net": net},
+        "optimizers": {"net": sgd},
+        "step": step,
+        "model": None,
+        "optimizer": None,
+        "loss": None,
+        "validation": None,
+        "metrics": {},
+    }
 
 
 def net() -> nn.Module:
@@ -146,25 +154,46 @@ def sgd(named: Any) -> torch.optim.Optimizer:
 
 
 def make_job(**changes: Any) -> paceline.Job:
-    fields = {"model": net, "data": TensorDataset(X, Y), "loss": F.mse_loss, "optimizer": sgd, "batch": 8,
-              "steps": 6, "precision": "float64", "validation": TensorDataset(X, Y), **changes}
+    fields = {
+        "model": net,
+        "data": TensorDataset(X, Y),
+        "loss": F.mse_loss,
+        "optimizer": sgd,
+        "batch": 8,
+        "steps": 6,
+        "precision": "float64",
+        "validation": TensorDataset(X, Y),
+        **changes,
+    }
     return paceline.Job(**{name: value for name, value in fields.items() if value is not None})
 
 
 def train(job: paceline.Job, run: Path, plan: str = "single", **options: Any) -> Any:
-    return paceline.train(job, plan, devices=f"cpu:0-{paceline.Plan.parse(plan).world_size - 1}", run=run, **options)
+    return paceline.train(
+        job, plan, devices=f"cpu:0-{paceline.Plan.parse(plan).world_size - 1}", run=run, **options
+    )
 
 
 FIELDS: dict[str, Callable[[], dict[str, Any]]] = {
-    "module": lambda: {"loss": Centred()}, "method": lambda: {"loss": Weighted().loss},
-    "state-dict": lambda: {"loss": Stateful()}, "closure": lambda: {"loss": in_closure()},
-    "global": lambda: {"loss": tallied}, "collate": lambda: {"collate": Curriculum(), "validation": None},
-    "metric": lambda: {"metrics": {"best": paceline.whole(BestSoFar())}}, "environment": agent}
+    "module": lambda: {"loss": Centred()},
+    "method": lambda: {"loss": Weighted().loss},
+    "state-dict": lambda: {"loss": Stateful()},
+    "closure": lambda: {"loss": in_closure()},
+    "global": lambda: {"loss": tallied},
+    "collate": lambda: {"collate": Curriculum(), "validation": None},
+    "metric": lambda: {"metrics": {"best": paceline.whole(BestSoFar())}},
+    "environment": agent,
+}
 
 
-@pytest.mark.parametrize(("name", "plans"), [*((name, ("single", "single")) for name in FIELDS),
-                                             ("module", ("pipeline=2 microbatches=1", "tensor=2")),
-                                             ("metric", ("data=2", "single"))])
+@pytest.mark.parametrize(
+    ("name", "plans"),
+    [
+        *((name, ("single", "single")) for name in FIELDS),
+        ("module", ("pipeline=2 microbatches=1", "tensor=2")),
+        ("metric", ("data=2", "single")),
+    ],
+)
 def test_it_goes_on_where_it_was(name: str, plans: tuple[str, str], tmp_path: Path) -> None:
     """As in a run that went through: the same weights and figures."""
     whole = train(make_job(**FIELDS[name]()), tmp_path / "whole", steps=6)
@@ -178,7 +207,9 @@ def test_it_goes_on_where_it_was(name: str, plans: tuple[str, str], tmp_path: Pa
         assert cut.metrics == pytest.approx(whole.metrics, rel=1e-10)
 
 
-def test_what_a_resumed_job_gives_otherwise_stays_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_a_resumed_job_gives_otherwise_stays_so(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Training has not changed it; what can't be saved is named at the start."""
     values = iter(range(10**6))
 

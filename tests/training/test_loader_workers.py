@@ -35,23 +35,32 @@ def quick(nothing_left: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def a_job(action: Callable[[], Any], *, loss: Any = F.cross_entropy) -> pl.Job:
     """The second loader worker of each rank does something else with each batch."""
+
     def collate(samples: list[Any]) -> Any:
         worker = get_worker_info()
         if worker is not None and worker.id == 1:
             action()
         return torch.utils.data.default_collate(samples)
 
-    return pl.Job(model=lambda: nn.Linear(4, 2), data=DataLoader(POINTS, batch_size=4, num_workers=2,
-                                                                 collate_fn=collate),
-                  loss=loss, optimizer=lambda named: torch.optim.SGD(named, lr=0.1), epochs=1)
+    return pl.Job(
+        model=lambda: nn.Linear(4, 2),
+        data=DataLoader(POINTS, batch_size=4, num_workers=2, collate_fn=collate),
+        loss=loss,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+        epochs=1,
+    )
 
 
 def lives(pid: int) -> bool:
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux, which ends a process with its parent")
-def test_a_hung_worker_ends_with_a_killed_command(tmp_path: Path, start_child: Any, wait_for: Callable[..., None]):
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="needs Linux, which ends a process with its parent"
+)
+def test_a_hung_worker_ends_with_a_killed_command(
+    tmp_path: Path, start_child: Any, wait_for: Callable[..., None]
+):
     """The command is killed while a loader worker hangs, and so does a process that the job started itself: the worker
     ends, and the other one holds nothing of the run, which goes on."""
     pids, run, own = tmp_path / "workers", tmp_path / "run", tmp_path / "own"
@@ -77,12 +86,16 @@ def test_a_hung_worker_ends_with_a_killed_command(tmp_path: Path, start_child: A
         os.kill(int(own.read_text()), signal.SIGKILL)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /proc, which lists a rank's processes")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="needs Linux's /proc, which lists a rank's processes"
+)
 @pytest.mark.usefixtures("quick")
 def test_a_hung_worker_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     """Its process and its line are told at each restart and at the end, and nothing of it is left."""
     with pytest.raises(PacelineError) as raised:
-        pl.train(a_job(lambda: time.sleep(1000)), "data=2", run=tmp_path / "run", timeout_s=4, restarts=1)
+        pl.train(
+            a_job(lambda: time.sleep(1000)), "data=2", run=tmp_path / "run", timeout_s=4, restarts=1
+        )
     named = rf"rank 0, 1 did not go on for 4 s; rank 0 waits for its loader worker \(process \d+\), at {__file__}:\d+"
     assert re.search(named, str(raised.value)) and raised.value.exit_code == 4
     assert re.search(named + "; all ranks start again", capfd.readouterr().err)

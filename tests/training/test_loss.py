@@ -20,9 +20,15 @@ def test_a_scalar_is_the_mean_over_the_samples(value: torch.Tensor):
     assert tally.value.shape == ()
 
 
-@pytest.mark.parametrize("value", [
-    (torch.tensor(6.0), torch.tensor(3)), [torch.tensor([6.0]), 3], (6.0, 3.0), (torch.tensor(6.0), torch.tensor(3.0)),
-])
+@pytest.mark.parametrize(
+    "value",
+    [
+        (torch.tensor(6.0), torch.tensor(3)),
+        [torch.tensor([6.0]), 3],
+        (6.0, 3.0),
+        (torch.tensor(6.0), torch.tensor(3.0)),
+    ],
+)
 def test_a_sum_and_its_count(value: Any):
     """A pair, as tensors or numbers, is taken as it is: the number of samples plays no part."""
     tally = read_tally(value, samples=100)
@@ -50,22 +56,28 @@ def test_a_metric_may_be_a_plain_number():
     """Metrics are often computed with .item(); a loss must stay a tensor."""
     for value in (0.5, np.float32(0.5), torch.tensor(0.5)):
         assert float(read_tally(value, samples=4, name="metric 'accuracy'").total) == 2.0
-    assert float(read_tally((np.float32(3), np.int64(4)), samples=4, name="metric 'accuracy'").total) == 3.0
+    assert (
+        float(read_tally((np.float32(3), np.int64(4)), samples=4, name="metric 'accuracy'").total)
+        == 3.0
+    )
 
 
-@pytest.mark.parametrize(("value", "words"), [
-    (torch.zeros(4), r"the loss is not a scalar: it has shape \(4,\)(?s:.*)reduction='mean'"),
-    (torch.zeros(0), r"not a scalar: it has shape \(0,\)"),
-    (0.5, r"the loss returned float(?s:.*)scalar tensor"),
-    (None, "the loss returned NoneType"),
-    ("x", "the loss returned str"),
-    ((torch.tensor(1.0), 1, 2), r"the loss returned tuple(?s:.*)\(sum, count\)"),
-    ({"loss": torch.tensor(1.0)}, "the loss returned dict"),
-    ((torch.zeros(4), 4), r"the loss returned a sum of shape \(4,\)"),
-    ((torch.tensor(1.0), torch.ones(4)), r"the loss returned a count of shape \(4,\)"),
-    ((torch.tensor(1.0), None), "the loss returned a count that is NoneType"),
-    (("x", 1), "the loss returned a sum that is str"),
-])
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (torch.zeros(4), r"the loss is not a scalar: it has shape \(4,\)(?s:.*)reduction='mean'"),
+        (torch.zeros(0), r"not a scalar: it has shape \(0,\)"),
+        (0.5, r"the loss returned float(?s:.*)scalar tensor"),
+        (None, "the loss returned NoneType"),
+        ("x", "the loss returned str"),
+        ((torch.tensor(1.0), 1, 2), r"the loss returned tuple(?s:.*)\(sum, count\)"),
+        ({"loss": torch.tensor(1.0)}, "the loss returned dict"),
+        ((torch.zeros(4), 4), r"the loss returned a sum of shape \(4,\)"),
+        ((torch.tensor(1.0), torch.ones(4)), r"the loss returned a count of shape \(4,\)"),
+        ((torch.tensor(1.0), None), "the loss returned a count that is NoneType"),
+        (("x", 1), "the loss returned a sum that is str"),
+    ],
+)
 def test_what_is_no_loss_is_refused(value: Any, words: str):
     """The message says what the function returned and what it may return."""
     with pytest.raises(TrainingError, match=words):
@@ -85,7 +97,9 @@ def test_a_loss_without_gradient_is_refused():
     tally = read_tally(torch.tensor(1.0, requires_grad=True), samples=1)
     assert with_gradient(tally, None, backward_goes_on=False) is tally
     for value in (torch.tensor(1.0), (torch.tensor(0.0), 3)):
-        with pytest.raises(TrainingError, match=r"does not depend on the model(?s:.*)hint: .*\.detach\(\)"):
+        with pytest.raises(
+            TrainingError, match=r"does not depend on the model(?s:.*)hint: .*\.detach\(\)"
+        ):
             with_gradient(read_tally(value, samples=1), None, backward_goes_on=True)
 
 

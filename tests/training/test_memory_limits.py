@@ -36,9 +36,17 @@ class Block(nn.Module):
 
 def large_job() -> paceline.Job:
     made = torch.Generator().manual_seed(0)
-    data = TensorDataset(torch.randn(32, WIDTH, generator=made), torch.randn(32, WIDTH, generator=made))
-    return paceline.Job(model=lambda: nn.Sequential(*(Block() for _ in range(LAYERS))), data=data, loss=F.mse_loss,
-                        optimizer=lambda named: torch.optim.AdamW(named, lr=1e-4), batch=8, steps=2)
+    data = TensorDataset(
+        torch.randn(32, WIDTH, generator=made), torch.randn(32, WIDTH, generator=made)
+    )
+    return paceline.Job(
+        model=lambda: nn.Sequential(*(Block() for _ in range(LAYERS))),
+        data=data,
+        loss=F.mse_loss,
+        optimizer=lambda named: torch.optim.AdamW(named, lr=1e-4),
+        batch=8,
+        steps=2,
+    )
 
 
 def test_one_device_is_refused_with_the_ledger(tmp_path: Path) -> None:
@@ -48,12 +56,16 @@ def test_one_device_is_refused_with_the_ledger(tmp_path: Path) -> None:
 
     message = str(caught.value)
     line = next(line for line in message.splitlines() if line.startswith("each rank"))
-    weights, gradients, optimizer, *_, total = map(float, re.findall(r"[\d.]+", line.replace(",", ""))[:7])
+    weights, gradients, optimizer, *_, total = map(
+        float, re.findall(r"[\d.]+", line.replace(",", ""))[:7]
+    )
     assert (weights, gradients) == (240.0, 240.0)
     assert 480 <= optimizer <= 500
     assert total > 3 * LIMIT_MIB
     assert f"{LIMIT_MIB} too little" in line
-    assert re.search(r"plans that fit:\n +shard=4 .*\n +pipeline=4 .*\n +place=auto parts=4 ", message)
+    assert re.search(
+        r"plans that fit:\n +shard=4 .*\n +pipeline=4 .*\n +place=auto parts=4 ", message
+    )
     assert caught.value.exit_code == 2
     assert not (tmp_path / "run").exists()
 
@@ -61,13 +73,26 @@ def test_one_device_is_refused_with_the_ledger(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.predicted_runs
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("plan", [
-    "place=auto parts=4", "shard=4", "pipeline=4"])
+@pytest.mark.parametrize("plan", ["place=auto parts=4", "shard=4", "pipeline=4"])
 def test_four_ranks_train_within_the_limit(plan: str, tmp_path: Path) -> None:
     """The kernel holds each rank to the limit, and the measured peak is within a tenth of the ledger."""
     # In a process of its own: what this one has freed by now, forks would use before they grow.
-    command = [sys.executable, "-m", "paceline", "train", f"{__file__}:large_job", "--plan", plan, "--devices",
-               "cpu:0-3", "--memory", f"{LIMIT_MIB}MiB", "--run", str(tmp_path / "run"), "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "paceline",
+        "train",
+        f"{__file__}:large_job",
+        "--plan",
+        plan,
+        "--devices",
+        "cpu:0-3",
+        "--memory",
+        f"{LIMIT_MIB}MiB",
+        "--run",
+        str(tmp_path / "run"),
+        "--json",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout)
@@ -77,4 +102,8 @@ def test_four_ranks_train_within_the_limit(plan: str, tmp_path: Path) -> None:
     assert summary["steps"] == 2
     assert measured <= LIMIT_MIB * MIB
     assert measured == pytest.approx(sum(predicted["ledger"].values()), rel=0.1)
-    assert predicted["peak_memory_bytes"] == summary["predicted"]["peak_memory_bytes"] <= LIMIT_MIB * MIB
+    assert (
+        predicted["peak_memory_bytes"]
+        == summary["predicted"]["peak_memory_bytes"]
+        <= LIMIT_MIB * MIB
+    )

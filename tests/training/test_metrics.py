@@ -101,20 +101,44 @@ class Zero(nn.Module):
 
 
 MEANS = {"accuracy": accuracy, "top_2": top_2, "masked": masked, "batchwise": Batchwise()}
-WHOLES = {"perplexity": paceline.whole(perplexity), "f1": paceline.whole(f1), "r2": paceline.whole(r2)}
-PLANS = ["single", "single accumulate=2", "data=2", "data=3 accumulate=2", "shard=2", "tensor=2",
-         "pipeline=2 microbatches=2", "server=1 workers=2"]
+WHOLES = {
+    "perplexity": paceline.whole(perplexity),
+    "f1": paceline.whole(f1),
+    "r2": paceline.whole(r2),
+}
+PLANS = [
+    "single",
+    "single accumulate=2",
+    "data=2",
+    "data=3 accumulate=2",
+    "shard=2",
+    "tensor=2",
+    "pipeline=2 microbatches=2",
+    "server=1 workers=2",
+]
 
 
 def make_job(metrics: dict[str, Any], **changes: Any) -> paceline.Job:
-    return paceline.Job(**{
-        "model": lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)), "data": TensorDataset(X, Y),
-        "loss": F.cross_entropy, "optimizer": lambda named: torch.optim.SGD(named, lr=0.5), "batch": 8, "steps": 2,
-        "precision": "float64", "validation": TensorDataset(X, Y), "metrics": metrics, **changes})
+    return paceline.Job(
+        **{
+            "model": lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)),
+            "data": TensorDataset(X, Y),
+            "loss": F.cross_entropy,
+            "optimizer": lambda named: torch.optim.SGD(named, lr=0.5),
+            "batch": 8,
+            "steps": 2,
+            "precision": "float64",
+            "validation": TensorDataset(X, Y),
+            "metrics": metrics,
+            **changes,
+        }
+    )
 
 
 def train(job: paceline.Job, plan: str, run: Path) -> paceline.api.result.Result:
-    return paceline.train(job, plan, devices=f"cpu:0-{paceline.Plan.parse(plan).world_size - 1}", run=run)
+    return paceline.train(
+        job, plan, devices=f"cpu:0-{paceline.Plan.parse(plan).world_size - 1}", run=run
+    )
 
 
 @pytest.mark.sweep(3)
@@ -128,31 +152,64 @@ def test_figures_are_those_of_all_samples_at_once(plan: str, tmp_path: Path) -> 
     expected["masked"] = expected["masked"][0] / expected["masked"][1]
     figures = result.metrics
     assert {name: figures[name] for name in expected} == pytest.approx(
-        {name: float(value) for name, value in expected.items()}, rel=1e-9, abs=1e-4)
+        {name: float(value) for name, value in expected.items()}, rel=1e-9, abs=1e-4
+    )
     assert {name: figures[name] for name in WHOLES} == pytest.approx(
-        {name: float(expected[name]) for name in WHOLES}, rel=1e-12)
+        {name: float(expected[name]) for name in WHOLES}, rel=1e-12
+    )
 
 
-@pytest.mark.parametrize("metric", [perplexity, f1, r2, masked_mean, wrong_sums, Running()],
-                         ids=["perplexity", "f1", "r2", "masked", "sums", "running"])
+@pytest.mark.parametrize(
+    "metric",
+    [perplexity, f1, r2, masked_mean, wrong_sums, Running()],
+    ids=["perplexity", "f1", "r2", "masked", "sums", "running"],
+)
 def test_what_parts_do_not_add_up_to_is_refused(metric: Any, tmp_path: Path) -> None:
     """With the form that works, also where the model answers alike for all samples."""
-    with pytest.raises(paceline.PacelineError, match=r"metric 'm' is no mean over samples: .* one after the other"):
+    with pytest.raises(
+        paceline.PacelineError, match=r"metric 'm' is no mean over samples: .* one after the other"
+    ):
         train(make_job({"m": metric}), "single", tmp_path)
     with pytest.raises(paceline.PacelineError, match=r"no mean over samples"):
-        train(make_job({"m": lambda output, target: metric(output["logits"], target)}, model=Zero, steps=1,
-                       loss=lambda output, target: F.cross_entropy(output["logits"], target)), "single", tmp_path / "b")
+        train(
+            make_job(
+                {"m": lambda output, target: metric(output["logits"], target)},
+                model=Zero,
+                steps=1,
+                loss=lambda output, target: F.cross_entropy(output["logits"], target),
+            ),
+            "single",
+            tmp_path / "b",
+        )
 
 
 @pytest.mark.sweep(3)
-@pytest.mark.parametrize("plan", [*PLANS, "data=8", "shard=2 accumulate=2", "place=auto parts=2",
-                                  "tensor=2 pipeline=2 microbatches=2", "data=2 local=2"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        *PLANS,
+        "data=8",
+        "shard=2 accumulate=2",
+        "place=auto parts=2",
+        "tensor=2 pipeline=2 microbatches=2",
+        "data=2 local=2",
+    ],
+)
 def test_a_refusal_comes_before_the_first_step(plan: str, tmp_path: Path) -> None:
     """Also where each rank evaluates single samples; a metric of all samples is not called with a few."""
     with pytest.raises(paceline.PacelineError, match=r"metric 'm' is no mean over samples"):
-        train(make_job({**MEANS, **WHOLES, "many": paceline.whole(of_all), "m": perplexity}), plan, tmp_path)
+        train(
+            make_job({**MEANS, **WHOLES, "many": paceline.whole(of_all), "m": perplexity}),
+            plan,
+            tmp_path,
+        )
     assert not (tmp_path / "metrics.jsonl").exists()
-    assert train(make_job({**MEANS, "many": paceline.whole(of_all)}), plan, tmp_path / "b").metrics["many"] == 31
+    assert (
+        train(make_job({**MEANS, "many": paceline.whole(of_all)}), plan, tmp_path / "b").metrics[
+            "many"
+        ]
+        == 31
+    )
 
 
 def of_all(output: Tensor, target: Tensor) -> int:
@@ -162,10 +219,20 @@ def of_all(output: Tensor, target: Tensor) -> int:
 
 
 @pytest.mark.sweep(3)
-@pytest.mark.parametrize("plan", ["single", "data=2", "shard=2", "pipeline=2 microbatches=2",
-                                  "server=1 workers=2", "server=2 workers=2 colocate=yes"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "single",
+        "data=2",
+        "shard=2",
+        "pipeline=2 microbatches=2",
+        "server=1 workers=2",
+        "server=2 workers=2 colocate=yes",
+    ],
+)
 def test_a_later_refusal_leaves_a_checkpoint(plan: str, tmp_path: Path) -> None:
     """Of the last step, from which a run with the right metric goes on."""
+
     def late(output: Tensor, target: Tensor) -> Tensor:
         return output.mean() ** (2 if (target == 2).any() else 1)
 
@@ -174,9 +241,16 @@ def test_a_later_refusal_leaves_a_checkpoint(plan: str, tmp_path: Path) -> None:
         train(make_job({"m": late}, validation=validation), plan, tmp_path)
     assert (tmp_path / "checkpoints" / "step-2").exists()
     job = make_job({"m": paceline.whole(late)}, validation=validation)
-    result = paceline.train(job, plan, devices=f"cpu:0-{paceline.Plan.parse(plan).world_size - 1}", run=tmp_path,
-                            resume=True)
-    assert result.metrics["m"] == pytest.approx(float(result.model()(X.double()).mean().detach() ** 2))
+    result = paceline.train(
+        job,
+        plan,
+        devices=f"cpu:0-{paceline.Plan.parse(plan).world_size - 1}",
+        run=tmp_path,
+        resume=True,
+    )
+    assert result.metrics["m"] == pytest.approx(
+        float(result.model()(X.double()).mean().detach() ** 2)
+    )
 
 
 def test_what_is_no_number_is_refused_before_the_first_step(tmp_path: Path) -> None:
@@ -207,8 +281,15 @@ class Starting(nn.Module):
 def test_looking_at_metrics_leaves_no_trace(plan: str, tmp_path: Path) -> None:
     """Nor does it need what training makes."""
     losses = []
-    for name, metrics in (("with", {"accuracy": accuracy, "batchwise": Batchwise()}), ("without", {})):
-        result = train(make_job(metrics, model=Starting, validation=TensorDataset(X[:8], Y[:8])), plan, tmp_path / name)
+    for name, metrics in (
+        ("with", {"accuracy": accuracy, "batchwise": Batchwise()}),
+        ("without", {}),
+    ):
+        result = train(
+            make_job(metrics, model=Starting, validation=TensorDataset(X[:8], Y[:8])),
+            plan,
+            tmp_path / name,
+        )
         losses.append((result.metrics["validation_loss"], float(result.model().seen)))
     assert losses[0] == losses[1]
 
@@ -217,12 +298,17 @@ def test_looking_at_metrics_leaves_no_trace(plan: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("plan", ["data=2", "tensor=2", "data=3 accumulate=2"])
 def test_outputs_may_be_mappings_and_samples_few(plan: str, tmp_path: Path) -> None:
     """Two samples on three ranks, with booleans among the outputs."""
+
     def sure(output: Any, target: Tensor) -> Tensor:
         assert output["is_sure"].dtype == torch.bool and len(target) == 2
         return f1(output["logits"], target) + output["is_sure"].sum() + target[0] / 7
 
-    job = make_job({"m": paceline.whole(sure)}, model=Zero, validation=TensorDataset(X[:2], Y[:2]),
-                   loss=lambda output, target: F.cross_entropy(output["logits"], target))
+    job = make_job(
+        {"m": paceline.whole(sure)},
+        model=Zero,
+        validation=TensorDataset(X[:2], Y[:2]),
+        loss=lambda output, target: F.cross_entropy(output["logits"], target),
+    )
     result = train(job, plan, tmp_path)
 
     assert result.metrics["m"] == pytest.approx(float(sure(result.model()(X[:2].double()), Y[:2])))
@@ -230,8 +316,15 @@ def test_outputs_may_be_mappings_and_samples_few(plan: str, tmp_path: Path) -> N
 
 def test_outputs_that_have_no_rows_are_refused(tmp_path: Path) -> None:
     with pytest.raises(paceline.PacelineError, match=r"of 8 samples is a Tensor of shape \(1, 3\)"):
-        train(make_job({"m": paceline.whole(lambda output, target: 0.0)}, collate=lone,
-                       loss=lambda output, target: F.cross_entropy(output, target["labels"])), "single", tmp_path)
+        train(
+            make_job(
+                {"m": paceline.whole(lambda output, target: 0.0)},
+                collate=lone,
+                loss=lambda output, target: F.cross_entropy(output, target["labels"]),
+            ),
+            "single",
+            tmp_path,
+        )
 
 
 def lone(samples: list[Any]) -> Any:
@@ -240,4 +333,6 @@ def lone(samples: list[Any]) -> Any:
 
 
 def test_verify_compares_them() -> None:
-    assert all(each.passed for each in paceline.verify(make_job(WHOLES), ["data=2"], steps=2, resume="no"))
+    assert all(
+        each.passed for each in paceline.verify(make_job(WHOLES), ["data=2"], steps=2, resume="no")
+    )

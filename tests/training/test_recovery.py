@@ -60,33 +60,65 @@ class Fatal:
 
 def job_of(mark: Path | None, samples: int) -> pl.Job:
     """A few steps. mark, samples: the first process to read more samples than that is killed and makes this file."""
+
     def net() -> torch.nn.Module:
         return torch.nn.Sequential(
-            *(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Dropout(0.2)) for _ in range(4)),
-            torch.nn.Linear(8, 1))
+            *(
+                torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Dropout(0.2))
+                for _ in range(4)
+            ),
+            torch.nn.Linear(8, 1),
+        )
 
-    return pl.Job(model=net, data=Fatal(mark, samples), loss=F.mse_loss, batch=8, steps=STEPS, precision="float64",
-                  optimizer=lambda named: torch.optim.AdamW(named, lr=0.03), clip=1.0,
-                  lr_schedule=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20))
+    return pl.Job(
+        model=net,
+        data=Fatal(mark, samples),
+        loss=F.mse_loss,
+        batch=8,
+        steps=STEPS,
+        precision="float64",
+        optimizer=lambda named: torch.optim.AdamW(named, lr=0.03),
+        clip=1.0,
+        lr_schedule=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20),
+    )
 
 
-def train(run: Path, plan: str, *, mark: Path | None = None, samples: int = 0, **options: Any) -> Any:
+def train(
+    run: Path, plan: str, *, mark: Path | None = None, samples: int = 0, **options: Any
+) -> Any:
     return pl.train(job_of(mark, samples), plan, run=run, check=False, table=False, **options)
 
 
 def steps_of(run: Path) -> list[int]:
-    return [line["step"] for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-            if "loss" in line]
+    return [
+        line["step"]
+        for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+        if "loss" in line
+    ]
 
 
 PLANS = ["pipeline=2 microbatches=2"]  # test_live_state.py has replicas that go on from copies
-SLOW_PLANS = ["single", "data=2", "shard=2", "shard=2 zero=1", "tensor=2", "data=2 local=3",
-              "data=2 local=3 outer=diloco", "data=2 compress=powersgd", "place=auto parts=2", "data=2 accumulate=2",
-              "server=1 workers=2"]
+SLOW_PLANS = [
+    "single",
+    "data=2",
+    "shard=2",
+    "shard=2 zero=1",
+    "tensor=2",
+    "data=2 local=3",
+    "data=2 local=3 outer=diloco",
+    "data=2 compress=powersgd",
+    "place=auto parts=2",
+    "data=2 accumulate=2",
+    "server=1 workers=2",
+]
 
 
-@pytest.mark.parametrize("plan", [*PLANS, *(pytest.param(plan, marks=pytest.mark.slow) for plan in SLOW_PLANS)])
-def test_a_run_outlives_the_death_of_a_rank(tmp_path: Path, plan: str, capfd: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize(
+    "plan", [*PLANS, *(pytest.param(plan, marks=pytest.mark.slow) for plan in SLOW_PLANS)]
+)
+def test_a_run_outlives_the_death_of_a_rank(
+    tmp_path: Path, plan: str, capfd: pytest.CaptureFixture[str]
+):
     """Weights and losses are those of the undisturbed run, bit by bit, and each step is recorded once."""
     train(tmp_path / "whole", plan)
     samples = 8 * 7 // (1 if plan in ("single", "place=auto parts=2") else 2)
@@ -104,13 +136,19 @@ class FatalToWorkers(Fatal):
     ends_by = signal.SIGKILL
 
     def __getitem__(self, index: int) -> Any:
-        if torch.utils.data.get_worker_info() is not None and index == 17 and not self.mark.exists():
+        if (
+            torch.utils.data.get_worker_info() is not None
+            and index == 17
+            and not self.mark.exists()
+        ):
             self.mark.touch()
             os.kill(os.getpid(), self.ends_by)
         return SAMPLES[index]
 
 
-def test_a_run_outlives_the_death_of_a_loader_worker(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+def test_a_run_outlives_the_death_of_a_loader_worker(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
     train(tmp_path / "whole", "single")
     killing = replace(job_of(None, 0), data=FatalToWorkers(tmp_path / "killed", 0))
     pl.train(killing, "single", run=tmp_path / "run", check=False, table=False, loader_workers=1)
@@ -120,11 +158,21 @@ def test_a_run_outlives_the_death_of_a_loader_worker(tmp_path: Path, capfd: pyte
     assert "rank 0: a process that reads its data was killed" in capfd.readouterr().err
 
 
-def test_a_loader_worker_outlives_a_request_to_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_loader_worker_outlives_a_request_to_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Schedulers send it to all processes: the rank needs its worker to end the step and to save."""
     monkeypatch.setattr(FatalToWorkers, "ends_by", signal.SIGTERM)
     terminated_job = replace(job_of(None, 0), data=FatalToWorkers(tmp_path / "asked", 0))
-    pl.train(terminated_job, "single", run=tmp_path / "run", check=False, table=False, loader_workers=1, restarts=0)
+    pl.train(
+        terminated_job,
+        "single",
+        run=tmp_path / "run",
+        check=False,
+        table=False,
+        loader_workers=1,
+        restarts=0,
+    )
     assert (tmp_path / "asked").exists() and steps_of(tmp_path / "run") == list(range(1, STEPS + 1))
 
 
@@ -134,13 +182,24 @@ def slow_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.mse_loss(output, target)
 
 
-@pytest.mark.parametrize(("plan", "server", "most"), [
-    ("server=2 workers=2 staleness=2", 0, 8), pytest.param("server=2 workers=2", 1, 4, marks=pytest.mark.slow),
-    pytest.param("server=2 workers=3 staleness=inf", 1, 8, marks=pytest.mark.slow),
-    pytest.param("server=2 workers=2 colocate=yes", 1, 4, marks=pytest.mark.slow),
-    ("server=2 workers=2 staleness=2 colocate=yes", 0, 8)])
-def test_servers_go_on_from_copies(tmp_path: Path, plan: str, server: int, most: int, paceline_rehearse: Any,
-                                   monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("plan", "server", "most"),
+    [
+        ("server=2 workers=2 staleness=2", 0, 8),
+        pytest.param("server=2 workers=2", 1, 4, marks=pytest.mark.slow),
+        pytest.param("server=2 workers=3 staleness=inf", 1, 8, marks=pytest.mark.slow),
+        pytest.param("server=2 workers=2 colocate=yes", 1, 4, marks=pytest.mark.slow),
+        ("server=2 workers=2 staleness=2 colocate=yes", 0, 8),
+    ],
+)
+def test_servers_go_on_from_copies(
+    tmp_path: Path,
+    plan: str,
+    server: int,
+    most: int,
+    paceline_rehearse: Any,
+    monkeypatch: pytest.MonkeyPatch,
+):
     """Also in the middle of a step, where updates of parts of it are made; without a checkpoint. Copies are made as
     often as can be. The second server takes longer for them than for an update: no copy has a part of the next one."""
     copy = Server.copy
@@ -157,7 +216,9 @@ def test_servers_go_on_from_copies(tmp_path: Path, plan: str, server: int, most:
 
 
 def piece(name: str, tensor: torch.Tensor, rows: int, first: int) -> TensorPiece:
-    return TensorPiece(name, (rows, *tensor.shape[1:]), (first, *(0 for _ in tensor.shape[1:])), tensor)
+    return TensorPiece(
+        name, (rows, *tensor.shape[1:]), (first, *(0 for _ in tensor.shape[1:])), tensor
+    )
 
 
 class _Context:
@@ -171,24 +232,40 @@ def test_copies_are_read_as_a_checkpoint_is():
     """Parts of several ranks make a whole tensor; of dtypes and layouts of all kinds, none is lost."""
     copies = StateCopies(2)
     whole = torch.arange(24.0).reshape(6, 4).t().contiguous().t()  # its rows don't lie in a row
-    scalar, flags, empty = torch.tensor(3.5, dtype=torch.bfloat16), torch.tensor([True, False]), torch.empty(0, 3)
+    scalar, flags, empty = (
+        torch.tensor(3.5, dtype=torch.bfloat16),
+        torch.tensor([True, False]),
+        torch.empty(0, 3),
+    )
     pair = torch.tensor([1 + 2j, 3 - 1j]).conj()
     for rank in range(2):
-        pieces = [piece("rows", whole[3 * rank:3 * rank + 3], 6, 3 * rank)]
+        pieces = [piece("rows", whole[3 * rank : 3 * rank + 3], 6, 3 * rank)]
         if rank == 0:
-            pieces += [TensorPiece("scalar", (), (), scalar), TensorPiece("flags", (2,), (0,), flags),
-                       TensorPiece("empty", (0, 3), (0, 0), empty), TensorPiece("pair", (2,), (0,), pair)]
+            pieces += [
+                TensorPiece("scalar", (), (), scalar),
+                TensorPiece("flags", (2,), (0,), flags),
+                TensorPiece("empty", (0, 3), (0, 0), empty),
+                TensorPiece("pair", (2,), (0,), pair),
+            ]
         Copier(_Context(rank), copies, 2).copy(7, pieces, {"step": 7} if rank == 0 else None)
     copied = open_copy(copies, 7, range(2))
     assert copied.document == {"step": 7} and copied.step == 7
-    for name, expected in (("rows", whole), ("scalar", scalar), ("flags", flags), ("empty", empty), ("pair", pair)):
+    for name, expected in (
+        ("rows", whole),
+        ("scalar", scalar),
+        ("flags", flags),
+        ("empty", empty),
+        ("pair", pair),
+    ):
         assert torch.equal(copied.read(name), expected)
     assert torch.equal(copied.read("rows", (2, 1), (2, 2)), whole[2:4, 1:3])
     copies.close()
 
 
 @pytest.mark.parametrize("flipped", [False, True])
-def test_copies_of_replicas_that_differ_are_passed_over(tmp_path: Path, flipped: bool, monkeypatch: pytest.MonkeyPatch):
+def test_copies_of_replicas_that_differ_are_passed_over(
+    tmp_path: Path, flipped: bool, monkeypatch: pytest.MonkeyPatch
+):
     """Else all ranks would go on from a flipped bit and then agree on it."""
     copies, warnings = StateCopies(2), list[str]()
     monkeypatch.setattr(logger, "warning", warnings.append)
@@ -197,16 +274,28 @@ def test_copies_of_replicas_that_differ_are_passed_over(tmp_path: Path, flipped:
         if flipped and rank == 0:
             state.view(torch.int32)[7] ^= 1 << 20
         stepper: Any = SimpleNamespace(
-            mesh=Mesh({"data": 2}, rank), local_parameters={"w": weight}, model=torch.nn.Module(),
-            buffers=SimpleNamespace(unlike=set()), step_sync=SimpleNamespace(global_weights=lambda weights: weights))
+            mesh=Mesh({"data": 2}, rank),
+            local_parameters={"w": weight},
+            model=torch.nn.Module(),
+            buffers=SimpleNamespace(unlike=set()),
+            step_sync=SimpleNamespace(global_weights=lambda weights: weights),
+        )
         rows = fingerprints(stepper, lambda axis, state=state: {"optimizer/w/exp_avg": state})
         owned = [TensorPiece("parameters/w", (1000,), (0,), weight)] if rank == 0 else []
-        Copier(_Context(rank), copies, 2).copy(5, [*owned, *rows], {"step": 5} if rank == 0 else None)
+        Copier(_Context(rank), copies, 2).copy(
+            5, [*owned, *rows], {"step": 5} if rank == 0 else None
+        )
     context: Any = SimpleNamespace(rank=0, copies=copies, num_starts=2, store=None)
     newest = open_newest(context, tmp_path, num_ranks=2)
     assert (newest is None) == flipped
-    assert warnings == (["the copies in memory of step 5 are passed over: the state differs between rank 0 and rank 1, "
-                         "and nothing shows which of them is right"] if flipped else [])
+    assert warnings == (
+        [
+            "the copies in memory of step 5 are passed over: the state differs between rank 0 and rank 1, "
+            "and nothing shows which of them is right"
+        ]
+        if flipped
+        else []
+    )
     copies.close()
 
 
@@ -225,11 +314,17 @@ def test_the_newest_copy_is_the_last_that_all_ranks_made():
         copies.keep(rank, until=5)
     assert set(copies.steps(0)) == {5}
     copies.write(0, 6, [memoryview(b"6")], b"[0]")
-    assert copies.index(0, 6) == b"[0]" and copies.index(0, 5) == b"{}" and copies.newest(range(2)) == 5
+    assert (
+        copies.index(0, 6) == b"[0]"
+        and copies.index(0, 5) == b"{}"
+        and copies.newest(range(2)) == 5
+    )
     copies.close()
 
 
-def test_copies_fit_into_half_of_the_memory_beside_those_that_are_made(monkeypatch: pytest.MonkeyPatch):
+def test_copies_fit_into_half_of_the_memory_beside_those_that_are_made(
+    monkeypatch: pytest.MonkeyPatch,
+):
     """Two of each rank of the host; what is made already is there to be written over."""
     monkeypatch.setattr(copies_module, "free_memory_bytes", lambda: free_bytes)
     memory = StateCopies(2)
@@ -251,21 +346,34 @@ def test_copies_fit_into_half_of_the_memory_beside_those_that_are_made(monkeypat
     memory.close()
 
 
-@pytest.mark.parametrize(("plan", "poor_rank"), [("data=2", 1), ("server=1 workers=1 staleness=1", 0)])
-def test_without_memory_no_copy_is_begun(tmp_path: Path, plan: str, poor_rank: int, monkeypatch: pytest.MonkeyPatch,
-                                         capfd: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize(
+    ("plan", "poor_rank"), [("data=2", 1), ("server=1 workers=1 staleness=1", 0)]
+)
+def test_without_memory_no_copy_is_begun(
+    tmp_path: Path,
+    plan: str,
+    poor_rank: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+):
     """On no rank if one of them has no memory: the kernel would end it in the first copy, and then in all restarts."""
     monkeypatch.setattr(Copier, "fits", lambda self, pieces: self.context.rank != poor_rank)
     monkeypatch.setattr(Copier, "_write", lambda *arguments: pytest.fail("a copy was made"))
     train(tmp_path / "run", plan)
     assert steps_of(tmp_path / "run") == list(range(1, STEPS + 1))
     err = capfd.readouterr().err
-    assert err.count("memory has no room for copies of the state") == 1 and "all ranks start again" not in err
+    assert (
+        err.count("memory has no room for copies of the state") == 1
+        and "all ranks start again" not in err
+    )
 
 
-@pytest.mark.parametrize("plan", ["data=2", pytest.param("server=1 workers=1 staleness=1", marks=pytest.mark.slow)])
-def test_a_run_goes_on_if_memory_is_refused(tmp_path: Path, plan: str, monkeypatch: pytest.MonkeyPatch,
-                                            capfd: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize(
+    "plan", ["data=2", pytest.param("server=1 workers=1 staleness=1", marks=pytest.mark.slow)]
+)
+def test_a_run_goes_on_if_memory_is_refused(
+    tmp_path: Path, plan: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
     """A kernel that promises no more than it has (vm.overcommit_memory=2) refuses what looks free. No rank makes copies
     then, as those of one rank alone are of no use."""
     write = StateCopies.write

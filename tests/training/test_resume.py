@@ -32,7 +32,9 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(6, 34), nn.GELU(), nn.Dropout(0.1), nn.Linear(34, 17), nn.GELU())
+        self.layers = nn.Sequential(
+            nn.Linear(6, 34), nn.GELU(), nn.Dropout(0.1), nn.Linear(34, 17), nn.GELU()
+        )
         self.last = nn.ModuleList([nn.Linear(17, 6), nn.Linear(6, 34)])
         self.last[1].weight = self.layers[0].weight
         self.out = nn.Linear(34, 3)
@@ -64,9 +66,15 @@ def make_job(record: Path | None = None, dropout: bool = True) -> paceline.Job:
         return F.cross_entropy(output, target[:, 1])
 
     return paceline.Job(
-        model=model, data=TensorDataset(x, torch.stack([torch.arange(SAMPLES), y], 1)), loss=loss,
-        optimizer=lambda named: torch.optim.AdamW(named, lr=1e-2), batch=BATCH, steps=STEPS, clip=1.0,
-        lr_schedule=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS))
+        model=model,
+        data=TensorDataset(x, torch.stack([torch.arange(SAMPLES), y], 1)),
+        loss=loss,
+        optimizer=lambda named: torch.optim.AdamW(named, lr=1e-2),
+        batch=BATCH,
+        steps=STEPS,
+        clip=1.0,
+        lr_schedule=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS),
+    )
 
 
 def in_rank() -> bool:
@@ -82,7 +90,8 @@ def train_and_kill(job: paceline.Job, plan: str, run: Path, *, after_step: int) 
     """Train in a process of its own and SIGKILL it, and thereby its ranks, once a step was recorded."""
     slow = replace(job, loss=lambda output, target: (time.sleep(0.02), job.loss(output, target))[1])
     process = multiprocessing.get_context("fork").Process(
-        target=lambda: paceline.train(slow, plan, devices=devices(plan), run=run, save_every=2))
+        target=lambda: paceline.train(slow, plan, devices=devices(plan), run=run, save_every=2)
+    )
     process.start()
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and process.is_alive() and recorded(run) < after_step:
@@ -123,10 +132,22 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize(("plan", "after_step"), [
-    ("single", 7), ("data=2", 1), ("data=2", 10), ("data=3", 8), ("data=4", 5), ("data=2 shard=2", 6),
-    ("shard=2 zero=1 accumulate=2", 9), ("pipeline=2", 5), ("pipeline=2 data=2 schedule=zero-bubble", 4),
-    ("tensor=2", 6), ("place=auto parts=2", 3)])
+@pytest.mark.parametrize(
+    ("plan", "after_step"),
+    [
+        ("single", 7),
+        ("data=2", 1),
+        ("data=2", 10),
+        ("data=3", 8),
+        ("data=4", 5),
+        ("data=2 shard=2", 6),
+        ("shard=2 zero=1 accumulate=2", 9),
+        ("pipeline=2", 5),
+        ("pipeline=2 data=2 schedule=zero-bubble", 4),
+        ("tensor=2", 6),
+        ("place=auto parts=2", 3),
+    ],
+)
 def test_a_killed_run_goes_on_bitwise(plan: str, after_step: int, tmp_path: Path) -> None:
     """SIGKILL of all processes at any step, then resume: every weight is the uninterrupted run's, bit by bit."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
@@ -141,11 +162,21 @@ def test_a_killed_run_goes_on_bitwise(plan: str, after_step: int, tmp_path: Path
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize(("before", "after"), [("data=2", "shard=3"), ("shard=3", "single"), ("data=2", "single"),
-                                               ("data=2 shard=2", "data=3"), ("single", "shard=2 zero=1"),
-                                               ("pipeline=2 data=2", "shard=3"), ("pipeline=2 data=2", "tensor=2"),
-                                               ("pipeline=2 data=2", "single"), ("shard=2 tensor=2", "pipeline=2"),
-                                               ("single", "place=auto parts=2")])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("data=2", "shard=3"),
+        ("shard=3", "single"),
+        ("data=2", "single"),
+        ("data=2 shard=2", "data=3"),
+        ("single", "shard=2 zero=1"),
+        ("pipeline=2 data=2", "shard=3"),
+        ("pipeline=2 data=2", "tensor=2"),
+        ("pipeline=2 data=2", "single"),
+        ("shard=2 tensor=2", "pipeline=2"),
+        ("single", "place=auto parts=2"),
+    ],
+)
 def test_a_run_goes_on_under_another_plan(before: str, after: str, tmp_path: Path) -> None:
     """Stopped under one plan and resumed under another, it ends where one device ends, but for rounding."""
     job = replace(make_job(dropout=False), precision="float64")
@@ -160,17 +191,26 @@ def test_a_run_goes_on_under_another_plan(before: str, after: str, tmp_path: Pat
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize(("before", "after"), [("data=2", "data=3"), ("data=3 accumulate=2", "shard=2"),
-                                               ("single", "data=4")])
-def test_every_sample_is_used_once_over_the_two_halves(before: str, after: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("data=2", "data=3"), ("data=3 accumulate=2", "shard=2"), ("single", "data=4")],
+)
+def test_every_sample_is_used_once_over_the_two_halves(
+    before: str, after: str, tmp_path: Path
+) -> None:
     """The indices that the losses saw, up to the checkpoint and after it, make whole epochs in one device's order."""
     halves = [tmp_path / name for name in ("first", "second", "alone")]
     for half in halves:
         half.mkdir()
     train_and_kill(make_job(halves[0]), before, tmp_path / "run", after_step=7)
     settled(tmp_path / "run")
-    start = max(int(path.name.removeprefix("step-")) for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
-    paceline.train(make_job(halves[1]), after, devices=devices(after), run=tmp_path / "run", resume=True)
+    start = max(
+        int(path.name.removeprefix("step-"))
+        for path in (tmp_path / "run" / "checkpoints").glob("step-*")
+    )
+    paceline.train(
+        make_job(halves[1]), after, devices=devices(after), run=tmp_path / "run", resume=True
+    )
     paceline.train(make_job(halves[2]), "single", run=tmp_path / "alone-run")
 
     used = steps_of(halves[0], before, last=start) + steps_of(halves[1], after, first=start)
@@ -178,7 +218,7 @@ def test_every_sample_is_used_once_over_the_two_halves(before: str, after: str, 
     assert used == steps_of(halves[2], "single")
     steps_per_epoch = -(-SAMPLES // BATCH)
     for epoch in range(STEPS // steps_per_epoch):
-        in_epoch = used[epoch * steps_per_epoch:(epoch + 1) * steps_per_epoch]
+        in_epoch = used[epoch * steps_per_epoch : (epoch + 1) * steps_per_epoch]
         assert sorted(chain.from_iterable(in_epoch)) == list(range(SAMPLES))
 
 
@@ -188,20 +228,35 @@ def steps_of(record: Path, plan: str, *, first: int = 0, last: int = STEPS) -> l
 
     parsed = paceline.Plan.parse(plan)
     cuts = parsed.modifiers.accumulate
-    lines = {rank: iter([list(map(int, line.split())) for line in (record / f"rank-{rank}").read_text().splitlines()])
-             for rank in range(parsed.world_size)}
+    lines = {
+        rank: iter(
+            [
+                list(map(int, line.split()))
+                for line in (record / f"rank-{rank}").read_text().splitlines()
+            ]
+        )
+        for rank in range(parsed.world_size)
+    }
     order = Order(SAMPLES, BATCH, seed=0)
     steps = []
     for step in range(first, last):
         shares = split(order.window(step).count, [1] * parsed.world_size)
-        steps.append([index for rank in range(parsed.world_size)
-                      for part in split(len(shares[rank]), [1] * cuts) if len(part)
-                      for index in next(lines[rank])])
+        steps.append(
+            [
+                index
+                for rank in range(parsed.world_size)
+                for part in split(len(shares[rank]), [1] * cuts)
+                if len(part)
+                for index in next(lines[rank])
+            ]
+        )
     return steps
 
 
 @pytest.mark.parametrize("plan", ["single", "server=1 workers=2"])
-def test_a_run_that_has_no_step_left_is_resumed(plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_has_no_step_left_is_resumed(
+    plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As after the death of whoever started it, between the last checkpoint and the summary. It has its last loss, and
     its servers wait for a worker that comes late."""
     begin = Worker.__init__
@@ -221,11 +276,16 @@ def test_a_run_that_has_no_step_left_is_resumed(plan: str, tmp_path: Path, monke
 
 @pytest.mark.parametrize("plan", ["single", "server=1 workers=2"])
 def test_a_run_that_is_complete_keeps_its_figures_when_it_is_resumed(
-        plan: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    plan: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Also where the resume is refused. With more steps to take, it goes on."""
     run, job = tmp_path / "run", make_job()
     before = dict(paceline.train(job, plan, run=run, steps=2).to_dict())
-    kept = {path: path.read_bytes() for path in run.glob("*.*") if path.suffix in (".json", ".safetensors")}
+    kept = {
+        path: path.read_bytes()
+        for path in run.glob("*.*")
+        if path.suffix in (".json", ".safetensors")
+    }
     assert run / "summary.json" in kept and run / "model.safetensors" in kept
     again = paceline.train(job, "data=2", run=run, steps=2, resume=True)
     assert again.to_dict() == before and before["step_s"] > 0
@@ -234,4 +294,6 @@ def test_a_run_that_is_complete_keeps_its_figures_when_it_is_resumed(
         paceline.train(replace(job, seed=1), "single", run=run, steps=2, resume=True)
     assert {path: path.read_bytes() for path in kept} == kept and not list(run.glob(".model*"))
     assert paceline.train(job, "single", run=run, steps=3, resume=True)["steps"] == 3
-    assert json.loads((run / "summary.json").read_text())["plan"] == "single" and not list(run.glob(".model*"))
+    assert json.loads((run / "summary.json").read_text())["plan"] == "single" and not list(
+        run.glob(".model*")
+    )

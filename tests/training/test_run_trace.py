@@ -15,8 +15,11 @@ from torch.utils.data import TensorDataset
 import paceline
 from paceline.training.trace import TraceRecorder, TraceSpan, chrome_trace, idle_fraction, picture
 
-SPANS = [TraceSpan(0, "forward", "0", 10.0, 11.0), TraceSpan(1, "forward", "0", 11.0, 12.0),
-         TraceSpan(1, "backward", "0", 12.0, 14.0)]
+SPANS = [
+    TraceSpan(0, "forward", "0", 10.0, 11.0),
+    TraceSpan(1, "forward", "0", 11.0, 12.0),
+    TraceSpan(1, "backward", "0", 12.0, 14.0),
+]
 
 
 def test_idle_is_what_nobody_noted():
@@ -31,12 +34,19 @@ def test_a_chrome_trace_starts_at_zero_in_microseconds():
 
     assert [e["args"]["name"] for e in events if e["ph"] == "M"] == ["rank 0", "rank 1"]
     assert [(e["pid"], e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"] == [
-        (0, "forward 0", 0.0, 1e6), (1, "forward 0", 1e6, 1e6), (1, "backward 0", 2e6, 2e6)]
+        (0, "forward 0", 0.0, 1e6),
+        (1, "forward 0", 1e6, 1e6),
+        (1, "backward 0", 2e6, 2e6),
+    ]
 
 
 def test_the_picture_has_a_row_a_rank():
     """Boxes to scale, and the idle fraction in words."""
-    boxes = [e for e in ET.fromstring(picture(SPANS, world_size=2)).iter() if e.tag.endswith("rect") and len(e)]
+    boxes = [
+        e
+        for e in ET.fromstring(picture(SPANS, world_size=2)).iter()
+        if e.tag.endswith("rect") and len(e)
+    ]
 
     assert [float(box.get("width")) for box in boxes] == [250.0, 250.0, 500.0]
     assert [box.get("y") for box in boxes] == ["3", "29", "29"]
@@ -53,17 +63,34 @@ def test_only_the_steps_asked_for_are_noted():
         recorder.add("forward", str(step), 0.0, 1.0)
 
     assert [(span.what, span.label) for span in recorder.spans] == [
-        ("input", ""), ("reduce", ""), ("optimizer", ""), ("forward", "1")]
+        ("input", ""),
+        ("reduce", ""),
+        ("optimizer", ""),
+        ("forward", "1"),
+    ]
 
 
-@pytest.mark.parametrize(("plan", "whats"), [("data=2", {"forward", "backward"}), (
-    "pipeline=2 schedule=zero-bubble microbatches=2", {"forward", "input gradients", "weight gradients"})])
+@pytest.mark.parametrize(
+    ("plan", "whats"),
+    [
+        ("data=2", {"forward", "backward"}),
+        (
+            "pipeline=2 schedule=zero-bubble microbatches=2",
+            {"forward", "input gradients", "weight gradients"},
+        ),
+    ],
+)
 def test_a_run_is_traced(tmp_path: Path, plan: str, whats: set[str]):
     """All ranks in one trace; nothing of theirs is left beside it."""
     x = torch.randn(12, 6, generator=torch.Generator().manual_seed(1))
-    job = paceline.Job(model=lambda: nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)),
-                       data=TensorDataset(x, x[:, :3].argmax(1)), loss=F.cross_entropy,
-                       optimizer=lambda named: torch.optim.SGD(named, lr=0.1), batch=4, steps=4)
+    job = paceline.Job(
+        model=lambda: nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)),
+        data=TensorDataset(x, x[:, :3].argmax(1)),
+        loss=F.cross_entropy,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+        batch=4,
+        steps=4,
+    )
     paceline.train(job, plan, devices="cpu:0-1", run=tmp_path, trace=2)
 
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]

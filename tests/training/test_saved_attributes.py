@@ -62,18 +62,32 @@ class Warm(nn.Module):
 def make_job(**changes: Any) -> paceline.Job:
     x = torch.randn(50, 8, generator=torch.Generator().manual_seed(1))
     data = TensorDataset(x, x[:, :3].sin())
-    return paceline.Job(**{"model": Warm, "data": data, "loss": F.mse_loss, "batch": 12, "steps": STEPS,
-                           "validation": TensorDataset(x[:10], x[:10, :3].sin()), "precision": "float64",
-                           "optimizer": lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9), **changes})
+    return paceline.Job(
+        **{
+            "model": Warm,
+            "data": data,
+            "loss": F.mse_loss,
+            "batch": 12,
+            "steps": STEPS,
+            "validation": TensorDataset(x[:10], x[:10, :3].sin()),
+            "precision": "float64",
+            "optimizer": lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9),
+            **changes,
+        }
+    )
 
 
 def train(job: paceline.Job, plan: str, run: Path, **options: Any) -> Any:
-    return paceline.train(job, plan, devices=f"cpu:0-{paceline.Plan.parse(plan).world_size - 1}", run=run, **options)
+    return paceline.train(
+        job, plan, devices=f"cpu:0-{paceline.Plan.parse(plan).world_size - 1}", run=run, **options
+    )
 
 
 @pytest.mark.sweep(2)
-@pytest.mark.parametrize(("before", "after"), [("single", "single"), ("data=2", "single"), ("shard=2", "data=2"),
-                                               ("single", "shard=2")])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("single", "single"), ("data=2", "single"), ("shard=2", "data=2"), ("single", "shard=2")],
+)
 def test_a_resumed_run_counts_on(before: str, after: str, tmp_path: Path) -> None:
     """Stopped at an odd step, it ends as one device's run that went through, and so does its validation loss."""
     job = make_job(model=lambda: Warm(is_centered=before == after == "single"))
@@ -103,9 +117,17 @@ class Centred(nn.Module):
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize(("before", "after"), [
-    ("pipeline=2 microbatches=1", "tensor=2"), ("place=auto parts=2", "single"), ("tensor=2", "place=auto parts=2")])
-def test_a_split_run_keeps_a_tensor_that_is_no_buffer(before: str, after: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("pipeline=2 microbatches=1", "tensor=2"),
+        ("place=auto parts=2", "single"),
+        ("tensor=2", "place=auto parts=2"),
+    ],
+)
+def test_a_split_run_keeps_a_tensor_that_is_no_buffer(
+    before: str, after: str, tmp_path: Path
+) -> None:
     train(make_job(model=Centred), "single", tmp_path / "whole")
     train(make_job(model=Centred, steps=3), before, tmp_path / "run")
     train(make_job(model=Centred), after, tmp_path / "run", resume=True)
@@ -126,13 +148,18 @@ def test_a_checkpoint_has_what_changed_and_nothing_else(tmp_path: Path) -> None:
     history, seen = model.inner.history, model.inner.seen
     restore_attributes(model, checkpoint)
     assert model.count == 3 and model.temperature.calls == 3 and model.temperature.name == "linear"
-    assert history is model.inner.history and list(history) == [1 / 8, 2 / 8, 3 / 8] and history.maxlen == 3
+    assert (
+        history is model.inner.history
+        and list(history) == [1 / 8, 2 / 8, 3 / 8]
+        and history.maxlen == 3
+    )
     assert seen is model.inner.seen and seen == {"train": 36, 3: (1, 2)}
     assert torch.equal(model.center, checkpoint.read("attributes/center"))
 
 
 def test_a_model_whose_attributes_stay_has_none_in_its_checkpoints(tmp_path: Path) -> None:
     """Odd objects that never change are nobody's business, and older checkpoints, which have no attributes, load."""
+
     class Odd(nn.Sequential):
         def __init__(self) -> None:
             super().__init__(nn.Linear(8, 3))
@@ -149,7 +176,9 @@ def test_evaluate_has_the_attributes(tmp_path: Path) -> None:
     """`paceline evaluate` gives the figure that the run ended with."""
     (tmp_path / "job.py").write_text(Path(__file__).read_text().replace("def make_job", "def job"))
     run = tmp_path / "run"
-    paceline.train(JobFile.parse(str(tmp_path / "job.py")), "single", devices="cpu:0", run=run, steps=3)
+    paceline.train(
+        JobFile.parse(str(tmp_path / "job.py")), "single", devices="cpu:0", run=run, steps=3
+    )
     expected = json.loads((run / "summary.json").read_text())["validation_loss"]
 
     assert paceline.evaluate(run, devices="cpu:0")["validation_loss"] == expected

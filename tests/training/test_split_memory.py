@@ -25,13 +25,25 @@ WHOLE_BYTES = LAYERS * 4 * WIDTH * WIDTH // 2
 
 def make_job(width: int) -> paceline.Job:
     def model() -> nn.Module:
-        ups = (layer for _ in range(LAYERS // 2) for layer in (nn.Linear(width // 2, width, bias=False),
-                                                               nn.Linear(width, width // 2, bias=False)))
+        ups = (
+            layer
+            for _ in range(LAYERS // 2)
+            for layer in (
+                nn.Linear(width // 2, width, bias=False),
+                nn.Linear(width, width // 2, bias=False),
+            )
+        )
         return nn.Sequential(*ups)
 
     data = torch.utils.data.TensorDataset(torch.randn(8, width // 2), torch.randn(8, width // 2))
-    return paceline.Job(model=model, data=data, loss=nn.functional.mse_loss, batch=8, steps=1,
-                        optimizer=lambda named: torch.optim.SGD(named, lr=0.1))
+    return paceline.Job(
+        model=model,
+        data=data,
+        loss=nn.functional.mse_loss,
+        batch=8,
+        steps=1,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+    )
 
 
 class Phases:
@@ -56,15 +68,21 @@ def save(run: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", ["pipeline=4", "tensor=4", "shard=4"])
-def test_the_whole_model_is_nowhere(plan: str, tmp_path: Path, run_ranks: Callable[..., Any]) -> None:
+def test_the_whole_model_is_nowhere(
+    plan: str, tmp_path: Path, run_ranks: Callable[..., Any]
+) -> None:
     """256 MiB on four ranks: each holds 64, and in passing some more. What is stored is the whole."""
     split_plan = paceline.Plan.parse(plan).with_microbatches(2)
 
     def body(context: Any) -> dict[str, float]:
         settings = loop.Settings(tmp_path, (1,) * split_plan.replicas, resume=True)
-        loop._build(context, make_job(64), split_plan, loop.Settings(None, settings.shares))  # torch's own, taken once
+        loop._build(
+            context, make_job(64), split_plan, loop.Settings(None, settings.shares)
+        )  # torch's own, taken once
         phases = Phases()
-        run = phases.measure("start", lambda: loop._build(context, make_job(WIDTH), split_plan, settings))
+        run = phases.measure(
+            "start", lambda: loop._build(context, make_job(WIDTH), split_plan, settings)
+        )
         run.step = 1
         phases.measure("save", lambda: save(run))
         phases.measure("export", lambda: state.export(run.stepper.model, tmp_path, step=1))
@@ -74,7 +92,9 @@ def test_the_whole_model_is_nowhere(plan: str, tmp_path: Path, run_ranks: Callab
         settings = loop.Settings(tmp_path, (1,) * split_plan.replicas, resume=True)
         loop._build(context, make_job(64), split_plan, loop.Settings(None, settings.shares))
         phases = Phases()
-        run = phases.measure("build", lambda: loop._build(context, make_job(WIDTH), split_plan, settings))
+        run = phases.measure(
+            "build", lambda: loop._build(context, make_job(WIDTH), split_plan, settings)
+        )
         phases.measure("restore", lambda: loop._restore(run))
         assert run.step == 1
         return phases.peaks
@@ -103,11 +123,15 @@ def test_a_model_that_files_cannot_hold(caplog: pytest.LogCaptureFixture) -> Non
     job = dataclasses.replace(make_job(64), model=Grown)
     spill, model = build_in_files(job, torch.device("cpu"))
     assert spill is None and torch.equal(model.w, Grown().w)
-    assert "takes memory for the whole model to begin with: it could not be built in files (RuntimeError" in caplog.text
+    assert (
+        "takes memory for the whole model to begin with: it could not be built in files (RuntimeError"
+        in caplog.text
+    )
 
 
 def test_weights_that_torch_did_not_make(caplog: pytest.LogCaptureFixture) -> None:
     """What they take is said."""
+
     def model() -> nn.Module:
         made = nn.Linear(2, 2)
         made.large = nn.Parameter(torch.from_numpy(np.ones((2400, 2400))))
@@ -119,6 +143,7 @@ def test_weights_that_torch_did_not_make(caplog: pytest.LogCaptureFixture) -> No
 
 def test_the_users_own_error_is_the_users(caplog: pytest.LogCaptureFixture) -> None:
     """It comes as it is."""
+
     def model() -> nn.Module:
         raise KeyError("size")
 

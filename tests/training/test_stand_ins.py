@@ -32,12 +32,21 @@ class Counting(nn.Module):
         return self.linear(x)
 
 
-@pytest.mark.parametrize(("plan", "calls"), [("single accumulate=4", 4 + 2), ("data=3", 2), ("shard=3 zero=2", 2)])
+@pytest.mark.parametrize(
+    ("plan", "calls"), [("single accumulate=4", 4 + 2), ("data=3", 2), ("shard=3 zero=2", 2)]
+)
 def test_stand_ins_change_no_state(plan: str, calls: int, tmp_path: Path) -> None:
     """A window of 8 samples and one of 2, cut into four micro-batches or over three ranks."""
     x = torch.arange(30.0).view(10, 3)
-    job = paceline.Job(model=Counting, data=TensorDataset(x, x[:, :2].clone()), loss=F.mse_loss, batch=8, epochs=1,
-                       optimizer=lambda named: torch.optim.SGD(named, lr=1e-3), precision="float64")
+    job = paceline.Job(
+        model=Counting,
+        data=TensorDataset(x, x[:, :2].clone()),
+        loss=F.mse_loss,
+        batch=8,
+        epochs=1,
+        optimizer=lambda named: torch.optim.SGD(named, lr=1e-3),
+        precision="float64",
+    )
 
     paceline.train(job, plan, run=tmp_path)
 
@@ -47,6 +56,7 @@ def test_stand_ins_change_no_state(plan: str, calls: int, tmp_path: Path) -> Non
 
 def test_what_no_file_can_hold_is_refused_before_the_first_step(tmp_path: Path) -> None:
     """A sparse buffer, here: not after the whole run, when it is saved."""
+
     class Sparse(nn.Linear):
         def __init__(self) -> None:
             super().__init__(3, 2)
@@ -56,10 +66,19 @@ def test_what_no_file_can_hold_is_refused_before_the_first_step(tmp_path: Path) 
             return super().forward((self.neighbours @ x.T).T)
 
     x = torch.ones(4, 3)
-    job = paceline.Job(model=Sparse, data=TensorDataset(x, x[:, :2].clone()), loss=F.mse_loss, batch=2, epochs=1,
-                       optimizer=lambda named: torch.optim.SGD(named, lr=1e-3))
+    job = paceline.Job(
+        model=Sparse,
+        data=TensorDataset(x, x[:, :2].clone()),
+        loss=F.mse_loss,
+        batch=2,
+        epochs=1,
+        optimizer=lambda named: torch.optim.SGD(named, lr=1e-3),
+    )
 
-    with pytest.raises(paceline.base.errors.PacelineError, match=r"buffers/neighbours.*sparse(.|\n)*persistent=False"):
+    with pytest.raises(
+        paceline.base.errors.PacelineError,
+        match=r"buffers/neighbours.*sparse(.|\n)*persistent=False",
+    ):
         paceline.train(job, "single", run=tmp_path)
 
     assert not (tmp_path / "metrics.jsonl").exists()

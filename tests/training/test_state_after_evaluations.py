@@ -47,9 +47,15 @@ def job_of(model: Callable[[], nn.Module]) -> paceline.Job:
     seen = torch.randint(ROWS // 2, (16, 3), generator=generator)
     other = torch.arange(ROWS).reshape(-1, 4)
     return paceline.Job(
-        model=model, data=TensorDataset(seen, torch.randn(16, 3, generator=generator)), loss=F.mse_loss,
-        optimizer=lambda named: torch.optim.SGD(named, lr=0.1), batch=8, steps=6, precision="float64",
-        validation=TensorDataset(other, torch.zeros(len(other), 3)))
+        model=model,
+        data=TensorDataset(seen, torch.randn(16, 3, generator=generator)),
+        loss=F.mse_loss,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+        batch=8,
+        steps=6,
+        precision="float64",
+        validation=TensorDataset(other, torch.zeros(len(other), 3)),
+    )
 
 
 def trained(job: paceline.Job, plan: str, folder: Path) -> dict[str, Tensor]:
@@ -59,7 +65,9 @@ def trained(job: paceline.Job, plan: str, folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize("plan", ["data=2", "data=3", "data=2 shares=3:1", "tensor=2", "pipeline=2"])
+@pytest.mark.parametrize(
+    "plan", ["data=2", "data=3", "data=2 shares=3:1", "tensor=2", "pipeline=2"]
+)
 @pytest.mark.parametrize("model", [Limited, Counting])
 def test_it_is_one_device_s(model: Callable[[], nn.Module], plan: str, tmp_path: Path) -> None:
     """Each replica looks up other rows of the table than the others."""
@@ -84,7 +92,9 @@ class Centred(nn.Module):
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize("plan", ["pipeline=2 shard=2 microbatches=1", "shard=2 zero=1", "shard=2", "data=2"])
+@pytest.mark.parametrize(
+    "plan", ["pipeline=2 shard=2 microbatches=1", "shard=2 zero=1", "shard=2", "data=2"]
+)
 def test_a_replica_that_had_no_samples_before_the_evaluation(plan: str, tmp_path: Path) -> None:
     """The epoch ends with one sample: the second replica computes a stand-in, which leaves nothing behind, and then
     its half of the evaluation, which does."""
@@ -92,8 +102,15 @@ def test_a_replica_that_had_no_samples_before_the_evaluation(plan: str, tmp_path
 
     def job() -> paceline.Job:
         return paceline.Job(
-            model=Centred, data=TensorDataset(x, x[:, :3]), loss=F.mse_loss, batch=4, steps=3, precision="float64",
-            optimizer=lambda named: torch.optim.SGD(named, lr=0.1), validation=TensorDataset(x[:8], x[:8, :3]))
+            model=Centred,
+            data=TensorDataset(x, x[:, :3]),
+            loss=F.mse_loss,
+            batch=4,
+            steps=3,
+            precision="float64",
+            optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+            validation=TensorDataset(x[:8], x[:8, :3]),
+        )
 
     expected = trained(job(), "single", tmp_path / "single")
     state = trained(job(), plan, tmp_path / "plan")
@@ -108,4 +125,4 @@ def test_the_evaluations_matter() -> None:
     model.eval()
     before = model.table.weight.detach().clone()
     model(job.validation.tensors[0])
-    assert not torch.equal(before[ROWS // 2:], model.table.weight[ROWS // 2:])
+    assert not torch.equal(before[ROWS // 2 :], model.table.weight[ROWS // 2 :])

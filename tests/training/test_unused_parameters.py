@@ -58,7 +58,9 @@ class Adapters(Body):
         self.scales = nn.ParameterDict({language: torch.ones(4) for language in LANGUAGES})
 
     def forward(self, x: Tensor, language: list[str]) -> Tensor:
-        return self.head(self.hidden(x + torch.tanh(self.layers[language[0]](x)) * self.scales[language[0]]))
+        return self.head(
+            self.hidden(x + torch.tanh(self.layers[language[0]](x)) * self.scales[language[0]])
+        )
 
 
 class Routed(Body):
@@ -66,12 +68,17 @@ class Routed(Body):
 
     def __init__(self) -> None:
         super().__init__()
-        self.rare, self.scale = nn.ModuleDict({"layer": nn.Linear(4, 4)}), nn.Parameter(torch.ones(4))
+        self.rare, self.scale = (
+            nn.ModuleDict({"layer": nn.Linear(4, 4)}),
+            nn.Parameter(torch.ones(4)),
+        )
 
     def forward(self, x: Tensor, language: list[str]) -> Tensor:
         hidden = self.hidden(x)
         for row in (x[:, 0] > 1.0).nonzero()[:, 0]:
-            hidden = hidden.index_add(0, row[None], (self.rare["layer"](hidden[row]) * self.scale)[None])
+            hidden = hidden.index_add(
+                0, row[None], (self.rare["layer"](hidden[row]) * self.scale)[None]
+            )
         return self.head(hidden)
 
 
@@ -83,12 +90,23 @@ def momentum(named: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(named, lr=0.1, momentum=0.9, weight_decay=0.1)
 
 
-def a_job(model: type[nn.Module], optimizer: Callable[[Any], torch.optim.Optimizer] = adamw,
-          **changes: Any) -> paceline.Job:
+def a_job(
+    model: type[nn.Module],
+    optimizer: Callable[[Any], torch.optim.Optimizer] = adamw,
+    **changes: Any,
+) -> paceline.Job:
     data = Samples()
     fields: dict[str, Any] = {
-        "model": seeded(model), "data": data, "loss": F.cross_entropy, "optimizer": optimizer, "batch": BATCH,
-        "steps": STEPS, "precision": "float64", "sampler": SequentialSampler(data), "clip": 0.5}
+        "model": seeded(model),
+        "data": data,
+        "loss": F.cross_entropy,
+        "optimizer": optimizer,
+        "batch": BATCH,
+        "steps": STEPS,
+        "precision": "float64",
+        "sampler": SequentialSampler(data),
+        "clip": 0.5,
+    }
     return paceline.Job(**{**fields, **changes})
 
 
@@ -103,7 +121,9 @@ def seeded(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
 def windows() -> Any:
     for step in range(STEPS):
         start = step * BATCH % SAMPLES
-        inputs, target = default_collate([Samples()[index] for index in range(start, start + BATCH)])
+        inputs, target = default_collate(
+            [Samples()[index] for index in range(start, start + BATCH)]
+        )
         yield {**inputs, "x": inputs["x"].double()}, target
 
 
@@ -127,20 +147,32 @@ def trained(job: paceline.Job, plan: str, then: str, run: Path) -> dict[str, Ten
 
 def assert_same(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
     for name, tensor in expected.items():
-        torch.testing.assert_close(actual[name].double(), tensor, rtol=0, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            actual[name].double(), tensor, rtol=0, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 @pytest.mark.sweep(6)
-@pytest.mark.parametrize(("model", "optimizer", "plan", "then"), [
-    (Routed, momentum, "data=2", "data=3 accumulate=2"), (Routed, adamw, "shard=2", "shard=2 zero=1"),
-    (Routed, momentum, "shard=2 zero=2", "single"), (Routed, momentum, "server=2 workers=2", "server=2 workers=2"),
-    (Routed, adamw, "data=2 recompute=full", "server=1 workers=2"), (Routed, adamw, "single", "data=2 shard=2"),
-    (Adapters, adamw, "single", "shard=2"), (Adapters, adamw, "pipeline=2", "tensor=2"),
-    (Adapters, momentum, "tensor=2", "place=auto parts=2"), (Adapters, momentum, "data=2 tensor=2", "shard=2 zero=1"),
-    (Adapters, adamw, "pipeline=2 schedule=zero-bubble", "shard=2 pipeline=2"),
-    (Adapters, momentum, "shard=2", "pipeline=2")])
-def test_parameters_without_a_gradient_stay(tmp_path: Path, model: type[nn.Module], optimizer: Any, plan: str,
-                                            then: str):
+@pytest.mark.parametrize(
+    ("model", "optimizer", "plan", "then"),
+    [
+        (Routed, momentum, "data=2", "data=3 accumulate=2"),
+        (Routed, adamw, "shard=2", "shard=2 zero=1"),
+        (Routed, momentum, "shard=2 zero=2", "single"),
+        (Routed, momentum, "server=2 workers=2", "server=2 workers=2"),
+        (Routed, adamw, "data=2 recompute=full", "server=1 workers=2"),
+        (Routed, adamw, "single", "data=2 shard=2"),
+        (Adapters, adamw, "single", "shard=2"),
+        (Adapters, adamw, "pipeline=2", "tensor=2"),
+        (Adapters, momentum, "tensor=2", "place=auto parts=2"),
+        (Adapters, momentum, "data=2 tensor=2", "shard=2 zero=1"),
+        (Adapters, adamw, "pipeline=2 schedule=zero-bubble", "shard=2 pipeline=2"),
+        (Adapters, momentum, "shard=2", "pipeline=2"),
+    ],
+)
+def test_parameters_without_a_gradient_stay(
+    tmp_path: Path, model: type[nn.Module], optimizer: Any, plan: str, then: str
+):
     """Weight decay, momentum and moments move no parameter in a step in which no sample uses it."""
     job = a_job(model, optimizer)
 
@@ -154,7 +186,10 @@ def test_it_is_told_once(tmp_path: Path, capfd: pytest.CaptureFixture[str], plan
 
     told = capfd.readouterr().err
     assert told.count("does not depend on") == 1, told
-    assert "the loss of step 1 does not depend on 5 of 18 parameters: spare.weight, spare.bias, layers.fr.w" in told
+    assert (
+        "the loss of step 1 does not depend on 5 of 18 parameters: spare.weight, spare.bias, layers.fr.w"
+        in told
+    )
 
 
 class Hidden(nn.Module):
@@ -179,8 +214,11 @@ def heads_in_turn(ctx: Any, batch: Any) -> None:
     """Every optimizer steps, with or without a gradient."""
     inputs, _ = batch
     head = "one" if ctx.step % 3 else "other"
-    ctx.backward(("body", "one", "other"), inputs["x"],
-                 lambda hidden, piece: F.cross_entropy(ctx.run(head, hidden), piece.target))
+    ctx.backward(
+        ("body", "one", "other"),
+        inputs["x"],
+        lambda hidden, piece: F.cross_entropy(ctx.run(head, hidden), piece.target),
+    )
     for name in ("body", "one", "other"):
         ctx.update(name)
 
@@ -189,22 +227,37 @@ def heads_in_turn(ctx: Any, batch: Any) -> None:
 def test_a_step_of_ones_own(tmp_path: Path, plan: str):
     """An optimizer of a model that the loss did not use updates nothing, as in a plain loop."""
     builds = {"body": Hidden, "one": Head, "other": Head}
-    job = paceline.Job(models={name: seeded(build) for name, build in builds.items()},
-                       optimizers=dict.fromkeys(builds, adamw), step=heads_in_turn, data=Samples(), batch=BATCH,
-                       steps=STEPS, precision="float64", sampler=SequentialSampler(Samples()))
+    job = paceline.Job(
+        models={name: seeded(build) for name, build in builds.items()},
+        optimizers=dict.fromkeys(builds, adamw),
+        step=heads_in_turn,
+        data=Samples(),
+        batch=BATCH,
+        steps=STEPS,
+        precision="float64",
+        sampler=SequentialSampler(Samples()),
+    )
     models = {name: seeded(build)().double() for name, build in builds.items()}
     optimizers = [adamw(list(model.named_parameters())) for model in models.values()]
     for step, (inputs, target) in enumerate(windows()):
         for optimizer in optimizers:
             optimizer.zero_grad()
-        F.cross_entropy(models["one" if step % 3 else "other"](models["body"](inputs["x"])), target).backward()
+        F.cross_entropy(
+            models["one" if step % 3 else "other"](models["body"](inputs["x"])), target
+        ).backward()
         for optimizer in optimizers:
             optimizer.step()
 
     actual = trained(job, plan, plan, tmp_path / "run")
 
-    assert_same(actual, {f"{name}.{key}": tensor for name, model in models.items()
-                         for key, tensor in model.state_dict().items()})
+    assert_same(
+        actual,
+        {
+            f"{name}.{key}": tensor
+            for name, model in models.items()
+            for key, tensor in model.state_dict().items()
+        },
+    )
 
 
 @pytest.mark.checked_runs
@@ -246,7 +299,9 @@ class TakenAway(Adapters):
 
     def __init__(self) -> None:
         super().__init__()
-        self.head.weight.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+        self.head.weight.register_post_accumulate_grad_hook(
+            lambda parameter: setattr(parameter, "grad", None)
+        )
 
 
 @pytest.mark.parametrize("plan", ["single", "tensor=2", "place=auto parts=2"])
@@ -262,7 +317,10 @@ def test_an_optimizer_step_in_backward(tmp_path: Path, plan: str):
 @pytest.mark.parametrize("plan", ["data=2", "shard=2", "server=1 workers=2", "single accumulate=2"])
 def test_an_optimizer_step_in_backward_of_a_part_of_the_batch(tmp_path: Path, plan: str):
     """Its hook is named before anything is updated."""
-    with pytest.raises(RankFailed, match=r"step 1 (?s:.*)hook on 'head\.bias' \(register_post_accumulate_grad_hook\)"):
+    with pytest.raises(
+        RankFailed,
+        match=r"step 1 (?s:.*)hook on 'head\.bias' \(register_post_accumulate_grad_hook\)",
+    ):
         paceline.train(a_job(UpdatedInBackward), plan, run=tmp_path / "run")
 
 

@@ -22,9 +22,14 @@ from paceline.launch.process.failure import RankFailed
 from paceline.strategies.plan import Plan
 
 transformers, callbacks = Later("transformers"), Later("trainer_callbacks")
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300), pytest.mark.skipif(
-    None in map(find_spec, ("transformers", "accelerate")),
-    reason=not_installed("transformers or accelerate", "transformers accelerate"))]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(
+        None in map(find_spec, ("transformers", "accelerate")),
+        reason=not_installed("transformers or accelerate", "transformers accelerate"),
+    ),
+]
 _TOLERANCE = 3e-6  # of logged figures, which are of float32; relative where they are large
 
 
@@ -36,50 +41,95 @@ def _samples(count: int, seed: int) -> list[dict[str, list[int]]]:
         length = int(torch.randint(4, 20, (1,), generator=generator))
         tokens = torch.randint(3, 60, (length,), generator=generator).tolist()
         ignored = int(torch.randint(1, max(2, length // 2), (1,), generator=generator))
-        samples.append({"input_ids": tokens, "attention_mask": [1] * length,
-                        "labels": [-100] * ignored + tokens[ignored:]})
+        samples.append(
+            {
+                "input_ids": tokens,
+                "attention_mask": [1] * length,
+                "labels": [-100] * ignored + tokens[ignored:],
+            }
+        )
     return samples
 
 
 def _collate(samples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
     longest = max(len(sample["input_ids"]) for sample in samples)
     fill = {"input_ids": 0, "attention_mask": 0, "labels": -100}
-    return {key: torch.tensor([sample[key] + [value] * (longest - len(sample[key])) for sample in samples])
-            for key, value in fill.items()}
+    return {
+        key: torch.tensor(
+            [sample[key] + [value] * (longest - len(sample[key])) for sample in samples]
+        )
+        for key, value in fill.items()
+    }
 
 
 def _model() -> Any:
     transformers.set_seed(0)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0))
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=64,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=64,
+            pad_token_id=0,
+        )
+    )
 
 
 def _adapted() -> Any:
     peft = needed("peft")
     model = _model()
     transformers.set_seed(1)
-    return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.0))
+    return peft.get_peft_model(
+        model, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
+    )
 
 
 def _accuracy(prediction: Any) -> dict[str, float]:
     guesses, labels = prediction.predictions[:, :-1], prediction.label_ids[:, 1:]
-    return {"accuracy": float((guesses == labels)[labels != -100].mean()), "width": float(guesses.shape[1])}
+    return {
+        "accuracy": float((guesses == labels)[labels != -100].mean()),
+        "width": float(guesses.shape[1]),
+    }
 
 
 def _likeliest(logits: Any, labels: Any) -> Any:
     return logits.argmax(-1)
 
 
-def _trainer(kind: Any, folder: Path, model: Any, *, arguments: dict[str, Any] | None = None, **options: Any) -> Any:
+def _trainer(
+    kind: Any, folder: Path, model: Any, *, arguments: dict[str, Any] | None = None, **options: Any
+) -> Any:
     given: dict[str, Any] = {
-        "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_train_epochs": 2, "warmup_steps": 3,
-        "learning_rate": 1e-2, "weight_decay": 0.1, "logging_steps": 1, "report_to": [], "use_cpu": True,
-        "eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True, "disable_tqdm": True,
-        "metric_for_best_model": "loss", "per_device_eval_batch_size": 5, **(arguments or {})}
-    return kind(model=model, args=transformers.TrainingArguments(str(folder), **given), train_dataset=_samples(37, 1),
-                eval_dataset=_samples(11, 2), data_collator=_collate, compute_metrics=_accuracy,
-                preprocess_logits_for_metrics=_likeliest, **options)
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "num_train_epochs": 2,
+        "warmup_steps": 3,
+        "learning_rate": 1e-2,
+        "weight_decay": 0.1,
+        "logging_steps": 1,
+        "report_to": [],
+        "use_cpu": True,
+        "eval_strategy": "epoch",
+        "save_strategy": "epoch",
+        "load_best_model_at_end": True,
+        "disable_tqdm": True,
+        "metric_for_best_model": "loss",
+        "per_device_eval_batch_size": 5,
+        **(arguments or {}),
+    }
+    return kind(
+        model=model,
+        args=transformers.TrainingArguments(str(folder), **given),
+        train_dataset=_samples(37, 1),
+        eval_dataset=_samples(11, 2),
+        data_collator=_collate,
+        compute_metrics=_accuracy,
+        preprocess_logits_for_metrics=_likeliest,
+        **options,
+    )
 
 
 def _equal_logs(history: list[dict[str, Any]], plain: list[dict[str, Any]]) -> None:
@@ -88,11 +138,17 @@ def _equal_logs(history: list[dict[str, Any]], plain: list[dict[str, Any]]) -> N
     for entry, expected in zip(history, plain, strict=True):
         for key, value in expected.items():
             if not key.endswith(("runtime", "per_second", "total_flos")):
-                assert math.isclose(entry[key], value, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE), (key, entry, expected)
+                assert math.isclose(entry[key], value, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE), (
+                    key,
+                    entry,
+                    expected,
+                )
 
 
 def _equal_weights(model: Any, plain: Any) -> None:
-    for (name, tensor), expected in zip(model.state_dict().items(), plain.state_dict().values(), strict=True):
+    for (name, tensor), expected in zip(
+        model.state_dict().items(), plain.state_dict().values(), strict=True
+    ):
         torch.testing.assert_close(tensor, expected, atol=2e-6, rtol=1e-5, msg=name)
 
 
@@ -112,13 +168,21 @@ def test_adapters_are_trained_as_on_one_device(tmp_path: Path):
     _equal_logs(planned.state.log_history, plain.state.log_history)
     _equal_weights(planned.model, plain.model)
     assert notes.seen == plain_notes.seen
-    assert Path(planned.state.best_model_checkpoint).name == Path(plain.state.best_model_checkpoint).name
+    assert (
+        Path(planned.state.best_model_checkpoint).name
+        == Path(plain.state.best_model_checkpoint).name
+    )
     others = _samples(7, 3)
     answers = [trainer.predict(others) for trainer in (planned, plain)]
     assert (answers[0].predictions == answers[1].predictions).all()
-    assert math.isclose(answers[0].metrics["test_loss"], answers[1].metrics["test_loss"], rel_tol=_TOLERANCE)
+    assert math.isclose(
+        answers[0].metrics["test_loss"], answers[1].metrics["test_loss"], rel_tol=_TOLERANCE
+    )
     planned.save_model(str(tmp_path / "saved"))
-    loaded, batch = PeftModel.from_pretrained(_model(), tmp_path / "saved").eval(), _collate(_samples(3, 4))
+    loaded, batch = (
+        PeftModel.from_pretrained(_model(), tmp_path / "saved").eval(),
+        _collate(_samples(3, 4)),
+    )
     assert torch.equal(loaded(**batch).logits, planned.model.eval()(**batch).logits)
 
 
@@ -133,23 +197,43 @@ def test_a_run_goes_on_under_another_plan(tmp_path: Path):
         total = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
         return total / num_items_in_batch
 
-    arguments = {"eval_strategy": "steps", "save_strategy": "steps", "save_steps": 4, "eval_steps": 4,
-                 "load_best_model_at_end": False, "prediction_loss_only": True}
+    arguments = {
+        "eval_strategy": "steps",
+        "save_strategy": "steps",
+        "save_steps": 4,
+        "eval_steps": 4,
+        "load_best_model_at_end": False,
+        "prediction_loss_only": True,
+    }
     options: dict[str, Any] = {"arguments": arguments, "compute_loss_func": loss}
     plain = _trainer(transformers.Trainer, tmp_path / "plain", _adapted(), **options)
     plain.train()
-    first = _trainer(Trainer, tmp_path / "run", _adapted(), plan="shard=2", callbacks=[callbacks.Notes(last=4)],
-                     **options)
+    first = _trainer(
+        Trainer,
+        tmp_path / "run",
+        _adapted(),
+        plan="shard=2",
+        callbacks=[callbacks.Notes(last=4)],
+        **options,
+    )
     first.train()
     assert first.state.global_step == 4
     second = _trainer(Trainer, tmp_path / "run", _adapted(), plan="single", **options)
     second.train(resume_from_checkpoint=True)
 
-    history = [entry for entry in second.state.log_history
-               if not ("eval_loss" in entry and entry["step"] == 3) and "train_runtime" not in entry]
-    _equal_logs(history, [entry for entry in plain.state.log_history if "train_runtime" not in entry])
+    history = [
+        entry
+        for entry in second.state.log_history
+        if not ("eval_loss" in entry and entry["step"] == 3) and "train_runtime" not in entry
+    ]
+    _equal_logs(
+        history, [entry for entry in plain.state.log_history if "train_runtime" not in entry]
+    )
     _equal_weights(second.model, plain.model)
-    assert json.loads((tmp_path / "run/checkpoint-8/trainer_state.json").read_text())["global_step"] == 8
+    assert (
+        json.loads((tmp_path / "run/checkpoint-8/trainer_state.json").read_text())["global_step"]
+        == 8
+    )
     stored = (tmp_path / "run/checkpoint-8/paceline/checkpoints/step-8/index.json").read_text()
     assert "parameters/base_model.model.model.layers.0.self_attn.q_proj.lora_A" in stored
     assert "base_layer" not in stored
@@ -177,18 +261,35 @@ def test_a_plateau_and_a_compute_loss_go_on_under_another_plan(tmp_path: Path):
 
     planned_class = type("Ours", (PlannedTraining, _OwnLoss, transformers.Trainer), {})
     plain_class = type("Theirs", (_OwnLoss, transformers.Trainer), {})
-    arguments = {"lr_scheduler_type": "reduce_lr_on_plateau", "optim": "sgd", "num_train_epochs": 3,
-                 "gradient_accumulation_steps": 1,
-                 "warmup_steps": 0, "per_device_train_batch_size": 10, "load_best_model_at_end": False,
-                 "lr_scheduler_kwargs": {"patience": 0, "factor": 0.5, "threshold": 0.5}}
+    arguments = {
+        "lr_scheduler_type": "reduce_lr_on_plateau",
+        "optim": "sgd",
+        "num_train_epochs": 3,
+        "gradient_accumulation_steps": 1,
+        "warmup_steps": 0,
+        "per_device_train_batch_size": 10,
+        "load_best_model_at_end": False,
+        "lr_scheduler_kwargs": {"patience": 0, "factor": 0.5, "threshold": 0.5},
+    }
     plain = _trainer(plain_class, tmp_path / "plain", _model(), arguments=arguments)
     plain.train()
     stops = callbacks.Asks("should_training_stop", 8)
-    _trainer(planned_class, tmp_path / "run", _model(), arguments=arguments, plan="shard=2", callbacks=[stops]).train()
-    resumed = _trainer(planned_class, tmp_path / "run", _model(), arguments=arguments, plan="single")
+    _trainer(
+        planned_class,
+        tmp_path / "run",
+        _model(),
+        arguments=arguments,
+        plan="shard=2",
+        callbacks=[stops],
+    ).train()
+    resumed = _trainer(
+        planned_class, tmp_path / "run", _model(), arguments=arguments, plan="single"
+    )
     resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-8"))
 
-    rates = [entry["learning_rate"] for entry in plain.state.log_history if "learning_rate" in entry]
+    rates = [
+        entry["learning_rate"] for entry in plain.state.log_history if "learning_rate" in entry
+    ]
     assert len(set(rates)) > 1
     assert resumed.lr_scheduler.get_last_lr() == plain.lr_scheduler.get_last_lr() != rates[-1:]
     _equal_logs(resumed.state.log_history[:-1], plain.state.log_history[:-1])
@@ -201,13 +302,15 @@ class _Weighted:
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
         outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
         loss = torch.nn.CrossEntropyLoss(weight=torch.linspace(0.1, 3.0, 64))(
-            outputs.logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten())
+            outputs.logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten()
+        )
         return (loss, outputs) if return_outputs else loss
 
 
 def _weighted(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
     return torch.nn.CrossEntropyLoss(weight=torch.linspace(0.1, 3.0, 64))(
-        outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    )
 
 
 @pytest.mark.parametrize("options", [{}, {"compute_loss_func": _weighted}])
@@ -215,11 +318,24 @@ def test_a_weighted_mean_is_refused_where_the_batch_is_cut(options: dict[str, An
     """torch divides it by the weights, which no part of a batch knows of the others. The same as a sum is taken."""
     from paceline.transformers import PlannedTraining
 
-    bases = (PlannedTraining, transformers.Trainer) if options else (PlannedTraining, _Weighted, transformers.Trainer)
-    planned_class, arguments = type("Ours", bases, {}), {"gradient_accumulation_steps": 1, "max_steps": 2}
-    with pytest.raises(RankFailed, match=r"is no mean over its labels or samples: .* as the mean of its parts"):
-        _trainer(planned_class, tmp_path / "cut", _model(), arguments=arguments, plan="data=2", **options).train()
-    whole = _trainer(planned_class, tmp_path / "whole", _model(), arguments=arguments, plan="single", **options)
+    bases = (
+        (PlannedTraining, transformers.Trainer)
+        if options
+        else (PlannedTraining, _Weighted, transformers.Trainer)
+    )
+    planned_class, arguments = (
+        type("Ours", bases, {}),
+        {"gradient_accumulation_steps": 1, "max_steps": 2},
+    )
+    with pytest.raises(
+        RankFailed, match=r"is no mean over its labels or samples: .* as the mean of its parts"
+    ):
+        _trainer(
+            planned_class, tmp_path / "cut", _model(), arguments=arguments, plan="data=2", **options
+        ).train()
+    whole = _trainer(
+        planned_class, tmp_path / "whole", _model(), arguments=arguments, plan="single", **options
+    )
     assert whole.train().global_step == 2
 
 
@@ -232,7 +348,7 @@ def test_a_callback_that_fails_and_a_rank_that_dies_end_the_training(kills: bool
     class Fails(transformers.TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if kills:
-                rank, = psutil.Process(multiprocessing.active_children()[0].pid).children()
+                (rank,) = psutil.Process(multiprocessing.active_children()[0].pid).children()
                 rank.kill()
             else:
                 raise ValueError("no")
@@ -243,20 +359,47 @@ def test_a_callback_that_fails_and_a_rank_that_dies_end_the_training(kills: bool
     assert multiprocessing.active_children() == []
 
 
-def _translator(kind: Any, folder: Path, *, arguments: dict[str, Any] | None = None, **options: Any) -> Any:
+def _translator(
+    kind: Any, folder: Path, *, arguments: dict[str, Any] | None = None, **options: Any
+) -> Any:
     """Encoder and decoder, which generate what is evaluated."""
     transformers.set_seed(0)
-    model = transformers.T5ForConditionalGeneration(transformers.T5Config(
-        vocab_size=64, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, dropout_rate=0.0,
-        decoder_start_token_id=0))
+    model = transformers.T5ForConditionalGeneration(
+        transformers.T5Config(
+            vocab_size=64,
+            d_model=8,
+            d_kv=4,
+            d_ff=8,
+            num_layers=1,
+            num_heads=2,
+            dropout_rate=0.0,
+            decoder_start_token_id=0,
+        )
+    )
     given: dict[str, Any] = {
-        "predict_with_generate": True, "generation_max_length": 6, "generation_num_beams": 2, "learning_rate": 0.03,
-        "per_device_train_batch_size": 8, "num_train_epochs": 2, "logging_steps": 1, "report_to": [], "use_cpu": True,
-        "eval_strategy": "epoch", "save_strategy": "no", "disable_tqdm": True, **(arguments or {})}
-    return kind(model=model, args=transformers.Seq2SeqTrainingArguments(str(folder), **given),
-                train_dataset=_samples(21, 1), eval_dataset=_samples(11, 2), data_collator=_collate,
-                compute_metrics=_token_sum, **options)
-
+        "predict_with_generate": True,
+        "generation_max_length": 6,
+        "generation_num_beams": 2,
+        "learning_rate": 0.03,
+        "per_device_train_batch_size": 8,
+        "num_train_epochs": 2,
+        "logging_steps": 1,
+        "report_to": [],
+        "use_cpu": True,
+        "eval_strategy": "epoch",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        **(arguments or {}),
+    }
+    return kind(
+        model=model,
+        args=transformers.Seq2SeqTrainingArguments(str(folder), **given),
+        train_dataset=_samples(21, 1),
+        eval_dataset=_samples(11, 2),
+        data_collator=_collate,
+        compute_metrics=_token_sum,
+        **options,
+    )
 
 
 def _token_sum(made: Any) -> dict[str, float]:
@@ -278,7 +421,9 @@ def test_ranks_generate_by_the_arguments_of_an_evaluation(tmp_path: Path):
             with pytest.raises(UsageError, match="logits_processor="):
                 self.evaluate(logits_processor=[print])
 
-    config = transformers.GenerationConfig(max_length=8, num_beams=1, decoder_start_token_id=0, eos_token_id=1)
+    config = transformers.GenerationConfig(
+        max_length=8, num_beams=1, decoder_start_token_id=0, eos_token_id=1
+    )
     arguments = {"max_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
     plain = _translator(transformers.Seq2SeqTrainer, tmp_path, arguments=arguments)
     plain.train()
@@ -286,11 +431,15 @@ def test_ranks_generate_by_the_arguments_of_an_evaluation(tmp_path: Path):
     planned.train()
     _equal_logs(planned.state.log_history[:2], plain.state.log_history[:2])
     assert planned.longer["eval_tokens"] == plain.evaluate(max_length=9, num_beams=1)["eval_tokens"]
-    assert planned.configured["eval_tokens"] == plain.evaluate(generation_config=config)["eval_tokens"]
+    assert (
+        planned.configured["eval_tokens"] == plain.evaluate(generation_config=config)["eval_tokens"]
+    )
 
 
 @pytest.mark.slow
-def test_what_is_generated_is_by_the_weights_of_the_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_is_generated_is_by_the_weights_of_the_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Under data=2 each rank generates for its part; a plan under which no rank has the whole model is refused. Ranks
     give signs of life where they wait."""
     from paceline.transformers import PlannedTraining, rank
@@ -302,13 +451,20 @@ def test_what_is_generated_is_by_the_weights_of_the_moment(tmp_path: Path, monke
     planned = _translator(planned_class, tmp_path / "planned", plan="data=2")
     planned.train()
     _equal_logs(planned.state.log_history, plain.state.log_history)
-    assert len({entry["eval_tokens"] for entry in plain.state.log_history if "eval_tokens" in entry}) == 2
+    assert (
+        len({entry["eval_tokens"] for entry in plain.state.log_history if "eval_tokens" in entry})
+        == 2
+    )
     assert planned.state.total_flos > 0
     with pytest.raises(UsageError, match="whole model"):
         _translator(planned_class, tmp_path / "split", plan="shard=2").train()
     with pytest.raises(UsageError, match="should_epoch_stop"):
-        _translator(planned_class, tmp_path / "epoch", plan="single",
-                    callbacks=[callbacks.Asks("should_epoch_stop", 1)]).train()
+        _translator(
+            planned_class,
+            tmp_path / "epoch",
+            plan="single",
+            callbacks=[callbacks.Asks("should_epoch_stop", 1)],
+        ).train()
 
 
 def test_smoothed_labels_and_images_are_trained_as_on_one_device(tmp_path: Path):
@@ -316,21 +472,50 @@ def test_smoothed_labels_and_images_are_trained_as_on_one_device(tmp_path: Path)
     from paceline.transformers import Trainer
 
     drawn = torch.Generator().manual_seed(0)
-    data = [{"pixel_values": torch.randn(3, 8, 8, generator=drawn), "labels": place % 3} for place in range(30)]
+    data = [
+        {"pixel_values": torch.randn(3, 8, 8, generator=drawn), "labels": place % 3}
+        for place in range(30)
+    ]
 
     def trainer(kind: Any, **options: Any) -> Any:
         transformers.set_seed(0)
-        model = transformers.ViTForImageClassification(transformers.ViTConfig(
-            hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4,
-            num_labels=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
+        model = transformers.ViTForImageClassification(
+            transformers.ViTConfig(
+                hidden_size=8,
+                intermediate_size=8,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+                image_size=8,
+                patch_size=4,
+                num_labels=3,
+                hidden_dropout_prob=0.0,
+                attention_probs_dropout_prob=0.0,
+            )
+        )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         arguments = transformers.TrainingArguments(
-            str(tmp_path), per_device_train_batch_size=8, num_train_epochs=2, logging_steps=1, use_cpu=True,
-            report_to=[], label_smoothing_factor=0.1, save_strategy="no", eval_strategy="epoch", disable_tqdm=True)
-        made = kind(model=model, args=arguments, train_dataset=data[:21], eval_dataset=data[21:],
-                    optimizers=(optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 6)),
-                    compute_metrics=lambda its: {"right": float((its.predictions.argmax(-1) == its.label_ids).mean())},
-                    **options)
+            str(tmp_path),
+            per_device_train_batch_size=8,
+            num_train_epochs=2,
+            logging_steps=1,
+            use_cpu=True,
+            report_to=[],
+            label_smoothing_factor=0.1,
+            save_strategy="no",
+            eval_strategy="epoch",
+            disable_tqdm=True,
+        )
+        made = kind(
+            model=model,
+            args=arguments,
+            train_dataset=data[:21],
+            eval_dataset=data[21:],
+            optimizers=(optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 6)),
+            compute_metrics=lambda its: {
+                "right": float((its.predictions.argmax(-1) == its.label_ids).mean())
+            },
+            **options,
+        )
         made.train()
         return made
 
@@ -351,31 +536,62 @@ def test_supervised_fine_tuning_logs_the_same_losses(plan: str, tmp_path: Path):
 
     vocabulary = {"<pad>": 0, "<eos>": 1, **{f"w{number}": number + 2 for number in range(62)}}
     tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<pad>")),
-        pad_token="<pad>", eos_token="<eos>")
+        tokenizer_object=tokenizers.Tokenizer(
+            tokenizers.models.WordLevel(vocabulary, unk_token="<pad>")
+        ),
+        pad_token="<pad>",
+        eos_token="<eos>",
+    )
 
     def trainer(kind: Any, **options: Any) -> Any:
-        data = datasets.Dataset.from_list([{"input_ids": sample["input_ids"]} for sample in _samples(37, 1)])
-        arguments = trl.SFTConfig(str(tmp_path), per_device_train_batch_size=8, num_train_epochs=2, logging_steps=1,
-                                  report_to=[], use_cpu=True, bf16=False, gradient_checkpointing=False, max_length=32,
-                                  eval_strategy="epoch", save_strategy="no", disable_tqdm=True)
-        made = kind(model=_model(), args=arguments, train_dataset=data, eval_dataset=data.select(range(9)),
-                    processing_class=tokenizer, **options)
+        data = datasets.Dataset.from_list(
+            [{"input_ids": sample["input_ids"]} for sample in _samples(37, 1)]
+        )
+        arguments = trl.SFTConfig(
+            str(tmp_path),
+            per_device_train_batch_size=8,
+            num_train_epochs=2,
+            logging_steps=1,
+            report_to=[],
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            max_length=32,
+            eval_strategy="epoch",
+            save_strategy="no",
+            disable_tqdm=True,
+        )
+        made = kind(
+            model=_model(),
+            args=arguments,
+            train_dataset=data,
+            eval_dataset=data.select(range(9)),
+            processing_class=tokenizer,
+            **options,
+        )
         made.train()
         return made
 
     plain, planned = trainer(trl.SFTTrainer), trainer(SFTTrainer, plan=plan)
     noted = ("entropy", "mean_token_accuracy", "num_tokens")
-    _equal_logs(planned.state.log_history, [{key: value for key, value in entry.items() if not key.endswith(noted)}
-                                            for entry in plain.state.log_history])
+    _equal_logs(
+        planned.state.log_history,
+        [
+            {key: value for key, value in entry.items() if not key.endswith(noted)}
+            for entry in plain.state.log_history
+        ],
+    )
     _equal_weights(planned.model, plain.model)
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    ({"torch_compile": True}, "compiling belongs to the plan: .* compile=blocks\""),
-    ({"lr_scheduler_type": "greedy"}, "reduce_lr_on_plateau"),
-    ({"train_sampling_strategy": "batch_rebalance"}, "group_by_length"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"torch_compile": True}, 'compiling belongs to the plan: .* compile=blocks"'),
+        ({"lr_scheduler_type": "greedy"}, "reduce_lr_on_plateau"),
+        ({"train_sampling_strategy": "batch_rebalance"}, "group_by_length"),
+    ],
+)
 def test_what_is_not_honoured_is_refused(arguments: dict[str, Any], message: str, tmp_path: Path):
     """An argument that a plan contradicts is named before anything starts."""
     from paceline.transformers import Trainer
@@ -384,15 +600,23 @@ def test_what_is_not_honoured_is_refused(arguments: dict[str, Any], message: str
         _trainer(Trainer, tmp_path, _model(), arguments=arguments)
 
 
-def test_plans_with_servers_are_refused_and_not_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_plans_with_servers_are_refused_and_not_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Their workers don't update. Where they are the fastest, replicas train."""
     from paceline.api import auto
     from paceline.transformers import Trainer
 
-    with pytest.raises(UsageError, match=r"'server=1 workers=2' servers update(?s:.*)plan='data=2'"):
+    with pytest.raises(
+        UsageError, match=r"'server=1 workers=2' servers update(?s:.*)plan='data=2'"
+    ):
         _trainer(Trainer, tmp_path / "named", _model(), plan="server=1 workers=2").train()
-    monkeypatch.setattr(auto, "_choose", lambda *_, **__: Chosen(Plan.parse("server=2 workers=2 colocate=yes")))
-    fastest = _trainer(Trainer, tmp_path / "auto", _model(), arguments={"max_steps": 1}, devices="cpu:0-1")
+    monkeypatch.setattr(
+        auto, "_choose", lambda *_, **__: Chosen(Plan.parse("server=2 workers=2 colocate=yes"))
+    )
+    fastest = _trainer(
+        Trainer, tmp_path / "auto", _model(), arguments={"max_steps": 1}, devices="cpu:0-1"
+    )
     fastest.train()
     assert str(fastest._plan_in_use) == "data=2"
 
@@ -400,8 +624,14 @@ def test_plans_with_servers_are_refused_and_not_chosen(tmp_path: Path, monkeypat
 def test_several_hosts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from paceline.transformers import Trainer
 
-    arguments = {"RANK": 1, "WORLD_SIZE": 4, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1",
-                 "MASTER_PORT": 29500}
+    arguments = {
+        "RANK": 1,
+        "WORLD_SIZE": 4,
+        "LOCAL_RANK": 1,
+        "LOCAL_WORLD_SIZE": 2,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": 29500,
+    }
     given = transformers.TrainingArguments(str(tmp_path), use_cpu=True)
     for name, value in arguments.items():
         monkeypatch.setenv(name, str(value))
@@ -414,17 +644,43 @@ def test_labels_that_the_trainer_counts_and_the_loss_leaves_out(tmp_path: Path):
     from paceline.transformers import Trainer
 
     tokens = [(7 * place) % 60 + 3 for place in range(12 * 8)]
-    data = [{"input_ids": tokens[at:at + 8], "labels": tokens[at:at + 8]} for at in range(0, len(tokens), 8)]
+    data = [
+        {"input_ids": tokens[at : at + 8], "labels": tokens[at : at + 8]}
+        for at in range(0, len(tokens), 8)
+    ]
 
     def trainer(kind: Any, **options: Any) -> Any:
         transformers.set_seed(0)
-        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(
-            vocab_size=64, n_embd=8, n_layer=1, n_head=2, n_positions=8, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
-            bos_token_id=0, eos_token_id=0))
+        model = transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(
+                vocab_size=64,
+                n_embd=8,
+                n_layer=1,
+                n_head=2,
+                n_positions=8,
+                resid_pdrop=0,
+                embd_pdrop=0,
+                attn_pdrop=0,
+                bos_token_id=0,
+                eos_token_id=0,
+            )
+        )
         arguments = transformers.TrainingArguments(
-            str(tmp_path), per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=2, logging_steps=1,
-            use_cpu=True, report_to=[], save_strategy="no", eval_strategy="steps", eval_steps=2, disable_tqdm=True)
-        made = kind(model=model, args=arguments, train_dataset=data[:8], eval_dataset=data[8:11], **options)
+            str(tmp_path),
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            max_steps=2,
+            logging_steps=1,
+            use_cpu=True,
+            report_to=[],
+            save_strategy="no",
+            eval_strategy="steps",
+            eval_steps=2,
+            disable_tqdm=True,
+        )
+        made = kind(
+            model=model, args=arguments, train_dataset=data[:8], eval_dataset=data[8:11], **options
+        )
         made.train()
         return made
 
@@ -440,16 +696,42 @@ def test_tags_weigh_the_same_in_two_micro_batches_as_in_one(tmp_path: Path):
 
     def trainer(kind: Any, batch: int, accumulated: int, **options: Any) -> Any:
         transformers.set_seed(0)
-        model = transformers.BertForTokenClassification(transformers.BertConfig(
-            vocab_size=64, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, num_labels=3,
-            max_position_embeddings=32, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
-        data = [{**each, "labels": [label if label < 0 else label % 3 for label in each["labels"]]}
-                for each in _samples(12, 1)]
+        model = transformers.BertForTokenClassification(
+            transformers.BertConfig(
+                vocab_size=64,
+                hidden_size=8,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+                intermediate_size=8,
+                num_labels=3,
+                max_position_embeddings=32,
+                hidden_dropout_prob=0.0,
+                attention_probs_dropout_prob=0.0,
+            )
+        )
+        data = [
+            {**each, "labels": [label if label < 0 else label % 3 for label in each["labels"]]}
+            for each in _samples(12, 1)
+        ]
         arguments = transformers.TrainingArguments(
-            str(tmp_path), per_device_train_batch_size=batch, gradient_accumulation_steps=accumulated, max_steps=2,
-            logging_steps=1, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True)
-        made = kind(model=model, args=arguments, train_dataset=data, eval_dataset=data[:1], data_collator=_collate,
-                    **options)
+            str(tmp_path),
+            per_device_train_batch_size=batch,
+            gradient_accumulation_steps=accumulated,
+            max_steps=2,
+            logging_steps=1,
+            use_cpu=True,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+        )
+        made = kind(
+            model=model,
+            args=arguments,
+            train_dataset=data,
+            eval_dataset=data[:1],
+            data_collator=_collate,
+            **options,
+        )
         made.train()
         return made
 
@@ -458,7 +740,9 @@ def test_tags_weigh_the_same_in_two_micro_batches_as_in_one(tmp_path: Path):
     losses = [each.state.log_history[0]["loss"] for each in (plain, planned, summed)]
     assert math.isclose(losses[0], losses[1], rel_tol=_TOLERANCE) and losses[2] > 1.5 * losses[0]
     _equal_weights(planned.model, plain.model)
-    assert math.isclose(planned.evaluate()["eval_loss"], plain.evaluate()["eval_loss"], rel_tol=_TOLERANCE)
+    assert math.isclose(
+        planned.evaluate()["eval_loss"], plain.evaluate()["eval_loss"], rel_tol=_TOLERANCE
+    )
 
 
 def test_a_stream_is_evaluated_where_it_ends(tmp_path: Path):
@@ -469,8 +753,13 @@ def test_a_stream_is_evaluated_where_it_ends(tmp_path: Path):
         def __iter__(self) -> Any:
             return iter(_samples(14, 1))
 
-    arguments = {"max_steps": 6, "gradient_accumulation_steps": 1, "load_best_model_at_end": False,
-                 "save_strategy": "no", "learning_rate": 1e-3}
+    arguments = {
+        "max_steps": 6,
+        "gradient_accumulation_steps": 1,
+        "load_best_model_at_end": False,
+        "save_strategy": "no",
+        "learning_rate": 1e-3,
+    }
     histories = []
     for kind, options in ((transformers.Trainer, {}), (Trainer, {"plan": "data=2"})):
         trainer = _trainer(kind, tmp_path, _model(), arguments=arguments, **options)
@@ -489,7 +778,10 @@ def test_a_stream_knows_an_epoch_s_end_with_its_last_sample():
     assert [next(samples) for _ in range(4)] == [0, 1, 2, 3]
     assert stream.place(2) == EpochPlace(0, 2, False)
     assert next(samples) == 4
-    assert [stream.place(step) for step in (3, 4)] == [EpochPlace(0, 3, True), EpochPlace(1, 1, False)]
+    assert [stream.place(step) for step in (3, 4)] == [
+        EpochPlace(0, 3, True),
+        EpochPlace(1, 1, False),
+    ]
     assert CountedStream([], batch=2, drop_last=False).place(1) == EpochPlace(0, 1, False)
 
 
@@ -507,12 +799,24 @@ assert str(trainer.plan) == "data=2"
 trainer.train()
 trainer.state.save_to_json({str(tmp_path)!r} + "/state.json")
 """)
-    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)],
-                   check=True, timeout=200)
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node=2",
+            str(script),
+        ],
+        check=True,
+        timeout=200,
+    )
     plain = _trainer(transformers.Trainer, tmp_path / "plain", _model(), arguments={"max_steps": 3})
     plain.train()
 
-    _equal_logs(json.loads((tmp_path / "state.json").read_text())["log_history"], plain.state.log_history)
+    _equal_logs(
+        json.loads((tmp_path / "state.json").read_text())["log_history"], plain.state.log_history
+    )
 
 
 def test_an_epoch_is_drawn_as_accelerate_draws_it(tmp_path: Path):
@@ -530,8 +834,12 @@ def test_an_epoch_is_drawn_as_accelerate_draws_it(tmp_path: Path):
         drawn = [index for batch in loader.batch_sampler for index in batch]
         assert list(sampler) == drawn == list(sampler)
         assert len(drawn) == len(sampler) == 36
-    grouped = _trainer(Trainer, tmp_path, _model(), arguments={
-        "train_sampling_strategy": "group_by_length", "data_seed": 5})
+    grouped = _trainer(
+        Trainer,
+        tmp_path,
+        _model(),
+        arguments={"train_sampling_strategy": "group_by_length", "data_seed": 5},
+    )
     grouped.create_optimizer()
     loader = grouped.get_train_dataloader()
     torch.manual_seed(grouped.args.seed)
@@ -544,12 +852,21 @@ def test_values_travel_without_pickle():
     """Tensors of any shape and dtype, in tuples, lists and mappings, come back as they were."""
     from paceline.base.wire import decode, encode
 
-    value = {"a": (torch.arange(6).reshape(2, 3).T, [torch.tensor(1.5, dtype=torch.bfloat16), None]), "b": "text",
-             "c": [1, 2.5, True], "none": {}}
+    value = {
+        "a": (torch.arange(6).reshape(2, 3).T, [torch.tensor(1.5, dtype=torch.bfloat16), None]),
+        "b": "text",
+        "c": [1, 2.5, True],
+        "none": {},
+    }
     told = decode(encode(value))
     assert torch.equal(told["a"][0], value["a"][0]) and told["a"][0].dtype == torch.int64
     assert told["a"][1][0].dtype == torch.bfloat16 and told["a"][1][1] is None
-    assert (told["b"], told["c"], told["none"], type(told["a"])) == ("text", [1, 2.5, True], {}, tuple)
+    assert (told["b"], told["c"], told["none"], type(told["a"])) == (
+        "text",
+        [1, 2.5, True],
+        {},
+        tuple,
+    )
     with pytest.raises(TypeError, match="object"):
         encode({"a": object()})
 
@@ -576,7 +893,9 @@ def test_frozen_weights_are_shared_and_trained_ones_are_not():
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     model[0].requires_grad_(False)
     twin = copied(model, shares_frozen=True)
-    assert twin[0].weight.data_ptr() == model[0].weight.data_ptr() and not twin[0].weight.requires_grad
+    assert (
+        twin[0].weight.data_ptr() == model[0].weight.data_ptr() and not twin[0].weight.requires_grad
+    )
     assert twin[1].weight.data_ptr() != model[1].weight.data_ptr() and twin[1].weight.requires_grad
     twin.double()
     assert model[0].weight.dtype == torch.float32

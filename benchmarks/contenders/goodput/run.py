@@ -1,6 +1,6 @@
 """One run that survives in one way, and a note of the steps after which its state is in memory.
 
-    python -m benchmarks.contenders.goodput.run WAY FILE PLAN STEPS RUN SAVE_EVERY
+python -m benchmarks.contenders.goodput.run WAY FILE PLAN STEPS RUN SAVE_EVERY
 """
 
 from __future__ import annotations
@@ -47,8 +47,17 @@ def main(way: str, file: str, plan: str, steps: str, run: str, save_every: str) 
     if way != "copies":
         local._copies = no_copies
     try:
-        pl.train(pl.load(file), plan, steps=int(steps), run=run, check=False, table=False, save_every=int(save_every),
-                 resume=Path(run).exists(), **({"restarts": 0} if way == "resume" else {}))
+        pl.train(
+            pl.load(file),
+            plan,
+            steps=int(steps),
+            run=run,
+            check=False,
+            table=False,
+            save_every=int(save_every),
+            resume=Path(run).exists(),
+            **({"restarts": 0} if way == "resume" else {}),
+        )
     except PacelineError as error:
         sys.exit(error.exit_code)
 

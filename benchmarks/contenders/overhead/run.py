@@ -69,8 +69,12 @@ def take_turns(ends_s: memoryview, **blocks: Any) -> None:
         after_step(run, *args, **kwargs)
 
     loop._after_step = switching
-    for owner, names in ((loop, ("_copy", "_keep_live")), (drift, ("check_replicas",)), (RankContext, ("beat",)),
-                         (Journal, ("note", "settle"))):
+    for owner, names in (
+        (loop, ("_copy", "_keep_live")),
+        (drift, ("check_replicas",)),
+        (RankContext, ("beat",)),
+        (Journal, ("note", "settle")),
+    ):
         for name in names:
             switch(owner, name)
     switch(OutsideWatch, "look", RANK_0_ON)
@@ -81,8 +85,10 @@ def main(file: str, plan: str, warm_up: int, block: int, pairs: int) -> None:
     ends_s = memoryview(mmap.mmap(-1, 8 * steps)).cast("d")
     take_turns(ends_s, warm_up=warm_up, block=block, on_first=on_first)
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
-        pl.train(pl.load(file), plan, steps=steps, run=Path(folder) / "run", check=False, table=False)
-    edges_s = list(ends_s)[warm_up - 1::block]
+        pl.train(
+            pl.load(file), plan, steps=steps, run=Path(folder) / "run", check=False, table=False
+        )
+    edges_s = list(ends_s)[warm_up - 1 :: block]
     blocks_s = [end - begin for begin, end in itertools.pairwise(edges_s)]
     with_s = [blocks_s[2 * pair + (not on_first[pair])] for pair in range(pairs)]
     without_s = [blocks_s[2 * pair + on_first[pair]] for pair in range(pairs)]

@@ -32,19 +32,29 @@ def main(folder: Path, steps: int, save_every: int, width: int) -> None:
         first = saved["step"]
     per_epoch = len(data) // batch
     for step in range(first, steps):
-        order = torch.randperm(len(data), generator=torch.Generator().manual_seed(step // per_epoch))
-        window = order[step % per_epoch * batch:][:batch].chunk(world_size)[rank]
+        order = torch.randperm(
+            len(data), generator=torch.Generator().manual_seed(step // per_epoch)
+        )
+        window = order[step % per_epoch * batch :][:batch].chunk(world_size)[rank]
         inputs, targets = data[window]
         optimizer.zero_grad()
         F.cross_entropy(model(inputs), targets).backward()
         optimizer.step()
         if rank == 0:
             if (step + 1) % save_every == 0:
-                torch.save({"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1},
-                           path.with_suffix(".tmp"))
+                torch.save(
+                    {
+                        "model": model.module.state_dict(),
+                        "optimizer": optimizer.state_dict(),
+                        "step": step + 1,
+                    },
+                    path.with_suffix(".tmp"),
+                )
                 path.with_suffix(".tmp").replace(path)
             with (folder / "metrics.jsonl").open("a") as file:
-                file.write(json.dumps({"step": step + 1, "time": time.time(), "pid": os.getpid()}) + "\n")
+                file.write(
+                    json.dumps({"step": step + 1, "time": time.time(), "pid": os.getpid()}) + "\n"
+                )
     dist.destroy_process_group()
 
 

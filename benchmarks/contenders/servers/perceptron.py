@@ -27,5 +27,11 @@ def model() -> nn.Module:
 
 def job(batch: int = BATCH, steps: int = 100, lr: float = LR) -> pl.Job:
     x, target = data()
-    return pl.Job(model=model, data=TensorDataset(torch.from_numpy(x), torch.from_numpy(target)),
-                  loss=F.cross_entropy, optimizer=lambda named: torch.optim.SGD(named, lr=lr), batch=batch, steps=steps)
+    return pl.Job(
+        model=model,
+        data=TensorDataset(torch.from_numpy(x), torch.from_numpy(target)),
+        loss=F.cross_entropy,
+        optimizer=lambda named: torch.optim.SGD(named, lr=lr),
+        batch=batch,
+        steps=steps,
+    )

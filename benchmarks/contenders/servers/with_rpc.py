@@ -113,9 +113,15 @@ def main(updates: int, workers: int, synchronous: bool) -> None:
     context = multiprocessing.get_context("fork")
     total = WARM_UP_UPDATES + updates
     with tempfile.TemporaryDirectory(prefix="rpc-") as folder:
-        server = context.Process(target=_leave_after, args=(serve, folder, workers, total, synchronous))
-        others = [context.Process(target=_leave_after, args=(work, folder, number, workers, synchronous), daemon=True)
-                  for number in range(workers)]
+        server = context.Process(
+            target=_leave_after, args=(serve, folder, workers, total, synchronous)
+        )
+        others = [
+            context.Process(
+                target=_leave_after, args=(work, folder, number, workers, synchronous), daemon=True
+            )
+            for number in range(workers)
+        ]
         for process in (server, *others):
             process.start()
         server.join()

@@ -14,7 +14,15 @@ import sys
 import time
 from typing import Any
 
-from benchmarks.contenders.servers.work import BATCH, LOSSES, LR, WARM_UP_UPDATES, data, initial_weights, report
+from benchmarks.contenders.servers.work import (
+    BATCH,
+    LOSSES,
+    LR,
+    WARM_UP_UPDATES,
+    data,
+    initial_weights,
+    report,
+)
 
 
 def serve() -> None:
@@ -22,8 +30,13 @@ def serve() -> None:
     import tensorflow as tf
 
     cluster = tf.distribute.cluster_resolver.TFConfigClusterResolver()
-    tf.distribute.Server(cluster.cluster_spec(), job_name=cluster.task_type, task_index=cluster.task_id,
-                         protocol="grpc", config=_one_thread(tf)).join()
+    tf.distribute.Server(
+        cluster.cluster_spec(),
+        job_name=cluster.task_type,
+        task_index=cluster.task_id,
+        protocol="grpc",
+        config=_one_thread(tf),
+    ).join()
 
 
 def _one_thread(tf: Any) -> Any:
@@ -35,25 +48,38 @@ def coordinate(updates: int) -> None:
     import tensorflow as tf
 
     tf.config.threading.set_intra_op_parallelism_threads(1)
-    strategy = tf.distribute.ParameterServerStrategy(tf.distribute.cluster_resolver.TFConfigClusterResolver())
+    strategy = tf.distribute.ParameterServerStrategy(
+        tf.distribute.cluster_resolver.TFConfigClusterResolver()
+    )
     coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
     with strategy.scope():
         layers = [(tf.Variable(weight), tf.Variable(bias)) for weight, bias in initial_weights()]
 
     def samples() -> Any:
         x, target = data()
-        return tf.data.Dataset.from_tensor_slices((x, target)).shuffle(len(x)).repeat().batch(BATCH).prefetch(2)
+        return (
+            tf.data.Dataset.from_tensor_slices((x, target))
+            .shuffle(len(x))
+            .repeat()
+            .batch(BATCH)
+            .prefetch(2)
+        )
 
     @tf.function
     def step(batches: Any) -> Any:
         x, target = next(batches)
         variables = [variable for layer in layers for variable in layer]
         with tf.GradientTape() as tape:
-            values = [(tf.convert_to_tensor(weight), tf.convert_to_tensor(bias)) for weight, bias in layers]
+            values = [
+                (tf.convert_to_tensor(weight), tf.convert_to_tensor(bias))
+                for weight, bias in layers
+            ]
             for weight, bias in values[:-1]:
                 x = tf.nn.relu(x @ weight + bias)
             weight, bias = values[-1]
-            loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(target, x @ weight + bias))
+            loss = tf.reduce_mean(
+                tf.nn.sparse_softmax_cross_entropy_with_logits(target, x @ weight + bias)
+            )
         for variable, gradient in zip(variables, tape.gradient(loss, variables), strict=True):
             variable.assign_sub(LR * gradient)
         return loss
@@ -80,12 +106,29 @@ def main(updates: int, workers: int) -> None:
     for sock in sockets:
         sock.close()
     cluster = {role: [free.pop() for _ in range(count)] for role, count in counts.items()}
-    quiet = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "2", "no_grpc_proxy": "127.0.0.1"}
+    quiet = {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": "",
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+        "no_grpc_proxy": "127.0.0.1",
+    }
     processes = []
     for role, count in counts.items():
         for number in range(count):
-            place = {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": role, "index": number}})}
-            command = [sys.executable, "-m", __spec__.name, "--updates", str(updates), "--role", role]
+            place = {
+                "TF_CONFIG": json.dumps(
+                    {"cluster": cluster, "task": {"type": role, "index": number}}
+                )
+            }
+            command = [
+                sys.executable,
+                "-m",
+                __spec__.name,
+                "--updates",
+                str(updates),
+                "--role",
+                role,
+            ]
             processes.append(subprocess.Popen(command, env={**quiet, **place}))
     try:
         raise SystemExit(processes[0].wait())

@@ -34,8 +34,14 @@ def data() -> tuple[Array, NDArray[np.int64]]:
 def initial_weights() -> list[tuple[Array, Array]]:
     """Each layer's weight (inputs, outputs) and bias."""
     random = np.random.default_rng(1)
-    return [(random.standard_normal((inputs, outputs), dtype=np.float32) * np.float32((2 / inputs) ** 0.5),
-             np.zeros(outputs, np.float32)) for inputs, outputs in pairwise(WIDTHS)]
+    return [
+        (
+            random.standard_normal((inputs, outputs), dtype=np.float32)
+            * np.float32((2 / inputs) ** 0.5),
+            np.zeros(outputs, np.float32),
+        )
+        for inputs, outputs in pairwise(WIDTHS)
+    ]
 
 
 class Meter:
@@ -51,9 +57,14 @@ class Meter:
 
     def report(self, samples: int) -> None:
         """Print the result as one line of JSON. samples: of an update."""
-        warm = self.times_s[WARM_UP_UPDATES - 1:]
+        warm = self.times_s[WARM_UP_UPDATES - 1 :]
         report(samples * (len(warm) - 1) / (warm[-1] - warm[0]), self.losses)
 
 
 def report(samples_per_s: float, losses: Sequence[float]) -> None:
-    print(json.dumps({"samples_per_s": samples_per_s, "final_loss": statistics.fmean(losses[-LOSSES:])}), flush=True)
+    print(
+        json.dumps(
+            {"samples_per_s": samples_per_s, "final_loss": statistics.fmean(losses[-LOSSES:])}
+        ),
+        flush=True,
+    )

@@ -68,7 +68,11 @@ def measure(server: ServerOf, client: ClientOf, *, seat: Seat, rounds: int) -> d
     pipes, processes = [], []
     for number in range(-1, seat.clients):
         parent, child = context.Pipe()
-        work = (_serve, server, seat, child) if number < 0 else (_push_pull, client, seat, child, number, rounds)
+        work = (
+            (_serve, server, seat, child)
+            if number < 0
+            else (_push_pull, client, seat, child, number, rounds)
+        )
         process = context.Process(target=_told, args=work)
         process.start()
         child.close()
@@ -103,7 +107,7 @@ def _serve(server: ServerOf, seat: Seat, pipe: Connection) -> None:
 
 def _push_pull(client: ClientOf, seat: Seat, pipe: Connection, number: int, rounds: int) -> None:
     gradient, weights = torch.ones(ELEMENTS), torch.ones(ELEMENTS)
-    gradient[:seat.clients] = 0  # where a server that sums finds each client's alone
+    gradient[: seat.clients] = 0  # where a server that sums finds each client's alone
 
     def take(numbers: range) -> None:
         for round in numbers:
@@ -161,7 +165,9 @@ def main(server: ServerOf, client: ClientOf, variants: Sequence[str] = ()) -> No
     parser.add_argument("--variant", choices=variants)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory(prefix="wire-") as folder:  # a short path: some put sockets there
+    with tempfile.TemporaryDirectory(
+        prefix="wire-"
+    ) as folder:  # a short path: some put sockets there
         seat = Seat(options.clients, Path(folder), options.variant)
         figures = measure(server, client, seat=seat, rounds=options.rounds)
     print(json.dumps(figures), flush=True)

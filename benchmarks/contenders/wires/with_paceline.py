@@ -30,8 +30,10 @@ _ENDS = [ELEMENTS * number // LAYERS for number in range(LAYERS + 1)]
 
 def _layers(flat: Tensor) -> dict[str, Tensor]:
     """The memory as a model's parameters."""
-    return {f"layer{number}": flat[start:stop]
-            for number, (start, stop) in enumerate(itertools.pairwise(_ENDS))}
+    return {
+        f"layer{number}": flat[start:stop]
+        for number, (start, stop) in enumerate(itertools.pairwise(_ENDS))
+    }
 
 
 def _parameters(flat: Tensor) -> dict[str, nn.Parameter]:
@@ -40,7 +42,9 @@ def _parameters(flat: Tensor) -> dict[str, nn.Parameter]:
 
 def _shard() -> Shard:
     with torch.device("meta"):
-        shard, = assign(served_parameters(_parameters(torch.empty(ELEMENTS))), 1, split_tensors=True)
+        (shard,) = assign(
+            served_parameters(_parameters(torch.empty(ELEMENTS))), 1, split_tensors=True
+        )
     return shard
 
 
@@ -62,8 +66,12 @@ def server(seat: Seat) -> Iterator[None]:
     def failed(error: Exception) -> None:
         raise error
 
-    exchange = ShardService(shard, ShardTerms(seat.clients if sums else 1, end=2**63), ShardEvents(
-        complete=complete, ready=ready, lost=lambda peer, error: None, failed=failed), Uplink())
+    exchange = ShardService(
+        shard,
+        ShardTerms(seat.clients if sums else 1, end=2**63),
+        ShardEvents(complete=complete, ready=ready, lost=lambda peer, error: None, failed=failed),
+        Uplink(),
+    )
     if sums:
         exchange.open(0, 1.0)
     secret = secrets.token_bytes(32)
@@ -79,9 +87,17 @@ def server(seat: Seat) -> Iterator[None]:
 @contextmanager
 def client(seat: Seat, number: int, weights: Tensor) -> Iterator[PushPull]:
     shard, store = _shard(), seat.store()
-    address, secret = tuple(json.loads(store.get("address"))), bytes.fromhex(store.get("secret").decode())
-    connection = connect(address, Peer(Role.DATA, number, 0), secret=secret, layout=fingerprint([shard]),
-                         timeout_s=PATIENCE_S)
+    address, secret = (
+        tuple(json.loads(store.get("address"))),
+        bytes.fromhex(store.get("secret").decode()),
+    )
+    connection = connect(
+        address,
+        Peer(Role.DATA, number, 0),
+        secret=secret,
+        layout=fingerprint([shard]),
+        timeout_s=PATIENCE_S,
+    )
     sums, round = seat.variant == SUM, 0
     link = ServerConnection(connection, shard, worker=number, incarnation=0, uplink=Uplink())
     arrivals = WeightArrivals(_parameters(weights), [link])
@@ -90,9 +106,15 @@ def client(seat: Seat, number: int, weights: Tensor) -> Iterator[PushPull]:
         nonlocal round
         layers = _layers(gradient)
         for place, chunk in enumerate(shard.chunks):
-            link.push(round if sums else round * seat.clients + number, place,
-                      [bytes_of(layers[shard.slices[span.slice].name][span.start:span.stop]) for span in chunk.spans],
-                      is_whole=True)
+            link.push(
+                round if sums else round * seat.clients + number,
+                place,
+                [
+                    bytes_of(layers[shard.slices[span.slice].name][span.start : span.stop])
+                    for span in chunk.spans
+                ],
+                is_whole=True,
+            )
         round += 1
         arrivals.ask(round if sums else round * seat.clients)
         arrivals.begin()

@@ -40,10 +40,21 @@ class Served:
 def server(seat: Seat) -> Iterator[None]:
     import ray
 
-    context = ray.init(include_dashboard=False, object_store_memory=_STORE_BYTES, namespace="wire", log_to_driver=False,
-                       logging_level="error", num_cpus=1, _node_ip_address="127.0.0.1",
-                       _temp_dir=str(seat.folder / "ray"))
-    actor = ray.remote(num_cpus=0, max_concurrency=seat.clients)(Served).options(name="server").remote(seat.clients)
+    context = ray.init(
+        include_dashboard=False,
+        object_store_memory=_STORE_BYTES,
+        namespace="wire",
+        log_to_driver=False,
+        logging_level="error",
+        num_cpus=1,
+        _node_ip_address="127.0.0.1",
+        _temp_dir=str(seat.folder / "ray"),
+    )
+    actor = (
+        ray.remote(num_cpus=0, max_concurrency=seat.clients)(Served)
+        .options(name="server")
+        .remote(seat.clients)
+    )
     ray.get(actor.__ray_ready__.remote())
     seat.store().set("address", context.address_info["gcs_address"])
     yield
@@ -69,7 +80,9 @@ def client(seat: Seat, number: int, weights: Tensor) -> Iterator[PushPull]:
 if __name__ == "__main__":
     # The processes are drivers of their own on one cluster, which lets nobody in without its token. Ray reads these as
     # it is imported; it is imported here, so that the forks have it.
-    os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32), RAY_USAGE_STATS_ENABLED="0")
+    os.environ.update(
+        RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32), RAY_USAGE_STATS_ENABLED="0"
+    )
     import ray  # noqa: F401
 
     main(server, client)

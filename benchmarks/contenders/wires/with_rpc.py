@@ -45,9 +45,12 @@ def push_pull_at_server(number: int, gradient: Tensor) -> torch.futures.Future[T
 
 
 def _join(seat: Seat, name: str, rank: int) -> None:
-    transport_options = {"_transports": ["uv"], "_channels": ["basic"]} if seat.variant == TCP else {}
-    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{seat.folder}/rpc", rpc_timeout=PATIENCE_S,
-                                              **transport_options)
+    transport_options = (
+        {"_transports": ["uv"], "_channels": ["basic"]} if seat.variant == TCP else {}
+    )
+    options = rpc.TensorPipeRpcBackendOptions(
+        init_method=f"file://{seat.folder}/rpc", rpc_timeout=PATIENCE_S, **transport_options
+    )
     rpc.init_rpc(name, rank=rank, world_size=seat.clients + 1, rpc_backend_options=options)
 
 

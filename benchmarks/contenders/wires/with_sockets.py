@@ -26,7 +26,7 @@ def _send(sock: socket.socket, memory: memoryview) -> None:
 
 
 def _receive(sock: socket.socket, memory: memoryview) -> None:
-    length, = _LENGTH.unpack(sock.recv(_LENGTH.size, socket.MSG_WAITALL))
+    (length,) = _LENGTH.unpack(sock.recv(_LENGTH.size, socket.MSG_WAITALL))
     at = 0
     while at < length:
         got = sock.recv_into(memory[at:length])
@@ -47,7 +47,7 @@ def server(seat: Seat) -> Iterator[None]:
 
     def talk(sock: socket.socket) -> None:
         gradient = torch.empty(ELEMENTS)
-        number, = _LENGTH.unpack(sock.recv(_LENGTH.size, socket.MSG_WAITALL))
+        (number,) = _LENGTH.unpack(sock.recv(_LENGTH.size, socket.MSG_WAITALL))
         while True:
             try:
                 _receive(sock, _memory(gradient))

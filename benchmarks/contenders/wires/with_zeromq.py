@@ -31,7 +31,11 @@ def server(seat: Seat) -> Iterator[None]:
             waiting = []
             for _ in range(seat.clients):
                 identity, frame = router.recv_multipart(copy=False)
-                echo(int(identity.bytes), torch.frombuffer(frame.buffer, dtype=torch.float32), weights)
+                echo(
+                    int(identity.bytes),
+                    torch.frombuffer(frame.buffer, dtype=torch.float32),
+                    weights,
+                )
                 waiting.append(identity.bytes)
             for identity in waiting:
                 router.send_multipart([identity, memoryview(weights.numpy())], copy=False)

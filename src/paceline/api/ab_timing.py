@@ -56,7 +56,11 @@ class AlternatingSteps:
     def initial(self, stepper: StateOwner) -> None:
         from paceline.strategies.compose import Switched
 
-        self._rooms = [synchroniser for synchroniser in stepper.synchronisers if isinstance(synchroniser, Switched)]
+        self._rooms = [
+            synchroniser
+            for synchroniser in stepper.synchronisers
+            if isinstance(synchroniser, Switched)
+        ]
 
     def samples(self, step: int, batches: Any) -> None:
         for room in self._rooms:
@@ -68,7 +72,9 @@ class AlternatingSteps:
 
     def weights(self, step: int, stepper: StateOwner, loss: float) -> None:
         ended, began = _now(), self._began
-        self._steps.append(StepSeconds(ended.clock_s - began.clock_s, ended.computed_s - began.computed_s))
+        self._steps.append(
+            StepSeconds(ended.clock_s - began.clock_s, ended.computed_s - began.computed_s)
+        )
 
     def pairs(self) -> list[Pair]:
         """None if there are no rooms to leave out."""
@@ -83,7 +89,10 @@ def start_s(pairs: Sequence[Pair]) -> float:
     >>> start_s([Pair(StepSeconds(21.0, 21.0), StepSeconds(1.5, 1.5)), *warm])
     20.0
     """
-    return max(0.0, pairs[0].computed_s - statistics.median(pair.computed_s for pair in pairs[WARM_UP_PAIRS:]))
+    return max(
+        0.0,
+        pairs[0].computed_s - statistics.median(pair.computed_s for pair in pairs[WARM_UP_PAIRS:]),
+    )
 
 
 def gain(warm: Sequence[Pair]) -> Gain:
@@ -100,11 +109,18 @@ def gain(warm: Sequence[Pair]) -> Gain:
     >>> round(step_gain.seconds, 3), round(step_gain.low_s, 3), round(step_gain.high_s, 3)
     (0.275, 0.25, 0.3)
     """
-    side_by_side = min(1.0, statistics.median(pair.without.clock_s / pair.without.computed_s for pair in warm))
+    side_by_side = min(
+        1.0, statistics.median(pair.without.clock_s / pair.without.computed_s for pair in warm)
+    )
     gains = [side_by_side * pair.gain_s for pair in warm]
-    means = sorted((gain_s + other_s) / 2 for k, gain_s in enumerate(gains) for other_s in gains[k:])
+    means = sorted(
+        (gain_s + other_s) / 2 for k, gain_s in enumerate(gains) for other_s in gains[k:]
+    )
     count = len(gains)
-    expected, spread = count * (count + 1) / 4, math.sqrt(count * (count + 1) * (2 * count + 1) / 24)
+    expected, spread = (
+        count * (count + 1) / 4,
+        math.sqrt(count * (count + 1) * (2 * count + 1) / 24),
+    )
     outside = max(0, math.floor(expected - NORMAL_95 * spread))
     return Gain(statistics.median(means), means[outside], means[-1 - outside], count)
 
@@ -121,4 +137,6 @@ def more_pairs(warm: Sequence[Pair]) -> int:
 def _now() -> StepSeconds:
     """Of this process and of those it has started and waited for, as compilers."""
     times = os.times()
-    return StepSeconds(time.perf_counter(), time.process_time() + times.children_user + times.children_system)
+    return StepSeconds(
+        time.perf_counter(), time.process_time() + times.children_user + times.children_system
+    )

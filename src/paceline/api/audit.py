@@ -20,7 +20,9 @@ from paceline.runs.journal import Launch, Update
 NAMED = 8  # samples that a finding names
 SHOWN = 20  # findings that people are shown
 
-Kind = Literal["lost", "repeated", "other samples", "outdated writer", "unreadable", "changed job", "disagrees"]
+Kind = Literal[
+    "lost", "repeated", "other samples", "outdated writer", "unreadable", "changed job", "disagrees"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +61,25 @@ class Audit:
         return not self.findings
 
     def to_dict(self) -> dict[str, Any]:
-        return {"run": str(self.run), "passed": self.passed, "launches": self.launches, "updates": self.updates,
-                "samples": self.samples, "whole_epochs": self.whole_epochs,
-                "recomputed_updates": self.recomputed_updates, "skipped_updates": self.skipped_updates,
-                "findings": [asdict(finding) for finding in self.findings]}
+        return {
+            "run": str(self.run),
+            "passed": self.passed,
+            "launches": self.launches,
+            "updates": self.updates,
+            "samples": self.samples,
+            "whole_epochs": self.whole_epochs,
+            "recomputed_updates": self.recomputed_updates,
+            "skipped_updates": self.skipped_updates,
+            "findings": [asdict(finding) for finding in self.findings],
+        }
 
     def describe(self) -> str:
         """What people read: the verdict, the counts, each finding."""
-        counts = (f"{self.updates} updates of {self.samples} samples in {self.launches} "
-                  f"launch{'es' if self.launches != 1 else ''}; {self.whole_epochs} whole epochs; "
-                  f"{self.recomputed_updates} updates undone and made again")
+        counts = (
+            f"{self.updates} updates of {self.samples} samples in {self.launches} "
+            f"launch{'es' if self.launches != 1 else ''}; {self.whole_epochs} whole epochs; "
+            f"{self.recomputed_updates} updates undone and made again"
+        )
         if self.skipped_updates:
             counts += f"; {self.skipped_updates} updates skipped, by loss scaling or as spikes"
         if self.passed:
@@ -94,13 +105,23 @@ def audit(run: str | Path) -> Audit:
     try:
         books = _Books.of(path)
     except OSError as error:
-        raise UsageError(f"{run_dir} has no journal to audit: {error.strerror}",
-                         hint="paceline train FILE --run DIR writes one") from error
+        raise UsageError(
+            f"{run_dir} has no journal to audit: {error.strerror}",
+            hint="paceline train FILE --run DIR writes one",
+        ) from error
     whole_epochs = books.check_epochs()
     books.check_cursors(run_dir)
     steps = {update.step for update in books.applied} if books.is_by_step else books.applied
-    return Audit(run_dir, len(books.launches), len(steps), sum(update.count for update in books.applied), whole_epochs,
-                 books.num_undone, sum(update.skipped for update in books.applied), tuple(books.findings))
+    return Audit(
+        run_dir,
+        len(books.launches),
+        len(steps),
+        sum(update.count for update in books.applied),
+        whole_epochs,
+        books.num_undone,
+        sum(update.skipped for update in books.applied),
+        tuple(books.findings),
+    )
 
 
 @dataclass
@@ -131,16 +152,35 @@ class _Books:
     def is_by_step(self) -> bool:
         return all(update.part is None for update in self.applied)
 
-    def _find(self, kind: Kind, message: str, updates: Sequence[Update] = (), *, epoch: int | None = None,
-              positions: range | None = None) -> None:
+    def _find(
+        self,
+        kind: Kind,
+        message: str,
+        updates: Sequence[Update] = (),
+        *,
+        epoch: int | None = None,
+        positions: range | None = None,
+    ) -> None:
         named: tuple[int, ...] = ()
         if positions is not None:
             assert epoch is not None
-            named = tuple(self._indices(epoch, positions[:NAMED])) if self._order.order == "shuffle" else ()
+            named = (
+                tuple(self._indices(epoch, positions[:NAMED]))
+                if self._order.order == "shuffle"
+                else ()
+            )
             if named:
                 message += f" (indices {', '.join(map(str, named))}{', ...' if len(positions) > NAMED else ''})"
-        self.findings.append(AuditFinding(kind, message, tuple(map(_name, updates)), epoch,
-                                          (positions.start, positions.stop) if positions is not None else None, named))
+        self.findings.append(
+            AuditFinding(
+                kind,
+                message,
+                tuple(map(_name, updates)),
+                epoch,
+                (positions.start, positions.stop) if positions is not None else None,
+                named,
+            )
+        )
 
     @property
     def _order(self) -> Launch:
@@ -152,17 +192,24 @@ class _Books:
             return list(positions)
         assert self._order.num_samples is not None
         inside = np.asarray([p for p in positions if p < self._order.num_samples], dtype=np.int64)
-        return Permutation(self._order.num_samples, key_to_seed(self._order.seed, "order", epoch))(inside).tolist()
+        return Permutation(self._order.num_samples, key_to_seed(self._order.seed, "order", epoch))(
+            inside
+        ).tolist()
 
     def _begin(self, launch: Launch) -> None:
         if self.launches:
             before = self.launches[-1]
             for name in ("seed", "order", "num_samples", "drop_last"):
                 if getattr(launch, name) != getattr(before, name):
-                    self._find("changed job", f"launch {launch.launch} has {name} {getattr(launch, name)!r}, and "
-                               f"launch {before.launch} had {getattr(before, name)!r}: their epochs are not the same")
+                    self._find(
+                        "changed job",
+                        f"launch {launch.launch} has {name} {getattr(launch, name)!r}, and "
+                        f"launch {before.launch} had {getattr(before, name)!r}: their epochs are not the same",
+                    )
             if launch.launch <= before.launch:
-                self._find("outdated writer", f"launch {launch.launch} began after launch {before.launch}")
+                self._find(
+                    "outdated writer", f"launch {launch.launch} began after launch {before.launch}"
+                )
         self.launches.append(launch)
         self._unwitnessed = []
         applied = [update for update in self.applied if launch.keeps(update)]
@@ -170,30 +217,50 @@ class _Books:
         self.applied = applied
         last = max((update.step for update in applied if update.step <= launch.after), default=0)
         if last < launch.after:
-            self._find("lost", f"launch {launch.launch} goes on after step {launch.after}, and the journal has no "
-                       f"steps {last + 1} to {launch.after}")
-        for step, part in sorted(set(launch.also) - {(update.step, update.part) for update in applied}):
-            self._find("lost", f"launch {launch.launch} goes on after part {part} of step {step}, which the journal "
-                       "does not have")
+            self._find(
+                "lost",
+                f"launch {launch.launch} goes on after step {launch.after}, and the journal has no "
+                f"steps {last + 1} to {launch.after}",
+            )
+        for step, part in sorted(
+            set(launch.also) - {(update.step, update.part) for update in applied}
+        ):
+            self._find(
+                "lost",
+                f"launch {launch.launch} goes on after part {part} of step {step}, which the journal "
+                "does not have",
+            )
 
     def _add(self, update: Update) -> None:
         if not self.launches or update.launch != self.launches[-1].launch:
             now = self.launches[-1].launch if self.launches else "none"
-            self._find("outdated writer", f"{_name(update)} was written by launch {update.launch}, and the run was at "
-                       f"launch {now}", [update])
+            self._find(
+                "outdated writer",
+                f"{_name(update)} was written by launch {update.launch}, and the run was at "
+                f"launch {now}",
+                [update],
+            )
             return
         self.applied.append(update)
         self._unwitnessed.append(update)
         if update.digest is None:
             return
-        expected = sum(digest(each.epoch, each.positions, self._indices(each.epoch, each.positions))
-                       for each in self._unwitnessed if self._is_inside(each))
+        expected = sum(
+            digest(each.epoch, each.positions, self._indices(each.epoch, each.positions))
+            for each in self._unwitnessed
+            if self._is_inside(each)
+        )
         if expected != update.digest:
             first = self._unwitnessed[0]
             which = _name(first) if first is update else f"{_name(first)} to {_name(update)}"
-            self._find("other samples", f"what ranks fetched for {which} is not positions {first.start} to "
-                       f"{update.start + update.count - 1} of epoch {update.epoch}", [first, update],
-                       epoch=update.epoch, positions=update.positions if self._is_inside(update) else None)
+            self._find(
+                "other samples",
+                f"what ranks fetched for {which} is not positions {first.start} to "
+                f"{update.start + update.count - 1} of epoch {update.epoch}",
+                [first, update],
+                epoch=update.epoch,
+                positions=update.positions if self._is_inside(update) else None,
+            )
         self._unwitnessed = []
 
     def _is_inside(self, update: Update) -> bool:
@@ -222,17 +289,29 @@ class _Books:
         for update in updates:
             end = before.positions.stop if before is not None else 0
             if update.start > end:
-                self._find("lost", f"positions {end} to {update.start - 1} of epoch {epoch} are in no update: "
-                           f"{_name(before) if before is not None else 'the epoch begins'}, then {_name(update)}",
-                           [each for each in (before, update) if each is not None], epoch=epoch,
-                           positions=range(end, update.start))
+                self._find(
+                    "lost",
+                    f"positions {end} to {update.start - 1} of epoch {epoch} are in no update: "
+                    f"{_name(before) if before is not None else 'the epoch begins'}, then {_name(update)}",
+                    [each for each in (before, update) if each is not None],
+                    epoch=epoch,
+                    positions=range(end, update.start),
+                )
             elif update.start < end and before is not None and update.count:
                 shared = range(update.start, min(end, update.positions.stop))
-                self._find("repeated", f"positions {shared.start} to {shared.stop - 1} of epoch {epoch} are in "
-                           f"{_name(before)} and in {_name(update)}", [before, update], epoch=epoch, positions=shared)
+                self._find(
+                    "repeated",
+                    f"positions {shared.start} to {shared.stop - 1} of epoch {epoch} are in "
+                    f"{_name(before)} and in {_name(update)}",
+                    [before, update],
+                    epoch=epoch,
+                    positions=shared,
+                )
             if before is None or update.positions.stop >= end:
                 before = update
-        return before.positions.stop if before is not None else 0, len(self.findings) == num_findings
+        return before.positions.stop if before is not None else 0, len(
+            self.findings
+        ) == num_findings
 
     def _check_end(self, epoch: int, end: int, updates: Sequence[Update], *, is_last: bool) -> bool:
         """Whether an epoch is complete."""
@@ -241,10 +320,18 @@ class _Books:
             return not is_last
         widest = max((update.count for update in updates), default=0)
         if end > size:
-            self._find("repeated", f"epoch {epoch} has {size} samples, and an update used position {end - 1}")
+            self._find(
+                "repeated",
+                f"epoch {epoch} has {size} samples, and an update used position {end - 1}",
+            )
         elif end < size and not is_last and not (self._order.drop_last and size - end < widest):
-            self._find("lost", f"positions {end} to {size - 1} of epoch {epoch} are in no update, and epoch "
-                       f"{epoch + 1} began", epoch=epoch, positions=range(end, size))
+            self._find(
+                "lost",
+                f"positions {end} to {size - 1} of epoch {epoch} are in no update, and epoch "
+                f"{epoch + 1} began",
+                epoch=epoch,
+                positions=range(end, size),
+            )
         return end >= size or (not is_last and self._order.drop_last)
 
     def check_cursors(self, run_dir: Path) -> None:
@@ -256,8 +343,11 @@ class _Books:
             samples = sum(count for step, count in counts.items() if step <= document["steps"])
             last = max((step for step in counts if step <= document["steps"]), default=0)
             if (last, samples) != (document["steps"], document["samples"]):
-                self._find("disagrees", f"{name} is of {document['steps']} steps and {document['samples']} samples, "
-                           f"and the journal has {last} steps and {samples} samples up to there")
+                self._find(
+                    "disagrees",
+                    f"{name} is of {document['steps']} steps and {document['samples']} samples, "
+                    f"and the journal has {last} steps and {samples} samples up to there",
+                )
 
 
 def _cursors(run_dir: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -27,8 +27,15 @@ WORTH = 1.5  # times the best plan's step: what looks slower is not tried
 CUTTING_S = 6.0  # that finding out how a model can be cut must be worth, and trying it
 
 
-def choose(job: Job, plan: str | Plan | None, *, devices: str | None, procs: int | None, memory: str | None,
-           environment: Environment | None) -> Chosen:
+def choose(
+    job: Job,
+    plan: str | Plan | None,
+    *,
+    devices: str | None,
+    procs: int | None,
+    memory: str | None,
+    environment: Environment | None,
+) -> Chosen:
     """The plan for these devices; all of them are used where the user counted or named them.
 
     Inside a launcher, whose ranks can't try plans, it is one replica a rank. What can't be priced is trained by
@@ -40,17 +47,24 @@ def choose(job: Job, plan: str | Plan | None, *, devices: str | None, procs: int
     """
     if environment is not None:
         if plan is not None:
-            raise UsageError(f"plan 'auto' inside {environment.launcher}: its ranks have started, and plans are tried "
-                             "before", hint="paceline plan FILE says which plan is the fastest; name it")
+            raise UsageError(
+                f"plan 'auto' inside {environment.launcher}: its ranks have started, and plans are tried "
+                "before",
+                hint="paceline plan FILE says which plan is the fastest; name it",
+            )
         return Chosen(default_plan(job, environment.world_size))
     cluster = with_links(Cluster.local(devices, num_ranks=procs, memory=memory))
     if cluster.are_shared:
-        raise PlanError(f"--devices {devices} lets ranks share a GPU: which plan is the fastest there says nothing",
-                        hint=f"name the plan to test, such as --plan data={len(cluster.devices)}")
+        raise PlanError(
+            f"--devices {devices} lets ranks share a GPU: which plan is the fastest there says nothing",
+            hint=f"name the plan to test, such as --plan data={len(cluster.devices)}",
+        )
     if len(cluster.devices) == 1:
         return Chosen(Plan())
     if has_gpus():
-        text, why = in_a_fork(lambda: _named(_choose(job, cluster, may_be_fewer=devices is None and procs is None)))
+        text, why = in_a_fork(
+            lambda: _named(_choose(job, cluster, may_be_fewer=devices is None and procs is None))
+        )
         return Chosen(Plan.parse(text), why)
     return _choose(job, cluster, may_be_fewer=devices is None and procs is None)
 
@@ -63,7 +77,10 @@ def _choose(job: Job, cluster: Cluster, *, may_be_fewer: bool) -> Chosen:
     try:
         problem = PlanningProblem.of(job, device=cluster.first_here)
     except Exception as error:  # the model may do anything when it is profiled
-        return Chosen(default_plan(job, len(cluster.devices)), f"it can't be priced: {error}".partition("\n")[0])
+        return Chosen(
+            default_plan(job, len(cluster.devices)),
+            f"it can't be priced: {error}".partition("\n")[0],
+        )
     return _search(replace(problem, may_be_fewer=may_be_fewer), cluster)
 
 
@@ -75,10 +92,17 @@ def _search(problem: PlanningProblem, cluster: Cluster) -> Chosen:
     if plans.chosen is None or budget_s >= CUTTING_S:
         plans = replace(problem, times_operators=budget_s >= CUTTING_S).search(cluster)
     if budget_s >= LEAST_S and not has_gpus():  # this process uses CUDA by now, and its forks can't
-        plans = calibrate_best(plans, partial(calibrate, problem.job, cluster), budget_s=budget_s, worth=WORTH)
+        plans = calibrate_best(
+            plans, partial(calibrate, problem.job, cluster), budget_s=budget_s, worth=WORTH
+        )
     if plans.chosen is None:
         raise nothing_fits(plans, "these devices", remedies(problem, cluster))
-    return Chosen(plans.chosen.plan, reason(plans.chosen, plans.chosen), plans.chosen.estimate, problem.profile)
+    return Chosen(
+        plans.chosen.plan,
+        reason(plans.chosen, plans.chosen),
+        plans.chosen.estimate,
+        problem.profile,
+    )
 
 
 def _budget_s(job: Job, best: Candidate | None) -> float:

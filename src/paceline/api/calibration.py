@@ -43,8 +43,13 @@ RUN_FOLDER_BYTES = 2 * 2**20
 TIMEOUT_S = 300.0  # without a sign of life, as while a block is compiled
 
 
-def calibrate_best(plans: RankedPlans, run: Callable[[Plan, float], Calibration], *, budget_s: float,
-                   worth: float = math.inf) -> RankedPlans:
+def calibrate_best(
+    plans: RankedPlans,
+    run: Callable[[Plan, float], Calibration],
+    *,
+    budget_s: float,
+    worth: float = math.inf,
+) -> RankedPlans:
     """Calibrate the plan that looks best, correct all others by it, and again, until the best one was itself
     calibrated. Then come plans of other kinds that may be as fast, and the best ones again: on an uneven machine one
     trial may say little, and how far trials differ widens all intervals. Last come plans of kinds that look slower, and
@@ -63,13 +68,18 @@ def calibrate_best(plans: RankedPlans, run: Callable[[Plan, float], Calibration]
         if candidate is None:
             break
         try:
-            calibration = (run(candidate.plan, candidate.estimate.step_s) if candidate.plan in corrections else
-                           _calibrated(candidate, run))
+            calibration = (
+                run(candidate.plan, candidate.estimate.step_s)
+                if candidate.plan in corrections
+                else _calibrated(candidate, run)
+            )
             corrections.add(candidate.plan, predicted[candidate.plan].estimate, calibration)
         except PacelineError as error:
             if isinstance(error, RankFailed) and error.failure.is_stop:
                 raise
-            plans.refused[str(candidate.plan)] = f"it failed when it was tried: {str(error).partition(chr(10))[0]}"
+            plans.refused[str(candidate.plan)] = (
+                f"it failed when it was tried: {str(error).partition(chr(10))[0]}"
+            )
             predicted.pop(candidate.plan)
         plans = _corrected(plans, predicted, corrections)
     return plans
@@ -90,36 +100,69 @@ def _next(plans: RankedPlans, corrections: Corrections, worth: float) -> Candida
     other kind, and again those that were calibrated. Then of all plans one of each other kind, exact ones first, those
     far from any that was, and again. A plan that starts late, as its code is compiled, is tried for itself alone."""
     exact = [candidate for candidate in plans.ranked if candidate.plan.relaxed is None]
-    fastest = min((candidate.estimate for candidate in exact if candidate.plan in corrections), default=None,
-                  key=lambda estimate: estimate.step_s)
-    if exact and exact[0].plan not in corrections and (
-            fastest is None or exact[0].estimate.step_s < fastest.step_s):
+    fastest = min(
+        (candidate.estimate for candidate in exact if candidate.plan in corrections),
+        default=None,
+        key=lambda estimate: estimate.step_s,
+    )
+    if (
+        exact
+        and exact[0].plan not in corrections
+        and (fastest is None or exact[0].estimate.step_s < fastest.step_s)
+    ):
         return exact[0]
-    worthy = [candidate for candidate in (*exact, *plans.ranked) if not candidate.estimate.start_s and (
-        fastest is None or candidate.estimate.step_s <= worth * fastest.step_s)]
-    rivals = [candidate for candidate in worthy if candidate.plan.relaxed is None and (
-        fastest is None or candidate.estimate.low_s <= fastest.high_s)]
-    return (_of_another_kind(rivals, corrections) or _again(rivals, corrections)
-            or _of_another_kind(worthy, corrections)
-            or next((candidate for candidate in worthy if corrections.is_far(candidate.plan)), None)
-            or _again(worthy, corrections))
+    worthy = [
+        candidate
+        for candidate in (*exact, *plans.ranked)
+        if not candidate.estimate.start_s
+        and (fastest is None or candidate.estimate.step_s <= worth * fastest.step_s)
+    ]
+    rivals = [
+        candidate
+        for candidate in worthy
+        if candidate.plan.relaxed is None
+        and (fastest is None or candidate.estimate.low_s <= fastest.high_s)
+    ]
+    return (
+        _of_another_kind(rivals, corrections)
+        or _again(rivals, corrections)
+        or _of_another_kind(worthy, corrections)
+        or next((candidate for candidate in worthy if corrections.is_far(candidate.plan)), None)
+        or _again(worthy, corrections)
+    )
 
 
 def _of_another_kind(candidates: Sequence[Candidate], corrections: Corrections) -> Candidate | None:
-    return next((candidate for candidate in candidates if not corrections.knows_kind_of(candidate.plan)), None)
+    return next(
+        (candidate for candidate in candidates if not corrections.knows_kind_of(candidate.plan)),
+        None,
+    )
 
 
 def _again(candidates: Sequence[Candidate], corrections: Corrections) -> Candidate | None:
     """The one that was tried less often than others."""
-    return min((candidate for candidate in candidates if 0 < corrections.num_trials(candidate.plan) < MOST_TRIALS),
-               default=None, key=lambda candidate: corrections.num_trials(candidate.plan))
+    return min(
+        (
+            candidate
+            for candidate in candidates
+            if 0 < corrections.num_trials(candidate.plan) < MOST_TRIALS
+        ),
+        default=None,
+        key=lambda candidate: corrections.num_trials(candidate.plan),
+    )
 
 
-def _corrected(plans: RankedPlans, predicted: dict[Plan, Candidate], corrections: Corrections) -> RankedPlans:
-    corrected = [replace(candidate, estimate=corrections.apply(plan, candidate.estimate))
-                 for plan, candidate in predicted.items()]
-    ranked = sorted((candidate for candidate in corrected if candidate.estimate.fits),
-                    key=lambda candidate: (candidate.step_cost, str(candidate.plan)))
+def _corrected(
+    plans: RankedPlans, predicted: dict[Plan, Candidate], corrections: Corrections
+) -> RankedPlans:
+    corrected = [
+        replace(candidate, estimate=corrections.apply(plan, candidate.estimate))
+        for plan, candidate in predicted.items()
+    ]
+    ranked = sorted(
+        (candidate for candidate in corrected if candidate.estimate.fits),
+        key=lambda candidate: (candidate.step_cost, str(candidate.plan)),
+    )
     too_large = [candidate for candidate in corrected if not candidate.estimate.fits]
     return replace(plans, ranked=ranked, too_large=too_large)
 
@@ -153,10 +196,19 @@ def calibrate(job: Job, cluster: Cluster, plan: Plan, expected_s: float) -> Cali
     load(plan)
     is_late = starts_late(plan) and fault_policy(plan).uses_process_group
     fewest, turn_s = (FEWEST_IN_TURNS, IN_TURNS_S) if is_late else (FEWEST_STEPS, TURN_S)
-    trial = _tried(job, cluster, plan, min(MOST_STEPS, max(fewest, round(turn_s / expected_s))), in_turns=is_late)
+    trial = _tried(
+        job,
+        cluster,
+        plan,
+        min(MOST_STEPS, max(fewest, round(turn_s / expected_s))),
+        in_turns=is_late,
+    )
     if len(trial.pairs) < WARM_UP_PAIRS + FEWEST_PAIRS:
-        return Calibration(trial.step_s, trial.peak_memory_bytes,
-                           max(0.0, trial.wall_s - trial.num_steps * trial.step_s))
+        return Calibration(
+            trial.step_s,
+            trial.peak_memory_bytes,
+            max(0.0, trial.wall_s - trial.num_steps * trial.step_s),
+        )
     warm = list(trial.pairs[WARM_UP_PAIRS:])
     room = round(MOST_IN_TURNS_S / (2 * trial.step_s)) - len(warm)
     if (more := min(more_pairs(warm), room)) > 0:
@@ -164,7 +216,9 @@ def calibrate(job: Job, cluster: Cluster, plan: Plan, expected_s: float) -> Cali
         warm += second.pairs[WARM_UP_PAIRS:]
     gained = gain(warm)
     # The mean step is that of every other step with the gain.
-    return Calibration(trial.step_s - gained.seconds / 2, trial.peak_memory_bytes, start_s(trial.pairs), gained)
+    return Calibration(
+        trial.step_s - gained.seconds / 2, trial.peak_memory_bytes, start_s(trial.pairs), gained
+    )
 
 
 def _tried(job: Job, cluster: Cluster, plan: Plan, num_steps: int, *, in_turns: bool) -> _Trial:
@@ -176,8 +230,10 @@ def _tried(job: Job, cluster: Cluster, plan: Plan, num_steps: int, *, in_turns: 
 
     began_s = time.monotonic()
     short = replace(job.with_training_only(), steps=num_steps, epochs=None)
-    used = replace(cluster, devices=cluster.devices[:plan.world_size])
-    settings = Settings(run_dir=None, is_trial=True, shares=split_shares(plan, used), devices=devices_of(plan, used))
+    used = replace(cluster, devices=cluster.devices[: plan.world_size])
+    settings = Settings(
+        run_dir=None, is_trial=True, shares=split_shares(plan, used), devices=devices_of(plan, used)
+    )
 
     def body(context: RankContext) -> Any:
         turns = AlternatingSteps() if in_turns else None
@@ -188,9 +244,17 @@ def _tried(job: Job, cluster: Cluster, plan: Plan, num_steps: int, *, in_turns: 
 
     figures = run_local(body, used.devices, timeout_s=TIMEOUT_S, fault_policy=fault_policy(plan))[0]
     beyond = RUN_FOLDER_BYTES if used.devices[0].kind == "cpu" else 0
-    pairs = [Pair(StepSeconds(**pair["with_all"]), StepSeconds(**pair["without"])) for pair in figures["pairs"]]
-    return _Trial(figures["later_step_s"], figures["peak_memory_bytes"] + beyond, time.monotonic() - began_s, num_steps,
-                  pairs)
+    pairs = [
+        Pair(StepSeconds(**pair["with_all"]), StepSeconds(**pair["without"]))
+        for pair in figures["pairs"]
+    ]
+    return _Trial(
+        figures["later_step_s"],
+        figures["peak_memory_bytes"] + beyond,
+        time.monotonic() - began_s,
+        num_steps,
+        pairs,
+    )
 
 
 @contextlib.contextmanager

@@ -25,8 +25,15 @@ if TYPE_CHECKING:
 _DOCUMENT, _REMEMBERED = "checks", 1000  # in the cache of this machine; the latest so many
 
 
-def first_update(job: Job, source: JobFile | None, resolved: Resolved, *, environment: Environment | None,
-                 timeout_s: float, loader_workers: int = 0) -> FirstUpdate | None:
+def first_update(
+    job: Job,
+    source: JobFile | None,
+    resolved: Resolved,
+    *,
+    environment: Environment | None,
+    timeout_s: float,
+    loader_workers: int = 0,
+) -> FirstUpdate | None:
     """Check the plan's first update where that is possible and not known yet. None: one device does the job as it is.
 
     Before it, some samples of what several ranks or loader workers read, on whatever device.
@@ -41,10 +48,17 @@ def first_update(job: Job, source: JobFile | None, resolved: Resolved, *, enviro
     from paceline.proof.samples import refuse_memory
 
     refuse_few_pieces(job, resolved.plan)
-    looks_ahead = resolved.plan.with_(deterministic="no", accumulate=1) != Plan()  # at the model, with some samples
+    looks_ahead = (
+        resolved.plan.with_(deterministic="no", accumulate=1) != Plan()
+    )  # at the model, with some samples
     if resolved.plan.relaxed is None and (looks_ahead or loader_workers > 1):
-        readers = (f"The ranks of '{resolved.plan}'" if resolved.plan.world_size > 1 else
-                   f"A look ahead under '{resolved.plan}' and the run" if looks_ahead else "Loader workers")
+        readers = (
+            f"The ranks of '{resolved.plan}'"
+            if resolved.plan.world_size > 1
+            else f"A look ahead under '{resolved.plan}' and the run"
+            if looks_ahead
+            else "Loader workers"
+        )
         refuse_memory(job, readers, timeout_s=timeout_s)
     if resolved.plan.with_(deterministic="no") == Plan():
         return None
@@ -54,8 +68,11 @@ def first_update(job: Job, source: JobFile | None, resolved: Resolved, *, enviro
     if key is not None and (remembered := _read().get(key)):
         return FirstUpdate(remembered["verdict"], remembered["reason"])
     if any(device.kind != "cpu" for device in resolved.cluster.devices):
-        return FirstUpdate("unchecked", "a check before a run is for CPU ranks alone; 'paceline verify' with --devices "
-                           "compares the plan with one GPU, and a run of the same file on such GPUs then knows")
+        return FirstUpdate(
+            "unchecked",
+            "a check before a run is for CPU ranks alone; 'paceline verify' with --devices "
+            "compares the plan with one GPU, and a run of the same file on such GPUs then knows",
+        )
     update = check_first_update(job, resolved, timeout_s=timeout_s)
     if key is not None and update.verdict != "unchecked":
         _remember(key, update.verdict, update.reason)
@@ -72,8 +89,10 @@ def _unchecked(resolved: Resolved, environment: Environment | None) -> str | Non
     if resolved.plan.relaxed is not None:
         return f"the plan is relaxed ({resolved.plan.relaxed}) and can't equal one device"
     if environment is not None and environment.local_world_size < environment.world_size:
-        return (f"{environment.launcher} started ranks on several hosts, and a check takes as many ranks on one; "
-                "'paceline verify' with this plan does so")
+        return (
+            f"{environment.launcher} started ranks on several hosts, and a check takes as many ranks on one; "
+            "'paceline verify' with this plan does so"
+        )
     if any(device.is_limit for device in resolved.cluster.devices):
         return "the ranks' memory has a limit, and one device holds several copies of the model for a check"
     return None
@@ -86,11 +105,18 @@ def _key(source: JobFile, resolved: Resolved) -> str:
     The files are the job's own and the modules beside it that are loaded; data files that it reads are not looked at.
     """
     digest = hashlib.sha256()
-    identity = {"file": str(source.path), "function": source.function, "settings": dict(source.settings),
-                "plan": str(resolved.plan), "shares": list(resolved.shares),
-                "devices": sorted({device.name for device in resolved.cluster.devices}),
-                "python": platform.python_version(), "torch": version("torch"), "numpy": version("numpy"),
-                "paceline": _own_files()}
+    identity = {
+        "file": str(source.path),
+        "function": source.function,
+        "settings": dict(source.settings),
+        "plan": str(resolved.plan),
+        "shares": list(resolved.shares),
+        "devices": sorted({device.name for device in resolved.cluster.devices}),
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "numpy": version("numpy"),
+        "paceline": _own_files(),
+    }
     digest.update(json.dumps(identity, sort_keys=True, default=str).encode())
     for path in sorted(_files_of(source)):
         digest.update(os.fsencode(path) + b"\0" + path.read_bytes())
@@ -100,14 +126,23 @@ def _key(source: JobFile, resolved: Resolved) -> str:
 def _files_of(source: JobFile) -> set[Path]:
     folder = source.path.parent
     loaded = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
-    beside = {Path(file) for file in loaded if file and file.endswith(".py") and Path(file).is_relative_to(folder)}
-    return {source.path, *(path for path in beside if "site-packages" not in path.parts and path.exists())}
+    beside = {
+        Path(file)
+        for file in loaded
+        if file and file.endswith(".py") and Path(file).is_relative_to(folder)
+    }
+    return {
+        source.path,
+        *(path for path in beside if "site-packages" not in path.parts and path.exists()),
+    }
 
 
 def _own_files() -> str:
     """Sizes and times of this package's files: an edited one is another version."""
     package = Path(__file__).parent.parent
-    stats = [(str(path.relative_to(package)), path.stat()) for path in sorted(package.rglob("*.py"))]
+    stats = [
+        (str(path.relative_to(package)), path.stat()) for path in sorted(package.rglob("*.py"))
+    ]
     text = "\n".join(f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in stats)
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -34,11 +34,17 @@ class FineTuning:
     weights: str = ""
 
     def __post_init__(self) -> None:
-        for name, value in (("--batch", self.batch), ("--sequence", self.sequence), ("--lora", self.lora)):
+        for name, value in (
+            ("--batch", self.batch),
+            ("--sequence", self.sequence),
+            ("--lora", self.lora),
+        ):
             if value is not None and value < 1:
                 raise UsageError(f"{name} must be at least 1, got {value}")
         if self.weights not in ("", "float32", "bfloat16", "float16"):
-            raise UsageError(f"--weights {self.weights}: {nearest(self.weights, ['float32', 'bfloat16', 'float16'])}")
+            raise UsageError(
+                f"--weights {self.weights}: {nearest(self.weights, ['float32', 'bfloat16', 'float16'])}"
+            )
 
     def job(self) -> Job:
         """The job: computed in bf16, AdamW on what is trained.
@@ -52,8 +58,10 @@ class FineTuning:
         config, dtype = self._config(), self.dtype
         kind = _language_model(config)
         if self.sequence > (room := _positions(config, kind, self.sequence)):
-            raise UsageError(f"--hf {self.source} has {room:,} positions, and --sequence is {self.sequence:,}",
-                             hint=f"--sequence {room}")
+            raise UsageError(
+                f"--hf {self.source} has {room:,} positions, and --sequence is {self.sequence:,}",
+                hint=f"--sequence {room}",
+            )
         if self.lora is not None:
             _imported("peft")
 
@@ -62,8 +70,14 @@ class FineTuning:
             return built if self.lora is None else _with_adapters(built, self.lora)
 
         ids = torch.zeros(self.sequence, dtype=torch.long)
-        return Job(model=model, data=[{"input_ids": ids, "labels": ids}] * self.batch, batch=self.batch, steps=1000,
-                   optimizer=lambda named: torch.optim.AdamW(named, lr=1e-4), precision="bf16")
+        return Job(
+            model=model,
+            data=[{"input_ids": ids, "labels": ids}] * self.batch,
+            batch=self.batch,
+            steps=1000,
+            optimizer=lambda named: torch.optim.AdamW(named, lr=1e-4),
+            precision="bf16",
+        )
 
     @property
     def dtype(self) -> str:
@@ -73,18 +87,36 @@ class FineTuning:
 
     def smaller(self, cluster: Cluster) -> list[list[Attempt]]:
         """Changes of the job that need less memory, by kind, each from small to large."""
+
         def attempt(change: FineTuning) -> Any:
             return lambda: (PlanningProblem.of(change.job(), device=cluster.first_here), cluster)
 
         halves = [replace(self, weights="bfloat16")] if self.dtype == "float32" else []
-        adapters = [replace(self, lora=USUAL_RANK, weights="bfloat16")] if self.lora is None else [
-            replace(self, lora=rank) for rank in (self.lora // 2, self.lora // 4) if rank >= LOWEST_RANK]
-        shorter = [replace(self, sequence=self.sequence // times) for times in (2, 4)
-                   if self.sequence // times >= SHORTEST]
-        return [[("--weights bfloat16", attempt(change)) for change in halves],
-                [(f"--lora {change.lora}" + (" --weights bfloat16" if self.lora is None else ""), attempt(change))
-                 for change in adapters],
-                [(f"--sequence {change.sequence}", attempt(change)) for change in shorter]]
+        adapters = (
+            [replace(self, lora=USUAL_RANK, weights="bfloat16")]
+            if self.lora is None
+            else [
+                replace(self, lora=rank)
+                for rank in (self.lora // 2, self.lora // 4)
+                if rank >= LOWEST_RANK
+            ]
+        )
+        shorter = [
+            replace(self, sequence=self.sequence // times)
+            for times in (2, 4)
+            if self.sequence // times >= SHORTEST
+        ]
+        return [
+            [("--weights bfloat16", attempt(change)) for change in halves],
+            [
+                (
+                    f"--lora {change.lora}" + (" --weights bfloat16" if self.lora is None else ""),
+                    attempt(change),
+                )
+                for change in adapters
+            ],
+            [(f"--sequence {change.sequence}", attempt(change)) for change in shorter],
+        ]
 
     def _config(self) -> Any:
         transformers = _imported("transformers")
@@ -92,23 +124,36 @@ class FineTuning:
         file = path / "config.json" if path.is_dir() else path
         if file.is_file():
             stated = read(file)
-            kind, fields = stated.get("model_type"), {k: v for k, v in stated.items() if k != "model_type"}
+            kind, fields = (
+                stated.get("model_type"),
+                {k: v for k, v in stated.items() if k != "model_type"},
+            )
             if not isinstance(kind, str):
-                raise UsageError(f"{file} has no model_type: it is no configuration of Transformers")
+                raise UsageError(
+                    f"{file} has no model_type: it is no configuration of Transformers"
+                )
         elif path.exists() or "/" in self.source:
-            raise UsageError(f"--hf {self.source}: there is no config.json, and nothing is downloaded",
-                             hint="huggingface-cli download NAME config.json --local-dir FOLDER fetches one")
+            raise UsageError(
+                f"--hf {self.source}: there is no config.json, and nothing is downloaded",
+                hint="huggingface-cli download NAME config.json --local-dir FOLDER fetches one",
+            )
         else:
             kind, fields = self.source, {}
         known = list(transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES)
         if kind not in known:
             close = nearest(kind, known)
-            raise UsageError(f"--hf {self.source}: no type of model, {close if 'mean' in close else 'nor a folder'}"
-                             .partition("? Known")[0], hint="a folder with config.json, or a type such as llama")
+            raise UsageError(
+                f"--hf {self.source}: no type of model, {close if 'mean' in close else 'nor a folder'}".partition(
+                    "? Known"
+                )[0],
+                hint="a folder with config.json, or a type such as llama",
+            )
         try:
             config = transformers.AutoConfig.for_model(kind, **fields)
         except Exception as error:  # each type of model checks its fields in its own way
-            raise UsageError(f"--hf {self.source}: Transformers refuses this configuration: {error}") from error
+            raise UsageError(
+                f"--hf {self.source}: Transformers refuses this configuration: {error}"
+            ) from error
         config.use_cache = False
         return config
 
@@ -123,8 +168,10 @@ def _language_model(config: Any) -> Any:
     for kind in (transformers.AutoModelForCausalLM, transformers.AutoModelForMaskedLM):
         if type(config) in kind._model_mapping:
             return kind
-    raise UsageError(f"{type(config).__name__} is of no language model",
-                     hint="write a job file with the model and its data: docs/job.md")
+    raise UsageError(
+        f"{type(config).__name__} is of no language model",
+        hint="write a job file with the model and its data: docs/job.md",
+    )
 
 
 def _positions(config: Any, kind: Any, sequence: int) -> float:
@@ -136,18 +183,32 @@ def _positions(config: Any, kind: Any, sequence: int) -> float:
         return math.inf
     with torch.device("meta"):
         model = kind.from_config(config)
-    tables = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)
-              and most <= module.num_embeddings <= most + 2 and module.num_embeddings != config.vocab_size]
+    tables = [
+        module
+        for module in model.modules()
+        if isinstance(module, torch.nn.Embedding)
+        and most <= module.num_embeddings <= most + 2
+        and module.num_embeddings != config.vocab_size
+    ]
     # The first rows of some tables stand for no position.
-    return min((table.num_embeddings - getattr(table, "offset", 0) -
-                (0 if table.padding_idx is None else table.padding_idx + 1) for table in tables), default=math.inf)
+    return min(
+        (
+            table.num_embeddings
+            - getattr(table, "offset", 0)
+            - (0 if table.padding_idx is None else table.padding_idx + 1)
+            for table in tables
+        ),
+        default=math.inf,
+    )
 
 
 def _with_adapters(model: Any, rank: int) -> Any:
     peft = _imported("peft")
     kinds = peft.utils.constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
     usual = None if model.config.model_type in kinds else "all-linear"
-    return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", r=rank, target_modules=usual))
+    return peft.get_peft_model(
+        model, peft.LoraConfig(task_type="CAUSAL_LM", r=rank, target_modules=usual)
+    )
 
 
 def _imported(package: str) -> Any:
@@ -156,5 +217,8 @@ def _imported(package: str) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        raise MissingPackage("--hf" if package == "transformers" else "--lora", package,
-                             install=with_extra("transformers")) from error
+        raise MissingPackage(
+            "--hf" if package == "transformers" else "--lora",
+            package,
+            install=with_extra("transformers"),
+        ) from error

@@ -18,8 +18,16 @@ from paceline.runs import folder
 from paceline.strategies.plan import Plan
 
 
-def train_on_hosts(place: Host, plan: str | Plan | None, train: Callable[..., Any], *, run: str | Path | None,
-                   procs: int | None, patience_s: float, restarts: int | None) -> dict[str, Any] | None:
+def train_on_hosts(
+    place: Host,
+    plan: str | Plan | None,
+    train: Callable[..., Any],
+    *,
+    run: str | Path | None,
+    procs: int | None,
+    patience_s: float,
+    restarts: int | None,
+) -> dict[str, Any] | None:
     """Train as this host's part of a run, until the run has ended. Returns the run's figures on the
     host that keeps the meeting place by then.
 
@@ -33,7 +41,10 @@ def train_on_hosts(place: Host, plan: str | Plan | None, train: Callable[..., An
         UsageError: there is no run folder, or no plan for some number of hosts. RankFailed, PeerLost: see `run_host`.
     """
     if run is None:
-        raise UsageError("a run on hosts that come and go needs a run folder that all of them see", hint="--run DIR")
+        raise UsageError(
+            "a run on hosts that come and go needs a run folder that all of them see",
+            hint="--run DIR",
+        )
     from paceline.cluster.accelerators import gpus
     from paceline.launch.hosts.elastic import run_host
     from paceline.launch.hosts.rendezvous_server import MeetingPlace
@@ -41,19 +52,30 @@ def train_on_hosts(place: Host, plan: str | Plan | None, train: Callable[..., An
     settled = None if plan is None or is_auto(plan) else Plan.read(plan)
     num_ranks = place.ranks(settled.world_size if settled is not None else procs, len(gpus()))
     least = place.least_hosts or place.num_hosts
-    plans = {count * num_ranks: settled and resized(settled, count * num_ranks)
-             for count in range(least, place.num_hosts + 1)}
+    plans = {
+        count * num_ranks: settled and resized(settled, count * num_ranks)
+        for count in range(least, place.num_hosts + 1)
+    }
     for count in range(least, place.num_hosts):
         if settled is not None and place.index == 0:
-            print(f"with {count} of {place.num_hosts} hosts the plan will be {plans[count * num_ranks]}",
-                  file=sys.stderr, flush=True)
+            print(
+                f"with {count} of {place.num_hosts} hosts the plan will be {plans[count * num_ranks]}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def body() -> None:
         train(plans[int(os.environ["WORLD_SIZE"])])
 
     meeting = MeetingPlace(place, Path(run), patience_s=patience_s)
     try:
-        run_host(meeting, num_ranks, body, patience_s=patience_s, restarts=RESTARTS if restarts is None else restarts)
+        run_host(
+            meeting,
+            num_ranks,
+            body,
+            patience_s=patience_s,
+            restarts=RESTARTS if restarts is None else restarts,
+        )
     except RankFailed as failed:
         if meeting.is_kept_here:
             folder.write_failure(Path(run), str(settled), failed)

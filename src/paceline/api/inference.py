@@ -30,7 +30,10 @@ if TYPE_CHECKING:
     from paceline.training.feed import DataShard
     from paceline.training.own_step.named_parts import ModelPart
 
-_PREDICTIONS = ("predictions.npy", "predictions.safetensors")  # by default, of one output and of several
+_PREDICTIONS = (
+    "predictions.npy",
+    "predictions.safetensors",
+)  # by default, of one output and of several
 
 
 @dataclass(frozen=True)
@@ -45,8 +48,13 @@ class Trained:
     parts: Mapping[str, ModelPart]
 
 
-def evaluate(run: str | Path, plan: str | Plan | None = None, *, devices: str | None = None,
-             timeout_s: float = 300.0) -> dict[str, Any]:
+def evaluate(
+    run: str | Path,
+    plan: str | Plan | None = None,
+    *,
+    devices: str | None = None,
+    timeout_s: float = 300.0,
+) -> dict[str, Any]:
     """The validation loss and metrics of a run's newest checkpoint.
 
     Returns:
@@ -58,7 +66,9 @@ def evaluate(run: str | Path, plan: str | Plan | None = None, *, devices: str | 
     """
     job, resolved, place = _open(Path(run), plan, devices=devices, timeout_s=timeout_s)
     if job.validation is None:
-        raise UsageError("the job has no validation data to evaluate on", hint="give the Job validation=")
+        raise UsageError(
+            "the job has no validation data to evaluate on", hint="give the Job validation="
+        )
 
     def body(context: RankContext) -> dict[str, Any]:
         from paceline.training.determinism import repeatable
@@ -68,22 +78,41 @@ def evaluate(run: str | Path, plan: str | Plan | None = None, *, devices: str | 
 
         with repeatable(resolved.plan), float32_products(job, context):
             trained = load_trained(context, job, resolved, Path(run))
-            options: Any = {"part": trained.part, "mesh": trained.mesh, "device": context.device, "beat": context.beat}
+            options: Any = {
+                "part": trained.part,
+                "mesh": trained.mesh,
+                "device": context.device,
+                "beat": context.beat,
+            }
             figures, refused = (
-                (evaluate_step(trained.model, trained.parts, job, job.validation, **options), None) if job.models else
-                evaluate_rank(trained.model, trained.layout, job, job.validation, **options))
+                (evaluate_step(trained.model, trained.parts, job, job.validation, **options), None)
+                if job.models
+                else evaluate_rank(trained.model, trained.layout, job, job.validation, **options)
+            )
             if refused is not None:
                 raise refused
-        return {"plan": str(resolved.plan), "step": trained.checkpoint.step,
-                "samples": trained.checkpoint.document["samples"],
-                "validation_loss": figures.pop("loss"), "metrics": figures}
+        return {
+            "plan": str(resolved.plan),
+            "step": trained.checkpoint.step,
+            "samples": trained.checkpoint.document["samples"],
+            "validation_loss": figures.pop("loss"),
+            "metrics": figures,
+        }
 
     evaluated: dict[str, Any] = place.run(body, run_dir=None)
     return evaluated
 
 
-def predict(run: str | Path, input: str | Path, plan: str | Plan | None = None, *, devices: str | None = None,
-            output: str | Path | None = None, model: str | None = None, timeout_s: float = 300.0) -> dict[str, Any]:
+def predict(
+    run: str | Path,
+    input: str | Path,
+    plan: str | Plan | None = None,
+    *,
+    devices: str | None = None,
+    output: str | Path | None = None,
+    model: str | None = None,
+    timeout_s: float = 300.0,
+) -> dict[str, Any]:
     """The model's outputs for the inputs in a file, in their order.
 
     Numbers with a fraction, of inputs and outputs, are float64 in a float64 job and float32 in any other.
@@ -122,12 +151,24 @@ def predict(run: str | Path, input: str | Path, plan: str | Plan | None = None, 
                 trained = load_trained(context, job, resolved, Path(run))
                 layout = trained.parts[predicting].layout if predicting else trained.layout
                 given = data.as_in(job) if is_text else data
-                for number, tensors in enumerate(outputs(trained.model, layout, job, given, part=trained.part,
-                                                         device=context.device)):
-                    if target is not None and target.suffix == ".npy" and list(tensors) != ["output"]:
-                        raise UsageError(f"can't write {len(tensors)} outputs to {target}, which holds one",
-                                         hint="a .npz or .safetensors file holds any")
-                    save_tensors(Path(scratch) / f"{number:08d}-{trained.part.index:05d}.safetensors", tensors)
+                for number, tensors in enumerate(
+                    outputs(
+                        trained.model, layout, job, given, part=trained.part, device=context.device
+                    )
+                ):
+                    if (
+                        target is not None
+                        and target.suffix == ".npy"
+                        and list(tensors) != ["output"]
+                    ):
+                        raise UsageError(
+                            f"can't write {len(tensors)} outputs to {target}, which holds one",
+                            hint="a .npz or .safetensors file holds any",
+                        )
+                    save_tensors(
+                        Path(scratch) / f"{number:08d}-{trained.part.index:05d}.safetensors",
+                        tensors,
+                    )
             if context.world_size > 1:
                 import torch.distributed as dist
 
@@ -135,9 +176,13 @@ def predict(run: str | Path, input: str | Path, plan: str | Plan | None = None, 
             if context.rank:
                 return {}
             shapes, path = _gather(Path(scratch), Path(run), target)
-            return {"plan": str(resolved.plan), "step": trained.checkpoint.step,
-                    "samples": len(data), "output": str(path),
-                    "shapes": shapes}
+            return {
+                "plan": str(resolved.plan),
+                "step": trained.checkpoint.step,
+                "samples": len(data),
+                "output": str(path),
+                "shapes": shapes,
+            }
 
         predicted: dict[str, Any] = place.run(body, run_dir=None)
         return predicted
@@ -147,16 +192,23 @@ def _predicting(job: Job, model: str | None) -> str | None:
     """The model or follower by name that predicts; None where the job has one model without a name."""
     names = [*job.models, *job.followers]
     if model is None and len(job.models) > 1:
-        raise UsageError(f"the job has the models {', '.join(names)}: which one predicts?", hint="--model NAME")
+        raise UsageError(
+            f"the job has the models {', '.join(names)}: which one predicts?", hint="--model NAME"
+        )
     if model is not None and model not in names:
-        raise UsageError(f"no model '{model}': {nearest(model, names) if names else 'the job has one without a name'}")
+        raise UsageError(
+            f"no model '{model}': {nearest(model, names) if names else 'the job has one without a name'}"
+        )
     return model if model is not None else next(iter(job.models), None)
 
 
-def _open(run_dir: Path, plan: str | Plan | None, *, devices: str | None,
-          timeout_s: float) -> tuple[Job, Resolved, Launcher]:
+def _open(
+    run_dir: Path, plan: str | Plan | None, *, devices: str | None, timeout_s: float
+) -> tuple[Job, Resolved, Launcher]:
     source = JobFile.from_dict(folder.read_document(run_dir, folder.JOB))
-    forwards = Plan.read(plan if plan is not None else folder.read_document(run_dir, folder.PLAN)["plan"]).of_forwards()
+    forwards = Plan.read(
+        plan if plan is not None else folder.read_document(run_dir, folder.PLAN)["plan"]
+    ).of_forwards()
     note_edits(run_dir)
     job, environment = source.load(), current()
     resolved = resolve(job, forwards.with_microbatches(1), devices=devices, environment=environment)
@@ -175,14 +227,20 @@ def load_trained(context: RankContext, job: Job, resolved: Resolved, run_dir: Pa
     mesh = Mesh.of(resolved.plan, context.rank)
     mesh.connect()
     options: Any = {"plan": resolved.plan, "mesh": mesh, "device": context.device}
-    prepared, parts = prepare_models(job, **options) if job.models else (prepare_job(job, **options), {})
+    prepared, parts = (
+        prepare_models(job, **options) if job.models else (prepare_job(job, **options), {})
+    )
     model, layout = prepared.model, prepared.layout
-    checkpoint = state.choose_checkpoint(context, run_dir, accept=lambda saved: state.model_mismatch(model, saved))
+    checkpoint = state.choose_checkpoint(
+        context, run_dir, accept=lambda saved: state.model_mismatch(model, saved)
+    )
     if checkpoint is None:
         raise CheckpointError(f"{run_dir} has no checkpoint", hint="train it first, or longer")
     state.load_weights(model, dict(layout.module.named_parameters()), checkpoint)
     deque(JobState(job).restore(checkpoint), maxlen=0)
-    return Trained(model, layout, mesh, part_of(resolved.plan, mesh, resolved.shares), checkpoint, parts)
+    return Trained(
+        model, layout, mesh, part_of(resolved.plan, mesh, resolved.shares), checkpoint, parts
+    )
 
 
 class _Inputs:
@@ -210,19 +268,29 @@ class _Inputs:
         from paceline.training.feed import example_batch
 
         example = example_batch(job, 1).input
-        if not isinstance(example, torch.Tensor) or example.is_floating_point() or example.is_complex():
+        if (
+            not isinstance(example, torch.Tensor)
+            or example.is_floating_point()
+            or example.is_complex()
+        ):
             return self
-        (name, numbers), = self.tensors.items()
+        ((name, numbers),) = self.tensors.items()
         if not bool((numbers == numbers.round()).all()):
-            raise UsageError(f"the job's inputs are {str(example.dtype).removeprefix('torch.')}, and the file has "
-                             "numbers that are not whole")
+            raise UsageError(
+                f"the job's inputs are {str(example.dtype).removeprefix('torch.')}, and the file has "
+                "numbers that are not whole"
+            )
         return _Inputs({name: numbers.to(example.dtype)})
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
         row = {name: tensor[index] for name, tensor in self.tensors.items()}
         if list(row) == ["input"]:
             return row["input"], 0
-        return (tuple(row[str(i)] for i in range(len(row))) if all(name.isdigit() for name in row) else row), 0
+        return (
+            tuple(row[str(i)] for i in range(len(row)))
+            if all(name.isdigit() for name in row)
+            else row
+        ), 0
 
 
 def read_tensors(path: Path, *, float64: bool) -> dict[str, torch.Tensor]:
@@ -245,23 +313,38 @@ def read_tensors(path: Path, *, float64: bool) -> dict[str, torch.Tensor]:
 
             tensors = load_tensors(path)
         elif path.suffix == ".csv":
-            tensors = {"input": torch.from_numpy(np.loadtxt(path, ndmin=2, quotechar='"', **_manner(path)))}
+            tensors = {
+                "input": torch.from_numpy(np.loadtxt(path, ndmin=2, quotechar='"', **_manner(path)))
+            }
         else:
             loaded = np.load(path, allow_pickle=False)
-            named = {"input": loaded} if path.suffix == ".npy" else {name: loaded[name] for name in loaded.files}
+            named = (
+                {"input": loaded}
+                if path.suffix == ".npy"
+                else {name: loaded[name] for name in loaded.files}
+            )
             tensors = {name: torch.from_numpy(array) for name, array in named.items()}
     except Exception as error:  # each reader has its own kinds of error
-        raise UsageError(f"can't read {path}: {error}", hint="rows of as many numbers each, such as 1.5,2,-3e-4"
-                         if path.suffix == ".csv" else None) from error
+        raise UsageError(
+            f"can't read {path}: {error}",
+            hint="rows of as many numbers each, such as 1.5,2,-3e-4"
+            if path.suffix == ".csv"
+            else None,
+        ) from error
     dtype = torch.float64 if float64 else torch.float32
-    return {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+    return {
+        name: tensor.to(dtype) if tensor.is_floating_point() else tensor
+        for name, tensor in tensors.items()
+    }
 
 
 def _manner(path: Path) -> dict[str, Any]:
     """How a text of numbers is written, by its first row: what stands between them, and whether it has names alone."""
     with open(path, encoding="utf-8-sig") as file:
-        number, first = next(((n, row) for n, line in enumerate(file) if (row := line.partition("#")[0].strip())),
-                             (0, ""))
+        number, first = next(
+            ((n, row) for n, line in enumerate(file) if (row := line.partition("#")[0].strip())),
+            (0, ""),
+        )
     between = next((mark for mark in ";\t" if mark in first), ",")
     is_head = bool(first) and not any(map(_is_number, first.split(between)))
     return {"delimiter": between, "skiprows": number + 1 if is_head else 0, "encoding": "utf-8-sig"}
@@ -282,16 +365,30 @@ def _target(path: Path | None, given: Path, run_dir: Path) -> Path | None:
         UsageError: nothing can be written there, or something else would be lost.
     """
     if path is not None and path.suffix not in (".npy", ".npz", ".safetensors"):
-        raise UsageError(f"can't write outputs to {path}",
-                         hint="a .npy file holds one output, .npz and .safetensors any")
-    if path is not None and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
-        raise UsageError(f"can't write outputs to {path}: " + (
-            "it is a folder" if path.is_dir() else f"there is no folder {path.parent}" if not path.parent.is_dir() else
-            "permission denied"))
+        raise UsageError(
+            f"can't write outputs to {path}",
+            hint="a .npy file holds one output, .npz and .safetensors any",
+        )
+    if path is not None and (
+        path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)
+    ):
+        raise UsageError(
+            f"can't write outputs to {path}: "
+            + (
+                "it is a folder"
+                if path.is_dir()
+                else f"there is no folder {path.parent}"
+                if not path.parent.is_dir()
+                else "permission denied"
+            )
+        )
     for each in (path,) if path is not None else map(run_dir.joinpath, _PREDICTIONS):
         for kept, name in ((given, "the input"), (run_dir / folder.MODEL, "the trained model")):
             if each.resolve() == kept.resolve():
-                raise UsageError(f"{kept} is {name}: outputs would take its place", hint="--output names another file")
+                raise UsageError(
+                    f"{kept} is {name}: outputs would take its place",
+                    hint="--output names another file",
+                )
     return path
 
 
@@ -308,7 +405,9 @@ def _gather(scratch: Path, run_dir: Path, output: Path | None) -> tuple[dict[str
     if path.suffix == ".npy":
         np.save(path, stacked["output"].numpy(), allow_pickle=False)
     elif path.suffix == ".npz":
-        np.savez(path, allow_pickle=False, **{name: tensor.numpy() for name, tensor in stacked.items()})
+        np.savez(
+            path, allow_pickle=False, **{name: tensor.numpy() for name, tensor in stacked.items()}
+        )
     else:
         save_tensors(path, stacked)
     return {name: list(tensor.shape) for name, tensor in stacked.items()}, path

@@ -21,12 +21,17 @@ IMAGE = "paceline"  # that the Dockerfile of this project is built as
 KINDS = ("slurm", "k8s", "sky", "ray", "docker")
 PORT = 29500  # where containers meet: torchrun's own default
 # Options that only some kinds have a place for: the field, the option, the kinds.
-_OPTIONAL = (("time_limit", "--time", ("slurm",)), ("image", "--image", ("k8s", "ray", "docker")),
-             ("volumes", "--volume", ("k8s", "sky", "ray", "docker")))
+_OPTIONAL = (
+    ("time_limit", "--time", ("slurm",)),
+    ("image", "--image", ("k8s", "ray", "docker")),
+    ("volumes", "--volume", ("k8s", "sky", "ray", "docker")),
+)
 _NAMED_GPUS = ("slurm", "sky")
 _SKY_CHECKOUT = "~/paceline"  # where SkyPilot's machines find the checkout of this machine
 _VOLUME = re.compile(r"[a-zA-Z0-9][\w.-]*", re.ASCII)  # as Docker names volumes
-_CLAIM = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")  # RFC 1123 label, as Kubernetes names volumes
+_CLAIM = re.compile(
+    r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
+)  # RFC 1123 label, as Kubernetes names volumes
 
 
 @dataclass(frozen=True)
@@ -47,24 +52,34 @@ class LaunchRequest:
 
     def __post_init__(self) -> None:
         if not self.command or self.command[0] not in ("train", "evaluate", "predict"):
-            raise UsageError(f"'{shlex.join(self.command)}' is not train, evaluate or predict with its options",
-                             hint="paceline launch slurm --hosts 2 -- train job.py --run /shared/runs/a")
+            raise UsageError(
+                f"'{shlex.join(self.command)}' is not train, evaluate or predict with its options",
+                hint="paceline launch slurm --hosts 2 -- train job.py --run /shared/runs/a",
+            )
         if "--run" not in self._options and self.command[0] == "train":
-            raise UsageError("the command has no --run, and hosts must share the run's folder",
-                             hint="--run /shared/runs/a after train")
+            raise UsageError(
+                "the command has no --run, and hosts must share the run's folder",
+                hint="--run /shared/runs/a after train",
+            )
         if self.time_limit is not None:
             _check_time_limit(self.time_limit)
         _check_mounts(self.volumes)
         if not re.fullmatch(r"([\w.-]+:)?\d+", self.gpus):
-            raise UsageError(f"--gpus {self.gpus} is not N or NAME:N", hint="--gpus 8, or --gpus H100:8")
+            raise UsageError(
+                f"--gpus {self.gpus} is not N or NAME:N", hint="--gpus 8, or --gpus H100:8"
+            )
         if (self._world_size or 0) % self.num_hosts:
-            raise UsageError(f"the command's {self._world_size} ranks can't be shared by {self.num_hosts} hosts alike",
-                             hint=f"--hosts with a number that divides {self._world_size}")
+            raise UsageError(
+                f"the command's {self._world_size} ranks can't be shared by {self.num_hosts} hosts alike",
+                hint=f"--hosts with a number that divides {self._world_size}",
+            )
         if self.num_gpus and self.num_ranks > self.num_gpus and "--devices" not in self._options:
-            raise UsageError(f"the command's {self._world_size} ranks are {self.num_ranks} a host, and --gpus "
-                             f"{self.gpus} gives each {self.num_gpus}",
-                             hint=f"--hosts {-(-(self._world_size or 0) // self.num_gpus)}, or a plan for "
-                                  f"{self.num_hosts * self.num_gpus} ranks")
+            raise UsageError(
+                f"the command's {self._world_size} ranks are {self.num_ranks} a host, and --gpus "
+                f"{self.gpus} gives each {self.num_gpus}",
+                hint=f"--hosts {-(-(self._world_size or 0) // self.num_gpus)}, or a plan for "
+                f"{self.num_hosts * self.num_gpus} ranks",
+            )
 
     @property
     def num_gpus(self) -> int:
@@ -88,8 +103,16 @@ class LaunchRequest:
     def _options(self) -> dict[str, str]:
         """The word after each word, or what follows `=` in it."""
         pairs = dict(zip(self.command, [*self.command[1:], ""], strict=True))
-        return {**pairs, **{name: value for word in self.command if word.startswith("--")
-                            for name, is_joined, value in [word.partition("=")] if is_joined}}
+        return {
+            **pairs,
+            **{
+                name: value
+                for word in self.command
+                if word.startswith("--")
+                for name, is_joined, value in [word.partition("=")]
+                if is_joined
+            },
+        }
 
     @property
     def resumed(self) -> list[str]:
@@ -116,8 +139,11 @@ def _check_time_limit(limit: str) -> None:
         raise UsageError(f"--time {limit} is not HH:MM:SS or D-HH:MM:SS", hint="--time 4:00:00")
     days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
     if ((24 * days + hours) * 60 + minutes) * 60 + seconds <= NOTICE_S:
-        raise UsageError(f"--time {limit} is over within the {NOTICE_S} s before it in which a run saves, so the run "
-                         "would be queued again without end", hint="--time 4:00:00")
+        raise UsageError(
+            f"--time {limit} is over within the {NOTICE_S} s before it in which a run saves, so the run "
+            "would be queued again without end",
+            hint="--time 4:00:00",
+        )
 
 
 def _check_mounts(volumes: Mapping[str, str]) -> None:
@@ -128,12 +154,19 @@ def _check_mounts(volumes: Mapping[str, str]) -> None:
     first: dict[str, str] = {}
     for name, path in volumes.items():
         if not re.fullmatch(r"/[^:]*", path):
-            raise UsageError(f"--volume {name}={path} is not mounted at an absolute path", hint=f"{name}=/{name}")
+            raise UsageError(
+                f"--volume {name}={path} is not mounted at an absolute path", hint=f"{name}=/{name}"
+            )
         place = posixpath.normpath(path)
         if place.strip("/") == "":
-            raise UsageError(f"--volume {name}={path} would hide all files of the container", hint=f"{name}=/{name}")
+            raise UsageError(
+                f"--volume {name}={path} would hide all files of the container",
+                hint=f"{name}=/{name}",
+            )
         if place in first:
-            raise UsageError(f"--volume {name}={path} is mounted where {first[place]} is", hint=f"{name}=/{name}")
+            raise UsageError(
+                f"--volume {name}={path} is mounted where {first[place]} is", hint=f"{name}=/{name}"
+            )
         first[place] = name
 
 
@@ -144,30 +177,55 @@ def text(kind: str, request: LaunchRequest) -> str:
         UsageError: an unknown kind, or one that lacks something or has no place for it.
     """
     if kind not in KINDS:
-        raise UsageError(f"'{kind}' is no kind of cluster that files are written for", hint=", ".join(KINDS))
+        raise UsageError(
+            f"'{kind}' is no kind of cluster that files are written for", hint=", ".join(KINDS)
+        )
     defaults = LaunchRequest(request.command)
     for name, option, kinds in _OPTIONAL:
         if kind not in kinds and getattr(request, name) != getattr(defaults, name):
-            raise UsageError(f"a file for {kind} has no place for {option}",
-                             hint=f"leave {option} out; {', '.join(kinds)} take it")
+            raise UsageError(
+                f"a file for {kind} has no place for {option}",
+                hint=f"leave {option} out; {', '.join(kinds)} take it",
+            )
     if kind not in _NAMED_GPUS and ":" in request.gpus:
-        raise UsageError(f"a file for {kind} has no place for the name in --gpus {request.gpus}",
-                         hint=f"--gpus {request.num_gpus}; {' and '.join(_NAMED_GPUS)} take a name")
-    writers: dict[str, Callable[[LaunchRequest], str]] = {"slurm": slurm, "k8s": kubernetes, "sky": skypilot,
-                                                          "ray": ray_job, "docker": compose}
+        raise UsageError(
+            f"a file for {kind} has no place for the name in --gpus {request.gpus}",
+            hint=f"--gpus {request.num_gpus}; {' and '.join(_NAMED_GPUS)} take a name",
+        )
+    writers: dict[str, Callable[[LaunchRequest], str]] = {
+        "slurm": slurm,
+        "k8s": kubernetes,
+        "sky": skypilot,
+        "ray": ray_job,
+        "docker": compose,
+    }
     return writers[kind](request)
 
 
 def slurm(request: LaunchRequest) -> str:
     """A batch file. Slurm sends USR1 before the time limit; a run that was stopped so is queued again."""
-    options = {"job-name": request.name, "nodes": request.num_hosts, "ntasks-per-node": request.num_ranks,
-               **({"gpus-per-node": request.gpus} if request.num_gpus else {}),
-               **({"time": request.time_limit} if request.time_limit else {}),
-               "signal": f"USR1@{NOTICE_S}", "open-mode": "append", "output": f"{request.name}-%j.out"}
-    lines = ["#!/bin/bash", *(f"#SBATCH --{name}={value}" for name, value in options.items()), "#SBATCH --requeue", "",
-             f"srun --kill-on-bad-exit=0 --wait={LAST_RANK_S} {shlex.join(request.resumed)}", "code=$?",
-             f"if [ $code -eq {Preempted.exit_code} ]; then  # stopped before the time limit, with a checkpoint",
-             "    scontrol requeue $SLURM_JOB_ID", "fi", "exit $code"]
+    options = {
+        "job-name": request.name,
+        "nodes": request.num_hosts,
+        "ntasks-per-node": request.num_ranks,
+        **({"gpus-per-node": request.gpus} if request.num_gpus else {}),
+        **({"time": request.time_limit} if request.time_limit else {}),
+        "signal": f"USR1@{NOTICE_S}",
+        "open-mode": "append",
+        "output": f"{request.name}-%j.out",
+    }
+    lines = [
+        "#!/bin/bash",
+        *(f"#SBATCH --{name}={value}" for name, value in options.items()),
+        "#SBATCH --requeue",
+        "",
+        f"srun --kill-on-bad-exit=0 --wait={LAST_RANK_S} {shlex.join(request.resumed)}",
+        "code=$?",
+        f"if [ $code -eq {Preempted.exit_code} ]; then  # stopped before the time limit, with a checkpoint",
+        "    scontrol requeue $SLURM_JOB_ID",
+        "fi",
+        "exit $code",
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -178,27 +236,77 @@ def kubernetes(request: LaunchRequest) -> str:
         UsageError: a volume's name is none of Kubernetes.
     """
     resources = {"limits": {"nvidia.com/gpu": request.num_gpus}} if request.num_gpus else None
-    words = [word.replace("$", "$$") for word in request.resumed]  # Kubernetes reads $(NAME), and $$ as one dollar
-    trainer = {"image": request.image, "numNodes": request.num_hosts, "numProcPerNode": request.num_ranks,
-               "command": words, **({"resourcesPerNode": resources} if resources else {})}
+    words = [
+        word.replace("$", "$$") for word in request.resumed
+    ]  # Kubernetes reads $(NAME), and $$ as one dollar
+    trainer = {
+        "image": request.image,
+        "numNodes": request.num_hosts,
+        "numProcPerNode": request.num_ranks,
+        "command": words,
+        **({"resourcesPerNode": resources} if resources else {}),
+    }
     volumes, mounts = _claims(request)
-    patched = {"manager": "paceline.launch/pods", "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [
-        {"name": "node", "template": {"spec": {"template": {"spec": {
-            "terminationGracePeriodSeconds": NOTICE_S, **({"volumes": volumes, "containers": [
-                {"name": "node", "volumeMounts": mounts}]} if volumes else {})}}}}}]}}}}
-    return _yaml({"apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainJob", "metadata": {"name": request.name},
-                  "spec": {"runtimeRef": {"name": "torch-distributed"}, "trainer": trainer,
-                           "runtimePatches": [patched]}})
+    patched = {
+        "manager": "paceline.launch/pods",
+        "trainingRuntimeSpec": {
+            "template": {
+                "spec": {
+                    "replicatedJobs": [
+                        {
+                            "name": "node",
+                            "template": {
+                                "spec": {
+                                    "template": {
+                                        "spec": {
+                                            "terminationGracePeriodSeconds": NOTICE_S,
+                                            **(
+                                                {
+                                                    "volumes": volumes,
+                                                    "containers": [
+                                                        {"name": "node", "volumeMounts": mounts}
+                                                    ],
+                                                }
+                                                if volumes
+                                                else {}
+                                            ),
+                                        }
+                                    }
+                                }
+                            },
+                        }
+                    ]
+                }
+            }
+        },
+    }
+    return _yaml(
+        {
+            "apiVersion": "trainer.kubeflow.org/v1alpha1",
+            "kind": "TrainJob",
+            "metadata": {"name": request.name},
+            "spec": {
+                "runtimeRef": {"name": "torch-distributed"},
+                "trainer": trainer,
+                "runtimePatches": [patched],
+            },
+        }
+    )
 
 
 def _claims(request: LaunchRequest) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """A pod's volumes, each a claim of its name, and where its container mounts them."""
     for name in request.volumes:
         if not _CLAIM.fullmatch(name):
-            raise UsageError(f"--volume {name}=... is no claim's name: Kubernetes takes small letters, digits and '-', "
-                             "at most 63", hint="--volume runs=/runs")
-    return ([{"name": name, "persistentVolumeClaim": {"claimName": name}} for name in request.volumes],
-            [{"name": name, "mountPath": path} for name, path in request.volumes.items()])
+            raise UsageError(
+                f"--volume {name}=... is no claim's name: Kubernetes takes small letters, digits and '-', "
+                "at most 63",
+                hint="--volume runs=/runs",
+            )
+    return (
+        [{"name": name, "persistentVolumeClaim": {"claimName": name}} for name in request.volumes],
+        [{"name": name, "mountPath": path} for name, path in request.volumes.items()],
+    )
 
 
 def skypilot(request: LaunchRequest) -> str:
@@ -209,26 +317,46 @@ def skypilot(request: LaunchRequest) -> str:
         UsageError: GPUs without a name, a run in a folder that would be lost, or no checkout to install from.
     """
     if request.num_gpus and ":" not in request.gpus:
-        raise UsageError(f"SkyPilot needs the name of the {request.num_gpus} GPUs of a host", hint="--gpus H100:8")
-    resources = {**({"accelerators": request.gpus} if request.num_gpus else {}),
-                 "job_recovery": {"recover_on_exit_codes": [PeerLost.exit_code, Preempted.exit_code]}}
+        raise UsageError(
+            f"SkyPilot needs the name of the {request.num_gpus} GPUs of a host",
+            hint="--gpus H100:8",
+        )
+    resources = {
+        **({"accelerators": request.gpus} if request.num_gpus else {}),
+        "job_recovery": {"recover_on_exit_codes": [PeerLost.exit_code, Preempted.exit_code]},
+    }
     checkout = Path(__file__).parents[3]
     if not (checkout / "pyproject.toml").is_file():
-        raise UsageError("SkyPilot's machines install Paceline from a checkout, and this installation is from none",
-                         hint="pip install -e . in a checkout of Paceline, and the command again")
+        raise UsageError(
+            "SkyPilot's machines install Paceline from a checkout, and this installation is from none",
+            hint="pip install -e . in a checkout of Paceline, and the command again",
+        )
     mounts = {path: _bucket(name, path, request) for name, path in request.volumes.items()}
-    return _yaml({"name": request.name, "num_nodes": request.num_hosts, "resources": resources, "workdir": ".",
-                  "file_mounts": {**mounts, _SKY_CHECKOUT: str(checkout)},
-                  "setup": f"pip install {_SKY_CHECKOUT}", "run": shlex.join(request.resumed)})
+    return _yaml(
+        {
+            "name": request.name,
+            "num_nodes": request.num_hosts,
+            "resources": resources,
+            "workdir": ".",
+            "file_mounts": {**mounts, _SKY_CHECKOUT: str(checkout)},
+            "setup": f"pip install {_SKY_CHECKOUT}",
+            "run": shlex.join(request.resumed),
+        }
+    )
 
 
 def _bucket(name: str, path: str, request: LaunchRequest) -> Any:
     """What is mounted at a path. Of a folder of this machine, as of a bucket without a mode, machines get a copy."""
     if name[0] not in "./~":
         return {"source" if "://" in name else "name": name, "mode": "MOUNT"}
-    if f"{posixpath.normpath(request._options.get('--run', ''))}/".startswith(f"{posixpath.normpath(path)}/"):
-        raise UsageError(f"--volume {name}={path}: each machine gets a copy of {name}, and the run would be lost with "
-                         "it", hint=f"a bucket: s3://runs={path}")
+    if f"{posixpath.normpath(request._options.get('--run', ''))}/".startswith(
+        f"{posixpath.normpath(path)}/"
+    ):
+        raise UsageError(
+            f"--volume {name}={path}: each machine gets a copy of {name}, and the run would be lost with "
+            "it",
+            hint=f"a bucket: s3://runs={path}",
+        )
     return name
 
 
@@ -245,19 +373,44 @@ def ray_job(request: LaunchRequest) -> str:
     volumes, mounts = _claims(request)
 
     def pod(name: str, limits: Mapping[str, Any]) -> dict[str, Any]:
-        container = {"name": name, "image": request.image, "resources": {"limits": limits, "requests": limits},
-                     **({"volumeMounts": mounts} if mounts else {})}
-        return {"spec": {"terminationGracePeriodSeconds": NOTICE_S, "containers": [container],
-                         **({"volumes": volumes} if volumes else {})}}
+        container = {
+            "name": name,
+            "image": request.image,
+            "resources": {"limits": limits, "requests": limits},
+            **({"volumeMounts": mounts} if mounts else {}),
+        }
+        return {
+            "spec": {
+                "terminationGracePeriodSeconds": NOTICE_S,
+                "containers": [container],
+                **({"volumes": volumes} if volumes else {}),
+            }
+        }
 
     cpus = {"cpu": str(max(1, request.num_ranks))}
-    hosts = {"groupName": "hosts", "replicas": request.num_hosts, "minReplicas": request.num_hosts,
-             "maxReplicas": request.num_hosts, "rayStartParams": {},
-             "template": pod("host", {**cpus, **({"nvidia.com/gpu": request.num_gpus} if request.num_gpus else {})})}
+    hosts = {
+        "groupName": "hosts",
+        "replicas": request.num_hosts,
+        "minReplicas": request.num_hosts,
+        "maxReplicas": request.num_hosts,
+        "rayStartParams": {},
+        "template": pod(
+            "host", {**cpus, **({"nvidia.com/gpu": request.num_gpus} if request.num_gpus else {})}
+        ),
+    }
     head = {"rayStartParams": {"num-cpus": "0"}, "template": pod("head", {"cpu": "1"})}
-    return _yaml({"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": {"name": request.name},
-                  "spec": {"entrypoint": shlex.join(words), "shutdownAfterJobFinishes": True,
-                           "rayClusterSpec": {"headGroupSpec": head, "workerGroupSpecs": [hosts]}}})
+    return _yaml(
+        {
+            "apiVersion": "ray.io/v1",
+            "kind": "RayJob",
+            "metadata": {"name": request.name},
+            "spec": {
+                "entrypoint": shlex.join(words),
+                "shutdownAfterJobFinishes": True,
+                "rayClusterSpec": {"headGroupSpec": head, "workerGroupSpecs": [hosts]},
+            },
+        }
+    )
 
 
 def compose(request: LaunchRequest) -> str:
@@ -270,29 +423,57 @@ def compose(request: LaunchRequest) -> str:
     """
     for name in request.volumes:
         if not _VOLUME.fullmatch(name) and (name[0] not in "./~$" or ":" in name):
-            raise UsageError(f"--volume {name}=... is neither a volume's name nor a folder that Docker can mount",
-                             hint="--volume runs=/runs, or --volume ./runs=/runs; Docker splits words at ':'")
+            raise UsageError(
+                f"--volume {name}=... is neither a volume's name nor a folder that Docker can mount",
+                hint="--volume runs=/runs, or --volume ./runs=/runs; Docker splits words at ':'",
+            )
     hosts = [f"host-{index}" for index in range(request.num_hosts)]
     mounts = [f"{name}:{path}" for name, path in request.volumes.items()]
-    services = {name: {
-        "image": request.image, "command": [word.replace("$", "$$") for word in request.resumed], "hostname": name,
-        "environment": {"PET_NNODES": str(request.num_hosts), "PET_NODE_RANK": str(index),
-                        "PET_NPROC_PER_NODE": str(request.num_ranks), "PET_MASTER_ADDR": hosts[0],
-                        "PET_MASTER_PORT": str(PORT),
-                        **({HOSTS_HERE: str(request.num_hosts)} if request.num_hosts > 1 else {})},
-        **({"volumes": list(mounts)} if mounts else {}),
-        **(_gpus_of_host(index, request.num_gpus) if request.num_gpus else {}),
-        "shm_size": "1gb", "init": True, "restart": "on-failure", "stop_grace_period": f"{NOTICE_S}s"}
-        for index, name in enumerate(hosts)}
+    services = {
+        name: {
+            "image": request.image,
+            "command": [word.replace("$", "$$") for word in request.resumed],
+            "hostname": name,
+            "environment": {
+                "PET_NNODES": str(request.num_hosts),
+                "PET_NODE_RANK": str(index),
+                "PET_NPROC_PER_NODE": str(request.num_ranks),
+                "PET_MASTER_ADDR": hosts[0],
+                "PET_MASTER_PORT": str(PORT),
+                **({HOSTS_HERE: str(request.num_hosts)} if request.num_hosts > 1 else {}),
+            },
+            **({"volumes": list(mounts)} if mounts else {}),
+            **(_gpus_of_host(index, request.num_gpus) if request.num_gpus else {}),
+            "shm_size": "1gb",
+            "init": True,
+            "restart": "on-failure",
+            "stop_grace_period": f"{NOTICE_S}s",
+        }
+        for index, name in enumerate(hosts)
+    }
     named = [name for name in request.volumes if _VOLUME.fullmatch(name)]  # else a folder
-    return _yaml({"name": request.name, "services": services,
-                  **({"volumes": {name: {} for name in named}} if named else {})})
+    return _yaml(
+        {
+            "name": request.name,
+            "services": services,
+            **({"volumes": {name: {} for name in named}} if named else {}),
+        }
+    )
 
 
 def _gpus_of_host(index: int, count: int) -> dict[str, Any]:
     devices = [str(index * count + number) for number in range(count)]
-    return {"deploy": {"resources": {"reservations": {"devices": [
-        {"driver": "nvidia", "device_ids": devices, "capabilities": ["gpu"]}]}}}}
+    return {
+        "deploy": {
+            "resources": {
+                "reservations": {
+                    "devices": [
+                        {"driver": "nvidia", "device_ids": devices, "capabilities": ["gpu"]}
+                    ]
+                }
+            }
+        }
+    }
 
 
 def _yaml(document: Mapping[str, Any]) -> str:

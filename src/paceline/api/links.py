@@ -21,10 +21,21 @@ from paceline.launch.process.context import RankContext
 from paceline.launch.process.failure import RankFailed
 from paceline.model.cost import cache
 
-FIGURES = ("bytes_per_s", "latency_s", "wait_s", "late_s", "small_s", "small_late_s")  # of a link, that are kept
+FIGURES = (
+    "bytes_per_s",
+    "latency_s",
+    "wait_s",
+    "late_s",
+    "small_s",
+    "small_late_s",
+)  # of a link, that are kept
 CACHED = "links"  # by the number of CPU ranks, or by the numbers of the GPUs
 MOST_RANKS = 8  # with so many at most; more wait as those do
-SMALL, LARGE, ROUNDS = 40, 24, 2  # collectives of each size that are timed; times that small ones are
+SMALL, LARGE, ROUNDS = (
+    40,
+    24,
+    2,
+)  # collectives of each size that are timed; times that small ones are
 SMALL_NUMBERS = 1024  # in a small one: one number takes half as long as 16 do, or 8,192, because it is not cut in parts
 LARGE_BYTES = 8 * 2**20  # gathered by each rank
 # Products of matrices of this side that each rank computes before each collective: half a millisecond of them, and
@@ -51,7 +62,11 @@ def with_links(cluster: Cluster, *, measure: bool = True) -> Cluster:
     """
     devices = cluster.devices
     names = {str(device) for device in devices}
-    if cluster.nodes or len(names) < max(2, len(devices)) or len({device.kind for device in devices}) > 1:
+    if (
+        cluster.nodes
+        or len(names) < max(2, len(devices))
+        or len({device.kind for device in devices}) > 1
+    ):
         return cluster
     if devices[0].kind == "cuda":
         return _with_gpu_links(cluster, measure=measure)
@@ -65,16 +80,23 @@ def with_links(cluster: Cluster, *, measure: bool = True) -> Cluster:
             if quiet:
                 _write("cpu", links | quiet)
             if len(quiet) < len(measured):
-                print("note: other work had these cores while the time of messages between ranks was measured, so "
-                      "predictions are rougher; it is measured again next time", file=sys.stderr)
+                print(
+                    "note: other work had these cores while the time of messages between ranks was measured, so "
+                    "predictions are rougher; it is measured again next time",
+                    file=sys.stderr,
+                )
             links |= measured
-    return replace(cluster, links=tuple((count, links[str(count)]) for count in wanted if str(count) in links))
+    return replace(
+        cluster, links=tuple((count, links[str(count)]) for count in wanted if str(count) in links)
+    )
 
 
 def _with_gpu_links(cluster: Cluster, *, measure: bool) -> Cluster:
     """Measured on the first 2, 4, 8 and all GPUs: other ones may be wired otherwise."""
-    names = {count: ",".join(str(device.index) for device in cluster.devices[:count])
-             for count in _counts(len(cluster.devices))}
+    names = {
+        count: ",".join(str(device.index) for device in cluster.devices[:count])
+        for count in _counts(len(cluster.devices))
+    }
     links = _read("cuda")
     missing = [count for count, name in names.items() if name not in links]
     if missing and measure:
@@ -82,10 +104,19 @@ def _with_gpu_links(cluster: Cluster, *, measure: bool) -> Cluster:
             links |= {names[count]: measure_link(cluster, count) for count in missing}
             _write("cuda", links)
         except (RankFailed, OSError) as error:
-            print(f"warning: the links between GPUs could not be measured ({str(error).partition(chr(10))[0]}): they "
-                  f"count as {cluster.link.source}; paceline doctor says more", file=sys.stderr)
-    return replace(cluster, links=tuple((count, replace(links[name], source=f"measured between {count} GPUs"))
-                                        for count, name in names.items() if name in links))
+            print(
+                f"warning: the links between GPUs could not be measured ({str(error).partition(chr(10))[0]}): they "
+                f"count as {cluster.link.source}; paceline doctor says more",
+                file=sys.stderr,
+            )
+    return replace(
+        cluster,
+        links=tuple(
+            (count, replace(links[name], source=f"measured between {count} GPUs"))
+            for count, name in names.items()
+            if name in links
+        ),
+    )
 
 
 def measure_link(cluster: Cluster, num_ranks: int) -> Link:
@@ -97,8 +128,12 @@ def measure_link(cluster: Cluster, num_ranks: int) -> Link:
     from paceline.launch.local.ranks import run_local
 
     if cluster.devices[0].kind == "cuda":
-        return Link(*run_local(_gpu_rank_times, cluster.devices[:num_ranks], timeout_s=GPU_TIMEOUT_S)[0])
-    devices = [replace(cluster.devices[0], index=index, is_limit=False) for index in range(num_ranks)]
+        return Link(
+            *run_local(_gpu_rank_times, cluster.devices[:num_ranks], timeout_s=GPU_TIMEOUT_S)[0]
+        )
+    devices = [
+        replace(cluster.devices[0], index=index, is_limit=False) for index in range(num_ranks)
+    ]
     return Link(*run_local(_rank_times, devices, timeout_s=TIMEOUT_S)[0])
 
 
@@ -124,7 +159,9 @@ def _rank_times(context: RankContext) -> tuple[float, float, float, float, float
     n, matrix = context.world_size, torch.ones(BUSY_SIDE, BUSY_SIDE)
     small, whole = torch.zeros(SMALL_NUMBERS), torch.zeros(LARGE_BYTES // 4 // n * n)
 
-    def each_s(times: int, collective: Callable[[], object], products: int = MANY_PRODUCTS) -> float:
+    def each_s(
+        times: int, collective: Callable[[], object], products: int = MANY_PRODUCTS
+    ) -> float:
         """Of a collective after products."""
         collective()
         seconds = []
@@ -134,11 +171,15 @@ def _rank_times(context: RankContext) -> tuple[float, float, float, float, float
             began_s = time.perf_counter()
             collective()
             seconds.append(time.perf_counter() - began_s)
-        return statistics.mean(sorted(seconds)[:math.ceil((1 - SLOWEST) * times)])
+        return statistics.mean(sorted(seconds)[: math.ceil((1 - SLOWEST) * times)])
 
-    def at_once_and_late_s(collective: Callable[[], object], aside_s: float = 0.0) -> tuple[float, float]:
-        few_s, many_s = (max(0.0, min(each_s(SMALL, collective, products) for _ in range(ROUNDS)) - aside_s)
-                         for products in (FEW_PRODUCTS, MANY_PRODUCTS))
+    def at_once_and_late_s(
+        collective: Callable[[], object], aside_s: float = 0.0
+    ) -> tuple[float, float]:
+        few_s, many_s = (
+            max(0.0, min(each_s(SMALL, collective, products) for _ in range(ROUNDS)) - aside_s)
+            for products in (FEW_PRODUCTS, MANY_PRODUCTS)
+        )
         return few_s, max(0.0, many_s - few_s)
 
     began_s, began_cpu_s = time.perf_counter(), time.thread_time()
@@ -146,16 +187,27 @@ def _rank_times(context: RankContext) -> tuple[float, float, float, float, float
     share = torch.tensor((time.thread_time() - began_cpu_s) / (time.perf_counter() - began_s))
     dist.all_reduce(share, dist.ReduceOp.MIN)
     is_quiet = float(share) >= QUIET_SHARE * min(1.0, usable_cores() / n)
-    wait_s, late_s = at_once_and_late_s(lambda: dist.all_reduce(small), 2 * (n - 1) * LOOPBACK.latency_s)
+    wait_s, late_s = at_once_and_late_s(
+        lambda: dist.all_reduce(small), 2 * (n - 1) * LOOPBACK.latency_s
+    )
     small_s, small_late_s = at_once_and_late_s(lambda: host_all_reduce.all_reduce(small))
     group, tiny = dist.group.WORLD, torch.zeros(n)
     assert group is not None
-    large_s, tiny_s = (min(each_s(LARGE, partial(gather_in_place, tensor, group), 0) for _ in range(ROUNDS))
-                       for tensor in (whole, tiny))
+    large_s, tiny_s = (
+        min(each_s(LARGE, partial(gather_in_place, tensor, group), 0) for _ in range(ROUNDS))
+        for tensor in (whole, tiny)
+    )
     moving_s = max(0.0, large_s - tiny_s)
     bytes_per_s = (n - 1) / n * whole.nbytes / moving_s if moving_s else LOOPBACK.bytes_per_s
-    return (bytes_per_s, LOOPBACK.latency_s, wait_s, late_s, small_s, small_late_s,
-            "measured" if is_quiet else BUSY)
+    return (
+        bytes_per_s,
+        LOOPBACK.latency_s,
+        wait_s,
+        late_s,
+        small_s,
+        small_late_s,
+        "measured" if is_quiet else BUSY,
+    )
 
 
 def _gpu_rank_times(context: RankContext) -> tuple[float, float, float]:
@@ -187,8 +239,14 @@ def _gpu_rank_times(context: RankContext) -> tuple[float, float, float]:
 
 
 def _write(kind: DeviceKind, links: Mapping[str, Link]) -> None:
-    cache.write(CACHED, kind, {name: [getattr(link, figure) for figure in FIGURES]
-                               for name, link in sorted(links.items(), key=lambda item: (len(item[0]), item[0]))})
+    cache.write(
+        CACHED,
+        kind,
+        {
+            name: [getattr(link, figure) for figure in FIGURES]
+            for name, link in sorted(links.items(), key=lambda item: (len(item[0]), item[0]))
+        },
+    )
 
 
 def _read(kind: DeviceKind) -> dict[str, Link]:
@@ -197,13 +255,27 @@ def _read(kind: DeviceKind) -> dict[str, Link]:
         links = {str(name): _link(*figures) for name, figures in cache.read(CACHED, kind).items()}
     except (ValueError, TypeError, AttributeError):
         return {}
-    return links if all(0 < link.bytes_per_s < math.inf and 0 <= sum(_waits(link)) < math.inf
-                        for link in links.values()) else {}
+    return (
+        links
+        if all(
+            0 < link.bytes_per_s < math.inf and 0 <= sum(_waits(link)) < math.inf
+            for link in links.values()
+        )
+        else {}
+    )
 
 
-def _link(bytes_per_s: Any, latency_s: Any, wait_s: Any, late_s: Any, small_s: Any, small_late_s: Any) -> Link:
-    return Link(float(bytes_per_s), float(latency_s), float(wait_s), float(late_s),
-                None if small_s is None else float(small_s), float(small_late_s))
+def _link(
+    bytes_per_s: Any, latency_s: Any, wait_s: Any, late_s: Any, small_s: Any, small_late_s: Any
+) -> Link:
+    return Link(
+        float(bytes_per_s),
+        float(latency_s),
+        float(wait_s),
+        float(late_s),
+        None if small_s is None else float(small_s),
+        float(small_late_s),
+    )
 
 
 def _waits(link: Link) -> tuple[float, ...]:

@@ -64,8 +64,12 @@ class Advice:
         """For `--json`."""
         if isinstance(self.estimate, str):
             return {"precision": self.precision, "problem": self.estimate}
-        return {"precision": self.precision, "step_s": self.estimate.step_s, "fits": self.estimate.fits,
-                "memory_bytes": self.estimate.peak_memory_bytes}
+        return {
+            "precision": self.precision,
+            "step_s": self.estimate.step_s,
+            "fits": self.estimate.fits,
+            "memory_bytes": self.estimate.peak_memory_bytes,
+        }
 
 
 @dataclass(frozen=True)
@@ -100,26 +104,51 @@ class Answer:
     def to_dict(self) -> dict[str, Any]:
         """The document of `--json`."""
         chosen = self.ranking.chosen
-        return {"cluster": self.cluster, "chosen": str(chosen.plan) if chosen is not None else None,
-                "tried": self.ranking.num_tried, "notes": list(self.notes),
-                "flips": [{"change": name, "plan": str(candidate.plan)} for name, candidate in self.flips],
-                "refused": dict(self.ranking.refused),
-                **({"remedies": [remedy.to_dict() for remedy in self.remedies]} if chosen is None else {}),
-                "precision": self.advice.to_dict() if self.advice is not None else None,
-                "failures": self.outlook.to_dict() if self.outlook is not None else None,
-                "compiling": compiling(self.ranking) or None,
-                "plans": [self._row(candidate, chosen or candidate)
-                          for candidate in (*self.ranking.ranked, *self.ranking.too_large)]}
+        return {
+            "cluster": self.cluster,
+            "chosen": str(chosen.plan) if chosen is not None else None,
+            "tried": self.ranking.num_tried,
+            "notes": list(self.notes),
+            "flips": [
+                {"change": name, "plan": str(candidate.plan)} for name, candidate in self.flips
+            ],
+            "refused": dict(self.ranking.refused),
+            **(
+                {"remedies": [remedy.to_dict() for remedy in self.remedies]}
+                if chosen is None
+                else {}
+            ),
+            "precision": self.advice.to_dict() if self.advice is not None else None,
+            "failures": self.outlook.to_dict() if self.outlook is not None else None,
+            "compiling": compiling(self.ranking) or None,
+            "plans": [
+                self._row(candidate, chosen or candidate)
+                for candidate in (*self.ranking.ranked, *self.ranking.too_large)
+            ],
+        }
 
     def _row(self, candidate: Candidate, chosen: Candidate) -> dict[str, Any]:
         estimate = candidate.estimate
-        cost = {"cost_per_million_samples": self.million_samples_cost(candidate)} if self.is_priced else {}
-        return {"plan": str(candidate.plan), "fits": estimate.fits, "step_s": estimate.step_s,
-                "step_s_low": estimate.low_s, "step_s_high": estimate.high_s,
-                "samples_per_s": self.batch / estimate.step_s, **cost, "measured": estimate.is_measured,
-                "memory_bytes": estimate.peak_memory_bytes, "missing_bytes": max(0, candidate.missing_bytes),
-                "breakdown": dict(estimate.breakdown), "relaxed": candidate.plan.relaxed is not None,
-                "reason": reason(candidate, chosen)}
+        cost = (
+            {"cost_per_million_samples": self.million_samples_cost(candidate)}
+            if self.is_priced
+            else {}
+        )
+        return {
+            "plan": str(candidate.plan),
+            "fits": estimate.fits,
+            "step_s": estimate.step_s,
+            "step_s_low": estimate.low_s,
+            "step_s_high": estimate.high_s,
+            "samples_per_s": self.batch / estimate.step_s,
+            **cost,
+            "measured": estimate.is_measured,
+            "memory_bytes": estimate.peak_memory_bytes,
+            "missing_bytes": max(0, candidate.missing_bytes),
+            "breakdown": dict(estimate.breakdown),
+            "relaxed": candidate.plan.relaxed is not None,
+            "reason": reason(candidate, chosen),
+        }
 
     def describe(self) -> str:
         """For people: at most 100 columns."""
@@ -138,9 +167,17 @@ class Answer:
         return write(strict(self.to_dict()), Path(to), command=command)
 
 
-def plan(job: AnyJob | FineTuning, cluster: Cluster | str = "local", *, relaxed: bool = False,
-         price_per_hour: float | None = None, mtbf_hours: float | None = None, repair_hours: float = REPAIR_HOURS,
-         checkpoint_bytes_per_s: float = CHECKPOINT_BYTES_PER_S, calibrate_s: float = CALIBRATE_S) -> Answer:
+def plan(
+    job: AnyJob | FineTuning,
+    cluster: Cluster | str = "local",
+    *,
+    relaxed: bool = False,
+    price_per_hour: float | None = None,
+    mtbf_hours: float | None = None,
+    repair_hours: float = REPAIR_HOURS,
+    checkpoint_bytes_per_s: float = CHECKPOINT_BYTES_PER_S,
+    calibrate_s: float = CALIBRATE_S,
+) -> Answer:
     """Rank the plans that a job allows on a cluster by predicted speed, or by cost.
 
     Args:
@@ -162,7 +199,11 @@ def plan(job: AnyJob | FineTuning, cluster: Cluster | str = "local", *, relaxed:
     """
     if price_per_hour is not None and not 0 < price_per_hour < float("inf"):
         raise UsageError(f"price_per_hour must be a number above 0, got {price_per_hour}")
-    rates = None if mtbf_hours is None else FailureRates(mtbf_hours, repair_hours, checkpoint_bytes_per_s)
+    rates = (
+        None
+        if mtbf_hours is None
+        else FailureRates(mtbf_hours, repair_hours, checkpoint_bytes_per_s)
+    )
     planned = Planned.of(job)
     target = with_links(Cluster.parse(cluster) if isinstance(cluster, str) else cluster)
     named = cluster if isinstance(cluster, str) else f"{len(target.devices)} devices"
@@ -170,17 +211,34 @@ def plan(job: AnyJob | FineTuning, cluster: Cluster | str = "local", *, relaxed:
     def answer() -> Answer:
         # Ranks are started on devices that are here alone, and would go on without the collector.
         with without_collector() if target.nodes else nullcontext():
-            return _answer(planned, target, named, relaxed=relaxed, price_per_hour=price_per_hour, rates=rates,
-                           calibrate_s=calibrate_s)
+            return _answer(
+                planned,
+                target,
+                named,
+                relaxed=relaxed,
+                price_per_hour=price_per_hour,
+                rates=rates,
+                calibrate_s=calibrate_s,
+            )
 
     if not has_gpus():
         return answer()
-    answered: Answer = value_of(in_a_fork(lambda: plain(answer())))  # this process stays one whose forks can use CUDA
+    answered: Answer = value_of(
+        in_a_fork(lambda: plain(answer()))
+    )  # this process stays one whose forks can use CUDA
     return answered
 
 
-def _answer(planned: Planned, cluster: Cluster, named: str, *, relaxed: bool, price_per_hour: float | None,
-            rates: FailureRates | None, calibrate_s: float) -> Answer:
+def _answer(
+    planned: Planned,
+    cluster: Cluster,
+    named: str,
+    *,
+    relaxed: bool,
+    price_per_hour: float | None,
+    rates: FailureRates | None,
+    calibrate_s: float,
+) -> Answer:
     """Plans are tried where ranks can be forked, which is on machines without GPUs: who prices plans uses CUDA."""
     loaded = planned.job
     problem = PlanningProblem.of(loaded, price_per_hour, device=cluster.first_here)
@@ -190,23 +248,40 @@ def _answer(planned: Planned, cluster: Cluster, named: str, *, relaxed: bool, pr
     if not cluster.nodes and not has_gpus():
         ranking = calibrate_best(ranking, partial(calibrate, loaded, cluster), budget_s=calibrate_s)
     chosen = ranking.chosen
-    notes = list(dict.fromkeys((*cluster.assumptions, *problem.profile.notes,
-                                *(note for candidate in ranking.ranked for note in candidate.estimate.notes))))
+    notes = list(
+        dict.fromkeys(
+            (
+                *cluster.assumptions,
+                *problem.profile.notes,
+                *(note for candidate in ranking.ranked for note in candidate.estimate.notes),
+            )
+        )
+    )
     if loaded.step is not None:
-        notes.append("each model is priced as run once forward and, where it is trained, backward; a step that runs "
-                     "one several times is slower")
+        notes.append(
+            "each model is priced as run once forward and, where it is trained, backward; a step that runs "
+            "one several times is slower"
+        )
     if problem.pieces.problem:
         notes.append(f"plans that split the model are left out: {problem.pieces.problem}")
     notes += _of_devices((*ranking.ranked, *ranking.too_large), chosen)
     if (link := cluster.link_of_all).source:
         notes.append(f"links between GPUs: {link.bytes_per_s / 1e9:.3g} GB/s, {link.source}")
     if not cluster.nodes and has_gpus():
-        notes.append("no plan was tried: where there are GPUs, plans are compared by prediction alone")
-    return Answer(named, loaded.batch, ranking, tuple(problem.flips(ranking, cluster)), tuple(notes),
-                  problem.is_priced(cluster),
-                  remedies(problem, cluster, planned.smaller(cluster)) if chosen is None else (),
-                  _advice(problem, chosen, cluster),
-                  None if rates is None or chosen is None else outlook(problem, chosen, cluster, rates))
+        notes.append(
+            "no plan was tried: where there are GPUs, plans are compared by prediction alone"
+        )
+    return Answer(
+        named,
+        loaded.batch,
+        ranking,
+        tuple(problem.flips(ranking, cluster)),
+        tuple(notes),
+        problem.is_priced(cluster),
+        remedies(problem, cluster, planned.smaller(cluster)) if chosen is None else (),
+        _advice(problem, chosen, cluster),
+        None if rates is None or chosen is None else outlook(problem, chosen, cluster, rates),
+    )
 
 
 def _nothing_priced(problem: PlanningProblem, ranking: RankedPlans, cluster: Cluster) -> PlanError:
@@ -214,28 +289,45 @@ def _nothing_priced(problem: PlanningProblem, ranking: RankedPlans, cluster: Clu
         why = "; ".join(f"{kind}: {text}" for kind, text in ranking.refused.items())
         return PlanError(f"no plan could be priced: {why}")
     limits, count = problem.limits(cluster), len(cluster.devices)
-    return PlanError(f"no plan uses all {count} devices: replicas (at most {limits.batch}, the batch), tensor (at most "
-                     f"{limits.tensor}) and stages (at most {max(1, limits.layers)}) must multiply to {count}",
-                     hint="a larger batch or fewer devices; with --price PER_HOUR, plans may leave devices out")
+    return PlanError(
+        f"no plan uses all {count} devices: replicas (at most {limits.batch}, the batch), tensor (at most "
+        f"{limits.tensor}) and stages (at most {max(1, limits.layers)}) must multiply to {count}",
+        hint="a larger batch or fewer devices; with --price PER_HOUR, plans may leave devices out",
+    )
 
 
 def _of_devices(candidates: Sequence[Candidate], chosen: Candidate | None) -> list[str]:
     """What GPUs that are here don't have for tensors: what others hold, and what the chosen plan's ranks give away."""
     notes = reduced_memory(need for candidate in candidates for need in candidate.estimate.needs)
-    aside = set_aside(max(chosen.estimate.needs, key=lambda need: need.total_bytes)) if chosen is not None else ""
+    aside = (
+        set_aside(max(chosen.estimate.needs, key=lambda need: need.total_bytes))
+        if chosen is not None
+        else ""
+    )
     return [*notes, aside] if aside else notes
 
 
 def nothing_fits(ranking: RankedPlans, cluster: str, changes: Sequence[Remedy] = ()) -> PlanError:
     """Why no plan was chosen: the gap in bytes, the nearest plans, and changes under which one fits."""
     nearest = sorted(ranking.too_large, key=lambda candidate: candidate.missing_bytes)[:NEAREST]
-    return PlanError(f"nothing fits on {cluster}: '{nearest[0].plan}' is nearest and is "
-                     f"{nearest[0].missing_bytes:,} bytes over",
-                     hint="\n".join([*(f"'{candidate.plan}': {reason(candidate, candidate)}" for candidate in nearest),
-                                     *reduced_memory(need for candidate in nearest
-                                                     for need in candidate.estimate.needs),
-                                     *([f"what would fit, the least change first: {changes[0]}",
-                                        *map(str, changes[1:])] if changes else [])]))
+    return PlanError(
+        f"nothing fits on {cluster}: '{nearest[0].plan}' is nearest and is "
+        f"{nearest[0].missing_bytes:,} bytes over",
+        hint="\n".join(
+            [
+                *(f"'{candidate.plan}': {reason(candidate, candidate)}" for candidate in nearest),
+                *reduced_memory(need for candidate in nearest for need in candidate.estimate.needs),
+                *(
+                    [
+                        f"what would fit, the least change first: {changes[0]}",
+                        *map(str, changes[1:]),
+                    ]
+                    if changes
+                    else []
+                ),
+            ]
+        ),
+    )
 
 
 def _advice(problem: PlanningProblem, chosen: Candidate | None, cluster: Cluster) -> Advice | None:
@@ -245,11 +337,16 @@ def _advice(problem: PlanningProblem, chosen: Candidate | None, cluster: Cluster
     if chosen is None or precision is None:
         return None
     try:
-        other_problem = PlanningProblem.of(replace(problem.job, precision=precision), device=cluster.first_here,
-                                           like=problem)
+        other_problem = PlanningProblem.of(
+            replace(problem.job, precision=precision), device=cluster.first_here, like=problem
+        )
         other = other_problem.price(chosen.plan, cluster)
         off = chosen.estimate.step_s / problem.price(chosen.plan, cluster).step_s
     except (PlanError, NotPriced) as error:
         return Advice(precision, str(error).partition("\n")[0])
-    return Advice(precision, replace(other, step_s=off * other.step_s, low_s=off * other.low_s,
-                                     high_s=off * other.high_s))
+    return Advice(
+        precision,
+        replace(
+            other, step_s=off * other.step_s, low_s=off * other.low_s, high_s=off * other.high_s
+        ),
+    )

@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 FEW_STEPS = 10  # a run of fewer is mostly its start
 EXPLAINS = 0.5  # of what is missing, that a cause must be
 BUSY = 0.7  # runnable processes above a run's ranks from which others are in the way
-MEMORY_SPREAD, SMALL_BYTES = 0.15, 20 * 2**20  # by which a peak may be off, as a part and at the least
+MEMORY_SPREAD, SMALL_BYTES = (
+    0.15,
+    20 * 2**20,
+)  # by which a peak may be off, as a part and at the least
 
 
 @dataclass(frozen=True)
@@ -91,9 +94,14 @@ def _checked(priced: Priced) -> Priced:
     if priced.profile is None:
         return priced
     try:
-        check_fits(job, resolved.plan, resolved.cluster, priced.profile,
-                   priced.split or LazyPieces(job, priced.profile),
-                   snapshot=priced.snapshot)
+        check_fits(
+            job,
+            resolved.plan,
+            resolved.cluster,
+            priced.profile,
+            priced.split or LazyPieces(job, priced.profile),
+            snapshot=priced.snapshot,
+        )
     except PlanError:
         raise
     except Exception as error:  # pieces of the model are run on fake tensors for their price
@@ -115,7 +123,9 @@ def _profiled(priced: Priced) -> Priced:
 
     try:
         priced = replace(priced, job=as_priced(priced.job))
-        profile = priced.profile or profile_job(priced.job, device=priced.resolved.cluster.first_here)
+        profile = priced.profile or profile_job(
+            priced.job, device=priced.resolved.cluster.first_here
+        )
         split = SplitJob(priced.job, profile) if priced.resolved.plan.splits_model else None
     except Exception as error:  # the model may do anything when it is profiled
         return _without_price(priced, error)
@@ -131,7 +141,9 @@ def predict_once_started(board: HeartbeatTable, priced: Priced, run_dir: Path) -
     try:
         apart_from_cuda(lambda: _predict(priced, run_dir))
     except OSError as error:  # a full disk, or no run folder any more, which ranks tell of
-        print(f"warning: can't write {run_dir / folder.PREDICTED}: {error.strerror}", file=sys.stderr)
+        print(
+            f"warning: can't write {run_dir / folder.PREDICTED}: {error.strerror}", file=sys.stderr
+        )
 
 
 def _predict(priced: Priced, run_dir: Path) -> None:
@@ -142,15 +154,23 @@ def _predict(priced: Priced, run_dir: Path) -> None:
     if estimate is None:
         write_json(run_dir / folder.PREDICTED, {"step_s": None, "peak_memory_bytes": None})
         return
-    times: dict[str, float | None] = {"step_s": estimate.step_s, "step_s_low": estimate.low_s,
-                                      "step_s_high": estimate.high_s}
+    times: dict[str, float | None] = {
+        "step_s": estimate.step_s,
+        "step_s_low": estimate.low_s,
+        "step_s_high": estimate.high_s,
+    }
     if priced.resolved.cluster.are_shared:
         times = dict.fromkeys(times)
-    write_json(run_dir / folder.PREDICTED, {
-        **times,
-        "peak_memory_bytes": estimate.peak_memory_bytes, "ledger": dict(estimate.ledger),
-        "breakdown": dict(estimate.breakdown),
-        "ranks": [{"rank": need.name, "ledger": dict(need.ledger)} for need in estimate.needs]})
+    write_json(
+        run_dir / folder.PREDICTED,
+        {
+            **times,
+            "peak_memory_bytes": estimate.peak_memory_bytes,
+            "ledger": dict(estimate.ledger),
+            "breakdown": dict(estimate.breakdown),
+            "ranks": [{"rank": need.name, "ledger": dict(need.ledger)} for need in estimate.needs],
+        },
+    )
 
 
 def _estimate(priced: Priced) -> Estimate | None:
@@ -162,9 +182,16 @@ def _estimate(priced: Priced) -> Estimate | None:
         return None
     job, resolved = priced.job, priced.resolved
     try:
-        return estimate(priced.profile, resolved.plan, with_links(resolved.cluster, measure=False), batch=job.batch,
-                        precision=job.precision, split=priced.split, snapshot=priced.snapshot,
-                        times_operators=False)
+        return estimate(
+            priced.profile,
+            resolved.plan,
+            with_links(resolved.cluster, measure=False),
+            batch=job.batch,
+            precision=job.precision,
+            split=priced.split,
+            snapshot=priced.snapshot,
+            times_operators=False,
+        )
     except Exception as error:  # as above
         _without_price(priced, error)
         return None
@@ -177,8 +204,13 @@ def sum_up(run_dir: Path, figures: dict[str, Any], priced: Priced) -> dict[str, 
     if not (run_dir / folder.PREDICTED).exists():
         apart_from_cuda(lambda: _predict(priced, run_dir))
     predicted = folder.read_document(run_dir, folder.PREDICTED)
-    figures = {**figures, "predicted": {key: predicted.get(key) for key in (
-        "step_s", "step_s_low", "step_s_high", "peak_memory_bytes")}}
+    figures = {
+        **figures,
+        "predicted": {
+            key: predicted.get(key)
+            for key in ("step_s", "step_s_low", "step_s_high", "peak_memory_bytes")
+        },
+    }
     if missed := miss(figures, load=os.getloadavg()[0]):
         print(missed, file=sys.stderr, flush=True)
     write_json(run_dir / folder.SUMMARY, figures)
@@ -194,8 +226,10 @@ def miss(figures: Mapping[str, Any], *, load: float) -> str:
     low_s, high_s, took_s = predicted["step_s_low"], predicted["step_s_high"], figures["step_s"]
     if low_s is None or not took_s or low_s <= took_s <= high_s:
         return _memory_miss(figures)
-    return (f"a step took {1e3 * took_s:.3g} ms and {1e3 * low_s:.3g} to {1e3 * high_s:.3g} ms were predicted: "
-            f"{_cause(figures, load=load, late_s=took_s - high_s)}")
+    return (
+        f"a step took {1e3 * took_s:.3g} ms and {1e3 * low_s:.3g} to {1e3 * high_s:.3g} ms were predicted: "
+        f"{_cause(figures, load=load, late_s=took_s - high_s)}"
+    )
 
 
 def _cause(figures: Mapping[str, Any], *, load: float, late_s: float) -> str:
@@ -209,18 +243,32 @@ def _cause(figures: Mapping[str, Any], *, load: float, late_s: float) -> str:
         return f"other processes used the cores (a load of {load:.1f} with {figures['world_size']} ranks)"
     if is_slower and figures.get("save_blocked_s", 0.0) > EXPLAINS * late_s * figures["steps"]:
         return "checkpoints were written meanwhile"
-    return ("its operators are slower here than their rates say; paceline plan FILE tries plans and corrects them"
-            if is_slower else "the machine was busier, or colder, when its rates were taken")
+    return (
+        "its operators are slower here than their rates say; paceline plan FILE tries plans and corrects them"
+        if is_slower
+        else "the machine was busier, or colder, when its rates were taken"
+    )
 
 
 def _memory_miss(figures: Mapping[str, Any]) -> str:
-    predicted_bytes, measured_bytes = figures["predicted"]["peak_memory_bytes"], figures["peak_memory_bytes"]
-    if predicted_bytes is None or measured_bytes is None or abs(predicted_bytes - measured_bytes) <= max(
-            MEMORY_SPREAD * measured_bytes, SMALL_BYTES):
+    predicted_bytes, measured_bytes = (
+        figures["predicted"]["peak_memory_bytes"],
+        figures["peak_memory_bytes"],
+    )
+    if (
+        predicted_bytes is None
+        or measured_bytes is None
+        or abs(predicted_bytes - measured_bytes) <= max(MEMORY_SPREAD * measured_bytes, SMALL_BYTES)
+    ):
         return ""
-    return (f"a rank needed {measured_bytes / 2**20:,.0f} MiB and {predicted_bytes / 2**20:,.0f} MiB were predicted: "
-            + ("tensors that no operator of the model shows, or holes in the heap" if measured_bytes > predicted_bytes
-               else "the heap has fewer holes than most have"))
+    return (
+        f"a rank needed {measured_bytes / 2**20:,.0f} MiB and {predicted_bytes / 2**20:,.0f} MiB were predicted: "
+        + (
+            "tensors that no operator of the model shows, or holes in the heap"
+            if measured_bytes > predicted_bytes
+            else "the heap has fewer holes than most have"
+        )
+    )
 
 
 def what_would_fit(priced: Priced) -> str:
@@ -236,7 +284,13 @@ def _what_would_fit(priced: Priced) -> str:
     if priced.profile is None:
         return f"no ledger: {priced.problem}"
     try:
-        return smallest_change(priced.job, priced.resolved.plan, priced.resolved.cluster, priced.profile,
-                               priced.split or LazyPieces(priced.job, priced.profile), snapshot=priced.snapshot)
+        return smallest_change(
+            priced.job,
+            priced.resolved.plan,
+            priced.resolved.cluster,
+            priced.profile,
+            priced.split or LazyPieces(priced.job, priced.profile),
+            snapshot=priced.snapshot,
+        )
     except Exception as error:  # as above
         return f"no ledger: {error}"

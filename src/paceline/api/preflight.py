@@ -31,7 +31,12 @@ def refuse_early(job: Job, plan: Plan) -> bool:
     """
     from paceline.base.fork import in_a_fork
 
-    if not (job.freeze or job.init is not None or job.lr_schedule is not None or (job.models and plan.splits_model)):
+    if not (
+        job.freeze
+        or job.init is not None
+        or job.lr_schedule is not None
+        or (job.models and plan.splits_model)
+    ):
         return False
     with suppress(RuntimeError):
         in_a_fork(lambda: _look(job, plan))
@@ -62,14 +67,27 @@ def _cut(job: Job, plan: Plan) -> None:
     redirect(None)
     try:
         built = fake_model(job)
-        num_layers = sum(any(True for _ in module.parameters(recurse=False)) for module in built.model.modules())
-        if num_layers >= math.prod(plan.model_cut) * plan.schedule.virtual:  # as many as stages, or more
+        num_layers = sum(
+            any(True for _ in module.parameters(recurse=False)) for module in built.model.modules()
+        )
+        if (
+            num_layers >= math.prod(plan.model_cut) * plan.schedule.virtual
+        ):  # as many as stages, or more
             return
         split = SplitJob(job, profile_job(job, built=built), built=built)
-    except Exception:  # of the job's own code, or of a model that can't be captured: ranks say which
+    except (
+        Exception
+    ):  # of the job's own code, or of a model that can't be captured: ranks say which
         return
-    assigned(split.model, split.example, plan, samples=EXAMPLE_SAMPLES, state_factor=0.0, devices=(),
-             precision=job.precision)
+    assigned(
+        split.model,
+        split.example,
+        plan,
+        samples=EXAMPLE_SAMPLES,
+        state_factor=0.0,
+        devices=(),
+        precision=job.precision,
+    )
 
 
 def _look(job: Job, plan: Plan) -> None:
@@ -92,7 +110,11 @@ def _schedule(job: Job) -> None:
     from paceline.job.own_step import spec
     from paceline.training.optimizers.schedule import refuse_waiting
 
-    builds = [spec(each).lr_schedule for each in job.optimizers.values()] if job.models else [job.lr_schedule]
+    builds = (
+        [spec(each).lr_schedule for each in job.optimizers.values()]
+        if job.models
+        else [job.lr_schedule]
+    )
     for build in builds:
         if build is not None:
             optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
@@ -118,7 +140,9 @@ def _weights(job: Job) -> None:
         try:
             matched(weights, shapes, model.get_submodule(name))
         except JobError as error:
-            raise JobError(f"'{name}': {error.args[0]}" if name else error.args[0], hint=error.hint) from error
+            raise JobError(
+                f"'{name}': {error.args[0]}" if name else error.args[0], hint=error.hint
+            ) from error
 
 
 def _initial(job: Job) -> Iterator[tuple[str, Weights]]:
@@ -127,9 +151,15 @@ def _initial(job: Job) -> Iterator[tuple[str, Weights]]:
     from paceline.job.pretrained import Weights
 
     sources: Iterator[tuple[str, Any]] = (
-        ((name, init_of(job, name)) for name in (*job.models, *job.followers)) if job.models
-        else iter([("", None if job.init is None else Weights.of(job.init))]))
-    return ((name, weights) for name, weights in sources if weights is not None and not callable(weights.source))
+        ((name, init_of(job, name)) for name in (*job.models, *job.followers))
+        if job.models
+        else iter([("", None if job.init is None else Weights.of(job.init))])
+    )
+    return (
+        (name, weights)
+        for name, weights in sources
+        if weights is not None and not callable(weights.source)
+    )
 
 
 def _step(job: Job, plan: Plan) -> None:

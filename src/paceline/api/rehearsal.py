@@ -21,9 +21,13 @@ from paceline.launch.process.faults import Fault, draw, struck
 from paceline.runs import folder, journal
 from paceline.strategies.plan import Plan
 
-TIMEOUT_S = 10.0  # without a sign of life; a rehearsed run is a short one, and a hang is what is rehearsed
+TIMEOUT_S = (
+    10.0  # without a sign of life; a rehearsed run is a short one, and a hang is what is rehearsed
+)
 ALLOWED = 10.0  # times the rounding, as in `verify`; see docs/verify.md
-Launch = Callable[[Path, dict[str, Any]], tuple[int, str]]  # a run folder and options to exit code and message
+Launch = Callable[
+    [Path, dict[str, Any]], tuple[int, str]
+]  # a run folder and options to exit code and message
 SAVES = 5  # in a run, if it is not said how often
 
 
@@ -72,12 +76,19 @@ class Rehearsal:
     def passed(self) -> bool:
         """Whether the run ended with nothing lost or repeated; under an exact plan also with equal weights, or, if the
         number of ranks changed, with weights that differ by rounding."""
-        return self.ended and self.audit.passed and (self.weights == "equal" or not self.is_exact or self._is_rounding)
+        return (
+            self.ended
+            and self.audit.passed
+            and (self.weights == "equal" or not self.is_exact or self._is_rounding)
+        )
 
     @property
     def _is_rounding(self) -> bool:
-        return self.rounding is not None and self.difference is not None and (
-            self.difference <= ALLOWED * self.rounding)
+        return (
+            self.rounding is not None
+            and self.difference is not None
+            and (self.difference <= ALLOWED * self.rounding)
+        )
 
     @property
     def goodput(self) -> float:
@@ -87,20 +98,33 @@ class Rehearsal:
 
     def to_dict(self) -> dict[str, Any]:
         audit = self.audit.to_dict()
-        return {"plan": self.plan, "passed": self.passed, "ended": self.ended,
-                "effects": [asdict(effect) for effect in self.effects], "exit_codes": list(self.exit_codes),
-                "messages": list(self.messages), "recomputed_updates": self.audit.recomputed_updates,
-                "samples_lost": _samples(self.audit, "lost"), "samples_repeated": _samples(self.audit, "repeated"),
-                "weights": self.weights, "difference": self.difference, "rounding": self.rounding,
-                "undisturbed_s": self.undisturbed_s, "disturbed_s": self.disturbed_s, "goodput": self.goodput,
-                "audit": audit}
+        return {
+            "plan": self.plan,
+            "passed": self.passed,
+            "ended": self.ended,
+            "effects": [asdict(effect) for effect in self.effects],
+            "exit_codes": list(self.exit_codes),
+            "messages": list(self.messages),
+            "recomputed_updates": self.audit.recomputed_updates,
+            "samples_lost": _samples(self.audit, "lost"),
+            "samples_repeated": _samples(self.audit, "repeated"),
+            "weights": self.weights,
+            "difference": self.difference,
+            "rounding": self.rounding,
+            "undisturbed_s": self.undisturbed_s,
+            "disturbed_s": self.disturbed_s,
+            "goodput": self.goodput,
+            "audit": audit,
+        }
 
     def describe(self) -> str:
         """What people read: each fault, then what was lost, then the verdict."""
         lines = [f"plan {self.plan}"]
         for effect in self.effects:
             if effect.step is None:
-                lines.append(f"{effect.fault}: it did not strike, as the rank had no such phase of a step left")
+                lines.append(
+                    f"{effect.fault}: it did not strike, as the rank had no such phase of a step left"
+                )
                 continue
             after = "no further step"
             if effect.next_step_s is not None:
@@ -108,14 +132,20 @@ class Rehearsal:
             if effect.caught_up_s is not None and effect.caught_up_s != effect.next_step_s:
                 after += f", first new one after {effect.caught_up_s:.2f} s"
             lines.append(f"{effect.fault}: struck in step {effect.step} ({effect.phase}); {after}")
-        lines += [f"launch {number + 1} ended with {code}: {message}" for number, (code, message) in enumerate(
-            zip(self.exit_codes, self.messages, strict=False))]
-        lines += [f"steps recomputed  {self.audit.recomputed_updates}",
-                  f"samples lost      {_samples(self.audit, 'lost')}",
-                  f"samples repeated  {_samples(self.audit, 'repeated')}",
-                  f"final weights     {self._weights_in_words()}",
-                  f"goodput           {self.goodput:.0%} ({self.undisturbed_s:.1f} s undisturbed, "
-                  f"{self.disturbed_s:.1f} s under faults)"]
+        lines += [
+            f"launch {number + 1} ended with {code}: {message}"
+            for number, (code, message) in enumerate(
+                zip(self.exit_codes, self.messages, strict=False)
+            )
+        ]
+        lines += [
+            f"steps recomputed  {self.audit.recomputed_updates}",
+            f"samples lost      {_samples(self.audit, 'lost')}",
+            f"samples repeated  {_samples(self.audit, 'repeated')}",
+            f"final weights     {self._weights_in_words()}",
+            f"goodput           {self.goodput:.0%} ({self.undisturbed_s:.1f} s undisturbed, "
+            f"{self.disturbed_s:.1f} s under faults)",
+        ]
         if not self.audit.passed:
             lines.append(self.audit.describe())
         return "\n".join([*lines, "passed" if self.passed else "FAILED"])
@@ -131,9 +161,18 @@ class Rehearsal:
         return f"up to {self.difference:.3g} from those of the undisturbed run{note}"
 
 
-def rehearse(job: AnyJob, plan: str | Plan | None = None, faults: Sequence[Fault | str] = (), *, random: int = 0,
-             seed: int = 0, run: str | Path | None = None, save_every: int | None = None,
-             timeout_s: float = TIMEOUT_S, **request: Any) -> Rehearsal:
+def rehearse(
+    job: AnyJob,
+    plan: str | Plan | None = None,
+    faults: Sequence[Fault | str] = (),
+    *,
+    random: int = 0,
+    seed: int = 0,
+    run: str | Path | None = None,
+    save_every: int | None = None,
+    timeout_s: float = TIMEOUT_S,
+    **request: Any,
+) -> Rehearsal:
     """Train a job undisturbed, then under faults; a launch that ends before its time is resumed as a user would.
 
     If a fault cuts a host off, each rank of both runs has a host of its own: a network namespace (Linux, root).
@@ -154,32 +193,54 @@ def rehearse(job: AnyJob, plan: str | Plan | None = None, faults: Sequence[Fault
     if (steps := request.pop("steps", None)) is not None:
         loaded = replace(loaded, steps=steps, epochs=None)
     if loaded.total_steps is None:
-        raise UsageError("how long a stream lasts is not known, and faults strike in steps",
-                         hint="steps=N, or --steps N")
-    options: dict[str, Any] = {"timeout_s": timeout_s, "restarts": request.pop("restarts", None), "check": False,
-                               "recheck_every": request.pop("recheck_every", None),
-                               "save_every": save_every or max(1, loaded.total_steps // SAVES)}
+        raise UsageError(
+            "how long a stream lasts is not known, and faults strike in steps",
+            hint="steps=N, or --steps N",
+        )
+    options: dict[str, Any] = {
+        "timeout_s": timeout_s,
+        "restarts": request.pop("restarts", None),
+        "check": False,
+        "recheck_every": request.pop("recheck_every", None),
+        "save_every": save_every or max(1, loaded.total_steps // SAVES),
+    }
 
     def ask(other_plan: str | Plan | None) -> TrainRequest:
         return TrainRequest.of(loaded, source, other_plan, **request)
 
     train_request = ask(plan)
     world_size = train_request.resolved.plan.world_size
-    script = [*(Fault.read(fault) if isinstance(fault, str) else fault for fault in faults),
-              *draw(random, seed=seed, world_size=world_size, steps=loaded.total_steps)]
+    script = [
+        *(Fault.read(fault) if isinstance(fault, str) else fault for fault in faults),
+        *draw(random, seed=seed, world_size=world_size, steps=loaded.total_steps),
+    ]
     for fault in script:
         if fault.rank >= world_size:
-            raise UsageError(f"'{fault}' names {'host' if fault.kind == 'cut' else 'rank'} {fault.rank}, and the plan "
-                             f"{train_request.resolved.plan} has {world_size} ranks, from 0")
-    base_dir = Path(run) if run is not None else folder.fresh_name(f"rehearse-{source.path.stem if source else 'job'}")
+            raise UsageError(
+                f"'{fault}' names {'host' if fault.kind == 'cut' else 'rank'} {fault.rank}, and the plan "
+                f"{train_request.resolved.plan} has {world_size} ranks, from 0"
+            )
+    base_dir = (
+        Path(run)
+        if run is not None
+        else folder.fresh_name(f"rehearse-{source.path.stem if source else 'job'}")
+    )
     cuts = any(fault.kind == "cut" for fault in script)
     plan_of_run = train_request.resolved.plan
-    launch: Launch = partial(_launch_on_hosts, ask, plan_of_run) if cuts else partial(_launch, train_request)
+    launch: Launch = (
+        partial(_launch_on_hosts, ask, plan_of_run) if cuts else partial(_launch, train_request)
+    )
     return _rehearsed(plan_of_run, launch, ask, base_dir, script, options)
 
 
-def _rehearsed(plan: Plan, launch: Launch, ask: Callable[[Plan], TrainRequest], base_dir: Path, faults: Sequence[Fault],
-               options: dict[str, Any]) -> Rehearsal:
+def _rehearsed(
+    plan: Plan,
+    launch: Launch,
+    ask: Callable[[Plan], TrainRequest],
+    base_dir: Path,
+    faults: Sequence[Fault],
+    options: dict[str, Any],
+) -> Rehearsal:
     """Both runs, the one under faults resumed until it ends, or until no fault is left that could have ended it."""
     _undisturbed(launch, base_dir / "undisturbed", options)
     run_dir, codes, messages = base_dir / "disturbed", list[int](), list[str]()
@@ -189,11 +250,25 @@ def _rehearsed(plan: Plan, launch: Launch, ask: Callable[[Plan], TrainRequest], 
         if code:
             messages.append(message)
     weights, difference = _compared(base_dir / "undisturbed", run_dir)
-    roundings = [_rounding(ask(other), base_dir, number, options)
-                 for number, other in enumerate(_other_plans(run_dir, plan)) if weights == "different"]
-    return Rehearsal(str(plan), plan.relaxed is None, not codes[-1], _effects(run_dir, faults), tuple(codes),
-                     tuple(messages), audit(run_dir), weights, difference, _trained_s(base_dir / "undisturbed"),
-                     _trained_s(run_dir), max(roundings, default=None))
+    roundings = [
+        _rounding(ask(other), base_dir, number, options)
+        for number, other in enumerate(_other_plans(run_dir, plan))
+        if weights == "different"
+    ]
+    return Rehearsal(
+        str(plan),
+        plan.relaxed is None,
+        not codes[-1],
+        _effects(run_dir, faults),
+        tuple(codes),
+        tuple(messages),
+        audit(run_dir),
+        weights,
+        difference,
+        _trained_s(base_dir / "undisturbed"),
+        _trained_s(run_dir),
+        max(roundings, default=None),
+    )
 
 
 def _trained_s(run_dir: Path) -> float:
@@ -203,7 +278,11 @@ def _trained_s(run_dir: Path) -> float:
 
 
 def _launches(run_dir: Path) -> list[journal.Launch]:
-    return [record for _, record in journal.read(run_dir / folder.JOURNAL) if isinstance(record, journal.Launch)]
+    return [
+        record
+        for _, record in journal.read(run_dir / folder.JOURNAL)
+        if isinstance(record, journal.Launch)
+    ]
 
 
 def _undisturbed(launch: Launch, run_dir: Path, options: dict[str, Any]) -> None:
@@ -213,13 +292,18 @@ def _undisturbed(launch: Launch, run_dir: Path, options: dict[str, Any]) -> None
     """
     code, message = launch(run_dir, options)
     if code:
-        raise PacelineError(f"the undisturbed run failed: {message}", hint=folder.read_failure(run_dir).get("hint"))
+        raise PacelineError(
+            f"the undisturbed run failed: {message}", hint=folder.read_failure(run_dir).get("hint")
+        )
 
 
 def _other_plans(run_dir: Path, plan: Plan) -> list[Plan]:
     """Under which the run went on, beside this one."""
-    return [Plan.parse(text) for text in dict.fromkeys(launch.plan for launch in _launches(run_dir))
-            if text != str(plan)]
+    return [
+        Plan.parse(text)
+        for text in dict.fromkeys(launch.plan for launch in _launches(run_dir))
+        if text != str(plan)
+    ]
 
 
 def _rounding(request: TrainRequest, base_dir: Path, number: int, options: dict[str, Any]) -> float:
@@ -229,8 +313,9 @@ def _rounding(request: TrainRequest, base_dir: Path, number: int, options: dict[
     return _compared(base_dir / "undisturbed", other)[1] or 0.0
 
 
-def _launch_on_hosts(ask: Callable[[Plan], TrainRequest], plan: Plan, run_dir: Path,
-                     options: dict[str, Any]) -> tuple[int, str]:
+def _launch_on_hosts(
+    ask: Callable[[Plan], TrainRequest], plan: Plan, run_dir: Path, options: dict[str, Any]
+) -> tuple[int, str]:
     """Train with a host for each rank; see `_launch`."""
     from paceline.api.rehearsal_on_hosts import HostsRehearsal
 
@@ -247,8 +332,9 @@ def _launch(request: TrainRequest, run_dir: Path, options: dict[str, Any]) -> tu
     """Train in a process of its own, as faults may kill it. Returns its exit code and what it ended with."""
     prepare_to_fork()
     parent_end, child_end = multiprocessing.Pipe(duplex=False)
-    process: Any = multiprocessing.get_context("fork").Process(target=_be_launcher,
-                                                               args=(request, run_dir, options, child_end, os.getpid()))
+    process: Any = multiprocessing.get_context("fork").Process(
+        target=_be_launcher, args=(request, run_dir, options, child_end, os.getpid())
+    )
     process.start()
     child_end.close()
     try:
@@ -259,8 +345,13 @@ def _launch(request: TrainRequest, run_dir: Path, options: dict[str, Any]) -> tu
     return process.exitcode, message or f"it was ended by signal {-process.exitcode}"
 
 
-def _be_launcher(request: TrainRequest, run_dir: Path, options: dict[str, Any], answer: Connection,
-                 parent_pid: int) -> None:
+def _be_launcher(
+    request: TrainRequest,
+    run_dir: Path,
+    options: dict[str, Any],
+    answer: Connection,
+    parent_pid: int,
+) -> None:
     die_with(parent_pid)
     try:
         request.train(run_dir, **options)
@@ -281,9 +372,15 @@ def _effects(run_dir: Path, faults: Sequence[Fault]) -> tuple[Effect, ...]:
             continue
         at_s = strikes[number]["time"]
         after = [(step, time_s - at_s) for step, time_s in steps if time_s > at_s]
-        effects.append(Effect(str(fault), strikes[number]["step"], strikes[number]["phase"],
-                              after[0][1] if after else None,
-                              next((late_s for step, late_s in after if step >= strikes[number]["step"]), None)))
+        effects.append(
+            Effect(
+                str(fault),
+                strikes[number]["step"],
+                strikes[number]["phase"],
+                after[0][1] if after else None,
+                next((late_s for step, late_s in after if step >= strikes[number]["step"]), None),
+            )
+        )
     return tuple(effects)
 
 
@@ -294,18 +391,29 @@ def _recorded(run_dir: Path) -> list[tuple[int, float]]:
     return [(line["step"], line["time"]) for line in lines if "step_s" in line]
 
 
-def _compared(undisturbed: Path, disturbed: Path) -> tuple[Literal["equal", "different"] | None, float | None]:
+def _compared(
+    undisturbed: Path, disturbed: Path
+) -> tuple[Literal["equal", "different"] | None, float | None]:
     """How final weights compare, and their greatest difference."""
     from paceline.checkpoint.dtypes import load_tensors
 
     if not (disturbed / folder.MODEL).exists():
         return None, None
     first, second = (load_tensors(path / folder.MODEL) for path in (undisturbed, disturbed))
-    difference = max((float((first[name].double() - second[name].double()).abs().max()) for name in first
-                      if first[name].numel()), default=0.0)
+    difference = max(
+        (
+            float((first[name].double() - second[name].double()).abs().max())
+            for name in first
+            if first[name].numel()
+        ),
+        default=0.0,
+    )
     return ("equal" if difference == 0 else "different"), difference
 
 
 def _samples(audit: Audit, kind: str) -> int:
-    return sum(finding.positions[1] - finding.positions[0] for finding in audit.findings
-               if finding.kind == kind and finding.positions is not None)
+    return sum(
+        finding.positions[1] - finding.positions[0]
+        for finding in audit.findings
+        if finding.kind == kind and finding.positions is not None
+    )

@@ -41,7 +41,9 @@ class HostsRehearsal:
     @property
     def lost(self) -> set[int]:
         """Hosts that are cut off for good."""
-        return {fault.rank for fault in self.faults if fault.kind == "cut" and fault.heals_s is None}
+        return {
+            fault.rank for fault in self.faults if fault.kind == "cut" and fault.heals_s is None
+        }
 
     def launch(self) -> tuple[int, str]:
         """Train until all hosts that are not cut off have ended. Returns the worst exit code and what goes with it.
@@ -52,8 +54,12 @@ class HostsRehearsal:
         self._refuse()
         prepare_to_fork()
         with network_hosts(self.plan.world_size) as hosts:
-            launched = [self._start(index, host, hosts[0].address) for index, host in enumerate(hosts)]
-            ended = [_ending(*each) for index, each in enumerate(launched) if index not in self.lost]
+            launched = [
+                self._start(index, host, hosts[0].address) for index, host in enumerate(hosts)
+            ]
+            ended = [
+                _ending(*each) for index, each in enumerate(launched) if index not in self.lost
+            ]
             for process, _ in launched:
                 process.kill()
                 process.join()
@@ -66,9 +72,11 @@ class HostsRehearsal:
             if fault.kind == "cut" and fault.heals_s is None and fault.rank in standing.members:
                 remaining = standing.members - {fault.rank}
                 if not standing.is_enough(remaining):
-                    raise UsageError(f"'{fault}' leaves {len(remaining)} of {len(standing.members)} hosts, which is no "
-                                     "majority, and they may not go on",
-                                     hint=f"{fault}+SECONDS, after which it is back, or a plan of more ranks")
+                    raise UsageError(
+                        f"'{fault}' leaves {len(remaining)} of {len(standing.members)} hosts, which is no "
+                        "majority, and they may not go on",
+                        hint=f"{fault}+SECONDS, after which it is back, or a plan of more ranks",
+                    )
                 keeper = standing.keeper if standing.keeper in remaining else min(remaining)
                 standing = replace(standing, members=remaining, keeper=keeper)
         resized(self.plan, self.plan.world_size - len(self.lost))
@@ -76,12 +84,15 @@ class HostsRehearsal:
     def _start(self, index: int, host: NetworkHost, address: str) -> tuple[Any, Connection]:
         parent_end, child_end = multiprocessing.Pipe(duplex=False)
         process: Any = multiprocessing.get_context("fork").Process(
-            target=self._be_host, args=(index, host, address, child_end, os.getpid()))
+            target=self._be_host, args=(index, host, address, child_end, os.getpid())
+        )
         process.start()
         child_end.close()
         return process, parent_end
 
-    def _be_host(self, index: int, host: NetworkHost, address: str, answer: Connection, parent_pid: int) -> None:
+    def _be_host(
+        self, index: int, host: NetworkHost, address: str, answer: Connection, parent_pid: int
+    ) -> None:
         """In the host's process."""
         die_with(parent_pid)
         count = self.plan.world_size
@@ -89,8 +100,15 @@ class HostsRehearsal:
         try:
             host.enter()
             place = Host("the rehearsal", index, count, 1, address, PORT, count - len(self.lost))
-            train_on_hosts(place, self.plan, lambda plan: self.train(plan, self._faults_of(index)), run=self.run_dir,
-                           procs=None, patience_s=self.patience_s, restarts=self.restarts)
+            train_on_hosts(
+                place,
+                self.plan,
+                lambda plan: self.train(plan, self._faults_of(index)),
+                run=self.run_dir,
+                procs=None,
+                patience_s=self.patience_s,
+                restarts=self.restarts,
+            )
         except PacelineError as error:
             code, message = error.exit_code, " ".join(str(error).splitlines()[:2])
         answer.send_bytes(json.dumps(message).encode())
@@ -99,8 +117,12 @@ class HostsRehearsal:
     def _faults_of(self, index: int) -> list[Fault]:
         """In a rank: the faults by the ranks that they strike, of which this host's may have another number by now."""
         rank = int(os.environ["RANK"])
-        return [fault if fault.kind != "cut" else replace(fault, rank=rank if fault.rank == index else -1)
-                for fault in self.faults]
+        return [
+            fault
+            if fault.kind != "cut"
+            else replace(fault, rank=rank if fault.rank == index else -1)
+            for fault in self.faults
+        ]
 
 
 def _ending(process: Any, answer: Connection) -> tuple[int, str]:

@@ -34,7 +34,11 @@ def report(run: str | Path, *, to: str | Path | None = None, price: bool = True)
     path = Path(run)
     if to is not None:
         prepare(Path(to))
-    return write(path, to=None if to is None else Path(to), alternatives=_alternatives(path) if price else None)
+    return write(
+        path,
+        to=None if to is None else Path(to),
+        alternatives=_alternatives(path) if price else None,
+    )
 
 
 def compare(first: str | Path, second: str | Path, *, fail_if: Sequence[str] = ()) -> Comparison:
@@ -59,18 +63,30 @@ def _alternatives(path: Path) -> Alternatives | None:
     if not record.job:
         return Alternatives(note="The job was made in Python, so other plans were not priced.")
     if record.origin.get("host") != platform.node():
-        return Alternatives(note=f"The run was on {record.origin.get('host', 'another host')}, so other plans were not "
-                                 "priced here.")
+        return Alternatives(
+            note=f"The run was on {record.origin.get('host', 'another host')}, so other plans were not "
+            "priced here."
+        )
     note_edits(path)
     try:
         answer = plan(JobFile.from_dict(dict(record.job)), Cluster.local(), calibrate_s=0.0)
     except (PacelineError, OSError) as error:
         return Alternatives(note=f"Other plans were not priced: {str(error).partition(chr(10))[0]}")
-    step_s = next((each.estimate.step_s for each in answer.ranking.ranked
-                   if str(each.plan) == record.plan["plan"]), None)
+    step_s = next(
+        (
+            each.estimate.step_s
+            for each in answer.ranking.ranked
+            if str(each.plan) == record.plan["plan"]
+        ),
+        None,
+    )
     if step_s is None:
         return Alternatives(note="This run's own plan is not among those that were priced.")
     exact = [each for each in answer.ranking.ranked if each.plan.relaxed is None]
-    return Alternatives([(str(each.plan), each.estimate.step_s / step_s, each.estimate.peak_memory_bytes)
-                         for each in exact[:MOST_PLANS]],
-                        "Priced for all devices of this machine, without trying them.")
+    return Alternatives(
+        [
+            (str(each.plan), each.estimate.step_s / step_s, each.estimate.peak_memory_bytes)
+            for each in exact[:MOST_PLANS]
+        ],
+        "Priced for all devices of this machine, without trying them.",
+    )

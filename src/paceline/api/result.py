@@ -53,11 +53,16 @@ class TrainedModel:
         from paceline.training import state
 
         if self.job is None:
-            raise UsageError(f"{self.run} does not say which job it is of, so its model can't be built",
-                             hint="pl.open(run, job=...) takes the job")
+            raise UsageError(
+                f"{self.run} does not say which job it is of, so its model can't be built",
+                hint="pl.open(run, job=...) takes the job",
+            )
         checkpoint = self.checkpoint()
-        check_fits((entry.dtype, entry.shape) for name, entry in checkpoint.tensors.items()
-                   if name.startswith(("parameters/", "buffers/")))
+        check_fits(
+            (entry.dtype, entry.shape)
+            for name, entry in checkpoint.tensors.items()
+            if name.startswith(("parameters/", "buffers/"))
+        )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.job.seed)
             model: torch.nn.Module = self.job.model()
@@ -76,8 +81,10 @@ class TrainedModel:
         """
         model: Any = self.model()
         if not hasattr(model, "save_pretrained"):
-            raise UsageError(f"a {type(model).__name__} has no save_pretrained",
-                             hint="result.export('model.safetensors') writes the weights of any model")
+            raise UsageError(
+                f"a {type(model).__name__} has no save_pretrained",
+                hint="result.export('model.safetensors') writes the weights of any model",
+            )
         model.save_pretrained(str(folder))
         return Path(folder)
 
@@ -94,9 +101,14 @@ class TrainedModel:
         if target.suffix != ".safetensors":
             raise UsageError(f"can't export to {target}: the file must end with .safetensors")
         stored = own_names(checkpoint)
-        write_model(target, {name: (checkpoint.tensors[key].dtype, checkpoint.tensors[key].shape)
-                             for name, key in stored.items()},
-                    lambda name, offsets, shape: checkpoint.read(stored[name], offsets, shape))
+        write_model(
+            target,
+            {
+                name: (checkpoint.tensors[key].dtype, checkpoint.tensors[key].shape)
+                for name, key in stored.items()
+            },
+            lambda name, offsets, shape: checkpoint.read(stored[name], offsets, shape),
+        )
         return target
 
     def checkpoint(self) -> Checkpoint:
@@ -105,14 +117,20 @@ class TrainedModel:
         from paceline.checkpoint.read import newest_checkpoint, open_checkpoint
 
         if self.step is None:
-            newest = newest_checkpoint(self.run, accept=lambda checkpoint: None, warn=logger.warning)
+            newest = newest_checkpoint(
+                self.run, accept=lambda checkpoint: None, warn=logger.warning
+            )
             if newest is None:
-                raise CheckpointError(f"{self.run} has no checkpoint", hint="train it first, or longer")
+                raise CheckpointError(
+                    f"{self.run} has no checkpoint", hint="train it first, or longer"
+                )
             return newest
         path = self.run / folder.CHECKPOINTS / f"step-{self.step}"
         if not path.exists():
-            raise CheckpointError(f"{self.run} holds no weights of step {self.step}",
-                                  hint="callbacks=[pl.KeepBest(...)] keeps the best checkpoints")
+            raise CheckpointError(
+                f"{self.run} holds no weights of step {self.step}",
+                hint="callbacks=[pl.KeepBest(...)] keeps the best checkpoints",
+            )
         return open_checkpoint(path)
 
 
@@ -172,7 +190,9 @@ class Result(Outcome):
         judge, best = Monitor(monitor, mode), None
         for step, figures in _evaluations(self.history):
             if monitor not in figures:
-                raise UsageError(f"{self.run} has no figure {monitor!r}; it has {', '.join(figures)}")
+                raise UsageError(
+                    f"{self.run} has no figure {monitor!r}; it has {', '.join(figures)}"
+                )
             if judge.is_better(figures[monitor], None if best is None else best.value):
                 best = Best(self.run, self.job, step, monitor, figures[monitor], figures)
         return best
@@ -199,8 +219,11 @@ class Result(Outcome):
 
 
 def _evaluations(history: list[dict[str, Any]]) -> list[tuple[int, dict[str, float]]]:
-    return [(line["step"], {"validation_loss": line["validation_loss"], **line.get("metrics", {})})
-            for line in history if "validation_loss" in line]
+    return [
+        (line["step"], {"validation_loss": line["validation_loss"], **line.get("metrics", {})})
+        for line in history
+        if "validation_loss" in line
+    ]
 
 
 def open(run: str | Path, *, job: Job | JobFile | None = None) -> Result:

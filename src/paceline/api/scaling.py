@@ -63,15 +63,25 @@ class Scaling:
 
     def to_dict(self) -> dict[str, Any]:
         """The document of `--json`."""
-        return {"cluster": self.cluster, "batch": self.batch, "points": [self._row(point) for point in self.points]}
+        return {
+            "cluster": self.cluster,
+            "batch": self.batch,
+            "points": [self._row(point) for point in self.points],
+        }
 
     def _row(self, point: Point) -> dict[str, Any]:
         estimate = None if point.best is None else point.best.estimate
-        return {"devices": point.num_devices, "plan": None if point.best is None else str(point.best.plan),
-                "step_s": estimate and estimate.step_s, "step_s_low": estimate and estimate.low_s,
-                "step_s_high": estimate and estimate.high_s, "samples_per_s": self.samples_per_s(point),
-                "efficiency": self.efficiency(point), "memory_bytes": estimate and estimate.peak_memory_bytes,
-                "problem": point.problem or None}
+        return {
+            "devices": point.num_devices,
+            "plan": None if point.best is None else str(point.best.plan),
+            "step_s": estimate and estimate.step_s,
+            "step_s_low": estimate and estimate.low_s,
+            "step_s_high": estimate and estimate.high_s,
+            "samples_per_s": self.samples_per_s(point),
+            "efficiency": self.efficiency(point),
+            "memory_bytes": estimate and estimate.peak_memory_bytes,
+            "problem": point.problem or None,
+        }
 
     def describe(self) -> str:
         """For people."""
@@ -82,14 +92,21 @@ class Scaling:
         if self.first is not None:
             yield f"efficiency: of each device, against {self.first.num_devices} of them"
         yield ""
-        yield aligned(["devices", "s/step", "samples/s", "efficiency", "plan"], map(self._cells, self.points))
+        yield aligned(
+            ["devices", "s/step", "samples/s", "efficiency", "plan"], map(self._cells, self.points)
+        )
 
     def _cells(self, point: Point) -> list[str]:
         speed, part = self.samples_per_s(point), self.efficiency(point)
         if point.best is None or speed is None or part is None:
             return [str(point.num_devices), "", "", "", point.problem]
-        return [str(point.num_devices), f"{point.best.estimate.step_s:.3g}", f"{speed:.4g}", f"{100 * part:.0f} %",
-                str(point.best.plan)]
+        return [
+            str(point.num_devices),
+            f"{point.best.estimate.step_s:.3g}",
+            f"{speed:.4g}",
+            f"{100 * part:.0f} %",
+            str(point.best.plan),
+        ]
 
     def plot(self, path: str | Path) -> Path:
         """Draw throughput and efficiency over devices.
@@ -101,11 +118,15 @@ class Scaling:
         from paceline.api.scaling_plot import draw
 
         if self.first is None:
-            raise PacelineError("nothing fits on any number of devices, so there is nothing to draw")
+            raise PacelineError(
+                "nothing fits on any number of devices, so there is nothing to draw"
+            )
         return draw(self, Path(path))
 
 
-def scale(job: AnyJob, cluster: Cluster | str, counts: str = "1..1024", *, relaxed: bool = False) -> Scaling:
+def scale(
+    job: AnyJob, cluster: Cluster | str, counts: str = "1..1024", *, relaxed: bool = False
+) -> Scaling:
     """The best plan on each of several numbers of devices, with the global batch of the job.
 
     Args:
@@ -127,8 +148,11 @@ def scale(job: AnyJob, cluster: Cluster | str, counts: str = "1..1024", *, relax
         problem = PlanningProblem.of(loaded, device=target.first_here)
         return tuple(_point(problem, target, count, relaxed=relaxed) for count in numbers)
 
-    return Scaling(cluster if isinstance(cluster, str) else "the cluster", loaded.batch,
-                   value_of(apart_from_cuda(lambda: plain(points()))))
+    return Scaling(
+        cluster if isinstance(cluster, str) else "the cluster",
+        loaded.batch,
+        value_of(apart_from_cuda(lambda: plain(points()))),
+    )
 
 
 def parse_counts(text: str) -> list[int]:
@@ -142,8 +166,10 @@ def parse_counts(text: str) -> list[int]:
     match = re.fullmatch(r"(\d+)\.\.(\d+)", text.strip())
     first, last = (int(match[1]), int(match[2])) if match else (0, 0)
     if not 1 <= first <= last <= MOST_DEVICES:
-        raise UsageError(f"can't read the numbers of devices '{text}'",
-                         hint=f"FIRST..LAST, such as 1..4096, from 1 to {MOST_DEVICES:,}")
+        raise UsageError(
+            f"can't read the numbers of devices '{text}'",
+            hint=f"FIRST..LAST, such as 1..4096, from 1 to {MOST_DEVICES:,}",
+        )
     powers = [2**k for k in range(last.bit_length()) if first < 2**k < last]
     return sorted({first, *powers, last})
 
@@ -155,7 +181,9 @@ def check_plot(path: str | Path) -> None:
         UsageError: the file is no .png or .svg, or matplotlib is missing.
     """
     if Path(path).suffix not in SUFFIXES:
-        raise UsageError(f"can't draw to {path}", hint=f"a file that ends in {' or '.join(SUFFIXES)}")
+        raise UsageError(
+            f"can't draw to {path}", hint=f"a file that ends in {' or '.join(SUFFIXES)}"
+        )
     if importlib.util.find_spec("matplotlib") is None:
         raise MissingPackage("drawing", "matplotlib", install=with_extra("plot"))
 
@@ -169,7 +197,14 @@ def _point(problem: PlanningProblem, cluster: Cluster, count: int, *, relaxed: b
         return Point(count, ranking.chosen)
     if ranking.too_large:
         nearest = ranking.too_large[0]
-        return Point(count, problem=f"nothing fits: {nearest.plan} needs {amount(nearest.missing_bytes)} more")
+        return Point(
+            count,
+            problem=f"nothing fits: {nearest.plan} needs {amount(nearest.missing_bytes)} more",
+        )
     why = "; ".join(dict.fromkeys(ranking.refused.values()))
-    return Point(count, problem=why or f"no plan: the batch of {problem.job.batch} samples is smaller than the "
-                                       "replicas, and the model is cut no further")
+    return Point(
+        count,
+        problem=why
+        or f"no plan: the batch of {problem.job.batch} samples is smaller than the "
+        "replicas, and the model is cut no further",
+    )

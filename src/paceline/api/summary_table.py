@@ -12,23 +12,27 @@ def summary_table(summary: Mapping[str, Any]) -> str:
     """A run's figures and its card."""
     predicted = summary.get("predicted") or {}
     ranks = summary["world_size"]
-    return table({
-        "plan": f"{summary['plan']} ({ranks} rank{'s' if ranks > 1 else ''})",
-        "steps": summary["steps"],
-        "stopped": summary.get("stopped"),
-        "samples": summary["samples"],
-        "samples/s": summary["samples_per_s"],
-        "final loss": summary["final_loss"],
-        "validation loss": summary.get("validation_loss"),
-        **(summary.get("metrics") or {}),
-        "time": f"{_number(summary['wall_s'])} s",
-        "first update": _checked(summary.get("check")),
-        "peak memory": _memory(summary["peak_memory_bytes"]),
-        "predicted step": f"{_number(predicted['step_s'])} s" if predicted.get("step_s") else None,
-        "predicted memory": _memory(predicted.get("peak_memory_bytes")),
-        "run": summary.get("run"),
-        **_card(summary.get("run")),
-    })
+    return table(
+        {
+            "plan": f"{summary['plan']} ({ranks} rank{'s' if ranks > 1 else ''})",
+            "steps": summary["steps"],
+            "stopped": summary.get("stopped"),
+            "samples": summary["samples"],
+            "samples/s": summary["samples_per_s"],
+            "final loss": summary["final_loss"],
+            "validation loss": summary.get("validation_loss"),
+            **(summary.get("metrics") or {}),
+            "time": f"{_number(summary['wall_s'])} s",
+            "first update": _checked(summary.get("check")),
+            "peak memory": _memory(summary["peak_memory_bytes"]),
+            "predicted step": f"{_number(predicted['step_s'])} s"
+            if predicted.get("step_s")
+            else None,
+            "predicted memory": _memory(predicted.get("peak_memory_bytes")),
+            "run": summary.get("run"),
+            **_card(summary.get("run")),
+        }
+    )
 
 
 def card(run: str | Path) -> str:
@@ -44,15 +48,21 @@ def _card(run: str | None) -> dict[str, str]:
 
     if run is None or not (Path(run) / folder.PLAN).exists():
         return {}
-    return {**diagnose(RunRecord.read(run)).lines(), "report": f"paceline report {shlex.quote(run)}"}
+    return {
+        **diagnose(RunRecord.read(run)).lines(),
+        "report": f"paceline report {shlex.quote(run)}",
+    }
 
 
 def _checked(check: Mapping[str, Any] | None) -> str | None:
     """What the check before the run said, for people; nothing on one device."""
     if check is None:
         return None
-    verdict = {"passed": "one device's", "coupled": "one device's that cuts the batch alike",
-               "unchecked": "not checked"}[check["verdict"]]
+    verdict = {
+        "passed": "one device's",
+        "coupled": "one device's that cuts the batch alike",
+        "unchecked": "not checked",
+    }[check["verdict"]]
     return f"{verdict} (checked in {check['seconds']:.2g} s)" if check["seconds"] else verdict
 
 
@@ -62,7 +72,11 @@ def table(rows: Mapping[str, Any]) -> str:
     for label, value in rows.items():
         inner = value if isinstance(value, Mapping) else {"": value}
         flat.update({f"{label} {name}".rstrip(): each for name, each in inner.items()})
-    shown = {label.replace("_", " "): _number(value) for label, value in flat.items() if value is not None}
+    shown = {
+        label.replace("_", " "): _number(value)
+        for label, value in flat.items()
+        if value is not None
+    }
     width = max(map(len, shown), default=0)
     return "\n".join(f"{label:<{width}}  {value}" for label, value in shown.items())
 

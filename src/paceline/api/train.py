@@ -41,12 +41,30 @@ Follow = Callable[["RankContext", Path], "Observer"]
 
 
 @unbroken()
-def train(job: AnyJob, plan: str | Plan | None = None, *, devices: str | None = None,
-          on: str | None = None, procs: int | None = None, memory: str | None = None, steps: int | None = None,
-          save_every: int | None = None, keep: int | None = None, trace: int = 0, run: str | Path | None = None,
-          resume: bool = False, loader_workers: int | None = None, timeout_s: float = 300.0,
-          restarts: int | None = None, on_spike: str | None = None, recheck_every: int | None = None,
-          spares: int = 0, check: bool = True, log: str | Sequence[str] | None = None, table: bool = True) -> Result:
+def train(
+    job: AnyJob,
+    plan: str | Plan | None = None,
+    *,
+    devices: str | None = None,
+    on: str | None = None,
+    procs: int | None = None,
+    memory: str | None = None,
+    steps: int | None = None,
+    save_every: int | None = None,
+    keep: int | None = None,
+    trace: int = 0,
+    run: str | Path | None = None,
+    resume: bool = False,
+    loader_workers: int | None = None,
+    timeout_s: float = 300.0,
+    restarts: int | None = None,
+    on_spike: str | None = None,
+    recheck_every: int | None = None,
+    spares: int = 0,
+    check: bool = True,
+    log: str | Sequence[str] | None = None,
+    table: bool = True,
+) -> Result:
     """Train a job under a plan and leave a run folder.
 
     Args:
@@ -88,7 +106,11 @@ def train(job: AnyJob, plan: str | Plan | None = None, *, devices: str | None = 
         RankFailed: a rank failed; its report names rank, step and line.
     """
     _check(save_every=save_every, keep=keep, steps=steps, procs=procs, timeout_s=timeout_s)
-    for name, value in (("restarts", restarts), ("recheck_every", recheck_every), ("spares", spares)):
+    for name, value in (
+        ("restarts", restarts),
+        ("recheck_every", recheck_every),
+        ("spares", spares),
+    ):
         if value is not None and value < 0:
             raise UsageError(f"{name} must be 0 or more, got {value}")
     if resume and run is None:
@@ -103,28 +125,62 @@ def train(job: AnyJob, plan: str | Plan | None = None, *, devices: str | None = 
         loaded = replace(loaded, steps=steps, epochs=None)
     plan_to_run = _plan_of(run, procs=procs) if resume and is_auto(plan) else plan
     if spares and on is not None:
-        raise UsageError(f"spares={spares} with on={on}: Ray gives the ranks of a lost node a place by itself",
-                         hint="leave spares out")
+        raise UsageError(
+            f"spares={spares} with on={on}: Ray gives the ranks of a lost node a place by itself",
+            hint="leave spares out",
+        )
     if spares and restarts == 0:
-        raise UsageError(f"spares={spares} with restarts=0: a spare takes a place when ranks start again",
-                         hint="leave one of them out")
+        raise UsageError(
+            f"spares={spares} with restarts=0: a spare takes a place when ranks start again",
+            hint="leave one of them out",
+        )
     if on is not None:
         from paceline.ray.training import RayRun
 
-        result = RayRun.of(on, source, loaded, plan_to_run, run=run, timeout_s=timeout_s, options={
-            "devices": devices, "procs": procs, "memory": memory, "steps": steps, "save_every": save_every,
-            "keep": keep, "trace": trace, "resume": resume, "loader_workers": loader_workers, "timeout_s": timeout_s,
-            "check": check, "log": log, "on_spike": on_spike,
-            "recheck_every": recheck_every}).train(loaded, restarts=restarts)
+        result = RayRun.of(
+            on,
+            source,
+            loaded,
+            plan_to_run,
+            run=run,
+            timeout_s=timeout_s,
+            options={
+                "devices": devices,
+                "procs": procs,
+                "memory": memory,
+                "steps": steps,
+                "save_every": save_every,
+                "keep": keep,
+                "trace": trace,
+                "resume": resume,
+                "loader_workers": loader_workers,
+                "timeout_s": timeout_s,
+                "check": check,
+                "log": log,
+                "on_spike": on_spike,
+                "recheck_every": recheck_every,
+            },
+        ).train(loaded, restarts=restarts)
     else:
         if loader_workers is None:
             loader_workers = loaded.loading.num_workers if loaded.loading is not None else 0
         loaded = replace(loaded, callbacks=[*loaded.callbacks, *loggers, *of_cluster()])
-        request = TrainRequest.of(loaded, source, plan_to_run, devices=devices, procs=procs, memory=memory,
-                                  spares=spares)
-        result = request.train(run, timeout_s=timeout_s, restarts=restarts, check=check, save_every=save_every,
-                               keep_checkpoints=keep, resume=resume, loader_workers=loader_workers, trace_steps=trace,
-                               on_spike=action, recheck_every=recheck_every)
+        request = TrainRequest.of(
+            loaded, source, plan_to_run, devices=devices, procs=procs, memory=memory, spares=spares
+        )
+        result = request.train(
+            run,
+            timeout_s=timeout_s,
+            restarts=restarts,
+            check=check,
+            save_every=save_every,
+            keep_checkpoints=keep,
+            resume=resume,
+            loader_workers=loader_workers,
+            trace_steps=trace,
+            on_spike=action,
+            recheck_every=recheck_every,
+        )
     if table and getattr(current(), "rank", 0) == 0:
         print(summary_table(result.to_dict()), file=sys.stderr, flush=True)
     return result
@@ -145,8 +201,17 @@ class TrainRequest:
     spares: tuple[Device, ...] = ()
 
     @classmethod
-    def of(cls, job: Job, source: JobFile | None, plan: str | Plan | None, *, devices: str | None = None,
-           procs: int | None = None, memory: str | None = None, spares: int = 0) -> TrainRequest:
+    def of(
+        cls,
+        job: Job,
+        source: JobFile | None,
+        plan: str | Plan | None,
+        *,
+        devices: str | None = None,
+        procs: int | None = None,
+        memory: str | None = None,
+        spares: int = 0,
+    ) -> TrainRequest:
         """
         Args:
             spares: How many GPUs are left without a rank, for the places of those that fail.
@@ -156,18 +221,35 @@ class TrainRequest:
         """
         by_name, spare_devices = devices is not None, tuple[Device, ...]()
         if spares:
-            devices, spare_devices = set_aside(spares, plan, devices=devices, procs=procs, environment=current())
-        machine: Any = {"devices": devices, "procs": procs, "memory": memory, "environment": current()}
+            devices, spare_devices = set_aside(
+                spares, plan, devices=devices, procs=procs, environment=current()
+            )
+        machine: Any = {
+            "devices": devices,
+            "procs": procs,
+            "memory": memory,
+            "environment": current(),
+        }
         if plan is None or is_auto(plan):
             from paceline.api.auto import choose
 
             chosen = choose(job, plan, **machine)
         else:
             chosen = Chosen(Plan.read(plan))
-        return cls(job, source, resolve(job, chosen.plan, **machine), chosen, by_name, spare_devices)
+        return cls(
+            job, source, resolve(job, chosen.plan, **machine), chosen, by_name, spare_devices
+        )
 
-    def train(self, run: str | Path | None, *, timeout_s: float = 300.0, restarts: int | None = None,
-              check: bool = True, follow: Follow | None = None, **options: Any) -> Result:
+    def train(
+        self,
+        run: str | Path | None,
+        *,
+        timeout_s: float = 300.0,
+        restarts: int | None = None,
+        check: bool = True,
+        follow: Follow | None = None,
+        **options: Any,
+    ) -> Result:
         """Train it, in a run folder that is claimed meanwhile.
 
         Args:
@@ -175,16 +257,35 @@ class TrainRequest:
             options: See `Settings`.
         """
         with ExitStack() as claims:
-            result = self._train(claims, run, timeout_s=timeout_s, restarts=restarts, check=check, follow=follow,
-                                 **options)
+            result = self._train(
+                claims,
+                run,
+                timeout_s=timeout_s,
+                restarts=restarts,
+                check=check,
+                follow=follow,
+                **options,
+            )
         if not options.get("resume") or result.to_dict().get("later_step_s") != 0:
             return result
-        print(f"{result.run_dir} was complete after {result['steps']} steps: nothing was left to train",
-              file=sys.stderr, flush=True)
+        print(
+            f"{result.run_dir} was complete after {result['steps']} steps: nothing was left to train",
+            file=sys.stderr,
+            flush=True,
+        )
         return Result(folder.read_summary(result.run_dir), result.run_dir, self.job)
 
-    def _train(self, claims: ExitStack, run: str | Path | None, *, timeout_s: float, restarts: int | None, check: bool,
-               follow: Follow | None, **options: Any) -> Result:
+    def _train(
+        self,
+        claims: ExitStack,
+        run: str | Path | None,
+        *,
+        timeout_s: float,
+        restarts: int | None,
+        check: bool,
+        follow: Follow | None,
+        **options: Any,
+    ) -> Result:
         from paceline.api.preflight import refuse_early
         from paceline.planner.devices import devices_of
         from paceline.strategies.compose import load
@@ -192,30 +293,59 @@ class TrainRequest:
         from paceline.training.loop import Settings
 
         job, resolved, chosen = self.job, self.resolved, self.chosen
-        refuse_unwatched(options.get("on_spike"), job, resolved.plan, saves=options.get("save_every") is not None)
+        refuse_unwatched(
+            options.get("on_spike"), job, resolved.plan, saves=options.get("save_every") is not None
+        )
         load(resolved.plan)
         priced = price(job, resolved, chosen, snapshot=options.get("save_every") is not None)
-        launcher = Launcher(current(), resolved.cluster.devices, timeout_s=timeout_s,
-                            fault_policy=replace(fault_policy(resolved.plan), spares=self.spares))
+        launcher = Launcher(
+            current(),
+            resolved.cluster.devices,
+            timeout_s=timeout_s,
+            fault_policy=replace(fault_policy(resolved.plan), spares=self.spares),
+        )
         launcher.agree("job", lambda: str(refuse_early(job, resolved.plan)))
         is_again = launcher.environment is not None and launcher.environment.num_starts > 1
         is_resumed = options.get("resume", False) or is_again
-        run_dir = Path(launcher.agree("run folder", lambda: self._claim(
-            claims, run, resume=is_resumed, lost_s=timeout_s if is_again else 0.0)))
+        run_dir = Path(
+            launcher.agree(
+                "run folder",
+                lambda: self._claim(
+                    claims, run, resume=is_resumed, lost_s=timeout_s if is_again else 0.0
+                ),
+            )
+        )
         if launcher.is_first:
-            print(_banner(job, resolved, chosen.why, run_dir, by_name=self.by_name), file=sys.stderr, flush=True)
-        checked = _checked(job, self.source, resolved, launcher, options.get("loader_workers", 0)) if check else None
+            print(
+                _banner(job, resolved, chosen.why, run_dir, by_name=self.by_name),
+                file=sys.stderr,
+                flush=True,
+            )
+        checked = (
+            _checked(job, self.source, resolved, launcher, options.get("loader_workers", 0))
+            if check
+            else None
+        )
         controller: RunController | None = None
         control: AbstractContextManager[None] = nullcontext()
         if job.callbacks:
             from paceline.callbacks.controller import RunController, controlled
 
-            controller = RunController(job.callbacks, job, plan=str(resolved.plan), folder=run_dir,
-                                       save_every=options.get("save_every"))
+            controller = RunController(
+                job.callbacks,
+                job,
+                plan=str(resolved.plan),
+                folder=run_dir,
+                save_every=options.get("save_every"),
+            )
             control = controlled(controller, speaks=launcher.is_first)
-        settings = Settings(run_dir=run_dir, shares=resolved.shares,
-                            devices=devices_of(resolved.plan, resolved.cluster),
-                            controller=controller, **options)
+        settings = Settings(
+            run_dir=run_dir,
+            shares=resolved.shares,
+            devices=devices_of(resolved.plan, resolved.cluster),
+            controller=controller,
+            **options,
+        )
 
         launcher_pid = os.getpid()
 
@@ -224,49 +354,91 @@ class TrainRequest:
             if settings.faults:
                 from paceline.launch.process.faults import FaultInjector
 
-                context.faults = FaultInjector(settings.faults, rank=context.rank, run_dir=run_dir,
-                                               launcher_pid=launcher_pid)
+                context.faults = FaultInjector(
+                    settings.faults, rank=context.rank, run_dir=run_dir, launcher_pid=launcher_pid
+                )
             observer = settings.observer if follow is None else follow(context, run_dir)
-            return train_rank(context, job, resolved.plan,
-                              replace(settings, resume=settings.resume or context.num_starts > 1, observer=observer))
+            return train_rank(
+                context,
+                job,
+                resolved.plan,
+                replace(
+                    settings, resume=settings.resume or context.num_starts > 1, observer=observer
+                ),
+            )
 
         with control:
-            figures = self._run(launcher, body, priced, run_dir, controller=controller, restarts=restarts)
+            figures = self._run(
+                launcher, body, priced, run_dir, controller=controller, restarts=restarts
+            )
             if launcher.is_first:
                 if checked is not None and checked.fails_alike:
                     _tell_check(checked, resolved)
-                figures = sum_up(run_dir, {**figures, "devices": resolved.devices,
-                                           "check": checked and checked.to_dict()}, priced)
-            result = Result(figures or {}, run_dir, job)  # of servers and their workers rank 0 alone has them
+                figures = sum_up(
+                    run_dir,
+                    {
+                        **figures,
+                        "devices": resolved.devices,
+                        "check": checked and checked.to_dict(),
+                    },
+                    priced,
+                )
+            result = Result(
+                figures or {}, run_dir, job
+            )  # of servers and their workers rank 0 alone has them
             if controller is not None and launcher.is_first:
                 controller.ended(result)
         return result
 
-    def _run(self, launcher: Launcher, body: Body, priced: Priced, run_dir: Path, *, controller: RunController | None,
-             restarts: int | None) -> Any:
+    def _run(
+        self,
+        launcher: Launcher,
+        body: Body,
+        priced: Priced,
+        run_dir: Path,
+        *,
+        controller: RunController | None,
+        restarts: int | None,
+    ) -> Any:
         from paceline.launch.process.fault_policy import RESTARTS
 
         if restarts is None:
             restarts = RESTARTS if launcher.environment is None else 0
         try:
-            return launcher.run(body, run_dir=run_dir, restarts=restarts, listener=controller,
-                                idle=lambda board: predict_once_started(board, priced, run_dir))
+            return launcher.run(
+                body,
+                run_dir=run_dir,
+                restarts=restarts,
+                listener=controller,
+                idle=lambda board: predict_once_started(board, priced, run_dir),
+            )
         except RankFailed as failed:
-            for part in run_dir.glob(f".{folder.PREDICTED}.*.tmp"):  # the process that predicts is killed at any line
+            for part in run_dir.glob(
+                f".{folder.PREDICTED}.*.tmp"
+            ):  # the process that predicts is killed at any line
                 part.unlink()
             if launcher.is_first:
                 folder.write_failure(run_dir, str(self.resolved.plan), failed)
                 failed.run_dir = run_dir
             if failed.exit_code == OutOfMemory.exit_code and launcher.is_first:
                 what, rank = failed.failure.message.partition("\n")[0], failed.failure.rank
-                print(f"rank {rank} ran {what}; looking for what would fit", file=sys.stderr, flush=True)
+                print(
+                    f"rank {rank} ran {what}; looking for what would fit",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 print(what_would_fit(priced), file=sys.stderr, flush=True)
             raise
 
-    def _claim(self, claims: ExitStack, run: str | Path | None, *, resume: bool, lost_s: float) -> str:
+    def _claim(
+        self, claims: ExitStack, run: str | Path | None, *, resume: bool, lost_s: float
+    ) -> str:
         """The run folder, as text. lost_s: for lost ranks of an earlier start to end."""
-        run_dir = Path(run) if run is not None else folder.fresh_name(Path(self.source.path).stem if self.source
-                                                                      else "job")
+        run_dir = (
+            Path(run)
+            if run is not None
+            else folder.fresh_name(Path(self.source.path).stem if self.source else "job")
+        )
         folder.check_free(run_dir, resume=resume)
         if lost_s:
             folder.wait_until_unclaimed(run_dir, timeout_s=lost_s)
@@ -277,8 +449,9 @@ class TrainRequest:
         return str(run_dir)
 
 
-def _checked(job: Job, source: JobFile | None, resolved: Resolved, launcher: Launcher,
-             loader_workers: int) -> FirstUpdate | None:
+def _checked(
+    job: Job, source: JobFile | None, resolved: Resolved, launcher: Launcher, loader_workers: int
+) -> FirstUpdate | None:
     """What the check before the run found; says so where the run is not what one device computes, or may not be.
 
     Where the job's own error ended the check on one device and under the plan, the run itself reports that error. Only
@@ -290,8 +463,14 @@ def _checked(job: Job, source: JobFile | None, resolved: Resolved, launcher: Lau
     from paceline.proof.first_update import FirstUpdate
 
     def check() -> str:
-        update = checks.first_update(job, source, resolved, environment=launcher.environment,
-                                     timeout_s=launcher.timeout_s, loader_workers=loader_workers)
+        update = checks.first_update(
+            job,
+            source,
+            resolved,
+            environment=launcher.environment,
+            timeout_s=launcher.timeout_s,
+            loader_workers=loader_workers,
+        )
         return json.dumps(update and update.to_dict())
 
     document = json.loads(launcher.agree("first update", check))
@@ -302,7 +481,9 @@ def _checked(job: Job, source: JobFile | None, resolved: Resolved, launcher: Lau
 
 
 def _tell_check(update: FirstUpdate, resolved: Resolved) -> None:
-    if update.verdict == "coupled" or (update.verdict == "unchecked" and resolved.plan.relaxed is None):
+    if update.verdict == "coupled" or (
+        update.verdict == "unchecked" and resolved.plan.relaxed is None
+    ):
         word = "note" if update.verdict == "coupled" else "not checked against one device"
         print(f"{word}: {update.reason}", file=sys.stderr, flush=True)
 
@@ -310,7 +491,9 @@ def _tell_check(update: FirstUpdate, resolved: Resolved) -> None:
 def _check(**counts: float | None) -> None:
     for name, value in counts.items():
         if value is not None and value <= 0:
-            raise UsageError(f"{name.removesuffix('_s').replace('_', '-')} must be above 0, got {value}")
+            raise UsageError(
+                f"{name.removesuffix('_s').replace('_', '-')} must be above 0, got {value}"
+            )
 
 
 def _begin(run_dir: Path, resolved: Resolved, source: JobFile | None) -> None:
@@ -319,8 +502,15 @@ def _begin(run_dir: Path, resolved: Resolved, source: JobFile | None) -> None:
 
     for name in (folder.SUMMARY, folder.MODEL, folder.PREDICTED, folder.SPLIT):
         (run_dir / name).unlink(missing_ok=True)
-    write_json(run_dir / folder.PLAN, {"plan": str(resolved.plan), "world_size": resolved.plan.world_size,
-                                       "shares": list(resolved.shares), "devices": resolved.devices})
+    write_json(
+        run_dir / folder.PLAN,
+        {
+            "plan": str(resolved.plan),
+            "world_size": resolved.plan.world_size,
+            "shares": list(resolved.shares),
+            "devices": resolved.devices,
+        },
+    )
     write_json(run_dir / folder.ORIGIN, origin(Path(source.path) if source is not None else None))
     if source is not None:
         write_json(run_dir / folder.JOB, source.to_dict())
@@ -347,11 +537,13 @@ def _banner(job: Job, resolved: Resolved, why: str, run_dir: Path, *, by_name: b
     if job.epochs is not None:
         length += f" ({job.epochs} epoch{'s' if job.epochs != 1 else ''})"
     samples = f"{job.num_samples} samples" if job.num_samples is not None else "a stream of samples"
-    return (f"plan {plan} on {resolved.devices}{why and f', chosen: {why}'}\n"
-            f"global batch {job.batch} = {plan.replicas} x {shown} samples in {microbatches} micro-batch"
-            f"{'es' if microbatches != 1 else ''} a rank; {length}, {samples}, {job.precision}\n"
-            f"{_all_at_once(job)}{_plan_notes(plan)}{_sharing(resolved)}{'' if by_name else _unused(resolved)}"
-            f"run folder {run_dir}")
+    return (
+        f"plan {plan} on {resolved.devices}{why and f', chosen: {why}'}\n"
+        f"global batch {job.batch} = {plan.replicas} x {shown} samples in {microbatches} micro-batch"
+        f"{'es' if microbatches != 1 else ''} a rank; {length}, {samples}, {job.precision}\n"
+        f"{_all_at_once(job)}{_plan_notes(plan)}{_sharing(resolved)}{'' if by_name else _unused(resolved)}"
+        f"run folder {run_dir}"
+    )
 
 
 def _all_at_once(job: Job) -> str:
@@ -365,8 +557,10 @@ def _sharing(resolved: Resolved) -> str:
     """A line about ranks that share a GPU; nothing where each has its own."""
     if not resolved.cluster.are_shared:
         return ""
-    return ("ranks share a GPU and send each other everything through the CPU, over gloo: this shows what the plan "
-            "computes; its speed says nothing\n")
+    return (
+        "ranks share a GPU and send each other everything through the CPU, over gloo: this shows what the plan "
+        "computes; its speed says nothing\n"
+    )
 
 
 def _unused(resolved: Resolved) -> str:

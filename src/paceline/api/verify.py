@@ -24,10 +24,26 @@ if TYPE_CHECKING:
 
 # What is tried when no plan is named: every axis, its stages, their products, uneven numbers, accumulation.
 EXACT_PLANS = (
-    "single accumulate=4", "data=2", "data=3", "data=2 shares=3:1", "shard=2 zero=1 accumulate=2", "shard=2 zero=2",
-    "shard=2", "data=2 shard=2", "data=2 accumulate=2 recompute=full", "pipeline=2", "pipeline=3 schedule=zero-bubble",
-    "pipeline=2 schedule=interleaved", "pipeline=2 schedule=zero-bubble", "tensor=2", "place=auto parts=2",
-    "pipeline=2 data=2 schedule=gpipe", "pipeline=2 shard=2", "data=2 tensor=2", "pipeline=2 data=2 tensor=2")
+    "single accumulate=4",
+    "data=2",
+    "data=3",
+    "data=2 shares=3:1",
+    "shard=2 zero=1 accumulate=2",
+    "shard=2 zero=2",
+    "shard=2",
+    "data=2 shard=2",
+    "data=2 accumulate=2 recompute=full",
+    "pipeline=2",
+    "pipeline=3 schedule=zero-bubble",
+    "pipeline=2 schedule=interleaved",
+    "pipeline=2 schedule=zero-bubble",
+    "tensor=2",
+    "place=auto parts=2",
+    "pipeline=2 data=2 schedule=gpipe",
+    "pipeline=2 shard=2",
+    "data=2 tensor=2",
+    "pipeline=2 data=2 tensor=2",
+)
 Resume = Literal["short", "full", "no"]
 _REFUSALS = (PlanError.__name__, PlanRefused.__name__, NotDeterministic.__name__, "CaptureFailed")
 
@@ -61,10 +77,14 @@ class Certificate:
 
     @property
     def verdict(self) -> str:
-        """"passed", "failed", "coupled", "inconclusive" or "refused"."""
+        """ "passed", "failed", "coupled", "inconclusive" or "refused"."""
         if self.refused is not None:
             return "refused"
-        if self.problem is not None or not self.verdicts or not all(verdict.passed for verdict in self.verdicts):
+        if (
+            self.problem is not None
+            or not self.verdicts
+            or not all(verdict.passed for verdict in self.verdicts)
+        ):
             return "failed"
         if self.coupling is not None:
             return "coupled"
@@ -79,17 +99,48 @@ class Certificate:
 
         `worst` is what used up most of what it may differ by, of the losses, the gradients and the weights.
         """
-        shown = [{"precision": v.precision, "passed": v.passed, "max_loss_diff": v.max_loss_diff,
-                  "max_gradient_diff": v.max_gradient_diff, "max_param_diff": v.max_param_diff,
-                  "max_buffer_diff": v.max_buffer_diff,
-                  "worst_param": v.worst_param, "steps": v.steps, "tolerance": v.tolerance, "difference": v.difference,
-                  "worst": {"loss": _as_dict(v.loss), "gradient": _as_dict(v.gradient), "weight": _as_dict(v.weight)}}
-                 for v in self.verdicts]
-        empty = {"max_loss_diff": None, "max_param_diff": None, "worst_param": None, "steps": 0, "tolerance": None}
+        shown = [
+            {
+                "precision": v.precision,
+                "passed": v.passed,
+                "max_loss_diff": v.max_loss_diff,
+                "max_gradient_diff": v.max_gradient_diff,
+                "max_param_diff": v.max_param_diff,
+                "max_buffer_diff": v.max_buffer_diff,
+                "worst_param": v.worst_param,
+                "steps": v.steps,
+                "tolerance": v.tolerance,
+                "difference": v.difference,
+                "worst": {
+                    "loss": _as_dict(v.loss),
+                    "gradient": _as_dict(v.gradient),
+                    "weight": _as_dict(v.weight),
+                },
+            }
+            for v in self.verdicts
+        ]
+        empty = {
+            "max_loss_diff": None,
+            "max_param_diff": None,
+            "worst_param": None,
+            "steps": 0,
+            "tolerance": None,
+        }
         main = {key: shown[0][key] for key in empty} if shown else empty
-        return {"plan": self.plan, "passed": self.passed, "verdict": self.verdict, **main, "reason": self.reason,
-                "overflow": self.overflow, "note": self.note, "refused": self.refused, "asked_for": self.asked_for,
-                "resumed_from": self.resumed_from, "power": self.power, "precisions": shown}
+        return {
+            "plan": self.plan,
+            "passed": self.passed,
+            "verdict": self.verdict,
+            **main,
+            "reason": self.reason,
+            "overflow": self.overflow,
+            "note": self.note,
+            "refused": self.refused,
+            "asked_for": self.asked_for,
+            "resumed_from": self.resumed_from,
+            "power": self.power,
+            "precisions": shown,
+        }
 
     @property
     def reason(self) -> str | None:
@@ -101,10 +152,16 @@ class Certificate:
         """A line for the verdict, and lines for what differs."""
         if self.refused is not None:
             lines = self.refused.splitlines()
-            return "\n".join([f"no plan {self.plan:<36} {lines[0]}", *(
-                f"        {line}".rstrip() for line in (lines[1:] if self.asked_for else ()))])
-        figures = "; ".join(f"{v.precision}: loss {v.max_loss_diff:.1e}, weights {v.max_param_diff:.1e}"
-                            for v in self.verdicts)
+            return "\n".join(
+                [
+                    f"no plan {self.plan:<36} {lines[0]}",
+                    *(f"        {line}".rstrip() for line in (lines[1:] if self.asked_for else ())),
+                ]
+            )
+        figures = "; ".join(
+            f"{v.precision}: loss {v.max_loss_diff:.1e}, weights {v.max_param_diff:.1e}"
+            for v in self.verdicts
+        )
         lines = [f"{certificate.MARKS[self.verdict]:<7} {self.plan:<36} {figures}".rstrip()]
         for remark in (self.reason, self.overflow, self.note):
             lines += [f"        {line}".rstrip() for line in (remark or "").splitlines()]
@@ -112,12 +169,24 @@ class Certificate:
 
 
 def _as_dict(furthest: Furthest) -> dict[str, Any]:
-    return {"name": furthest.name or None, "step": furthest.step + 1, "diff": furthest.off,
-            "tolerance": furthest.allowed}
+    return {
+        "name": furthest.name or None,
+        "step": furthest.step + 1,
+        "diff": furthest.off,
+        "tolerance": furthest.allowed,
+    }
 
 
-def verify(job: AnyJob, plans: Sequence[str | Plan] = (), *, steps: int = 4, run: str | Path | None = None,
-           resume: Resume = "short", devices: str | None = None, timeout_s: float = 120.0) -> list[Certificate]:
+def verify(
+    job: AnyJob,
+    plans: Sequence[str | Plan] = (),
+    *,
+    steps: int = 4,
+    run: str | Path | None = None,
+    resume: Resume = "short",
+    devices: str | None = None,
+    timeout_s: float = 120.0,
+) -> list[Certificate]:
     """Run the job for some steps on one device and under each plan, and compare what they compute and keep.
 
     Both start from the same initial weights and use the same global batches. Random layers are switched off. A
@@ -152,22 +221,33 @@ def verify(job: AnyJob, plans: Sequence[str | Plan] = (), *, steps: int = 4, run
     num_samples, loaded = loaded.num_samples, _shortened(loaded, steps)
     length = loaded.total_steps
     assert length is not None
-    saved_step = max((step for step in range(1, length) if step % 2), default=0) if resume != "no" else 0
+    saved_step = (
+        max((step for step in range(1, length) if step % 2), default=0) if resume != "no" else 0
+    )
     written = writable(Path(run)) if run is not None else None
     with temporary_folder("verify") as folder:
-        reference = reference_of(loaded, folder, saved_step=saved_step, timeout_s=timeout_s, devices=named)
+        reference = reference_of(
+            loaded, folder, saved_step=saved_step, timeout_s=timeout_s, devices=named
+        )
         proof = Proof(loaded, folder, saved_step, reference["figures"], timeout_s, named)
         hops = _hopping(chosen) if resume == "short" and not plans else set(range(len(chosen)))
-        certificates = list(_certificates(proof, chosen, reference, hops=hops if saved_step else set(),
-                                          asked_for=bool(plans)))
+        certificates = list(
+            _certificates(
+                proof, chosen, reference, hops=hops if saved_step else set(), asked_for=bool(plans)
+            )
+        )
     if file is not None:
         _remember(file, loaded, certificates, named)
     if written is not None:
-        certificate.write(written, _document(loaded, source, reference, certificates, num_samples, named))
+        certificate.write(
+            written, _document(loaded, source, reference, certificates, num_samples, named)
+        )
     return certificates
 
 
-def _remember(source: JobFile, job: Job, certificates: Sequence[Certificate], devices: Sequence[str] | None) -> None:
+def _remember(
+    source: JobFile, job: Job, certificates: Sequence[Certificate], devices: Sequence[str] | None
+) -> None:
     """Runs under plans that were proved, on devices of the same kind, need no check of their first update."""
     from paceline.api import checks
     from paceline.planner.resolve import resolve
@@ -194,7 +274,9 @@ def _shortened(job: Job, steps: int) -> Job:
     if job.total_steps is not None:
         steps = min(steps, job.total_steps)
     job = replace(job, steps=steps, epochs=None)
-    last_batch_samples = 0 if job.num_samples is None or job.drop_last else job.num_samples % job.batch
+    last_batch_samples = (
+        0 if job.num_samples is None or job.drop_last else job.num_samples % job.batch
+    )
     samples = (min(steps, 3) - 1) * job.batch + last_batch_samples
     if job.sampler is not None or job.num_samples is None or is_stream(job.data):
         return job
@@ -211,8 +293,12 @@ def _devices_here(devices: str | None) -> tuple[str, ...] | None:
     if devices is not None:
         return tuple(str(device) for device in Cluster.local(devices).devices)
     if num_gpus := len(gpus()):
-        print(f"one device and all ranks are on the CPU; --devices cuda:0{f'-{num_gpus - 1}' * (num_gpus > 1)} proves "
-              "plans on GPUs", file=sys.stderr, flush=True)
+        print(
+            f"one device and all ranks are on the CPU; --devices cuda:0{f'-{num_gpus - 1}' * (num_gpus > 1)} proves "
+            "plans on GPUs",
+            file=sys.stderr,
+            flush=True,
+        )
     elif reason := unused():
         print(reason, file=sys.stderr, flush=True)
     return None
@@ -222,19 +308,26 @@ def _plans_that_fit(job: Job, devices: Sequence[str] | None) -> list[Plan]:
     from paceline.proof.ranks import num_devices
 
     most = min(job.batch, job.num_samples or job.batch)
-    return [plan for plan in map(Plan.parse, EXACT_PLANS)
-            if plan.replicas <= most and (devices is None or num_devices(plan, devices) <= len(devices))]
+    return [
+        plan
+        for plan in map(Plan.parse, EXACT_PLANS)
+        if plan.replicas <= most and (devices is None or num_devices(plan, devices) <= len(devices))
+    ]
 
 
 def _check_ranks(plans: Sequence[Plan], devices: Sequence[str] | None) -> None:
     from paceline.proof.ranks import num_devices
 
-    if devices is not None and (large := [plan for plan in plans if num_devices(plan, devices) > len(devices)]):
+    if devices is not None and (
+        large := [plan for plan in plans if num_devices(plan, devices) > len(devices)]
+    ):
         needs = "; ".join(f"plan '{plan}' has {plan.world_size} ranks" for plan in large)
-        raise PlanError(f"{needs}, and --devices names {len(devices)} device{'s' * (len(devices) > 1)}: "
-                        f"{', '.join(devices)}",
-                        hint=f"plans of at most {len(devices)} rank{'s' * (len(devices) > 1)}, or no --devices: CPU "
-                             "ranks may be as many as a plan asks for")
+        raise PlanError(
+            f"{needs}, and --devices names {len(devices)} device{'s' * (len(devices) > 1)}: "
+            f"{', '.join(devices)}",
+            hint=f"plans of at most {len(devices)} rank{'s' * (len(devices) > 1)}, or no --devices: CPU "
+            "ranks may be as many as a plan asks for",
+        )
 
 
 def _hopping(plans: Sequence[Plan]) -> set[int]:
@@ -247,39 +340,82 @@ def _hopping(plans: Sequence[Plan]) -> set[int]:
     return set(first.values())
 
 
-def _document(job: Job, source: dict[str, Any] | None, reference: dict[str, Any], certificates: Sequence[Certificate],
-              num_samples: int | None, devices: Sequence[str] | None) -> dict[str, Any]:
+def _document(
+    job: Job,
+    source: dict[str, Any] | None,
+    reference: dict[str, Any],
+    certificates: Sequence[Certificate],
+    num_samples: int | None,
+    devices: Sequence[str] | None,
+) -> dict[str, Any]:
     """All that the certificates stand on, for a file."""
     subject = dict(reference["subject"])
     if devices is not None:
-        subject["device"] = {**subject["device"], "ranks": list(devices),
-                             "nondeterministic": reference["nondeterministic"]}
+        subject["device"] = {
+            **subject["device"],
+            "ranks": list(devices),
+            "nondeterministic": reference["nondeterministic"],
+        }
     return certificate.document(
-        subject, [each.to_dict() for each in certificates], job=source,
-        run={"steps": job.steps, "batch": job.batch, "seed": job.seed, "precision": job.precision, "clip": job.clip,
-             "optimizer": subject.pop("optimizer"), "samples": num_samples},
-        yardstick={precision: figures["yardstick"] for precision, figures in reference["figures"].items()},
-        coupling=reference["problem"], note=reference["note"])
+        subject,
+        [each.to_dict() for each in certificates],
+        job=source,
+        run={
+            "steps": job.steps,
+            "batch": job.batch,
+            "seed": job.seed,
+            "precision": job.precision,
+            "clip": job.clip,
+            "optimizer": subject.pop("optimizer"),
+            "samples": num_samples,
+        },
+        yardstick={
+            precision: figures["yardstick"] for precision, figures in reference["figures"].items()
+        },
+        coupling=reference["problem"],
+        note=reference["note"],
+    )
 
 
-def _certificates(proof: Proof, plans: Sequence[Plan], reference: dict[str, Any], *, hops: set[int],
-                  asked_for: bool) -> Iterator[Certificate]:
+def _certificates(
+    proof: Proof,
+    plans: Sequence[Plan],
+    reference: dict[str, Any],
+    *,
+    hops: set[int],
+    asked_for: bool,
+) -> Iterator[Certificate]:
     from paceline.proof.ranks import RUNS
 
     checkpoint = ("single", proof.folder / RUNS / "single")
     for number, plan in enumerate(plans):
         if reference["order"] is not None:
-            yield Certificate(str(plan), (), f"the order of data is not the documented one: {reference['order']}")
+            yield Certificate(
+                str(plan), (), f"the order of data is not the documented one: {reference['order']}"
+            )
             continue
-        certificate = _certify(proof, plan, reference, number=number, asked_for=asked_for,
-                               checkpoint=checkpoint if number in hops else None)
+        certificate = _certify(
+            proof,
+            plan,
+            reference,
+            number=number,
+            asked_for=asked_for,
+            checkpoint=checkpoint if number in hops else None,
+        )
         if certificate.passed and proof.saved_step:
             checkpoint = (str(plan), proof.folder / RUNS / str(number))
         yield certificate
 
 
-def _certify(proof: Proof, plan: Plan, reference: dict[str, Any], *, number: int, asked_for: bool,
-             checkpoint: tuple[str, Path] | None) -> Certificate:
+def _certify(
+    proof: Proof,
+    plan: Plan,
+    reference: dict[str, Any],
+    *,
+    number: int,
+    asked_for: bool,
+    checkpoint: tuple[str, Path] | None,
+) -> Certificate:
     """Train under the plan with a recorder on every rank. A rank that fails is a problem, not an error."""
     from paceline.launch.process.failure import RankFailed
     from paceline.planner.resolve import resolve
@@ -287,9 +423,15 @@ def _certify(proof: Proof, plan: Plan, reference: dict[str, Any], *, number: int
     from paceline.proof.ranks import devices_of, num_devices
 
     if plan.relaxed is not None:
-        return Certificate(str(plan), (), f"not compared: the plan is relaxed ({plan.relaxed}) and can't equal one "
-                                          f"device; '{plan.exact}' can")
-    resolved = resolve(proof.job, plan, devices=devices_of(proof.devices, num_devices(plan, proof.devices)))
+        return Certificate(
+            str(plan),
+            (),
+            f"not compared: the plan is relaxed ({plan.relaxed}) and can't equal one "
+            f"device; '{plan.exact}' can",
+        )
+    resolved = resolve(
+        proof.job, plan, devices=devices_of(proof.devices, num_devices(plan, proof.devices))
+    )
     problem = Problem.from_dict(reference["problem"]) if reference["problem"] is not None else None
     trial = _Trial(proof, resolved, number, checkpoint, reference["note"])
     try:
@@ -299,7 +441,9 @@ def _certify(proof: Proof, plan: Plan, reference: dict[str, Any], *, number: int
             raise
         if error.failure.kind in _REFUSALS:
             return Certificate(str(plan), (), refused=error.failure.message, asked_for=asked_for)
-        why = "\n".join(str(cause) for cause in (problem if trial.cuts else None, error) if cause is not None)
+        why = "\n".join(
+            str(cause) for cause in (problem if trial.cuts else None, error) if cause is not None
+        )
         return Certificate(str(plan), (), why, reference["note"])
 
 
@@ -322,7 +466,9 @@ class _Trial:
         """Held against one device; where the plan cuts and the job couples samples, or smaller pieces overflow in other
         steps, against one that cuts alike."""
         whole = {precision: self.proof.folder / precision for precision in self.proof.figures}
-        if problem is None or self.resolved.plan.num_microbatches == 1:  # replicas may join what couples samples
+        if (
+            problem is None or self.resolved.plan.num_microbatches == 1
+        ):  # replicas may join what couples samples
             certificate = self._judged(self.proof.figures, whole, resumes=True)
             if certificate.passed or not self.cuts:
                 return certificate
@@ -330,20 +476,32 @@ class _Trial:
 
         try:
             figures, folders = self._cut_alike()
-        except RankFailed as error:  # a batch cut so is no batch for the job: the plan says so itself
+        except (
+            RankFailed
+        ) as error:  # a batch cut so is no batch for the job: the plan says so itself
             if error.failure.is_stop:
                 raise
             return self._judged(self.proof.figures, whole, resumes=True)
         coupled = next((f["coupling"] for f in reversed(figures.values()) if f["coupling"]), None)
         if coupled is not None:
-            certificate = replace(self._judged(figures, folders, resumes=False), coupling=_coupling(problem, coupled))
+            certificate = replace(
+                self._judged(figures, folders, resumes=False), coupling=_coupling(problem, coupled)
+            )
         elif problem is not None or any(each["overflow"] for each in figures.values()):
-            certificate = self._uncoupled({precision: (each, folders[precision]) if each["overflow"] else
-                                           (self.proof.figures[precision], whole[precision])
-                                           for precision, each in figures.items()}, problem)
+            certificate = self._uncoupled(
+                {
+                    precision: (each, folders[precision])
+                    if each["overflow"]
+                    else (self.proof.figures[precision], whole[precision])
+                    for precision, each in figures.items()
+                },
+                problem,
+            )
         return replace(certificate, overflow=_overflow(figures))
 
-    def _uncoupled(self, against: dict[Precision, tuple[dict[str, Any], Path]], problem: Any) -> Certificate:
+    def _uncoupled(
+        self, against: dict[Precision, tuple[dict[str, Any], Path]], problem: Any
+    ) -> Certificate:
         """Where no training step shows that cutting a batch matters, but for what overflows.
 
         against: the figures of one device, and their folder.
@@ -353,8 +511,11 @@ class _Trial:
         certificate = self._judged(figures, folders, resumes=True)
         if certificate.passed or problem is None:
             return certificate
-        trained = self._judged({precision: {**each, "evaluation": {}} for precision, each in figures.items()}, folders,
-                               resumes=False)
+        trained = self._judged(
+            {precision: {**each, "evaluation": {}} for precision, each in figures.items()},
+            folders,
+            resumes=False,
+        )
         if trained.passed:  # what a forward changes of the model first shows after the last step
             return replace(trained, coupling=_coupling(problem, "evaluation after the last step"))
         return replace(certificate, problem=f"{problem}\n{certificate.reason}")
@@ -364,8 +525,10 @@ class _Trial:
 
         shares, microbatches = self.resolved.shares, self.resolved.plan.num_microbatches
         figures = cut_reference(self.proof, shares=shares, microbatches=microbatches)
-        return figures, {precision: cut_folder(self.proof.folder / precision, shares, microbatches)
-                         for precision in figures}
+        return figures, {
+            precision: cut_folder(self.proof.folder / precision, shares, microbatches)
+            for precision in figures
+        }
 
     def _judged(self, figures: Any, folders: Any, *, resumes: bool) -> Certificate:
         from paceline.proof.ranks import recomputed_forwards, watched
@@ -373,32 +536,54 @@ class _Trial:
         name, folder = self.checkpoint if self.checkpoint and resumes else (None, None)
         ranks = watched(self.proof, self.resolved, folders, number=self.number, resumed_from=folder)
         finest, forwards = self.proof.finest, recomputed_forwards(self.resolved.plan)
-        verdicts = [judge(each, [rank[precision] for rank in ranks], precision=precision, forwards=forwards)
-                    for precision, each in figures.items()]
+        verdicts = [
+            judge(each, [rank[precision] for rank in ranks], precision=precision, forwards=forwards)
+            for precision, each in figures.items()
+        ]
         last = verdicts[-1]
         if last.passed and (changed := ranks[0].get("file")):
             verdicts[-1] = replace(last, difference=changed)
         elif last.passed and folder is not None:
-            resumed = judge(figures[finest], [rank["resumed"] for rank in ranks], precision=finest, forwards=forwards)
+            resumed = judge(
+                figures[finest],
+                [rank["resumed"] for rank in ranks],
+                precision=finest,
+                forwards=forwards,
+            )
             if resumed.difference is not None:
-                verdicts[-1] = replace(last, difference=(
-                    f"resumed after step {self.proof.saved_step} from a checkpoint that '{name}' wrote: "
-                    f"{resumed.difference}"))
+                verdicts[-1] = replace(
+                    last,
+                    difference=(
+                        f"resumed after step {self.proof.saved_step} from a checkpoint that '{name}' wrote: "
+                        f"{resumed.difference}"
+                    ),
+                )
         power = figures[finest]["power"]
-        return Certificate(str(self.resolved.plan), tuple(verdicts), note=self.note, weakness=_weakness(power, finest),
-                           resumed_from=name, power=power)
+        return Certificate(
+            str(self.resolved.plan),
+            tuple(verdicts),
+            note=self.note,
+            weakness=_weakness(power, finest),
+            resumed_from=name,
+            power=power,
+        )
 
 
 def _coupling(problem: Any, difference: str) -> str:
     """Why a plan that does what it should computes something else than one device."""
-    return ("the plan equals one device that cuts each batch alike, but not one that doesn't: cutting moves the "
-            f"{difference} on one device already. {problem or 'The job couples the samples of a batch'}")
+    return (
+        "the plan equals one device that cuts each batch alike, but not one that doesn't: cutting moves the "
+        f"{difference} on one device already. {problem or 'The job couples the samples of a batch'}"
+    )
 
 
 def _overflow(figures: Mapping[Precision, Mapping[str, Any]]) -> str | None:
     """That a plan is held against a device that cuts each batch alike, for loss scaling skips other steps there."""
     overflow = next((each["overflow"] for each in figures.values() if each["overflow"]), None)
-    return overflow and f"{overflow}; so in fp16 the plan is held against one device that cuts each batch alike"
+    return (
+        overflow
+        and f"{overflow}; so in fp16 the plan is held against one device that cuts each batch alike"
+    )
 
 
 def _weakness(power: dict[str, Any], precision: str) -> str | None:
@@ -406,8 +591,13 @@ def _weakness(power: dict[str, Any], precision: str) -> str | None:
     if 2 * power["caught"] >= power["gradients"] > 0 and power["dropped"] is not False:
         return None
     if power["gradients"] and 2 * power["caught"] < power["gradients"]:
-        return (f"the comparison has no power: an error of {power['planted']:.1%} would have been noticed in "
-                f"{power['caught']} of {power['gradients']} gradients alone, for rounding moves the others as far in "
-                f"{precision}; not in '{power['missed'][0]}', for one")
-    return ("the comparison has no power: a window without its last quarter gives the same gradients"
-            if power["gradients"] else "the comparison has no power: every gradient is noise or zero")
+        return (
+            f"the comparison has no power: an error of {power['planted']:.1%} would have been noticed in "
+            f"{power['caught']} of {power['gradients']} gradients alone, for rounding moves the others as far in "
+            f"{precision}; not in '{power['missed'][0]}', for one"
+        )
+    return (
+        "the comparison has no power: a window without its last quarter gives the same gradients"
+        if power["gradients"]
+        else "the comparison has no power: every gradient is noise or zero"
+    )

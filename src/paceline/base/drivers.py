@@ -22,10 +22,21 @@ class Maker:
 
 
 MAKERS = (
-    Maker("NVIDIA", ("/dev/nvidiactl", "/dev/dxg", "/proc/driver/nvidia"), "nvidia[0-9]*", ("CUDA_VISIBLE_DEVICES",),
-          "CUDA"),
-    Maker("AMD", ("/dev/kfd",), "dri/renderD*", ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
-          "ROCm"))
+    Maker(
+        "NVIDIA",
+        ("/dev/nvidiactl", "/dev/dxg", "/proc/driver/nvidia"),
+        "nvidia[0-9]*",
+        ("CUDA_VISIBLE_DEVICES",),
+        "CUDA",
+    ),
+    Maker(
+        "AMD",
+        ("/dev/kfd",),
+        "dri/renderD*",
+        ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
+        "ROCm",
+    ),
+)
 
 
 def has_driver() -> bool:

@@ -10,7 +10,9 @@ from collections.abc import Iterable
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and line ends
 _URL_PASSWORD = re.compile(r"(\w://[^\s/:@]*:)[^\s/]+@")
-_NAMED_SECRET = re.compile(r"(?i)(\b[\w-]*(?:password|passwd|secret|token|api[_-]?key)[ =])[^\s'\"&,]+")
+_NAMED_SECRET = re.compile(
+    r"(?i)(\b[\w-]*(?:password|passwd|secret|token|api[_-]?key)[ =])[^\s'\"&,]+"
+)
 
 _LONGEST = 10_000  # characters of an exception's text that are told; a rank's log has all of it
 
@@ -87,7 +89,9 @@ class MissingPackage(HostError):
     """A package is not installed. feature: what needs it. install: the command for it."""
 
     def __init__(self, feature: str, package: str | None, *, install: str) -> None:
-        super().__init__(f"{feature} needs the package '{package}', which is not installed", hint=install)
+        super().__init__(
+            f"{feature} needs the package '{package}', which is not installed", hint=install
+        )
 
 
 class JobError(UsageError):
@@ -157,18 +161,30 @@ class Preempted(PacelineError):
 
 def on_full_disk(error: BaseException) -> CheckpointError | None:
     """What to say of a disk that takes nothing any more; None for other errors."""
-    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+    if not isinstance(error, OSError) or error.errno not in (
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EROFS,
+    ):
         return None
-    return CheckpointError(f"can't write {error.filename or 'a file'}: {error.strerror}",
-                           hint="free some space; --resume goes on from the last checkpoint then")
+    return CheckpointError(
+        f"can't write {error.filename or 'a file'}: {error.strerror}",
+        hint="free some space; --resume goes on from the last checkpoint then",
+    )
 
 
 def on_windows(error: BaseException) -> UsageError | None:
     """What to say in place of the name of a module that Python has on other systems alone; None for other errors."""
-    if sys.platform != "win32" or not isinstance(error, ModuleNotFoundError) or error.name not in ("fcntl", "resource"):
+    if (
+        sys.platform != "win32"
+        or not isinstance(error, ModuleNotFoundError)
+        or error.name not in ("fcntl", "resource")
+    ):
         return None
-    return UsageError("paceline runs ranks on Linux and macOS, and this is Windows",
-                      hint="use it inside WSL 2 (wsl --install), where it is Linux")
+    return UsageError(
+        "paceline runs ranks on Linux and macOS, and this is Windows",
+        hint="use it inside WSL 2 (wsl --install), where it is Linux",
+    )
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -107,10 +107,6 @@ def _read_until(descriptor: int, deadline_s: float | None) -> bytes | None:
         return None
 
 
-
-
-
-
 @contextmanager
 def cuda_left_alone() -> Iterator[None]:
     """Work on the CPU that must not begin to use CUDA: fake tensors and torch's optimizers ask whether there is a GPU,
@@ -121,7 +117,10 @@ def cuda_left_alone() -> Iterator[None]:
         yield
         return
     is_available, current = torch.cuda.is_available, torch.accelerator.current_accelerator
-    torch.cuda.is_available, torch.accelerator.current_accelerator = lambda: False, lambda check_available=False: None
+    torch.cuda.is_available, torch.accelerator.current_accelerator = (
+        lambda: False,
+        lambda check_available=False: None,
+    )
     try:
         yield
     finally:
@@ -143,20 +142,39 @@ def ask_forks_about_cuda() -> None:
         return
     import torch
 
-    for name in ("is_available", "device_count", "current_device", "get_device_capability", "get_device_name",
-                 "is_bf16_supported"):
+    for name in (
+        "is_available",
+        "device_count",
+        "current_device",
+        "get_device_capability",
+        "get_device_name",
+        "is_bf16_supported",
+    ):
         setattr(torch.cuda, name, _answered_by_forks(getattr(torch.cuda, name)))
-    properties, is_before_use = torch.cuda.get_device_properties, functools.partial(_is_before_use, os.getpid())
-    described = _answered_by_forks(lambda *where: {
-        name: value for name in dir(properties(*where)) if not name.startswith("_")
-        and isinstance(value := getattr(properties(*where), name), int | float | str)})
+    properties, is_before_use = (
+        torch.cuda.get_device_properties,
+        functools.partial(_is_before_use, os.getpid()),
+    )
+    described = _answered_by_forks(
+        lambda *where: {
+            name: value
+            for name in dir(properties(*where))
+            if not name.startswith("_")
+            and isinstance(value := getattr(properties(*where), name), int | float | str)
+        }
+    )
     torch.cuda.get_device_properties = lambda *where: (  # type: ignore[assignment]
-        SimpleNamespace(**described(*where)) if is_before_use() else properties(*where))
+        SimpleNamespace(**described(*where)) if is_before_use() else properties(*where)
+    )
     accelerator = torch.accelerator.current_accelerator
     kind = _answered_by_forks(lambda **options: str(accelerator(**options) or ""))
     torch.accelerator.current_accelerator = lambda check_available=False: (
-        accelerator(check_available) if not is_before_use()
-        else torch.device(name) if (name := kind(check_available=check_available)) else None)
+        accelerator(check_available)
+        if not is_before_use()
+        else torch.device(name)
+        if (name := kind(check_available=check_available))
+        else None
+    )
 
 
 def _is_before_use(pid: int) -> bool:
@@ -187,7 +205,9 @@ def _answer(work: Callable[[], Any], writing: int, parent_pid: int) -> None:
     try:
         _is_apart = True
         die_with(parent_pid)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # ranks that the parent has started are not this process's
+        signal.signal(
+            signal.SIGINT, signal.SIG_IGN
+        )  # ranks that the parent has started are not this process's
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if "torch" in sys.modules:
             _renew_thread_pool(sys.modules["torch"])
@@ -224,7 +244,9 @@ def forks_can_use_cuda() -> bool:
     torch = sys.modules.get("torch")
     if torch is None:
         return True
-    return not torch.cuda.is_initialized() and not (has_driver() and in_a_fork(torch.cuda._is_in_bad_fork))
+    return not torch.cuda.is_initialized() and not (
+        has_driver() and in_a_fork(torch.cuda._is_in_bad_fork)
+    )
 
 
 def refuse_used_cuda() -> None:
@@ -234,9 +256,11 @@ def refuse_used_cuda() -> None:
     """
     if not forks_can_use_cuda():
         keras = "set KERAS_TORCH_DEVICE=cpu before keras is imported, which takes the GPU; or "
-        raise PacelineError("CUDA is already in use in this process, and ranks are forks of it",
-                            hint=f"{keras * ('keras' in sys.modules)}call train before anything touches the GPU, or "
-                                 "counts GPUs as torch.cuda.is_available() does; or use the paceline command")
+        raise PacelineError(
+            "CUDA is already in use in this process, and ranks are forks of it",
+            hint=f"{keras * ('keras' in sys.modules)}call train before anything touches the GPU, or "
+            "counts GPUs as torch.cuda.is_available() does; or use the paceline command",
+        )
 
 
 def prepare_to_fork() -> None:

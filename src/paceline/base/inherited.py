@@ -22,10 +22,16 @@ from pathlib import Path
 from paceline.base.user_code import is_users
 
 _DESCRIPTORS = "/proc/self/fd" if sys.platform == "linux" else "/dev/fd"
-_FLAGS = os.O_ACCMODE | os.O_APPEND | getattr(os, "O_DIRECT", 0)  # with which a file is opened again
+_FLAGS = (
+    os.O_ACCMODE | os.O_APPEND | getattr(os, "O_DIRECT", 0)
+)  # with which a file is opened again
 _POOLS = ("concurrent.futures.thread", "multiprocessing.pool")
-_outputs: set[tuple[int, int]] = set()  # files that have been stdout or stderr, whose place all processes share
-_places: dict[int, tuple[int, int]] = {}  # flags and position of each file that can be read, at the last fork
+_outputs: set[tuple[int, int]] = (
+    set()
+)  # files that have been stdout or stderr, whose place all processes share
+_places: dict[
+    int, tuple[int, int]
+] = {}  # flags and position of each file that can be read, at the last fork
 _closed: list[str] = []  # peers of connections that this process may not use
 
 
@@ -36,7 +42,11 @@ def _note_places() -> None:
     _places.clear()
     for descriptor, status in _open():
         flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-        if stat.S_ISREG(status.st_mode) and flags & os.O_ACCMODE != os.O_WRONLY and _identity(status) not in _outputs:
+        if (
+            stat.S_ISREG(status.st_mode)
+            and flags & os.O_ACCMODE != os.O_WRONLY
+            and _identity(status) not in _outputs
+        ):
             with suppress(OSError):  # opened as a path alone
                 _places[descriptor] = flags, os.lseek(descriptor, 0, os.SEEK_CUR)
 
@@ -53,8 +63,11 @@ def _open_again() -> None:
             os.dup2(again, descriptor, inheritable=os.get_inheritable(descriptor))
             os.close(again)
         except OSError as error:
-            print(f"warning: a fork can't open descriptor {descriptor} again ({error.strerror}), and reads its file at "
-                  "a place that others move", file=sys.stderr)
+            print(
+                f"warning: a fork can't open descriptor {descriptor} again ({error.strerror}), and reads its file at "
+                "a place that others move",
+                file=sys.stderr,
+            )
 
 
 os.register_at_fork(before=_note_places, after_in_child=_open_again)
@@ -72,8 +85,14 @@ def close_connections() -> None:
 
 def closed_connections() -> str:
     """What a reader of data should know of connections of its parent; "" if there were none."""
-    return (f"connections to {', '.join(dict.fromkeys(_closed))} were made before this process, a fork, which may not "
-            "use them: connect in the process that reads, in the data set's first __getitem__") if _closed else ""
+    return (
+        (
+            f"connections to {', '.join(dict.fromkeys(_closed))} were made before this process, a fork, which may not "
+            "use them: connect in the process that reads, in the data set's first __getitem__"
+        )
+        if _closed
+        else ""
+    )
 
 
 @contextmanager
@@ -89,20 +108,48 @@ def _left_behind(before: dict[int, tuple[int, int]]) -> str:
     """Threads that run, and connections and pipes that were opened since descriptors were `before`, in words; "" if
     there are none."""
     threads = [thread.name for thread in threading.enumerate() if _is_of_job(thread)]
-    opened = [(descriptor, status) for descriptor, status in _open() if before.get(descriptor) != _identity(status)]
+    opened = [
+        (descriptor, status)
+        for descriptor, status in _open()
+        if before.get(descriptor) != _identity(status)
+    ]
     peers = [peer for descriptor, status in opened if (peer := _peer(descriptor, status))]
-    pipes = [str(descriptor) for descriptor, status in opened if not _peer(descriptor, status)
-             and (stat.S_ISFIFO(status.st_mode) or stat.S_ISSOCK(status.st_mode))
-             and descriptor != resource_tracker._resource_tracker._fd]  # type: ignore[attr-defined]
-    environments = [str(path.parent) for descriptor, status in opened if stat.S_ISREG(status.st_mode)
-                    and (path := Path(f"{_DESCRIPTORS}/{descriptor}").resolve()).name == "lock.mdb"]
-    found = (("threads", threads, "forks don't have them, and what waits for one waits for ever"),
-             ("LMDB environments with locks", environments, "forks run out of readers: lock=False has none"),
-             ("connections to", peers, "closed in forks that read beside others"),
-             ("pipes or sockets with the descriptors", pipes, "forks share them, and a message reaches one reader"))
+    pipes = [
+        str(descriptor)
+        for descriptor, status in opened
+        if not _peer(descriptor, status)
+        and (stat.S_ISFIFO(status.st_mode) or stat.S_ISSOCK(status.st_mode))
+        and descriptor != resource_tracker._resource_tracker._fd  # type: ignore[attr-defined]
+    ]
+    environments = [
+        str(path.parent)
+        for descriptor, status in opened
+        if stat.S_ISREG(status.st_mode)
+        and (path := Path(f"{_DESCRIPTORS}/{descriptor}").resolve()).name == "lock.mdb"
+    ]
+    found = (
+        ("threads", threads, "forks don't have them, and what waits for one waits for ever"),
+        (
+            "LMDB environments with locks",
+            environments,
+            "forks run out of readers: lock=False has none",
+        ),
+        ("connections to", peers, "closed in forks that read beside others"),
+        (
+            "pipes or sockets with the descriptors",
+            pipes,
+            "forks share them, and a message reaches one reader",
+        ),
+    )
     parts = [f"{what} {', '.join(names)} ({fate})" for what, names, fate in found if names]
-    return (f"ranks and loader workers are forks of this process, which has {'; '.join(parts)}. What reads data should "
-            "make these itself, in the process that reads: in the data set's first __getitem__") if parts else ""
+    return (
+        (
+            f"ranks and loader workers are forks of this process, which has {'; '.join(parts)}. What reads data should "
+            "make these itself, in the process that reads: in the data set's first __getitem__"
+        )
+        if parts
+        else ""
+    )
 
 
 def _is_of_job(thread: threading.Thread) -> bool:
@@ -110,7 +157,9 @@ def _is_of_job(thread: threading.Thread) -> bool:
     target = getattr(thread, "_target", None) or type(thread).run
     module = getattr(target, "__module__", None) or ""
     file = getattr(sys.modules.get(module), "__file__", None)
-    return module in _POOLS or (thread is not threading.main_thread() and file is not None and is_users(file))
+    return module in _POOLS or (
+        thread is not threading.main_thread() and file is not None and is_users(file)
+    )
 
 
 def _open() -> Iterator[tuple[int, os.stat_result]]:

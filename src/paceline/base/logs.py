@@ -73,8 +73,11 @@ class Tee(io.TextIOBase):
             except (OSError, ValueError) as error:  # ValueError: somebody closed the object
                 if stream is self.file and not self._has_told:
                     self._has_told = True
-                    logger.warning("can't write %s: %s; the run goes on without what it would hold",
-                                   getattr(stream, "name", "its log"), getattr(error, "strerror", error))
+                    logger.warning(
+                        "can't write %s: %s; the run goes on without what it would hold",
+                        getattr(stream, "name", "its log"),
+                        getattr(error, "strerror", error),
+                    )
 
     def isatty(self) -> bool:
         return self.terminal is not None and bool(self.terminal.isatty())
@@ -90,8 +93,10 @@ def unbroken() -> Iterator[None]:
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass  # the next file that is opened would take the place of a closed stream, and get its lines
     os.close(number)
-    stdout, stderr = (stream or open(number, "w", closefd=False)  # noqa: SIM115  # as long as the process lives
-                      for number, stream in ((1, sys.stdout), (2, sys.stderr)))
+    stdout, stderr = (
+        stream or open(number, "w", closefd=False)  # noqa: SIM115  # as long as the process lives
+        for number, stream in ((1, sys.stdout), (2, sys.stderr))
+    )
     with redirect_stdout(stdout), redirect_stderr(Tee(stderr, None)):
         yield
 
@@ -102,7 +107,9 @@ class _Once(logging.Handler):
     log: gets what is not shown.
     """
 
-    def __init__(self, terminal: TextIO | Tee, rank: int, store: Store | None, log: TextIO | None) -> None:
+    def __init__(
+        self, terminal: TextIO | Tee, rank: int, store: Store | None, log: TextIO | None
+    ) -> None:
         super().__init__(logging.WARNING)
         self.terminal, self.rank, self.store, self.log = terminal, rank, store, log
 

@@ -12,7 +12,16 @@ import msgspec
 
 from paceline.base.errors import nearest
 
-_WORDS = {"none": None, "null": None, "true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+_WORDS = {
+    "none": None,
+    "null": None,
+    "true": True,
+    "yes": True,
+    "on": True,
+    "false": False,
+    "no": False,
+    "off": False,
+}
 
 
 def convert(value: Any, kind: Any) -> Any:
@@ -68,10 +77,18 @@ def _converted(value: Any, kind: Any) -> Any:
     raise msgspec.ValidationError
 
 
-def problems(table: Mapping[str, Any], kinds: Mapping[str, Any], *, needed: Collection[str] = ()) -> dict[str, str]:
+def problems(
+    table: Mapping[str, Any], kinds: Mapping[str, Any], *, needed: Collection[str] = ()
+) -> dict[str, str]:
     """All that is wrong with a table of a file whose fields are of these kinds, by field."""
-    wrong = {name: f"unknown field '{name}', {nearest(name, kinds)}" for name in table if name not in kinds}
-    wrong |= {name: f"'{name}' is missing: {allowed(kinds[name])}" for name in needed if name not in table}
+    wrong = {
+        name: f"unknown field '{name}', {nearest(name, kinds)}"
+        for name in table
+        if name not in kinds
+    }
+    wrong |= {
+        name: f"'{name}' is missing: {allowed(kinds[name])}" for name in needed if name not in table
+    }
     for name in [name for name in kinds if name in table]:
         try:
             msgspec.convert(table[name], kinds[name])
@@ -94,5 +111,13 @@ def allowed(kind: Any) -> str:
         if origin is tuple and options[-1] is not Ellipsis:
             return f"{len(options)} values parted by commas: {', '.join(map(allowed, options))}"
         return f"values parted by commas, each {allowed(options[0]) if options else 'a value'}"
-    plain = {int: "a whole number", float: "a number", bool: "true or false", str: "text", types.NoneType: "none"}
-    return plain.get(kind) or f"of type {getattr(kind, '__name__', kind)}, which only Python can set"
+    plain = {
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        str: "text",
+        types.NoneType: "none",
+    }
+    return (
+        plain.get(kind) or f"of type {getattr(kind, '__name__', kind)}, which only Python can set"
+    )

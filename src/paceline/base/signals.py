@@ -9,7 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-PREEMPTING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # by which schedulers want a machine back
+PREEMPTING = (
+    signal.SIGTERM,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)  # by which schedulers want a machine back
 STOPPING = (signal.SIGINT, *PREEMPTING)
 # Within which a signal that comes again is the same request: timeout(1) signals its command and then the group that the
 # command is in, and systemd, Slurm and `kill -- -PGID` signal both a process and the parent that passes it on.

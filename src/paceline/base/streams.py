@@ -43,7 +43,9 @@ def seed_model(seed: int) -> None:
     """
     seed_streams(seed, "model")
     if "keras" in sys.modules:
-        with suppress(ImportError):  # of another layout of its sources: names are then as it counts them
+        with suppress(
+            ImportError
+        ):  # of another layout of its sources: names are then as it counts them
             importlib.import_module("keras.src.utils.naming").reset_uids()
 
 
@@ -88,7 +90,11 @@ def kept_streams() -> Iterator[None]:
     import numpy as np
     import torch
 
-    python, numpy, devices = random.getstate(), np.random.get_state(), torch.random.fork_rng(used_gpus())
+    python, numpy, devices = (
+        random.getstate(),
+        np.random.get_state(),
+        torch.random.fork_rng(used_gpus()),
+    )
     with devices:
         try:
             yield

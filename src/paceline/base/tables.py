@@ -31,8 +31,12 @@ def aligned(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for number, column in enumerate(columns):
         is_words = number in (0, len(columns) - 1)
-        drawn.add_column(Text(column), justify="left" if is_words else "right", no_wrap=not is_words,
-                         overflow="fold")
+        drawn.add_column(
+            Text(column),
+            justify="left" if is_words else "right",
+            no_wrap=not is_words,
+            overflow="fold",
+        )
     for row in rows:
         drawn.add_row(*map(Text, row))
     text = StringIO()

@@ -32,7 +32,9 @@ def temporary_folder(kind: str = "") -> Iterator[Path]:
         with open(folder / f".{_LOCK}", "wb") as lock:
             with suppress(OSError):  # a file system without locks: nobody else gets this one either
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            Path(lock.name).rename(folder / _LOCK)  # under this name it is never seen unlocked while its owner lives
+            Path(lock.name).rename(
+                folder / _LOCK
+            )  # under this name it is never seen unlocked while its owner lives
             descriptor = os.open(folder, os.O_RDONLY)
             try:
                 with suppress(OSError):

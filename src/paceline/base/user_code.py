@@ -8,8 +8,11 @@ import traceback
 from pathlib import Path
 
 # Not sys.prefix: it can be /usr, and a container's code is often somewhere in /usr/src.
-_NOT_USERS = (f"{Path(__file__).resolve().parent.parent}{os.sep}", "<",
-              *(f"{sysconfig.get_path(kind)}{os.sep}" for kind in ("stdlib", "platstdlib", "scripts")))
+_NOT_USERS = (
+    f"{Path(__file__).resolve().parent.parent}{os.sep}",
+    "<",
+    *(f"{sysconfig.get_path(kind)}{os.sep}" for kind in ("stdlib", "platstdlib", "scripts")),
+)
 
 
 def user_frames(error: BaseException) -> tuple[str, list[traceback.FrameSummary]]:
@@ -26,4 +29,8 @@ def user_frames(error: BaseException) -> tuple[str, list[traceback.FrameSummary]
 
 def is_users(filename: str) -> bool:
     """Whether a frame's file is the user's: not ours, not a library's, not made from text."""
-    return not (filename.startswith(_NOT_USERS) or "site-packages" in filename or "dist-packages" in filename)
+    return not (
+        filename.startswith(_NOT_USERS)
+        or "site-packages" in filename
+        or "dist-packages" in filename
+    )

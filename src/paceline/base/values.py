@@ -34,8 +34,10 @@ def plain(value: Any) -> Any:
     kind = type(value)
     if not is_dataclass(kind) or kind.__module__.partition(".")[0] != _PACKAGE:
         raise TypeError(f"{kind.__module__}.{kind.__qualname__} is not told to other processes")
-    return {"kind": [kind.__module__, kind.__qualname__],
-            "fields": {f.name: plain(getattr(value, f.name)) for f in fields(kind) if f.init}}
+    return {
+        "kind": [kind.__module__, kind.__qualname__],
+        "fields": {f.name: plain(getattr(value, f.name)) for f in fields(kind) if f.init},
+    }
 
 
 def value_of(document: Any) -> Any:

@@ -46,8 +46,10 @@ def _packed(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
         return {_TUPLE: packed} if isinstance(value, tuple) else packed
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise TypeError(f"a {type(value).__name__} can't be told to another process: a batch may have tensors, numbers and "
-                    "text")
+    raise TypeError(
+        f"a {type(value).__name__} can't be told to another process: a batch may have tensors, numbers and "
+        "text"
+    )
 
 
 def _unpacked(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:

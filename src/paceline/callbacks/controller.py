@@ -38,7 +38,12 @@ if TYPE_CHECKING:
 Exchange = Callable[[dict[str, Any]], Any]
 
 _REMEMBERED_ANSWERS = 256
-_RAISED = (Exception, SystemExit, KeyboardInterrupt, GeneratorExit)  # by callbacks: each of them ends the run as failed
+_RAISED = (
+    Exception,
+    SystemExit,
+    KeyboardInterrupt,
+    GeneratorExit,
+)  # by callbacks: each of them ends the run as failed
 
 
 class RunController:
@@ -50,11 +55,22 @@ class RunController:
     error: what a callback raised, if one did; callbacks are told of nothing more then.
     """
 
-    def __init__(self, callbacks: Sequence[Callback], job: Job, *, plan: str, folder: Path,
-                 save_every: int | None = None) -> None:
+    def __init__(
+        self,
+        callbacks: Sequence[Callback],
+        job: Job,
+        *,
+        plan: str,
+        folder: Path,
+        save_every: int | None = None,
+    ) -> None:
         self.callbacks, hooks = tuple(callbacks), all_hooks(callbacks)
-        self.hooks = hooks | {"on_evaluation"} if "on_epoch" in hooks else hooks  # which is told of its evaluation
-        self.run = RunHandle(job, plan, folder, job.total_steps, save_every, _read_history=read_history)
+        self.hooks = (
+            hooks | {"on_evaluation"} if "on_epoch" in hooks else hooks
+        )  # which is told of its evaluation
+        self.run = RunHandle(
+            job, plan, folder, job.total_steps, save_every, _read_history=read_history
+        )
         self.run._log = self._log
         self.error: BaseException | None = None
         self._failure = self._running = ""
@@ -63,11 +79,19 @@ class RunController:
         self._samples = 0
         self._epoch_loss: dict[int, tuple[float, int]] = {}  # sum over samples, and their number
         self._evaluation: EvaluationReport | None = None
-        self._latest_calls: dict[tuple[int, str], int] = {}  # the last step or epoch that a callback was told of
-        self._answers: dict[tuple[str, int, int | None], dict[str, Any]] = {}  # by event, step and epoch
+        self._latest_calls: dict[
+            tuple[int, str], int
+        ] = {}  # the last step or epoch that a callback was told of
+        self._answers: dict[
+            tuple[str, int, int | None], dict[str, Any]
+        ] = {}  # by event, step and epoch
         self._sent: list[tuple[int, Requests]] = []  # while ranks went on, after which step
-        self._handlers = {"start": self._start, "epoch": self._epoch, "evaluation": self._evaluated,
-                          "save": self._saved}
+        self._handlers = {
+            "start": self._start,
+            "epoch": self._epoch,
+            "evaluation": self._evaluated,
+            "save": self._saved,
+        }
 
     # --- Heard from rank 0 ------------------------------------------------------------------------------------------
 
@@ -89,7 +113,9 @@ class RunController:
         if kind != "start":
             self._read_steps()
         place = kind, event["step"], event.get("epoch")
-        if place in self._answers:  # ranks that go on from a copy ask again what their predecessors asked
+        if (
+            place in self._answers
+        ):  # ranks that go on from a copy ask again what their predecessors asked
             return dict(self._answers[place])
         answer: dict[str, Any] = {}
         self.run._weights = lambda: self._read_weights(exchange)
@@ -142,7 +168,9 @@ class RunController:
         self._sent.clear()
 
     def _restore(self, saved: list[dict[str, Any]] | None, *, step: int, is_again: bool) -> None:
-        saved_states = list(saved if saved is not None else (self._initial or []) if is_again else [])
+        saved_states = list(
+            saved if saved is not None else (self._initial or []) if is_again else []
+        )
         for callback in self.callbacks:
             if "state_dict" not in hooks_of(callback):
                 continue
@@ -152,29 +180,55 @@ class RunController:
                 saved_states.remove(state)
                 self._protected(callback, "load_state_dict", state["state"])
             elif saved is not None:
-                print(f"note: the checkpoint holds no state of the callback {kind}, which starts anew", file=sys.stderr)
+                print(
+                    f"note: the checkpoint holds no state of the callback {kind}, which starts anew",
+                    file=sys.stderr,
+                )
             # What the state knows of, and nothing else, it was told of.
             windows, per_epoch = self.run.job.windows, self.run.job.steps_per_epoch
-            epochs = windows.epoch(step) if windows is not None else step // per_epoch if per_epoch else 0
-            self._latest_calls |= {(id(callback), hook): epochs - 1 if hook == "on_epoch" else step
-                                   for hook in hooks_of(callback)}
+            epochs = (
+                windows.epoch(step)
+                if windows is not None
+                else step // per_epoch
+                if per_epoch
+                else 0
+            )
+            self._latest_calls |= {
+                (id(callback), hook): epochs - 1 if hook == "on_epoch" else step
+                for hook in hooks_of(callback)
+            }
         for entry in saved_states if saved is not None else ():
-            print(f"note: the checkpoint holds the state of a callback {entry['kind']}, which this run does not have",
-                  file=sys.stderr)
+            print(
+                f"note: the checkpoint holds the state of a callback {entry['kind']}, which this run does not have",
+                file=sys.stderr,
+            )
 
     def _epoch(self, event: Mapping[str, Any]) -> None:
         total, count = self._epoch_loss.get(event["epoch"], (0.0, 0))
-        evaluation = self._evaluation if self._evaluation and self._evaluation.step == event["step"] else None
-        report = EpochReport(event["epoch"], event["step"], event["samples"], total / count if count else None,
-                             evaluation)
+        evaluation = (
+            self._evaluation
+            if self._evaluation and self._evaluation.step == event["step"]
+            else None
+        )
+        report = EpochReport(
+            event["epoch"],
+            event["step"],
+            event["samples"],
+            total / count if count else None,
+            evaluation,
+        )
         self._call("on_epoch", report, number=report.epoch)
 
     def _evaluated(self, event: Mapping[str, Any]) -> None:
-        self._evaluation = EvaluationReport(event["step"], event["epoch"], event["validation_loss"], event["metrics"])
+        self._evaluation = EvaluationReport(
+            event["step"], event["epoch"], event["validation_loss"], event["metrics"]
+        )
         self._call("on_evaluation", self._evaluation, number=self._evaluation.step)
 
     def _saved(self, event: Mapping[str, Any]) -> None:
-        self._call("on_save", CheckpointReport(event["step"], Path(event["path"])), number=event["step"])
+        self._call(
+            "on_save", CheckpointReport(event["step"], Path(event["path"])), number=event["step"]
+        )
 
     # --- Steps ------------------------------------------------------------------------------------------------------
 
@@ -204,8 +258,15 @@ class RunController:
             if not self._count(line):
                 continue
             self.run.step, self.run.epoch = line["step"], line["epoch"]
-            report = StepReport(line["step"], line["epoch"], line["samples"], line["loss"], line.get("lr"),
-                                line.get("step_s", 0.0), line)
+            report = StepReport(
+                line["step"],
+                line["epoch"],
+                line["samples"],
+                line["loss"],
+                line.get("lr"),
+                line.get("step_s", 0.0),
+                line,
+            )
             self._call("on_step", report, number=report.step)
 
     # --- Callbacks --------------------------------------------------------------------------------------------------
@@ -239,14 +300,20 @@ class RunController:
     def tell_slow(self, after_s: float) -> None:
         """Callbacks have had so long for what they were last told, or so long again."""
         if running := self._running:
-            print(f"warning: {running} has not returned, and callbacks have had {after_s:g} s for what follows step "
-                  f"{self.run.step}; ranks that need their answer wait", file=sys.stderr, flush=True)
+            print(
+                f"warning: {running} has not returned, and callbacks have had {after_s:g} s for what follows step "
+                f"{self.run.step}; ranks that need their answer wait",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _fail(self, callback: Callback, method: str, error: BaseException) -> None:
         if self.error is None:
             self.error = error
-            self._failure = (f"{traced(error)}the callback {type(callback).__name__} failed in {method} after step "
-                             f"{self.run.step}: {in_words(error)}")
+            self._failure = (
+                f"{traced(error)}the callback {type(callback).__name__} failed in {method} after step "
+                f"{self.run.step}: {in_words(error)}"
+            )
         self.run._requests.failed = self._failure
 
     def _states(self) -> list[dict[str, Any]]:
@@ -256,16 +323,26 @@ class RunController:
             if "state_dict" in hooks_of(callback):
                 state = self._protected(callback, "state_dict")
                 try:
-                    states.append({"kind": type(callback).__name__, "state": json.loads(json.dumps(state))})
+                    states.append(
+                        {"kind": type(callback).__name__, "state": json.loads(json.dumps(state))}
+                    )
                 except TypeError as error:
                     self._fail(callback, "state_dict", error)
         return states
 
     def failure(self) -> CallbackError:
-        steps = [int(path.name[5:]) for path in (self.run.folder / CHECKPOINTS).glob("step-*")
-                 if path.name[5:].isdigit()]
-        return CallbackError(self._failure, hint="a checkpoint is saved: the same command with --run "
-                             f"{self.run.folder} --resume goes on after step {max(steps)}" if steps else None)
+        steps = [
+            int(path.name[5:])
+            for path in (self.run.folder / CHECKPOINTS).glob("step-*")
+            if path.name[5:].isdigit()
+        ]
+        return CallbackError(
+            self._failure,
+            hint="a checkpoint is saved: the same command with --run "
+            f"{self.run.folder} --resume goes on after step {max(steps)}"
+            if steps
+            else None,
+        )
 
     def raise_failure(self) -> None:
         """
@@ -282,7 +359,9 @@ class RunController:
             UsageError: a value is none of these.
         """
         if "step" in values:
-            raise UsageError("run.log: 'step' is the step that the values are logged for", hint="another name")
+            raise UsageError(
+                "run.log: 'step' is the step that the values are logged for", hint="another name"
+            )
         logged: dict[str, Any] = {}
         for name, value in values.items():
             if is_picture(value):
@@ -292,8 +371,10 @@ class RunController:
             elif getattr(value, "ndim", None) == 0:
                 logged[name] = value.item()
             else:
-                raise UsageError(f"run.log: {name!r} is a {type(value).__name__}",
-                                 hint="numbers, text, arrays of two or three dims, and figures can be logged")
+                raise UsageError(
+                    f"run.log: {name!r} is a {type(value).__name__}",
+                    hint="numbers, text, arrays of two or three dims, and figures can be logged",
+                )
         figures = {name: value for name, value in logged.items() if not isinstance(value, Image)}
         if figures:
             with (self.run.folder / LOGGED).open("a") as file:
@@ -333,8 +414,10 @@ class RunController:
                 try:
                     callback.on_failure(self.run, error)
                 except _RAISED as second:
-                    print(f"warning: the callback {type(callback).__name__} failed in on_failure: {in_words(second)}",
-                          file=sys.stderr)
+                    print(
+                        f"warning: the callback {type(callback).__name__} failed in on_failure: {in_words(second)}",
+                        file=sys.stderr,
+                    )
 
 
 @contextmanager

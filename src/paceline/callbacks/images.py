@@ -49,21 +49,32 @@ def image_of(value: Any) -> Image:
     if pixels.ndim == 2:
         pixels = pixels[:, :, None]
     if pixels.ndim != 3 or not 1 <= pixels.shape[2] <= 4 or not pixels.size:
-        raise UsageError("an image must have the shape (height, width), (height, width, channels) or (channels, "
-                         f"height, width), got {tuple(np.shape(value))}")
+        raise UsageError(
+            "an image must have the shape (height, width), (height, width, channels) or (channels, "
+            f"height, width), got {tuple(np.shape(value))}"
+        )
     if pixels.dtype.kind == "f":
         pixels = np.nan_to_num(pixels).clip(0, 1) * 255 + 0.5
     pixels = pixels.clip(0, 255).astype(np.uint8)
     height, width, channels = pixels.shape
-    return Image(_png(pixels.reshape(height, width * channels), width, channels), height, width, channels)
+    return Image(
+        _png(pixels.reshape(height, width * channels), width, channels), height, width, channels
+    )
 
 
 def _png(rows: Any, width: int, channels: int) -> bytes:
     """Rows of bytes as a PNG file."""
+
     def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
 
     color = {1: 0, 2: 4, 3: 2, 4: 6}[channels]
     lines = b"".join(b"\0" + row.tobytes() for row in rows)
-    return (b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", struct.pack(">IIBBBBB", width, len(rows), 8, color, 0, 0, 0))
-            + chunk(b"IDAT", zlib.compress(lines)) + chunk(b"IEND", b""))
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", struct.pack(">IIBBBBB", width, len(rows), 8, color, 0, 0, 0))
+        + chunk(b"IDAT", zlib.compress(lines))
+        + chunk(b"IEND", b"")
+    )

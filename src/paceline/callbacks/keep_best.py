@@ -34,7 +34,12 @@ class KeepBest(Callback):
         it saved and that are still there.
     """
 
-    def __init__(self, monitor: str = "validation_loss", n: int = 1, mode: Literal["min", "max"] | None = None) -> None:
+    def __init__(
+        self,
+        monitor: str = "validation_loss",
+        n: int = 1,
+        mode: Literal["min", "max"] | None = None,
+    ) -> None:
         if not isinstance(n, int) or isinstance(n, bool) or n < 1:
             raise JobError(f"KeepBest's n must be a whole number of at least 1, got {n!r}")
         self.monitor, self.n = Monitor(monitor, mode), n
@@ -53,11 +58,17 @@ class KeepBest(Callback):
 
     def on_evaluation(self, run: RunHandle, evaluation: EvaluationReport) -> None:
         value = evaluation.figures[self.monitor.name]
-        place = next((number for number, (_, kept) in enumerate(self.kept)
-                      if self.monitor.is_better(value, kept)), len(self.kept))
+        place = next(
+            (
+                number
+                for number, (_, kept) in enumerate(self.kept)
+                if self.monitor.is_better(value, kept)
+            ),
+            len(self.kept),
+        )
         if value != value or place == self.n:
             return
-        self.kept = [*self.kept[:place], (evaluation.step, value), *self.kept[place:]][:self.n]
+        self.kept = [*self.kept[:place], (evaluation.step, value), *self.kept[place:]][: self.n]
         if not run.save_every or evaluation.step % run.save_every:
             self.saved_steps.append(evaluation.step)
         run.save()
@@ -72,14 +83,23 @@ class KeepBest(Callback):
     def _note(self, run_dir: Path) -> None:
         from paceline.base.files import write_json
 
-        write_json(run_dir / BEST, {"monitor": self.monitor.name, "mode": self.monitor.mode,
-                                    "checkpoints": [{"step": step, "value": value} for step, value in self.kept]})
+        write_json(
+            run_dir / BEST,
+            {
+                "monitor": self.monitor.name,
+                "mode": self.monitor.mode,
+                "checkpoints": [{"step": step, "value": value} for step, value in self.kept],
+            },
+        )
 
     def state_dict(self) -> dict[str, Any]:
         return {"kept": [list(entry) for entry in self.kept], "own": self.saved_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.kept, self.saved_steps = [(step, value) for step, value in state["kept"]], list(state["own"])
+        self.kept, self.saved_steps = (
+            [(step, value) for step, value in state["kept"]],
+            list(state["own"]),
+        )
 
 
 def ranking_of(run_dir: Path) -> Monitor | None:

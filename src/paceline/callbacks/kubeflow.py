@@ -24,11 +24,18 @@ from paceline.runs import folder
 if TYPE_CHECKING:
     from paceline.job.callback import RunHandle
 
-URL, CERTIFICATE, TOKEN = ("KUBEFLOW_TRAINER_SERVER_URL", "KUBEFLOW_TRAINER_SERVER_CA_CERT",
-                           "KUBEFLOW_TRAINER_SERVER_TOKEN")
+URL, CERTIFICATE, TOKEN = (
+    "KUBEFLOW_TRAINER_SERVER_URL",
+    "KUBEFLOW_TRAINER_SERVER_CA_CERT",
+    "KUBEFLOW_TRAINER_SERVER_TOKEN",
+)
 PERIOD_S = 5.0  # at most so often, as Kubeflow asks
 TIMEOUT_S = 5.0
-MOST_METRICS, MOST_LETTERS, MOST_SECONDS = 256, 64, 2**31 - 1  # the resource's own limits; more is refused as a whole
+MOST_METRICS, MOST_LETTERS, MOST_SECONDS = (
+    256,
+    64,
+    2**31 - 1,
+)  # the resource's own limits; more is refused as a whole
 PREDICTED_STEPS = 20  # until so many were taken, the time left is the predicted one
 
 
@@ -36,7 +43,11 @@ class KubeflowProgress(Callback):
     """Tells progress, the time left, and the last figures. What can't be sent is left out: a run never waits for it."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
-        self.url, self.certificate, self.token = environ[URL], environ.get(CERTIFICATE), environ.get(TOKEN)
+        self.url, self.certificate, self.token = (
+            environ[URL],
+            environ.get(CERTIFICATE),
+            environ.get(TOKEN),
+        )
         self._metrics: dict[str, float] = {}
         self._step_s: list[float] = []
         self._told_s = float("-inf")
@@ -54,7 +65,13 @@ class KubeflowProgress(Callback):
 
     def on_end(self, run: RunHandle, result: Any) -> None:
         self._wait()  # else the last status would be left out
-        self._tell({**self._status(run, run.step), "progressPercentage": 100, "estimatedRemainingSeconds": 0})
+        self._tell(
+            {
+                **self._status(run, run.step),
+                "progressPercentage": 100,
+                "estimatedRemainingSeconds": 0,
+            }
+        )
         self._wait()
 
     def _wait(self) -> None:
@@ -63,13 +80,21 @@ class KubeflowProgress(Callback):
             self._sending.join(TIMEOUT_S + 1)
 
     def _status(self, run: RunHandle, step: int) -> dict[str, Any]:
-        metrics = [{"name": name, "value": str(value)} for name, value in self._metrics.items()
-                   if 1 <= len(name) <= MOST_LETTERS]
-        status: dict[str, Any] = {"lastUpdatedTime": datetime.now(UTC).isoformat(), "metrics": metrics[:MOST_METRICS]}
+        metrics = [
+            {"name": name, "value": str(value)}
+            for name, value in self._metrics.items()
+            if 1 <= len(name) <= MOST_LETTERS
+        ]
+        status: dict[str, Any] = {
+            "lastUpdatedTime": datetime.now(UTC).isoformat(),
+            "metrics": metrics[:MOST_METRICS],
+        }
         if run.total_steps:
             left_s = (run.total_steps - step) * self._expected_step_s(run)
-            status |= {"progressPercentage": min(100, 100 * step // run.total_steps),
-                       "estimatedRemainingSeconds": round(min(max(left_s, 0.0), MOST_SECONDS))}
+            status |= {
+                "progressPercentage": min(100, 100 * step // run.total_steps),
+                "estimatedRemainingSeconds": round(min(max(left_s, 0.0), MOST_SECONDS)),
+            }
         return status
 
     def _expected_step_s(self, run: RunHandle) -> float:
@@ -91,11 +116,18 @@ class KubeflowProgress(Callback):
 
     def _send(self, status: Mapping[str, Any]) -> None:
         try:
-            token = Path(self.token).read_text().strip() if self.token else ""  # anew each time: the cluster renews it
-            request = urllib.request.Request(self.url, json.dumps({"trainerStatus": status}).encode(), method="POST",
-                                             headers={"Authorization": f"Bearer {token}",
-                                                      "Content-Type": "application/json"})
-            trusted = ssl.create_default_context(cafile=self.certificate) if self.certificate else None
+            token = (
+                Path(self.token).read_text().strip() if self.token else ""
+            )  # anew each time: the cluster renews it
+            request = urllib.request.Request(
+                self.url,
+                json.dumps({"trainerStatus": status}).encode(),
+                method="POST",
+                headers={"Authorization": f"Bearer {token}", "Content-Type": "application/json"},
+            )
+            trusted = (
+                ssl.create_default_context(cafile=self.certificate) if self.certificate else None
+            )
             urllib.request.urlopen(request, timeout=TIMEOUT_S, context=trusted).close()
         except (OSError, ValueError, HTTPException):
             pass

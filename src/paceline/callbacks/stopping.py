@@ -31,13 +31,24 @@ class EarlyStopping(Callback):
     checkpoints, so that a run that goes on counts on.
     """
 
-    def __init__(self, monitor: str = "validation_loss", patience: int = 3, mode: Literal["min", "max"] | None = None,
-                 min_delta: float = 0.0) -> None:
+    def __init__(
+        self,
+        monitor: str = "validation_loss",
+        patience: int = 3,
+        mode: Literal["min", "max"] | None = None,
+        min_delta: float = 0.0,
+    ) -> None:
         if not isinstance(patience, int) or isinstance(patience, bool) or patience < 1:
-            raise JobError(f"EarlyStopping's patience must be a whole number of at least 1, got {patience!r}")
+            raise JobError(
+                f"EarlyStopping's patience must be a whole number of at least 1, got {patience!r}"
+            )
         if not (isinstance(min_delta, int | float) and 0 <= min_delta < math.inf):
             raise JobError(f"EarlyStopping's min_delta must be at least 0, got {min_delta!r}")
-        self.monitor, self.patience, self.min_delta = Monitor(monitor, mode), patience, float(min_delta)
+        self.monitor, self.patience, self.min_delta = (
+            Monitor(monitor, mode),
+            patience,
+            float(min_delta),
+        )
         self.best: float | None = None
         self.best_step: int | None = None
         self.num_worse = 0
@@ -67,11 +78,19 @@ class EarlyStopping(Callback):
 
     def _stop_if_due(self, run: RunHandle) -> None:
         if self.num_worse >= self.patience:
-            best = "" if self.best is None else f": {self.best:.6g} at step {self.best_step} was the best"
+            best = (
+                ""
+                if self.best is None
+                else f": {self.best:.6g} at step {self.best_step} was the best"
+            )
             run.stop(f"{self.monitor.name} was not better in {self.num_worse} evaluations{best}")
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best, "best_step": self.best_step, "num_worse": self.num_worse}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.best, self.best_step, self.num_worse = state["best"], state["best_step"], state["num_worse"]
+        self.best, self.best_step, self.num_worse = (
+            state["best"],
+            state["best_step"],
+            state["num_worse"],
+        )

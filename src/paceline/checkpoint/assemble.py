@@ -29,7 +29,11 @@ def whole_state(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
 
 def own_names(checkpoint: Checkpoint) -> dict[str, str]:
     """For each name that the model has for a parameter or buffer the one in the checkpoint."""
-    first = {name.partition("/")[2]: name for name in sorted(checkpoint.tensors) if name.startswith(_OF_MODEL)}
+    first = {
+        name.partition("/")[2]: name
+        for name in sorted(checkpoint.tensors)
+        if name.startswith(_OF_MODEL)
+    }
     return first | checkpoint.document.get("ties", {})
 
 
@@ -41,7 +45,9 @@ def check_fits(kinds: Iterable[tuple[torch.dtype, tuple[int, ...]]]) -> None:
     needed_bytes = sum(math.prod(shape) * dtype.itemsize for dtype, shape in kinds)
     free_bytes = free_memory_bytes()
     if needed_bytes > free_bytes:
-        raise OutOfMemory(f"the whole model has {needed_bytes / 2**30:.1f} GiB and this machine has "
-                          f"{free_bytes / 2**30:.1f} GiB free",
-                          hint="paceline evaluate and predict run it under a plan, each rank with its own part; "
-                               "model.safetensors in the run folder is read tensor by tensor")
+        raise OutOfMemory(
+            f"the whole model has {needed_bytes / 2**30:.1f} GiB and this machine has "
+            f"{free_bytes / 2**30:.1f} GiB free",
+            hint="paceline evaluate and predict run it under a plan, each rank with its own part; "
+            "model.safetensors in the run folder is read tensor by tensor",
+        )

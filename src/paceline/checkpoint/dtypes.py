@@ -12,12 +12,27 @@ from safetensors.torch import load_file, save_file
 
 # The dtypes that a checkpoint can hold, by the names that safetensors uses in its headers.
 DTYPES: dict[str, torch.dtype] = {
-    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "U16": torch.uint16, "I16": torch.int16,
-    "U32": torch.uint32, "I32": torch.int32, "U64": torch.uint64, "I64": torch.int64,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2": torch.float8_e5m2,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "F8_E8M0": torch.float8_e8m0fnu,
-    "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
-    "C32": torch.complex32, "C128": torch.complex128,
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+    "C32": torch.complex32,
+    "C128": torch.complex128,
 }
 DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 # Those that safetensors itself lacks, and what a file holds a pair of for each number, in a last dim of 2.
@@ -57,18 +72,25 @@ def metadata(dtypes: Mapping[str, torch.dtype]) -> dict[str, str]:
     {'format': 'pt', 'complex': '{"b": "C128"}'}
     """
     pairs = {name: DTYPE_NAMES[dtype] for name, dtype in dtypes.items() if dtype in PAIRS}
-    return {"format": "pt"} | ({COMPLEX: json.dumps(pairs)} if pairs else {})  # transformers refuses it without format
+    return {"format": "pt"} | (
+        {COMPLEX: json.dumps(pairs)} if pairs else {}
+    )  # transformers refuses it without format
 
 
 def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Write tensors to a safetensors file. They are contiguous and share no memory."""
-    save_file({name: as_stored(tensor) for name, tensor in tensors.items()}, path,
-              metadata({name: tensor.dtype for name, tensor in tensors.items()}))
+    save_file(
+        {name: as_stored(tensor) for name, tensor in tensors.items()},
+        path,
+        metadata({name: tensor.dtype for name, tensor in tensors.items()}),
+    )
 
 
 def load_tensors(path: str | Path) -> dict[str, torch.Tensor]:
     """The tensors of a safetensors file, such as a run's `model.safetensors`, in the dtypes that they were saved in."""
     with safe_open(path, framework="pt") as file:
         pairs = json.loads((file.metadata() or {}).get(COMPLEX, "{}"))
-    return {name: from_stored(tensor, DTYPES[pairs[name]]) if name in pairs else tensor
-            for name, tensor in load_file(path).items()}
+    return {
+        name: from_stored(tensor, DTYPES[pairs[name]]) if name in pairs else tensor
+        for name, tensor in load_file(path).items()
+    }

@@ -24,12 +24,16 @@ import xxhash
 from paceline.checkpoint.dtypes import DTYPE_NAMES, in_file
 from paceline.checkpoint.pieces import copy
 
-BUFFER_BYTES = 8 * 2**20  # written at a time: 2.2 GB/s for 1 and 4 MiB, 3.1 GB/s for 16 MiB on the disk named above
+BUFFER_BYTES = (
+    8 * 2**20
+)  # written at a time: 2.2 GB/s for 1 and 4 MiB, 3.1 GB/s for 16 MiB on the disk named above
 # Shows damage, and is not meant against forgery: who can change a file can change what COMMIT says of it. On an Intel
 # Xeon at 2.5 GHz without instructions for sha256 it read 7.6 GB/s, sha256 0.2.
 CHECKSUM = "xxh3_128"
 SYNCED_BYTES = 256 * 2**20  # of writes through the cache, after which they are forced to the disk
-_BLOCK_BYTES = 4096  # that sizes of writes past the cache are multiples of; more than any disk's own block
+_BLOCK_BYTES = (
+    4096  # that sizes of writes past the cache are multiples of; more than any disk's own block
+)
 
 Kind = tuple[torch.dtype, tuple[int, ...]]  # a tensor's dtype and shape
 
@@ -44,7 +48,11 @@ def num_bytes(kind: Kind) -> int:
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor's elements lie in CPU memory as they lie in a file."""
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+    return (
+        tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and not (tensor.is_conj() or tensor.is_neg())
+    )
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -67,7 +75,9 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(buffer).cast("B")
 
 
-def header(kinds: Mapping[str, Kind], *, metadata: Mapping[str, str] | None = None) -> tuple[bytes, list[str]]:
+def header(
+    kinds: Mapping[str, Kind], *, metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, list[str]]:
     """The beginning of a safetensors file, and the order in which the tensors' bytes follow.
 
     Widest dtypes come first, so that each tensor is aligned, for complex128 too if the file is mapped.
@@ -78,15 +88,22 @@ def header(kinds: Mapping[str, Kind], *, metadata: Mapping[str, str] | None = No
     for name in ordered:
         dtype, shape = in_file(*kinds[name])
         end = start + num_bytes(kinds[name])
-        document[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        document[name] = {
+            "dtype": DTYPE_NAMES[dtype],
+            "shape": list(shape),
+            "data_offsets": [start, end],
+        }
         start = end
     text = json.dumps(document).encode()
     text += b" " * (-(8 + len(text)) % 16)
     return len(text).to_bytes(8, "little") + text, ordered
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor],
-                  wrote: Callable[[int], None] = lambda num_bytes: None) -> dict[str, Any]:
+def write_tensors(
+    path: Path,
+    tensors: Mapping[str, torch.Tensor],
+    wrote: Callable[[int], None] = lambda num_bytes: None,
+) -> dict[str, Any]:
     """Write tensors to a safetensors file and force it to the disk. Returns what COMMIT says of it.
 
     Args:
@@ -96,7 +113,9 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor],
     Raises:
         OSError: it can't be written; what was written of it stays.
     """
-    first, ordered = header({name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()})
+    first, ordered = header(
+        {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    )
     with NewFile(path, wrote) as file:
         file.write(first)
         for name in ordered:
@@ -121,7 +140,9 @@ class NewFile:
                 raise
             self._direct = 0
             self._descriptor = os.open(path, flags, 0o666)
-        self._buffer = memoryview(mmap.mmap(-1, BUFFER_BYTES))  # aligned, as writes past the cache want it
+        self._buffer = memoryview(
+            mmap.mmap(-1, BUFFER_BYTES)
+        )  # aligned, as writes past the cache want it
         self._waiting = 0  # bytes in the buffer
         self._synced = 0  # bytes that are on the disk for certain
         self._checksum = xxhash.xxh3_128()
@@ -129,8 +150,12 @@ class NewFile:
     def __enter__(self) -> NewFile:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         os.close(self._descriptor)
 
     def write(self, data: bytes | memoryview) -> None:
@@ -158,9 +183,9 @@ class NewFile:
 
     def _empty(self) -> None:
         """Write what waits in the buffer. The last block of a file is filled up, and cut to its length at the end."""
-        self._checksum.update(self._buffer[:self._waiting])
+        self._checksum.update(self._buffer[: self._waiting])
         block = _BLOCK_BYTES if self._direct else 1
-        data, offset = self._buffer[:-(-self._waiting // block) * block], self.num_bytes
+        data, offset = self._buffer[: -(-self._waiting // block) * block], self.num_bytes
         self.num_bytes, self._waiting = self.num_bytes + self._waiting, 0
         while data:
             try:

@@ -37,6 +37,9 @@ class Owners:
         axes = tuple(axes)
         if axes not in self._ranks_of:
             host_ranks, this_rank = self._host_ranks, self._mesh.rank
-            self._ranks_of[axes] = [rank for rank in self._mesh.ranks_over(axes)
-                                    if host_ranks is None or rank // host_ranks == this_rank // host_ranks]
+            self._ranks_of[axes] = [
+                rank
+                for rank in self._mesh.ranks_over(axes)
+                if host_ranks is None or rank // host_ranks == this_rank // host_ranks
+            ]
         return self._ranks_of[axes]

@@ -47,15 +47,21 @@ class Region:
             stop = offsets[dim] + shape[dim]
             for from_, to in ((offsets[dim], start), (start + length, stop)):
                 if from_ < to:
-                    rest.append(Region((*offsets[:dim], from_, *offsets[dim + 1:]),
-                                       (*shape[:dim], to - from_, *shape[dim + 1:])))
+                    rest.append(
+                        Region(
+                            (*offsets[:dim], from_, *offsets[dim + 1 :]),
+                            (*shape[:dim], to - from_, *shape[dim + 1 :]),
+                        )
+                    )
             offsets[dim], shape[dim] = start, length
         return rest
 
     def slices(self, origin: tuple[int, ...]) -> tuple[slice, ...]:
         """The index of this box in a tensor whose first element lies at `origin`."""
-        return tuple(slice(start - first, start - first + length)
-                     for start, first, length in zip(self.offsets, origin, self.shape, strict=True))
+        return tuple(
+            slice(start - first, start - first + length)
+            for start, first, length in zip(self.offsets, origin, self.shape, strict=True)
+        )
 
     @property
     def _stops(self) -> tuple[int, ...]:
@@ -80,8 +86,10 @@ def copy(target: torch.Tensor, source: torch.Tensor) -> None:
     Blocks of CPU memory are moved by the calling thread alone. torch would share the work between its threads, which
     wait for each other on busy cores: 1.0 s instead of 0.02 s for 100 tensors of 1 MiB, 2 cores, load 6.
     """
-    if all(t.device.type == "cpu" and t.is_contiguous() and not t.is_conj() and not t.is_neg()
-           for t in (target, source)):
+    if all(
+        t.device.type == "cpu" and t.is_contiguous() and not t.is_conj() and not t.is_neg()
+        for t in (target, source)
+    ):
         ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
     else:
         target.copy_(source)
@@ -112,10 +120,14 @@ class TensorPiece:
             start < 0 or start + length > whole
             for start, length, whole in zip(self.offsets, local, self.shape, strict=True)
         ):
-            raise ValueError(f"'{self.name}': a part of shape {local} at {self.offsets} doesn't lie in {self.shape}")
+            raise ValueError(
+                f"'{self.name}': a part of shape {local} at {self.offsets} doesn't lie in {self.shape}"
+            )
         if self.tensor.layout != torch.strided or self.tensor.dtype not in DTYPE_NAMES:
-            raise ValueError(f"'{self.name}' is {self.tensor.layout} {self.tensor.dtype}; a checkpoint holds dense "
-                             f"tensors of {', '.join(str(dtype).removeprefix('torch.') for dtype in DTYPE_NAMES)}")
+            raise ValueError(
+                f"'{self.name}' is {self.tensor.layout} {self.tensor.dtype}; a checkpoint holds dense "
+                f"tensors of {', '.join(str(dtype).removeprefix('torch.') for dtype in DTYPE_NAMES)}"
+            )
 
     @property
     def region(self) -> Region:
@@ -148,12 +160,18 @@ def pieces_of(name: str, tensor: torch.Tensor, extent: Extent | None = None) -> 
     if len(chunks) != 1:
         raise ValueError(f"'{name}' is held in {len(chunks)} chunks by this rank; one is supported")
     if not math.prod(shape):
-        return [TensorPiece(name, shape, (0,) * len(shape), torch.empty(shape, dtype=tensor.dtype, device="cpu"))]
+        return [
+            TensorPiece(
+                name, shape, (0,) * len(shape), torch.empty(shape, dtype=tensor.dtype, device="cpu")
+            )
+        ]
     if not math.prod(chunks[0].sizes):
         return []
     local = tensor.to_local().detach()  # type: ignore[attr-defined]
     if local.shape != chunks[0].sizes:
-        raise ValueError(f"'{name}': this rank holds {tuple(local.shape)} where its mesh says {tuple(chunks[0].sizes)}")
+        raise ValueError(
+            f"'{name}': this rank holds {tuple(local.shape)} where its mesh says {tuple(chunks[0].sizes)}"
+        )
     return [TensorPiece(name, shape, tuple(chunks[0].offsets), local)]
 
 
@@ -165,15 +183,25 @@ def _runs(tensor: torch.Tensor) -> list[list[range]] | None:
     mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
     blocks = [getattr(placement, "split_factor", 1) for placement in placements]
     # FSDP2 writes the order of two cuts of one dim as blocks too; later cuts of the dim account for as many.
-    later = [math.prod(mesh.size(j) for j in range(i + 1, len(placements)) if placements[j].is_shard(p.dim))
-             if blocks[i] > 1 else 1 for i, p in enumerate(placements)]
+    later = [
+        math.prod(
+            mesh.size(j) for j in range(i + 1, len(placements)) if placements[j].is_shard(p.dim)
+        )
+        if blocks[i] > 1
+        else 1
+        for i, p in enumerate(placements)
+    ]
     if blocks == later:
         return None
     indices = [torch.arange(length) for length in tensor.shape]
-    for placement, count, place, ranks in zip(placements, blocks, mesh.get_coordinate(), mesh.shape, strict=True):
+    for placement, count, place, ranks in zip(
+        placements, blocks, mesh.get_coordinate(), mesh.shape, strict=True
+    ):
         if not placement.is_replicate():
             parts = indices[placement.dim].chunk(count * ranks)
-            indices[placement.dim] = torch.cat([parts[block * ranks + place] for block in range(count)])
+            indices[placement.dim] = torch.cat(
+                [parts[block * ranks + place] for block in range(count)]
+            )
     runs: list[list[range]] = []
     for index in indices:
         breaks = (index.diff() != 1).nonzero().flatten() + 1
@@ -185,9 +213,16 @@ def _pieces_of_runs(name: str, tensor: torch.Tensor, runs: list[list[range]]) ->
     """A piece for every box that the runs along the dims make."""
     local, shape = tensor.to_local().detach(), tuple(sum(map(len, along)) for along in runs)  # type: ignore[attr-defined]
     if tuple(local.shape) != shape:
-        raise ValueError(f"'{name}': this rank holds {tuple(local.shape)} where its mesh says {shape}")
+        raise ValueError(
+            f"'{name}': this rank holds {tuple(local.shape)} where its mesh says {shape}"
+        )
     parts: list[tuple[tuple[int, ...], torch.Tensor]] = [((), local)]
     for dim, along in enumerate(runs):
-        parts = [((*offsets, run.start), part_of_run) for offsets, part in parts
-                 for run, part_of_run in zip(along, part.split([len(run) for run in along], dim), strict=True)]
+        parts = [
+            ((*offsets, run.start), part_of_run)
+            for offsets, part in parts
+            for run, part_of_run in zip(
+                along, part.split([len(run) for run in along], dim), strict=True
+            )
+        ]
     return [TensorPiece(name, tuple(tensor.shape), offsets, part) for offsets, part in parts]

@@ -18,11 +18,16 @@ _STEP = re.compile(r"step-(\d+)")
 
 def later_saves(run_dir: Path, *, after: int) -> frozenset[str]:
     """The saves of checkpoints of later steps than a run goes on from: they were damaged, or did not suit it."""
-    return frozenset(save for step, path in _complete(run_dir).items()
-                     if step > after and (save := committed_by(path)) is not None)
+    return frozenset(
+        save
+        for step, path in _complete(run_dir).items()
+        if step > after and (save := committed_by(path)) is not None
+    )
 
 
-def prune(run_dir: Path, *, newest: int, right_step: int | None = None, passed_over: Collection[str] = ()) -> None:
+def prune(
+    run_dir: Path, *, newest: int, right_step: int | None = None, passed_over: Collection[str] = ()
+) -> None:
     """Keep so many of the newest complete checkpoints, the one with the least validation loss, those that `KeepBest`
     keeps, and the newest one of a time when gradients were found right. A checkpoint that can't be removed stays.
 
@@ -31,8 +36,11 @@ def prune(run_dir: Path, *, newest: int, right_step: int | None = None, passed_o
 
     Only the process that commits a run's checkpoints may call it.
     """
-    complete = {step: path for step, path in _complete(run_dir).items()
-                if not passed_over or committed_by(path) not in passed_over}
+    complete = {
+        step: path
+        for step, path in _complete(run_dir).items()
+        if not passed_over or committed_by(path) not in passed_over
+    }
     kept = {*sorted(complete)[-newest:], *_kept_as_best(run_dir)}
     if right_step is not None:
         kept |= {max((step for step in complete if step <= right_step), default=-1)}
@@ -47,8 +55,11 @@ def prune(run_dir: Path, *, newest: int, right_step: int | None = None, passed_o
 
 
 def _complete(run_dir: Path) -> dict[int, Path]:
-    return {int(match[1]): path for path in (run_dir / CHECKPOINTS).glob("step-*")
-            if (match := _STEP.fullmatch(path.name)) and (path / COMMIT).is_file()}
+    return {
+        int(match[1]): path
+        for path in (run_dir / CHECKPOINTS).glob("step-*")
+        if (match := _STEP.fullmatch(path.name)) and (path / COMMIT).is_file()
+    }
 
 
 def _evaluated(run_dir: Path) -> Iterator[tuple[int, float]]:

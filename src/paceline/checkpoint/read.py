@@ -30,7 +30,9 @@ from paceline.launch.process.malloc import trim_heap
 from paceline.strategies.layout import Extent
 
 _SUMMED_BYTES = 256 * 1024  # read at a time, as in hashlib.file_digest
-MAPPED_BYTES = 16 * 1024**2  # read of files before they are unmapped; a larger piece is read at once
+MAPPED_BYTES = (
+    16 * 1024**2
+)  # read of files before they are unmapped; a larger piece is read at once
 
 # step-N, and what was step-N until a save of the same step began to replace it and was cut off.
 _FOLDER = re.compile(r"step-(\d+)|\.step-(\d+)\.replaced")
@@ -68,8 +70,12 @@ class Checkpoint:
     _files: dict[str, _Mapped] = field(default_factory=dict, init=False, repr=False, compare=False)
     _read_bytes: list[int] = field(default_factory=list, init=False, repr=False, compare=False)
 
-    def read(self, name: str, offsets: tuple[int, ...] | None = None,
-             shape: tuple[int, ...] | None = None) -> torch.Tensor:
+    def read(
+        self,
+        name: str,
+        offsets: tuple[int, ...] | None = None,
+        shape: tuple[int, ...] | None = None,
+    ) -> torch.Tensor:
         """A tensor, or the region of it that starts at `offsets` and has this shape, in CPU memory.
 
         Only the bytes of the region are read.
@@ -82,7 +88,9 @@ class Checkpoint:
             raise ValueError("a region needs both offsets and shape")
         region = Region(offsets or (0,) * len(entry.shape), entry.shape if shape is None else shape)
         if not len(region.offsets) == len(region.shape) == len(entry.shape):
-            raise ValueError(f"'{name}' has {len(entry.shape)} dims, got offsets {offsets} and shape {shape}")
+            raise ValueError(
+                f"'{name}' has {len(entry.shape)} dims, got offsets {offsets} and shape {shape}"
+            )
         target = torch.empty(region.shape, dtype=entry.dtype, device="cpu")
         self._fill(target, name, entry, region)
         return target
@@ -96,32 +104,44 @@ class Checkpoint:
             CheckpointError: there is no such tensor, or it has another global shape or another dtype.
         """
         entry = self._entry(name)
-        if (extent.shape if extent else tuple(tensor.shape)) != entry.shape or tensor.dtype != entry.dtype:
-            raise CheckpointError(f"{self.path}: '{name}' is {_kind(entry.dtype, entry.shape)} there and "
-                                  f"{_kind(tensor.dtype, tuple(tensor.shape))} here",
-                                  hint="the checkpoint is of another model; resume with the job that wrote it")
+        if (
+            extent.shape if extent else tuple(tensor.shape)
+        ) != entry.shape or tensor.dtype != entry.dtype:
+            raise CheckpointError(
+                f"{self.path}: '{name}' is {_kind(entry.dtype, entry.shape)} there and "
+                f"{_kind(tensor.dtype, tuple(tensor.shape))} here",
+                hint="the checkpoint is of another model; resume with the job that wrote it",
+            )
         for piece in pieces_of(name, tensor, extent):
             self._fill(piece.tensor, name, entry, piece.region)
 
     def _entry(self, name: str) -> TensorEntry:
         if name not in self.tensors:
             close = difflib.get_close_matches(name, self.tensors, n=1, cutoff=0.5)
-            nearest = f"; the nearest of its {len(self.tensors)} names is '{close[0]}'" if close else ""
+            nearest = (
+                f"; the nearest of its {len(self.tensors)} names is '{close[0]}'" if close else ""
+            )
             raise CheckpointError(f"{self.path} holds no tensor '{name}'{nearest}")
         return self.tensors[name]
 
     def _fill(self, target: torch.Tensor, name: str, entry: TensorEntry, region: Region) -> None:
         if holes := uncovered(region, (piece.region for piece in entry.pieces)):
-            raise CheckpointError(f"{self.path}: no piece of '{name}' (shape {entry.shape}) holds the part at "
-                                  f"{holes[0].offsets} of shape {holes[0].shape}")
+            raise CheckpointError(
+                f"{self.path}: no piece of '{name}' (shape {entry.shape}) holds the part at "
+                f"{holes[0].offsets} of shape {holes[0].shape}"
+            )
         for piece in entry.pieces:
             common = piece.region.overlap(region)
             if common is None:
                 continue
             try:
-                part = self._open(piece.file).read(piece, entry.dtype, common.slices(piece.region.offsets))
+                part = self._open(piece.file).read(
+                    piece, entry.dtype, common.slices(piece.region.offsets)
+                )
             except (OSError, LookupError, ValueError) as error:
-                raise CheckpointError(f"{self.path}: can't read '{piece.key}' from {piece.file}: {error}") from error
+                raise CheckpointError(
+                    f"{self.path}: can't read '{piece.key}' from {piece.file}: {error}"
+                ) from error
             copy(target[common.slices(region.offsets)], part)
             long_work.advanced()
             self._close_after(part.nbytes)
@@ -171,7 +191,9 @@ class _Mapped:
         start, end = entry["data_offsets"]
         whole = self.bytes[start:end].reshape(*piece.region.shape, dtype.itemsize)
         copied = torch.from_numpy(np.array(whole[part], order="C"))
-        if hasattr(mmap, "MADV_DONTNEED"):  # what was read stays in the system's cache, not in this process
+        if hasattr(
+            mmap, "MADV_DONTNEED"
+        ):  # what was read stays in the system's cache, not in this process
             self.mapped.madvise(mmap.MADV_DONTNEED)
         return copied.flatten().view(dtype).reshape(copied.shape[:-1])
 
@@ -190,13 +212,17 @@ def open_checkpoint(path: Path, *, checksums: bool = True) -> Checkpoint:
     commit = _load_commit(path)
     try:
         checksum = CHECKSUM if commit["version"] > 1 else "sha256"
-        files = {_plain_name(name): (int(entry["bytes"]), str(entry[checksum]))
-                 for name, entry in commit["files"].items()}
+        files = {
+            _plain_name(name): (int(entry["bytes"]), str(entry[checksum]))
+            for name, entry in commit["files"].items()
+        }
         step = int(commit["step"])
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise CheckpointError(f"{path}: {COMMIT} is malformed: {_reason(error)}") from error
     if (named := _FOLDER.fullmatch(path.name)) and int(named[1] or named[2]) != step:
-        raise CheckpointError(f"{path}: {COMMIT} says that this is step {step}: the folder was renamed")
+        raise CheckpointError(
+            f"{path}: {COMMIT} says that this is step {step}: the folder was renamed"
+        )
     _check_sizes(path, files)
     if checksums:
         _check_sums(path, files, checksum)
@@ -209,7 +235,10 @@ def open_checkpoint(path: Path, *, checksums: bool = True) -> Checkpoint:
 
 
 def newest_checkpoint(
-    run_dir: Path, *, accept: Callable[[Checkpoint], str | None], warn: Callable[[str], None],
+    run_dir: Path,
+    *,
+    accept: Callable[[Checkpoint], str | None],
+    warn: Callable[[str], None],
 ) -> Checkpoint | None:
     """The checkpoint of the highest step that is whole and accepted; None if the run has none at all.
 
@@ -234,15 +263,20 @@ def newest_checkpoint(
         reasons.append(f"{path.name}: {reason}")
         warn(f"checkpoint {path} is passed over: {reason}")
     if reasons:
-        raise CheckpointError(f"none of the checkpoints in {folder} can be used:\n  " + "\n  ".join(reasons),
-                              hint="bring one of them back from a copy, or start anew in another folder (--run DIR)")
+        raise CheckpointError(
+            f"none of the checkpoints in {folder} can be used:\n  " + "\n  ".join(reasons),
+            hint="bring one of them back from a copy, or start anew in another folder (--run DIR)",
+        )
     return None
 
 
 def newest_saved_step(run_dir: Path) -> int:
     """The step of the last checkpoint that was written to its end, damaged or not; -1 if there is none."""
-    steps = [int(match[1]) for path in (Path(run_dir) / "checkpoints").glob("step-*")
-             if (match := _FOLDER.fullmatch(path.name)) and (path / COMMIT).is_file()]
+    steps = [
+        int(match[1])
+        for path in (Path(run_dir) / "checkpoints").glob("step-*")
+        if (match := _FOLDER.fullmatch(path.name)) and (path / COMMIT).is_file()
+    ]
     return max(steps, default=-1)
 
 
@@ -250,8 +284,11 @@ def _candidates(folder: Path) -> list[Path]:
     """What may be a checkpoint, highest step first; a replaced one after the one that took its place."""
     if not folder.is_dir():
         return []
-    candidates = [(int(match[1] or match[2]), bool(match[1]), path)
-                  for path in folder.iterdir() if (match := _FOLDER.fullmatch(path.name))]
+    candidates = [
+        (int(match[1] or match[2]), bool(match[1]), path)
+        for path in folder.iterdir()
+        if (match := _FOLDER.fullmatch(path.name))
+    ]
     return [path for _, _, path in sorted(candidates, reverse=True)]
 
 
@@ -259,17 +296,23 @@ def _load_commit(path: Path) -> dict[str, Any]:
     if not path.is_dir():
         raise CheckpointError(f"{path}: there is no such folder")
     if not (path / COMMIT).is_file():
-        raise CheckpointError(f"{path}: it has no {COMMIT}: a save that never ended, or not a checkpoint of Paceline")
+        raise CheckpointError(
+            f"{path}: it has no {COMMIT}: a save that never ended, or not a checkpoint of Paceline"
+        )
     commit = _load_json(path, COMMIT)
     if commit.get("format") != FORMAT:
-        raise CheckpointError(f"{path}: it is not a checkpoint of Paceline: {COMMIT} says format "
-                              f"{commit.get('format')!r} instead of '{FORMAT}'")
+        raise CheckpointError(
+            f"{path}: it is not a checkpoint of Paceline: {COMMIT} says format "
+            f"{commit.get('format')!r} instead of '{FORMAT}'"
+        )
     version = commit.get("version")
     if not isinstance(version, int) or version < 1:
         raise CheckpointError(f"{path}: {COMMIT} is malformed: version {version!r}")
     if version > VERSION:
-        raise CheckpointError(f"{path}: it has format version {version} and this Paceline reads up to {VERSION}",
-                              hint="install the newer Paceline that wrote it")
+        raise CheckpointError(
+            f"{path}: it has format version {version} and this Paceline reads up to {VERSION}",
+            hint="install the newer Paceline that wrote it",
+        )
     return commit
 
 
@@ -294,9 +337,13 @@ def _check_sizes(path: Path, files: Mapping[str, tuple[int, str]]) -> None:
         except OSError as error:
             raise CheckpointError(f"{path}: {name} is missing") from error
         if actual_bytes < size_bytes:
-            raise CheckpointError(f"{path}: {name} is truncated: {actual_bytes} bytes of {size_bytes}")
+            raise CheckpointError(
+                f"{path}: {name} is truncated: {actual_bytes} bytes of {size_bytes}"
+            )
         if actual_bytes > size_bytes:
-            raise CheckpointError(f"{path}: {name} has {actual_bytes} bytes instead of {size_bytes}")
+            raise CheckpointError(
+                f"{path}: {name} has {actual_bytes} bytes instead of {size_bytes}"
+            )
 
 
 def _check_sums(path: Path, files: Mapping[str, tuple[int, str]], checksum: str) -> None:
@@ -304,7 +351,10 @@ def _check_sums(path: Path, files: Mapping[str, tuple[int, str]], checksum: str)
     is_over = Event()  # set where a damaged file was found, as nobody needs the rest then
 
     def sum_of(number: int, name: str) -> str:
-        digest, buffer = xxhash.xxh3_128() if checksum == CHECKSUM else hashlib.sha256(), bytearray(_SUMMED_BYTES)
+        digest, buffer = (
+            xxhash.xxh3_128() if checksum == CHECKSUM else hashlib.sha256(),
+            bytearray(_SUMMED_BYTES),
+        )
         try:
             with (path / name).open("rb", buffering=0) as file:
                 while not is_over.is_set() and (count := file.readinto(buffer)):
@@ -324,8 +374,10 @@ def _check_sums(path: Path, files: Mapping[str, tuple[int, str]], checksum: str)
                     before = now
                     long_work.advanced()
             if (actual := summed.result()) != expected:
-                raise CheckpointError(f"{path}: {name} is damaged: its {checksum} is {actual}, and {COMMIT} says "
-                                      f"{expected}")
+                raise CheckpointError(
+                    f"{path}: {name} is damaged: its {checksum} is {actual}, and {COMMIT} says "
+                    f"{expected}"
+                )
 
 
 def _entry_of(entry: Mapping[str, Any], files: Mapping[str, Any]) -> TensorEntry:
@@ -336,7 +388,9 @@ def _entry_of(entry: Mapping[str, Any], files: Mapping[str, Any]) -> TensorEntry
         region = Region(_lengths(piece["offsets"]), _lengths(piece["shape"]))
         stops = [start + length for start, length in zip(region.offsets, region.shape, strict=True)]
         if any(stop > length for stop, length in zip(stops, shape, strict=True)):
-            raise ValueError(f"a piece at {region.offsets} of shape {region.shape} reaches out of {shape}")
+            raise ValueError(
+                f"a piece at {region.offsets} of shape {region.shape} reaches out of {shape}"
+            )
         if _plain_name(piece["file"]) not in files:
             raise ValueError(f"{COMMIT} doesn't list the file {piece['file']!r}")
         pieces.append(StoredPiece(piece["file"], str(piece["key"]), region))
@@ -344,7 +398,9 @@ def _entry_of(entry: Mapping[str, Any], files: Mapping[str, Any]) -> TensorEntry
 
 
 def _lengths(values: Any) -> tuple[int, ...]:
-    if not isinstance(values, list) or not all(type(value) is int and value >= 0 for value in values):
+    if not isinstance(values, list) or not all(
+        type(value) is int and value >= 0 for value in values
+    ):
         raise ValueError(f"{values!r} is not a list of whole numbers")
     return tuple(values)
 

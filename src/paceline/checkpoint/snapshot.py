@@ -27,8 +27,12 @@ from paceline.launch.process.memory_use import LeftOut
 # Of a thread beside the steps, which so take at most 1.1 times as long: a busy core gives it a sixteenth of its time
 # (weights of 70 and 1024, sched_prio_to_weight in Linux's kernel/sched/core.c), and they wait for the copies too.
 _NICER = 12
-_RESERVED_BYTES = 2**20  # at a time: a save waits for no more, some 3 ms where memory was never used before
-_ALIGNED_BYTES = 64  # where each tensor begins: a line of the cache, and a multiple of any dtype's size
+_RESERVED_BYTES = (
+    2**20
+)  # at a time: a save waits for no more, some 3 ms where memory was never used before
+_ALIGNED_BYTES = (
+    64  # where each tensor begins: a line of the cache, and a multiple of any dtype's size
+)
 
 
 class Snapshot:
@@ -90,7 +94,9 @@ class Snapshot:
     def copy_beside(self) -> None:
         """Copy on another thread what is to be copied later. It has to stay as it is until `wait` returns."""
         if self._later:
-            self._copying = threading.Thread(target=self._copy_later, name="paceline-snapshot", daemon=True)
+            self._copying = threading.Thread(
+                target=self._copy_later, name="paceline-snapshot", daemon=True
+            )
             self._copying.start()
 
     def wait(self) -> None:
@@ -113,7 +119,9 @@ class Snapshot:
         still read of an earlier mapping stays mapped until it is not. mapped_bytes: what is mapped at least."""
         if len(self._mapped) < mapped_bytes:
             os.ftruncate(self._descriptor, mapped_bytes)
-            self._mapped = torch.frombuffer(mmap.mmap(self._descriptor, mapped_bytes), dtype=torch.uint8)
+            self._mapped = torch.frombuffer(
+                mmap.mmap(self._descriptor, mapped_bytes), dtype=torch.uint8
+            )
         if num_bytes > self._taken:
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(self._descriptor, self._taken, num_bytes - self._taken)
@@ -140,4 +148,6 @@ def be_nice() -> None:
     if sys.platform == "linux":
         thread = threading.get_native_id()
         with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICER)
+            os.setpriority(
+                os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICER
+            )

@@ -35,11 +35,16 @@ class Staging:
     def missing_bytes(self, pieces: Iterable[TensorPiece]) -> int:
         """What copies of these pieces take beside what is pinned; torch pins blocks of a power of two
         (at::CachingHostAllocator)."""
-        return sum(1 << (piece.tensor.nbytes - 1).bit_length() for piece in pieces
-                   if piece.tensor.nbytes and self._pinned(piece) is None)
+        return sum(
+            1 << (piece.tensor.nbytes - 1).bit_length()
+            for piece in pieces
+            if piece.tensor.nbytes and self._pinned(piece) is None
+        )
 
     @torch.no_grad()
-    def copy(self, pieces: Sequence[TensorPiece], *, is_for_updates: Callable[[str], bool]) -> list[torch.Tensor]:
+    def copy(
+        self, pieces: Sequence[TensorPiece], *, is_for_updates: Callable[[str], bool]
+    ) -> list[torch.Tensor]:
         """Begin to copy the pieces; their values are here after `wait`. Not before an earlier save is written.
 
         The computing stream waits at once for what a forward may write to, and for the rest in `before_update`.
@@ -82,11 +87,15 @@ class Staging:
             memory = self._pinned(piece)
             if memory is None:
                 memory = self.memory[piece.name, piece.offsets] = torch.empty(
-                    piece.tensor.shape, dtype=piece.tensor.dtype, pin_memory=True)
+                    piece.tensor.shape, dtype=piece.tensor.dtype, pin_memory=True
+                )
             return memory
 
     def _pinned(self, piece: TensorPiece) -> torch.Tensor | None:
         """What was pinned for such a piece."""
         memory = self.memory.get((piece.name, piece.offsets))
-        is_alike = memory is not None and (memory.shape, memory.dtype) == (piece.tensor.shape, piece.tensor.dtype)
+        is_alike = memory is not None and (memory.shape, memory.dtype) == (
+            piece.tensor.shape,
+            piece.tensor.dtype,
+        )
         return memory if is_alike else None

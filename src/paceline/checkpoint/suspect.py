@@ -20,7 +20,8 @@ def mark_suspect(run_dir: Path, *, after: int) -> None:
         if step > after:
             with suppress(OSError):
                 (path / SUSPECT).write_text(
-                    f"gradients were wrong after this was saved, and were last found right after step {after}\n")
+                    f"gradients were wrong after this was saved, and were last found right after step {after}\n"
+                )
 
 
 def suspect_steps(run_dir: Path) -> list[int]:
@@ -32,8 +33,10 @@ def why_suspect(path: Path) -> str | None:
     """Why a checkpoint is to be passed over; None if it isn't marked."""
     if not (path / SUSPECT).exists():
         return None
-    return (f"wrong arithmetic may have reached it: gradients were found wrong after it was saved; remove its file "
-            f"{SUSPECT} to use it all the same")
+    return (
+        f"wrong arithmetic may have reached it: gradients were found wrong after it was saved; remove its file "
+        f"{SUSPECT} to use it all the same"
+    )
 
 
 def _saved(run_dir: Path) -> Iterator[tuple[int, Path]]:

@@ -46,17 +46,25 @@ def pack(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, dict):
-        return {_TAG: "dict", "items": [[pack(key, f"{name}.key", tensors), pack(item, f"{name}.{key}", tensors)]
-                                        for key, item in value.items()]}
+        return {
+            _TAG: "dict",
+            "items": [
+                [pack(key, f"{name}.key", tensors), pack(item, f"{name}.{key}", tensors)]
+                for key, item in value.items()
+            ],
+        }
     for kind in (list, tuple, set, deque):
         if isinstance(value, kind):
             items = [pack(item, f"{name}.{index}", tensors) for index, item in enumerate(value)]
             if kind is list:
                 return items
             return {_TAG: kind.__name__, "items": items} | (
-                {"maxlen": value.maxlen} if isinstance(value, deque) else {})
-    raise JobError(f"'{name}' holds a {type(value).__name__}, which a checkpoint can't keep without pickle",
-                   hint="keep numbers, text, tensors, or lists, tuples and dicts of these")
+                {"maxlen": value.maxlen} if isinstance(value, deque) else {}
+            )
+    raise JobError(
+        f"'{name}' holds a {type(value).__name__}, which a checkpoint can't keep without pickle",
+        hint="keep numbers, text, tensors, or lists, tuples and dicts of these",
+    )
 
 
 class SeenPlain:
@@ -72,7 +80,8 @@ class SeenPlain:
         """Whether the value holds the same."""
         tensors: dict[str, torch.Tensor] = {}
         return is_same(pack(value, "", tensors), self._packed) and all(
-            is_same(tensor.detach(), self._tensors[name].value) for name, tensor in tensors.items())
+            is_same(tensor.detach(), self._tensors[name].value) for name, tensor in tensors.items()
+        )
 
 
 def can_pack(value: Any) -> bool:
@@ -94,7 +103,9 @@ def unpack(packed: Any, read: Callable[[str, Any], torch.Tensor], like: Any = No
         read: Gives the tensor of a name; also told what stands in its place now.
     """
     if isinstance(packed, list):
-        return _filled([unpack(item, read, _at(like, index)) for index, item in enumerate(packed)], like)
+        return _filled(
+            [unpack(item, read, _at(like, index)) for index, item in enumerate(packed)], like
+        )
     if not isinstance(packed, dict):
         return packed
     kind = packed[_TAG]
@@ -120,8 +131,13 @@ def unpack(packed: Any, read: Callable[[str, Any], torch.Tensor], like: Any = No
         return bytes.fromhex(packed["value"])
     if kind == "dict":
         keys = [unpack(key, read) for key, _ in packed["items"]]
-        return _filled({key: unpack(item, read, like.get(key) if isinstance(like, dict) else None)
-                        for key, (_, item) in zip(keys, packed["items"], strict=True)}, like)
+        return _filled(
+            {
+                key: unpack(item, read, like.get(key) if isinstance(like, dict) else None)
+                for key, (_, item) in zip(keys, packed["items"], strict=True)
+            },
+            like,
+        )
     items = [unpack(item, read, _at(like, index)) for index, item in enumerate(packed["items"])]
     if kind == "tuple":
         return type(like)(*items) if hasattr(like, "_fields") else tuple(items)
@@ -134,8 +150,11 @@ def _drawing(state: Any, like: Any) -> Any:
         generator = like if isinstance(like, random.Random) else random.Random()
         generator.setstate(state)
         return generator
-    numpy_generator = like if isinstance(like, np.random.Generator) else np.random.Generator(
-        getattr(np.random, state["bit_generator"])())
+    numpy_generator = (
+        like
+        if isinstance(like, np.random.Generator)
+        else np.random.Generator(getattr(np.random, state["bit_generator"])())
+    )
     numpy_generator.bit_generator.state = state
     return numpy_generator
 
@@ -157,7 +176,9 @@ def _filled(value: Any, like: Any) -> Any:
     """The contents in the object that is there, if it is a container of this kind."""
     if isinstance(value, list) and isinstance(like, list):
         like[:] = value
-    elif isinstance(value, dict | set) and isinstance(like, dict if isinstance(value, dict) else set):
+    elif isinstance(value, dict | set) and isinstance(
+        like, dict if isinstance(value, dict) else set
+    ):
         like.clear()
         like.update(value)
     elif isinstance(value, deque) and isinstance(like, deque) and like.maxlen == value.maxlen:

@@ -55,22 +55,28 @@ COMMIT, INDEX, DOCUMENT = "COMMIT", "index.json", "document.json"
 # Fingerprints by the ranks that should have equal ones, such as "0,2", and by the tensor's name.
 HeldAlike = Mapping[str, Mapping[str, int]]
 
-FIRST_POLL_S, LAST_POLL_S = 0.005, 0.25  # between looks at the other ranks' files; doubled after each
+FIRST_POLL_S, LAST_POLL_S = (
+    0.005,
+    0.25,
+)  # between looks at the other ranks' files; doubled after each
 LOOK_S = 0.2  # between looks at how far work on other threads has come: a patience has 1 s at least
 # Of the memory that this host has free, what copies for saves may take. Steps and loaders need the rest. Copies of the
 # state in memory may take half.
 _MEMORY_SHARE = 0.8
 _TOUCH_S = 1.0  # between a waiting rank's looks at how far others have come, and between rank 0's words of it
-EXIT_WAIT_S = 10.0  # for a file that is being written when the process exits; it can't be interrupted
-
-
+EXIT_WAIT_S = (
+    10.0  # for a file that is being written when the process exits; it can't be interrupted
+)
 
 
 _RUN_BYTES = 16 * 2**20  # of a large tensor that is read and written at a time
 
 
-def write_model(path: Path, kinds: Mapping[str, Kind],
-                read: Callable[[str, tuple[int, ...], tuple[int, ...]], torch.Tensor]) -> None:
+def write_model(
+    path: Path,
+    kinds: Mapping[str, Kind],
+    read: Callable[[str, tuple[int, ...], tuple[int, ...]], torch.Tensor],
+) -> None:
     """Write whole tensors by name to one safetensors file, one after the other, in one move; see `load_tensors`.
 
     Args:
@@ -84,7 +90,9 @@ def write_model(path: Path, kinds: Mapping[str, Kind],
     path = Path(path)
     temp = temp_beside(path)
     try:
-        first, ordered = header(kinds, metadata=metadata({name: dtype for name, (dtype, _) in kinds.items()}))
+        first, ordered = header(
+            kinds, metadata=metadata({name: dtype for name, (dtype, _) in kinds.items()})
+        )
         with temp.open("wb") as file:
             file.write(first)
             synced = 0
@@ -99,8 +107,9 @@ def write_model(path: Path, kinds: Mapping[str, Kind],
         temp.replace(path)
         fsync(path.parent)
     except Exception as error:
-        raise _explained(error, "could not write the model", path,
-                         sum(map(num_bytes, kinds.values()))) from error
+        raise _explained(
+            error, "could not write the model", path, sum(map(num_bytes, kinds.values()))
+        ) from error
     finally:
         remove(temp)
 
@@ -110,7 +119,9 @@ def _sync(file: BufferedWriter) -> None:
     os.fsync(file.fileno())
 
 
-def _runs(dtype: torch.dtype, shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def _runs(
+    dtype: torch.dtype, shape: tuple[int, ...]
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Offsets and shapes of the rows of a tensor that are written at a time."""
     rows = shape[0] if shape else 1
     step = max(1, _RUN_BYTES * rows // max(1, math.prod(shape) * dtype.itemsize))
@@ -134,10 +145,21 @@ class Writer:
         timeout_s: How long to wait for the other ranks' parts while none of them grows.
     """
 
-    def __init__(self, run_dir: Path, *, rank: int, world_size: int, attempt: str, num_ranks: int = 1,
-                 meanwhile: Callable[[], None] = lambda: None, timeout_s: float = 600.0) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        rank: int,
+        world_size: int,
+        attempt: str,
+        num_ranks: int = 1,
+        meanwhile: Callable[[], None] = lambda: None,
+        timeout_s: float = 600.0,
+    ) -> None:
         if not re.fullmatch(r"[A-Za-z0-9_-]+", attempt):
-            raise ValueError(f"attempt must be made of letters, digits, '-' and '_', got {attempt!r}")
+            raise ValueError(
+                f"attempt must be made of letters, digits, '-' and '_', got {attempt!r}"
+            )
         self.run_dir = Path(run_dir)
         self.folder = self.run_dir / CHECKPOINTS
         self.rank = rank
@@ -160,15 +182,29 @@ class Writer:
         """Begin to take the memory for copies of these pieces: the first save need not wait for it then."""
         pieces = list(pieces)
         self._snapshot = self._snapshot or Snapshot()
-        threading.Thread(target=self._snapshot.reserve, args=(_bytes_on_cpu(pieces),), name="snapshot-memory",
-                         daemon=True).start()
+        threading.Thread(
+            target=self._snapshot.reserve,
+            args=(_bytes_on_cpu(pieces),),
+            name="snapshot-memory",
+            daemon=True,
+        ).start()
         if on_gpu := [piece for piece in pieces if piece.tensor.is_cuda]:
             self._staging = self._staging or Staging(on_gpu[0].tensor.device)
-            threading.Thread(target=self._staging.reserve, args=(on_gpu,), name="pinned-memory", daemon=True).start()
+            threading.Thread(
+                target=self._staging.reserve, args=(on_gpu,), name="pinned-memory", daemon=True
+            ).start()
 
-    def save(self, step: int, pieces: Iterable[TensorPiece], document: Mapping[str, Any] | None = None, *,
-             snapshot: bool = True, is_for_updates: Callable[[str], bool] = lambda name: False,
-             held_alike: Callable[[], HeldAlike] = dict, before_commit: Callable[[], None] = lambda: None) -> float:
+    def save(
+        self,
+        step: int,
+        pieces: Iterable[TensorPiece],
+        document: Mapping[str, Any] | None = None,
+        *,
+        snapshot: bool = True,
+        is_for_updates: Callable[[str], bool] = lambda name: False,
+        held_alike: Callable[[], HeldAlike] = dict,
+        before_commit: Callable[[], None] = lambda: None,
+    ) -> float:
         """Copy the pieces to CPU memory and start writing them; waits first for a save that still runs.
 
         What lies on a GPU or is for updates alone is copied while this goes on: see `before_update`. Where
@@ -192,14 +228,22 @@ class Writer:
                 for; no rank commits it.
         """
         started_s = time.monotonic()
-        self._num_saves += 1  # counted first, so that ranks stay in step when one of them fails here
+        self._num_saves += (
+            1  # counted first, so that ranks stay in step when one of them fails here
+        )
         self.wait()
         # Half of what has passed since the last save leaves time for the rest, if the next one comes as soon.
         within_s = min((started_s - self._last_s) / 2, self.timeout_s / 4)
         self._last_s = started_s
-        save = _Save(self, step, f"{self.attempt}-{self._num_saves}", held_alike, before_commit, within_s)
+        save = _Save(
+            self, step, f"{self.attempt}-{self._num_saves}", held_alike, before_commit, within_s
+        )
         is_blocking = snapshot and self.takes_snapshots is False
-        copies = partial(self._copies, is_for_updates=is_for_updates) if snapshot and not is_blocking else None
+        copies = (
+            partial(self._copies, is_for_updates=is_for_updates)
+            if snapshot and not is_blocking
+            else None
+        )
         save.start(list(pieces), document, copies=copies)
         self._save = save
         if is_blocking:
@@ -217,14 +261,21 @@ class Writer:
     def has_memory_for(self, pieces: Sequence[TensorPiece]) -> bool:
         """Whether this host has memory for copies of these pieces, and of those of its other ranks, beside what this
         rank has taken for them."""
-        missing_bytes = max(0, _bytes_on_cpu(pieces) - (self._snapshot.num_bytes if self._snapshot is not None else 0))
+        missing_bytes = max(
+            0,
+            _bytes_on_cpu(pieces) - (self._snapshot.num_bytes if self._snapshot is not None else 0),
+        )
         if on_gpu := [piece for piece in pieces if piece.tensor.is_cuda]:
             self._staging = self._staging or Staging(on_gpu[0].tensor.device)
             missing_bytes += self._staging.missing_bytes(on_gpu)
-        return not missing_bytes or self.num_ranks * missing_bytes <= _MEMORY_SHARE * free_memory_bytes()
+        return (
+            not missing_bytes
+            or self.num_ranks * missing_bytes <= _MEMORY_SHARE * free_memory_bytes()
+        )
 
-    def _copies(self, pieces: Iterable[TensorPiece], *,
-                is_for_updates: Callable[[str], bool]) -> Iterator[tuple[TensorPiece, torch.Tensor]]:
+    def _copies(
+        self, pieces: Iterable[TensorPiece], *, is_for_updates: Callable[[str], bool]
+    ) -> Iterator[tuple[TensorPiece, torch.Tensor]]:
         """Every piece with a copy of its tensor, those on a GPU last. All are here once `_all_copied` has returned."""
         pieces, on_gpu = list(pieces), []
         self._snapshot = self._snapshot or Snapshot()
@@ -270,8 +321,10 @@ class Writer:
 def without_snapshots(pieces: Iterable[TensorPiece]) -> str:
     """What a user should know where a host has no memory for copies of such pieces."""
     gib = sum(piece.tensor.nbytes for piece in pieces) / 2**30
-    return (f"a host has no memory for copies of what its ranks save ({gib:.1f} GiB a rank): each save blocks the run "
-            "until it is written")
+    return (
+        f"a host has no memory for copies of what its ranks save ({gib:.1f} GiB a rank): each save blocks the run "
+        "until it is written"
+    )
 
 
 def _bytes_on_cpu(pieces: Iterable[TensorPiece]) -> int:
@@ -282,17 +335,30 @@ def _bytes_on_cpu(pieces: Iterable[TensorPiece]) -> int:
 class _Save:
     """One save in flight on one rank. within_s: in which its tensors are to be written; see `Pace`."""
 
-    def __init__(self, writer: Writer, step: int, token: str, held_alike: Callable[[], HeldAlike],
-                 before_commit: Callable[[], None], within_s: float) -> None:
+    def __init__(
+        self,
+        writer: Writer,
+        step: int,
+        token: str,
+        held_alike: Callable[[], HeldAlike],
+        before_commit: Callable[[], None],
+        within_s: float,
+    ) -> None:
         self._held_alike, self._before_commit, self._within_s = held_alike, before_commit, within_s
-        self.rank, self.world_size, self.timeout_s = writer.rank, writer.world_size, writer.timeout_s
+        self.rank, self.world_size, self.timeout_s = (
+            writer.rank,
+            writer.world_size,
+            writer.timeout_s,
+        )
         self.step, self.token = step, token
         self.final = writer.folder / f"step-{step}"
         self.temp = writer.folder / f".step-{step}.{token}"
         # Outside the folder that it speaks of, so that it can still be read when that is gone.
         self.failed = writer.folder / f".step-{step}.{token}.failed"
         # Until the end is reached, so that nothing unforeseen can pass for a commit.
-        self.error: CheckpointError | None = CheckpointError(f"rank {self.rank}'s save of step {step} never ended")
+        self.error: CheckpointError | None = CheckpointError(
+            f"rank {self.rank}'s save of step {step} never ended"
+        )
         self._all_copied = writer._all_copied
         self._tensors: dict[str, torch.Tensor] = {}
         self._entries: dict[str, dict[str, Any]] = {}
@@ -304,14 +370,22 @@ class _Save:
         self._touched_s = 0.0  # when rank 0 last told the others that it goes on
         self._exiting, self._hurry = threading.Event(), threading.Event()
         # A daemon, as Python joins other threads before it lets us know that the process ends.
-        self._thread = threading.Thread(target=self._run, name=f"paceline-checkpoint-step-{step}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name=f"paceline-checkpoint-step-{step}", daemon=True
+        )
 
     @property
     def is_running(self) -> bool:
         return self._thread.is_alive()
 
-    def start(self, pieces: Sequence[TensorPiece], document: Mapping[str, Any] | None, *,
-              copies: Callable[[Iterable[TensorPiece]], Iterable[tuple[TensorPiece, torch.Tensor]]] | None) -> None:
+    def start(
+        self,
+        pieces: Sequence[TensorPiece],
+        document: Mapping[str, Any] | None,
+        *,
+        copies: Callable[[Iterable[TensorPiece]], Iterable[tuple[TensorPiece, torch.Tensor]]]
+        | None,
+    ) -> None:
         """Take the snapshot, or without one the tensors themselves, and begin to write. copies: Makes the snapshot;
         without it, the run waits for the writing."""
         try:
@@ -321,7 +395,9 @@ class _Save:
                 for piece in pieces:
                     self._take(piece, piece.tensor.detach())
                 for device in {piece.tensor.device for piece in pieces if piece.tensor.is_cuda}:
-                    torch.cuda.synchronize(device)  # another thread reads what this one has computed
+                    torch.cuda.synchronize(
+                        device
+                    )  # another thread reads what this one has computed
             else:
                 for piece, copied in copies(pieces):
                     self._take(piece, copied)
@@ -345,15 +421,21 @@ class _Save:
     def _take(self, piece: TensorPiece, tensor: torch.Tensor) -> None:
         self._is_of_gpu |= piece.tensor.is_cuda
         key = piece.name
-        while key in self._tensors or key == "__metadata__":  # the one key that safetensors keeps for itself
+        while (
+            key in self._tensors or key == "__metadata__"
+        ):  # the one key that safetensors keeps for itself
             key += "+"
         self._tensors[key] = tensor
         self._needed_bytes += tensor.nbytes
         entry = {"shape": list(piece.shape), "dtype": DTYPE_NAMES[piece.tensor.dtype], "pieces": []}
-        self._entries.setdefault(piece.name, entry)["pieces"].append({
-            "file": _part_name(self.rank, "safetensors"), "key": key,
-            "offsets": list(piece.offsets), "shape": list(piece.tensor.shape),
-        })
+        self._entries.setdefault(piece.name, entry)["pieces"].append(
+            {
+                "file": _part_name(self.rank, "safetensors"),
+                "key": key,
+                "offsets": list(piece.offsets),
+                "shape": list(piece.tensor.shape),
+            }
+        )
 
     def _run(self) -> None:
         try:
@@ -371,18 +453,27 @@ class _Save:
         except _Exiting:
             # Rank 0 can commit without us once our part is there; without it, or without rank 0, nobody can.
             if self.rank == 0 or not (self.temp / _part_name(self.rank, "json")).exists():
-                self._give_up(CheckpointError(f"rank {self.rank} exited before its save of step {self.step} was done"))
+                self._give_up(
+                    CheckpointError(
+                        f"rank {self.rank} exited before its save of step {self.step} was done"
+                    )
+                )
         except Exception as error:
             self._give_up(error)
 
     def _write_part(self) -> None:
         """This rank's tensors, then what the index needs to know of them."""
         self.temp.mkdir(parents=True, exist_ok=True)
-        if _disk_of(self.temp / COMMIT)[1] < self._needed_bytes:  # found now, no other file of the disk is cut short
+        if (
+            _disk_of(self.temp / COMMIT)[1] < self._needed_bytes
+        ):  # found now, no other file of the disk is cut short
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.temp))
         path = self.temp / _part_name(self.rank, "safetensors")
-        pace = None if self._is_waited_for or self._is_of_gpu else Pace(
-            self._needed_bytes, self._within_s, self._hurry)
+        pace = (
+            None
+            if self._is_waited_for or self._is_of_gpu
+            else Pace(self._needed_bytes, self._within_s, self._hurry)
+        )
 
         def wrote(num_bytes: int) -> None:
             self._goes_on()
@@ -393,8 +484,10 @@ class _Save:
         self._tensors.clear()
         if self._exiting.is_set():
             raise _Exiting
-        write_json(self.temp / _part_name(self.rank, "json"), {**summary, "tensors": self._entries,
-                                                               "held_alike": self._held_alike()})
+        write_json(
+            self.temp / _part_name(self.rank, "json"),
+            {**summary, "tensors": self._entries, "held_alike": self._held_alike()},
+        )
 
     def _commit(self) -> None:
         """Rank 0: index, document, COMMIT; then the folder gets its name."""
@@ -403,19 +496,33 @@ class _Save:
         _refuse_difference([part["held_alike"] for part in parts])
         write_json(self.temp / INDEX, {"tensors": _merged(parts)})
         write_text(self.temp / DOCUMENT, self._document)
-        files = {_part_name(rank, "safetensors"): {key: part[key] for key in ("bytes", CHECKSUM)}
-                 for rank, part in enumerate(parts)}
+        files = {
+            _part_name(rank, "safetensors"): {key: part[key] for key in ("bytes", CHECKSUM)}
+            for rank, part in enumerate(parts)
+        }
         files |= {name: _summary(self.temp / name) for name in (INDEX, DOCUMENT)}
         for path in part_paths:
             path.unlink()
         self._before_commit()
-        write_json(self.temp / COMMIT, {"format": FORMAT, "version": VERSION, "step": self.step, "save": self.token,
-                                        "files": files})
+        write_json(
+            self.temp / COMMIT,
+            {
+                "format": FORMAT,
+                "version": VERSION,
+                "step": self.step,
+                "save": self.token,
+                "files": files,
+            },
+        )
         _publish(self.temp, self.final)
 
     def _missing_parts(self) -> str:
         there = set(self.temp.iterdir())
-        missing = [str(rank) for rank in range(self.world_size) if self.temp / _part_name(rank, "json") not in there]
+        missing = [
+            str(rank)
+            for rank in range(self.world_size)
+            if self.temp / _part_name(rank, "json") not in there
+        ]
         return f"the parts of ranks {', '.join(missing)}" if missing else ""
 
     def _missing_commit(self) -> str:
@@ -440,8 +547,11 @@ class _Save:
     def _reached(self) -> int:
         """A number that changes while the parts of the ranks that this one waits for grow."""
         try:
-            return self.temp.stat().st_mtime_ns if self.rank else sum(
-                path.stat().st_size for path in self.temp.iterdir())
+            return (
+                self.temp.stat().st_mtime_ns
+                if self.rank
+                else sum(path.stat().st_size for path in self.temp.iterdir())
+            )
         except OSError:  # gone just now: whoever waits learns why
             return -1
 
@@ -470,15 +580,19 @@ class _Save:
                     deadline_s = looked_s + self.timeout_s
                     self._goes_on()
             if time.monotonic() > deadline_s:
-                raise CheckpointError(f"rank {self.rank} waited {self.timeout_s:g} s for {still} "
-                                      f"to save step {self.step}",
-                                      hint=f"check those ranks' logs, and that every rank sees {self.temp.parent}")
+                raise CheckpointError(
+                    f"rank {self.rank} waited {self.timeout_s:g} s for {still} "
+                    f"to save step {self.step}",
+                    hint=f"check those ranks' logs, and that every rank sees {self.temp.parent}",
+                )
             if self._exiting.wait(pause_s):
                 raise _Exiting
             pause_s = min(2 * pause_s, LAST_POLL_S)
 
     def _given_up(self) -> CheckpointError:
-        return _heard(f"another rank gave up the save of step {self.step}; its own message says why")
+        return _heard(
+            f"another rank gave up the save of step {self.step}; its own message says why"
+        )
 
     def _check_peers(self) -> None:
         if (reported := self._reported()) is not None:
@@ -497,12 +611,18 @@ class _Save:
         self._tensors.clear()
         if isinstance(error, CheckpointError):
             explained = error
-        elif isinstance(error, FileNotFoundError) and self.temp.parent.exists() and not self.temp.exists():
+        elif (
+            isinstance(error, FileNotFoundError)
+            and self.temp.parent.exists()
+            and not self.temp.exists()
+        ):
             explained = self._reported() or self._given_up()  # its word may not have found room
         else:
             # A rank that gave up removes the folder under us: then its failure is the one to tell.
             failure = f"rank {self.rank} could not save step {self.step}"
-            explained = self._reported() or _explained(error, failure, self.final, self._needed_bytes)
+            explained = self._reported() or _explained(
+                error, failure, self.final, self._needed_bytes
+            )
         # Word comes first, so that nobody wonders where the folder went; again after, as only then a full disk
         # may have room for it.
         self._report(explained)
@@ -541,20 +661,31 @@ def _merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
     tensors: dict[str, Any] = {}
     for rank, part in enumerate(parts):
         for name, entry in part["tensors"].items():
-            known = tensors.setdefault(name, {"shape": entry["shape"], "dtype": entry["dtype"], "pieces": []})
+            known = tensors.setdefault(
+                name, {"shape": entry["shape"], "dtype": entry["dtype"], "pieces": []}
+            )
             if (known["shape"], known["dtype"]) != (entry["shape"], entry["dtype"]):
-                raise CheckpointError(f"rank {rank} saves '{name}' as {entry['dtype']} of shape {entry['shape']}, and "
-                                      f"a rank before it as {known['dtype']} of shape {known['shape']}")
+                raise CheckpointError(
+                    f"rank {rank} saves '{name}' as {entry['dtype']} of shape {entry['shape']}, and "
+                    f"a rank before it as {known['dtype']} of shape {known['shape']}"
+                )
             known["pieces"] += entry["pieces"]
     for name, entry in tensors.items():
-        regions = {Region(tuple(piece["offsets"]), tuple(piece["shape"])): piece for piece in entry["pieces"]}
+        regions = {
+            Region(tuple(piece["offsets"]), tuple(piece["shape"])): piece
+            for piece in entry["pieces"]
+        }
         entry["pieces"] = list(regions.values())  # one copy of what several ranks wrote
         whole = Region((0,) * len(entry["shape"]), tuple(entry["shape"]))
         if holes := uncovered(whole, regions):
-            raise CheckpointError(f"no rank saves the part of '{name}' at {holes[0].offsets} of shape "
-                                  f"{holes[0].shape}; the whole has shape {whole.shape}")
+            raise CheckpointError(
+                f"no rank saves the part of '{name}' at {holes[0].offsets} of shape "
+                f"{holes[0].shape}; the whole has shape {whole.shape}"
+            )
         if sum(region.numel for region in regions) != whole.numel:
-            raise CheckpointError(f"the pieces of '{name}' overlap: {', '.join(str(r) for r in regions)}")
+            raise CheckpointError(
+                f"the pieces of '{name}' overlap: {', '.join(str(r) for r in regions)}"
+            )
     return tensors
 
 
@@ -567,21 +698,32 @@ def _refuse_difference(held_alike: Sequence[HeldAlike]) -> None:
     for rank, groups in enumerate(held_alike):
         for ranks, values in groups.items():
             if values != first.setdefault(ranks, values):
-                name = next(name for name, value in first[ranks].items() if values.get(name) != value)
-                raise CheckpointError(f"'{name}' on rank {rank} is not what rank {ranks.partition(',')[0]} holds, and "
-                                      "nothing shows which of them is right")
+                name = next(
+                    name for name, value in first[ranks].items() if values.get(name) != value
+                )
+                raise CheckpointError(
+                    f"'{name}' on rank {rank} is not what rank {ranks.partition(',')[0]} holds, and "
+                    "nothing shows which of them is right"
+                )
 
 
 def _summary(path: Path) -> dict[str, Any]:
     """What COMMIT says of a file."""
     with path.open("rb") as file:
-        return {"bytes": path.stat().st_size, CHECKSUM: hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()}
+        return {
+            "bytes": path.stat().st_size,
+            CHECKSUM: hashlib.file_digest(file, xxhash.xxh3_128).hexdigest(),
+        }
 
 
 def committed_by(folder: Path) -> str | None:
     """The token of the save that committed a folder; None if there is none, or nothing of ours."""
     try:
-        return json.loads((folder / COMMIT).read_text())["save"] if (folder / COMMIT).is_file() else None
+        return (
+            json.loads((folder / COMMIT).read_text())["save"]
+            if (folder / COMMIT).is_file()
+            else None
+        )
     except (OSError, ValueError, LookupError, TypeError):
         return None
 
@@ -597,14 +739,6 @@ def _publish(temp: Path, final: Path) -> None:
     temp.rename(final)
     fsync(final.parent)
     remove(aside)
-
-
-
-
-
-
-
-
 
 
 def _heard(message: str, *, hint: str | None = None) -> CheckpointError:
@@ -631,8 +765,10 @@ def _explained(error: Exception, failure: str, path: Path, needed_bytes: int) ->
         hint = "was the run folder removed, renamed or unmounted? --run DIR --resume goes on where it is now"
     else:
         hint = f"check {error.filename or folder}"
-    return CheckpointError(f"{failure} to {path}: {why}",
-                           hint=f"{hint}; checkpoints that were complete before are untouched")
+    return CheckpointError(
+        f"{failure} to {path}: {why}",
+        hint=f"{hint}; checkpoints that were complete before are untouched",
+    )
 
 
 def _disk_of(path: Path) -> tuple[Path, int]:

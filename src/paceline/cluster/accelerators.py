@@ -22,10 +22,6 @@ from paceline.cluster import nvml, topology
 INSTALL = "https://pytorch.org/get-started/locally has the command"
 
 
-
-
-
-
 @dataclass(frozen=True, slots=True)
 class Unusable:
     """A GPU that no rank can use.
@@ -80,7 +76,9 @@ class Gpu:
     @property
     def workspace_bytes(self) -> int:
         """Of cuBLAS, which torch's allocator hands out once a step has run."""
-        return WORKSPACES * (HOPPER_WORKSPACE_BYTES if self.capability >= _HOPPER else WORKSPACE_BYTES)
+        return WORKSPACES * (
+            HOPPER_WORKSPACE_BYTES if self.capability >= _HOPPER else WORKSPACE_BYTES
+        )
 
 
 def gpus() -> list[Gpu]:
@@ -102,8 +100,11 @@ def cards() -> tuple[nvml.Card | None, ...]:
 
 def identity() -> str:
     """What figures that were measured on the GPUs depend on: their names, the driver, and how they are wired."""
-    wires = [topology.between(card, other) if card is not None and other is not None else None
-             for number, card in enumerate(cards()) for other in cards()[:number]]
+    wires = [
+        topology.between(card, other) if card is not None and other is not None else None
+        for number, card in enumerate(cards())
+        for other in cards()[:number]
+    ]
     names = [gpu.name for gpu in gpus()]
     return f"{names} driver {driver_version()} wires {[wire and wire.name for wire in wires]}"
 
@@ -126,8 +127,6 @@ def room(index: int) -> FreeMemory:
 
 def _usable() -> tuple[Gpu, ...]:
     return _seen() if drivers.has_driver() else ()
-
-
 
 
 def has_gpus() -> bool:
@@ -160,21 +159,33 @@ def unused() -> str | None:
 def _why_not(maker: Maker) -> Unusable | None:
     if not any(Path("/dev").glob(maker.cards)):
         return None  # a driver without a card, as in a container that was given none; /dev/dxg is there for any maker's
-    if maker.name == "AMD" and (memories_bytes := _amd_memories_bytes()) and max(memories_bytes) < _BUILT_IN_BYTES:
+    if (
+        maker.name == "AMD"
+        and (memories_bytes := _amd_memories_bytes())
+        and max(memories_bytes) < _BUILT_IN_BYTES
+    ):
         return None
     import torch
 
     built_for = torch.version.cuda if maker.name == "NVIDIA" else torch.version.hip
     if built_for is None:
-        return Unusable(f"this machine has {maker.name}'s driver, and torch {torch.__version__} is not built for it",
-                        f"install torch's {maker.build} build: {INSTALL}")
-    return Unusable(f"this machine has {maker.name}'s driver, and torch, built for {maker.build} {built_for}, can't "
-                    f"use it: {_failure()}", "update the driver, or install a torch that is built for an older one")
+        return Unusable(
+            f"this machine has {maker.name}'s driver, and torch {torch.__version__} is not built for it",
+            f"install torch's {maker.build} build: {INSTALL}",
+        )
+    return Unusable(
+        f"this machine has {maker.name}'s driver, and torch, built for {maker.build} {built_for}, can't "
+        f"use it: {_failure()}",
+        "update the driver, or install a torch that is built for an older one",
+    )
 
 
 def _amd_memories_bytes() -> list[int]:
     """Of each GPU that AMD's driver has, its own memory; empty where the driver doesn't say."""
-    return [int(file.read_text()) for file in Path("/sys/class/drm").glob("card*/device/mem_info_vram_total")]
+    return [
+        int(file.read_text())
+        for file in Path("/sys/class/drm").glob("card*/device/mem_info_vram_total")
+    ]
 
 
 def _intel() -> Unusable | None:
@@ -186,24 +197,36 @@ def _intel() -> Unusable | None:
         return torch.xpu.get_device_name(0) if torch.xpu.is_available() else None
 
     name = in_a_fork(look)
-    return None if name is None else Unusable(
-        f"this machine has Intel's GPU {name}, on which Paceline does not train yet",
-        "it trains on NVIDIA's GPUs, and on AMD's with torch's ROCm build")
+    return (
+        None
+        if name is None
+        else Unusable(
+            f"this machine has Intel's GPU {name}, on which Paceline does not train yet",
+            "it trains on NVIDIA's GPUs, and on AMD's with torch's ROCm build",
+        )
+    )
 
 
 def refusal(kind: str) -> Unusable | None:
     """Why a kind of device that torch knows, or its maker's name for it, can't be asked for; None for other words."""
     if kind in ("rocm", "hip", "gpu"):
-        return Unusable(f"torch has no device '{kind}:0'", "GPUs of NVIDIA and AMD are both called cuda: cuda:0")
+        return Unusable(
+            f"torch has no device '{kind}:0'", "GPUs of NVIDIA and AMD are both called cuda: cuda:0"
+        )
     if kind in ("xpu", "mps", "hpu", "npu", "mlu", "musa", "privateuseone"):
-        return Unusable(f"Paceline does not train on '{kind}' devices yet", "cuda:0, or cpu:0 to train on the CPU")
+        return Unusable(
+            f"Paceline does not train on '{kind}' devices yet",
+            "cuda:0, or cpu:0 to train on the CPU",
+        )
     return None
 
 
-
-
 def _hidden(maker: Maker) -> bool:
-    return any(re.fullmatch(r"\s*(-1.*)?", os.environ[name]) for name in maker.hidden_by if name in os.environ)
+    return any(
+        re.fullmatch(r"\s*(-1.*)?", os.environ[name])
+        for name in maker.hidden_by
+        if name in os.environ
+    )
 
 
 def _torch_version() -> str:
@@ -223,8 +246,16 @@ def _seen() -> tuple[Gpu, ...]:
         if not torch.cuda.is_available():
             return []
         devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-        return [(device.name, device.total_memory, str(getattr(device, "uuid", "")), device.major,
-                 device.multi_processor_count) for device in devices]
+        return [
+            (
+                device.name,
+                device.total_memory,
+                str(getattr(device, "uuid", "")),
+                device.major,
+                device.multi_processor_count,
+            )
+            for device in devices
+        ]
 
     seen = in_a_fork(look) if forks_can_use_cuda() else look()
     return tuple(Gpu(*figures) for figures in seen)

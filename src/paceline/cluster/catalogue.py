@@ -79,8 +79,10 @@ def accelerator(name: str) -> Accelerator:
     known = _accelerators()
     match = known.get(_plain(name))
     if match is None:
-        raise ClusterError(f"unknown accelerator '{name}', {nearest(name, [a.name for a in _listed()])}",
-                           hint="a TOML file describes any other: see docs/planning.md")
+        raise ClusterError(
+            f"unknown accelerator '{name}', {nearest(name, [a.name for a in _listed()])}",
+            hint="a TOML file describes any other: see docs/planning.md",
+        )
     return match
 
 
@@ -91,7 +93,9 @@ def assumed(memory_bytes: int) -> Accelerator:
     'RTX3090'
     """
     sizes = {int(size) * 2**30: name for size, name in _read()["assumed"].items()}
-    return accelerator(sizes[max((size for size in sizes if size <= memory_bytes), default=min(sizes))])
+    return accelerator(
+        sizes[max((size for size in sizes if size <= memory_bytes), default=min(sizes))]
+    )
 
 
 def memory_sizes() -> list[int]:
@@ -107,8 +111,11 @@ def named_by_driver(name: str) -> Accelerator | None:
     >>> named_by_driver("NVIDIA L40S")
     """
     words = f" {_words(name)} "
-    return max(((len(alias), accelerator) for alias, accelerator in _by_words() if f" {alias} " in words),
-               key=lambda item: item[0], default=(0, None))[1]
+    return max(
+        ((len(alias), accelerator) for alias, accelerator in _by_words() if f" {alias} " in words),
+        key=lambda item: item[0],
+        default=(0, None),
+    )[1]
 
 
 def link(name: str) -> LinkKind:
@@ -141,11 +148,23 @@ def fitted_on(name: str) -> tuple[str, ...]:
 
 def software_of(name: str, stated: dict[str, Any]) -> Software:
     """A training program from the fields of the catalogue; bytes of numbers end in _bytes."""
-    formats = {f.name: stated[f"{f.name}_bytes"] for f in fields(Formats) if f"{f.name}_bytes" in stated}
+    formats = {
+        f.name: stated[f"{f.name}_bytes"] for f in fields(Formats) if f"{f.name}_bytes" in stated
+    }
     kernels = {f.name: stated[f.name] for f in fields(Kernels) if f.name in stated}
-    rates = {key: value for key, value in stated.items()
-             if key not in ("source", "fitted_on") and key not in kernels and key.removesuffix("_bytes") not in formats}
-    return Software(name=name, kernels=Kernels(**kernels), formats=Formats(**{"activation": 2, **formats}), **rates)
+    rates = {
+        key: value
+        for key, value in stated.items()
+        if key not in ("source", "fitted_on")
+        and key not in kernels
+        and key.removesuffix("_bytes") not in formats
+    }
+    return Software(
+        name=name,
+        kernels=Kernels(**kernels),
+        formats=Formats(**{"activation": 2, **formats}),
+        **rates,
+    )
 
 
 def _entry(table: str, kind: str, name: str) -> dict[str, Any]:
@@ -166,7 +185,9 @@ def _words(name: str) -> str:
 
 @cache
 def _by_words() -> tuple[tuple[str, Accelerator], ...]:
-    return tuple((_words(name), listed) for listed in _listed() for name in (listed.name, *listed.aliases))
+    return tuple(
+        (_words(name), listed) for listed in _listed() for name in (listed.name, *listed.aliases)
+    )
 
 
 @cache
@@ -176,8 +197,10 @@ def _read() -> dict[str, dict[str, Any]]:
 
 @cache
 def _listed() -> tuple[Accelerator, ...]:
-    return tuple(Accelerator(name=name, **{**stated, "aliases": tuple(stated.get("aliases", ()))})
-                 for name, stated in _read()["accelerator"].items())
+    return tuple(
+        Accelerator(name=name, **{**stated, "aliases": tuple(stated.get("aliases", ()))})
+        for name, stated in _read()["accelerator"].items()
+    )
 
 
 @cache

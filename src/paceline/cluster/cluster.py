@@ -14,7 +14,15 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Literal, overload
 
 from paceline.base.errors import ClusterError, nearest
-from paceline.cluster.accelerators import CONTEXT_BYTES, KERNEL_BYTES, cards, gpus, refusal, room, unusable
+from paceline.cluster.accelerators import (
+    CONTEXT_BYTES,
+    KERNEL_BYTES,
+    cards,
+    gpus,
+    refusal,
+    room,
+    unusable,
+)
 from paceline.cluster.catalogue import Accelerator, LinkKind, named_by_driver
 from paceline.cluster.catalogue import accelerator as known_accelerator
 from paceline.cluster.catalogue import assumed as assumed_accelerator
@@ -140,7 +148,11 @@ class Device:
             stated = self.flops_per_s and self.memory_bytes_per_s
             return self.flops_per_s / self.memory_bytes_per_s if stated else CPU_FLOPS_PER_BYTE  # type: ignore[operator]
         accelerator = self.accelerator or named_by_driver(self.name) or known_accelerator("A100")
-        return accelerator.product_flops_per_s(precision) * accelerator.product_reached / accelerator.memory_bytes_per_s
+        return (
+            accelerator.product_flops_per_s(precision)
+            * accelerator.product_reached
+            / accelerator.memory_bytes_per_s
+        )
 
     @property
     def taken(self) -> str:
@@ -148,8 +160,10 @@ class Device:
         if self.total_bytes is None:
             return ""
         holders = "; ".join(self.holders) or "processes the driver doesn't name"
-        return (f"{self} has {self.memory_bytes / 2**30:.1f} GiB free of {self.total_bytes / 2**30:.1f}: "
-                f"the rest is held by {holders}")
+        return (
+            f"{self} has {self.memory_bytes / 2**30:.1f} GiB free of {self.total_bytes / 2**30:.1f}: "
+            f"the rest is held by {holders}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,9 +229,20 @@ class Cluster:
     @property
     def assumptions(self) -> tuple[str, ...]:
         """What the description leaves open and is assumed, in words."""
-        kinds = {device.accelerator for kind in self.nodes for device in kind.devices if device.accelerator is not None}
-        return tuple(sorted(f"a GPU of {kind.name} is assumed to have the speed, links and nodes of {kind.assumed}; "
-                            "name the GPU for its own figures" for kind in kinds if kind.assumed))
+        kinds = {
+            device.accelerator
+            for kind in self.nodes
+            for device in kind.devices
+            if device.accelerator is not None
+        }
+        return tuple(
+            sorted(
+                f"a GPU of {kind.name} is assumed to have the speed, links and nodes of {kind.assumed}; "
+                "name the GPU for its own figures"
+                for kind in kinds
+                if kind.assumed
+            )
+        )
 
     @property
     def first_here(self) -> str:
@@ -254,30 +279,41 @@ class Cluster:
             return cls.of(read(Path(text)))
         match = re.fullmatch(r"(?:(\d{1,7})x)?(\d{1,7})x(\w[\w .-]*)", text.strip())
         if match is None:
-            raise ClusterError(f"can't read the cluster '{text}'",
-                               hint="local, 2xcpu, 8xH100, 16x8xH100 (nodes x devices), 2x24GB, or a TOML file")
+            raise ClusterError(
+                f"can't read the cluster '{text}'",
+                hint="local, 2xcpu, 8xH100, 16x8xH100 (nodes x devices), 2x24GB, or a TOML file",
+            )
         count, each = int(match[1] or 1), int(match[2])
         if count < 1 or each < 1:
-            raise ClusterError(f"the cluster '{text}' has no devices", hint="numbers are at least 1")
+            raise ClusterError(
+                f"the cluster '{text}' has no devices", hint="numbers are at least 1"
+            )
         if match[3].lower() == "cpu":
             if count > 1:
-                raise ClusterError(f"the cluster '{text}' has CPUs of several nodes, whose links nobody knows",
-                                   hint="2xcpu is two ranks of this machine")
+                raise ClusterError(
+                    f"the cluster '{text}' has CPUs of several nodes, whose links nobody knows",
+                    hint="2xcpu is two ranks of this machine",
+                )
             return cls.local(f"cpu:0-{each - 1}")
         accelerator = _of_memory(match[3]) or known_accelerator(match[3])
         if match[1] is None and each > accelerator.devices_per_node:
             full, rest = divmod(each, accelerator.devices_per_node)
             if rest:
-                raise ClusterError(f"the cluster '{text}' doesn't fill nodes of {accelerator.devices_per_node} devices",
-                                   hint=f"{full + 1}x{accelerator.devices_per_node}x{accelerator.name}, or nodes x "
-                                        "devices")
+                raise ClusterError(
+                    f"the cluster '{text}' doesn't fill nodes of {accelerator.devices_per_node} devices",
+                    hint=f"{full + 1}x{accelerator.devices_per_node}x{accelerator.name}, or nodes x "
+                    "devices",
+                )
             count, each = full, accelerator.devices_per_node
         return cls.of((usual_nodes(accelerator, count, each),))
 
     @classmethod
     def of(cls, nodes: tuple[Nodes, ...]) -> Cluster:
         """A cluster of described nodes."""
-        slowest = min((kind.network.across or kind.network.inside for kind in nodes), key=lambda link: link.bytes_per_s)
+        slowest = min(
+            (kind.network.across or kind.network.inside for kind in nodes),
+            key=lambda link: link.bytes_per_s,
+        )
         return cls(DescribedDevices(nodes), slowest, nodes)
 
     def resized(self, count: int) -> Cluster:
@@ -287,16 +323,28 @@ class Cluster:
             ClusterError: the cluster is this machine or has several kinds of nodes, or the devices don't fill nodes.
         """
         if len(self.nodes) != 1:
-            raise ClusterError("more or fewer devices are thought of only where all nodes are described and alike",
-                               hint="a cluster such as 8xH100 or 2x8xA100")
-        kind, = self.nodes
+            raise ClusterError(
+                "more or fewer devices are thought of only where all nodes are described and alike",
+                hint="a cluster such as 8xH100 or 2x8xA100",
+            )
+        (kind,) = self.nodes
         each = len(kind.devices)
         if count > each and count % each:
-            raise ClusterError(f"{count} devices don't fill nodes of {each}",
-                               hint=f"{count // each * each} or {-(-count // each) * each} devices")
-        devices = kind.devices[:min(count, each)]
-        return Cluster.of((replace(kind, count=max(1, count // each), devices=devices,
-                                   network=replace(kind.network, devices_per_node=len(devices))),))
+            raise ClusterError(
+                f"{count} devices don't fill nodes of {each}",
+                hint=f"{count // each * each} or {-(-count // each) * each} devices",
+            )
+        devices = kind.devices[: min(count, each)]
+        return Cluster.of(
+            (
+                replace(
+                    kind,
+                    count=max(1, count // each),
+                    devices=devices,
+                    network=replace(kind.network, devices_per_node=len(devices)),
+                ),
+            )
+        )
 
     def price_per_hour(self, count: int) -> float | None:
         """Of the first so many devices; None if some have no price."""
@@ -317,16 +365,26 @@ class Cluster:
             low, high = max(first, begin), min(first + count, end)
             if low < high:
                 each = len(kind.devices)
-                seen = (kind.devices if high - low >= each else
-                        [kind.devices[i % each] for i in range(low - begin, high - begin)])
+                seen = (
+                    kind.devices
+                    if high - low >= each
+                    else [kind.devices[i % each] for i in range(low - begin, high - begin)]
+                )
                 by_id = {id(device): device for device in seen}
                 kinds += [(device, kind.network) for device in dict.fromkeys(by_id.values())]
             begin = end
         return kinds
 
     @classmethod
-    def local(cls, devices: str | None = None, *, num_ranks: int | None = None, memory: str | None = None,
-              num_cpu_ranks: int = 0, whole: bool = False) -> Cluster:
+    def local(
+        cls,
+        devices: str | None = None,
+        *,
+        num_ranks: int | None = None,
+        memory: str | None = None,
+        num_cpu_ranks: int = 0,
+        whole: bool = False,
+    ) -> Cluster:
         """This machine: its GPUs if it has any, else one CPU device a core (8 at most).
 
         Args:
@@ -342,8 +400,10 @@ class Cluster:
         Raises:
             ClusterError: a device doesn't exist, or a name or a size can't be read.
         """
-        for name, value, example in (("devices", devices, "'cuda:0-3' or 'cpu:0,cpu:1'"),
-                                     ("memory", memory, "'512MiB'")):
+        for name, value, example in (
+            ("devices", devices, "'cuda:0-3' or 'cpu:0,cpu:1'"),
+            ("memory", memory, "'512MiB'"),
+        ):
             if value is not None and not isinstance(value, str):
                 raise ClusterError(f"{name} is text, got {value!r}", hint=f"such as {example}")
         here = _gpus()
@@ -351,27 +411,39 @@ class Cluster:
             named = _with_cpus(_parse_names(devices), num_cpu_ranks, devices)
             for kind, index in named:
                 if kind == "cuda" and index >= len(here):
-                    raise ClusterError(f"there is no cuda:{index}: this machine has {len(here)} GPUs",
-                                       hint=f"{_devices_option('cpu:0')} runs on the CPU")
+                    raise ClusterError(
+                        f"there is no cuda:{index}: this machine has {len(here)} GPUs",
+                        hint=f"{_devices_option('cpu:0')} runs on the CPU",
+                    )
         elif here and (num_ranks or 1) - num_cpu_ranks <= len(here):
             num_gpu_ranks = len(here) if num_ranks is None else num_ranks - num_cpu_ranks
             named = _with_cpus([("cuda", i) for i in range(num_gpu_ranks)], num_cpu_ranks, "")
         elif here:
             assert num_ranks is not None
-            needed, beside = num_ranks - num_cpu_ranks, num_cpu_ranks and f" beside {num_cpu_ranks} on CPUs"
+            needed, beside = (
+                num_ranks - num_cpu_ranks,
+                num_cpu_ranks and f" beside {num_cpu_ranks} on CPUs",
+            )
             raise ClusterError(
                 f"{needed} ranks{beside or ''} need {needed} GPUs and this machine has {len(here)}",
                 hint=f"a plan of at most {len(here)} rank{'s' * (len(here) > 1)}{beside or ''}, or "
-                     f"{_devices_option(f'cpu:0-{num_ranks - 1}')}; for a test, "
-                     f"{_devices_option(f'{needed}xcuda:0')} lets ranks share a GPU")
+                f"{_devices_option(f'cpu:0-{num_ranks - 1}')}; for a test, "
+                f"{_devices_option(f'{needed}xcuda:0')} lets ranks share a GPU",
+            )
         elif idle := unusable():
             cpus = f"cpu:0-{num_ranks - 1}" if num_ranks and num_ranks > 1 else "cpu:0"
-            raise ClusterError(idle.reason, hint=f"{idle.way_out}; {_devices_option(cpus)} trains on the CPU")
+            raise ClusterError(
+                idle.reason, hint=f"{idle.way_out}; {_devices_option(cpus)} trains on the CPU"
+            )
         else:
             named = [("cpu", i) for i in range(num_ranks or min(usable_cores(), 8))]
         num_cpu, sharing = sum(kind == "cpu" for kind, _ in named), Counter(named)
-        listed = tuple(_shared(here[i] if whole else _with_free(here[i]), sharing[kind, i]) if kind == "cuda"
-                       else _cpu(i, num_cpu) for kind, i in named)
+        listed = tuple(
+            _shared(here[i] if whole else _with_free(here[i]), sharing[kind, i])
+            if kind == "cuda"
+            else _cpu(i, num_cpu)
+            for kind, i in named
+        )
         are_own_gpus = all(device.kind == "cuda" and device.num_sharing == 1 for device in listed)
         return cls(
             devices=listed if memory is None else _limited(listed, memory),
@@ -386,9 +458,15 @@ def link_of(kind: LinkKind) -> Link:
 
 def described(accelerator: Accelerator, *, memory_bytes: int | None = None) -> Device:
     """A device that need not be here."""
-    return Device("cuda", 0, memory_bytes or accelerator.memory_bytes, name=accelerator.name,
-                  flops_per_s=accelerator.float32_flops_per_s * accelerator.product_reached,
-                  memory_bytes_per_s=accelerator.memory_bytes_per_s, accelerator=accelerator)
+    return Device(
+        "cuda",
+        0,
+        memory_bytes or accelerator.memory_bytes,
+        name=accelerator.name,
+        flops_per_s=accelerator.float32_flops_per_s * accelerator.product_reached,
+        memory_bytes_per_s=accelerator.memory_bytes_per_s,
+        accelerator=accelerator,
+    )
 
 
 def _of_memory(text: str) -> Accelerator | None:
@@ -398,31 +476,50 @@ def _of_memory(text: str) -> Accelerator | None:
         return None
     gib = float(size[1])
     if gib < 1:
-        raise ClusterError(f"a GPU of {text} has less than 1 GiB", hint="2x24GB is two GPUs of 24 GiB each")
+        raise ClusterError(
+            f"a GPU of {text} has less than 1 GiB", hint="2x24GB is two GPUs of 24 GiB each"
+        )
     like = assumed_accelerator(int(gib * 2**30))
-    return replace(like, name=f"{gib:g}GB", memory_bytes=int(gib * 2**30), aliases=(), assumed=like.name,
-                   source=f"assumed to be as fast as {like.name}: {like.source}")
+    return replace(
+        like,
+        name=f"{gib:g}GB",
+        memory_bytes=int(gib * 2**30),
+        aliases=(),
+        assumed=like.name,
+        source=f"assumed to be as fast as {like.name}: {like.source}",
+    )
 
 
 def usual_nodes(accelerator: Accelerator, count: int, each: int) -> Nodes:
     """Nodes as an accelerator usually comes in."""
-    return Nodes(count, (described(accelerator),) * each,
-                 Network(link_of(known_link(accelerator.link)), link_of(known_link(accelerator.network)), each))
+    return Nodes(
+        count,
+        (described(accelerator),) * each,
+        Network(
+            link_of(known_link(accelerator.link)), link_of(known_link(accelerator.network)), each
+        ),
+    )
 
 
-_NAMING = "devices are named cpu:0,cpu:1 or cuda:0-3; 4xcuda:0 is four ranks that share a GPU, for tests"
+_NAMING = (
+    "devices are named cpu:0,cpu:1 or cuda:0-3; 4xcuda:0 is four ranks that share a GPU, for tests"
+)
 
 
 def usable_cores() -> int:
     """Cores this process and its ranks may use together: the machine's, or less by affinity or a cgroup's quota."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    allowed = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     return min([allowed, *(max(1, quota // period) for quota, period in _cpu_quotas())])
 
 
 def _cpu_quotas() -> Iterator[tuple[int, int]]:
     """Microseconds of all cores together, and in how many, of each cgroup of this process that has such a limit."""
-    for root, controller, names in ((_CGROUP, "", ("cpu.max",)),
-                                    (_CGROUP / "cpu", "cpu", ("cpu.cfs_quota_us", "cpu.cfs_period_us"))):
+    for root, controller, names in (
+        (_CGROUP, "", ("cpu.max",)),
+        (_CGROUP / "cpu", "cpu", ("cpu.cfs_quota_us", "cpu.cfs_period_us")),
+    ):
         for folder in _cgroups(root, controller):
             words = " ".join(filter(None, (_text(folder / name) for name in names))).split()
             if len(words) == 2 and all(map(str.isdigit, words)):  # "max" and "-1" are no limit
@@ -445,7 +542,9 @@ def usable_memory_bytes() -> int:
     """Memory this process and its ranks may use together: the machine's, or less where a cgroup limits it."""
     import psutil
 
-    return min([psutil.virtual_memory().total, *(limit_bytes for limit_bytes, _ in _memory_limits())])
+    return min(
+        [psutil.virtual_memory().total, *(limit_bytes for limit_bytes, _ in _memory_limits())]
+    )
 
 
 def free_memory_bytes() -> int:
@@ -453,19 +552,31 @@ def free_memory_bytes() -> int:
     system would take back from its cache of files counts as free."""
     import psutil
 
-    return max(0, min([psutil.virtual_memory().available, *(
-        limit_bytes - used_bytes for limit_bytes, used_bytes in _memory_limits())]))
+    return max(
+        0,
+        min(
+            [
+                psutil.virtual_memory().available,
+                *(limit_bytes - used_bytes for limit_bytes, used_bytes in _memory_limits()),
+            ]
+        ),
+    )
 
 
 def _memory_limits() -> Iterator[tuple[int, int]]:
     """Limit and use, in bytes, of each cgroup that this process is in and that has a limit. Files in the cache are not
     counted as used."""
     for root, controller, limit, used, prefix in (
-            (_CGROUP, "", "memory.max", "memory.current", ""),
-            (_CGROUP / "memory", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")):
+        (_CGROUP, "", "memory.max", "memory.current", ""),
+        (_CGROUP / "memory", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    ):
         for folder in _cgroups(root, controller):
             if (limit_bytes := _text(folder / limit)).isdigit():
-                cached = re.findall(rf"^{prefix}(?:in)?active_file (\d+)$", _text(folder / "memory.stat"), re.MULTILINE)
+                cached = re.findall(
+                    rf"^{prefix}(?:in)?active_file (\d+)$",
+                    _text(folder / "memory.stat"),
+                    re.MULTILINE,
+                )
                 yield int(limit_bytes), int(_text(folder / used) or 0) - sum(map(int, cached))
 
 
@@ -485,7 +596,9 @@ def _cgroups(root: Path, controller: str) -> Iterator[Path]:
     for _, controllers, path in (line.split(":", 2) for line in _text(_OWN_CGROUPS).splitlines()):
         if controllers.split(",").count(controller):
             place = PurePosixPath(path.lstrip("/"))
-            yield from (root / parent for parent in (place, *place.parents) if str(parent) not in ("", "."))
+            yield from (
+                root / parent for parent in (place, *place.parents) if str(parent) not in ("", ".")
+            )
     yield root
 
 
@@ -506,19 +619,31 @@ def _limited(devices: tuple[Device, ...], text: str) -> tuple[Device, ...]:
     """The devices with the limits that a user sets."""
     sizes = [size_bytes(word) for word in filter(None, re.split(r"[\s,]+", text))]
     if len(sizes) not in (1, len(devices)):
-        raise ClusterError(f"memory '{text}' names {len(sizes)} limits for {len(devices)} devices",
-                           hint="one limit for each of them, or one a device in their order")
+        raise ClusterError(
+            f"memory '{text}' names {len(sizes)} limits for {len(devices)} devices",
+            hint="one limit for each of them, or one a device in their order",
+        )
     if any(device.kind != "cpu" for device in devices):
-        raise ClusterError("a memory limit is for CPU ranks, and a GPU's ranks may use what it has",
-                           hint="--devices cpu:0-3 --memory 512MiB, or no limit")
+        raise ClusterError(
+            "a memory limit is for CPU ranks, and a GPU's ranks may use what it has",
+            hint="--devices cpu:0-3 --memory 512MiB, or no limit",
+        )
     if not sys.platform.startswith("linux"):
         raise ClusterError("memory limits are kept by Linux alone", hint="leave the limit out")
-    return tuple(replace(device, memory_bytes=size, is_limit=True)
-                 for device, size in zip(devices, sizes * (len(devices) if len(sizes) == 1 else 1), strict=True))
+    return tuple(
+        replace(device, memory_bytes=size, is_limit=True)
+        for device, size in zip(
+            devices, sizes * (len(devices) if len(sizes) == 1 else 1), strict=True
+        )
+    )
 
 
-_UNITS = {"": 1, "B": 1, **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", 1)},
-          **{f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", 1)}}
+_UNITS = {
+    "": 1,
+    "B": 1,
+    **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", 1)},
+    **{f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", 1)},
+}
 
 
 def size_bytes(text: str) -> int:
@@ -529,14 +654,26 @@ def size_bytes(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([A-Za-z]*)", text)
     unit = next((unit for unit in _UNITS if match and unit.lower() == match[2].lower()), None)
     if match is None or unit is None or float(match[1]) * _UNITS[unit] < 1:
-        raise ClusterError(f"can't read the size '{text}'", hint="a number above 0 and a unit, such as 512MiB; units "
-                                                                 f"are {', '.join(filter(None, _UNITS))}")
+        raise ClusterError(
+            f"can't read the size '{text}'",
+            hint="a number above 0 and a unit, such as 512MiB; units "
+            f"are {', '.join(filter(None, _UNITS))}",
+        )
     return int(float(match[1]) * _UNITS[unit])
 
 
 def _gpus() -> list[Device]:
-    return [Device("cuda", index, gpu.memory_bytes, name=gpu.name, context_bytes=CONTEXT_BYTES + KERNEL_BYTES,
-                   workspace_bytes=gpu.workspace_bytes) for index, gpu in enumerate(gpus())]
+    return [
+        Device(
+            "cuda",
+            index,
+            gpu.memory_bytes,
+            name=gpu.name,
+            context_bytes=CONTEXT_BYTES + KERNEL_BYTES,
+            workspace_bytes=gpu.workspace_bytes,
+        )
+        for index, gpu in enumerate(gpus())
+    ]
 
 
 def _between_gpus(indices: Sequence[int]) -> Link:
@@ -544,7 +681,9 @@ def _between_gpus(indices: Sequence[int]) -> Link:
     slowest that servers have, until it is measured (`api/links.py`)."""
     wire = slowest([cards()[index] for index in indices]) if len(indices) > 1 else None
     if wire is None:
-        return replace(link_of(known_link(UNKNOWN_LINK)), source=f"not known, counted as {UNKNOWN_LINK}")
+        return replace(
+            link_of(known_link(UNKNOWN_LINK)), source=f"not known, counted as {UNKNOWN_LINK}"
+        )
     return Link(wire.bytes_per_s, wire.latency_s, source=f"{wire.name}, as the driver says")
 
 
@@ -553,8 +692,12 @@ def _with_free(device: Device) -> Device:
     memory = room(device.index)
     if memory.free_bytes >= device.memory_bytes - FREE_STEP_BYTES:
         return device
-    return replace(device, memory_bytes=memory.free_bytes // FREE_STEP_BYTES * FREE_STEP_BYTES,
-                   total_bytes=device.memory_bytes, holders=memory.holders)
+    return replace(
+        device,
+        memory_bytes=memory.free_bytes // FREE_STEP_BYTES * FREE_STEP_BYTES,
+        total_bytes=device.memory_bytes,
+        holders=memory.holders,
+    )
 
 
 def names_of(devices: Sequence[object]) -> str:
@@ -582,20 +725,27 @@ def _parse_names(text: str) -> list[tuple[DeviceKind, int]]:
         if last < first:
             raise ClusterError(f"device range '{word}' runs backwards")
         if match[1] and (kind == "cpu" or times < 1):
-            raise ClusterError(f"'{word}' is not a number of ranks that share a GPU",
-                               hint="4xcuda:0 is four of them; ranks on the CPU are numbered: cpu:0-3")
+            raise ClusterError(
+                f"'{word}' is not a number of ranks that share a GPU",
+                hint="4xcuda:0 is four of them; ranks on the CPU are numbered: cpu:0-3",
+            )
         indices, known = range(first, last + 1), set(named)
         if repeated := [index for index in indices if (kind, index) in known]:
-            raise ClusterError(f"a device is named twice in '{text}': {kind}:{repeated[0]}",
-                               hint=f"one device a rank; for a test, 2x{kind}:{repeated[0]} is two ranks that share it"
-                               if kind == "cuda" else "one device a rank")
+            raise ClusterError(
+                f"a device is named twice in '{text}': {kind}:{repeated[0]}",
+                hint=f"one device a rank; for a test, 2x{kind}:{repeated[0]} is two ranks that share it"
+                if kind == "cuda"
+                else "one device a rank",
+            )
         named += [(kind, index) for index in indices for _ in range(times)]  # type: ignore[misc]
     if not named:
         raise ClusterError("no device is named", hint=_NAMING)
     return named
 
 
-def _with_cpus(named: list[tuple[DeviceKind, int]], num_cpu_ranks: int, text: str) -> list[tuple[DeviceKind, int]]:
+def _with_cpus(
+    named: list[tuple[DeviceKind, int]], num_cpu_ranks: int, text: str
+) -> list[tuple[DeviceKind, int]]:
     """The devices in rank order, where the first so many ranks compute on the CPU and the others on GPUs."""
     cpus, gpus_named = ([name for name in named if name[0] == kind] for kind in ("cpu", "cuda"))
     if not gpus_named:
@@ -603,10 +753,15 @@ def _with_cpus(named: list[tuple[DeviceKind, int]], num_cpu_ranks: int, text: st
     if not cpus:
         return [*(("cpu", index) for index in range(num_cpu_ranks)), *gpus_named]
     if not num_cpu_ranks:
-        raise ClusterError(f"'{text}' mixes CPU and CUDA devices",
-                           hint="one kind of device a run; only servers compute on the CPU beside GPUs, under a plan "
-                                "such as 'server=1 workers=2' with --devices cuda:0-1,cpu:0")
+        raise ClusterError(
+            f"'{text}' mixes CPU and CUDA devices",
+            hint="one kind of device a run; only servers compute on the CPU beside GPUs, under a plan "
+            "such as 'server=1 workers=2' with --devices cuda:0-1,cpu:0",
+        )
     if len(cpus) != num_cpu_ranks:
-        raise ClusterError(f"'{text}' names {len(cpus)} CPUs, and {num_cpu_ranks} ranks of the plan, its servers, "
-                           "compute on the CPU beside GPUs", hint="GPUs alone leave them out")
+        raise ClusterError(
+            f"'{text}' names {len(cpus)} CPUs, and {num_cpu_ranks} ranks of the plan, its servers, "
+            "compute on the CPU beside GPUs",
+            hint="GPUs alone leave them out",
+        )
     return [*cpus, *gpus_named]

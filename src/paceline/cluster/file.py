@@ -19,15 +19,32 @@ from paceline.cluster.catalogue import link as known_link
 from paceline.cluster.cluster import Device, Link, Network, Nodes, described, link_of, size_bytes
 
 _ABOVE_0 = Annotated[float, Meta(gt=0, le=sys.float_info.max, description="a number above 0")]
-_FILE = {"nodes": Annotated[list[dict[str, Any]], Meta(min_length=1, description="tables [[nodes]]")],
-         "accelerator": Annotated[dict[str, dict[str, Any]], Meta(description="tables [accelerator.NAME]")]}
-_NODES = {"devices": Annotated[list[str], Meta(min_length=1, description='a list such as ["8xH100"]')],
-          "count": Annotated[int, Meta(ge=1, description="a whole number of at least 1")],
-          "memory": str, "link": str, "network": str, "link_bytes_per_s": _ABOVE_0, "link_latency_s": _ABOVE_0,
-          "network_bytes_per_s": _ABOVE_0, "network_latency_s": _ABOVE_0, "price_per_hour": _ABOVE_0}
-_ACCELERATOR = {f.name: str if f.type == "str" else _ABOVE_0
-                for f in fields(Accelerator) if f.name not in ("name", "aliases", "assumed")}
-_NEEDED = [f.name for f in fields(Accelerator) if f.default is MISSING and f.name not in ("name", "source")]
+_FILE = {
+    "nodes": Annotated[list[dict[str, Any]], Meta(min_length=1, description="tables [[nodes]]")],
+    "accelerator": Annotated[
+        dict[str, dict[str, Any]], Meta(description="tables [accelerator.NAME]")
+    ],
+}
+_NODES = {
+    "devices": Annotated[list[str], Meta(min_length=1, description='a list such as ["8xH100"]')],
+    "count": Annotated[int, Meta(ge=1, description="a whole number of at least 1")],
+    "memory": str,
+    "link": str,
+    "network": str,
+    "link_bytes_per_s": _ABOVE_0,
+    "link_latency_s": _ABOVE_0,
+    "network_bytes_per_s": _ABOVE_0,
+    "network_latency_s": _ABOVE_0,
+    "price_per_hour": _ABOVE_0,
+}
+_ACCELERATOR = {
+    f.name: str if f.type == "str" else _ABOVE_0
+    for f in fields(Accelerator)
+    if f.name not in ("name", "aliases", "assumed")
+}
+_NEEDED = [
+    f.name for f in fields(Accelerator) if f.default is MISSING and f.name not in ("name", "source")
+]
 
 
 def read(path: Path) -> tuple[Nodes, ...]:
@@ -39,16 +56,28 @@ def read(path: Path) -> tuple[Nodes, ...]:
     try:
         document = tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ClusterError(f"can't read the cluster {path}: {error}",
-                           hint='[[nodes]] with count = 2 and devices = ["8xH100"]') from error
+        raise ClusterError(
+            f"can't read the cluster {path}: {error}",
+            hint='[[nodes]] with count = 2 and devices = ["8xH100"]',
+        ) from error
     wrong = problems(document, _FILE, needed=["nodes"])
     messages = list(wrong.values())
-    accelerators, nodes = ({} if name in wrong else document.get(name, {}) for name in ("accelerator", "nodes"))
+    accelerators, nodes = (
+        {} if name in wrong else document.get(name, {}) for name in ("accelerator", "nodes")
+    )
     for name, table in accelerators.items():
-        messages += [f"accelerator.{name}: {text}"
-                     for text in problems(table, _ACCELERATOR, needed=_NEEDED).values()]
-    listed = None if messages else {name.lower(): Accelerator(name=name, **{"source": str(path), **table})
-                                    for name, table in accelerators.items()}
+        messages += [
+            f"accelerator.{name}: {text}"
+            for text in problems(table, _ACCELERATOR, needed=_NEEDED).values()
+        ]
+    listed = (
+        None
+        if messages
+        else {
+            name.lower(): Accelerator(name=name, **{"source": str(path), **table})
+            for name, table in accelerators.items()
+        }
+    )
     kinds = []
     for number, table in enumerate(nodes):
         texts = list(problems(table, _NODES, needed=["devices"]).values())
@@ -60,8 +89,10 @@ def read(path: Path) -> tuple[Nodes, ...]:
     if len({kind.price_per_hour is None for kind in kinds}) > 1:
         messages.append("some nodes have a price_per_hour and others have none")
     if messages:
-        raise ClusterError(f"the cluster {path} can't be used:\n  " + "\n  ".join(messages),
-                           hint=f"fields of [[nodes]]: {', '.join(_NODES)}")
+        raise ClusterError(
+            f"the cluster {path} can't be used:\n  " + "\n  ".join(messages),
+            hint=f"fields of [[nodes]]: {', '.join(_NODES)}",
+        )
     return tuple(kinds)
 
 
@@ -76,12 +107,23 @@ def _nodes(table: dict[str, Any], listed: dict[str, Accelerator]) -> Nodes:
         devices += [described(accelerator, memory_bytes=memory_bytes)] * int(match[1] or 1)
     first = devices[0].accelerator
     assert first is not None
-    return Nodes(table.get("count", 1), tuple(devices), Network(
-        _link(table, "link", table.get("link", first.link)),
-        _link(table, "network", table.get("network", first.network)), len(devices)), table.get("price_per_hour"))
+    return Nodes(
+        table.get("count", 1),
+        tuple(devices),
+        Network(
+            _link(table, "link", table.get("link", first.link)),
+            _link(table, "network", table.get("network", first.network)),
+            len(devices),
+        ),
+        table.get("price_per_hour"),
+    )
 
 
 def _link(table: dict[str, Any], which: str, name: str) -> Link:
     """A link of the catalogue, with the figures that a file states itself; those are what messages reach."""
-    stated = {key: table[f"{which}_{key}"] for key in ("bytes_per_s", "latency_s") if f"{which}_{key}" in table}
+    stated = {
+        key: table[f"{which}_{key}"]
+        for key in ("bytes_per_s", "latency_s")
+        if f"{which}_{key}" in table
+    }
     return replace(link_of(known_link(name)), **stated)

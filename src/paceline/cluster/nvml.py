@@ -15,11 +15,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-SWITCH = "switch"  # the far end of a link that goes to an NVSwitch, which brings it to every other card
+SWITCH = (
+    "switch"  # the far end of a link that goes to an NVSwitch, which brings it to every other card
+)
 # Why a card runs slower than it could: bits of nvmlDeviceGetCurrentClocksEventReasons. Its power limit is left out: a
 # card that computes is always near it.
-_SLOWED = {0x8: "a hardware slowdown", 0x20: "heat, by the driver", 0x40: "heat, by the card",
-           0x80: "the power supply's brake"}
+_SLOWED = {
+    0x8: "a hardware slowdown",
+    0x20: "heat, by the driver",
+    0x40: "heat, by the card",
+    0x80: "the power supply's brake",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +89,14 @@ class Cards:
 
     def find(self, uuid: str) -> Card | None:
         """A card or a slice by its UUID, with or without NVIDIA's prefix."""
+
         def plain(text: str) -> str:
             return text.removeprefix("GPU-").removeprefix("MIG-").lower()
 
         everything = [device for card in self.cards for device in (card, *card.slices)]
-        return next((device for device in everything if uuid and plain(device.uuid) == plain(uuid)), None)
+        return next(
+            (device for device in everything if uuid and plain(device.uuid) == plain(uuid)), None
+        )
 
 
 def read() -> Cards | None:
@@ -97,6 +106,7 @@ def read() -> Cards | None:
 
 def read_memory(uuid: str) -> Card | None:
     """One card's or slice's memory, which is quicker; other figures stay at their defaults."""
+
     def ask(nvml: Any) -> Card | None:
         for index in range(nvml.nvmlDeviceGetCount()):
             card = _with_memory(nvml, nvml.nvmlDeviceGetHandleByIndex(index), index)
@@ -127,38 +137,63 @@ def _with_nvml(ask: Callable[[Any], Any]) -> Any:
 
 def _read(nvml: Any) -> Cards:
     version = nvml.nvmlSystemGetCudaDriverVersion()
-    cards = [_card(nvml, nvml.nvmlDeviceGetHandleByIndex(index), index) for index in range(nvml.nvmlDeviceGetCount())]
-    return Cards(_text(nvml.nvmlSystemGetDriverVersion()), (version // 1000, version % 1000 // 10), tuple(cards))
+    cards = [
+        _card(nvml, nvml.nvmlDeviceGetHandleByIndex(index), index)
+        for index in range(nvml.nvmlDeviceGetCount())
+    ]
+    return Cards(
+        _text(nvml.nvmlSystemGetDriverVersion()),
+        (version // 1000, version % 1000 // 10),
+        tuple(cards),
+    )
 
 
 def _text(value: Any) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)  # bytes in older versions of the package
+    return (
+        value.decode() if isinstance(value, bytes) else str(value)
+    )  # bytes in older versions of the package
 
 
 def _with_memory(nvml: Any, handle: Any, index: int) -> Card:
     query = _query_of(nvml)
     memory = query(nvml.nvmlDeviceGetMemoryInfo, handle)
     is_cut = (query(nvml.nvmlDeviceGetMigMode, handle) or [0])[0] == 1
-    slices = [query(nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, number)
-              for number in range(query(nvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0)] if is_cut else []
+    slices = (
+        [
+            query(nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, number)
+            for number in range(query(nvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0)
+        ]
+        if is_cut
+        else []
+    )
     holders, own_bytes = _holders(nvml, handle)
-    return Card(index, _text(nvml.nvmlDeviceGetName(handle)), _text(nvml.nvmlDeviceGetUUID(handle)),
-                total_bytes=memory.total if memory else 0, free_bytes=memory.free + own_bytes if memory else 0,
-                holders=holders, is_cut=is_cut,
-                slices=tuple(_with_memory(nvml, part, index) for part in slices if part is not None))
+    return Card(
+        index,
+        _text(nvml.nvmlDeviceGetName(handle)),
+        _text(nvml.nvmlDeviceGetUUID(handle)),
+        total_bytes=memory.total if memory else 0,
+        free_bytes=memory.free + own_bytes if memory else 0,
+        holders=holders,
+        is_cut=is_cut,
+        slices=tuple(_with_memory(nvml, part, index) for part in slices if part is not None),
+    )
 
 
 def _holders(nvml: Any, handle: Any) -> tuple[tuple[CardProcess, ...], int]:
     """Other processes that compute or draw there, the one with most first; and what this one has."""
     query, holders, own_bytes = _query_of(nvml), {}, 0
-    for ask in (nvml.nvmlDeviceGetComputeRunningProcesses, nvml.nvmlDeviceGetGraphicsRunningProcesses):
+    for ask in (
+        nvml.nvmlDeviceGetComputeRunningProcesses,
+        nvml.nvmlDeviceGetGraphicsRunningProcesses,
+    ):
         for process in query(ask, handle) or ():
             if process.pid == os.getpid():
                 own_bytes = process.usedGpuMemory or 0
             else:
                 name = query(nvml.nvmlSystemGetProcessName, process.pid)
-                holders[process.pid] = CardProcess(process.pid, Path(_text(name)).name if name else "",
-                                                   process.usedGpuMemory)
+                holders[process.pid] = CardProcess(
+                    process.pid, Path(_text(name)).name if name else "", process.usedGpuMemory
+                )
     return tuple(sorted(holders.values(), key=lambda holder: -(holder.num_bytes or 0))), own_bytes
 
 
@@ -169,16 +204,23 @@ def _card(nvml: Any, handle: Any, index: int) -> Card:
     links, bytes_per_s = _nvlinks(nvml, handle)
     persistence = query(nvml.nvmlDeviceGetPersistenceMode, handle)
     return replace(
-        _with_memory(nvml, handle, index), bus_id=_bus_id(pci) if pci else "",
+        _with_memory(nvml, handle, index),
+        bus_id=_bus_id(pci) if pci else "",
         capability=tuple(query(nvml.nvmlDeviceGetCudaComputeCapability, handle) or (0, 0)),
         pcie_generation=query(nvml.nvmlDeviceGetMaxPcieLinkGeneration, handle) or 0,
         pcie_lanes=query(nvml.nvmlDeviceGetCurrPcieLinkWidth, handle) or 0,
         most_pcie_lanes=query(nvml.nvmlDeviceGetMaxPcieLinkWidth, handle) or 0,
-        nvlinks=links, nvlink_bytes_per_s=bytes_per_s,
-        ecc_errors=query(nvml.nvmlDeviceGetTotalEccErrors, handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
-                         nvml.NVML_VOLATILE_ECC),
+        nvlinks=links,
+        nvlink_bytes_per_s=bytes_per_s,
+        ecc_errors=query(
+            nvml.nvmlDeviceGetTotalEccErrors,
+            handle,
+            nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
+            nvml.NVML_VOLATILE_ECC,
+        ),
         slowed_by=tuple(why for bit, why in _SLOWED.items() if reasons & bit),
-        is_persistent=None if persistence is None else persistence == 1)
+        is_persistent=None if persistence is None else persistence == 1,
+    )
 
 
 def _nvlinks(nvml: Any, handle: Any) -> tuple[tuple[tuple[str, int], ...], float]:
@@ -193,7 +235,9 @@ def _nvlinks(nvml: Any, handle: Any) -> tuple[tuple[tuple[str, int], ...], float
             partners[SWITCH] += 1
         elif pci:
             partners[_bus_id(pci)] += 1
-        speed = query(nvml.nvmlDeviceGetFieldValues, handle, [(nvml.NVML_FI_DEV_NVLINK_GET_SPEED, link)])
+        speed = query(
+            nvml.nvmlDeviceGetFieldValues, handle, [(nvml.NVML_FI_DEV_NVLINK_GET_SPEED, link)]
+        )
         if speed and speed[0].nvmlReturn == 0:
             bytes_per_s = 1e6 * speed[0].value.uiVal
     return tuple(sorted(partners.items())), bytes_per_s
@@ -205,6 +249,7 @@ def _bus_id(pci: Any) -> str:
 
 def _query_of(nvml: Any) -> Callable[..., Any]:
     """A question to NVML, whose answer is None where the card, the driver or the package doesn't know it."""
+
     def query(ask: Callable[..., Any], *args: Any) -> Any:
         try:
             return ask(*args)

@@ -75,16 +75,24 @@ class DecoderSize:
     lora_rank: int = 0
 
     def __post_init__(self) -> None:
-        figures = {name: getattr(self, name) for name in ("layers", "hidden", "heads", "ffn", "vocab", "sequence")}
+        figures = {
+            name: getattr(self, name)
+            for name in ("layers", "hidden", "heads", "ffn", "vocab", "sequence")
+        }
         if wrong := [f"{name}={value}" for name, value in figures.items() if value < 1]:
             raise JobError(f"a decoder of {', '.join(wrong)}", hint="every size is at least 1")
         if self.lora_rank < 0:
-            raise JobError(f"a decoder of lora_rank={self.lora_rank}", hint="a rank is at least 1; 0 is no adapters")
+            raise JobError(
+                f"a decoder of lora_rank={self.lora_rank}",
+                hint="a rank is at least 1; 0 is no adapters",
+            )
         if self.kv_heads == 0:
             object.__setattr__(self, "kv_heads", self.heads)
         if self.hidden % self.heads or self.heads % self.kv_heads:
-            raise JobError(f"hidden={self.hidden}, heads={self.heads} and kv_heads={self.kv_heads} don't divide",
-                           hint="heads divides hidden, and kv_heads divides heads")
+            raise JobError(
+                f"hidden={self.hidden}, heads={self.heads} and kv_heads={self.kv_heads} don't divide",
+                hint="heads divides hidden, and kv_heads divides heads",
+            )
 
     @property
     def head_dim(self) -> int:
@@ -106,7 +114,13 @@ class DecoderSize:
         """Values in a layer's norms and biases."""
         if self.form == "llama":
             return 2 * self.hidden
-        return 4 * self.hidden + (self.hidden + 2 * self.kv_width) + self.hidden + self.ffn + self.hidden
+        return (
+            4 * self.hidden
+            + (self.hidden + 2 * self.kv_width)
+            + self.hidden
+            + self.ffn
+            + self.hidden
+        )
 
     @property
     def adapters_per_layer(self) -> int:
@@ -116,6 +130,8 @@ class DecoderSize:
     @property
     def num_parameters(self) -> int:
         tables = self.vocab * self.hidden * (1 if self.tied else 2)
-        ends = self.hidden if self.form == "llama" else 2 * self.hidden + self.sequence * self.hidden
+        ends = (
+            self.hidden if self.form == "llama" else 2 * self.hidden + self.sequence * self.hidden
+        )
         per_layer = self.matrices_per_layer + self.vectors_per_layer + self.adapters_per_layer
         return self.layers * per_layer + tables + ends

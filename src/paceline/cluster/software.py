@@ -101,21 +101,42 @@ class Software:
 
     def on(self, network: Network) -> Network:
         """A network as this program's collectives find it."""
-        inside = replace(network.inside, bytes_per_s=min(network.inside.bytes_per_s * self.link_rate,
-                                                         self.device_bytes_per_s))
-        across = network.across and replace(network.across, bytes_per_s=min(
-            network.across.bytes_per_s * self.network_rate, self.node_bytes_per_s / network.devices_per_node))
-        return replace(network, inside=inside, across=across, process_bytes_per_s=self.process_bytes_per_s,
-                       process_latency_s=self.process_latency_s)
+        inside = replace(
+            network.inside,
+            bytes_per_s=min(network.inside.bytes_per_s * self.link_rate, self.device_bytes_per_s),
+        )
+        across = network.across and replace(
+            network.across,
+            bytes_per_s=min(
+                network.across.bytes_per_s * self.network_rate,
+                self.node_bytes_per_s / network.devices_per_node,
+            ),
+        )
+        return replace(
+            network,
+            inside=inside,
+            across=across,
+            process_bytes_per_s=self.process_bytes_per_s,
+            process_latency_s=self.process_latency_s,
+        )
 
     @property
     def convolution_rates(self) -> dict[str, float]:
         """By the kind of a product."""
-        return {"convolution": self.convolution_rate, "small convolution": self.small_convolution_rate}
+        return {
+            "convolution": self.convolution_rate,
+            "small convolution": self.small_convolution_rate,
+        }
 
 
 # Where each figure is from, and which are assumed: docs/formulas.md, "Programs". Of servers: sockets with a thread for
 # each worker carry 4.1 to 4.7 GB/s between processes of one host, and a small
 # message between two takes 0.1 ms; see docs/formulas.md.
-PACELINE = Software(stops_recomputing=True, roll_call=True, microbatch_s=0.6e-3, process_bytes_per_s=4.4e9,
-                    process_latency_s=1e-4, cut_sequence_bytes=SEQUENCE_BYTES)
+PACELINE = Software(
+    stops_recomputing=True,
+    roll_call=True,
+    microbatch_s=0.6e-3,
+    process_bytes_per_s=4.4e9,
+    process_latency_s=1e-4,
+    cut_sequence_bytes=SEQUENCE_BYTES,
+)

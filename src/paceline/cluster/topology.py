@@ -8,7 +8,13 @@ from paceline.cluster.catalogue import LinkKind, link
 from paceline.cluster.nvml import Card
 
 # NVLink by the major number of a card's compute capability, and how many links the catalogue's figure is of.
-_NVLINKS = {6: ("nvlink1", 4), 7: ("nvlink2", 6), 8: ("nvlink3", 12), 9: ("nvlink4", 18), 10: ("nvlink5", 18)}
+_NVLINKS = {
+    6: ("nvlink1", 4),
+    7: ("nvlink2", 6),
+    8: ("nvlink3", 12),
+    9: ("nvlink4", 18),
+    10: ("nvlink5", 18),
+}
 _LANES = 16  # of the catalogue's figures for PCIe
 _NEWEST_PCIE = 6  # in the catalogue
 
@@ -42,17 +48,26 @@ def between(card: Card, other: Card) -> GpuLink | None:
 
 def slowest(cards: list[Card | None]) -> GpuLink | None:
     """Of the wires between each two; None where one of them is not known."""
-    links = [between(card, other) if card is not None and other is not None else None
-             for number, card in enumerate(cards) for other in cards[:number]]
+    links = [
+        between(card, other) if card is not None and other is not None else None
+        for number, card in enumerate(cards)
+        for other in cards[:number]
+    ]
     known = [wire for wire in links if wire is not None]
-    return min(known, key=lambda wire: wire.bytes_per_s) if known and len(known) == len(links) else None
+    return (
+        min(known, key=lambda wire: wire.bytes_per_s)
+        if known and len(known) == len(links)
+        else None
+    )
 
 
 def _pcie(card: Card) -> GpuLink | None:
     if not card.pcie_generation or not card.pcie_lanes:
         return None
     kind, lanes = link(f"pcie{min(card.pcie_generation, _NEWEST_PCIE)}"), card.pcie_lanes
-    return _reached(f"PCIe {card.pcie_generation} x{lanes}", kind.bytes_per_s / _LANES * lanes, kind)
+    return _reached(
+        f"PCIe {card.pcie_generation} x{lanes}", kind.bytes_per_s / _LANES * lanes, kind
+    )
 
 
 def _reached(name: str, bytes_per_s: float, kind: LinkKind) -> GpuLink:

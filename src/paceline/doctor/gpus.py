@@ -34,7 +34,7 @@ SLOW = 0.5  # of what a wire's figures say, below which something is in the way
 # The least driver of each CUDA, by its major number. Source: minor version compatibility in NVIDIA's CUDA Compatibility
 # guide.
 _LEAST_DRIVER = {11: (450, 80, 2), 12: (525, 60, 13), 13: (580,)}
-_NVML_MISSING = 'pip install nvidia-ml-py lets it say more: who holds memory, how GPUs are wired, and their health'
+_NVML_MISSING = "pip install nvidia-ml-py lets it say more: who holds memory, how GPUs are wired, and their health"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +73,19 @@ def _look() -> SeenGpus:
         return ""
 
     numbers = range(torch.cuda.device_count())
-    return SeenGpus(torch.version.cuda or "", tuple(torch.cuda.get_arch_list()),
-                    tuple(map(torch.cuda.get_device_capability, numbers)),
-                    tuple(tuple(first == other or torch.cuda.can_device_access_peer(first, other) for other in numbers)
-                          for first in numbers), tuple(map(failure, numbers)))
+    return SeenGpus(
+        torch.version.cuda or "",
+        tuple(torch.cuda.get_arch_list()),
+        tuple(map(torch.cuda.get_device_capability, numbers)),
+        tuple(
+            tuple(
+                first == other or torch.cuda.can_device_access_peer(first, other)
+                for other in numbers
+            )
+            for first in numbers
+        ),
+        tuple(map(failure, numbers)),
+    )
 
 
 # --- Judgements -------------------------------------------------------------------------------------------------
@@ -84,22 +93,30 @@ def _look() -> SeenGpus:
 
 def judge_gpus(here: Sequence[Gpu], seen: SeenGpus) -> Outcome:
     """Whether torch has code for each GPU, and each computes."""
-    shown = "; ".join(f"{f'{count} x ' if count > 1 else ''}{name}, {total / 2**30:.1f} GiB"
-                      for (name, total), count in Counter((gpu.name, gpu.memory_bytes) for gpu in here).items())
+    shown = "; ".join(
+        f"{f'{count} x ' if count > 1 else ''}{name}, {total / 2**30:.1f} GiB"
+        for (name, total), count in Counter((gpu.name, gpu.memory_bytes) for gpu in here).items()
+    )
     for index, failure in enumerate(seen.failures):
         if failure:
             return "bad", f"cuda:{index} can't compute: {failure}", _build_for(index, here, seen)
     for index, capability in enumerate(seen.capabilities):
         if seen.built_for and not runs_on(capability, seen.architectures):
-            return ("bad", f"cuda:{index} is of compute capability {capability[0]}.{capability[1]}, and torch has code "
-                    f"for {' '.join(seen.architectures)}", _build_for(index, here, seen))
+            return (
+                "bad",
+                f"cuda:{index} is of compute capability {capability[0]}.{capability[1]}, and torch has code "
+                f"for {' '.join(seen.architectures)}",
+                _build_for(index, here, seen),
+            )
     return "ok", shown
 
 
 def _build_for(index: int, here: Sequence[Gpu], seen: SeenGpus) -> str:
     major, minor = seen.capabilities[index]
-    return (f"install a torch that is built for {here[index].name} (sm_{major}{minor}): older cards need an older "
-            "CUDA, newer ones a newer; pytorch.org/get-started/locally has the command")
+    return (
+        f"install a torch that is built for {here[index].name} (sm_{major}{minor}): older cards need an older "
+        "CUDA, newer ones a newer; pytorch.org/get-started/locally has the command"
+    )
 
 
 def runs_on(capability: tuple[int, int], architectures: Sequence[str]) -> bool:
@@ -118,7 +135,8 @@ def runs_on(capability: tuple[int, int], architectures: Sequence[str]) -> bool:
             if architecture == capability:
                 return True
         elif (match[1] == "compute" and architecture <= capability) or (
-                architecture[0] == capability[0] and architecture[1] <= capability[1]):
+            architecture[0] == capability[0] and architecture[1] <= capability[1]
+        ):
             return True
     return False
 
@@ -137,13 +155,20 @@ def judge_driver(driver: str | None, cuda: tuple[int, int] | None, built_for: st
     version = tuple(map(int, re.findall(r"\d+", driver)))
     known = f"driver {driver}" + (f", which knows CUDA {cuda[0]}.{cuda[1]}" if cuda else "")
     if least is not None and version < least:
-        return ("bad", f"{known}; torch is built for CUDA {built_for}, which needs {'.'.join(map(str, least))} or "
-                "newer",
-                "update the driver, or install a torch that is built for an older CUDA: "
-                "pytorch.org/get-started/locally has the command")
+        return (
+            "bad",
+            f"{known}; torch is built for CUDA {built_for}, which needs {'.'.join(map(str, least))} or "
+            "newer",
+            "update the driver, or install a torch that is built for an older CUDA: "
+            "pytorch.org/get-started/locally has the command",
+        )
     if cuda is not None and cuda < (major, minor):
-        return ("warn", f"{known}; torch is built for CUDA {built_for}: its kernels run, and code that is compiled on "
-                "the way (PTX, some Triton kernels) may not", f"a driver for CUDA {built_for} or newer runs all of it")
+        return (
+            "warn",
+            f"{known}; torch is built for CUDA {built_for}: its kernels run, and code that is compiled on "
+            "the way (PTX, some Triton kernels) may not",
+            f"a driver for CUDA {built_for} or newer runs all of it",
+        )
     return "ok", f"{known}; torch is built for CUDA {built_for}"
 
 
@@ -154,17 +179,30 @@ def judge_visible(value: str | None, cards: Cards | None) -> Outcome:
         return "ok", "not set: all GPUs are visible"
     words = [word.strip() for word in value.split(",")]
     if value.strip() in ("", "-1"):
-        return "warn", f"'{value}': no GPU is visible", "unset CUDA_VISIBLE_DEVICES, or name GPUs: 0,1"
+        return (
+            "warn",
+            f"'{value}': no GPU is visible",
+            "unset CUDA_VISIBLE_DEVICES, or name GPUs: 0,1",
+        )
     fix = "name each GPU once, by its number in nvidia-smi or by its UUID: 0,1 or GPU-..., or unset it"
     if duplicates := [word for word, count in Counter(words).items() if count > 1]:
-        return "bad", f"{value}: {', '.join(duplicates)} is named twice, and CUDA then shows no GPU", fix
+        return (
+            "bad",
+            f"{value}: {', '.join(duplicates)} is named twice, and CUDA then shows no GPU",
+            fix,
+        )
     for number, word in enumerate(words):
         if problem := _unknown(word, cards):
-            shown = f"only {', '.join(words[:number])} is visible" if number else "no GPU is visible"
+            shown = (
+                f"only {', '.join(words[:number])} is visible" if number else "no GPU is visible"
+            )
             return "bad" if not number else "warn", f"{value}: {problem}; {shown}", fix
     if any(word.startswith("MIG-") for word in words) and len(words) > 1:
-        return ("warn", f"{value}: a process uses one slice (MIG), the first",
-                "one slice a run, or GPUs that are not cut into slices")
+        return (
+            "warn",
+            f"{value}: a process uses one slice (MIG), the first",
+            "one slice a run, or GPUs that are not cut into slices",
+        )
     return "ok", value
 
 
@@ -175,19 +213,33 @@ def _unknown(word: str, cards: Cards | None) -> str:
             return f"there is no GPU {word}, they are numbered 0 to {len(cards.cards) - 1}"
         return ""
     if re.fullmatch(r"(GPU|MIG)-[0-9A-Za-z/-]+", word):
-        everything = [device.uuid for card in (cards.cards if cards else ()) for device in (card, *card.slices)]
-        return "" if not everything or any(uuid.startswith(word) for uuid in everything) else f"there is no {word}"
+        everything = [
+            device.uuid
+            for card in (cards.cards if cards else ())
+            for device in (card, *card.slices)
+        ]
+        return (
+            ""
+            if not everything or any(uuid.startswith(word) for uuid in everything)
+            else f"there is no {word}"
+        )
     return f"'{word}' is neither a number nor a UUID"
 
 
 def judge_memory(free: Sequence[tuple[int, int, Sequence[str]]]) -> Outcome:
     """free: bytes of each GPU that are free, its bytes, and who holds the rest, in words."""
-    shown = [f"cuda:{index} {free_bytes / 2**30:.1f} of {total_bytes / 2**30:.1f} GiB free"
-             + (f" ({'; '.join(holders)})" if holders else "")
-             for index, (free_bytes, total_bytes, holders) in enumerate(free)]
+    shown = [
+        f"cuda:{index} {free_bytes / 2**30:.1f} of {total_bytes / 2**30:.1f} GiB free"
+        + (f" ({'; '.join(holders)})" if holders else "")
+        for index, (free_bytes, total_bytes, holders) in enumerate(free)
+    ]
     if any(free_bytes < FEW_FREE * total_bytes for free_bytes, total_bytes, _ in free):
-        return ("warn", "; ".join(shown), "a run has what is free: end these processes, take other GPUs "
-                "(--devices cuda:1), or let it be smaller")
+        return (
+            "warn",
+            "; ".join(shown),
+            "a run has what is free: end these processes, take other GPUs "
+            "(--devices cuda:1), or let it be smaller",
+        )
     return "ok", "; ".join(shown)
 
 
@@ -196,26 +248,55 @@ def judge_health(cards: Sequence[Card | None]) -> Outcome:
     known = {f"cuda:{index}": card for index, card in enumerate(cards) if card is not None}
     if not known:
         return "ok", "NVML can't be asked", _NVML_MISSING
-    if broken := [f"{name} has had {card.ecc_errors} errors of memory that could not be corrected"
-                  for name, card in known.items() if card.ecc_errors]:
-        return "bad", "; ".join(broken), "results may be wrong: reset or replace the card (nvidia-smi -q -d ECC)"
+    if broken := [
+        f"{name} has had {card.ecc_errors} errors of memory that could not be corrected"
+        for name, card in known.items()
+        if card.ecc_errors
+    ]:
+        return (
+            "bad",
+            "; ".join(broken),
+            "results may be wrong: reset or replace the card (nvidia-smi -q -d ECC)",
+        )
     if cut := [name for name, card in known.items() if card.is_cut or card.uuid.startswith("MIG-")]:
-        return ("warn", f"{', '.join(cut)}: cut into slices (MIG). A process uses one slice, and NCCL does not work "
-                "between slices of one card", "plans of one rank, or nvidia-smi -mig 0, which needs an administrator")
-    if slow := [f"{name}: {', '.join(card.slowed_by)}" for name, card in known.items() if card.slowed_by]:
-        return ("warn", f"slowed down now: {'; '.join(slow)}",
-                "see to the cooling and the power supply; nvidia-smi -q -d PERFORMANCE")
-    if narrow := [f"{name} uses {card.pcie_lanes} of {card.most_pcie_lanes} PCIe lanes" for name, card in known.items()
-                  if 0 < card.pcie_lanes < card.most_pcie_lanes]:
-        return "warn", "; ".join(narrow), "the slot, a riser or the BIOS gives it fewer: see to its seat"
+        return (
+            "warn",
+            f"{', '.join(cut)}: cut into slices (MIG). A process uses one slice, and NCCL does not work "
+            "between slices of one card",
+            "plans of one rank, or nvidia-smi -mig 0, which needs an administrator",
+        )
+    if slow := [
+        f"{name}: {', '.join(card.slowed_by)}" for name, card in known.items() if card.slowed_by
+    ]:
+        return (
+            "warn",
+            f"slowed down now: {'; '.join(slow)}",
+            "see to the cooling and the power supply; nvidia-smi -q -d PERFORMANCE",
+        )
+    if narrow := [
+        f"{name} uses {card.pcie_lanes} of {card.most_pcie_lanes} PCIe lanes"
+        for name, card in known.items()
+        if 0 < card.pcie_lanes < card.most_pcie_lanes
+    ]:
+        return (
+            "warn",
+            "; ".join(narrow),
+            "the slot, a riser or the BIOS gives it fewer: see to its seat",
+        )
     if slack := [name for name, card in known.items() if card.is_persistent is False]:
-        return ("ok", f"no errors; {', '.join(slack)} without persistence mode: a first use takes some seconds more",
-                "nvidia-smi -pm 1, which needs an administrator")
+        return (
+            "ok",
+            f"no errors; {', '.join(slack)} without persistence mode: a first use takes some seconds more",
+            "nvidia-smi -pm 1, which needs an administrator",
+        )
     return "ok", "no errors of memory, not slowed down"
 
 
-def judge_links(access: Sequence[Sequence[bool]], cards: Sequence[Card | None],
-                measured: Mapping[tuple[int, int], float]) -> Outcome:
+def judge_links(
+    access: Sequence[Sequence[bool]],
+    cards: Sequence[Card | None],
+    measured: Mapping[tuple[int, int], float],
+) -> Outcome:
     """How each two GPUs are wired, whether they read each other's memory, and what a copy carries.
 
     measured: bytes a second from one GPU to another; pairs that could not be measured are missing.
@@ -225,26 +306,46 @@ def judge_links(access: Sequence[Sequence[bool]], cards: Sequence[Card | None],
     for first in range(len(access)):
         for other in range(first + 1, len(access)):
             card, other_card = cards[first], cards[other]
-            wire = between(card, other_card) if card is not None and other_card is not None else None
+            wire = (
+                between(card, other_card) if card is not None and other_card is not None else None
+            )
             reads = access[first][other] and access[other][first]
-            kinds.setdefault((wire.name if wire else "wires unknown", reads), []).append((first, other))
+            kinds.setdefault((wire.name if wire else "wires unknown", reads), []).append(
+                (first, other)
+            )
             carried = measured.get((first, other))
             if wire is not None and carried is not None and carried < SLOW * wire.bytes_per_s:
-                slow.append(f"cuda:{first} to cuda:{other} carries {carried / 1e9:.3g} GB/s of "
-                            f"{wire.bytes_per_s / 1e9:.3g}")
-    shown = "; ".join(_kind_of_link(name, reads, pairs, measured) for (name, reads), pairs in kinds.items())
+                slow.append(
+                    f"cuda:{first} to cuda:{other} carries {carried / 1e9:.3g} GB/s of "
+                    f"{wire.bytes_per_s / 1e9:.3g}"
+                )
+    shown = "; ".join(
+        _kind_of_link(name, reads, pairs, measured) for (name, reads), pairs in kinds.items()
+    )
     if slow:
-        return ("warn", f"{shown}; {'; '.join(slow)}", "another program may use the links; IOMMU and PCIe ACS send "
-                "copies between cards through the processor: see troubleshooting in NVIDIA's NCCL guide, and "
-                "nvidia-smi topo -m")
+        return (
+            "warn",
+            f"{shown}; {'; '.join(slow)}",
+            "another program may use the links; IOMMU and PCIe ACS send "
+            "copies between cards through the processor: see troubleshooting in NVIDIA's NCCL guide, and "
+            "nvidia-smi topo -m",
+        )
     if any(not reads for _, reads in kinds):
-        return ("warn", shown, "without peer access messages go through the host's memory: plans that talk little "
-                "(data=N, pipeline=N) lose least")
+        return (
+            "warn",
+            shown,
+            "without peer access messages go through the host's memory: plans that talk little "
+            "(data=N, pipeline=N) lose least",
+        )
     return "ok", shown
 
 
-def _kind_of_link(name: str, reads: bool, pairs: Sequence[tuple[int, int]],
-                  measured: Mapping[tuple[int, int], float]) -> str:
+def _kind_of_link(
+    name: str,
+    reads: bool,
+    pairs: Sequence[tuple[int, int]],
+    measured: Mapping[tuple[int, int], float],
+) -> str:
     rates = sorted(measured[pair] for pair in pairs if pair in measured)
     which = f"{len(pairs)} pairs" if len(pairs) > 1 else "cuda:{}-cuda:{}".format(*pairs[0])
     most = f" to {rates[-1] / 1e9:.3g}" if rates and rates[-1] > 1.05 * rates[0] else ""
@@ -256,13 +357,27 @@ def judge_nccl(version: str, problem: str, seconds: float) -> Outcome:
     """Of an all-reduce between two GPUs. problem: why it failed, in short on its last line; empty if it didn't."""
     if not problem:
         return "ok", f"{version}; two GPUs all-reduced within {seconds:.1f} s"
-    if any(words in problem for words in ("no answer within", "no sign of life", "did not go on", "did not reach",
-                                          "don't match")):
-        return ("bad", f"{version}; two GPUs began an all-reduce and did not end it in {NCCL_TIMEOUT_S:.0f} s",
-                "NCCL_P2P_DISABLE=1 if that helps, cards can't read each other's memory (IOMMU, PCIe ACS, virtual "
-                "machines); NCCL_SHM_DISABLE=1 for a small /dev/shm; NCCL_DEBUG=INFO shows where it waits")
-    return ("bad", f"{version}; two GPUs could not all-reduce: {problem.strip().splitlines()[-1]}",
-            "NCCL_DEBUG=INFO paceline doctor shows what NCCL tried")
+    if any(
+        words in problem
+        for words in (
+            "no answer within",
+            "no sign of life",
+            "did not go on",
+            "did not reach",
+            "don't match",
+        )
+    ):
+        return (
+            "bad",
+            f"{version}; two GPUs began an all-reduce and did not end it in {NCCL_TIMEOUT_S:.0f} s",
+            "NCCL_P2P_DISABLE=1 if that helps, cards can't read each other's memory (IOMMU, PCIe ACS, virtual "
+            "machines); NCCL_SHM_DISABLE=1 for a small /dev/shm; NCCL_DEBUG=INFO shows where it waits",
+        )
+    return (
+        "bad",
+        f"{version}; two GPUs could not all-reduce: {problem.strip().splitlines()[-1]}",
+        "NCCL_DEBUG=INFO paceline doctor shows what NCCL tried",
+    )
 
 
 # --- Checks -----------------------------------------------------------------------------------------------------
@@ -281,8 +396,11 @@ def check_driver() -> Outcome:
     import torch
 
     cards = nvml.read()
-    return judge_driver(cards.driver if cards else driver_version(), cards.cuda if cards else None,
-                        torch.version.cuda or "")
+    return judge_driver(
+        cards.driver if cards else driver_version(),
+        cards.cuda if cards else None,
+        torch.version.cuda or "",
+    )
 
 
 def check_visible() -> Outcome:
@@ -292,8 +410,10 @@ def check_visible() -> Outcome:
 def check_memory() -> Outcome:
     if not gpus():
         return "ok", "no GPU that torch can use"
-    free = [(memory.free_bytes, gpu.memory_bytes, memory.holders)
-            for memory, gpu in ((room(index), gpu) for index, gpu in enumerate(gpus()))]
+    free = [
+        (memory.free_bytes, gpu.memory_bytes, memory.holders)
+        for memory, gpu in ((room(index), gpu) for index, gpu in enumerate(gpus()))
+    ]
     return judge_memory(free)
 
 
@@ -306,7 +426,11 @@ def check_links() -> Outcome:
     if len(gpus()) < 2:
         return "ok", "none: there are not two GPUs"
     copies = in_a_fork(_copies, timeout_s=LOOK_TIMEOUT_S)
-    return judge_links(look().access, _cards(), {(first, other): bytes_per_s for first, other, bytes_per_s in copies})
+    return judge_links(
+        look().access,
+        _cards(),
+        {(first, other): bytes_per_s for first, other, bytes_per_s in copies},
+    )
 
 
 def check_nccl() -> Outcome:
@@ -317,7 +441,11 @@ def check_nccl() -> Outcome:
     from paceline.launch.local.ranks import run_local
 
     if not torch.distributed.is_nccl_available():
-        return "bad", "this build of torch has none, and GPUs talk through it", "install the CUDA build from pip"
+        return (
+            "bad",
+            "this build of torch has none, and GPUs talk through it",
+            "install the CUDA build from pip",
+        )
     version = str(in_a_fork(_nccl_version, timeout_s=LOOK_TIMEOUT_S))
     if len(gpus()) < 2:
         return "ok", f"{version}; one GPU needs none"
@@ -325,7 +453,10 @@ def check_nccl() -> Outcome:
     began_s = time.monotonic()
     try:
         # A fork around the ranks: it can be ended whatever they are stuck in, and they end with it.
-        in_a_fork(lambda: run_local(_sum, devices, timeout_s=NCCL_TIMEOUT_S), timeout_s=NCCL_TIMEOUT_S + 30)
+        in_a_fork(
+            lambda: run_local(_sum, devices, timeout_s=NCCL_TIMEOUT_S),
+            timeout_s=NCCL_TIMEOUT_S + 30,
+        )
     except (PacelineError, RuntimeError) as error:
         return judge_nccl(version, str(error.args[0]), 0.0)
     return judge_nccl(version, "", time.monotonic() - began_s)
@@ -385,5 +516,10 @@ def _copy_s(first: int, other: int) -> float:
     return statistics.median(times_s[1:])
 
 
-CHECKS = {"GPU driver": check_driver, "CUDA_VISIBLE_DEVICES": check_visible, "GPU memory": check_memory,
-          "GPU health": check_health, "GPU links": check_links}
+CHECKS = {
+    "GPU driver": check_driver,
+    "CUDA_VISIBLE_DEVICES": check_visible,
+    "GPU memory": check_memory,
+    "GPU health": check_health,
+    "GPU links": check_links,
+}

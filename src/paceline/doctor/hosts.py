@@ -1,8 +1,8 @@
 """What is between the hosts of a run: names, reachability, bandwidth and latency of each pair, the network card.
 
-The same command runs once on each host, as a training does (`launch/hosts/host_process.py`, `launch/hosts/environment.py`). The first host
-keeps a store where the others meet. Pairs take turns, each host with one other at a time.
-"""
+The same command runs once on each host, as a training does (`launch/hosts/host_process.py`,
+`launch/hosts/environment.py`). The first host keeps a store where the others meet. Pairs take
+turns, each host with one other at a time."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ SEND_MOST_BYTES = 256 * 2**20
 CHUNK_BYTES = 2**20
 CONNECT_S = 5.0
 SLOW_PART = 0.5  # of the median pair's bandwidth; a pair below it is told: a ring goes at the pace of its slowest link
-GIVE_UP_S = 15.0  # after the time that torch was given: an error of torch's takes seconds on a busy machine
+GIVE_UP_S = (
+    15.0  # after the time that torch was given: an error of torch's takes seconds on a busy machine
+)
 
 
 @dataclass(frozen=True)
@@ -89,10 +91,14 @@ def place_here() -> HostPlace:
     if (host := hosts.host()) is not None:
         return HostPlace(host.index, host.num_hosts, host.address, host.port)
     if (started := environment.current()) is not None:
-        return HostPlace(started.rank, started.world_size, started.master_address, started.master_port)
-    raise ClusterError("--hosts is about several hosts, and nothing says which one this is",
-                       hint="run it on each host as you run train: inside Slurm, Kubeflow or SkyPilot, or with "
-                            "PET_NNODES=2 PET_NODE_RANK=0 PET_MASTER_ADDR=HOST PET_MASTER_PORT=29500")
+        return HostPlace(
+            started.rank, started.world_size, started.master_address, started.master_port
+        )
+    raise ClusterError(
+        "--hosts is about several hosts, and nothing says which one this is",
+        hint="run it on each host as you run train: inside Slurm, Kubeflow or SkyPilot, or with "
+        "PET_NNODES=2 PET_NODE_RANK=0 PET_MASTER_ADDR=HOST PET_MASTER_PORT=29500",
+    )
 
 
 def examine_hosts(place: HostPlace, *, timeout_s: float) -> list[Finding]:
@@ -106,20 +112,33 @@ def examine_hosts(place: HostPlace, *, timeout_s: float) -> list[Finding]:
 
     meets_at = _looked_up(place.address)
     if meets_at is None:
-        return [Finding("name lookup", "bad",
-                        f"{place.address}, where hosts meet, has no address on {socket.gethostname()}",
-                        "an entry in DNS or /etc/hosts, or the address in place of the name")]
+        return [
+            Finding(
+                "name lookup",
+                "bad",
+                f"{place.address}, where hosts meet, has no address on {socket.gethostname()}",
+                "an entry in DNS or /etc/hosts, or the address in place of the name",
+            )
+        ]
     store = _store(place, timeout_s)
     if isinstance(store, str):
-        return [Finding("meeting place", "bad", f"host {place.index} can't use {place.address}:{place.port}: {store}",
-                        "is a firewall between them, or the port in use? the first host must be the one at this "
-                        "address")]
+        return [
+            Finding(
+                "meeting place",
+                "bad",
+                f"host {place.index} can't use {place.address}:{place.port}: {store}",
+                "is a firewall between them, or the port in use? the first host must be the one at this "
+                "address",
+            )
+        ]
     try:
         _enter(place, store)
         return _examined(place, store, meets_at, timeout_s)
     except dist.DistError as error:
-        raise PeerLost(f"host 0, where hosts meet, is gone: {str(error).partition(chr(10))[0]}",
-                       hint="what it printed says why; then start the command on every host") from None
+        raise PeerLost(
+            f"host 0, where hosts meet, is gone: {str(error).partition(chr(10))[0]}",
+            hint="what it printed says why; then start the command on every host",
+        ) from None
 
 
 def _enter(place: HostPlace, store: Any) -> None:
@@ -129,11 +148,15 @@ def _enter(place: HostPlace, store: Any) -> None:
     """
     others = int(store.compare_set("number of hosts", "", str(place.num_hosts)))
     if others != place.num_hosts:
-        raise ClusterError(f"host {place.index} was told of {place.num_hosts} hosts and another one of {others}",
-                           hint="the launcher's number of hosts (PET_NNODES) is the same on each host")
+        raise ClusterError(
+            f"host {place.index} was told of {place.num_hosts} hosts and another one of {others}",
+            hint="the launcher's number of hosts (PET_NNODES) is the same on each host",
+        )
     if store.add(f"hosts {place.index}", 1) > 1:
-        raise ClusterError(f"another host is host {place.index} too",
-                           hint="each host has a number of its own (PET_NODE_RANK), from 0")
+        raise ClusterError(
+            f"another host is host {place.index} too",
+            hint="each host has a number of its own (PET_NODE_RANK), from 0",
+        )
 
 
 def _store(place: HostPlace, timeout_s: float) -> Any:
@@ -141,11 +164,19 @@ def _store(place: HostPlace, timeout_s: float) -> Any:
     import torch.distributed as dist
 
     def meet(address: str, is_first: bool = False) -> Any:
-        return dist.TCPStore(address, place.port, place.num_hosts, is_master=is_first,
-                             timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+        return dist.TCPStore(
+            address,
+            place.port,
+            place.num_hosts,
+            is_master=is_first,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+        )
 
     try:
-        kept = meet("127.0.0.1", is_first=True) if place.index == 0 else None  # it listens on all addresses
+        kept = (
+            meet("127.0.0.1", is_first=True) if place.index == 0 else None
+        )  # it listens on all addresses
         return _refusal(meet, place.address, timeout_s) or kept or meet(place.address)
     except dist.DistError as error:
         return str(error).partition("\n")[0]
@@ -157,6 +188,7 @@ def _refusal(meet: Callable[[str], Any], address: str, timeout_s: float) -> str 
     torch waits without end for another program that takes the connection and says nothing, so a fork tries. It also
     keeps torch's stacks for itself.
     """
+
     def attempt() -> str | None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         try:
@@ -177,14 +209,20 @@ def _examined(place: HostPlace, store: Any, meets_at: str, timeout_s: float) -> 
     nonce = secrets.token_hex(16)
     listener = socket.create_server((own_report.address or "", 0))
     with closing(listener):
-        threading.Thread(target=_answer_all, args=(listener, run_key("links", nonce)), daemon=True).start()
-        store.set(f"at/{place.index}", json.dumps([own_report.address, listener.getsockname()[1], nonce]))
+        threading.Thread(
+            target=_answer_all, args=(listener, run_key("links", nonce)), daemon=True
+        ).start()
+        store.set(
+            f"at/{place.index}", json.dumps([own_report.address, listener.getsockname()[1], nonce])
+        )
         everyone = range(place.num_hosts)
         _await(store, [f"at/{index}" for index in everyone], timeout_s)
         doors = {index: json.loads(store.get(f"at/{index}")) for index in everyone}
         links = []
         for number, pairs in enumerate(rounds(place.num_hosts)):
-            links += [measured(second, *doors[second]) for first, second in pairs if first == place.index]
+            links += [
+                measured(second, *doors[second]) for first, second in pairs if first == place.index
+            ]
             store.set(f"round {number}/{place.index}", "over")
             _await(store, [f"round {number}/{index}" for index in everyone], timeout_s)
         report = HostReport(**{**vars(own_report), "links": tuple(links)})
@@ -208,8 +246,10 @@ def _await(store: Any, keys: Sequence[str], timeout_s: float) -> None:
     deadline_s = time.monotonic() + timeout_s
     while missing := [key.rpartition("/")[2] for key in keys if not store.check([key])]:
         if time.monotonic() > deadline_s:
-            raise PeerLost(f"nothing was heard of host {', '.join(missing)} for {timeout_s:g} s",
-                           hint="start the command on every host; --patience SECONDS waits longer")
+            raise PeerLost(
+                f"nothing was heard of host {', '.join(missing)} for {timeout_s:g} s",
+                hint="start the command on every host; --patience SECONDS waits longer",
+            )
         time.sleep(0.05)
 
 
@@ -225,8 +265,11 @@ def rounds(num_hosts: int) -> list[list[tuple[int, int]]]:
     played = []
     for _ in range(len(ring) - 1):
         half = len(ring) // 2
-        pairs = [(a, b) for a, b in zip(ring[:half], reversed(ring[half:]), strict=True)
-                 if a is not None and b is not None]
+        pairs = [
+            (a, b)
+            for a, b in zip(ring[:half], reversed(ring[half:]), strict=True)
+            if a is not None and b is not None
+        ]
         there = sorted((min(pair), max(pair)) for pair in pairs)
         played += [there, [(second, first) for first, second in there]]
         ring = [ring[0], ring[-1], *ring[1:-1]]
@@ -241,11 +284,19 @@ def _report(place: HostPlace, meets_at: str) -> HostReport:
 
     chosen = os.environ.get("GLOO_SOCKET_IFNAME")
     interface = chosen or interface_towards(meets_at)
-    return HostReport(place.index, socket.gethostname(), meets_at, interface,
-                      _address_of(interface) if chosen else address_towards(meets_at),
-                      "GLOO_SOCKET_IFNAME" if chosen else f"it faces {meets_at}",
-                      {"paceline": paceline.__version__, "torch": torch.__version__.partition("+")[0],
-                       "Python": ".".join(platform.python_version_tuple()[:2])})
+    return HostReport(
+        place.index,
+        socket.gethostname(),
+        meets_at,
+        interface,
+        _address_of(interface) if chosen else address_towards(meets_at),
+        "GLOO_SOCKET_IFNAME" if chosen else f"it faces {meets_at}",
+        {
+            "paceline": paceline.__version__,
+            "torch": torch.__version__.partition("+")[0],
+            "Python": ".".join(platform.python_version_tuple()[:2]),
+        },
+    )
 
 
 def _looked_up(name: str) -> str | None:
@@ -258,8 +309,14 @@ def _looked_up(name: str) -> str | None:
 def _address_of(interface: str | None) -> str | None:
     import psutil
 
-    return next((each.address for each in psutil.net_if_addrs().get(interface or "", ())
-                 if each.family == socket.AF_INET), None)
+    return next(
+        (
+            each.address
+            for each in psutil.net_if_addrs().get(interface or "", ())
+            if each.family == socket.AF_INET
+        ),
+        None,
+    )
 
 
 # --- A pair -----------------------------------------------------------------------------------------------------
@@ -302,9 +359,13 @@ def measured(other: int, address: str | None, port: int, nonce: str) -> PairLink
                 there.sendall(chunk)
                 sent += len(chunk)
             there.shutdown(socket.SHUT_WR)
-            there.settimeout(max(CONNECT_S, 60 * SEND_S))  # what buffers hold comes at the link's own pace
+            there.settimeout(
+                max(CONNECT_S, 60 * SEND_S)
+            )  # what buffers hold comes at the link's own pace
             received_bytes = int.from_bytes(_exactly(there, 8), "big")
-            return PairLink(other, statistics.median(times_s), received_bytes / (time.perf_counter() - begin_s))
+            return PairLink(
+                other, statistics.median(times_s), received_bytes / (time.perf_counter() - begin_s)
+            )
     except OSError as error:
         return PairLink(other, error=f"{error.strerror or error} at {address}:{port}")
 
@@ -331,12 +392,23 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
 
 def findings_of(reports: Sequence[HostReport], place: HostPlace) -> list[Finding]:
     """What the reports show."""
-    findings = [Finding(f"host {each.index}", "ok" if each.address else "bad",
-                        f"{each.name}, {each.interface or 'no network card'} {each.address or ''} ({each.chosen_by})",
-                        None if each.address else "GLOO_SOCKET_IFNAME=NAME names a network card that has an address")
-                for each in reports]
+    findings = [
+        Finding(
+            f"host {each.index}",
+            "ok" if each.address else "bad",
+            f"{each.name}, {each.interface or 'no network card'} {each.address or ''} ({each.chosen_by})",
+            None
+            if each.address
+            else "GLOO_SOCKET_IFNAME=NAME names a network card that has an address",
+        )
+        for each in reports
+    ]
     if len(reports) < place.num_hosts:
-        return [*findings, *_links(reports), Finding("others", "ok", "host 0 says what all hosts found")]
+        return [
+            *findings,
+            *_links(reports),
+            Finding("others", "ok", "host 0 says what all hosts found"),
+        ]
     return [*findings, _names(reports, place), _versions(reports), *_links(reports)]
 
 
@@ -345,40 +417,70 @@ def _names(reports: Sequence[HostReport], place: HostPlace) -> Finding:
     answers: dict[str | None, list[int]] = {}
     for each in others:
         answers.setdefault(each.meets_at, []).append(each.index)
-    seen = "; ".join(f"{answer} on host {', '.join(map(str, where))}" for answer, where in answers.items())
+    seen = "; ".join(
+        f"{answer} on host {', '.join(map(str, where))}" for answer, where in answers.items()
+    )
     if len(answers) > 1:
-        return Finding("name lookup", "warn", f"{place.address} is {seen}",
-                       "the hosts met all the same; the address in place of the name makes them agree")
+        return Finding(
+            "name lookup",
+            "warn",
+            f"{place.address} is {seen}",
+            "the hosts met all the same; the address in place of the name makes them agree",
+        )
     if (first.address or "").startswith("127.") and not place.address.startswith("127."):
-        return Finding("name lookup", "bad",
-                       f"host 0 takes its own name {place.address} for {first.meets_at}, where no other host reaches "
-                       f"it; it is {seen}",
-                       "the address in place of the name, or GLOO_SOCKET_IFNAME=NAME on host 0")
+        return Finding(
+            "name lookup",
+            "bad",
+            f"host 0 takes its own name {place.address} for {first.meets_at}, where no other host reaches "
+            f"it; it is {seen}",
+            "the address in place of the name, or GLOO_SOCKET_IFNAME=NAME on host 0",
+        )
     return Finding("name lookup", "ok", f"{place.address} is {seen}")
 
 
 def _versions(reports: Sequence[HostReport]) -> Finding:
     differing = {name: {each.versions[name] for each in reports} for name in reports[0].versions}
-    wrong = [f"{name} {' and '.join(sorted(versions))}" for name, versions in differing.items() if len(versions) > 1]
+    wrong = [
+        f"{name} {' and '.join(sorted(versions))}"
+        for name, versions in differing.items()
+        if len(versions) > 1
+    ]
     if wrong:
-        return Finding("versions", "bad", "; ".join(wrong), "install the same versions on all hosts")
-    return Finding("versions", "ok", ", ".join(f"{name} {version}" for name, version in reports[0].versions.items()))
+        return Finding(
+            "versions", "bad", "; ".join(wrong), "install the same versions on all hosts"
+        )
+    return Finding(
+        "versions",
+        "ok",
+        ", ".join(f"{name} {version}" for name, version in reports[0].versions.items()),
+    )
 
 
 def _links(reports: Sequence[HostReport]) -> list[Finding]:
     links = [(each.index, link) for each in reports for link in each.links]
-    typical = statistics.median([link.bytes_per_s for _, link in links if link.error is None] or [0.0])
+    typical = statistics.median(
+        [link.bytes_per_s for _, link in links if link.error is None] or [0.0]
+    )
     return [_link(index, link, typical) for index, link in links]
 
 
 def _link(index: int, link: PairLink, typical: float) -> Finding:
     name = f"{index} to {link.other}"
     if link.error is not None:
-        return Finding(name, "bad", f"host {index} can't reach host {link.other}: {link.error}",
-                       "open all ports between the hosts: ranks listen on ports that the system chooses; "
-                       "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose another network card")
+        return Finding(
+            name,
+            "bad",
+            f"host {index} can't reach host {link.other}: {link.error}",
+            "open all ports between the hosts: ranks listen on ports that the system chooses; "
+            "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose another network card",
+        )
     detail = f"{link.bytes_per_s / 1e6:,.3g} MB/s, {1e3 * link.latency_s:.3g} ms there and back"
     if link.bytes_per_s < SLOW_PART * typical:
-        return Finding(name, "warn", detail, f"the middle of all links has {typical / 1e6:,.3g} MB/s, and all-reduces "
-                       "go at the pace of the slowest")
+        return Finding(
+            name,
+            "warn",
+            detail,
+            f"the middle of all links has {typical / 1e6:,.3g} MB/s, and all-reduces "
+            "go at the pace of the slowest",
+        )
     return Finding(name, "ok", detail)

@@ -37,8 +37,12 @@ MIN_FREE_DISK_BYTES = 2 * GIB
 MIN_OPEN_FILES = 1024
 
 # What each package adds; none is needed to train.
-_OPTIONAL_PACKAGES = {"scikit-learn": "examples", "accelerate": "benchmarks", "lightning": "benchmarks",
-                      "deepspeed": "benchmarks"}
+_OPTIONAL_PACKAGES = {
+    "scikit-learn": "examples",
+    "accelerate": "benchmarks",
+    "lightning": "benchmarks",
+    "deepspeed": "benchmarks",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +90,9 @@ def describe(findings: list[Finding]) -> str:
 def _guarded(name: str, check: Callable[[], tuple[Any, ...]]) -> Finding:
     try:
         return Finding(name, *check())
-    except Exception as error:  # a check that can't look is a finding too, and must not hide the others
+    except (
+        Exception
+    ) as error:  # a check that can't look is a finding too, and must not hide the others
         return Finding(name, "bad", f"can't be examined: {type(error).__name__}: {error}")
 
 
@@ -97,7 +103,10 @@ _Outcome = tuple[str, str] | tuple[str, str, str]
 
 
 def _python() -> _Outcome:
-    return "ok", f"{platform.python_version()} at {sys.executable}, {platform.system()} {platform.machine()}"
+    return (
+        "ok",
+        f"{platform.python_version()} at {sys.executable}, {platform.system()} {platform.machine()}",
+    )
 
 
 def _torch() -> _Outcome:
@@ -121,8 +130,10 @@ def _version(package: str) -> str | None:
 
 
 def _packages() -> _Outcome:
-    return "ok", ", ".join(f"{package} {_version(package) or 'not installed'} ({use})"
-                           for package, use in _OPTIONAL_PACKAGES.items())
+    return "ok", ", ".join(
+        f"{package} {_version(package) or 'not installed'} ({use})"
+        for package, use in _OPTIONAL_PACKAGES.items()
+    )
 
 
 def _cores() -> _Outcome:
@@ -134,18 +145,32 @@ def _cores() -> _Outcome:
     if not threads.isdigit() or int(threads) < 1:
         return "bad", detail, "set OMP_NUM_THREADS to a whole number of at least 1, or unset it"
     if int(threads) > cores:
-        return "warn", detail, f"more threads than cores slow every rank down: set OMP_NUM_THREADS to at most {cores}"
+        return (
+            "warn",
+            detail,
+            f"more threads than cores slow every rank down: set OMP_NUM_THREADS to at most {cores}",
+        )
     return "ok", detail
 
 
 def _memory() -> _Outcome:
     import psutil
 
-    machine_bytes, usable_bytes, free_bytes = psutil.virtual_memory().total, usable_memory_bytes(), free_memory_bytes()
-    limited = f", limited by a cgroup from {_gib(machine_bytes)}" if usable_bytes < machine_bytes else ""
+    machine_bytes, usable_bytes, free_bytes = (
+        psutil.virtual_memory().total,
+        usable_memory_bytes(),
+        free_memory_bytes(),
+    )
+    limited = (
+        f", limited by a cgroup from {_gib(machine_bytes)}" if usable_bytes < machine_bytes else ""
+    )
     detail = f"{_gib(usable_bytes)}{limited}, {_gib(free_bytes)} free"
     if free_bytes < MIN_FREE_MEMORY_BYTES:
-        return "warn", detail, "end other programs, or raise the container's limit: a rank starts at some 0.3 GiB"
+        return (
+            "warn",
+            detail,
+            "end other programs, or raise the container's limit: a rank starts at some 0.3 GiB",
+        )
     return "ok", detail
 
 
@@ -155,15 +180,22 @@ def _shared_memory() -> _Outcome:
         return "ok", f"this system has no {path}"
     total_bytes = shutil.disk_usage(path).total
     if total_bytes < MIN_SHARED_MEMORY_BYTES:
-        return ("warn", f"{path} has {_gib(total_bytes)}",
-                "loader workers pass batches through it: start the container with --shm-size=1g or more")
+        return (
+            "warn",
+            f"{path} has {_gib(total_bytes)}",
+            "loader workers pass batches through it: start the container with --shm-size=1g or more",
+        )
     return "ok", f"{path} has {_gib(total_bytes)}"
 
 
 def _open_files() -> _Outcome:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < MIN_OPEN_FILES:
-        return "warn", f"{soft} may be open at once", f"ulimit -n {min(hard, 65536) if hard > 0 else 65536}"
+        return (
+            "warn",
+            f"{soft} may be open at once",
+            f"ulimit -n {min(hard, 65536) if hard > 0 else 65536}",
+        )
     return "ok", f"{'any number' if soft == resource.RLIM_INFINITY else soft} may be open at once"
 
 
@@ -175,7 +207,11 @@ def _disk() -> _Outcome:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"paceline")
     except OSError as error:
-        return "bad", f"{folder} can't be written: {error.strerror}", "work in another folder, or give --run DIR"
+        return (
+            "bad",
+            f"{folder} can't be written: {error.strerror}",
+            "work in another folder, or give --run DIR",
+        )
     if free_bytes < MIN_FREE_DISK_BYTES:
         return "warn", detail, "checkpoints go there: make room, or give --run DIR"
     return "ok", detail
@@ -204,13 +240,25 @@ def _gloo() -> _Outcome:
     import torch.distributed
 
     if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
-        return "bad", "this build of torch has none, and ranks on CPUs talk through it", "install torch from pip"
+        return (
+            "bad",
+            "this build of torch has none, and ranks on CPUs talk through it",
+            "install torch from pip",
+        )
     with tempfile.TemporaryDirectory() as folder:
         code = "import sys; from paceline.doctor.machine import probe; probe(int(sys.argv[1]), sys.argv[2])"
         # -P: a random.py or torch.py in the working folder must not be taken for the module of that name.
-        ranks = [subprocess.Popen([sys.executable, "-P", "-c", code, str(rank), f"{folder}/store"], text=True,
-                                  stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                                  env={**os.environ, **_loopback_interface()}) for rank in range(2)]
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-P", "-c", code, str(rank), f"{folder}/store"],
+                text=True,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env={**os.environ, **_loopback_interface()},
+            )
+            for rank in range(2)
+        ]
         return _probed(ranks, time.monotonic() + PROBE_TIMEOUT_S)
 
 
@@ -218,7 +266,9 @@ def _probed(ranks: list[subprocess.Popen[str]], deadline_s: float) -> _Outcome:
     """What the two ranks of the probe found; neither outlives this call."""
     fix = "see whether a firewall or the sandbox stops connections over the loopback interface"
     try:
-        outputs = [rank.communicate(timeout=max(0.1, deadline_s - time.monotonic())) for rank in ranks]
+        outputs = [
+            rank.communicate(timeout=max(0.1, deadline_s - time.monotonic())) for rank in ranks
+        ]
     except subprocess.TimeoutExpired:
         return "bad", f"two processes could not all-reduce within {PROBE_TIMEOUT_S:.0f} s", fix
     finally:
@@ -230,8 +280,10 @@ def _probed(ranks: list[subprocess.Popen[str]], deadline_s: float) -> _Outcome:
             last = errors.strip().splitlines()[-1:] or [f"exit code {rank.returncode}"]
             return "bad", f"two processes could not all-reduce: {last[0]}", fix
     measured = json.loads(outputs[0][0])
-    return "ok", (f"2 processes over loopback: {measured['latency_s'] * 1e6:,.0f} us a small all-reduce, "
-                  f"{measured['bytes_per_s'] / 1e9:.2f} GB/s for {PROBE_BYTES // 2**20} MiB")
+    return "ok", (
+        f"2 processes over loopback: {measured['latency_s'] * 1e6:,.0f} us a small all-reduce, "
+        f"{measured['bytes_per_s'] / 1e9:.2f} GB/s for {PROBE_BYTES // 2**20} MiB"
+    )
 
 
 def probe(rank: int, store_path: str) -> None:
@@ -247,7 +299,9 @@ def probe(rank: int, store_path: str) -> None:
 
     torch.set_num_threads(1)
     store = dist.FileStore(store_path, 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=PROBE_TIMEOUT_S))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=PROBE_TIMEOUT_S)
+    )
     small, large = torch.ones(1), torch.zeros(PROBE_BYTES // 4)
     latency_s, transfer_s = _all_reduce_s(small, repeats=50), _all_reduce_s(large, repeats=5)
     summed = torch.full((4,), rank + 1.0)
@@ -284,20 +338,31 @@ def _interfaces() -> dict[str, list[str]]:
     import psutil
 
     states = psutil.net_if_stats()
-    ipv4 = {name: [each.address for each in addresses if each.family == socket.AF_INET]
-            for name, addresses in psutil.net_if_addrs().items() if name in states and states[name].isup}
+    ipv4 = {
+        name: [each.address for each in addresses if each.family == socket.AF_INET]
+        for name, addresses in psutil.net_if_addrs().items()
+        if name in states and states[name].isup
+    }
     return {name: addresses for name, addresses in ipv4.items() if addresses}
 
 
 def _host_name() -> _Outcome:
     """gloo listens on what the host name resolves to; a loopback address there is out of other hosts' reach."""
     interfaces = _interfaces()
-    listed = ", ".join(f"{name} {' '.join(addresses)}" for name, addresses in interfaces.items()) or "none"
-    outward = [name for name, addresses in interfaces.items() if not addresses[0].startswith("127.")]
+    listed = (
+        ", ".join(f"{name} {' '.join(addresses)}" for name, addresses in interfaces.items())
+        or "none"
+    )
+    outward = [
+        name for name, addresses in interfaces.items() if not addresses[0].startswith("127.")
+    ]
     chosen = os.environ.get("GLOO_SOCKET_IFNAME")
     if chosen and (unknown := [name for name in chosen.split(",") if name not in interfaces]):
-        return ("bad", f"GLOO_SOCKET_IFNAME names {', '.join(unknown)}, which is not up here; interfaces: {listed}",
-                "set it to an interface of this host, or unset it")
+        return (
+            "bad",
+            f"GLOO_SOCKET_IFNAME names {', '.join(unknown)}, which is not up here; interfaces: {listed}",
+            "set it to an interface of this host, or unset it",
+        )
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)
@@ -307,7 +372,11 @@ def _host_name() -> _Outcome:
     if chosen:
         return "ok", f"GLOO_SOCKET_IFNAME={chosen}; {detail}"
     if outward and (address is None or address.startswith("127.")):
-        return "warn", detail, f"fine on one host; on several, export GLOO_SOCKET_IFNAME={outward[0]} on each"
+        return (
+            "warn",
+            detail,
+            f"fine on one host; on several, export GLOO_SOCKET_IFNAME={outward[0]} on each",
+        )
     return "ok", detail
 
 
@@ -319,10 +388,19 @@ def _launcher() -> _Outcome:
     except PacelineError as error:
         return "bad", error.args[0], error.hint or "unset RANK and WORLD_SIZE"
     if launched is not None:
-        return "ok", f"rank {launched.rank} of {launched.world_size}, started by {launched.launcher}"
-    leftover = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR") if name in os.environ]
+        return (
+            "ok",
+            f"rank {launched.rank} of {launched.world_size}, started by {launched.launcher}",
+        )
+    leftover = [
+        name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR") if name in os.environ
+    ]
     if leftover:
-        return "warn", f"{', '.join(leftover)} set, but no launcher is recognised", f"unset {' '.join(leftover)}"
+        return (
+            "warn",
+            f"{', '.join(leftover)} set, but no launcher is recognised",
+            f"unset {' '.join(leftover)}",
+        )
     return "ok", "none: ranks are started as local processes"
 
 

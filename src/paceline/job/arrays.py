@@ -52,16 +52,23 @@ def as_arrays(value: Any, *, name: str) -> Arrays | None:
     if not _holds_arrays(value):
         if isinstance(value, Mapping) and value and all(isinstance(key, str) for key in value):
             odd = next((key for key, item in value.items() if not _is_array(item)), "")
-            raise JobError(f"{name} is a mapping, and {odd!r} in it is no array along dim 0",
-                           hint=f"data= takes {_ALLOWED}")
+            raise JobError(
+                f"{name} is a mapping, and {odd!r} in it is no array along dim 0",
+                hint=f"data= takes {_ALLOWED}",
+            )
         return None
     tensors = _mapped(lambda array: _tensor(array, name), value)
     leaves = _leaves(tensors)
     lengths = [len(leaf) for leaf in leaves]
     if len(set(lengths)) != 1:
-        raise JobError(f"{name} holds arrays of {', '.join(map(str, lengths))} samples: dim 0 counts samples and must "
-                       "be equal", hint=f"data= takes {_ALLOWED}")
-    return Arrays(tensors, lengths[0], is_in_memory=all(hasattr(leaf, "data_ptr") for leaf in leaves))
+        raise JobError(
+            f"{name} holds arrays of {', '.join(map(str, lengths))} samples: dim 0 counts samples and must "
+            "be equal",
+            hint=f"data= takes {_ALLOWED}",
+        )
+    return Arrays(
+        tensors, lengths[0], is_in_memory=all(hasattr(leaf, "data_ptr") for leaf in leaves)
+    )
 
 
 def _with_lists_as_arrays(value: Any) -> Any:
@@ -77,7 +84,9 @@ def _with_lists_as_arrays(value: Any) -> Any:
             return item
         return array if array.dtype.kind in "fiub" else item
 
-    if isinstance(value, Mapping) and (arrays := [item for item in value.values() if _is_array(item)]):
+    if isinstance(value, Mapping) and (
+        arrays := [item for item in value.values() if _is_array(item)]
+    ):
         return {key: converted(item, arrays[0]) for key, item in value.items()}
     if type(value) is tuple and len(value) == 2:
         return value[0], converted(value[1], next(iter(_leaves(value[0])), None))
@@ -93,7 +102,12 @@ def _holds_arrays(value: Any) -> bool:
     if type(value) is not tuple or len(value) not in (1, 2):
         return False
     inputs, target = _leaves(value[0]), _leaves(value[-1])
-    return bool(inputs) and bool(target) and type(value[-1]) is not tuple and all(map(_is_array, [*inputs, *target]))
+    return (
+        bool(inputs)
+        and bool(target)
+        and type(value[-1]) is not tuple
+        and all(map(_is_array, [*inputs, *target]))
+    )
 
 
 def _leaves(value: Any) -> list[Any]:
@@ -104,8 +118,12 @@ def _leaves(value: Any) -> list[Any]:
 
 def _is_array(value: Any) -> bool:
     shape = getattr(value, "shape", None)
-    return (isinstance(shape, tuple) and len(shape) > 0 and hasattr(value, "__getitem__")
-            and (hasattr(value, "dtype") or hasattr(value, "dtypes")))
+    return (
+        isinstance(shape, tuple)
+        and len(shape) > 0
+        and hasattr(value, "__getitem__")
+        and (hasattr(value, "dtype") or hasattr(value, "dtypes"))
+    )
 
 
 def _tensor(array: Any, name: str) -> Any:
@@ -113,14 +131,18 @@ def _tensor(array: Any, name: str) -> Any:
     import numpy as np
     import torch
 
-    if isinstance(array, torch.Tensor) or not (hasattr(array, "__array_interface__") or hasattr(array, "to_numpy")):
+    if isinstance(array, torch.Tensor) or not (
+        hasattr(array, "__array_interface__") or hasattr(array, "to_numpy")
+    ):
         return array
     plain = _of_columns(array, name) if hasattr(array, "to_numpy") else np.asarray(array)
     if plain.dtype == np.float64:
         return torch.from_numpy(plain.astype(np.float32))
     if plain.dtype.kind not in "fiubc":
-        raise JobError(f"{name} holds an array of {plain.dtype}, which is no type of numbers",
-                       hint="give numbers: codes of categories, tokens of texts")
+        raise JobError(
+            f"{name} holds an array of {plain.dtype}, which is no type of numbers",
+            hint="give numbers: codes of categories, tokens of texts",
+        )
     if not plain.flags.writeable or not plain.dtype.isnative:
         return _unwritable(plain)
     return torch.from_numpy(plain)
@@ -138,12 +160,21 @@ def _of_columns(frame: Any, name: str) -> Any:
     kinds = [getattr(dtype, "kind", "O") for dtype in columns]
     if all(kind in "fiub" for kind in kinds):
         is_whole = "f" not in kinds and not frame.isna().to_numpy().any()
-        return frame.to_numpy(dtype=np.int64) if is_whole else frame.to_numpy(dtype=np.float64, na_value=np.nan)
+        return (
+            frame.to_numpy(dtype=np.int64)
+            if is_whole
+            else frame.to_numpy(dtype=np.float64, na_value=np.nan)
+        )
     if hasattr(frame, "columns"):
-        wrong = [f"{column!r} ({dtype})" for column, dtype, kind in zip(frame.columns, columns, kinds, strict=True)
-                 if kind not in "fiub"]
-        raise JobError(f"{name} has columns that are no numbers: {', '.join(wrong)}",
-                       hint="leave them out, or give numbers: codes of categories, tokens of texts")
+        wrong = [
+            f"{column!r} ({dtype})"
+            for column, dtype, kind in zip(frame.columns, columns, kinds, strict=True)
+            if kind not in "fiub"
+        ]
+        raise JobError(
+            f"{name} has columns that are no numbers: {', '.join(wrong)}",
+            hint="leave them out, or give numbers: codes of categories, tokens of texts",
+        )
     return plain
 
 

@@ -12,12 +12,15 @@ from torch.utils.data import default_collate
 from paceline.base.errors import PacelineError, TrainingError, in_words
 
 Collate = Callable[[list[Any]], Any]
-_PAIR_HINT = ("a data set's item is (input, target), or an input alone: a tensor, a mapping or a dataclass; several "
-              "inputs go into a tuple or mapping, and collate= makes a batch of anything else")
+_PAIR_HINT = (
+    "a data set's item is (input, target), or an input alone: a tensor, a mapping or a dataclass; several "
+    "inputs go into a tuple or mapping, and collate= makes a batch of anything else"
+)
 
 
-def collated(items: Sequence[Any], collate: Collate | None = None, *,
-             names: Sequence[Any] | None = None) -> tuple[Any, Any]:
+def collated(
+    items: Sequence[Any], collate: Collate | None = None, *, names: Sequence[Any] | None = None
+) -> tuple[Any, Any]:
     """(input, target) of a batch; the target is the input itself where there is no other.
 
     Args:
@@ -34,19 +37,35 @@ def collated(items: Sequence[Any], collate: Collate | None = None, *,
     pairs = [isinstance(item, tuple | list) and len(item) == 2 for item in items]
     for item, is_pair, name in zip(items, pairs, names, strict=True):
         if not is_pair and (any(pairs) or not _is_input(item)):
-            kind = f"{type(item).__name__} of {len(item)}" if isinstance(item, tuple | list) else type(item).__name__
-            raise TrainingError(f"sample {name} is a {kind} and not (input, target)", hint=_PAIR_HINT)
+            kind = (
+                f"{type(item).__name__} of {len(item)}"
+                if isinstance(item, tuple | list)
+                else type(item).__name__
+            )
+            raise TrainingError(
+                f"sample {name} is a {kind} and not (input, target)", hint=_PAIR_HINT
+            )
     try:
-        return as_pair(default_collate([tuple(_plain(item)) if is_pair else _plain(item)
-                                        for item, is_pair in zip(items, pairs, strict=True)]))
+        return as_pair(
+            default_collate(
+                [
+                    tuple(_plain(item)) if is_pair else _plain(item)
+                    for item, is_pair in zip(items, pairs, strict=True)
+                ]
+            )
+        )
     except (RuntimeError, TypeError, ValueError, KeyError) as error:
         raise _unstacked(items, names, error) from error
 
 
 def _is_input(item: Any) -> bool:
     """Whether a sample that is no pair may be an input alone."""
-    return (hasattr(item, "shape") or isinstance(item, Mapping) or _is_record(item)
-            or (isinstance(item, tuple | list) and len(item) == 1 and _is_input(item[0])))
+    return (
+        hasattr(item, "shape")
+        or isinstance(item, Mapping)
+        or _is_record(item)
+        or (isinstance(item, tuple | list) and len(item) == 1 and _is_input(item[0]))
+    )
 
 
 def _is_record(item: Any) -> bool:
@@ -83,16 +102,26 @@ def _made(collate: Collate, items: list[Any], names: Sequence[Any]) -> Any:
     except PacelineError:
         raise
     except Exception as error:
-        guilty = [name for name, item in zip(names, items, strict=True) if not _collates(collate, item)]
+        guilty = [
+            name for name, item in zip(names, items, strict=True) if not _collates(collate, item)
+        ]
         if not 0 < len(guilty) < len(names):
             guilty = list(names)
         shown = f"the samples {in_short(guilty)}" if len(guilty) > 1 else f"sample {guilty[0]}"
         raise TrainingError(f"collate failed on {shown}: {in_words(error)}") from error
-    batch = type(batch)(map(_fields, batch)) if type(batch) in (tuple, list) and len(batch) < 3 else _fields(batch)
+    batch = (
+        type(batch)(map(_fields, batch))
+        if type(batch) in (tuple, list) and len(batch) < 3
+        else _fields(batch)
+    )
     if batch is None or (isinstance(batch, tuple | list) and len(batch) not in (1, 2)):
-        kind = type(batch).__name__ + (f" of {len(batch)}" if isinstance(batch, tuple | list) else "")
-        raise TrainingError(f"collate returned a {kind} and not (input, target)",
-                            hint="return (input, target), or an input alone: a tensor or a mapping")
+        kind = type(batch).__name__ + (
+            f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
+        )
+        raise TrainingError(
+            f"collate returned a {kind} and not (input, target)",
+            hint="return (input, target), or an input alone: a tensor or a mapping",
+        )
     return batch
 
 
@@ -106,19 +135,27 @@ def _collates(collate: Collate, item: Any) -> bool:
 
 def in_short(names: Sequence[Any]) -> str:
     """The first three of them, and how many more there are."""
-    return ", ".join(map(str, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return ", ".join(map(str, names[:3])) + (
+        f" and {len(names) - 3} more" if len(names) > 3 else ""
+    )
 
 
 def _unstacked(items: Sequence[Any], names: Sequence[Any], error: Exception) -> TrainingError:
     """Names the first sample that has another shape than most."""
     shapes = [describe(item) for item in items]
-    usual = max(shapes, key=shapes.count)  # the first of equally many: not left to the order of a set
+    usual = max(
+        shapes, key=shapes.count
+    )  # the first of equally many: not left to the order of a set
     for shape, name in zip(shapes, names, strict=True):
         if shape != usual:
-            return TrainingError(f"sample {name} is {shape} and others are {usual}: they can't be stacked",
-                                 hint="samples of one batch must have equal shapes: pad them in collate=, or pad or "
-                                      "crop in the data set")
-    return TrainingError(f"samples can't be stacked: {error}", hint="collate= makes a batch of a list of samples")
+            return TrainingError(
+                f"sample {name} is {shape} and others are {usual}: they can't be stacked",
+                hint="samples of one batch must have equal shapes: pad them in collate=, or pad or "
+                "crop in the data set",
+            )
+    return TrainingError(
+        f"samples can't be stacked: {error}", hint="collate= makes a batch of a list of samples"
+    )
 
 
 def mapped(function: Callable[[Any], Any], batch: tuple[Any, Any]) -> tuple[Any, Any]:

@@ -65,8 +65,10 @@ class EpochReport:
     @property
     def figures(self) -> dict[str, float]:
         """The loss, the validation loss and the metrics, by name."""
-        return {**({"loss": self.loss} if self.loss is not None else {}),
-                **(self.evaluation.figures if self.evaluation is not None else {})}
+        return {
+            **({"loss": self.loss} if self.loss is not None else {}),
+            **(self.evaluation.figures if self.evaluation is not None else {}),
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,12 @@ class Requests:
         return self.stop is not None or self.failed is not None or self.evaluate or self.save
 
     def to_dict(self) -> dict[str, Any]:
-        return {"stop": self.stop, "failed": self.failed, "evaluate": self.evaluate, "save": self.save}
+        return {
+            "stop": self.stop,
+            "failed": self.failed,
+            "evaluate": self.evaluate,
+            "save": self.save,
+        }
 
     def add(self, other: Mapping[str, Any]) -> None:
         self.stop = self.stop if self.stop is not None else other.get("stop")
@@ -116,7 +123,9 @@ class RunHandle:
     step: int = 0
     epoch: int = 0
     restarts: int = 0
-    _read_history: Callable[[Path], list[dict[str, Any]]] = field(default=lambda folder: [], repr=False)
+    _read_history: Callable[[Path], list[dict[str, Any]]] = field(
+        default=lambda folder: [], repr=False
+    )
     _requests: Requests = field(default_factory=Requests, repr=False)
     _weights: Callable[[], dict[str, torch.Tensor]] | None = field(default=None, repr=False)
     _log: Callable[[Mapping[str, Any]], None] | None = field(default=None, repr=False)
@@ -139,7 +148,9 @@ class RunHandle:
             UsageError: the job has no validation data.
         """
         if self.job.validation is None:
-            raise UsageError("the job has no validation data to evaluate on", hint="give the Job validation=")
+            raise UsageError(
+                "the job has no validation data to evaluate on", hint="give the Job validation="
+            )
         self._requests.evaluate = True
 
     def save(self) -> None:
@@ -156,8 +167,10 @@ class RunHandle:
             OutOfMemory: they would not fit in this process.
         """
         if self._weights is None:
-            raise UsageError("run.state_dict() was asked for while the ranks go on",
-                             hint="on_evaluation, on_epoch, on_save, on_start and on_end are called while they wait")
+            raise UsageError(
+                "run.state_dict() was asked for while the ranks go on",
+                hint="on_evaluation, on_epoch, on_save, on_start and on_end are called while they wait",
+            )
         return self._weights()
 
     def log(self, values: Mapping[str, Any]) -> None:
@@ -219,13 +232,26 @@ class Callback:
         """Go on from what `state_dict` returned when the checkpoint was written."""
 
 
-HOOKS = ("on_start", "on_step", "on_epoch", "on_evaluation", "on_save", "on_log", "on_end", "on_failure", "state_dict")
+HOOKS = (
+    "on_start",
+    "on_step",
+    "on_epoch",
+    "on_evaluation",
+    "on_save",
+    "on_log",
+    "on_end",
+    "on_failure",
+    "state_dict",
+)
 
 
 def hooks_of(callback: Callback) -> frozenset[str]:
     """The methods that a callback has of its own."""
-    return frozenset(name for name in HOOKS
-                     if getattr(type(callback), name) is not getattr(Callback, name) or name in vars(callback))
+    return frozenset(
+        name
+        for name in HOOKS
+        if getattr(type(callback), name) is not getattr(Callback, name) or name in vars(callback)
+    )
 
 
 def all_hooks(callbacks: Iterable[Callback]) -> frozenset[str]:

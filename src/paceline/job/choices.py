@@ -43,13 +43,19 @@ def choice(name: str, options: Sequence[Option], *, default: Option = _UNSET) ->
 
 def _check(name: str, options: list[Option]) -> None:
     if "." not in name.strip(".") or any(character in name for character in " =,"):
-        raise JobError(f"choice '{name}' must have a dot in its name, and no space, '=' or ','",
-                       hint=f"pl.choice('{'net.' + name.strip('.') if name else 'block1.op'}', [...])")
+        raise JobError(
+            f"choice '{name}' must have a dot in its name, and no space, '=' or ','",
+            hint=f"pl.choice('{'net.' + name.strip('.') if name else 'block1.op'}', [...])",
+        )
     if not options:
         raise JobError(f"choice '{name}' has no options")
-    if strange := [option for option in options if not isinstance(option, str | int | float | bool | None)]:
-        raise JobError(f"choice '{name}' has the option {strange[0]!r}; options are texts, numbers, booleans or None",
-                       hint="choose a name, and look up what it stands for: OPS[pl.choice(...)]")
+    if strange := [
+        option for option in options if not isinstance(option, str | int | float | bool | None)
+    ]:
+        raise JobError(
+            f"choice '{name}' has the option {strange[0]!r}; options are texts, numbers, booleans or None",
+            hint="choose a name, and look up what it stands for: OPS[pl.choice(...)]",
+        )
     if len(set(map(str, options))) < len(options):
         raise JobError(f"choice '{name}' has an option twice: {_listed(options)}")
 
@@ -71,6 +77,7 @@ def chosen(model: Callable[[], Any], settings: Mapping[str, Any]) -> Callable[[]
     Raises, when the model is built:
         JobError: a setting is no choice of the model, or none of its options.
     """
+
     def build() -> Any:
         met: list[str] = []
 

@@ -65,7 +65,9 @@ class JobFile:
         if not colon:
             file, function = function, DEFAULT_FUNCTION
         if not function.isidentifier():
-            raise JobError(f"'{source}' names no function after the colon", hint=f"{file}:{DEFAULT_FUNCTION}")
+            raise JobError(
+                f"'{source}' names no function after the colon", hint=f"{file}:{DEFAULT_FUNCTION}"
+            )
         path = Path(file).resolve()
         _check_file(path, file)
         return cls(path, function, dict(settings))
@@ -97,8 +99,10 @@ class JobFile:
             try:
                 json.dumps(value)
             except (TypeError, ValueError) as error:
-                raise JobError(f"setting {name}={value!r} can't be kept with the run: {error}",
-                               hint="give numbers, text, true or false, None, or lists of those") from error
+                raise JobError(
+                    f"setting {name}={value!r} can't be kept with the run: {error}",
+                    hint="give numbers, text, true or false, None, or lists of those",
+                ) from error
         return {"path": str(self.path), "function": self.function, "settings": dict(self.settings)}
 
     @classmethod
@@ -128,8 +132,12 @@ def open_job(job: AnyJob) -> tuple[JobFile | None, Job]:
     if isinstance(job, JobFile):
         return job, loaded
     if not isinstance(job, Job):
-        raise UsageError(f"a job is a paceline.Job or a Python file that makes one, got {type(job).__name__}",
-                         hint="docs/job.md shows one" if not callable(job) else "call the function: it returns the Job")
+        raise UsageError(
+            f"a job is a paceline.Job or a Python file that makes one, got {type(job).__name__}",
+            hint="docs/job.md shows one"
+            if not callable(job)
+            else "call the function: it returns the Job",
+        )
     return None, job
 
 
@@ -149,8 +157,10 @@ class JobFunction:
 
     def parameters(self) -> dict[str, tuple[Any, Any]]:
         """Each hyperparameter's type and default; `inspect.Parameter.empty` where it has none."""
-        return {name: (_kind(parameter, self.function), parameter.default)
-                for name, parameter in _parameters(self.function).items()}
+        return {
+            name: (_kind(parameter, self.function), parameter.default)
+            for name, parameter in _parameters(self.function).items()
+        }
 
     def neighbour(self, name: str) -> Callable[..., Any]:
         """Another function of the same file.
@@ -167,12 +177,16 @@ class JobFunction:
             JobError: a setting or the job itself is wrong; the message says where.
         """
         options = {name: value for name, value in settings.items() if "." in name}
-        values = _values(self.function, {name: value for name, value in settings.items() if name not in options})
+        values = _values(
+            self.function, {name: value for name, value in settings.items() if name not in options}
+        )
         with _blamed_on(self.path, f"{self.name}() in {self.path.name}"):
             job = self.function(**values)
         if not isinstance(job, Job):
-            raise JobError(f"{self.name}() in {self.path.name} returned {_indefinite(job)}, not a paceline.Job",
-                           hint=f"{self.name}() must end with: return paceline.Job(...)")
+            raise JobError(
+                f"{self.name}() in {self.path.name} returned {_indefinite(job)}, not a paceline.Job",
+                hint=f"{self.name}() must end with: return paceline.Job(...)",
+            )
         return replace(job, model=chosen(job.model, options)) if options else job
 
 
@@ -201,7 +215,9 @@ def _check_file(path: Path, text: str) -> None:
     if is_file and path.suffix == ".py":
         return
     if is_file:
-        raise JobError(f"{text} is not a Python file", hint="a job is a function in a file that ends in .py")
+        raise JobError(
+            f"{text} is not a Python file", hint="a job is a function in a file that ends in .py"
+        )
     if path.is_dir():
         raise JobError(f"{text} is a folder", hint=_python_files(path))
     raise JobError(f"there is no file {text}", hint=_python_files(path.parent, like=path.name))
@@ -229,11 +245,17 @@ class _Neighbours:
         self.job_path = job_path
         self.module_names: set[str] = set()
 
-    def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: Any = None
+    ) -> ModuleSpec | None:
         if path is not None:  # inside a package, which finds its modules by itself
             return None
         spec = PathFinder.find_spec(name, [str(self.job_path.parent)])
-        if spec is None or _is_at(spec, self.job_path) or (spec.origin is None and not _holds_python(spec)):
+        if (
+            spec is None
+            or _is_at(spec, self.job_path)
+            or (spec.origin is None and not _holds_python(spec))
+        ):
             return None
         self.module_names.add(name)
         if isinstance(spec.loader, SourceFileLoader):
@@ -261,7 +283,9 @@ class _NeverItself:
     def __init__(self, job_path: Path) -> None:
         self.job_path = job_path
 
-    def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: Any = None
+    ) -> ModuleSpec | None:
         if path is not None or name != self.job_path.stem:
             return None
         spec = PathFinder.find_spec(name)
@@ -274,10 +298,14 @@ class _NeverItself:
 
     def _is_for_the_job(self) -> bool:
         """Whether the import is one of the job's, or of what paceline calls."""
-        own, frame = {"paceline", *_neighbours_of(self.job_path)}, sys._getframe(2)  # of what looks for the module
+        own, frame = (
+            {"paceline", *_neighbours_of(self.job_path)},
+            sys._getframe(2),
+        )  # of what looks for the module
         while frame is not None:
             if Path(frame.f_code.co_filename) == self.job_path or (
-                    frame.f_globals.get("__name__", "").partition(".")[0] in own):
+                frame.f_globals.get("__name__", "").partition(".")[0] in own
+            ):
                 return True
             frame = frame.f_back  # type: ignore[assignment]
         return False
@@ -289,7 +317,9 @@ def _is_at(spec: ModuleSpec, path: Path) -> bool:
 
 def _holds_python(spec: ModuleSpec) -> bool:
     # A folder of data or results (datasets/, wandb/) is not the package of that name.
-    return any(next(Path(folder).glob("*.py"), None) for folder in spec.submodule_search_locations or ())
+    return any(
+        next(Path(folder).glob("*.py"), None) for folder in spec.submodule_search_locations or ()
+    )
 
 
 def _open_imports(job_path: Path) -> None:
@@ -302,7 +332,9 @@ def _open_imports(job_path: Path) -> None:
     forgotten = {name for finder in earlier for name in finder.module_names}
     for name in [name for name in sys.modules if name.partition(".")[0] in forgotten]:
         del sys.modules[name]
-    others = [finder for finder in sys.meta_path if not isinstance(finder, _Neighbours | _NeverItself)]
+    others = [
+        finder for finder in sys.meta_path if not isinstance(finder, _Neighbours | _NeverItself)
+    ]
     other_finders = [finder for finder in earlier if finder.job_path.parent != job_path.parent]
     sys.meta_path[:] = [_NeverItself(job_path), *others, _Neighbours(job_path), *other_finders]
     importlib.invalidate_caches()  # a neighbour may have been written a moment ago
@@ -311,8 +343,11 @@ def _open_imports(job_path: Path) -> None:
 def imported_by(path: Path) -> list[Path]:
     """A job file that was loaded, and the files beside it that it imported so far."""
     names = _neighbours_of(path)
-    files = [getattr(module, "__file__", None) for name, module in sorted(sys.modules.items())
-             if name.partition(".")[0] in names]
+    files = [
+        getattr(module, "__file__", None)
+        for name, module in sorted(sys.modules.items())
+        if name.partition(".")[0] in names
+    ]
     return [path, *(Path(file) for file in files if file)]
 
 
@@ -333,7 +368,9 @@ def _run(path: Path) -> types.ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
-    os.environ.setdefault("KERAS_TORCH_DEVICE", "cpu")  # or Keras takes a GPU when it is imported; ranks have them
+    os.environ.setdefault(
+        "KERAS_TORCH_DEVICE", "cpu"
+    )  # or Keras takes a GPU when it is imported; ranks have them
     sys.modules[name] = module  # dataclasses and pickle look a class's module up by name
     ask_forks_about_cuda()
     _open_imports(path)
@@ -351,16 +388,29 @@ def _function(module: types.ModuleType, name: str, path: Path) -> Callable[..., 
     if callable(member):
         return member
     if isinstance(member, Job):
-        raise JobError(f"'{name}' in {path.name} is a Job, not a function that returns one",
-                       hint=f"def {name}() -> paceline.Job: return paceline.Job(...)")
-    defined = [key for key, value in vars(module).items()
-               if inspect.isfunction(value) and value.__module__ == module.__name__ and not key.startswith("_")]
-    defined.sort(key=lambda key: "Job" not in str(getattr(module, key).__annotations__.get("return")))
+        raise JobError(
+            f"'{name}' in {path.name} is a Job, not a function that returns one",
+            hint=f"def {name}() -> paceline.Job: return paceline.Job(...)",
+        )
+    defined = [
+        key
+        for key, value in vars(module).items()
+        if inspect.isfunction(value)
+        and value.__module__ == module.__name__
+        and not key.startswith("_")
+    ]
+    defined.sort(
+        key=lambda key: "Job" not in str(getattr(module, key).__annotations__.get("return"))
+    )
     if not defined:
-        raise JobError(f"{path.name} has no function '{name}', nor any other",
-                       hint=f"def {name}() -> paceline.Job: return paceline.Job(...)")
-    raise JobError(f"{path.name} has no function '{name}', {nearest(name, defined)}",
-                   hint=f"name one: {path.name}:{defined[0]}")
+        raise JobError(
+            f"{path.name} has no function '{name}', nor any other",
+            hint=f"def {name}() -> paceline.Job: return paceline.Job(...)",
+        )
+    raise JobError(
+        f"{path.name} has no function '{name}', {nearest(name, defined)}",
+        hint=f"name one: {path.name}:{defined[0]}",
+    )
 
 
 # --- What goes wrong in the user's file -------------------------------------------------------------------------
@@ -376,9 +426,11 @@ def _blamed_on(path: Path, doing: str) -> Iterator[None]:
     except PacelineError:
         raise
     except SystemExit as error:
-        raise JobError(f"{doing} ended the program at {_place(error, path)} with exit code {error.code!r}",
-                       hint='keep scripts under `if __name__ == "__main__":`; hyperparameters are the parameters '
-                            "of the job's function, set with --set NAME=VALUE") from error
+        raise JobError(
+            f"{doing} ended the program at {_place(error, path)} with exit code {error.code!r}",
+            hint='keep scripts under `if __name__ == "__main__":`; hyperparameters are the parameters '
+            "of the job's function, set with --set NAME=VALUE",
+        ) from error
     except SyntaxError as error:
         raise JobError(_syntax_message(error, path)) from error
     except Exception as error:
@@ -391,8 +443,10 @@ def _job_error(error: Exception, path: Path, doing: str) -> JobError:
         message = f"{place} needs the package '{missing}', which is not installed"
         install = f"pip install {_INSTALLED_AS.get(missing, missing)}"
         if missing == path.stem:
-            return JobError(f"{message}; {path.name} has the same name, and a job file can't import itself",
-                            hint=f"{install}, or rename {path.name}")
+            return JobError(
+                f"{message}; {path.name} has the same name, and a job file can't import itself",
+                hint=f"{install}, or rename {path.name}",
+            )
         return JobError(message, hint=f"{install}{_like_a_neighbour(missing, path)}")
     text = f": {error}" if str(error) else ""
     hint = _hidden_neighbour(error, path)
@@ -435,14 +489,23 @@ def _place(error: BaseException, path: Path) -> str:
     place, trace = path.name, error.__traceback__
     while trace is not None:
         file = Path(trace.tb_frame.f_code.co_filename)
-        if file == path or trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] in _neighbours_of(path):
+        if file == path or trace.tb_frame.f_globals.get("__name__", "").partition(".")[
+            0
+        ] in _neighbours_of(path):
             place = f"{file.relative_to(path.parent) if file.is_relative_to(path.parent) else file}:{trace.tb_lineno}"
         trace = trace.tb_next
     return place
 
 
 def _neighbours_of(path: Path) -> set[str]:
-    return next((f.module_names for f in sys.meta_path if isinstance(f, _Neighbours) and f.job_path == path), set())
+    return next(
+        (
+            f.module_names
+            for f in sys.meta_path
+            if isinstance(f, _Neighbours) and f.job_path == path
+        ),
+        set(),
+    )
 
 
 def _syntax_message(error: SyntaxError, path: Path) -> str:
@@ -473,17 +536,28 @@ def _values(function: Callable[..., Any], settings: Mapping[str, Any]) -> dict[s
             values[name] = convert(setting, kinds[name])
         except ValueError:
             problems.append(f"{name}={setting} must be {allowed(kinds[name])}")
-    problems += [f"hyperparameter '{name}' has no default and is not set" for name, parameter in named.items()
-                 if parameter.default is parameter.empty and name not in settings]
+    problems += [
+        f"hyperparameter '{name}' has no default and is not set"
+        for name, parameter in named.items()
+        if parameter.default is parameter.empty and name not in settings
+    ]
     if problems:
-        signature = ", ".join(str(parameter.replace(annotation=kinds[name])) for name, parameter in named.items())
-        raise JobError("; ".join(problems), hint=f"the job is {getattr(function, '__name__', 'job')}({signature})")
+        signature = ", ".join(
+            str(parameter.replace(annotation=kinds[name])) for name, parameter in named.items()
+        )
+        raise JobError(
+            "; ".join(problems),
+            hint=f"the job is {getattr(function, '__name__', 'job')}({signature})",
+        )
     return values
 
 
 def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    return {p.name: p for p in inspect.signature(function).parameters.values()
-            if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    return {
+        p.name: p
+        for p in inspect.signature(function).parameters.values()
+        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    }
 
 
 def _kind(parameter: inspect.Parameter, function: Callable[..., Any]) -> Any:
@@ -503,5 +577,9 @@ def _kind_of_default(default: Any) -> Any:
     if isinstance(default, tuple | list) and default:
         kinds = [_kind_of_default(element) for element in default]
         element = kinds[0] if all(kind == kinds[0] for kind in kinds) else Any
-        return types.GenericAlias(*((list, element) if isinstance(default, list) else (tuple, (element, ...))))
-    return next((kind for kind in (bool, int, float, str, tuple, list) if isinstance(default, kind)), Any)
+        return types.GenericAlias(
+            *((list, element) if isinstance(default, list) else (tuple, (element, ...)))
+        )
+    return next(
+        (kind for kind in (bool, int, float, str, tuple, list) if isinstance(default, kind)), Any
+    )

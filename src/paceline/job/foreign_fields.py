@@ -10,33 +10,72 @@ from paceline.base.errors import JobError, nearest
 
 LIGHTNING = "docs/from-lightning.md shows both side by side"
 _RATE = "the learning rate is the optimizer's: optimizer=lambda named: torch.optim.AdamW(named, lr=1e-3)"
-_PIECES = "batch is what an optimizer step takes, and a plan says in how many pieces: \"data=2 accumulate=4\""
-_WHERE = "a job knows no devices: pl.train(job, \"data=2\", devices=\"cuda:0-1\")"
+_PIECES = 'batch is what an optimizer step takes, and a plan says in how many pieces: "data=2 accumulate=4"'
+_WHERE = 'a job knows no devices: pl.train(job, "data=2", devices="cuda:0-1")'
 # What fields are called in Transformers, Lightning, Keras, Accelerate and training scripts; or where they belong.
 _MEANT = {
-    **dict.fromkeys(("batch_size", "global_batch_size", "per_device_train_batch_size", "train_batch_size"), "batch="),
+    **dict.fromkeys(
+        ("batch_size", "global_batch_size", "per_device_train_batch_size", "train_batch_size"),
+        "batch=",
+    ),
     **dict.fromkeys(("max_epochs", "num_epochs", "num_train_epochs", "n_epochs"), "epochs="),
     **dict.fromkeys(("max_steps", "num_steps", "iterations", "total_steps"), "steps="),
     **dict.fromkeys(("gradient_clip_val", "max_grad_norm", "clip_grad_norm", "grad_clip"), "clip="),
     **dict.fromkeys(("scheduler", "lr_scheduler", "schedule"), "lr_schedule="),
-    **dict.fromkeys(("dataset", "train_dataset", "train_data", "dataloader", "train_dataloader"), "data="),
-    **dict.fromkeys(("eval_dataset", "val_dataset", "val_data", "valid_data", "validation_data", "val_dataloader",
-                     "test_dataset"), "validation="),
+    **dict.fromkeys(
+        ("dataset", "train_dataset", "train_data", "dataloader", "train_dataloader"), "data="
+    ),
+    **dict.fromkeys(
+        (
+            "eval_dataset",
+            "val_dataset",
+            "val_data",
+            "valid_data",
+            "validation_data",
+            "val_dataloader",
+            "test_dataset",
+        ),
+        "validation=",
+    ),
     **dict.fromkeys(("collate_fn", "data_collator"), "collate="),
     **dict.fromkeys(("criterion", "loss_fn", "compute_loss_func"), "loss="),
     **dict.fromkeys(("compute_metrics", "metric"), "metrics={name: function}"),
-    **dict.fromkeys(("fp16", "bf16", "mixed_precision", "amp"), "precision=\"fp16\" or \"bf16\""),
+    **dict.fromkeys(("fp16", "bf16", "mixed_precision", "amp"), 'precision="fp16" or "bf16"'),
     **dict.fromkeys(("pretrained", "checkpoint", "weights_path", "state_dict"), "init="),
-    **dict.fromkeys(("lr", "learning_rate"), _RATE), "weight_decay": _RATE.replace("lr=1e-3", "weight_decay=0.1"),
-    **dict.fromkeys(("gradient_accumulation_steps", "accumulate_grad_batches", "accumulate", "accumulation_steps"),
-                    _PIECES),
-    **dict.fromkeys(("devices", "gpus", "accelerator", "strategy", "plan", "device", "num_nodes"), _WHERE),
+    **dict.fromkeys(("lr", "learning_rate"), _RATE),
+    "weight_decay": _RATE.replace("lr=1e-3", "weight_decay=0.1"),
+    **dict.fromkeys(
+        (
+            "gradient_accumulation_steps",
+            "accumulate_grad_batches",
+            "accumulate",
+            "accumulation_steps",
+        ),
+        _PIECES,
+    ),
+    **dict.fromkeys(
+        ("devices", "gpus", "accelerator", "strategy", "plan", "device", "num_nodes"), _WHERE
+    ),
     "shuffle": "samples are shuffled; sampler=torch.utils.data.SequentialSampler(data) keeps their order",
     "num_workers": "pl.train(job, loader_workers=4), or a DataLoader as data=",
 }
-_PRECISIONS = {"16": "fp16", "16-mixed": "fp16", "16-true": "fp16", "float16": "fp16", "half": "fp16",
-               "bfloat16": "bf16", "bf16-mixed": "bf16", "bf16-true": "bf16", "32": "float32", "32-true": "float32",
-               "fp32": "float32", "float": "float32", "64": "float64", "64-true": "float64", "double": "float64"}
+_PRECISIONS = {
+    "16": "fp16",
+    "16-mixed": "fp16",
+    "16-true": "fp16",
+    "float16": "fp16",
+    "half": "fp16",
+    "bfloat16": "bf16",
+    "bf16-mixed": "bf16",
+    "bf16-true": "bf16",
+    "32": "float32",
+    "32-true": "float32",
+    "fp32": "float32",
+    "float": "float32",
+    "64": "float64",
+    "64-true": "float64",
+    "double": "float64",
+}
 _OPTIMIZER = "optimizer must be a function of the (name, parameter) pairs"
 
 
@@ -46,10 +85,15 @@ def explained(init: Callable[..., None], fields: list[str]) -> Callable[..., Non
     Raises:
         JobError: it is given one.
     """
+
     @wraps(init)
     def explaining(job: Any, *args: Any, **given: Any) -> None:
         if unknown := [name for name in given if name not in fields]:
-            raise JobError("; ".join(f"a job has no field '{name}': {_advice(name, fields)}" for name in unknown))
+            raise JobError(
+                "; ".join(
+                    f"a job has no field '{name}': {_advice(name, fields)}" for name in unknown
+                )
+            )
         init(job, *args, **given)
 
     return explaining
@@ -70,8 +114,10 @@ def meant_precision(value: object) -> str | None:
 def problems(job: Any) -> Iterator[str]:
     """What is wrong with the fields of a job that hold values of other tools, in words."""
     if _is_lightning(job.model) and (not isinstance(job.model, type) or job.loss is None):
-        yield ("model is a LightningModule: a job takes what its methods compute as fields, loss= for what "
-               f"training_step returns and optimizer= for what configure_optimizers returns; {LIGHTNING}")
+        yield (
+            "model is a LightningModule: a job takes what its methods compute as fields, loss= for what "
+            f"training_step returns and optimizer= for what configure_optimizers returns; {LIGHTNING}"
+        )
     if getattr(job.optimizer, "__name__", "") == "configure_optimizers":
         yield f"{_OPTIMIZER}, and configure_optimizers knows a model's own; {LIGHTNING}"
     elif hasattr(job.optimizer, "param_groups"):
@@ -83,16 +129,24 @@ def problems(job: Any) -> Iterator[str]:
         yield f"{_OPTIMIZER}: {keras_optimizer(job.optimizer)}"
     if isinstance(job.model, list | tuple | dict):
         yield f"model is a {type(job.model).__name__}: {_MODELS}"
-    if isinstance(job.loss, type) and hasattr(job.loss, "named_parameters") and not of_keras(job.loss):
+    if (
+        isinstance(job.loss, type)
+        and hasattr(job.loss, "named_parameters")
+        and not of_keras(job.loss)
+    ):
         name = job.loss.__name__
         yield f"loss must be a function (output, target), and {name} is a class: give {name}()"
     if of_keras(job.loss):
-        yield ("loss is one of Keras, which takes (target, output), and a job's takes (output, target): give "
-               "loss=lambda output, target: keras_loss(target, output)")
+        yield (
+            "loss is one of Keras, which takes (target, output), and a job's takes (output, target): give "
+            "loss=lambda output, target: keras_loss(target, output)"
+        )
     for name, metric in job.metrics.items() if isinstance(job.metrics, dict) else ():
         if of_keras(metric):
-            yield (f"metric '{name}' is one of Keras, which takes (target, output) and may keep a state: give a "
-                   "function (output, target) -> a mean over dim-0 samples, or (sum, count)")
+            yield (
+                f"metric '{name}' is one of Keras, which takes (target, output) and may keep a state: give a "
+                "function (output, target) -> a mean over dim-0 samples, or (sum, count)"
+            )
     if hasattr(job.data, "train_dataloader"):
         yield f"data is a {type(job.data).__name__}: give data=module.train_dataloader()"
     if hasattr(job.validation, "val_dataloader"):
@@ -120,8 +174,10 @@ def model_hint(returned: object) -> str:
 
 
 _MODELS = "model= builds one module; several by name are models={...} with a step of your own, see docs/own-step.md"
-_SEVERAL = ("a job has one optimizer of torch, whose parameter groups may differ in learning rate and weight decay; "
-            "several by name: models={\"net\": build} and optimizers={...}, see docs/own-step.md")
+_SEVERAL = (
+    "a job has one optimizer of torch, whose parameter groups may differ in learning rate and weight decay; "
+    'several by name: models={"net": build} and optimizers={...}, see docs/own-step.md'
+)
 
 
 def keras_optimizer(optimizer: object) -> str:
@@ -131,14 +187,20 @@ def keras_optimizer(optimizer: object) -> str:
     kind = (optimizer if isinstance(optimizer, type) else type(optimizer)).__name__
     name = {"Nadam": "NAdam"}.get(kind, kind)
     meant = name if hasattr(torch.optim, name) else "AdamW"
-    return (f"{kind} of Keras updates variables of Keras; torch's is lambda named: torch.optim.{meant}(named, lr=...), "
-            "and pl.keras.fit takes a compiled Keras model with its optimizer")
+    return (
+        f"{kind} of Keras updates variables of Keras; torch's is lambda named: torch.optim.{meant}(named, lr=...), "
+        "and pl.keras.fit takes a compiled Keras model with its optimizer"
+    )
 
 
 def of_keras(value: object) -> bool:
     """Whether it is a class, an object or a function that Keras itself defines."""
     module = getattr(value, "__module__", None) or type(value).__module__
-    return isinstance(module, str) and module.partition(".")[0] in ("keras", "tf_keras", "tensorflow")
+    return isinstance(module, str) and module.partition(".")[0] in (
+        "keras",
+        "tf_keras",
+        "tensorflow",
+    )
 
 
 def _is_lightning(model: object) -> bool:

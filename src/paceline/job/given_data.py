@@ -32,7 +32,12 @@ def settled(job: Any) -> Changes:
         changes.update(_evaluated(job, name, changes.get("collate", job.collate)))
     reading_order = getattr(changes.get("data", job.data), "reading_order", None)
     batch = changes.get("batch", job.batch)
-    if reading_order is not None and job.weights is None and changes.get("sampler", job.sampler) is None and batch:
+    if (
+        reading_order is not None
+        and job.weights is None
+        and changes.get("sampler", job.sampler) is None
+        and batch
+    ):
         changes["sampler"] = reading_order(batch)  # a data set that knows in which order it is read
     if job.weights is not None:
         changes.update(_weighted(job, changes))
@@ -51,8 +56,10 @@ def _of_loader(job: Any) -> Changes:
             fields[name] = loader_value if value is None else value
         elif value != loader_value:
             shown = f"{value} and {loader_value}" if name == "batch" else "two of them"
-            raise JobError(f"{name} is given, and data is a DataLoader that has its own: {shown}",
-                           hint=f"leave {name}= out, or give data=loader.dataset")
+            raise JobError(
+                f"{name} is given, and data is a DataLoader that has its own: {shown}",
+                hint=f"leave {name}= out, or give data=loader.dataset",
+            )
     if fields["batch"] is None and not isinstance(fields["sampler"], DrawnGroups):
         fields.pop("batch")
     fields["drop_last"] = fields["drop_last"] or job.drop_last
@@ -64,8 +71,10 @@ def _of_batch_sampler(job: Any, data: Any) -> Changes:
     """The fields of a job whose `sampler` draws groups."""
     fields = loaders.fields_of_groups(job.sampler, data)
     if job.batch is not None and fields["batch"] not in (None, job.batch):
-        raise JobError(f"batch is {job.batch}, and the sampler draws batches of {fields['batch']}",
-                       hint="leave batch= out: the batch sampler says it")
+        raise JobError(
+            f"batch is {job.batch}, and the sampler draws batches of {fields['batch']}",
+            hint="leave batch= out: the batch sampler says it",
+        )
     if fields["batch"] is None:
         fields.pop("batch")
     return {**fields, "drop_last": fields["drop_last"] or job.drop_last}
@@ -78,25 +87,33 @@ def _evaluated(job: Any, name: str, collate: Callable[..., Any] | None) -> Chang
     if not loaders.is_loader(value):
         return _changed(job, name, collate)
     data, loader_collate = loaders.evaluated(value, name=name)
-    changes: Changes = {name: loaders.opened(_changed(job, name, loader_collate, value=data)[name], value)}
+    changes: Changes = {
+        name: loaders.opened(_changed(job, name, loader_collate, value=data)[name], value)
+    }
     if loader_collate is collate:
         return changes
     from torch.utils.data import default_collate
 
     loader_collate = loader_collate or default_collate
     if job.validation_collate not in (None, loader_collate):
-        raise JobError(f"validation_collate is given, and {name} is a DataLoader that has its own collate_fn",
-                       hint=f"leave one of them out: {name}=loader.dataset has none")
+        raise JobError(
+            f"validation_collate is given, and {name} is a DataLoader that has its own collate_fn",
+            hint=f"leave one of them out: {name}=loader.dataset has none",
+        )
     return {**changes, "validation_collate": loader_collate}
 
 
-def _changed(job: Any, name: str, collate: Callable[..., Any] | None, *, value: Any = None) -> Changes:
+def _changed(
+    job: Any, name: str, collate: Callable[..., Any] | None, *, value: Any = None
+) -> Changes:
     """The field with arrays and Hugging Face's data sets as data sets of tensors, if it is one."""
     given = getattr(job, name) if value is None else value
     package, kind = type(given).__module__.partition(".")[0], type(given).__name__
     if package == "datasets" and isinstance(given, Mapping):
-        raise JobError(f"{name} is a {kind} with the splits {', '.join(map(str, given))}, and it is to be one of them",
-                       hint=f"{name}=dataset[{next(iter(given), 'train')!r}]")
+        raise JobError(
+            f"{name} is a {kind} with the splits {', '.join(map(str, given))}, and it is to be one of them",
+            hint=f"{name}=dataset[{next(iter(given), 'train')!r}]",
+        )
     if package == "datasets" and kind in ("Dataset", "IterableDataset"):
         if collate is None and _format(given) is None:
             return {name: given.with_format("torch")}
@@ -118,15 +135,24 @@ def _weighted(job: Any, changes: Changes) -> Changes:
     from torch.utils.data import WeightedRandomSampler
 
     if changes.get("sampler", job.sampler) is not None:
-        raise JobError("weights draws the samples, and so does the sampler: give one of them",
-                       hint="weights= is WeightedRandomSampler(weights, len(data)) as the sampler")
+        raise JobError(
+            "weights draws the samples, and so does the sampler: give one of them",
+            hint="weights= is WeightedRandomSampler(weights, len(data)) as the sampler",
+        )
     try:
-        weights, size = [float(weight) for weight in job.weights], len(changes.get("data", job.data))
+        weights, size = (
+            [float(weight) for weight in job.weights],
+            len(changes.get("data", job.data)),
+        )
     except (TypeError, ValueError) as error:
-        raise JobError(f"weights must be a number for each sample of data that has a length: {error}") from error
+        raise JobError(
+            f"weights must be a number for each sample of data that has a length: {error}"
+        ) from error
     if len(weights) != size:
-        raise JobError(f"weights has {len(weights)} numbers, and data has {size} samples",
-                       hint="a number for each sample; class balance is 1 / (samples of its class)")
+        raise JobError(
+            f"weights has {len(weights)} numbers, and data has {size} samples",
+            hint="a number for each sample; class balance is 1 / (samples of its class)",
+        )
     if not all(0 <= weight < float("inf") for weight in weights) or not sum(weights):
         raise JobError("weights must be at least 0, finite, and not all 0")
     return {"sampler": WeightedRandomSampler(weights, size), "weights": None}
@@ -135,14 +161,18 @@ def _weighted(job: Any, changes: Changes) -> Changes:
 def _grouped(job: Any, groups: DrawnGroups, changes: Changes) -> Changes:
     """The batch of a job whose steps are the groups of a batch sampler."""
     if changes.get("drop_last", job.drop_last):
-        raise JobError("drop_last leaves out a short last batch, and here a batch sampler makes the batches",
-                       hint="leave drop_last= out: what the batch sampler does not draw is left out")
+        raise JobError(
+            "drop_last leaves out a short last batch, and here a batch sampler makes the batches",
+            hint="leave drop_last= out: what the batch sampler does not draw is left out",
+        )
     batch = changes.get("batch", job.batch)
     if isinstance(batch, GroupSizes) and batch.groups is groups and batch.seed == job.seed:
         return {}
     sizes = GroupSizes(groups, job.seed)
     if batch is not None and not isinstance(batch, GroupSizes):
         shown = "in phases" if isinstance(batch, BatchSizes) else batch
-        raise JobError(f"batch is {shown}, and the batch sampler draws {sizes}",
-                       hint="leave batch= out: each group is a step")
+        raise JobError(
+            f"batch is {shown}, and the batch sampler draws {sizes}",
+            hint="leave batch= out: each group is a step",
+        )
     return {"batch": sizes}

@@ -24,12 +24,15 @@ class DrawnGroups:
 
     def __init__(self, groups: Any) -> None:
         if getattr(groups, "num_replicas", None) not in (None, 1):
-            raise JobError(f"the batch sampler {self._name_of(groups)} draws one rank's part",
-                           hint="let it draw for all devices together (num_replicas=1, rank=0): each rank takes its "
-                                "own part of each group")
+            raise JobError(
+                f"the batch sampler {self._name_of(groups)} draws one rank's part",
+                hint="let it draw for all devices together (num_replicas=1, rank=0): each rank takes its "
+                "own part of each group",
+            )
         self.groups = groups
-        self.generator = getattr(groups, "generator", None) or getattr(getattr(groups, "sampler", None), "generator",
-                                                                       None)
+        self.generator = getattr(groups, "generator", None) or getattr(
+            getattr(groups, "sampler", None), "generator", None
+        )
         self.windows: GroupedWindows | None = None
 
     @staticmethod
@@ -59,8 +62,10 @@ class DrawnGroups:
         """The groups of an epoch, by the generators as they are."""
         for number, group in enumerate(self.groups):
             if not isinstance(group, list | tuple) or not group:
-                raise JobError(f"the batch sampler {self._name_of(self.groups)} drew {group!r} as group {number}",
-                               hint="each group must be a list of one index or more")
+                raise JobError(
+                    f"the batch sampler {self._name_of(self.groups)} drew {group!r} as group {number}",
+                    hint="each group must be a list of one index or more",
+                )
             yield list(group)
 
 
@@ -80,8 +85,10 @@ class GroupedWindows:
             with seeded_for_epoch(self.groups, self.seed, len(self.ends)):
                 sizes = array("q", map(len, self.groups.drawn()))
             if not sizes:
-                raise JobError(f"the batch sampler {type(self.groups.groups).__name__} drew no group in epoch "
-                               f"{len(self.ends)}")
+                raise JobError(
+                    f"the batch sampler {type(self.groups.groups).__name__} drew no group in epoch "
+                    f"{len(self.ends)}"
+                )
             self.ends.append(array("q", accumulate(sizes)))
             self.firsts.append(self.firsts[-1] + len(sizes))
 
@@ -116,8 +123,12 @@ class GroupedWindows:
 
     def fewest(self, steps: int) -> int:
         """Samples of the smallest of so many first windows, as far as epochs are known."""
-        known = (size for epoch in range(max(1, len(self.ends))) if self.first_step(epoch) < steps
-                 for size in self.sizes(epoch)[:steps - self.first_step(epoch)])
+        known = (
+            size
+            for epoch in range(max(1, len(self.ends)))
+            if self.first_step(epoch) < steps
+            for size in self.sizes(epoch)[: steps - self.first_step(epoch)]
+        )
         return min(known)
 
 

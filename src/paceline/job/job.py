@@ -134,7 +134,11 @@ class Job:
     @property
     def evaluation_collate(self) -> Callable[[list[Any]], Any] | None:
         """`collate` of the data that is evaluated; where there is no validation data, that is the training data."""
-        return self.validation_collate if self.validation_collate and self.validation is not None else self.collate
+        return (
+            self.validation_collate
+            if self.validation_collate and self.validation is not None
+            else self.collate
+        )
 
     @property
     def own_step(self) -> Callable[[Any, Any], None] | None:
@@ -144,7 +148,9 @@ class Job:
     @property
     def own_validate(self) -> Callable[[Any, Any], Any] | None:
         """What is measured of a batch of a job with models by name; None where it says neither that nor a loss."""
-        return self.validate or (own_step.default_validate(self) if self.models and self.loss is not None else None)
+        return self.validate or (
+            own_step.default_validate(self) if self.models and self.loss is not None else None
+        )
 
     @property
     def num_samples(self) -> int | None:
@@ -184,41 +190,63 @@ class Job:
 
 
 Job.__init__ = foreign_fields.explained(  # type: ignore[method-assign]
-    Job.__init__, [each.name for each in fields(Job) if each.init])
+    Job.__init__, [each.name for each in fields(Job) if each.init]
+)
 
 
 def _phase_problems(job: Job) -> Iterator[str]:
     if isinstance(job.batch, Phases):
-        wrong = [value for value in job.batch.values
-                 if isinstance(value, bool) or not isinstance(value, int) or value < 1]
+        wrong = [
+            value
+            for value in job.batch.values
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1
+        ]
         if wrong:
             yield f"batch must be a whole number of at least 1 in every phase, got {wrong[0]!r}"
-        elif job.drop_last and max(job.batch.values) > (_length(job.data if job.sampler is None else job.sampler) or
-                                                        max(job.batch.values)):
+        elif job.drop_last and max(job.batch.values) > (
+            _length(job.data if job.sampler is None else job.sampler) or max(job.batch.values)
+        ):
             yield f"drop_last leaves nothing in the phase of batch={max(job.batch.values)}: data has fewer samples"
     if isinstance(job.collate, Phases) and not all(map(callable, job.collate.values)):
         yield "collate must be callable in every phase"
     values = job.freeze.values if isinstance(job.freeze, Phases) else (job.freeze,)
-    if not all(isinstance(value, str) or (isinstance(value, Collection) and all(isinstance(p, str) for p in value))
-               for value in values):
+    if not all(
+        isinstance(value, str)
+        or (isinstance(value, Collection) and all(isinstance(p, str) for p in value))
+        for value in values
+    ):
         yield f"freeze must be patterns of names of parameters, got {job.freeze!r}"
     for name in ("batch", "collate", "freeze"):
         value = getattr(job, name)
         phases = value if isinstance(value, Phases) else getattr(value, "phases", None)
         if isinstance(phases, Phases) and phases.unit == "epoch" and _length(job.data) is None:
             yield f"{name} has phases by epoch, and the data is a stream whose epochs have no known length: by_step"
-    for name in ("model", "data", "optimizer", "loss", "lr_schedule", "clip", "validation", "metrics", "precision"):
+    for name in (
+        "model",
+        "data",
+        "optimizer",
+        "loss",
+        "lr_schedule",
+        "clip",
+        "validation",
+        "metrics",
+        "precision",
+    ):
         if isinstance(getattr(job, name), Phases):
             yield f"{name} can't have phases; batch, collate and freeze can"
 
 
 def _sampler_problems(job: Job) -> Iterator[str]:
     if not hasattr(job.sampler, "__iter__") or _length(job.sampler) is None:
-        yield ("sampler must have __iter__ and __len__, as torch.utils.data.Sampler has, got "
-               f"{type(job.sampler).__name__}")
+        yield (
+            "sampler must have __iter__ and __len__, as torch.utils.data.Sampler has, got "
+            f"{type(job.sampler).__name__}"
+        )
     elif hasattr(job.sampler, "num_replicas"):
-        yield (f"sampler must draw for all devices together, and a {type(job.sampler).__name__} draws one rank's part; "
-               "leave it out, each rank takes its own part")
+        yield (
+            f"sampler must draw for all devices together, and a {type(job.sampler).__name__} draws one rank's part; "
+            "leave it out, each rank takes its own part"
+        )
     if _length(job.data) is None:
         yield "sampler draws indices, and the data is a stream"
 
@@ -248,10 +276,18 @@ def _length(data: Any) -> int | None:
 def _problems(job: Job) -> Iterator[str]:
     """Everything that is wrong with a job's fields, in words."""
     yield from foreign_fields.problems(job)
-    for name, may_be_none in (("model", False), ("loss", True), ("optimizer", False), ("collate", True),
-                              ("validation_collate", True)):
-        if not callable(value := getattr(job, name)) and not (may_be_none and value is None) and not (
-                name in ("model", "optimizer") and isinstance(value, tuple | list | dict)):
+    for name, may_be_none in (
+        ("model", False),
+        ("loss", True),
+        ("optimizer", False),
+        ("collate", True),
+        ("validation_collate", True),
+    ):
+        if (
+            not callable(value := getattr(job, name))
+            and not (may_be_none and value is None)
+            and not (name in ("model", "optimizer") and isinstance(value, tuple | list | dict))
+        ):
             yield f"{name} must be callable, got {type(value).__name__}"
     if not isinstance(job.model, type) and hasattr(job.model, "named_parameters"):
         yield "model must be a function that builds the module (lambda: Net()), not the module itself"
@@ -259,29 +295,43 @@ def _problems(job: Job) -> Iterator[str]:
         yield f"lr_schedule must be a function of the optimizer, got {type(job.lr_schedule).__name__}"
     for name in ("batch", "epochs", "steps"):
         value = getattr(job, name)
-        if (value is not None or name == "batch") and (not isinstance(value, int) or isinstance(value, bool)
-                                                       or value < 1):
+        if (value is not None or name == "batch") and (
+            not isinstance(value, int) or isinstance(value, bool) or value < 1
+        ):
             yield f"{name} must be a whole number of at least 1, got {value!r}"
     if (job.epochs is None) == (job.steps is None):
         given = "both" if job.epochs is not None else "neither"
         yield f"give either epochs or steps, got {given}"
     if job.precision not in get_args(Precision):
         meant = foreign_fields.meant_precision(job.precision)
-        yield (f"precision {job.precision!r}: " + (f"it is called {meant!r} here" if meant else
-                                                   nearest(str(job.precision), get_args(Precision))))
-    if job.clip is not None and (isinstance(job.clip, bool) or not isinstance(job.clip, int | float)
-                                 or not 0 < job.clip < math.inf):
+        yield (
+            f"precision {job.precision!r}: "
+            + (
+                f"it is called {meant!r} here"
+                if meant
+                else nearest(str(job.precision), get_args(Precision))
+            )
+        )
+    if job.clip is not None and (
+        isinstance(job.clip, bool)
+        or not isinstance(job.clip, int | float)
+        or not 0 < job.clip < math.inf
+    ):
         yield f"clip must be a positive number, got {job.clip!r}"
     if not isinstance(job.seed, int) or isinstance(job.seed, bool):
         yield f"seed must be a whole number, got {job.seed!r}"
     elif job.seed < 0:
         yield f"seed must be at least 0, got {job.seed}"
     optional = {"validation": job.validation, "test": job.test}
-    datasets = {"data": job.data} | {name: value for name, value in optional.items() if value is not None}
+    datasets = {"data": job.data} | {
+        name: value for name, value in optional.items() if value is not None
+    }
     for name, value in datasets.items():
         if hasattr(value, "batch_sampler"):
-            yield (f"{name} must be the dataset itself, not a {type(value).__name__} over it; batch= says how it is "
-                   "cut, collate= takes its collate_fn")
+            yield (
+                f"{name} must be the dataset itself, not a {type(value).__name__} over it; batch= says how it is "
+                "cut, collate= takes its collate_fn"
+            )
         elif not (hasattr(value, "__getitem__") or hasattr(value, "__iter__")):
             yield f"{name} must be a torch dataset, got {type(value).__name__}"
     if isinstance(job.batch, int) and job.batch >= 1:
@@ -298,7 +348,8 @@ def _problems(job: Job) -> Iterator[str]:
             yield f"{name} has no samples: leave it out, or give some"
     yield from _callback_problems(job)
     if not isinstance(job.metrics, Mapping) or not all(
-            isinstance(name, str) and callable(function) for name, function in job.metrics.items()):
+        isinstance(name, str) and callable(function) for name, function in job.metrics.items()
+    ):
         yield "metrics must map names to functions (output, target)"
     elif taken := FIGURES.intersection(job.metrics):
         yield f"a metric can't be called {' or '.join(map(repr, sorted(taken)))}: every run has a figure of that name"

@@ -63,7 +63,9 @@ class Opened:
             try:
                 self.dataset[index]
             except Exception:
-                worker._worker_info = worker.WorkerInfo(id=0, num_workers=1, seed=0, dataset=self.dataset)
+                worker._worker_info = worker.WorkerInfo(
+                    id=0, num_workers=1, seed=0, dataset=self.dataset
+                )
                 try:
                     self.init(0)
                 finally:
@@ -72,7 +74,9 @@ class Opened:
 
 def opened(dataset: Any, loader: Any) -> Any:
     """The data set of a loader, for processes of all kinds."""
-    is_read_by_index = loader.worker_init_fn is not None and loader.num_workers and not is_stream(loader)
+    is_read_by_index = (
+        loader.worker_init_fn is not None and loader.num_workers and not is_stream(loader)
+    )
     return Opened(dataset, loader.worker_init_fn) if is_read_by_index else dataset
 
 
@@ -95,10 +99,17 @@ def training_fields(loader: Any) -> dict[str, Any]:
     fields = {"data": loader.dataset, "collate": _collate(loader), "loading": _loading(loader)}
     if is_stream(loader):
         if loader.num_workers:
-            raise JobError(f"data is a DataLoader over a stream with num_workers={loader.num_workers}: each worker "
-                           "reads a stream of its own, and what comes first depends on their number",
-                           hint="num_workers=0; pl.Shards splits files over ranks without that")
-        return {**fields, "batch": loader.batch_size, "drop_last": loader.drop_last, "loading": None}
+            raise JobError(
+                f"data is a DataLoader over a stream with num_workers={loader.num_workers}: each worker "
+                "reads a stream of its own, and what comes first depends on their number",
+                hint="num_workers=0; pl.Shards splits files over ranks without that",
+            )
+        return {
+            **fields,
+            "batch": loader.batch_size,
+            "drop_last": loader.drop_last,
+            "loading": None,
+        }
     return {**fields, **fields_of_groups(loader.batch_sampler, loader.dataset)}
 
 
@@ -110,10 +121,16 @@ def draws_groups(sampler: Any, seed: int) -> bool:
 
     if isinstance(sampler, torch_data.BatchSampler):
         return True
-    if isinstance(sampler, DrawnGroups) or not hasattr(sampler, "__iter__") or type(sampler).__module__.startswith(
-            "torch."):
+    if (
+        isinstance(sampler, DrawnGroups)
+        or not hasattr(sampler, "__iter__")
+        or type(sampler).__module__.startswith("torch.")
+    ):
         return False
-    with suppress(Exception), seeded_for_epoch(sampler, seed, 0):  # what fails here fails where an epoch is drawn
+    with (
+        suppress(Exception),
+        seeded_for_epoch(sampler, seed, 0),
+    ):  # what fails here fails where an epoch is drawn
         return isinstance(next(iter(sampler), None), list | tuple)
     return False
 
@@ -121,8 +138,11 @@ def draws_groups(sampler: Any, seed: int) -> bool:
 def fields_of_groups(groups: Any, data: Any) -> dict[str, Any]:
     """The sampler, batch and drop_last that a batch sampler says; a batch of None where its groups are the steps."""
     if _draws_samples(groups):
-        return {"sampler": None if _is_shuffle(groups.sampler, data) else groups.sampler,
-                "batch": groups.batch_size, "drop_last": groups.drop_last}
+        return {
+            "sampler": None if _is_shuffle(groups.sampler, data) else groups.sampler,
+            "batch": groups.batch_size,
+            "drop_last": groups.drop_last,
+        }
     return {"sampler": DrawnGroups(groups), "batch": None, "drop_last": False}
 
 
@@ -139,20 +159,34 @@ def evaluated(loader: Any, *, name: str) -> tuple[Any, Callable[..., Any] | None
         return loader.dataset, _collate(loader)
     groups = loader.batch_sampler
     if not _draws_samples(groups):
-        raise JobError(f"{name} is a DataLoader with a batch sampler of its own, and an evaluation sees every sample "
-                       "once", hint=f"{name}=loader.dataset")
+        raise JobError(
+            f"{name} is a DataLoader with a batch sampler of its own, and an evaluation sees every sample "
+            "once",
+            hint=f"{name}=loader.dataset",
+        )
     sampler = groups.sampler
     if groups.drop_last and len(sampler) % groups.batch_size:
-        raise JobError(f"{name} is a DataLoader with drop_last=True, which leaves out "
-                       f"{len(sampler) % groups.batch_size} samples; an evaluation sees every sample once",
-                       hint="drop_last=False")
+        raise JobError(
+            f"{name} is a DataLoader with drop_last=True, which leaves out "
+            f"{len(sampler) % groups.batch_size} samples; an evaluation sees every sample once",
+            hint="drop_last=False",
+        )
     if type(sampler) is SubsetRandomSampler:
         return Subset(loader.dataset, list(sampler.indices)), _collate(loader)
-    if type(sampler) is SequentialSampler or _is_shuffle(sampler, loader.dataset) or (
-            type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(loader.dataset)):
+    if (
+        type(sampler) is SequentialSampler
+        or _is_shuffle(sampler, loader.dataset)
+        or (
+            type(sampler) is RandomSampler
+            and not sampler.replacement
+            and len(sampler) == len(loader.dataset)
+        )
+    ):
         return loader.dataset, _collate(loader)
-    raise JobError(f"{name} is a DataLoader with a {type(sampler).__name__}, and an evaluation sees every sample once",
-                   hint=f"{name}=loader.dataset, or a torch.utils.data.Subset of it")
+    raise JobError(
+        f"{name} is a DataLoader with a {type(sampler).__name__}, and an evaluation sees every sample once",
+        hint=f"{name}=loader.dataset, or a torch.utils.data.Subset of it",
+    )
 
 
 def is_stream(loader: Any) -> bool:
@@ -166,23 +200,40 @@ def _refuse_unknown(loader: Any) -> None:
     from torch.utils.data import DataLoader
 
     kind: Any = type(loader)
-    if kind._get_iterator is not DataLoader._get_iterator:  # torch_geometric's loaders of neighbours
-        raise JobError(f"the {kind.__name__} changes what its collate_fn made, in an iterator of its own",
-                       hint="give data=loader.dataset, and a collate= that makes the whole batch; for torch_geometric: "
-                            "collate=lambda items: loader.filter_fn(loader.collate_fn(items))")
-    if kind.__iter__ is not DataLoader.__iter__ and kind.__module__.partition(".")[0] != "torchdata":
-        raise JobError(f"the {kind.__name__} has an __iter__ of its own, which may change or split its batches",
-                       hint=_ITSELF)
+    if (
+        kind._get_iterator is not DataLoader._get_iterator
+    ):  # torch_geometric's loaders of neighbours
+        raise JobError(
+            f"the {kind.__name__} changes what its collate_fn made, in an iterator of its own",
+            hint="give data=loader.dataset, and a collate= that makes the whole batch; for torch_geometric: "
+            "collate=lambda items: loader.filter_fn(loader.collate_fn(items))",
+        )
+    if (
+        kind.__iter__ is not DataLoader.__iter__
+        and kind.__module__.partition(".")[0] != "torchdata"
+    ):
+        raise JobError(
+            f"the {kind.__name__} has an __iter__ of its own, which may change or split its batches",
+            hint=_ITSELF,
+        )
     if loader.batch_size is None and (loader.batch_sampler is None or is_stream(loader)):
-        raise JobError("the DataLoader has batch_size=None: its data set makes whole batches, and plans cut batches by "
-                       "samples", hint="let an item of the data set be one sample, and give batch=")
+        raise JobError(
+            "the DataLoader has batch_size=None: its data set makes whole batches, and plans cut batches by "
+            "samples",
+            hint="let an item of the data set be one sample, and give batch=",
+        )
 
 
 def _loading(loader: Any) -> Loading | None:
     if not loader.num_workers:
         return None
-    return Loading(loader.num_workers, loader.worker_init_fn, loader.prefetch_factor, loader.timeout,
-                   loader.multiprocessing_context)
+    return Loading(
+        loader.num_workers,
+        loader.worker_init_fn,
+        loader.prefetch_factor,
+        loader.timeout,
+        loader.multiprocessing_context,
+    )
 
 
 def _collate(loader: Any) -> Callable[..., Any] | None:
@@ -202,5 +253,9 @@ def _is_shuffle(sampler: Any, data: Any) -> bool:
     """Whether a sampler draws every sample once in an epoch, by chance: that is a job's own order."""
     from torch.utils.data import RandomSampler
 
-    return (type(sampler) is RandomSampler and not sampler.replacement and sampler.data_source is data
-            and sampler.num_samples == len(data))
+    return (
+        type(sampler) is RandomSampler
+        and not sampler.replacement
+        and sampler.data_source is data
+        and sampler.num_samples == len(data)
+    )

@@ -8,7 +8,10 @@ from typing import Any
 from paceline.base.errors import TrainingError
 
 IGNORED = -100  # the target that torch.nn.functional.cross_entropy leaves out by default
-AHEAD = (1, 0)  # tokens that labels may be ahead of the logits: one in models of the next token, none in taggers
+AHEAD = (
+    1,
+    0,
+)  # tokens that labels may be ahead of the logits: one in models of the next token, none in taggers
 AS_NEAR = 1e-3  # a loss in bf16 is taken for the mean of its tokens, and the mean over other tokens is not
 
 
@@ -29,10 +32,12 @@ class OwnLoss:
     def __call__(self, output: Any, batch: Any) -> Any:
         loss = _part(output, "loss")
         if loss is None:
-            raise TrainingError(f"the job gives no loss, and neither does the model: its output is a "
-                                f"{type(output).__name__} without .loss",
-                                hint="give Job a loss=, or let the model return one; models of Transformers do so "
-                                     "where the batch has 'labels'")
+            raise TrainingError(
+                f"the job gives no loss, and neither does the model: its output is a "
+                f"{type(output).__name__} without .loss",
+                hint="give Job a loss=, or let the model return one; models of Transformers do so "
+                "where the batch has 'labels'",
+            )
         labels, logits = _part(batch, "labels"), _part(output, "logits")
         if not _are_of_tokens(labels, logits):
             return loss
@@ -40,7 +45,7 @@ class OwnLoss:
             self._ahead = _ahead(loss, logits, labels)
         if self._ahead is None:
             return loss
-        count = (labels[:, self._ahead:] != IGNORED).sum()
+        count = (labels[:, self._ahead :] != IGNORED).sum()
         return (loss * count if count else logits.flatten()[:0].sum()), count
 
 
@@ -52,8 +57,14 @@ def _are_of_tokens(labels: Any, logits: Any) -> bool:
     """Whether there is a whole-number label for each token's logits, (samples, tokens) and (samples, tokens, V)."""
     import torch
 
-    return (type(labels) is torch.Tensor and isinstance(logits, torch.Tensor) and not labels.is_floating_point()
-            and labels.dim() == 2 and logits.dim() == 3 and logits.shape[:2] == labels.shape)
+    return (
+        type(labels) is torch.Tensor
+        and isinstance(logits, torch.Tensor)
+        and not labels.is_floating_point()
+        and labels.dim() == 2
+        and logits.dim() == 3
+        and logits.shape[:2] == labels.shape
+    )
 
 
 def _ahead(loss: Any, logits: Any, labels: Any) -> int | None:
@@ -67,7 +78,7 @@ def _ahead(loss: Any, logits: Any, labels: Any) -> int | None:
             kept = labels[:, ahead:].flatten()
             if not bool((kept != IGNORED).any()):
                 continue
-            shifted = logits[:, :logits.shape[1] - ahead].flatten(0, 1)
+            shifted = logits[:, : logits.shape[1] - ahead].flatten(0, 1)
             mean = torch.nn.functional.cross_entropy(shifted.double(), kept, ignore_index=IGNORED)
             if abs(float(mean) - float(loss)) <= AS_NEAR * abs(float(mean)):
                 return ahead

@@ -33,9 +33,19 @@ def _with_modes(optimizer: Any) -> Iterator[Any]:
     if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
         yield optimizer
         return
-    inside = optimizer.members if isinstance(optimizer, NamedOptimizers) else getattr(optimizer, "__dict__", {})
+    inside = (
+        optimizer.members
+        if isinstance(optimizer, NamedOptimizers)
+        else getattr(optimizer, "__dict__", {})
+    )
     for value in inside.values():
-        values = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else [value]
+        values = (
+            value.values()
+            if isinstance(value, Mapping)
+            else value
+            if isinstance(value, list | tuple)
+            else [value]
+        )
         for each in values:
             if isinstance(each, torch.optim.Optimizer):
                 yield from _with_modes(each)

@@ -17,24 +17,38 @@ class NamedModels(nn.Module):
     followers: what each of them does, by name.
     """
 
-    def __init__(self, models: Mapping[str, nn.Module], followers: Mapping[str, FollowerModel]) -> None:
+    def __init__(
+        self, models: Mapping[str, nn.Module], followers: Mapping[str, FollowerModel]
+    ) -> None:
         super().__init__()
         for name, model in models.items():
             try:
                 self.add_module(name, model)
             except KeyError as error:
-                raise JobError(f"a model can't be named '{name}': {error}", hint="another name") from error
+                raise JobError(
+                    f"a model can't be named '{name}': {error}", hint="another name"
+                ) from error
         self.followers = dict(followers)
 
     @classmethod
-    def of(cls, models: Mapping[str, Callable[[], Any]], followers: Mapping[str, FollowerModel],
-           seed: int) -> NamedModels:
+    def of(
+        cls,
+        models: Mapping[str, Callable[[], Any]],
+        followers: Mapping[str, FollowerModel],
+        seed: int,
+    ) -> NamedModels:
         """All of them, built."""
-        return cls({name: build_named_model(name, models, followers, seed)
-                    for name in (*models, *followers)}, followers)
+        return cls(
+            {
+                name: build_named_model(name, models, followers, seed)
+                for name in (*models, *followers)
+            },
+            followers,
+        )
 
-    def named_parameters(self, prefix: str = "", recurse: bool = True,
-                         remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
         """Each model's own names after its name: a model that is cut has others than its modules' paths."""
         for name, model in self._modules.items():
             assert model is not None
@@ -53,8 +67,12 @@ class NamedModels(nn.Module):
         return self
 
 
-def build_named_model(name: str, models: Mapping[str, Callable[[], Any]], followers: Mapping[str, FollowerModel],
-                      seed: int) -> nn.Module:
+def build_named_model(
+    name: str,
+    models: Mapping[str, Callable[[], Any]],
+    followers: Mapping[str, FollowerModel],
+    seed: int,
+) -> nn.Module:
     """A model, or a follower as its source begins, with every parameter frozen.
 
     Raises:
@@ -68,7 +86,9 @@ def build_named_model(name: str, models: Mapping[str, Callable[[], Any]], follow
     seed_model(key_to_seed(seed, "model", source))
     model = build()  # type: ignore[misc,operator]
     if not isinstance(model, nn.Module):
-        raise JobError(f"'{source}' was built as a {type(model).__name__} and not a torch.nn.Module")
+        raise JobError(
+            f"'{source}' was built as a {type(model).__name__} and not a torch.nn.Module"
+        )
     if follower is not None:
         model.requires_grad_(False)
         model.eval()

@@ -20,19 +20,35 @@ class NamedOptimizers(torch.optim.Optimizer):
     parameters.
     """
 
-    def __init__(self, members: Mapping[str, torch.optim.Optimizer], clips: Mapping[str, float | None],
-                 names: Mapping[str, Sequence[str]]) -> None:
+    def __init__(
+        self,
+        members: Mapping[str, torch.optim.Optimizer],
+        clips: Mapping[str, float | None],
+        names: Mapping[str, Sequence[str]],
+    ) -> None:
         super().__init__([{"params": [torch.nn.Parameter(torch.zeros(()))]}], {})
-        self.members, self.clips, self.names = dict(members), dict(clips), {k: list(v) for k, v in names.items()}
+        self.members, self.clips, self.names = (
+            dict(members),
+            dict(clips),
+            {k: list(v) for k, v in names.items()},
+        )
         self.state: Any = defaultdict(dict)
         for member in self.members.values():
             self.state.update(member.state)
             member.state = self.state
-        self.param_groups = [group for member in self.members.values() for group in member.param_groups]
+        self.param_groups = [
+            group for member in self.members.values() for group in member.param_groups
+        ]
 
     @classmethod
-    def of(cls, specs: Mapping[str, Optimizer], named: Sequence[tuple[str, torch.nn.Parameter]],
-           models: Collection[str], *, of_all: bool = True) -> NamedOptimizers:
+    def of(
+        cls,
+        specs: Mapping[str, Optimizer],
+        named: Sequence[tuple[str, torch.nn.Parameter]],
+        models: Collection[str],
+        *,
+        of_all: bool = True,
+    ) -> NamedOptimizers:
         """
         of_all: whether the parameters are those of all models; an optimizer without one is refused then.
 
@@ -42,28 +58,47 @@ class NamedOptimizers(torch.optim.Optimizer):
 
         assigned: dict[str, list[tuple[str, torch.nn.Parameter]]] = {name: [] for name in specs}
         for parameter_name, p in named:
-            users = [name for name, each in specs.items() if _updates(name, each, parameter_name, p)]
+            users = [
+                name for name, each in specs.items() if _updates(name, each, parameter_name, p)
+            ]
             if len(users) != 1:
-                updaters = f"the optimizers {' and '.join(map(repr, users))}" if users else "no optimizer"
-                raise JobError(f"'{parameter_name}' is updated by {updaters}", hint=(
-                    "each trainable parameter has one optimizer; a model that is not trained is a follower, "
-                    "followers={\"teacher\": pl.frozen(build)}"))
+                updaters = (
+                    f"the optimizers {' and '.join(map(repr, users))}" if users else "no optimizer"
+                )
+                raise JobError(
+                    f"'{parameter_name}' is updated by {updaters}",
+                    hint=(
+                        "each trainable parameter has one optimizer; a model that is not trained is a follower, "
+                        'followers={"teacher": pl.frozen(build)}'
+                    ),
+                )
             assigned[users[0]].append((parameter_name, p))
         idle = [name for name, pairs in assigned.items() if not pairs]
         if idle and of_all:
-            raise JobError(f"the optimizer '{idle[0]}' has no parameter to update",
-                           hint="pl.Optimizer(build, parameters=...) says which: a model's name or a function of "
-                                "(name, parameter)")
-        members = {name: each.build(assigned[name]) for name, each in specs.items() if assigned[name]}
+            raise JobError(
+                f"the optimizer '{idle[0]}' has no parameter to update",
+                hint="pl.Optimizer(build, parameters=...) says which: a model's name or a function of "
+                "(name, parameter)",
+            )
+        members = {
+            name: each.build(assigned[name]) for name, each in specs.items() if assigned[name]
+        }
         for name, member in members.items():
             if not isinstance(member, torch.optim.Optimizer):
-                raise JobError(f"optimizers['{name}'] returned {type(member).__name__} and not a torch.optim.Optimizer")
+                raise JobError(
+                    f"optimizers['{name}'] returned {type(member).__name__} and not a torch.optim.Optimizer"
+                )
             if requires_closure(member):
-                raise JobError(f"optimizers['{name}'] is a {type(member).__name__}, which evaluates the loss itself, "
-                               "and ctx.update has no loss to evaluate",
-                               hint="an optimizer without a closure, or a job with one model, model= and loss=")
-        return cls(members, {name: each.clip for name, each in specs.items()},
-                   {name: [n for n, _ in pairs] for name, pairs in assigned.items()})
+                raise JobError(
+                    f"optimizers['{name}'] is a {type(member).__name__}, which evaluates the loss itself, "
+                    "and ctx.update has no loss to evaluate",
+                    hint="an optimizer without a closure, or a job with one model, model= and loss=",
+                )
+        return cls(
+            members,
+            {name: each.clip for name, each in specs.items()},
+            {name: [n for n, _ in pairs] for name, pairs in assigned.items()},
+        )
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for member in self.members.values():
@@ -78,8 +113,10 @@ class NamedOptimizers(torch.optim.Optimizer):
         made = {name: make(self.members[name]) for name, make in makes.items() if make is not None}
         for name, schedule in made.items():
             if not hasattr(schedule, "step"):
-                raise JobError(f"the lr_schedule of the optimizer '{name}' returned {type(schedule).__name__} and not "
-                               "a learning-rate scheduler")
+                raise JobError(
+                    f"the lr_schedule of the optimizer '{name}' returned {type(schedule).__name__} and not "
+                    "a learning-rate scheduler"
+                )
         return NamedSchedules(made)
 
 

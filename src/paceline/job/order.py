@@ -83,7 +83,9 @@ def digest(epoch: int, positions: Sequence[int] | range, indices: Sequence[int])
     """
     if not len(indices):
         return 0
-    position_bits, index_bits = (np.asarray(values, dtype=np.int64).view(np.uint64) for values in (positions, indices))
+    position_bits, index_bits = (
+        np.asarray(values, dtype=np.int64).view(np.uint64) for values in (positions, indices)
+    )
     mixed = _mix(position_bits * np.uint64(0x9E3779B97F4A7C15) + index_bits, _digest_key(epoch))
     return int((mixed >> np.uint64(64 - _DIGEST_BITS)).sum())
 
@@ -115,7 +117,9 @@ class Order:
     def of(cls, job: Job) -> Order:
         """The order of a job whose data has a length."""
         assert job.num_samples is not None
-        drawn = DrawnEpochs(job.sampler, job.seed, len(job.data)) if job.sampler is not None else None
+        drawn = (
+            DrawnEpochs(job.sampler, job.seed, len(job.data)) if job.sampler is not None else None
+        )
         return cls(job.num_samples, job.batch, job.seed, job.drop_last, drawn)
 
     @cached_property

@@ -74,8 +74,10 @@ class FollowerModel:
             return self.momentum
         momentum = self.momentum(step)
         if not isinstance(momentum, int | float) or not 0 <= momentum <= 1:
-            raise TrainingError(f"the momentum of a follower of {self.source!r} must be a number from 0 to 1, and its "
-                                f"function returned {momentum!r} for step {step}")
+            raise TrainingError(
+                f"the momentum of a follower of {self.source!r} must be a number from 0 to 1, and its "
+                f"function returned {momentum!r} for step {step}"
+            )
         return float(momentum)
 
 
@@ -132,8 +134,14 @@ class StepContext(Protocol):
         their own. Elsewhere it runs without gradients, and `grad=True` is refused.
         """
 
-    def backward(self, model: ModelNames, inputs: Any, loss: Callable[..., Any], *more: Any,
-                 gather: bool = False) -> None:
+    def backward(
+        self,
+        model: ModelNames,
+        inputs: Any,
+        loss: Callable[..., Any],
+        *more: Any,
+        gather: bool = False,
+    ) -> None:
         """Add the gradients of a loss to a model's. Collective.
 
         The engine cuts inputs and `more` into micro-batches, runs the model on each, and calls
@@ -153,8 +161,11 @@ class StepContext(Protocol):
 
 def default_step(job: Job) -> Callable[[Any, Any], None]:
     """The step of a job that gives a loss and several optimizers of one model: one backward, then every update."""
+
     def step(ctx: StepContext, batch: Any) -> None:
-        ctx.backward(next(iter(job.models)), batch, lambda output, batch: job.criterion(output, batch.target))
+        ctx.backward(
+            next(iter(job.models)), batch, lambda output, batch: job.criterion(output, batch.target)
+        )
         for name in job.optimizers:
             ctx.update(name)
 
@@ -203,7 +214,9 @@ class _BuildOptimizers(_OfNamed):
 
 class _BuildSchedules(_OfNamed):
     def __call__(self, optimizers: Any) -> Any:
-        return optimizers.schedules({name: each.lr_schedule for name, each in self.optimizers.items()})
+        return optimizers.schedules(
+            {name: each.lr_schedule for name, each in self.optimizers.items()}
+        )
 
 
 def derived(job: Job) -> dict[str, Any]:
@@ -217,21 +230,34 @@ def derived(job: Job) -> dict[str, Any]:
     return fields
 
 
-def with_builders(job: Job, change: Callable[[Callable[[], Any]], Callable[[], Any]]) -> dict[str, Any]:
+def with_builders(
+    job: Job, change: Callable[[Callable[[], Any]], Callable[[], Any]]
+) -> dict[str, Any]:
     """The models and followers of a job with every function that builds a module changed."""
-    return {"models": {name: change(build) for name, build in job.models.items()},
-            "followers": {name: replace(follower, source=change(follower.source)) if callable(follower.source)
-                          else follower for name, follower in job.followers.items()}}
+    return {
+        "models": {name: change(build) for name, build in job.models.items()},
+        "followers": {
+            name: replace(follower, source=change(follower.source))
+            if callable(follower.source)
+            else follower
+            for name, follower in job.followers.items()
+        },
+    }
 
 
 def problems(job: Job) -> Iterator[str]:
     """What is wrong with the fields of a step of one's own, in words."""
-    if not isinstance(job.models, Mapping) or not isinstance(job.optimizers, Mapping) or not isinstance(
-            job.followers, Mapping):
+    if (
+        not isinstance(job.models, Mapping)
+        or not isinstance(job.optimizers, Mapping)
+        or not isinstance(job.followers, Mapping)
+    ):
         yield "models, optimizers and followers map names to functions, optimizers and followers"
         return
     if not job.models:
-        stated = [name for name in ("optimizers", "followers", "step", "validate") if getattr(job, name)]
+        stated = [
+            name for name in ("optimizers", "followers", "step", "validate") if getattr(job, name)
+        ]
         if stated:
             yield f"{' and '.join(stated)} need{'s' * (len(stated) == 1)} models= by name, in the place of model="
         return
@@ -244,35 +270,41 @@ def problems(job: Job) -> Iterator[str]:
 
 
 def _field_problems(job: Job) -> Iterator[str]:
-    if job.model is not None and not isinstance(getattr(job.model, "__wrapped__", job.model), _OfNamed):
+    if job.model is not None and not isinstance(
+        getattr(job.model, "__wrapped__", job.model), _OfNamed
+    ):
         yield "give either model or models, got both"
     for name in ("optimizer", "lr_schedule"):
         if getattr(job, name) is not None and not isinstance(getattr(job, name), _OfNamed):
             yield f"{name} is for one model; give optimizers= by name, each a function or pl.Optimizer(build, ...)"
     if not job.optimizers:
-        yield "models need optimizers= by name: {\"generator\": lambda named: torch.optim.Adam(named)}"
+        yield 'models need optimizers= by name: {"generator": lambda named: torch.optim.Adam(named)}'
     if job.clip is not None:
         yield "clip belongs to an optimizer here: pl.Optimizer(build, clip=...)"
     if job.step is None and (job.loss is None or len(job.models) > 1):
         yield "several models need step=, and one needs step= or loss="
     yield from _init_problems(job)
     if job.metrics:
-        yield "metrics are for one model; validate= returns a mapping with \"loss\" and metrics"
+        yield 'metrics are for one model; validate= returns a mapping with "loss" and metrics'
     if job.validation is not None and job.validate is None and job.loss is None:
         yield "validation data needs validate=: validate(ctx, batch) returns what is measured of a batch"
     if job.validation is None and job.validate is not None:
         yield "validate= measures validation data, and there is none: give validation="
     if job.precision == "fp8":
-        yield ("precision 'fp8' and models= don't compose: torchao's float8 layers have no second derivatives, which a "
-               "loss of a step may take; take \"bf16\", \"fp16\" or \"float32\"")
+        yield (
+            "precision 'fp8' and models= don't compose: torchao's float8 layers have no second derivatives, which a "
+            'loss of a step may take; take "bf16", "fp16" or "float32"'
+        )
 
 
 def _init_problems(job: Job) -> Iterator[str]:
     if job.init is None:
         return
     if not isinstance(job.init, Mapping):
-        yield ("init gives weights by the names of models: init={\"generator\": \"generator.safetensors\"}, got "
-               f"{type(job.init).__name__}")
+        yield (
+            'init gives weights by the names of models: init={"generator": "generator.safetensors"}, got '
+            f"{type(job.init).__name__}"
+        )
         return
     names = [*job.models, *job.followers]
     for name, weights in job.init.items():
@@ -295,14 +327,19 @@ def _optimizer_problems(job: Job, name: str, each: Optimizer) -> Iterator[str]:
     if not callable(each.build):
         yield f"optimizers[{name!r}] must be a function of (name, parameter) pairs or a pl.Optimizer"
     if each.parameters is None and name not in job.models:
-        yield (f"the optimizer '{name}' is named after no model ({nearest(name, job.models)}): say what it updates, "
-               "pl.Optimizer(build, parameters=...)")
+        yield (
+            f"the optimizer '{name}' is named after no model ({nearest(name, job.models)}): say what it updates, "
+            "pl.Optimizer(build, parameters=...)"
+        )
     names = (each.parameters,) if isinstance(each.parameters, str) else each.parameters
     for model in names if isinstance(names, tuple) else ():
         if model not in job.models:
             yield f"the optimizer '{name}' updates the model {model!r}: {nearest(str(model), job.models)}"
-    if each.clip is not None and (isinstance(each.clip, bool) or not isinstance(each.clip, int | float)
-                                  or not 0 < each.clip < math.inf):
+    if each.clip is not None and (
+        isinstance(each.clip, bool)
+        or not isinstance(each.clip, int | float)
+        or not 0 < each.clip < math.inf
+    ):
         yield f"clip of the optimizer '{name}' must be a positive number, got {each.clip!r}"
 
 
@@ -312,9 +349,12 @@ def _follower_problems(job: Job, name: str, follower: Any) -> Iterator[str]:
         return
     if isinstance(follower.source, str) and follower.source not in job.models:
         yield f"the follower '{name}' follows {follower.source!r}: {nearest(follower.source, job.models)}"
-    if not callable(follower.momentum) and not (isinstance(follower.momentum, int | float)
-                                                and 0 <= follower.momentum <= 1):
-        yield (f"the momentum of the follower '{name}' must be from 0 to 1 or a function of the step, got "
-               f"{follower.momentum!r}")
+    if not callable(follower.momentum) and not (
+        isinstance(follower.momentum, int | float) and 0 <= follower.momentum <= 1
+    ):
+        yield (
+            f"the momentum of the follower '{name}' must be from 0 to 1 or a function of the step, got "
+            f"{follower.momentum!r}"
+        )
     if not isinstance(follower.every, int) or follower.every < 1:
         yield f"the follower '{name}' must be copied every 1 step or more, got {follower.every!r}"

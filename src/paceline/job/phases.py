@@ -12,14 +12,49 @@ from typing import Any, Generic, Literal, Protocol, TypeVar, cast
 from paceline.base.errors import JobError, nearest
 
 T = TypeVar("T")
-VALIDATION_LOSS = "validation_loss"  # what an evaluation calls the loss, beside the metrics' own names
+VALIDATION_LOSS = (
+    "validation_loss"  # what an evaluation calls the loss, beside the metrics' own names
+)
 # Figures of every run, by the names that a summary, an objective or a logger has for them: a metric of such a name
 # would take its place, or the figure the metric's.
-FIGURES = frozenset((
-    VALIDATION_LOSS, "loss", "final_loss", "step", "steps", "epoch", "samples", "samples_per_s", "lr", "gradient_norm",
-    "loss_scale", "step_s", "later_step_s", "step_ms", "input_s", "wall_s", "core_wait_s", "save_blocked_s",
-    "copy_blocked_s", "bytes_sent", "peak_memory_bytes", "memory_mb", "parameters", "plan", "world_size", "metrics",
-    "check", "failure", "predicted", "staleness", "workers", "spikes", "skipped_steps", "stopped"))
+FIGURES = frozenset(
+    (
+        VALIDATION_LOSS,
+        "loss",
+        "final_loss",
+        "step",
+        "steps",
+        "epoch",
+        "samples",
+        "samples_per_s",
+        "lr",
+        "gradient_norm",
+        "loss_scale",
+        "step_s",
+        "later_step_s",
+        "step_ms",
+        "input_s",
+        "wall_s",
+        "core_wait_s",
+        "save_blocked_s",
+        "copy_blocked_s",
+        "bytes_sent",
+        "peak_memory_bytes",
+        "memory_mb",
+        "parameters",
+        "plan",
+        "world_size",
+        "metrics",
+        "check",
+        "failure",
+        "predicted",
+        "staleness",
+        "workers",
+        "spikes",
+        "skipped_steps",
+        "stopped",
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -33,11 +68,17 @@ class Phases(Generic[T]):
     def at(self, step: int, epoch: int) -> T:
         """The value in an optimizer step, which lies in this epoch; both count from 0."""
         here = step if self.unit == "step" else epoch
-        return [value for start, value in zip(self.starts, self.values, strict=True) if start <= here][-1]
+        return [
+            value for start, value in zip(self.starts, self.values, strict=True) if start <= here
+        ][-1]
 
     def next_step(self, step: int) -> int | None:
         """The first step after this one with another value; None if only a new epoch brings one."""
-        return min((start for start in self.starts if start > step), default=None) if self.unit == "step" else None
+        return (
+            min((start for start in self.starts if start > step), default=None)
+            if self.unit == "step"
+            else None
+        )
 
     def is_last(self, step: int, epoch: int) -> bool:
         """Whether the value stays from here on."""
@@ -48,12 +89,21 @@ class Phases(Generic[T]):
 
 
 def _phases(unit: Literal["step", "epoch"], values: Mapping[int, Any]) -> Phases[Any]:
-    if not isinstance(values, Mapping) or not values or any(
-            isinstance(start, bool) or not isinstance(start, int) or start < 0 for start in values):
-        raise JobError(f"by_{unit} takes a mapping from the {unit} from which a value holds to it, got {values!r}",
-                       hint=f"by_{unit}({{0: 64, 1000: 128}})")
+    if (
+        not isinstance(values, Mapping)
+        or not values
+        or any(
+            isinstance(start, bool) or not isinstance(start, int) or start < 0 for start in values
+        )
+    ):
+        raise JobError(
+            f"by_{unit} takes a mapping from the {unit} from which a value holds to it, got {values!r}",
+            hint=f"by_{unit}({{0: 64, 1000: 128}})",
+        )
     if 0 not in values:
-        raise JobError(f"by_{unit} has no value for {unit} 0: its first one begins at {min(values)}")
+        raise JobError(
+            f"by_{unit} has no value for {unit} 0: its first one begins at {min(values)}"
+        )
     starts = sorted(values)
     return Phases(unit, tuple(starts), tuple(values[start] for start in starts))
 
@@ -163,13 +213,18 @@ def value_at(field: Any, step: int, epoch: int) -> Any:
 def patterns(freeze: Any) -> Phases[tuple[str, ...]]:
     """A job's `freeze` as tuples of patterns in phases."""
     phases = freeze if isinstance(freeze, Phases) else Phases("step", (0,), (freeze,))
-    return Phases(phases.unit, phases.starts,
-                  tuple((value,) if isinstance(value, str) else tuple(value) for value in phases.values))
+    return Phases(
+        phases.unit,
+        phases.starts,
+        tuple((value,) if isinstance(value, str) else tuple(value) for value in phases.values),
+    )
 
 
 def matching_pattern(pattern: str, names: Iterable[str]) -> set[str]:
     """Names that one pattern stands for."""
-    return {name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")}
+    return {
+        name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
+    }
 
 
 def matching(wanted: Iterable[str], names: Sequence[str]) -> set[str]:
@@ -208,7 +263,10 @@ class PhasedWindows:
 
     def __init__(self, num_samples: int, sizes: Phases[int], *, drop_last: bool) -> None:
         self.num_samples, self.sizes, self.drop_last = num_samples, sizes, drop_last
-        self.firsts, self.epochs = [0], list[list[Windows]]()  # the first step of each epoch, and its windows
+        self.firsts, self.epochs = (
+            [0],
+            list[list[Windows]](),
+        )  # the first step of each epoch, and its windows
         while len(self.epochs) < 1 or not sizes.is_last(self.firsts[-2], len(self.epochs) - 1):
             self.epochs.append(list(self._runs(self.firsts[-1], len(self.epochs))))
             self.firsts.append(self.firsts[-1] + sum(run.steps for run in self.epochs[-1]))
@@ -236,13 +294,17 @@ class PhasedWindows:
         """The epoch that a step lies in."""
         known = len(self.epochs)
         if step >= self.firsts[known]:
-            return known + (step - self.firsts[known]) // (self.firsts[known] - self.firsts[known - 1])
+            return known + (step - self.firsts[known]) // (
+                self.firsts[known] - self.firsts[known - 1]
+            )
         return next(epoch for epoch in count() if step < self.firsts[epoch + 1])
 
     def window(self, step: int) -> tuple[int, int, int]:
         """The epoch of a step, where its window starts there, and how many samples it has."""
         epoch = self.epoch(step)
-        last = min(epoch, len(self.epochs) - 1)  # later epochs are cut like the last one that is known
+        last = min(
+            epoch, len(self.epochs) - 1
+        )  # later epochs are cut like the last one that is known
         within = step - self.first_step(epoch) + self.firsts[last]
         run = next(run for run in reversed(self.epochs[last]) if run.step <= within)
         return epoch, run.start + (within - run.step) * run.size, run.size

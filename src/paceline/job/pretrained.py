@@ -40,14 +40,21 @@ class Weights:
         if hasattr(self.source, "state_dict"):
             yield f"init must be weights, and a {type(self.source).__name__} is a module; give its state_dict()"
         elif not (isinstance(self.source, Mapping | str | os.PathLike) or callable(self.source)):
-            yield ("init must be a state dict, a function that returns one, or the path of a safetensors file, of a "
-                   f"folder with one, or of a run, got {type(self.source).__name__}")
+            yield (
+                "init must be a state dict, a function that returns one, or the path of a safetensors file, of a "
+                f"folder with one, or of a run, got {type(self.source).__name__}"
+            )
         if not (self.rename is None or isinstance(self.rename, Mapping) or callable(self.rename)):
             yield f"rename must map names to names or be a function of a name, got {type(self.rename).__name__}"
 
 
-def weights(source: Any, *, prefix: str = "", rename: Mapping[str, str | None] | Callable[[str], str | None]
-            | None = None, strict: bool = True) -> Weights:
+def weights(
+    source: Any,
+    *,
+    prefix: str = "",
+    rename: Mapping[str, str | None] | Callable[[str], str | None] | None = None,
+    strict: bool = True,
+) -> Weights:
     """Pretrained weights for `Job(init=...)` whose names are not all the model's own.
 
     Args:

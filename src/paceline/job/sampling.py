@@ -43,10 +43,12 @@ class DrawnEpochs:
         return f"the sampler {type(self.sampler).__name__}"
 
     def _drew_others(self, epoch: int) -> JobError:
-        return JobError(f"{self._name} drew other samples when it was asked twice for epoch {epoch}: ranks and a "
-                        "resumed run would not see the same order",
-                        hint="let it draw from torch's global generator or from an attribute `generator`, or give it "
-                             "set_epoch(epoch)")
+        return JobError(
+            f"{self._name} drew other samples when it was asked twice for epoch {epoch}: ranks and a "
+            "resumed run would not see the same order",
+            hint="let it draw from torch's global generator or from an attribute `generator`, or give it "
+            "set_epoch(epoch)",
+        )
 
     def _draw(self, epoch: int) -> list[int]:
         with seeded_for_epoch(self.sampler, self.seed, epoch):
@@ -55,12 +57,16 @@ class DrawnEpochs:
             if len(drawn) != self.sampler.windows_of(self.seed).samples(epoch):
                 raise self._drew_others(epoch)
         elif len(drawn) != len(self.sampler):
-            raise JobError(f"{self._name} has the length {len(self.sampler)} and drew {len(drawn)} samples in epoch "
-                           f"{epoch}",
-                           hint="it must draw as many in each epoch: `__len__` says when an epoch ends")
+            raise JobError(
+                f"{self._name} has the length {len(self.sampler)} and drew {len(drawn)} samples in epoch "
+                f"{epoch}",
+                hint="it must draw as many in each epoch: `__len__` says when an epoch ends",
+            )
         for index in drawn:
             if not hasattr(index, "__index__") or not 0 <= operator.index(index) < self.size:
-                raise JobError(f"{self._name} drew {index!r}, and the data has the indices 0 to {self.size - 1}",
-                               hint="a sampler draws one index at a time; one that draws batches is a batch sampler, "
-                                    "and batch= says how many samples a step takes")
+                raise JobError(
+                    f"{self._name} drew {index!r}, and the data has the indices 0 to {self.size - 1}",
+                    hint="a sampler draws one index at a time; one that draws batches is a batch sampler, "
+                    "and batch= says how many samples a step takes",
+                )
         return [operator.index(index) for index in drawn]

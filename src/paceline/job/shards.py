@@ -39,21 +39,34 @@ class Shards:
         JobError: there are no files, one can't be read, or they hold no samples.
     """
 
-    def __init__(self, paths: Iterable[str | Path], *, read: Callable[[Any], Iterable[Any]] | None = None,
-                 decode: Callable[[Any], Any] | None = None, lengths: Sequence[int] | None = None, lanes: int = LANES,
-                 shuffle: bool = True) -> None:
+    def __init__(
+        self,
+        paths: Iterable[str | Path],
+        *,
+        read: Callable[[Any], Iterable[Any]] | None = None,
+        decode: Callable[[Any], Any] | None = None,
+        lengths: Sequence[int] | None = None,
+        lanes: int = LANES,
+        shuffle: bool = True,
+    ) -> None:
         if isinstance(paths, str | Path):
-            raise JobError(f"paths must be a list of files, got {str(paths)!r}",
-                           hint="sorted(Path(FOLDER).glob('*.tar')) lists those of a folder")
+            raise JobError(
+                f"paths must be a list of files, got {str(paths)!r}",
+                hint="sorted(Path(FOLDER).glob('*.tar')) lists those of a folder",
+            )
         self.paths, self.decode, self.shuffle = list(paths), decode, shuffle
         self.read = read or read_tar
         if not self.paths:
             raise JobError("there are no shards: paths is empty")
         if lanes < 1:
             raise JobError(f"lanes must be at least 1, got {lanes}")
-        self.lengths = [self._count(path) for path in self.paths] if lengths is None else list(lengths)
+        self.lengths = (
+            [self._count(path) for path in self.paths] if lengths is None else list(lengths)
+        )
         if len(self.lengths) != len(self.paths):
-            raise JobError(f"lengths has {len(self.lengths)} numbers, and there are {len(self.paths)} shards")
+            raise JobError(
+                f"lengths has {len(self.lengths)} numbers, and there are {len(self.paths)} shards"
+            )
         if min(self.lengths) < 0 or not sum(self.lengths):
             raise JobError("the shards hold no samples")
         self.lanes = min(lanes, len(self.paths))
@@ -83,11 +96,15 @@ class Shards:
         lane = self._lane_of.get(shard, shard % self.lanes)
         open_shard, samples = self._open_shards.get(lane, (-1, []))
         if open_shard != shard:
-            self._open_shards.pop(lane, None)  # before the next is read: one file of a lane at a time
+            self._open_shards.pop(
+                lane, None
+            )  # before the next is read: one file of a lane at a time
             samples = list(self.read(self.paths[shard]))
             if len(samples) != self.lengths[shard]:
-                raise JobError(f"the shard {self.paths[shard]} has {len(samples)} samples, and it was said or counted "
-                               f"to have {self.lengths[shard]}")
+                raise JobError(
+                    f"the shard {self.paths[shard]} has {len(samples)} samples, and it was said or counted "
+                    f"to have {self.lengths[shard]}"
+                )
             self._open_shards[lane] = shard, samples
         return samples
 
@@ -97,7 +114,9 @@ class Shards:
                 with tarfile.open(path) as file:
                     return sum(1 for _ in _groups(file))
             except tarfile.TarError:
-                raise JobError(f"the shard {path} is no tar file", hint="read= reads other formats") from None
+                raise JobError(
+                    f"the shard {path} is no tar file", hint="read= reads other formats"
+                ) from None
             except OSError as error:
                 raise JobError(f"the shard {path} can't be read: {error.strerror}") from None
         return sum(1 for _ in self.read(path))
@@ -123,7 +142,9 @@ class ShardOrder:
         lanes: list[list[int]] = [[] for _ in range(shards.lanes)]
         lane_of: dict[int, int] = {}
         for shard in ordered(len(lengths)):
-            lane = min(range(len(lanes)), key=lambda number: len(lanes[number]))  # the one with the fewest samples
+            lane = min(
+                range(len(lanes)), key=lambda number: len(lanes[number])
+            )  # the one with the fewest samples
             first = shards._ends[shard] - lengths[shard]
             lanes[lane] += [first + offset for offset in ordered(lengths[shard])]
             lane_of[shard] = lane
@@ -137,7 +158,7 @@ def _in_steps(lanes: list[list[int]], batch: int) -> Iterator[int]:
     while any(left := [len(lane) - begun for lane, begun in zip(lanes, taken, strict=True)]):
         parts = _parts(left, batch)
         for number, part in enumerate(parts):
-            yield from lanes[number][taken[number]:taken[number] + part]
+            yield from lanes[number][taken[number] : taken[number] + part]
             taken[number] += part
 
 

@@ -14,5 +14,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'paceline.keras' has no attribute '{name}'")
     import importlib
 
-    module = importlib.import_module("paceline.keras.as_job")  # which imports keras, with the backend that is set then
+    module = importlib.import_module(
+        "paceline.keras.as_job"
+    )  # which imports keras, with the backend that is set then
     return getattr(module, name)

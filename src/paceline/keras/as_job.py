@@ -24,8 +24,16 @@ _MEANS = ("sum_over_batch_size", "mean")
 _PREFIX = "model."  # of the Keras model's names in `KerasModule`
 
 
-def job(model: Any, x: Any, y: Any, *, batch_size: int = 32, epochs: int = 1, validation_data: Any = None,
-        **fields: Any) -> Job:
+def job(
+    model: Any,
+    x: Any,
+    y: Any,
+    *,
+    batch_size: int = 32,
+    epochs: int = 1,
+    validation_data: Any = None,
+    **fields: Any,
+) -> Job:
     """What `model.fit` would train, as a job: its loss, its optimizer, its weights as they are now.
 
     Args:
@@ -38,10 +46,16 @@ def job(model: Any, x: Any, y: Any, *, batch_size: int = 32, epochs: int = 1, va
     """
     problems = list(_problems(model))
     if problems:
-        raise JobError("; ".join(problems), hint="pl.keras.fit with plan='data=N' trains any compiled Keras model")
+        raise JobError(
+            "; ".join(problems),
+            hint="pl.keras.fit with plan='data=N' trains any compiled Keras model",
+        )
     inputs, outputs = _ports(model)
     optimizer = model.optimizer
-    weights = {f"{_PREFIX}{name}": value.detach().to("cpu", copy=True) for name, value in model.state_dict().items()}
+    weights = {
+        f"{_PREFIX}{name}": value.detach().to("cpu", copy=True)
+        for name, value in model.state_dict().items()
+    }
 
     def samples(x: Any, y: Any) -> Samples:
         return Samples(inputs.named(x, "x"), outputs.named(y, "y"))
@@ -50,10 +64,17 @@ def job(model: Any, x: Any, y: Any, *, batch_size: int = 32, epochs: int = 1, va
         with keras.device("cpu"):
             return KerasModule(keras.models.clone_model(model), inputs, outputs)
 
-    return Job(model=built, data=samples(x, y),
-               loss=KerasLoss.of(model, outputs),
-               optimizer=lambda named: KerasOptimizer(named, optimizer), batch=batch_size, epochs=epochs,
-               validation=None if validation_data is None else samples(*validation_data), init=weights, **fields)
+    return Job(
+        model=built,
+        data=samples(x, y),
+        loss=KerasLoss.of(model, outputs),
+        optimizer=lambda named: KerasOptimizer(named, optimizer),
+        batch=batch_size,
+        epochs=epochs,
+        validation=None if validation_data is None else samples(*validation_data),
+        init=weights,
+        **fields,
+    )
 
 
 def load(model: Any, run: str | Path) -> None:
@@ -98,8 +119,11 @@ class Ports:
         Raises:
             JobError: names or numbers are others than the model's.
         """
-        if len(self.names) == 1 and not isinstance(value, Mapping) and not (
-                isinstance(value, list | tuple) and len(value) == 1):
+        if (
+            len(self.names) == 1
+            and not isinstance(value, Mapping)
+            and not (isinstance(value, list | tuple) and len(value) == 1)
+        ):
             return value if self.container is None else {self.names[0]: value}
         if isinstance(value, Mapping) and value.keys() >= set(self.names):
             named = {name: value[name] for name in self.names}
@@ -107,14 +131,20 @@ class Ports:
             named = dict(zip(self.names, value, strict=True))
         else:
             given = sorted(value) if isinstance(value, Mapping) else type(value).__name__
-            raise JobError(f"{description} is {given}, and the model has {', '.join(self.names)}",
-                           hint="a dictionary with these names, or a list in this order")
+            raise JobError(
+                f"{description} is {given}, and the model has {', '.join(self.names)}",
+                hint="a dictionary with these names, or a list in this order",
+            )
         return named if self.container is not None else named[self.names[0]]
 
     def packed(self, named: Mapping[str, Any]) -> Any:
         """As the model takes or gives them."""
         assert self.container is not None
-        return dict(named) if self.container is dict else self.container(named[name] for name in self.names)
+        return (
+            dict(named)
+            if self.container is dict
+            else self.container(named[name] for name in self.names)
+        )
 
 
 def _functional(model: Any) -> Any:
@@ -124,8 +154,10 @@ def _functional(model: Any) -> Any:
 def _ports(model: Any) -> tuple[Ports, Ports]:
     """Inputs and outputs."""
     functional = _functional(model)
-    return (Ports.of(functional._inputs_struct, [tensor.name for tensor in functional.inputs]),
-            Ports.of(functional._outputs_struct, functional.output_names))
+    return (
+        Ports.of(functional._inputs_struct, [tensor.name for tensor in functional.inputs]),
+        Ports.of(functional._outputs_struct, functional.output_names),
+    )
 
 
 class KerasModule(nn.Module):
@@ -138,8 +170,12 @@ class KerasModule(nn.Module):
 
     def forward(self, *alone: torch.Tensor, **named: torch.Tensor) -> Any:
         with where(next(iter(alone or named.values()))):
-            output = self.model(alone[0] if alone else self.inputs.packed(named), training=self.training)
-        return output if self.outputs.container is None else self.outputs.named(output, "the output")
+            output = self.model(
+                alone[0] if alone else self.inputs.packed(named), training=self.training
+            )
+        return (
+            output if self.outputs.container is None else self.outputs.named(output, "the output")
+        )
 
 
 class Samples(torch.utils.data.Dataset[Any]):
@@ -149,15 +185,21 @@ class Samples(torch.utils.data.Dataset[Any]):
         self.x, self.y = _tensors(x), _tensors(y)
         sizes = {len(tensor) for value in (self.x, self.y) for tensor in _leaves(value)}
         if len(sizes) > 1:
-            raise JobError(f"x and y have unequal numbers of samples: {', '.join(map(str, sorted(sizes)))}")
+            raise JobError(
+                f"x and y have unequal numbers of samples: {', '.join(map(str, sorted(sizes)))}"
+            )
         (self.size,) = sizes
 
     def __len__(self) -> int:
         return self.size
 
     def __getitem__(self, index: int) -> Any:
-        return tuple({name: tensor[index] for name, tensor in value.items()} if isinstance(value, dict)
-                     else value[index] for value in (self.x, self.y))
+        return tuple(
+            {name: tensor[index] for name, tensor in value.items()}
+            if isinstance(value, dict)
+            else value[index]
+            for value in (self.x, self.y)
+        )
 
 
 def _leaves(value: Any) -> list[torch.Tensor]:
@@ -170,7 +212,9 @@ def _tensors(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value
     array = np.asarray(value)
-    return torch.as_tensor(np.asarray(array, dtype=keras.config.floatx() if array.dtype.kind == "f" else None))
+    return torch.as_tensor(
+        np.asarray(array, dtype=keras.config.floatx() if array.dtype.kind == "f" else None)
+    )
 
 
 @dataclass(frozen=True)
@@ -184,15 +228,28 @@ class KerasLoss:
 
     @classmethod
     def of(cls, model: Any, outputs: Ports) -> KerasLoss:
-        losses, weights = (_by_output(given, outputs) for given in (model.loss, _loss_weights(model)))
-        return cls(tuple((name if outputs.container is not None else None, _loss(losses[name]),
-                          1.0 if weights[name] is None else float(weights[name]))
-                         for name in outputs.names if losses[name] is not None))
+        losses, weights = (
+            _by_output(given, outputs) for given in (model.loss, _loss_weights(model))
+        )
+        return cls(
+            tuple(
+                (
+                    name if outputs.container is not None else None,
+                    _loss(losses[name]),
+                    1.0 if weights[name] is None else float(weights[name]),
+                )
+                for name in outputs.names
+                if losses[name] is not None
+            )
+        )
 
     def __call__(self, output: Any, target: Any) -> Any:
         with where(_leaves(output)[0]):
-            return sum(weight * (loss(target, output) if name is None else loss(target[name], output[name]))
-                       for name, loss, weight in self.weighted)
+            return sum(
+                weight
+                * (loss(target, output) if name is None else loss(target[name], output[name]))
+                for name, loss, weight in self.weighted
+            )
 
 
 def _loss_weights(model: Any) -> Any:
@@ -225,10 +282,20 @@ def _problems(model: Any) -> Iterator[str]:
     if functional is None:
         yield "the model has no shapes yet: begin it with keras.Input, or call it once"
         return
-    for side, structure in (("inputs", functional._inputs_struct), ("outputs", functional._outputs_struct)):
-        if any(isinstance(item, dict | list | tuple) for item in (
-                structure.values() if isinstance(structure, dict) else structure if isinstance(structure, list | tuple)
-                else ())):
+    for side, structure in (
+        ("inputs", functional._inputs_struct),
+        ("outputs", functional._outputs_struct),
+    ):
+        if any(
+            isinstance(item, dict | list | tuple)
+            for item in (
+                structure.values()
+                if isinstance(structure, dict)
+                else structure
+                if isinstance(structure, list | tuple)
+                else ()
+            )
+        ):
             yield f"the model's {side} are nested deeper than a dictionary or a list"
             return
     if model.losses:
@@ -236,13 +303,22 @@ def _problems(model: Any) -> Iterator[str]:
     losses = _by_output(model.loss, _ports(model)[1])
     if all(loss is None for loss in losses.values()):
         yield f"no output of {', '.join(losses)} has a loss"
-    yield from (f"the loss is reduced by {_loss(loss).reduction!r} and not by a mean over the batch"
-                for loss in losses.values() if loss is not None and _loss(loss).reduction not in _MEANS)
-    masking = [layer.name for layer in model._flatten_layers()
-               if isinstance(layer, keras.layers.Masking) or getattr(layer, "mask_zero", False)]
+    yield from (
+        f"the loss is reduced by {_loss(loss).reduction!r} and not by a mean over the batch"
+        for loss in losses.values()
+        if loss is not None and _loss(loss).reduction not in _MEANS
+    )
+    masking = [
+        layer.name
+        for layer in model._flatten_layers()
+        if isinstance(layer, keras.layers.Masking) or getattr(layer, "mask_zero", False)
+    ]
     if masking:
         yield f"the layer {masking[0]!r} masks a part of the samples, and the loss is the mean over the rest"
     if (kind := type(model.optimizer).__name__) in ("LossScaleOptimizer", "MultiOptimizer"):
         yield f"the optimizer is a {kind}"
-    yield from (f"the optimizer has {name}" for name in ("use_ema", "gradient_accumulation_steps")
-                if getattr(model.optimizer, name, None))
+    yield from (
+        f"the optimizer has {name}"
+        for name in ("use_ema", "gradient_accumulation_steps")
+        if getattr(model.optimizer, name, None)
+    )

@@ -13,8 +13,15 @@ from paceline.launch.hosts.environment import current
 from paceline.strategies.plan import Plan
 
 
-def fit(model: Any, x: Any = None, y: Any = None, *, plan: str | Plan | None = None, devices: str | None = None,
-        **arguments: Any) -> Any:
+def fit(
+    model: Any,
+    x: Any = None,
+    y: Any = None,
+    *,
+    plan: str | Plan | None = None,
+    devices: str | None = None,
+    **arguments: Any,
+) -> Any:
     """Train a compiled Keras model on the ranks of a plan, as `model.fit` does on one device.
 
     Args:
@@ -41,14 +48,28 @@ def fit(model: Any, x: Any = None, y: Any = None, *, plan: str | Plan | None = N
         return model.fit(x, y, **arguments)
 
 
-def evaluate(model: Any, x: Any = None, y: Any = None, *, plan: str | Plan | None = None, devices: str | None = None,
-             **arguments: Any) -> Any:
+def evaluate(
+    model: Any,
+    x: Any = None,
+    y: Any = None,
+    *,
+    plan: str | Plan | None = None,
+    devices: str | None = None,
+    **arguments: Any,
+) -> Any:
     """What `model.evaluate` returns, computed on the ranks of a plan. For arguments and errors see `fit`."""
     with _on_ranks(model, plan, devices):
         return model.evaluate(x, y, **arguments)
 
 
-def predict(model: Any, x: Any, *, plan: str | Plan | None = None, devices: str | None = None, **arguments: Any) -> Any:
+def predict(
+    model: Any,
+    x: Any,
+    *,
+    plan: str | Plan | None = None,
+    devices: str | None = None,
+    **arguments: Any,
+) -> Any:
     """What `model.predict` returns, computed on the ranks of a plan. For arguments and errors see `fit`."""
     with _on_ranks(model, plan, devices):
         return model.predict(x, **arguments)
@@ -65,7 +86,10 @@ def _on_ranks(model: Any, plan: str | Plan | None, devices: str | None) -> Itera
             yield
         return
     if getattr(model, "jit_compile", False):
-        warnings.warn("jit_compile=True has no effect on several ranks: their steps are not compiled", stacklevel=4)
+        warnings.warn(
+            "jit_compile=True has no effect on several ranks: their steps are not compiled",
+            stacklevel=4,
+        )
     from paceline.keras.ranks import Ranks
 
     with Ranks(model, ranks).running():
@@ -76,38 +100,62 @@ def _check_model(model: Any) -> None:
     import keras
 
     if not isinstance(model, keras.Model):
-        raise UsageError(f"model must be a keras.Model, got {type(model).__name__}",
-                         hint="pl.train takes a pl.Job with any torch.nn.Module")
+        raise UsageError(
+            f"model must be a keras.Model, got {type(model).__name__}",
+            hint="pl.train takes a pl.Job with any torch.nn.Module",
+        )
     if keras.backend.backend() != "torch":
-        raise UsageError(f"Keras runs on the backend {keras.backend.backend()!r}, and Paceline trains on torch",
-                         hint="set KERAS_BACKEND=torch before keras is imported: "
-                              "os.environ['KERAS_BACKEND'] = 'torch'")
+        raise UsageError(
+            f"Keras runs on the backend {keras.backend.backend()!r}, and Paceline trains on torch",
+            hint="set KERAS_BACKEND=torch before keras is imported: "
+            "os.environ['KERAS_BACKEND'] = 'torch'",
+        )
 
 
 def _split_plan(plan: str | Plan | None) -> Plan | None:
     """A plan that is not one of replicas alone."""
     requested = None if plan is None or plan == "auto" else Plan.read(plan)
-    return None if requested is None or requested == Plan.of(data=requested.world_size) else requested
+    return (
+        None if requested is None or requested == Plan.of(data=requested.world_size) else requested
+    )
 
 
 def _devices(plan: str | Plan | None, devices: str | None) -> tuple[Device, ...]:
     """One a rank."""
     launcher = current()
     if launcher is not None and launcher.world_size > 1:
-        raise UsageError(f"{launcher.launcher} started {launcher.world_size} processes, and fit starts its own ranks: "
-                         "each process would train a model of its own", hint="start one process, and name the plan")
+        raise UsageError(
+            f"{launcher.launcher} started {launcher.world_size} processes, and fit starts its own ranks: "
+            "each process would train a model of its own",
+            hint="start one process, and name the plan",
+        )
     if plan == "auto":
-        raise PlanError("fit does not choose a plan", hint="plan='data=2', or pl.plan(pl.keras.job(model, x, y, ...))")
+        raise PlanError(
+            "fit does not choose a plan",
+            hint="plan='data=2', or pl.plan(pl.keras.job(model, x, y, ...))",
+        )
     requested = Plan.read(plan) if plan is not None else None
-    size = (requested.world_size if requested is not None
-            else len(Cluster.local(devices).devices) if devices is not None else 1)
+    size = (
+        requested.world_size
+        if requested is not None
+        else len(Cluster.local(devices).devices)
+        if devices is not None
+        else 1
+    )
     if requested is not None and requested != Plan.of(data=size):
-        raise PlanError(f"plan '{requested}' is not one that fit knows",
-                        hint=f"plan='data={size}', or pl.train(pl.keras.job(model, x, y, ...), '{requested}')")
+        raise PlanError(
+            f"plan '{requested}' is not one that fit knows",
+            hint=f"plan='data={size}', or pl.train(pl.keras.job(model, x, y, ...), '{requested}')",
+        )
     cluster = Cluster.local(devices, num_ranks=size)
     if len(cluster.devices) != size:
-        raise PlanError(f"plan '{requested}' needs {size} devices and devices= names {len(cluster.devices)}",
-                        hint="one device a rank")
+        raise PlanError(
+            f"plan '{requested}' needs {size} devices and devices= names {len(cluster.devices)}",
+            hint="one device a rank",
+        )
     if len({device.kind for device in cluster.devices}) > 1:
-        raise PlanError(f"devices= names {devices}, and ranks compute on one kind of device", hint="devices='cuda:0-1'")
+        raise PlanError(
+            f"devices= names {devices}, and ranks compute on one kind of device",
+            hint="devices='cuda:0-1'",
+        )
     return tuple(cluster.devices)

@@ -36,8 +36,9 @@ class Computation:
         if self._originals:
             yield
             return
-        with patched([*self.gradients.patches(), *losses.patches(), *metrics.patches(), *moments.patches()],
-                     ) as self._originals:
+        with patched(
+            [*self.gradients.patches(), *losses.patches(), *metrics.patches(), *moments.patches()],
+        ) as self._originals:
             yield
         self._originals = []
 
@@ -68,15 +69,24 @@ def _of_all_ranks(part: Part, logs: Any) -> Any:
     floats = [tensor for tensor in tensors_of(logs) if tensor.is_floating_point()]
     if not floats:
         return logs
-    own_values = torch.cat([tensor.detach().reshape(-1).cpu().double() for tensor in floats]).reshape(1, -1)
+    own_values = torch.cat(
+        [tensor.detach().reshape(-1).cpu().double() for tensor in floats]
+    ).reshape(1, -1)
     all_ranks = part.group.gather(own_values, [1] * part.group.size)
     if bool(((all_ranks == all_ranks[0]) | all_ranks.isnan()).all()):
         return logs
     weights = torch.tensor(part.counts, dtype=torch.float64).reshape(-1, 1) / part.total
-    means = iter(torch.where(weights > 0, all_ranks * weights, 0).sum(dim=0).split(
-        [tensor.numel() for tensor in floats]))
-    return map_tensors(lambda tensor: next(means).reshape(tensor.shape).to(tensor)
-                       if tensor.is_floating_point() else tensor, logs)
+    means = iter(
+        torch.where(weights > 0, all_ranks * weights, 0)
+        .sum(dim=0)
+        .split([tensor.numel() for tensor in floats])
+    )
+    return map_tensors(
+        lambda tensor: (
+            next(means).reshape(tensor.shape).to(tensor) if tensor.is_floating_point() else tensor
+        ),
+        logs,
+    )
 
 
 def rows_of(batch: Any, cut: range) -> Any:
@@ -94,7 +104,14 @@ def joined(outputs: Sequence[Any], counts: Sequence[int]) -> Any:
     parts = [tensors_of(its) for its in outputs]
     for part, count in zip(parts, counts, strict=True):
         if any(not tensor.dim() or tensor.shape[0] != max(1, count) for tensor in part):
-            raise UsageError("predict_step returns something without the samples along dim 0", hint="plan='single'")
-    whole = iter([torch.cat([tensor[:count] for tensor, count in zip(same, counts, strict=True)])
-                  for same in zip(*parts, strict=True)])
+            raise UsageError(
+                "predict_step returns something without the samples along dim 0",
+                hint="plan='single'",
+            )
+    whole = iter(
+        [
+            torch.cat([tensor[:count] for tensor, count in zip(same, counts, strict=True)])
+            for same in zip(*parts, strict=True)
+        ]
+    )
     return map_tensors(lambda _: next(whole), outputs[0])

@@ -18,18 +18,35 @@ from keras.src.backend.common import global_state
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
 from keras.src.saving.keras_saveable import KerasSaveable
-from keras.src.utils.tracking import TrackedDict, TrackedList, TrackedOrderedDict, TrackedSet, Tracker
+from keras.src.utils.tracking import (
+    TrackedDict,
+    TrackedList,
+    TrackedOrderedDict,
+    TrackedSet,
+    Tracker,
+)
 
 from paceline.base.errors import UsageError
 
 _TRACKED: dict[type, tuple[type, Any]] = {
-    TrackedOrderedDict: (dict, OrderedDict.update), TrackedDict: (dict, dict.update), TrackedList: (list, list.extend),
-    TrackedSet: (set, set.update)}
+    TrackedOrderedDict: (dict, OrderedDict.update),
+    TrackedDict: (dict, dict.update),
+    TrackedList: (list, list.extend),
+    TrackedSet: (set, set.update),
+}
 # What Keras's own loop keeps in a model while it runs: functions of the calling process, its data and its callbacks.
-_OF_THE_LOOP = frozenset({"train_function", "test_function", "predict_function", "history", "_eval_epoch_iterator"})
+_OF_THE_LOOP = frozenset(
+    {"train_function", "test_function", "predict_function", "history", "_eval_epoch_iterator"}
+)
 # Of optimizers, by `BaseOptimizer._var_key`.
-_BY_ID = frozenset({"_trainable_variables_indices", "_var_to_optimizer_idx", "_exclude_from_weight_decay",
-                    "_exclude_from_weight_decay_cache"})
+_BY_ID = frozenset(
+    {
+        "_trainable_variables_indices",
+        "_var_to_optimizer_idx",
+        "_exclude_from_weight_decay",
+        "_exclude_from_weight_decay_cache",
+    }
+)
 _GLOBAL = (GLOBAL_SEED_GENERATOR, "dtype_policy", "flash_attention")
 
 
@@ -40,11 +57,14 @@ def packed(value: Any) -> bytes:
         UsageError: something in it can't be sent.
     """
     settings = {
-        "floatx": keras.config.floatx(), "epsilon": keras.config.epsilon(),
+        "floatx": keras.config.floatx(),
+        "epsilon": keras.config.epsilon(),
         "image_data_format": keras.config.image_data_format(),
         "global": {name: global_state.get_global_attribute(name) for name in _GLOBAL},
-        "default_dtype": torch.get_default_dtype(), "matmul_precision": torch.get_float32_matmul_precision(),
-        "deterministic": torch.are_deterministic_algorithms_enabled()}
+        "default_dtype": torch.get_default_dtype(),
+        "matmul_precision": torch.get_float32_matmul_precision(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }
     data = io.BytesIO()
     pickler = _Pickler(data)
     try:
@@ -53,7 +73,8 @@ def packed(value: Any) -> bytes:
         raise UsageError(
             f"ranks of a GPU start in a new interpreter, and something of the model can't be sent there: "
             f"{type(error).__name__}: {error}",
-            hint="make such objects where they are used; or plan='single'") from error
+            hint="make such objects where they are used; or plan='single'",
+        ) from error
     return data.getvalue()
 
 
@@ -62,12 +83,19 @@ def unpacked(data: bytes) -> Any:
     settings, value, trackers, optimizers, by_id = cloudpickle.loads(data)
     new_ids = {before: id(its) for before, its in by_id}
     for tracker in trackers:
-        tracker.stored_ids = {name: set(map(id, stored)) for name, (_, stored) in tracker.config.items()}
+        tracker.stored_ids = {
+            name: set(map(id, stored)) for name, (_, stored) in tracker.config.items()
+        }
     for optimizer in optimizers:
         for name in _BY_ID & vars(optimizer).keys():
             known = getattr(optimizer, name)
-            setattr(optimizer, name, {new_ids[key]: known[key] for key in known} if isinstance(known, dict) else
-                    {new_ids[key] for key in known})
+            setattr(
+                optimizer,
+                name,
+                {new_ids[key]: known[key] for key in known}
+                if isinstance(known, dict)
+                else {new_ids[key] for key in known},
+            )
     for name in ("floatx", "epsilon", "image_data_format"):
         getattr(keras.config, f"set_{name}")(settings[name])
     for name, setting in settings["global"].items():

@@ -26,8 +26,11 @@ def refuse_other_kinds() -> None:
         UsageError: Keras has its tensors on a device on which no rank computes, such as a Mac's GPU.
     """
     if (kind := torch.device(get_device()).type) not in ("cpu", "cuda"):
-        raise UsageError(f"Keras has its tensors on {kind!r}, on which ranks don't compute, and forks of a process "
-                         "that uses it may fail", hint="set KERAS_TORCH_DEVICE=cpu before keras is imported")
+        raise UsageError(
+            f"Keras has its tensors on {kind!r}, on which ranks don't compute, and forks of a process "
+            "that uses it may fail",
+            hint="set KERAS_TORCH_DEVICE=cpu before keras is imported",
+        )
 
 
 @contextmanager
@@ -37,7 +40,9 @@ def on_device(model: Any, device: str) -> Iterator[None]:
     with ExitStack() as scopes:
         if device.startswith("cuda"):
             scopes.enter_context(torch.cuda.device(device))
-        scopes.enter_context(keras.device(torch.device(device).type))  # Keras asks for "cuda", without a number
+        scopes.enter_context(
+            keras.device(torch.device(device).type)
+        )  # Keras asks for "cuda", without a number
         _move_model(model, device)
         try:
             yield

@@ -43,8 +43,10 @@ def _times(part: Part, length: int) -> int:
 def _rows(part: Part, whole: torch.Tensor, times: int) -> torch.Tensor:
     """Those of this rank's samples."""
     if times == 1 or part.order == "runs":
-        return whole[times * part.start:times * (part.start + part.rows)]
-    blocks = whole.reshape(times, part.total, *whole.shape[1:])[:, part.start:part.start + part.rows]
+        return whole[times * part.start : times * (part.start + part.rows)]
+    blocks = whole.reshape(times, part.total, *whole.shape[1:])[
+        :, part.start : part.start + part.rows
+    ]
     return blocks.reshape(times * part.rows, *whole.shape[1:])
 
 
@@ -60,6 +62,7 @@ def _embedded(part: Part, tensor: torch.Tensor, times: int) -> torch.Tensor:
 
 def _sized(position: int) -> Callable[..., torch.Tensor]:
     """Of a function that is given a shape, from this position on."""
+
     def draw(part: Part, func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         if "size" in kwargs:
             before, shape = args, tuple(kwargs.pop("size"))
@@ -81,15 +84,21 @@ def _randint(part: Part, func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     return _sized(position)(part, func, *args, **kwargs)
 
 
-def _normal(part: Part, func: Any, mean: Any = 0.0, std: Any = 1.0, size: Any = None, **kwargs: Any) -> torch.Tensor:
+def _normal(
+    part: Part, func: Any, mean: Any = 0.0, std: Any = 1.0, size: Any = None, **kwargs: Any
+) -> torch.Tensor:
     if size is not None:
         return _sized(2)(part, func, mean, std, size=size, **kwargs)
-    tensors = [value for value in (mean, std) if isinstance(value, torch.Tensor)]  # for each element
+    tensors = [
+        value for value in (mean, std) if isinstance(value, torch.Tensor)
+    ]  # for each element
     lengths = {value.shape[0] if value.dim() else 0 for value in tensors}
     times = _times(part, lengths.pop()) if len(lengths) == 1 else 0
     if not times:
         return func(mean, std, **kwargs)
-    mean, std = (_embedded(part, its, times) if isinstance(its, torch.Tensor) else its for its in (mean, std))
+    mean, std = (
+        _embedded(part, its, times) if isinstance(its, torch.Tensor) else its for its in (mean, std)
+    )
     return _rows(part, func(mean, std, **kwargs), times)
 
 
@@ -100,7 +109,9 @@ def _like(part: Part, func: Any, input: torch.Tensor, *args: Any, **kwargs: Any)
     return _rows(part, func(_embedded(part, input, times), *args, **kwargs), times)
 
 
-def _in_place(part: Part, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _in_place(
+    part: Part, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any
+) -> torch.Tensor:
     times = _times(part, tensor.shape[0]) if tensor.dim() else 0
     if not times:
         return func(tensor, *args, **kwargs)
@@ -111,11 +122,38 @@ def _in_place(part: Part, func: Any, tensor: torch.Tensor, *args: Any, **kwargs:
 
 _functional = torch.nn.functional
 _DRAWS: dict[Any, Callable[..., Any]] = {
-    torch.rand: _sized(0), torch.randn: _sized(0), torch.randint: _randint, torch.normal: _normal,
-    **dict.fromkeys((torch.rand_like, torch.randn_like, torch.randint_like, torch.bernoulli, torch.multinomial,
-                     torch.dropout, _functional.dropout, _functional.dropout1d, _functional.dropout2d,
-                     _functional.dropout3d, _functional.alpha_dropout, _functional.feature_alpha_dropout), _like),
-    **dict.fromkeys((torch.Tensor.uniform_, torch.Tensor.normal_, torch.Tensor.bernoulli_, torch.Tensor.exponential_,
-                     torch.Tensor.random_, torch.Tensor.cauchy_, torch.Tensor.log_normal_, torch.Tensor.geometric_),
-                    _in_place),
+    torch.rand: _sized(0),
+    torch.randn: _sized(0),
+    torch.randint: _randint,
+    torch.normal: _normal,
+    **dict.fromkeys(
+        (
+            torch.rand_like,
+            torch.randn_like,
+            torch.randint_like,
+            torch.bernoulli,
+            torch.multinomial,
+            torch.dropout,
+            _functional.dropout,
+            _functional.dropout1d,
+            _functional.dropout2d,
+            _functional.dropout3d,
+            _functional.alpha_dropout,
+            _functional.feature_alpha_dropout,
+        ),
+        _like,
+    ),
+    **dict.fromkeys(
+        (
+            torch.Tensor.uniform_,
+            torch.Tensor.normal_,
+            torch.Tensor.bernoulli_,
+            torch.Tensor.exponential_,
+            torch.Tensor.random_,
+            torch.Tensor.cauchy_,
+            torch.Tensor.log_normal_,
+            torch.Tensor.geometric_,
+        ),
+        _in_place,
+    ),
 }

@@ -63,9 +63,16 @@ def _hear(connection: Connection, callback: HearsEpochs) -> None:
             return
         run, loss = _Run(message["weights"]), message["validation_loss"]
         step, epoch = message["step"], message["epoch"]
-        callback.on_epoch(run, EpochReport(
-            epoch, step, message["samples"], message["loss"],
-            None if loss is None else EvaluationReport(step, epoch, loss)))
+        callback.on_epoch(
+            run,
+            EpochReport(
+                epoch,
+                step,
+                message["samples"],
+                message["loss"],
+                None if loss is None else EvaluationReport(step, epoch, loss),
+            ),
+        )
         send(connection, {"stop": run.reason})
 
 
@@ -97,9 +104,17 @@ class _Tells(Callback):
 
     def on_epoch(self, run: RunHandle, epoch: EpochReport) -> None:
         evaluation = epoch.evaluation
-        send(self.connection, {
-            "weights": run.state_dict(), "epoch": epoch.epoch, "step": epoch.step, "samples": epoch.samples,
-            "loss": epoch.loss, "validation_loss": None if evaluation is None else evaluation.validation_loss})
+        send(
+            self.connection,
+            {
+                "weights": run.state_dict(),
+                "epoch": epoch.epoch,
+                "step": epoch.step,
+                "samples": epoch.samples,
+                "loss": epoch.loss,
+                "validation_loss": None if evaluation is None else evaluation.validation_loss,
+            },
+        )
         answer = receive(self.connection)
         if answer["stop"] is not None:
             run.stop(answer["stop"])

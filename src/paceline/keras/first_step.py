@@ -31,8 +31,10 @@ ROUNDINGS = 10  # tolerated, in square roots of the dtype's relative step: 0.3 %
 _KILLED = "it was killed"
 _FLOOR = 1e-3  # of the largest value of all: what is smaller is a rounding of nothing
 
-_HINT = ("{kind}_step couples the samples of a batch; it must be a sum or a mean over samples: a loss of Keras, or a "
-         "mean of values that each depend on one sample. plan='single' trains anything")
+_HINT = (
+    "{kind}_step couples the samples of a batch; it must be a sum or a mean over samples: a loss of Keras, or a "
+    "mean of values that each depend on one sample. plan='single' trains anything"
+)
 
 
 @dataclass(frozen=True)
@@ -67,22 +69,34 @@ def settled_order(trial: Trial, forks: Forks, devices: Sequence[str], folder: Pa
     differing, hint = "", _HINT.format(kind=trial.kind)
     for order in ORDERS:
         rendezvous = folder / uuid.uuid4().hex
-        ranks = [forks.fork(partial(_try, trial=trial, rank=rank, order=order, rendezvous=rendezvous), device)
-                 for rank, device in enumerate(devices)]
+        ranks = [
+            forks.fork(
+                partial(_try, trial=trial, rank=rank, order=order, rendezvous=rendezvous), device
+            )
+            for rank, device in enumerate(devices)
+        ]
         answers = _answers(ranks)
         expected = expected or _answers([alone])[0]
-        if "failure" in expected:  # of the step itself: it comes again in this process, where it can be seen
+        if (
+            "failure" in expected
+        ):  # of the step itself: it comes again in this process, where it can be seen
             if expected["failure"] == _KILLED:
-                print(f"{trial} was not compared with one process, which was killed: memory may have run out",
-                      file=sys.stderr)
+                print(
+                    f"{trial} was not compared with one process, which was killed: memory may have run out",
+                    file=sys.stderr,
+                )
             return order
         failures = [answer["failure"] for answer in answers if "failure" in answer]
         if failures:
-            raise PlanRefused(f"{trial} fails, and that of one process does not: {min(failures, key=_is_of_a_peer)}",
-                              hint=hint)
+            raise PlanRefused(
+                f"{trial} fails, and that of one process does not: {min(failures, key=_is_of_a_peer)}",
+                hint=hint,
+            )
         first = answers[0]
         if trial.kind == "predict":
-            first["answer"] = tensors_of(joined([its["answer"] for its in answers], [len(cut) for cut in trial.cuts]))
+            first["answer"] = tensors_of(
+                joined([its["answer"] for its in answers], [len(cut) for cut in trial.cuts])
+            )
         differing = _differing(first, expected)
         if not differing:
             return order
@@ -120,14 +134,25 @@ def _compute(connection: Connection, trial: Trial, batch: Any, part: Part | None
     try:
         answer = computation.step(trial.kind, batch, part)
     except Exception as error:
-        message = str(error.args[0]) if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}"
+        message = (
+            str(error.args[0])
+            if isinstance(error, PacelineError)
+            else f"{type(error).__name__}: {error}"
+        )
         send(connection, {"failure": message})
         return
     # Of what trains, the gradients tell all. An update may turn the rounding of a gradient that is zero into a step.
     model_variables = model.non_trainable_variables if gradients else model.variables
-    send(connection, {"gradients": gradients, "names": [variable.path for variable in model.trainable_variables],
-                      "variables": {variable.path: variable._value for variable in model_variables},
-                      "answer": tensors_of(answer), "several": bool(several)})
+    send(
+        connection,
+        {
+            "gradients": gradients,
+            "names": [variable.path for variable in model.trainable_variables],
+            "variables": {variable.path: variable._value for variable in model_variables},
+            "answer": tensors_of(answer),
+            "several": bool(several),
+        },
+    )
 
 
 def _answers(forks: Sequence[Fork]) -> list[Any]:
@@ -150,14 +175,25 @@ def _answer(fork: Fork) -> Any:
 def _differing(result: Any, expected_result: Any) -> str:
     """What differs from one process, in words; nothing if nothing does."""
     for noun, names, values, expected_values in (
-            ("the gradient of ", result["names"], result["gradients"], expected_result["gradients"]),
-            ("the variable ", list(result["variables"]), list(result["variables"].values()),
-             list(expected_result["variables"].values())),
-            ("result ", [], result["answer"], expected_result["answer"])):
+        ("the gradient of ", result["names"], result["gradients"], expected_result["gradients"]),
+        (
+            "the variable ",
+            list(result["variables"]),
+            list(result["variables"].values()),
+            list(expected_result["variables"].values()),
+        ),
+        ("result ", [], result["answer"], expected_result["answer"]),
+    ):
         if len(values) != len(expected_values):
             return f"there are {len(values)} and not {len(expected_values)} of {noun.split()[-1]}s"
-        largest = max((_greatest(tensor) for tensor in expected_values if tensor is not None and tensor.numel()),
-                      default=0.0)
+        largest = max(
+            (
+                _greatest(tensor)
+                for tensor in expected_values
+                if tensor is not None and tensor.numel()
+            ),
+            default=0.0,
+        )
         for place, (value, expected) in enumerate(zip(values, expected_values, strict=True)):
             if not _are_near(value, expected, floor=_FLOOR * largest):
                 name = names[place] if place < len(names) else place
@@ -173,8 +209,12 @@ def _are_near(value: Any, expected: Any, *, floor: float) -> bool:
     if not value.numel():
         return True
     # Keras multiplies matrices in float32 even where its variables are float64.
-    eps = max(torch.finfo(kind).eps for kind in (value.dtype, torch.float32)) if value.is_floating_point() else 0.0
-    relative = ROUNDINGS * eps ** 0.5
+    eps = (
+        max(torch.finfo(kind).eps for kind in (value.dtype, torch.float32))
+        if value.is_floating_point()
+        else 0.0
+    )
+    relative = ROUNDINGS * eps**0.5
     value, expected = value.detach().cpu().double(), expected.cpu().double()
     near = (value - expected).abs() <= relative * max(_greatest(expected), floor)
     return bool((near | (value == expected) | (value.isnan() & expected.isnan())).all())
@@ -189,4 +229,8 @@ def _shown(tensor: Any) -> str:
     if tensor is None:
         return "nothing"
     values = tensor.detach().double().reshape(-1)
-    return f"{float(values[0]):.6g}" if len(values) == 1 else f"a tensor of norm {float(values.norm()):.6g}"
+    return (
+        f"{float(values[0]):.6g}"
+        if len(values) == 1
+        else f"a tensor of norm {float(values.norm()):.6g}"
+    )

@@ -88,7 +88,9 @@ class ForkServer:
         self._out_of_place = out_of_place
         self._control, child_end = multiprocessing.Pipe()
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(child_end,), name="fork server", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(child_end,), name="fork server", daemon=True
+        )
         self._thread.start()
 
     def _run(self, child_end: Connection) -> None:
@@ -109,7 +111,9 @@ class ForkServer:
             child_end.close()
         return _ServedFork(self, pid, parent_end)
 
-    def ask(self, verb: str, *, data: bytes | None = None, handle: int | None = None, **options: Any) -> Any:
+    def ask(
+        self, verb: str, *, data: bytes | None = None, handle: int | None = None, **options: Any
+    ) -> Any:
         """
         Raises:
             RuntimeError: the server has ended.
@@ -154,7 +158,9 @@ def _serve(connections: Sequence[Connection]) -> None:
         answer = None
         if order["do"] == "fork":
             child_end = Connection(recv_handle(control))
-            process = _process(_be_sent, control.recv_bytes(), order["device"], child_end, control, os.getpid())
+            process = _process(
+                _be_sent, control.recv_bytes(), order["device"], child_end, control, os.getpid()
+            )
             processes[answer := process.pid or 0] = process
             child_end.close()
         else:
@@ -166,7 +172,9 @@ def _serve(connections: Sequence[Connection]) -> None:
         control.send_bytes(json.dumps(answer).encode())
 
 
-def _be_sent(data: bytes, device: str, connection: Connection, control: Connection, parent_pid: int) -> None:
+def _be_sent(
+    data: bytes, device: str, connection: Connection, control: Connection, parent_pid: int
+) -> None:
     import keras
     import torch
 
@@ -189,18 +197,24 @@ def _forked(live: Life, not_its: Sequence[Connection]) -> tuple[BaseProcess, Con
 
 
 def _process(target: Callable[..., None], *arguments: Any) -> BaseProcess:
-    process = multiprocessing.get_context("fork").Process(target=target, args=arguments, daemon=True)
+    process = multiprocessing.get_context("fork").Process(
+        target=target, args=arguments, daemon=True
+    )
     process.start()
     return process
 
 
-def _be_fork(live: Life, connection: Connection, not_ours: Sequence[Connection], parent_pid: int) -> None:
+def _be_fork(
+    live: Life, connection: Connection, not_ours: Sequence[Connection], parent_pid: int
+) -> None:
     try:
         # What is garbage in the parent stays where it is: to destroy a process group is to wait for threads that a fork
         # does not have, for ever or until a segmentation fault.
         gc.freeze()
         die_with(parent_pid)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the calling process decides what an interrupt means
+        signal.signal(
+            signal.SIGINT, signal.SIG_IGN
+        )  # the calling process decides what an interrupt means
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # the calling process prints the same
         for other in not_ours:
             other.close()

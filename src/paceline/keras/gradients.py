@@ -32,18 +32,30 @@ class Gradients:
 
     def patches(self) -> list[Patch]:
         """(owner, name, replacement)."""
-        changes: list[Patch] = [(torch.autograd, "backward", in_part(torch.autograd.backward, self._backward))]
+        changes: list[Patch] = [
+            (torch.autograd, "backward", in_part(torch.autograd.backward, self._backward))
+        ]
         for kind in with_subclasses(BaseOptimizer):
             if "apply" in vars(kind):
                 changes.append((kind, "apply", self._applying(vars(kind)["apply"])))
         return changes
 
-    def _backward(self, part: Part, original: Any, tensors: Any, grad_tensors: Any = None,
-                  retain_graph: bool | None = None, create_graph: bool = False, **others: Any) -> None:
+    def _backward(
+        self,
+        part: Part,
+        original: Any,
+        tensors: Any,
+        grad_tensors: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        **others: Any,
+    ) -> None:
         def backward() -> None:
             original(tensors, grad_tensors, retain_graph, create_graph, **others)
 
-        if self._is_in_backward or create_graph:  # torch's own call under a mode; a part of a longer computation
+        if (
+            self._is_in_backward or create_graph
+        ):  # torch's own call under a mode; a part of a longer computation
             return backward()
         parameters = [parameter for parameter in self._parameters() if parameter.requires_grad]
         before = [parameter.grad for parameter in parameters]
@@ -70,8 +82,11 @@ class Gradients:
             grads = list(grads)
             part = current_part()
             if part is not None and not all(map(self._is_reduced, grads)):
-                grads = reduced(part, grads, [_value(variable) for variable in _variables(
-                    optimizer, trainable_variables)])
+                grads = reduced(
+                    part,
+                    grads,
+                    [_value(variable) for variable in _variables(optimizer, trainable_variables)],
+                )
             if self.recorder is not None:
                 self.recorder(grads)
             self._is_applying = True
@@ -91,27 +106,43 @@ class Gradients:
         return known is not None and known[0] is gradient and known[1] == gradient._version
 
 
-def reduced(part: Part, gradients: Sequence[torch.Tensor | None], like: Sequence[torch.Tensor],
-            ) -> list[torch.Tensor | None]:
+def reduced(
+    part: Part,
+    gradients: Sequence[torch.Tensor | None],
+    like: Sequence[torch.Tensor],
+) -> list[torch.Tensor | None]:
     """The weighted means over all ranks; None where no rank has a gradient. One collective a dtype."""
     means: list[torch.Tensor | None] = [None] * len(gradients)
-    kinds = [like[i].dtype if gradient is None else gradient.dtype for i, gradient in enumerate(gradients)]
+    kinds = [
+        like[i].dtype if gradient is None else gradient.dtype
+        for i, gradient in enumerate(gradients)
+    ]
     for kind in dict.fromkeys(kinds):
         places = [i for i, its in enumerate(kinds) if its is kind]
         taken = [gradients[i] for i in places]
-        flat = torch.cat([*(torch.zeros_like(like[i], dtype=kind).reshape(-1) if gradient is None
-                            else gradient.detach().reshape(-1) * part.weight
-                            for i, gradient in zip(places, taken, strict=True)),
-                          torch.tensor([float(gradient is not None) for gradient in taken], dtype=kind,
-                                       device=like[places[0]].device)])
+        flat = torch.cat(
+            [
+                *(
+                    torch.zeros_like(like[i], dtype=kind).reshape(-1)
+                    if gradient is None
+                    else gradient.detach().reshape(-1) * part.weight
+                    for i, gradient in zip(places, taken, strict=True)
+                ),
+                torch.tensor(
+                    [float(gradient is not None) for gradient in taken],
+                    dtype=kind,
+                    device=like[places[0]].device,
+                ),
+            ]
+        )
         if not part.count:  # not a product: what a stand-in computes may be infinite
-            flat[:-len(places)] = 0
+            flat[: -len(places)] = 0
         flat = part.group.sum(flat)
-        users, start = flat[-len(places):].tolist(), 0
+        users, start = flat[-len(places) :].tolist(), 0
         for i, num_users in zip(places, users, strict=True):
             size = like[i].numel()
             if num_users:
-                means[i] = flat[start:start + size].reshape(like[i].shape).clone()
+                means[i] = flat[start : start + size].reshape(like[i].shape).clone()
             start += size
     return means
 
@@ -122,4 +153,3 @@ def _variables(optimizer: Any, variables: Any) -> list[Any]:
 
 def _value(variable: Any) -> torch.Tensor:
     return getattr(variable, "_value", variable)
-

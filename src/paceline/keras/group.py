@@ -57,14 +57,18 @@ class RankGroup:
         """The ranks' tensors one after the other along dim 0. lengths: of each rank's dim 0."""
         rest, longest = tensor.shape[1:], max(lengths)
         padded = tensor.new_zeros((longest, *rest))
-        padded[:lengths[self.rank]] = tensor
+        padded[: lengths[self.rank]] = tensor
         if not padded.numel():
             return tensor.new_zeros((sum(lengths), *rest))
         group, sent = self._group_of(padded.reshape(-1).view(torch.uint8))  # any dtype
         received = [torch.empty_like(sent) for _ in lengths]
         group.allgather([received], [sent]).wait()
-        return torch.cat([part.view(tensor.dtype).reshape(longest, *rest)[:length]
-                          for part, length in zip(received, lengths, strict=True)]).to(tensor.device)
+        return torch.cat(
+            [
+                part.view(tensor.dtype).reshape(longest, *rest)[:length]
+                for part, length in zip(received, lengths, strict=True)
+            ]
+        ).to(tensor.device)
 
     def _group_of(self, tensor: torch.Tensor) -> tuple[Any, torch.Tensor]:
         """Who sends the tensor, and the tensor where that one takes it from."""

@@ -21,12 +21,19 @@ _OVER_SAMPLES = ("sum_over_batch_size", "mean")
 
 def patches() -> list[Patch]:
     """(owner, name, replacement): the two functions by which every `keras.Loss` reduces its values."""
-    return [(keras_loss, "reduce_values", in_part(keras_loss.reduce_values, _reduced)),
-            (keras_loss, "apply_mask", in_part(keras_loss.apply_mask, _masked))]
+    return [
+        (keras_loss, "reduce_values", in_part(keras_loss.reduce_values, _reduced)),
+        (keras_loss, "apply_mask", in_part(keras_loss.apply_mask, _masked)),
+    ]
 
 
-def _reduced(part: Part, original: Any, values: Any, sample_weight: Any = None,
-             reduction: Any = "sum_over_batch_size") -> Any:
+def _reduced(
+    part: Part,
+    original: Any,
+    values: Any,
+    sample_weight: Any = None,
+    reduction: Any = "sum_over_batch_size",
+) -> Any:
     if reduction in (None, "none") or tuple(values.shape) in ((), (0,)):
         return original(values, sample_weight, reduction)
     if not part.count and reduction == "sum":
@@ -39,7 +46,9 @@ def _reduced(part: Part, original: Any, values: Any, sample_weight: Any = None,
     return original(values, sample_weight, reduction)
 
 
-def _masked(part: Part, original: Any, sample_weight: Any, mask: Any, dtype: Any, reduction: Any) -> Any:
+def _masked(
+    part: Part, original: Any, sample_weight: Any, mask: Any, dtype: Any, reduction: Any
+) -> Any:
     """Keras weighs what a mask leaves so that a mean over all values is the mean over these; here over all ranks'."""
     weights = original(sample_weight, mask, dtype, reduction)
     if mask is not None and reduction in _OVER_SAMPLES:
@@ -47,5 +56,7 @@ def _masked(part: Part, original: Any, sample_weight: Any, mask: Any, dtype: Any
         valid = mask.to(torch.float64).sum()
         all_size, all_valid = part.sum(torch.stack([size, valid]))
         # In place, as Keras changes the sample weights that it was given.
-        weights.mul_(torch.where(all_valid > 0, valid / size * all_size / all_valid, 0).to(weights.dtype))
+        weights.mul_(
+            torch.where(all_valid > 0, valid / size * all_size / all_valid, 0).to(weights.dtype)
+        )
     return weights

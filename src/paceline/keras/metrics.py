@@ -23,9 +23,11 @@ _HINT = "give the metric values that have the samples along dim 0, or train with
 
 def patches() -> list[Patch]:
     """(owner, name, replacement): `update_state` of every class of metrics but those that only hold others."""
-    return [(kind, "update_state", in_part(vars(kind)["update_state"], _updated))
-            for kind in with_subclasses(Metric)
-            if "update_state" in vars(kind) and kind.__module__ != "keras.src.trainers.compile_utils"]
+    return [
+        (kind, "update_state", in_part(vars(kind)["update_state"], _updated))
+        for kind in with_subclasses(Metric)
+        if "update_state" in vars(kind) and kind.__module__ != "keras.src.trainers.compile_utils"
+    ]
 
 
 def _updated(part: Part, original: Any, metric: Any, *args: Any, **kwargs: Any) -> Any:
@@ -42,7 +44,8 @@ def _adds_up(metric: Any) -> bool:
     kind = next(kind for kind in type(metric).__mro__ if "update_state" in vars(kind))
     function = getattr(metric, "_fn", None) if isinstance(metric, MeanMetricWrapper) else None
     return kind.__module__.startswith("keras.src.metrics.") and (
-        function is None or getattr(function, "__module__", "").startswith("keras.src."))
+        function is None or getattr(function, "__module__", "").startswith("keras.src.")
+    )
 
 
 def _is_of_samples(part: Part, arguments: Any) -> bool:
@@ -61,7 +64,9 @@ def _summed(part: Part, original: Any, metric: Any, *args: Any, **kwargs: Any) -
         for kind in {variable.value.dtype for variable in metric.variables}:
             same = [variable for variable in metric.variables if variable.value.dtype == kind]
             sums = part.sum(torch.cat([variable.value.reshape(-1) for variable in same]))
-            for variable, total in zip(same, sums.split([variable.value.numel() for variable in same]), strict=True):
+            for variable, total in zip(
+                same, sums.split([variable.value.numel() for variable in same]), strict=True
+            ):
                 variable.value.copy_(total.reshape(variable.value.shape))
         for variable, earlier in zip(variables, before, strict=True):
             variable.value.add_(earlier)
@@ -69,15 +74,22 @@ def _summed(part: Part, original: Any, metric: Any, *args: Any, **kwargs: Any) -
 
 def _of_whole_batch(part: Part, arguments: Any, metric: Any) -> Any:
     """What the metric would be given by one process."""
+
     def whole(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dim() == 0:
             if not tensor.is_floating_point():
-                raise PlanRefused(f"the metric {metric.name!r} is given a whole number for a part of the batch, and "
-                                  "Paceline can't know whether numbers of parts add up", hint=_HINT)
+                raise PlanRefused(
+                    f"the metric {metric.name!r} is given a whole number for a part of the batch, and "
+                    "Paceline can't know whether numbers of parts add up",
+                    hint=_HINT,
+                )
             return part.mean(tensor)
         if tensor.shape[0] % part.rows:
-            raise PlanRefused(f"the metric {metric.name!r} is given a tensor of shape {tuple(tensor.shape)} for "
-                              f"{part.rows} samples", hint=_HINT)
+            raise PlanRefused(
+                f"the metric {metric.name!r} is given a tensor of shape {tuple(tensor.shape)} for "
+                f"{part.rows} samples",
+                hint=_HINT,
+            )
         gathered = part.gathered(tensor)
         mask = backend.get_keras_mask(tensor)
         if mask is not None:

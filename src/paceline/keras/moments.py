@@ -17,18 +17,24 @@ def patches() -> list[Patch]:
     return [(BatchNormalization, "_moments", in_part(BatchNormalization._moments, _moments))]
 
 
-def _moments(part: Part, original: Any, layer: Any, inputs: torch.Tensor, mask: Any) -> tuple[Any, Any]:
+def _moments(
+    part: Part, original: Any, layer: Any, inputs: torch.Tensor, mask: Any
+) -> tuple[Any, Any]:
     """As Keras computes them: without a mask E[x^2] - E[x]^2, with one the mean squared distance."""
     axes = layer._reduction_axes
     values = inputs.float() if inputs.dtype in (torch.float16, torch.bfloat16) else inputs
     if mask is None:
         total = values.sum(dim=axes)
         count = torch.full_like(total, values.numel() // total.numel())
-        total, square, count = _sum(part, torch.stack([total, values.square().sum(dim=axes), count]))
+        total, square, count = _sum(
+            part, torch.stack([total, values.square().sum(dim=axes), count])
+        )
         mean = total / count
         variance = square / count - mean.square()
     else:
-        present = ops.cast(ops.broadcast_to(ops.expand_dims(mask, axis=-1), ops.shape(inputs)), "bool")
+        present = ops.cast(
+            ops.broadcast_to(ops.expand_dims(mask, axis=-1), ops.shape(inputs)), "bool"
+        )
         values = torch.where(present, values, 0)
         sums = torch.stack([values.sum(dim=axes), present.to(values.dtype).sum(dim=axes)])
         total, count = _sum(part, sums)

@@ -48,9 +48,13 @@ class _Rule:
 
     def __init__(self, optimizer: Any, named: dict[str, nn.Parameter]) -> None:
         self.optimizer = optimizer
-        self.variables = {id(parameter): _variable(name, parameter) for name, parameter in named.items()}
+        self.variables = {
+            id(parameter): _variable(name, parameter) for name, parameter in named.items()
+        }
         optimizer.build(list(self.variables.values()))
-        self.kept: dict[int, dict[str, Any]] = {id(variable): {} for variable in self.variables.values()}
+        self.kept: dict[int, dict[str, Any]] = {
+            id(variable): {} for variable in self.variables.values()
+        }
         self.shared: dict[str, Any] = {}
         for name, value in vars(optimizer).items():
             if name in _NOT_STATE:
@@ -74,9 +78,13 @@ class _Rule:
         if isinstance(self.optimizer._learning_rate, keras.Variable):
             self.optimizer.learning_rate = group[_LEARNING_RATE]
         else:
-            group[_LEARNING_RATE] = float(self.optimizer.learning_rate)  # of a Keras schedule, by the number of steps
-        self.optimizer.apply([parameter.grad for parameter in used],
-                             [self.variables[id(parameter)] for parameter in used])
+            group[_LEARNING_RATE] = float(
+                self.optimizer.learning_rate
+            )  # of a Keras schedule, by the number of steps
+        self.optimizer.apply(
+            [parameter.grad for parameter in used],
+            [self.variables[id(parameter)] for parameter in used],
+        )
         for parameter in used:
             for name, variable in self.kept[id(self.variables[id(parameter)])].items():
                 state[parameter][name] = variable._value.detach()
@@ -85,8 +93,17 @@ class _Rule:
 
     def _adopt(self, used: list[nn.Parameter], state: Any) -> None:
         """Go on with the state that is there, which may be a checkpoint's, where the parameters are by now."""
-        move((*self.shared.values(), *(slot for parameter in used for slot in self.kept[
-            id(self.variables[id(parameter)])].values())), used[0].device)
+        move(
+            (
+                *self.shared.values(),
+                *(
+                    slot
+                    for parameter in used
+                    for slot in self.kept[id(self.variables[id(parameter)])].values()
+                ),
+            ),
+            used[0].device,
+        )
         for parameter in used:
             variable = self.variables[id(parameter)]
             variable._value = parameter
@@ -100,7 +117,9 @@ class _Rule:
 
 def _variable(name: str, parameter: nn.Parameter) -> Any:
     """A Keras variable that is this parameter; its path, which weight decay may leave out, is the model's."""
-    variable = keras.Variable(torch.zeros_like(parameter.detach()), trainable=True, name=name.replace("/", "_"))
+    variable = keras.Variable(
+        torch.zeros_like(parameter.detach()), trainable=True, name=name.replace("/", "_")
+    )
     variable._value = parameter
     variable._path = name.partition("_torch_params.")[2] or name
     variable._name = variable._path.rpartition("/")[2]

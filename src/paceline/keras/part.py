@@ -41,7 +41,7 @@ class Part:
     @property
     def start(self) -> int:
         """Of this rank's rows in the batch."""
-        return sum(self.counts[:self.group.rank]) if self.count else 0
+        return sum(self.counts[: self.group.rank]) if self.count else 0
 
     @property
     def weight(self) -> float:
@@ -63,8 +63,10 @@ class Part:
     def gathered(self, tensor: torch.Tensor) -> torch.Tensor:
         """All ranks' rows in the order of the batch; dim 0 has one or several for each sample. A collective."""
         per_sample = tensor.shape[0] // self.rows
-        return self.group.gather(tensor.detach()[:per_sample * self.count],
-                                 [per_sample * count for count in self.counts])
+        return self.group.gather(
+            tensor.detach()[: per_sample * self.count],
+            [per_sample * count for count in self.counts],
+        )
 
 
 _current: list[Part | None] = [None]
@@ -87,8 +89,13 @@ def computing(part: Part | None) -> Iterator[None]:
 
 def in_part(original: Any, replacement: Any) -> Any:
     """A function that is `replacement(part, original, *args, **kwargs)` while a part is computed, else `original`."""
+
     def function(*args: Any, **kwargs: Any) -> Any:
         part = current_part()
-        return original(*args, **kwargs) if part is None else replacement(part, original, *args, **kwargs)
+        return (
+            original(*args, **kwargs)
+            if part is None
+            else replacement(part, original, *args, **kwargs)
+        )
 
     return function

@@ -49,15 +49,23 @@ class Ranks:
     """
 
     def __init__(self, model: Any, devices: Sequence[Device]) -> None:
-        self.model, self.devices, self.size = model, [name_of(device) for device in devices], len(devices)
-        self._uses_nccl = devices[0].kind == "cuda" and all(device.num_sharing == 1 for device in devices)
+        self.model, self.devices, self.size = (
+            model,
+            [name_of(device) for device in devices],
+            len(devices),
+        )
+        self._uses_nccl = devices[0].kind == "cuda" and all(
+            device.num_sharing == 1 for device in devices
+        )
         self._computation = Computation(model)
         self._workers: list[Fork] = []
         self._forks: Forks = OwnForks()
         self._group: RankGroup | None = None
         self._structure: list[Any] = []
         self._versions: list[int] = []
-        self._orders: dict[str, str] = {}  # of random rows, by kind of step, once its first one was tried
+        self._orders: dict[
+            str, str
+        ] = {}  # of random rows, by kind of step, once its first one was tried
         self._folder = Path()
 
     @contextmanager
@@ -67,11 +75,21 @@ class Ranks:
         functions = {f"{kind}_function": getattr(self.model, f"{kind}_function") for kind in KINDS}
         threads = torch.get_num_threads()
         is_on_cpu = self.devices[0] == "cpu"
-        self._forks = OwnForks() if is_on_cpu and forks_can_use_cuda() else ForkServer(self._computation.out_of_place)
-        with (temporary_folder() as self._folder, closing(self._forks), on_device(self.model, self.devices[0]),
-              self._computation.in_place()):
+        self._forks = (
+            OwnForks()
+            if is_on_cpu and forks_can_use_cuda()
+            else ForkServer(self._computation.out_of_place)
+        )
+        with (
+            temporary_folder() as self._folder,
+            closing(self._forks),
+            on_device(self.model, self.devices[0]),
+            self._computation.in_place(),
+        ):
             for kind in KINDS:
-                setattr(self.model, f"{kind}_function", lambda data, kind=kind: self.step(kind, data[0]))
+                setattr(
+                    self.model, f"{kind}_function", lambda data, kind=kind: self.step(kind, data[0])
+                )
             try:
                 yield
                 self._compare()
@@ -93,17 +111,34 @@ class Ranks:
         counts = tuple(len(cut) for cut in cuts)
         if kind not in self._orders:
             self._orders[kind] = first_step.settled_order(
-                first_step.Trial(self._computation, kind, batch, tuple(cuts), self._uses_nccl,
-                                 random_state(self.devices[0])), self._forks, self.devices, self._folder)
+                first_step.Trial(
+                    self._computation,
+                    kind,
+                    batch,
+                    tuple(cuts),
+                    self._uses_nccl,
+                    random_state(self.devices[0]),
+                ),
+                self._forks,
+                self.devices,
+                self._folder,
+            )
         self._begin(kind, batch, cuts)
         with self._failures():
             assert self._group is not None
-            answer = self._computation.step(kind, rows_of(batch, cuts[0]),
-                                            Part(self._group, counts, self._orders[kind]))
+            answer = self._computation.step(
+                kind, rows_of(batch, cuts[0]), Part(self._group, counts, self._orders[kind])
+            )
             if kind == "predict":
-                answer = joined([answer, *(receive(worker.connection)["outputs"] for worker in self._workers)], counts)
+                answer = joined(
+                    [answer, *(receive(worker.connection)["outputs"] for worker in self._workers)],
+                    counts,
+                )
         model_variables = variables(self.model)  # a first step may make some
-        self._structure, self._versions = structure(self.model, model_variables), versions(model_variables)
+        self._structure, self._versions = (
+            structure(self.model, model_variables),
+            versions(model_variables),
+        )
         return answer
 
     def _begin(self, kind: str, batch: Any, cuts: list[range]) -> None:
@@ -115,10 +150,20 @@ class Ranks:
         if not self._workers:
             self._start()
             self._versions = versions(model_variables)
-        changed = {index: variable._value.data for index, (variable, before, now) in enumerate(
-            zip(model_variables, self._versions, versions(model_variables), strict=True)) if before != now}
-        message = {"kind": kind, "counts": [len(cut) for cut in cuts], "order": self._orders[kind], "changed": changed,
-                   "random": random_state(self.devices[0])}
+        changed = {
+            index: variable._value.data
+            for index, (variable, before, now) in enumerate(
+                zip(model_variables, self._versions, versions(model_variables), strict=True)
+            )
+            if before != now
+        }
+        message = {
+            "kind": kind,
+            "counts": [len(cut) for cut in cuts],
+            "order": self._orders[kind],
+            "changed": changed,
+            "random": random_state(self.devices[0]),
+        }
         with self._failures():
             for cut, worker in zip(cuts[1:], self._workers, strict=True):
                 send(worker.connection, {**message, "batch": rows_of(batch, cut)})
@@ -126,15 +171,27 @@ class Ranks:
     def _start(self) -> None:
         rendezvous = self._folder / uuid.uuid4().hex
         for rank in range(1, self.size):
-            self._workers.append(self._forks.fork(
-                partial(be_worker, computation=self._computation, rank=rank, size=self.size, rendezvous=rendezvous,
-                        uses_nccl=self._uses_nccl), self.devices[rank]))
+            self._workers.append(
+                self._forks.fork(
+                    partial(
+                        be_worker,
+                        computation=self._computation,
+                        rank=rank,
+                        size=self.size,
+                        rendezvous=rendezvous,
+                        uses_nccl=self._uses_nccl,
+                    ),
+                    self.devices[rank],
+                )
+            )
         use_threads(self.size)
         with self._failures():
             self._group = RankGroup(0, self.size, rendezvous, uses_nccl=self._uses_nccl)
         if self._uses_nccl:
             descriptors = [worker.connection.fileno() for worker in self._workers]
-            threading.Thread(target=_abort_without, args=(self._group, descriptors), daemon=True).start()
+            threading.Thread(
+                target=_abort_without, args=(self._group, descriptors), daemon=True
+            ).start()
 
     def _end(self) -> None:
         if self._group is not None:
@@ -155,18 +212,27 @@ class Ranks:
         if not self._workers or self._group is None:
             return
         model_variables = variables(self.model)
-        unchanged = [i for i, (before, now) in enumerate(zip(self._versions, versions(model_variables), strict=False))
-                     if before == now]
+        unchanged = [
+            i
+            for i, (before, now) in enumerate(
+                zip(self._versions, versions(model_variables), strict=False)
+            )
+            if before == now
+        ]
         with self._failures():
             for worker in self._workers:
                 send(worker.connection, {"kind": "compare"})
-            all_sums = self._group.gather(checksums(model_variables).reshape(1, -1), [1] * self.size)
+            all_sums = self._group.gather(
+                checksums(model_variables).reshape(1, -1), [1] * self.size
+            )
         same = ((all_sums == all_sums[0]) | all_sums.isnan()).all(dim=0).reshape(-1, 2).all(dim=1)
         different = [model_variables[i].path for i in unchanged if not same[i]]
         if different:
-            raise DriftError(f"ranks that should be equal are not: {', '.join(different[:5])}",
-                             hint="a training step that draws random numbers by other means than torch, Keras or "
-                                  "numpy, or that keeps state outside of Keras variables, needs plan='single'")
+            raise DriftError(
+                f"ranks that should be equal are not: {', '.join(different[:5])}",
+                hint="a training step that draws random numbers by other means than torch, Keras or "
+                "numpy, or that keeps state outside of Keras variables, needs plan='single'",
+            )
 
     @contextmanager
     def _failures(self) -> Iterator[None]:
@@ -174,8 +240,11 @@ class Ranks:
         try:
             yield
         except (RuntimeError, OSError, EOFError) as error:
-            failures = [failure for rank, worker in enumerate(self._workers, 1)
-                        if (failure := _failure(rank, worker))]
+            failures = [
+                failure
+                for rank, worker in enumerate(self._workers, 1)
+                if (failure := _failure(rank, worker))
+            ]
             if failures and not cause_of(failures).heard:
                 raise RankFailed(cause_of(failures)) from error
             raise
@@ -211,10 +280,14 @@ def _samples(batch: Any) -> int:
     try:
         lengths = [tensor.shape[0] if tensor.dim() else None for tensor in tensors_of(batch)]
     except TypeError as error:
-        raise UsageError(f"a batch holds {error}, which can't be cut into samples",
-                         hint="tensors and arrays, in tuples and dictionaries; or plan='single'") from error
+        raise UsageError(
+            f"a batch holds {error}, which can't be cut into samples",
+            hint="tensors and arrays, in tuples and dictionaries; or plan='single'",
+        ) from error
     if not lengths or None in lengths or len(set(lengths)) > 1:
-        raise UsageError(f"a batch has tensors of {', '.join(map(str, lengths)) or 'no'} samples along dim 0",
-                         hint="each tensor of a batch must have its samples along dim 0; or plan='single'")
+        raise UsageError(
+            f"a batch has tensors of {', '.join(map(str, lengths)) or 'no'} samples along dim 0",
+            hint="each tensor of a batch must have its samples along dim 0; or plan='single'",
+        )
     assert lengths[0] is not None
     return lengths[0]

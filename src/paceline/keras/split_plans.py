@@ -24,10 +24,20 @@ from paceline.keras.elsewhere import train_elsewhere
 from paceline.strategies.plan import Plan
 
 _STEP_HOOKS = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
-_TAKEN = ("batch_size", "epochs", "verbose", "callbacks", "validation_split", "validation_data", "shuffle")
+_TAKEN = (
+    "batch_size",
+    "epochs",
+    "verbose",
+    "callbacks",
+    "validation_split",
+    "validation_data",
+    "shuffle",
+)
 
 
-def fit(model: Any, x: Any, y: Any, plan: Plan, devices: str | None, arguments: Mapping[str, Any]) -> Any:
+def fit(
+    model: Any, x: Any, y: Any, plan: Plan, devices: str | None, arguments: Mapping[str, Any]
+) -> Any:
     """Train the model under the plan, in place; Keras's History, with the loss and the validation loss of each epoch.
 
     arguments: of `model.fit`.
@@ -36,28 +46,44 @@ def fit(model: Any, x: Any, y: Any, plan: Plan, devices: str | None, arguments: 
         UsageError: an argument or a callback asks for what a job does not have.
         JobError: so does the model.
     """
-    if unknown := sorted(name for name, value in arguments.items() if name not in _TAKEN and value is not None):
-        raise UsageError(f"fit under '{plan}' does not take {', '.join(unknown)}", hint="plan='data=N' takes them all")
+    if unknown := sorted(
+        name for name, value in arguments.items() if name not in _TAKEN and value is not None
+    ):
+        raise UsageError(
+            f"fit under '{plan}' does not take {', '.join(unknown)}",
+            hint="plan='data=N' takes them all",
+        )
     refuse_other_kinds()
     epochs = arguments.get("epochs", 1)
     callbacks = keras.callbacks.CallbackList(
-        arguments.get("callbacks"), add_history=True, add_progbar=False, model=model, epochs=epochs)
+        arguments.get("callbacks"), add_history=True, add_progbar=False, model=model, epochs=epochs
+    )
     for callback in callbacks.callbacks:
         _check(callback, plan)
     if (model.get_compile_config() or {}).get("metrics"):
-        warnings.warn(f"under '{plan}' metrics are not computed while the model trains: evaluate(...) computes them",
-                      stacklevel=5)
-    x, y, validation = _parted(x, y, arguments.get("validation_data"), arguments.get("validation_split", 0.0))
+        warnings.warn(
+            f"under '{plan}' metrics are not computed while the model trains: evaluate(...) computes them",
+            stacklevel=5,
+        )
+    x, y, validation = _parted(
+        x, y, arguments.get("validation_data"), arguments.get("validation_split", 0.0)
+    )
     listener = _TellsKeras(model, callbacks)
     shuffles = arguments.get("shuffle", True)
     fields: dict[str, Any] = {
-        "batch_size": arguments.get("batch_size") or 32, "epochs": epochs, "validation_data": validation,
+        "batch_size": arguments.get("batch_size") or 32,
+        "epochs": epochs,
+        "validation_data": validation,
         "seed": int(np.random.randint(2**31)),
-        "sampler": None if shuffles else torch.utils.data.SequentialSampler(range(_size(x)))}
+        "sampler": None if shuffles else torch.utils.data.SequentialSampler(range(_size(x))),
+    }
     with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
         run = Path(folder) / "run"
-        options: dict[str, Any] = {"devices": devices, "run": run,
-                                   "table": arguments.get("verbose", 1) not in (0, "0")}
+        options: dict[str, Any] = {
+            "devices": devices,
+            "run": run,
+            "table": arguments.get("verbose", 1) not in (0, "0"),
+        }
         model.stop_training = False
         callbacks.on_train_begin()
         if forks_can_use_cuda():
@@ -79,7 +105,12 @@ class _TellsKeras(Callback):
     """
 
     def __init__(self, model: Any, callbacks: Any) -> None:
-        self.model, self.callbacks, self.logs, self.has_weights = model, callbacks, dict[str, float](), False
+        self.model, self.callbacks, self.logs, self.has_weights = (
+            model,
+            callbacks,
+            dict[str, float](),
+            False,
+        )
 
     def on_epoch(self, run: Any, epoch: EpochReport) -> None:
         load_weights(self.model, run.state_dict())
@@ -92,9 +123,14 @@ class _TellsKeras(Callback):
         self.callbacks.on_epoch_end(epoch.epoch, self.logs)
         if self.model.stop_training:
             run.stop("a callback of Keras stopped it")
-        elif any(not np.array_equal(value, other) for value, other in zip(_values(self.model), before, strict=True)):
-            raise UsageError("a callback changed weights or the learning rate, which ranks do not hear of",
-                             hint="plan='data=N', or a schedule of keras.optimizers.schedules")
+        elif any(
+            not np.array_equal(value, other)
+            for value, other in zip(_values(self.model), before, strict=True)
+        ):
+            raise UsageError(
+                "a callback changed weights or the learning rate, which ranks do not hear of",
+                hint="plan='data=N', or a schedule of keras.optimizers.schedules",
+            )
 
 
 def _values(model: Any) -> list[Any]:
@@ -109,20 +145,29 @@ def _check(callback: Any, plan: Plan) -> None:
     """
     for hook in _STEP_HOOKS:
         if not type(callback).__module__.startswith("keras.") and (
-                getattr(type(callback), hook) is not getattr(keras.callbacks.Callback, hook)):
-            raise UsageError(f"{type(callback).__name__}.{hook}: under '{plan}' callbacks hear of epochs alone",
-                             hint="on_epoch_end, or plan='data=N'")
+            getattr(type(callback), hook) is not getattr(keras.callbacks.Callback, hook)
+        ):
+            raise UsageError(
+                f"{type(callback).__name__}.{hook}: under '{plan}' callbacks hear of epochs alone",
+                hint="on_epoch_end, or plan='data=N'",
+            )
 
 
 def _parted(x: Any, y: Any, validation: Any, part: float) -> tuple[Any, Any, Any]:
     """Training and validation data; the latter is the last part, as Keras has it."""
     if y is None:
-        raise UsageError("under a plan that splits the model, x and y must be arrays, or dictionaries or lists of them",
-                         hint="plan='data=N' takes a PyDataset, a DataLoader or a generator")
+        raise UsageError(
+            "under a plan that splits the model, x and y must be arrays, or dictionaries or lists of them",
+            hint="plan='data=N' takes a PyDataset, a DataLoader or a generator",
+        )
     if validation is not None or not part:
         return x, y, validation
     size = math.floor(_size(x) * (1.0 - part))
-    return _cut(x, slice(size)), _cut(y, slice(size)), (_cut(x, slice(size, None)), _cut(y, slice(size, None)))
+    return (
+        _cut(x, slice(size)),
+        _cut(y, slice(size)),
+        (_cut(x, slice(size, None)), _cut(y, slice(size, None))),
+    )
 
 
 def _cut(value: Any, rows: slice) -> Any:

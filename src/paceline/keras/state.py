@@ -20,15 +20,28 @@ def optimizers(model: Any) -> list[Any]:
     """The compiled one, and those that a model with a training step of its own keeps in attributes."""
     values = [getattr(model, "optimizer", None)]  # which a model that is not compiled lacks
     for value in vars(model).values():
-        values += value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+        values += (
+            value.values()
+            if isinstance(value, dict)
+            else value
+            if isinstance(value, list | tuple)
+            else [value]
+        )
     return _distinct(value for value in values if isinstance(value, BaseOptimizer))
 
 
 def variables(model: Any) -> list[Any]:
     """Of the layers, the metrics, the optimizers and Keras's global seed, in an order that is equal on every rank."""
-    return _distinct(variable for variable in [*model.variables, *model.metrics_variables, *(
-        variable for optimizer in optimizers(model) for variable in optimizer.variables), global_seed_generator().state]
-        if variable._value is not None)
+    return _distinct(
+        variable
+        for variable in [
+            *model.variables,
+            *model.metrics_variables,
+            *(variable for optimizer in optimizers(model) for variable in optimizer.variables),
+            global_seed_generator().state,
+        ]
+        if variable._value is not None
+    )
 
 
 def _distinct(values: Iterable[Any]) -> list[Any]:
@@ -42,8 +55,13 @@ def versions(model_variables: Iterable[Any]) -> list[int]:
 
 def structure(model: Any, model_variables: Iterable[Any]) -> list[Any]:
     """All but the values of variables: which there are, which train, and plain attributes of layers and optimizers."""
-    return [[(id(variable._value), variable.trainable) for variable in model_variables],
-            *(sorted(_attributes(part)) for part in [model, *model._flatten_layers(), *optimizers(model)])]
+    return [
+        [(id(variable._value), variable.trainable) for variable in model_variables],
+        *(
+            sorted(_attributes(part))
+            for part in [model, *model._flatten_layers(), *optimizers(model)]
+        ),
+    ]
 
 
 def _attributes(part: Any) -> Iterator[tuple[str, str]]:
@@ -69,10 +87,13 @@ def random_state(device: str) -> dict[str, Any]:
     """
     version, words, next_gauss = random.getstate()
     _, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
-    return {"torch": torch.get_rng_state(), "numpy": torch.as_tensor(np.asarray(keys).astype(np.int64)),
-            "place": [int(position), int(has_gauss), float(gauss)],
-            "python": [version, torch.tensor(words), next_gauss],
-            "cuda": torch.cuda.get_rng_state(device) if device.startswith("cuda") else None}
+    return {
+        "torch": torch.get_rng_state(),
+        "numpy": torch.as_tensor(np.asarray(keys).astype(np.int64)),
+        "place": [int(position), int(has_gauss), float(gauss)],
+        "python": [version, torch.tensor(words), next_gauss],
+        "cuda": torch.cuda.get_rng_state(device) if device.startswith("cuda") else None,
+    }
 
 
 def set_random_state(state: dict[str, Any]) -> None:

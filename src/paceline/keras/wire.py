@@ -52,8 +52,10 @@ def send(connection: Connection, value: Any) -> None:
         TypeError: something in the value can't be sent. OSError: nobody reads.
     """
     tensors = [tensor.detach().cpu().contiguous() for tensor in tensors_of(value)]
-    heads = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape), given.is_cuda]
-             for tensor, given in zip(tensors, tensors_of(value), strict=True)]
+    heads = [
+        [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), given.is_cuda]
+        for tensor, given in zip(tensors, tensors_of(value), strict=True)
+    ]
     connection.send_bytes(json.dumps([_document(value, iter(range(len(tensors)))), heads]).encode())
     for tensor in tensors:
         if tensor.numel():
@@ -67,8 +69,13 @@ def receive(connection: Connection) -> Any:
         EOFError: the other end is closed.
     """
     document, heads = json.loads(connection.recv_bytes())
-    return _value(document, [_tensor(connection, dtype, shape).to("cuda" if is_cuda else "cpu")
-                             for dtype, shape, is_cuda in heads])
+    return _value(
+        document,
+        [
+            _tensor(connection, dtype, shape).to("cuda" if is_cuda else "cpu")
+            for dtype, shape, is_cuda in heads
+        ],
+    )
 
 
 def _tensor(connection: Connection, dtype: str, shape: list[int]) -> torch.Tensor:
@@ -85,14 +92,18 @@ def _document(value: Any, numbers: Any) -> Any:
     if isinstance(value, dict):
         return {"dict": [[key, _document(item, numbers)] for key, item in value.items()]}
     if isinstance(value, tuple | list):
-        return {"tuple" if isinstance(value, tuple) else "list": [_document(item, numbers) for item in value]}
+        return {
+            "tuple" if isinstance(value, tuple) else "list": [
+                _document(item, numbers) for item in value
+            ]
+        }
     return value
 
 
 def _value(document: Any, tensors: list[torch.Tensor]) -> Any:
     if not isinstance(document, dict):
         return document
-    (kind, content), = document.items()
+    ((kind, content),) = document.items()
     if kind == "tensor":
         return tensors[content]
     if kind == "dict":

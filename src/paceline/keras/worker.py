@@ -18,8 +18,15 @@ from paceline.launch.process.heartbeats import Heartbeat
 from paceline.launch.process.rank_process import use_threads
 
 
-def be_worker(connection: Connection, computation: Computation, *, rank: int, size: int, rendezvous: Path,
-              uses_nccl: bool) -> None:
+def be_worker(
+    connection: Connection,
+    computation: Computation,
+    *,
+    rank: int,
+    size: int,
+    rendezvous: Path,
+    uses_nccl: bool,
+) -> None:
     """The life of a fork that is a rank. It answers predictions and failures; it ends when nobody speaks to it."""
     steps, kind = 0, "start"
     try:
@@ -33,10 +40,15 @@ def be_worker(connection: Connection, computation: Computation, *, rank: int, si
     except EOFError:
         pass
     except BaseException as error:
-        send(connection, {"failure": failure_of(error, rank=rank, sign=Heartbeat(steps, kind, 0.0)).to_json()})
+        send(
+            connection,
+            {"failure": failure_of(error, rank=rank, sign=Heartbeat(steps, kind, 0.0)).to_json()},
+        )
 
 
-def _compute(computation: Computation, group: RankGroup, message: dict[str, Any], connection: Connection) -> None:
+def _compute(
+    computation: Computation, group: RankGroup, message: dict[str, Any], connection: Connection
+) -> None:
     model, kind = computation.model, message["kind"]
     model_variables = variables(model)
     if kind == "compare":
@@ -47,6 +59,8 @@ def _compute(computation: Computation, group: RankGroup, message: dict[str, Any]
             model_variables[index]._value.copy_(value)
     set_random_state(message["random"])
     model.train(kind == "train")
-    answer = computation.step(kind, message["batch"], Part(group, tuple(message["counts"]), message["order"]))
+    answer = computation.step(
+        kind, message["batch"], Part(group, tuple(message["counts"]), message["order"])
+    )
     if kind == "predict":
         send(connection, {"outputs": answer})

@@ -50,9 +50,11 @@ class _Given:
 
     def value(self) -> torch.Tensor:
         if self.tensor._version != self.version:
-            raise RuntimeError("what an attention computes its scores from was changed in place before its backward, "
-                               "and recompute=selective needs it again: leave out recompute=selective, or x = x + y in "
-                               "place of x += y")
+            raise RuntimeError(
+                "what an attention computes its scores from was changed in place before its backward, "
+                "and recompute=selective needs it again: leave out recompute=selective, or x = x + y in "
+                "place of x += y"
+            )
         return self.tensor
 
 
@@ -112,7 +114,11 @@ class _Kept:
 
     def value(self) -> torch.Tensor:
         kind = "cuda" if torch.cuda.is_initialized() else "cpu"
-        with torch.no_grad(), torch.autocast(kind, enabled=False), torch.autocast("cpu", enabled=False):
+        with (
+            torch.no_grad(),
+            torch.autocast(kind, enabled=False),
+            torch.autocast("cpu", enabled=False),
+        ):
             return self.view(self.step.value())
 
 
@@ -141,21 +147,35 @@ class Selective(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        tensors = [
+            leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
+        ]
         known = [step for tensor in tensors if (step := self._step_of(tensor)) is not None]
         if func is aten.native_dropout.default and known and result[1].numel():
             self._add(result[0], _drop, (args[0], result[1], 1 / (1 - args[1])), {}, known)
         elif func in _PRODUCTS and not any(step.after_softmax for step in known):
             self._add(result, func, args, kwargs, [])
         elif known and isinstance(result, torch.Tensor):
-            if _may_be_again(func) and not func._schema.is_mutable and self._step_of(result) is None:
+            if (
+                _may_be_again(func)
+                and not func._schema.is_mutable
+                and self._step_of(result) is None
+            ):
                 self._add(result, func, args, kwargs, known)
             elif func._schema.is_mutable:
                 self._change(result, func, args, kwargs, known)
         return result
 
-    def _add(self, output: torch.Tensor, func: Callable[..., Any], args: Any, kwargs: Any, known: list[AttentionStep],
-             *, is_changing: bool = False) -> None:
+    def _add(
+        self,
+        output: torch.Tensor,
+        func: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        known: list[AttentionStep],
+        *,
+        is_changing: bool = False,
+    ) -> None:
         original_args = args
         args, kwargs = pytree.tree_map_only(torch.Tensor, self._argument, (tuple(args), kwargs))
         after = func in _SOFTMAX or any(step.after_softmax for step in known)
@@ -168,10 +188,14 @@ class Selective(TorchDispatchMode):
         self._steps[key] = step, weakref.ref(storage, gone)
         self.noted(step, func, original_args, output)
 
-    def noted(self, step: AttentionStep, func: Callable[..., Any], args: Any, output: torch.Tensor) -> None:
+    def noted(
+        self, step: AttentionStep, func: Callable[..., Any], args: Any, output: torch.Tensor
+    ) -> None:
         """A step that may have to be made again."""
 
-    def _change(self, output: torch.Tensor, func: Any, args: Any, kwargs: Any, known: list[AttentionStep]) -> None:
+    def _change(
+        self, output: torch.Tensor, func: Any, args: Any, kwargs: Any, known: list[AttentionStep]
+    ) -> None:
         """An operator that changes the memory of a step: that can be made again with it, or not at all."""
         before = self._step_of(args[0])
         if before is None:
@@ -211,8 +235,11 @@ def _unpack(kept: Any) -> torch.Tensor:
 
 def _may_be_again(func: Any) -> bool:
     """Whether an operator gives the same once more: those that compute a value from values."""
-    return (torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags
-            ) or func in _SOFTMAX or func in _COPIES
+    return (
+        (torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags)
+        or func in _SOFTMAX
+        or func in _COPIES
+    )
 
 
 def _drop(x: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:

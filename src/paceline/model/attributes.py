@@ -26,7 +26,11 @@ def plain_attributes(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, An
 
 def tensor_attributes(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Those that are tensors themselves, by name."""
-    return ((name, value) for name, _, _, value in plain_attributes(model) if isinstance(value, torch.Tensor))
+    return (
+        (name, value)
+        for name, _, _, value in plain_attributes(model)
+        if isinstance(value, torch.Tensor)
+    )
 
 
 def in_float64(model: nn.Module) -> nn.Module:
@@ -50,8 +54,11 @@ class AttributeSnapshot:
 
     def changed(self) -> list[str]:
         """Names of attributes that are new or hold something else now, in the model's order."""
-        return [name for name, _, _, value in plain_attributes(self.model)
-                if name not in self.values or not is_same(value, self.values[name])]
+        return [
+            name
+            for name, _, _, value in plain_attributes(self.model)
+            if name not in self.values or not is_same(value, self.values[name])
+        ]
 
     def restore(self) -> None:
         """Put every attribute back as it was: the same objects with their former contents; new ones are deleted."""
@@ -71,10 +78,16 @@ class StateOfForward:
 
     def __init__(self, model: nn.Module, parameters: Iterable[nn.Parameter] = ()) -> None:
         self._attributes = AttributeSnapshot(model)
-        self._buffers = [(module, name, buffer) for module in model.modules()
-                         for name, buffer in module._buffers.items() if buffer is not None]
-        self._values = [(tensor, tensor.detach().clone())
-                        for tensor in [*(buffer for _, _, buffer in self._buffers), *parameters]]
+        self._buffers = [
+            (module, name, buffer)
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        self._values = [
+            (tensor, tensor.detach().clone())
+            for tensor in [*(buffer for _, _, buffer in self._buffers), *parameters]
+        ]
 
     def restore(self) -> None:
         """Put all of it back as it was: the same objects with their former contents."""
@@ -102,9 +115,12 @@ def is_same(value: Any, other: Any) -> bool:
     if type(value) is not type(other):
         return False
     if isinstance(value, torch.Tensor):
-        return value is other or (value.shape == other.shape and value.dtype == other.dtype
-                                  and value.device == other.device
-                                  and bool(((value == other) | ((value != value) & (other != other))).all()))
+        return value is other or (
+            value.shape == other.shape
+            and value.dtype == other.dtype
+            and value.device == other.device
+            and bool(((value == other) | ((value != value) & (other != other))).all())
+        )
     if isinstance(value, dict):
         return list(value) == list(other) and all(is_same(value[key], other[key]) for key in value)
     if isinstance(value, list | tuple | deque):
@@ -114,8 +130,13 @@ def is_same(value: Any, other: Any) -> bool:
 
 def is_like_a_buffer(before: Any, after: Any) -> bool:
     """Whether an attribute is a tensor without gradient that keeps its shape: state, and no activation."""
-    return (isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor) and not after.requires_grad
-            and before.shape == after.shape and before.dtype == after.dtype)
+    return (
+        isinstance(before, torch.Tensor)
+        and isinstance(after, torch.Tensor)
+        and not after.requires_grad
+        and before.shape == after.shape
+        and before.dtype == after.dtype
+    )
 
 
 def is_plain(value: Any) -> bool:
@@ -134,10 +155,17 @@ def copied(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, dict):
-        return type(value)((key, copied(item)) for key, item in value.items()) if type(value) is not dict else {
-            key: copied(item) for key, item in value.items()}
+        return (
+            type(value)((key, copied(item)) for key, item in value.items())
+            if type(value) is not dict
+            else {key: copied(item) for key, item in value.items()}
+        )
     if isinstance(value, tuple):
-        return type(value)(*map(copied, value)) if hasattr(value, "_fields") else type(value)(map(copied, value))
+        return (
+            type(value)(*map(copied, value))
+            if hasattr(value, "_fields")
+            else type(value)(map(copied, value))
+        )
     if isinstance(value, deque):
         return deque(map(copied, value), maxlen=value.maxlen)
     return type(value)(map(copied, value)) if isinstance(value, list | set) else value

@@ -14,13 +14,39 @@ from torch.utils._pytree import tree_leaves
 
 # What autocast runs in low precision on CPUs and GPUs alike, casting all it is given (the lists in torch's
 # docs/source/amp.rst and aten/src/ATen/autocast_mode.h).
-_LOWERED = frozenset((
-    F.linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm, torch.bmm,
-    torch.Tensor.bmm, torch.addmm, torch.Tensor.addmm, torch.baddbmm, torch.Tensor.baddbmm, torch.conv1d, torch.conv2d,
-    torch.conv3d, torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d))
+_LOWERED = frozenset(
+    (
+        F.linear,
+        torch.matmul,
+        torch.Tensor.matmul,
+        torch.Tensor.__matmul__,
+        torch.mm,
+        torch.Tensor.mm,
+        torch.bmm,
+        torch.Tensor.bmm,
+        torch.addmm,
+        torch.Tensor.addmm,
+        torch.baddbmm,
+        torch.Tensor.baddbmm,
+        torch.conv1d,
+        torch.conv2d,
+        torch.conv3d,
+        torch.conv_transpose1d,
+        torch.conv_transpose2d,
+        torch.conv_transpose3d,
+    )
+)
 # What tells nothing of a tensor's precision.
-_OF_SHAPES = frozenset(("torch.Tensor.shape.__get__", "torch.Tensor.size", "torch.Tensor.dim", "torch.Tensor.numel",
-                        "torch.Tensor.ndim.__get__", "torch.Tensor.device.__get__"))
+_OF_SHAPES = frozenset(
+    (
+        "torch.Tensor.shape.__get__",
+        "torch.Tensor.size",
+        "torch.Tensor.dim",
+        "torch.Tensor.numel",
+        "torch.Tensor.ndim.__get__",
+        "torch.Tensor.device.__get__",
+    )
+)
 
 
 def cast_alone(model: nn.Module, loss: Callable[[], Any], dtype: torch.dtype) -> frozenset[str]:
@@ -40,8 +66,14 @@ def cast_alone(model: nn.Module, loss: Callable[[], Any], dtype: torch.dtype) ->
     model.eval()
     with uses, torch.no_grad():
         loss()
-    return frozenset(name for name, p in model.named_parameters() if p.dtype == torch.float32 and name in uses.lowered
-                     and name not in uses.others and (not p.requires_grad or id(p) in once))
+    return frozenset(
+        name
+        for name, p in model.named_parameters()
+        if p.dtype == torch.float32
+        and name in uses.lowered
+        and name not in uses.others
+        and (not p.requires_grad or id(p) in once)
+    )
 
 
 class _Uses(TorchFunctionMode):
@@ -60,7 +92,9 @@ class _Uses(TorchFunctionMode):
         for leaf in tree_leaves((args, kwargs)):
             name = self.names.get(id(leaf)) if isinstance(leaf, torch.Tensor) else None
             if name is not None and resolve_name(func) not in _OF_SHAPES:
-                (self.lowered if func in _LOWERED and self._is_cast(leaf) else self.others).add(name)
+                (self.lowered if func in _LOWERED and self._is_cast(leaf) else self.others).add(
+                    name
+                )
         return func(*args, **kwargs)
 
     def _is_cast(self, parameter: torch.Tensor) -> bool:
@@ -83,5 +117,8 @@ def _cast_once(loss: torch.Tensor) -> set[int]:
             if (variable := getattr(after, "variable", None)) is not None:
                 takers.setdefault(id(variable), []).append(node)
             waiting.append(after)
-    return {parameter for parameter, nodes in takers.items()
-            if len(nodes) == 1 and nodes[0].name() == "ToCopyBackward0" and edges[nodes[0]] == 1}
+    return {
+        parameter
+        for parameter, nodes in takers.items()
+        if len(nodes) == 1 and nodes[0].name() == "ToCopyBackward0" and edges[nodes[0]] == 1
+    }

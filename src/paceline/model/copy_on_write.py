@@ -26,7 +26,11 @@ class SeenValue:
         part = _part(tensor).detach()
         try:
             value, self._shares_memory = torch._lazy_clone(part), True
-        except (RuntimeError, NotImplementedError, AttributeError):  # memory that torch did not allocate itself
+        except (
+            RuntimeError,
+            NotImplementedError,
+            AttributeError,
+        ):  # memory that torch did not allocate itself
             value, self._shares_memory = part.clone(), False
         spec, kind = getattr(tensor, "_spec", None), cast("Any", type(tensor))
         self.value: torch.Tensor = value if spec is None else kind(value, spec, requires_grad=False)
@@ -49,14 +53,20 @@ class SeenValue:
         now, then = _part(self.tensor).detach(), _part(self.value)
         if now.shape != then.shape or now.dtype != then.dtype:
             return False
-        return bool(torch.equal(now, then) or ((now == then) | ((now != now) & (then != then))).all())
+        return bool(
+            torch.equal(now, then) or ((now == then) | ((now != now) & (then != then))).all()
+        )
 
 
 def lazy_copy(tensor: torch.Tensor) -> torch.Tensor:
     """A differentiable copy that takes memory when one of the two is written to, or at once where torch can't wait."""
     try:
         return torch._lazy_clone(tensor)
-    except (RuntimeError, NotImplementedError, AttributeError):  # memory that torch did not allocate itself
+    except (
+        RuntimeError,
+        NotImplementedError,
+        AttributeError,
+    ):  # memory that torch did not allocate itself
         return tensor.clone()
 
 

@@ -29,27 +29,44 @@ def in_float8(model: nn.Module) -> nn.Module:
     from torchao.float8.float8_linear_utils import swap_linear_layers
 
     reasons = left_in_bf16(model)
-    if not any(isinstance(module, nn.Linear) and path not in reasons for path, module in model.named_modules()):
+    if not any(
+        isinstance(module, nn.Linear) and path not in reasons
+        for path, module in model.named_modules()
+    ):
         why = "; ".join(f"'{path}' {reason}" for path, reason in reasons.items()) or "it has none"
-        raise JobError(f'precision="fp8" and no linear layer of the model can multiply in float8: {why}',
-                       hint=f'sides that are multiples of {MULTIPLE}, or precision="bf16"')
-    return swap_linear_layers(model, layer.from_float,
-                              module_filter_fn=lambda module, path: path not in reasons)
+        raise JobError(
+            f'precision="fp8" and no linear layer of the model can multiply in float8: {why}',
+            hint=f'sides that are multiples of {MULTIPLE}, or precision="bf16"',
+        )
+    return swap_linear_layers(
+        model, layer.from_float, module_filter_fn=lambda module, path: path not in reasons
+    )
 
 
 def left_in_bf16(model: nn.Module) -> dict[str, str]:
     """Linear layers that don't multiply in float8, and why, by name."""
-    return {path: reason for path, module in model.named_modules()
-            if isinstance(module, nn.Linear) and (reason := _reason(module)) is not None}
+    return {
+        path: reason
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear) and (reason := _reason(module)) is not None
+    }
 
 
 def _reason(module: nn.Linear) -> str | None:
     if module.in_features % MULTIPLE or module.out_features % MULTIPLE:
         return f"has sides of {module.in_features} and {module.out_features}, not multiples of {MULTIPLE}"
-    if type(module) is not nn.Linear and not type(module).__module__.startswith(("torchao.", __name__)):
+    if type(module) is not nn.Linear and not type(module).__module__.startswith(
+        ("torchao.", __name__)
+    ):
         return f"is a {type(module).__name__}"
-    if any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)) and (
-            type(module) is nn.Linear):  # they would be lost
+    if any(
+        (
+            module._forward_hooks,
+            module._forward_pre_hooks,
+            module._backward_hooks,
+            module._backward_pre_hooks,
+        )
+    ) and (type(module) is nn.Linear):  # they would be lost
         return "has hooks"
     return None
 
@@ -59,8 +76,10 @@ def _layer() -> Any:
     try:
         from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
     except ImportError as error:
-        raise JobError(f'precision="fp8" needs torchao, which can\'t be imported ({error})',
-                       hint=with_extra("fp8")) from error
+        raise JobError(
+            f'precision="fp8" needs torchao, which can\'t be imported ({error})',
+            hint=with_extra("fp8"),
+        ) from error
 
     class Float8Rows(Float8Linear):
         """As torchao's, but for autocast and emulation, which it has on GPUs and for all devices alike."""
@@ -91,12 +110,17 @@ def _settings(is_native: bool) -> tuple[Any, Any]:
     from torchao.float8 import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear
 
-    config = replace(Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp"), emulate=not is_native)
+    config = replace(
+        Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp"), emulate=not is_native
+    )
     with torch.device("meta"):
         return config, Float8Linear(MULTIPLE, MULTIPLE, bias=False, config=config).linear_mm_config
 
 
 @cache
 def _is_native(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.version.cuda is not None and (
-        torch.cuda.get_device_capability(device) >= _NATIVE)
+    return (
+        device.type == "cuda"
+        and torch.version.cuda is not None
+        and (torch.cuda.get_device_capability(device) >= _NATIVE)
+    )

@@ -16,10 +16,14 @@ from torch import nn
 from paceline.model.copy_on_write import SeenValue, address
 
 # Calls of operators that write to a tensor, such as `q.lerp_(p, 0.1)`, and `q.data`. Initial values are no edits.
-_WRITES = re.compile(r"(?<!init)\.(?!requires_grad_|register_)[a-z]\w*[a-z0-9]_\(|\.data\b|no_grad|\.detach\(")
+_WRITES = re.compile(
+    r"(?<!init)\.(?!requires_grad_|register_)[a-z]\w*[a-z0-9]_\(|\.data\b|no_grad|\.detach\("
+)
 # What a forward may choose blocks by: values or places of elements, and random numbers.
-_CHOOSES = re.compile(r"\b(?:item|tolist|nonzero|argwhere|unique|any|all|max|min|argmax|argmin|topk|where|random|rand|"
-                      r"randint|bernoulli)\(|\brandom\b|\bbool\(")
+_CHOOSES = re.compile(
+    r"\b(?:item|tolist|nonzero|argwhere|unique|any|all|max|min|argmax|argmin|topk|where|random|rand|"
+    r"randint|bernoulli)\(|\brandom\b|\bbool\("
+)
 # Calls that run a module with other weights than its own, for a while.
 _SWAPS = re.compile(r"\b(?:functional_call|_reparametrize_module)\b")
 # Their forwards write to no parameter but by `max_norm`, and choose between experts inside of a listed layer.
@@ -49,27 +53,41 @@ NOTHING = Observed()
 
 def limited_by_norm(model: nn.Module) -> frozenset[str]:
     """Names of embeddings that are scaled down in a forward, where their rows are too long."""
-    modules = {id(module.weight) for module in model.modules()
-               if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None}
+    modules = {
+        id(module.weight)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
+    }
     return frozenset(name for name, p in model.named_parameters() if id(p) in modules)
 
 
 def sparsely_trained(model: nn.Module) -> frozenset[str]:
     """Names of trainable parameters whose modules make sparse gradients, as `nn.Embedding(sparse=True)` does."""
-    sparse = {id(p) for module in model.modules() if getattr(module, "sparse", False) is True
-              for p in module._parameters.values() if p is not None}
-    return frozenset(name for name, p in model.named_parameters() if id(p) in sparse and p.requires_grad)
+    sparse = {
+        id(p)
+        for module in model.modules()
+        if getattr(module, "sparse", False) is True
+        for p in module._parameters.values()
+        if p is not None
+    }
+    return frozenset(
+        name for name, p in model.named_parameters() if id(p) in sparse and p.requires_grad
+    )
 
 
 def has_own_code(model: nn.Module) -> bool:
     """Whether a class of the model is of no library that is known here."""
-    return any(kind.__module__.partition(".")[0] not in _LIBRARIES for kind in set(map(type, model.modules())))
+    return any(
+        kind.__module__.partition(".")[0] not in _LIBRARIES
+        for kind in set(map(type, model.modules()))
+    )
 
 
 def may_write(model: nn.Module) -> bool:
     """Whether code of the model's own, in the files of its classes or in hooks, might write to a parameter."""
-    return (_has_in_source(model, _WRITES)
-            or any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()))
+    return _has_in_source(model, _WRITES) or any(
+        module._forward_hooks or module._forward_pre_hooks for module in model.modules()
+    )
 
 
 def may_choose(model: nn.Module, blocks: Iterable[str]) -> bool:
@@ -113,15 +131,18 @@ def runs_with_other_weights(kind: type[nn.Module]) -> bool:
         return False
 
 
-def choosing(model: nn.Module, blocks: Mapping[str, nn.Module],
-             forwards: Iterable[Callable[[], Any]]) -> frozenset[str]:
+def choosing(
+    model: nn.Module, blocks: Mapping[str, nn.Module], forwards: Iterable[Callable[[], Any]]
+) -> frozenset[str]:
     """Paths of the innermost modules with a forward of their own around blocks that these forwards don't call alike.
 
     blocks: by path. forwards: of the model, each for other samples.
     """
     calls: list[str] = []
-    handles = [block.register_forward_pre_hook(lambda *_, path=path: calls.append(path))
-               for path, block in blocks.items()]
+    handles = [
+        block.register_forward_pre_hook(lambda *_, path=path: calls.append(path))
+        for path, block in blocks.items()
+    ]
     owner_of = {path: owner(model, path) for path in blocks}
     seen: dict[str, set[tuple[str, ...]]] = {name: set() for name in owner_of.values()}
     try:
@@ -145,8 +166,11 @@ def owner(model: nn.Module, path: str) -> str:
     return path
 
 
-def written_by(forward: Callable[[], Any], model: nn.Module,
-               is_elsewhere: Callable[[torch.Tensor], bool] = lambda tensor: False) -> frozenset[str]:
+def written_by(
+    forward: Callable[[], Any],
+    model: nn.Module,
+    is_elsewhere: Callable[[torch.Tensor], bool] = lambda tensor: False,
+) -> frozenset[str]:
     """Names of the parameters that a forward of the model writes to, be it what they hold already. The model is not fit
     for use then.
 
@@ -156,13 +180,23 @@ def written_by(forward: Callable[[], Any], model: nn.Module,
     before = {name: (p._version, address(p)) for name, p in named.items()}
     seen = {name: SeenValue(p) for name, p in named.items() if not is_elsewhere(p)}
     forward()
-    return frozenset(name for name, p in named.items()
-                     if (before[name][0] != p._version or seen[name].is_changed() if name in seen
-                         else before[name] != (p._version, address(p))))
+    return frozenset(
+        name
+        for name, p in named.items()
+        if (
+            before[name][0] != p._version or seen[name].is_changed()
+            if name in seen
+            else before[name] != (p._version, address(p))
+        )
+    )
 
 
-def followers(names: Iterable[str], model: nn.Module, blocks: Mapping[str, nn.Module],
-              forwards: tuple[Callable[[], Any], Callable[[], Any]]) -> frozenset[str]:
+def followers(
+    names: Iterable[str],
+    model: nn.Module,
+    blocks: Mapping[str, nn.Module],
+    forwards: tuple[Callable[[], Any], Callable[[], Any]],
+) -> frozenset[str]:
     """Which parameters of blocks a forward writes to in place while their block does not run, alike for all samples,
     such as the target of a momentum encoder. The model is not fit for use then.
 
@@ -184,11 +218,21 @@ def followers(names: Iterable[str], model: nn.Module, blocks: Mapping[str, nn.Mo
         starts[path] = [SeenValue(named[name]) for name in in_block[path]]
 
     def end(path: str) -> None:
-        inside.update(name for name, seen in zip(in_block[path], starts.pop(path), strict=True) if seen.is_changed())
+        inside.update(
+            name
+            for name, seen in zip(in_block[path], starts.pop(path), strict=True)
+            if seen.is_changed()
+        )
 
-    handles = [handle for path, block in blocks.items() if in_block[path] for handle in (
-        block.register_forward_pre_hook(lambda *_, path=path: begin(path), prepend=True),
-        block.register_forward_hook(lambda *_, path=path: end(path)))]
+    handles = [
+        handle
+        for path, block in blocks.items()
+        if in_block[path]
+        for handle in (
+            block.register_forward_pre_hook(lambda *_, path=path: begin(path), prepend=True),
+            block.register_forward_hook(lambda *_, path=path: end(path)),
+        )
+    ]
     reset()
     try:
         forwards[0]()
@@ -200,5 +244,11 @@ def followers(names: Iterable[str], model: nn.Module, blocks: Mapping[str, nn.Mo
     addresses = {name: address(named[name]) for name in values}
     forwards[1]()
     # What neither forward writes to was written to once, before them, and that may have been in its block.
-    return frozenset(name for name in values if name not in inside and torch.equal(named[name], after[name])
-                     and not torch.equal(after[name], values[name]) and address(named[name]) == addresses[name])
+    return frozenset(
+        name
+        for name in values
+        if name not in inside
+        and torch.equal(named[name], after[name])
+        and not torch.equal(after[name], values[name])
+        and address(named[name]) == addresses[name]
+    )

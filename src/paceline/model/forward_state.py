@@ -25,7 +25,14 @@ from paceline.model.copy_on_write import SeenValue
 OF_TORCH = frozenset(nn.Module().__dict__)
 _MT19937_WORDS = 625  # a table of 624 and the place in it
 _CONTAINERS = (list, tuple, dict, set, deque)
-_COPIED = (torch.Tensor, *_CONTAINERS, torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+_COPIED = (
+    torch.Tensor,
+    *_CONTAINERS,
+    torch.Generator,
+    random.Random,
+    np.random.Generator,
+    np.random.RandomState,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +49,31 @@ class MappingSnapshot:
     copies: dict[str, Any]
 
     @classmethod
-    def of(cls, mapping: MutableMapping[str, Any], names: tuple[str, ...] | None = None) -> MappingSnapshot:
+    def of(
+        cls, mapping: MutableMapping[str, Any], names: tuple[str, ...] | None = None
+    ) -> MappingSnapshot:
         values = _content(mapping, names)
-        return cls(mapping, names, values, {key: _copied(value) for key, value in values.items()
-                                            if _can_be_written(value) and key not in OF_TORCH})
+        return cls(
+            mapping,
+            names,
+            values,
+            {
+                key: _copied(value)
+                for key, value in values.items()
+                if _can_be_written(value) and key not in OF_TORCH
+            },
+        )
 
     def is_current(self) -> bool:
         """Whether the mapping is known to hold the same objects with the same values."""
-        if self.copies and any(_may_be_written(copy, self.values[key]) for key, copy in self.copies.items()):
+        if self.copies and any(
+            _may_be_written(copy, self.values[key]) for key, copy in self.copies.items()
+        ):
             return False
-        return _is_alike(_content(self.mapping, self.names) if self.names is not None else self.mapping, self.values)
+        return _is_alike(
+            _content(self.mapping, self.names) if self.names is not None else self.mapping,
+            self.values,
+        )
 
     def then(self, key: str) -> Any:
         """A value as it was."""
@@ -75,7 +97,9 @@ def _is_alike(mapping: MutableMapping[str, Any], values: dict[str, Any]) -> bool
     return len(mapping) == len(values) and all(map(operator.is_, mapping.values(), values.values()))
 
 
-def _replace(mapping: MutableMapping[str, Any], names: tuple[str, ...] | None, values: dict[str, Any]) -> None:
+def _replace(
+    mapping: MutableMapping[str, Any], names: tuple[str, ...] | None, values: dict[str, Any]
+) -> None:
     if names is None:
         mapping.clear()
     mapping.update(values)
@@ -89,14 +113,28 @@ class ForwardState:
         edited: Whether a forward may edit a parameter in place.
     """
 
-    def __init__(self, module: nn.Module, *, buffers: MutableMapping[str, torch.Tensor] | None = None,
-                 edited: Callable[[nn.Parameter], bool] = lambda parameter: True) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        buffers: MutableMapping[str, torch.Tensor] | None = None,
+        edited: Callable[[nn.Parameter], bool] = lambda parameter: True,
+    ) -> None:
         self.buffers = buffers
         inside = list(module.modules())
         self.mappings: list[MutableMapping[str, Any]] = [vars(part) for part in inside]
         self.mappings += [part._buffers for part in inside if part._buffers]
-        self.parameters = [(part._parameters, names) for part in inside if (names := tuple(
-            name for name, parameter in part._parameters.items() if parameter is not None and edited(parameter)))]
+        self.parameters = [
+            (part._parameters, names)
+            for part in inside
+            if (
+                names := tuple(
+                    name
+                    for name, parameter in part._parameters.items()
+                    if parameter is not None and edited(parameter)
+                )
+            )
+        ]
         self.known: dict[int, MappingSnapshot] = {}
 
     def now(self, *, buffers: tuple[str, ...] = ()) -> ForwardSnapshot:
@@ -196,7 +234,9 @@ def _copied(value: Any) -> Any:
     if isinstance(value, torch.Generator):
         return value.clone_state()
     if isinstance(value, list) and value and all(isinstance(item, nn.Parameter) for item in value):
-        return list(value)  # a module's own parameters once more (an LSTM's); those of FSDP2 can't be looked at
+        return list(
+            value
+        )  # a module's own parameters once more (an LSTM's); those of FSDP2 can't be looked at
     if isinstance(value, _CONTAINERS):
         return _mapped(value, _copied)
     return copy.deepcopy(value) if isinstance(value, _COPIED) else value

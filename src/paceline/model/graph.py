@@ -14,7 +14,13 @@ import operator
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from contextlib import (
+    AbstractContextManager,
+    contextmanager,
+    nullcontext,
+    redirect_stderr,
+    redirect_stdout,
+)
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,7 +32,14 @@ from torch.utils import _pytree as pytree
 from paceline.base.errors import PlanRefused
 from paceline.base.user_code import user_frames
 from paceline.cluster.gpu_use import start_autograd_without_gpus
-from paceline.model.opaque import Call, CannotRecord, OpaqueModules, TakesGradients, functions_kept, modules_in
+from paceline.model.opaque import (
+    Call,
+    CannotRecord,
+    OpaqueModules,
+    TakesGradients,
+    functions_kept,
+    modules_in,
+)
 from paceline.model.reads import Reads, attributes_read
 from paceline.model.state_snapshot import Bindings, draws_state, generators_kept, state_kept
 
@@ -34,7 +47,9 @@ aten = torch.ops.aten
 # Operators that change running statistics without saying so in their schema: the positions of these arguments, and of
 # the one that says whether they do.
 _STATISTICS: dict[Any, tuple[tuple[int, int], int]] = {
-    aten.batch_norm.default: ((3, 4), 5), aten.instance_norm.default: ((3, 4), 5)}
+    aten.batch_norm.default: ((3, 4), 5),
+    aten.instance_norm.default: ((3, 4), 5),
+}
 # Checks of sizes and dtypes that export writes into the graph; sizes are fixed here, and dtypes change under autocast.
 _CHECKS = ("aten._assert", "aten.sym_constrain", "aten._make_dep_token")
 
@@ -58,10 +73,12 @@ class Value:
             CaptureFailed: its size is known only when the model runs.
         """
         if not all(isinstance(size, int) for size in self.shape):
-            raise CaptureFailed("the size of a tensor that passes between modules depends on the values of tensors, as "
-                                "that of x[mask] does",
-                                hint="data=N and shard=N plans run the model as it is. torch.where in the place of "
-                                     "x[mask] keeps the size; in a module of its own such a part is kept whole")
+            raise CaptureFailed(
+                "the size of a tensor that passes between modules depends on the values of tensors, as "
+                "that of x[mask] does",
+                hint="data=N and shard=N plans run the model as it is. torch.where in the place of "
+                "x[mask] keeps the size; in a module of its own such a part is kept whole",
+            )
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
@@ -118,12 +135,16 @@ class Capture:
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
         """The model's inputs by name."""
         flat, _ = pytree.tree_flatten((args, kwargs))
-        return {name: value for name, value in zip(self.inputs, flat, strict=True) if name is not None}
+        return {
+            name: value for name, value in zip(self.inputs, flat, strict=True) if name is not None
+        }
 
     def result(self, values: Mapping[str, torch.Tensor]) -> Any:
         """The model's output from its values."""
-        return pytree.tree_unflatten([item.value if isinstance(item, Constant) else values[item]
-                                      for item in self.outputs], self.out_spec)
+        return pytree.tree_unflatten(
+            [item.value if isinstance(item, Constant) else values[item] for item in self.outputs],
+            self.out_spec,
+        )
 
 
 @dataclass(frozen=True)
@@ -138,13 +159,19 @@ def _quiet() -> Iterator[None]:
     """Without what torch.export tells its developers, and without the line of the model of each operator: finding all
     those lines takes a fifth of an export, and nobody reads them."""
     before, config = logging.root.manager.disable, torch.fx.config
-    can_leave_out = hasattr(config, "do_not_emit_stack_traces")  # not in torch 2.11, which always finds them
+    can_leave_out = hasattr(
+        config, "do_not_emit_stack_traces"
+    )  # not in torch 2.11, which always finds them
     emitted_none = can_leave_out and config.do_not_emit_stack_traces
     logging.disable(logging.CRITICAL)
     if can_leave_out:
         config.do_not_emit_stack_traces = True
     try:
-        with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        with (
+            warnings.catch_warnings(),
+            redirect_stdout(io.StringIO()),
+            redirect_stderr(io.StringIO()),
+        ):
             warnings.simplefilter("ignore")
             yield
     finally:
@@ -157,8 +184,14 @@ def _quiet() -> Iterator[None]:
 def without_cache(model: nn.Module) -> Iterator[None]:
     """A model of Transformers returns what speeds up generating text, unless its configuration says otherwise; no loss
     is computed from that, and it is nothing that can be passed on. An encoder and a decoder have their own ones."""
-    configs = {id(config): config for module in model.modules() if (config := vars(module).get("config")) is not None}
-    caching_configs: list[Any] = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
+    configs = {
+        id(config): config
+        for module in model.modules()
+        if (config := vars(module).get("config")) is not None
+    }
+    caching_configs: list[Any] = [
+        config for config in configs.values() if getattr(config, "use_cache", None) is True
+    ]
     for config in caching_configs:
         config.use_cache = False
     try:
@@ -172,8 +205,14 @@ class CaptureFailed(PlanRefused):
     """A model's forward can't be recorded; the error that stopped it is the cause."""
 
 
-def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, opaque: OpaqueModules | None = None,
-            tensors: Mapping[str, torch.Tensor] | None = None) -> Capture:
+def capture(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    opaque: OpaqueModules | None = None,
+    tensors: Mapping[str, torch.Tensor] | None = None,
+) -> Capture:
     """The model's forward for inputs like these, in the mode (training or not) that the model is in.
 
     No weight is read, and none is changed; nor are attributes of modules, or Python's and NumPy's generators.
@@ -196,20 +235,39 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, 
                 raise _failed(model, error) from error
 
 
-def _captured(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], opaque: OpaqueModules,
-              tensors: Mapping[str, torch.Tensor] | None) -> Capture:
-    samples = next((leaf.shape[0] for leaf in pytree.tree_leaves((args, kwargs))
-                    if isinstance(leaf, torch.Tensor) and leaf.ndim), 1)
+def _captured(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    opaque: OpaqueModules,
+    tensors: Mapping[str, torch.Tensor] | None,
+) -> Capture:
+    samples = next(
+        (
+            leaf.shape[0]
+            for leaf in pytree.tree_leaves((args, kwargs))
+            if isinstance(leaf, torch.Tensor) and leaf.ndim
+        ),
+        1,
+    )
     bindings, before = Bindings(model), draws_state()
     try:
-        with (_quiet(), without_cache(model), generators_kept(model), functions_kept(), attributes_read() as attributes,
-              opaque.standing_in(model, samples) as calls):
+        with (
+            _quiet(),
+            without_cache(model),
+            generators_kept(model),
+            functions_kept(),
+            attributes_read() as attributes,
+            opaque.standing_in(model, samples) as calls,
+        ):
             exported = torch.export.export(model, args, kwargs, strict=False)
             if draws_state() != before:
                 raise CannotRecord("the forward draws from Python's or NumPy's random numbers")
     finally:
         bindings.restore()
-    read = _Reader(model, exported, (args, kwargs), tuple(calls), tensors or dict(model.named_parameters())).read()
+    read = _Reader(
+        model, exported, (args, kwargs), tuple(calls), tensors or dict(model.named_parameters())
+    ).read()
     return replace(read, reads=Reads.of(model, attributes))
 
 
@@ -218,7 +276,10 @@ def _failed(model: nn.Module, error: Exception) -> CaptureFailed:
     first = str(error).strip().splitlines()[0] if str(error).strip() else ""
     reason = first if isinstance(error, CannotRecord) else f"{type(error).__name__}: {first}"
     # What torch says of a tensor without values that is asked for them.
-    if any(words in first for words in ("its data is not allocated yet", "data-dependent", ".numpy() is not")):
+    if any(
+        words in first
+        for words in ("its data is not allocated yet", "data-dependent", ".numpy() is not")
+    ):
         path, _, number = (line or "").rpartition(":")
         read = linecache.getline(path, int(number or 0)).strip()
         reason = f"it reads values of a tensor{f' in `{read}`' * bool(read)}, as pack_padded_sequence does of lengths"
@@ -227,15 +288,23 @@ def _failed(model: nn.Module, error: Exception) -> CaptureFailed:
     if isinstance(error, TakesGradients):
         hint = "data=N plans run the model as it is"
     else:
-        hint = ("a forward whose course depends on the values of tensors can't be split; data=N and shard=N plans run "
-                "it as it is. In a module of its own such a part is kept whole, and the rest is split")
-    return CaptureFailed(f"{type(model).__name__} can't be cut: recording its forward failed"
-                         f"{f' at {line}' if line else ''}: {reason}", hint=hint)
+        hint = (
+            "a forward whose course depends on the values of tensors can't be split; data=N and shard=N plans run "
+            "it as it is. In a module of its own such a part is kept whole, and the rest is split"
+        )
+    return CaptureFailed(
+        f"{type(model).__name__} can't be cut: recording its forward failed"
+        f"{f' at {line}' if line else ''}: {reason}",
+        hint=hint,
+    )
 
 
-def capture_or_learn(model: nn.Module, arguments: Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]],
-                     opaque: OpaqueModules,
-                     running: Callable[[], AbstractContextManager[None]] = nullcontext) -> Capture:
+def capture_or_learn(
+    model: nn.Module,
+    arguments: Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]],
+    opaque: OpaqueModules,
+    running: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Capture:
     """The model's forward for two samples; modules that can't be recorded become opaque, with all of their class.
 
     Args:
@@ -251,22 +320,33 @@ def capture_or_learn(model: nn.Module, arguments: Callable[[int], tuple[tuple[An
         except CaptureFailed as failed:
             cause = failed.__cause__
             assert cause is not None
-            through = [path for path in modules_in(cause.__traceback__, model) if path not in opaque.outputs]
+            through = [
+                path
+                for path in modules_in(cause.__traceback__, model)
+                if path not in opaque.outputs
+            ]
             listed = [path for path in through if path.rpartition(".")[2].isdigit()]
             if not through:
                 raise
             kind = type(model.get_submodule((listed or through)[-1]))
             alike = [path for path, module in model.named_modules() if type(module) is kind]
-            outermost = [path for path in alike if not any(path.startswith(f"{other}.") for other in alike)]
+            outermost = [
+                path for path in alike if not any(path.startswith(f"{other}.") for other in alike)
+            ]
             take_whole(model, outermost, arguments, opaque, running)
             if (listed or through)[-1] not in opaque.outputs:
                 raise
 
 
-def take_whole(model: nn.Module, paths: Sequence[str],
-               arguments: Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]], opaque: OpaqueModules,
-               running: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+def take_whole(
+    model: nn.Module,
+    paths: Sequence[str],
+    arguments: Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]],
+    opaque: OpaqueModules,
+    running: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> None:
     """Make modules opaque: run the model to learn what they return. Its state is left as it was."""
+
     def run(samples: int) -> None:
         args, kwargs = arguments(samples)
         with running(), torch.no_grad(), state_kept(model):
@@ -278,18 +358,28 @@ def take_whole(model: nn.Module, paths: Sequence[str],
 class _Reader:
     """Makes a `Capture` of an exported program."""
 
-    def __init__(self, model: nn.Module, exported: Any, arguments: tuple[tuple[Any, ...], dict[str, Any]],
-                 calls: tuple[Call, ...], tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        exported: Any,
+        arguments: tuple[tuple[Any, ...], dict[str, Any]],
+        calls: tuple[Call, ...],
+        tensors: Mapping[str, torch.Tensor],
+    ) -> None:
         from torch.export.graph_signature import InputKind
 
         self.model, self.exported, self.calls = model, exported, calls
-        self.trainable = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+        self.trainable = {
+            name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad
+        }
         known = {_memory(tensor): name for name, tensor in tensors.items() if tensor.numel()}
         self.graph: fx.Graph = exported.graph_module.graph
         buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
         flat, self.in_spec = pytree.tree_flatten(arguments)
         self.listed = _listed_modules(model)
-        self.leaves = {name for name, module in model.named_modules() if name and not any(module.children())}
+        self.leaves = {
+            name for name, module in model.named_modules() if name and not any(module.children())
+        }
         self.leaves |= {call.path for call in calls if call.path}
         self.tensors: dict[str, tuple[str, str]] = {}  # placeholder: (kind, name in the model)
         self.constants: dict[str, torch.Tensor] = {}
@@ -308,12 +398,18 @@ class _Reader:
                 else:
                     self.constants[spec.arg.name] = constant
         assert len(flat) == len(self.inputs), (len(flat), self.inputs)
-        self.inputs = [name if isinstance(value, torch.Tensor) else None
-                       for name, value in zip(self.inputs, flat, strict=True)]
+        self.inputs = [
+            name if isinstance(value, torch.Tensor) else None
+            for name, value in zip(self.inputs, flat, strict=True)
+        ]
 
     def read(self) -> Capture:
         for node in reversed(list(self.graph.nodes)):
-            if node.op == "call_function" and not node.users and str(node.target).startswith(_CHECKS):
+            if (
+                node.op == "call_function"
+                and not node.users
+                and str(node.target).startswith(_CHECKS)
+            ):
                 self.graph.erase_node(node)
             elif _changes_nothing(node):
                 node.replace_all_uses_with(node.args[0])
@@ -326,23 +422,49 @@ class _Reader:
         returned = {arg for arg in output.args[0] if isinstance(arg, fx.Node)}
         self.of_weights = self._of_weights(returned)
         runs = [(key, self._with_weights(nodes)) for key, nodes in self._runs()]
-        owner = {node: number for number, (_, nodes) in enumerate(runs) for node in nodes
-                 if node not in self.of_weights}
+        owner = {
+            node: number
+            for number, (_, nodes) in enumerate(runs)
+            for node in nodes
+            if node not in self.of_weights
+        }
         differentiable = self._differentiable()
         aliases = _aliases(self.graph)
-        pieces = tuple(self._piece(number, key, nodes, owner, returned, aliases)
-                       for number, (key, nodes) in enumerate(runs))
+        pieces = tuple(
+            self._piece(number, key, nodes, owner, returned, aliases)
+            for number, (key, nodes) in enumerate(runs)
+        )
         edited = frozenset(name for piece in pieces for name in piece.mutates)
-        pieces = tuple(replace(piece, edited=edited.intersection(piece.outputs)) for piece in pieces)
+        pieces = tuple(
+            replace(piece, edited=edited.intersection(piece.outputs)) for piece in pieces
+        )
         crossing = {name for piece in pieces for name in (*piece.inputs, *piece.outputs)}
         crossing |= {arg.name for arg in returned}
-        values = {node.name: Value(node.name, tuple(node.meta["val"].shape), node.meta["val"].dtype,
-                                   node in differentiable)
-                  for node in self.graph.nodes if node.name in crossing}
-        outputs = tuple(arg.name if isinstance(arg, fx.Node) else Constant(arg) for arg in output.args[0])
-        has_constants = bool(self.constants) or any(node.op == "get_attr" for node in self.graph.nodes)
-        return Capture(pieces, values, tuple(self.inputs), outputs, self.in_spec,
-                       self.exported.call_spec.out_spec, has_constants)
+        values = {
+            node.name: Value(
+                node.name,
+                tuple(node.meta["val"].shape),
+                node.meta["val"].dtype,
+                node in differentiable,
+            )
+            for node in self.graph.nodes
+            if node.name in crossing
+        }
+        outputs = tuple(
+            arg.name if isinstance(arg, fx.Node) else Constant(arg) for arg in output.args[0]
+        )
+        has_constants = bool(self.constants) or any(
+            node.op == "get_attr" for node in self.graph.nodes
+        )
+        return Capture(
+            pieces,
+            values,
+            tuple(self.inputs),
+            outputs,
+            self.in_spec,
+            self.exported.call_spec.out_spec,
+            has_constants,
+        )
 
     def _runs(self) -> list[tuple[str, list[fx.Node]]]:
         """Nodes in order, grouped by the module call that they belong to."""
@@ -355,7 +477,9 @@ class _Reader:
             if source is None and self._assigns(node):
                 source = node.args[1]  # a module has put this in the place of its buffer
             if isinstance(source, fx.Node) and source in place:
-                number = place[source]  # a part of a tuple stays with it: only tensors pass between pieces
+                number = place[
+                    source
+                ]  # a part of a tuple stays with it: only tensors pass between pieces
                 runs[number][1].append(node)
             else:
                 key = self._owner(node)
@@ -379,11 +503,16 @@ class _Reader:
         if node.target is not aten.copy_.default or inside:
             return False
         buffer, value = node.args[:2]
-        if not isinstance(buffer, fx.Node) or not isinstance(value, fx.Node) or value.op == "placeholder":
+        if (
+            not isinstance(buffer, fx.Node)
+            or not isinstance(value, fx.Node)
+            or value.op == "placeholder"
+        ):
             return False
         positions = {other: number for number, other in enumerate(self.graph.nodes)}
-        return (self.tensors.get(buffer.name, ("",))[0] == "buffer"
-                and all(user is node or positions[user] <= positions[value] for user in buffer.users))
+        return self.tensors.get(buffer.name, ("",))[0] == "buffer" and all(
+            user is node or positions[user] <= positions[value] for user in buffer.users
+        )
 
     def _of_weights(self, returned: set[fx.Node]) -> set[fx.Node]:
         """Nodes that depend on weights alone, such as a transposed one: every piece that uses them has its own.
@@ -392,7 +521,12 @@ class _Reader:
         """
         computed: set[fx.Node] = set()
         for node in self.graph.nodes:
-            if node.op != "call_function" or node in returned or not node.all_input_nodes or mutated(node):
+            if (
+                node.op != "call_function"
+                or node in returned
+                or not node.all_input_nodes
+                or mutated(node)
+            ):
                 continue
             if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
                 continue
@@ -426,12 +560,23 @@ class _Reader:
         if innermost.partition("@")[0] in self.leaves:
             return str(innermost)
         # Outside all of them a weight still says where a node belongs: a model may read one without calling a module.
-        names = [self.tensors[arg.name][1] for used in self._with_weights([node]) for arg in used.all_input_nodes
-                 if self.tensors.get(arg.name, ("",))[0] == "parameter"]
+        names = [
+            self.tensors[arg.name][1]
+            for used in self._with_weights([node])
+            for arg in used.all_input_nodes
+            if self.tensors.get(arg.name, ("",))[0] == "parameter"
+        ]
         return re.sub(r"[./]?[^./]*$", "", names[0]) or names[0] if names else ""
 
-    def _piece(self, number: int, key: str, nodes: list[fx.Node], owner: Mapping[fx.Node, int],
-               returned: set[fx.Node], aliases: Mapping[fx.Node, fx.Node]) -> Piece:
+    def _piece(
+        self,
+        number: int,
+        key: str,
+        nodes: list[fx.Node],
+        owner: Mapping[fx.Node, int],
+        returned: set[fx.Node],
+        aliases: Mapping[fx.Node, fx.Node],
+    ) -> Piece:
         used = dict.fromkeys(arg for node in nodes for arg in node.all_input_nodes)
         inside = set(nodes)
         whole = {node: self.calls[node.args[1]] for node in nodes if _is_opaque(node)}  # type: ignore[index]
@@ -443,16 +588,31 @@ class _Reader:
         for call in whole.values():
             tensors["parameter"] |= dict.fromkeys(call.parameters)
             tensors["buffer"] |= dict.fromkeys(call.buffers)
-        inputs = [n for n in used if n not in inside and n.op != "get_attr" and n.name not in self.tensors
-                  and n.name not in self.constants]
-        outputs = [n for n in nodes if n not in self.of_weights and (
-            n in returned or any(owner.get(user, number) != number for user in n.users))]
+        inputs = [
+            n
+            for n in used
+            if n not in inside
+            and n.op != "get_attr"
+            and n.name not in self.tensors
+            and n.name not in self.constants
+        ]
+        outputs = [
+            n
+            for n in nodes
+            if n not in self.of_weights
+            and (n in returned or any(owner.get(user, number) != number for user in n.users))
+        ]
         edited = {aliases[arg] for node in nodes for arg in mutated(node)}
         mutates = [base.name for base in edited if owner.get(base, number) != number]
-        changed = {aliases[arg].name for node in nodes for arg in (*mutated(node), *statistics(node))}
+        changed = {
+            aliases[arg].name for node in nodes for arg in (*mutated(node), *statistics(node))
+        }
         graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-        placeholders = {name: graph.placeholder(f"{kind}_{number}") for kind, names in tensors.items()
-                        for number, name in enumerate(names)}
+        placeholders = {
+            name: graph.placeholder(f"{kind}_{number}")
+            for kind, names in tensors.items()
+            for number, name in enumerate(names)
+        }
         copies |= {n: placeholders[self.tensors[n.name][1]] for n in used if n.name in self.tensors}
         for node in inputs:
             copies[node] = graph.placeholder(node.name)
@@ -475,12 +635,19 @@ class _Reader:
         graph.output(tuple(copies[n] for n in outputs))
         path = key.partition("@")[0]
         return Piece(
-            key, "" if path.endswith("+") else path,
-            tuple(tensors["parameter"]), tuple(tensors["buffer"]),
-            tuple(n.name for n in inputs), tuple(n.name for n in outputs), tuple(mutates), frozenset(),
+            key,
+            "" if path.endswith("+") else path,
+            tuple(tensors["parameter"]),
+            tuple(tensors["buffer"]),
+            tuple(n.name for n in inputs),
+            tuple(n.name for n in outputs),
+            tuple(mutates),
+            frozenset(),
             frozenset(self.tensors[name][1] for name in changed if name in self.tensors),
             tuple(dict.fromkeys(call.path for call in whole.values() if call.path)),
-            _LazyGraphModule(root, graph), tuple(nodes))
+            _LazyGraphModule(root, graph),
+            tuple(nodes),
+        )
 
     def _differentiable(self) -> set[fx.Node]:
         """Nodes that a gradient may come back for: they depend on a trainable parameter. Rather too many than few."""
@@ -490,34 +657,62 @@ class _Reader:
                 kind, name = self.tensors.get(node.name, ("", ""))
                 if kind == "parameter" and name in self.trainable:
                     differentiable.add(node)
-            elif _is_opaque(node) and self.trainable.intersection(self.calls[node.args[1]].parameters):
+            elif _is_opaque(node) and self.trainable.intersection(
+                self.calls[node.args[1]].parameters
+            ):
                 differentiable.add(node)
             elif any(arg in differentiable for arg in node.all_input_nodes):
                 value = node.meta.get("val")
-                if not isinstance(value, torch.Tensor) or value.is_floating_point() or value.is_complex():
+                if (
+                    not isinstance(value, torch.Tensor)
+                    or value.is_floating_point()
+                    or value.is_complex()
+                ):
                     differentiable.add(node)
         return differentiable
 
 
 def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
     """What two tensors have in common that are the same elements."""
-    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tuple(tensor.shape), tensor.dtype
+    return (
+        tensor.untyped_storage()._cdata,
+        tensor.storage_offset(),
+        tuple(tensor.shape),
+        tensor.dtype,
+    )
 
 
 def _is_itself(node: Any, other: Any) -> bool:
     """Whether two nodes are the same elements in the same order, as in `self.buffer = self.buffer.to(device)`."""
-    value, other_value = (n.meta.get("val") if isinstance(n, fx.Node) else None for n in (node, other))
-    return (isinstance(value, torch.Tensor) and isinstance(other_value, torch.Tensor)
-            and _memory(value) == _memory(other_value) and value.stride() == other_value.stride())
+    value, other_value = (
+        n.meta.get("val") if isinstance(n, fx.Node) else None for n in (node, other)
+    )
+    return (
+        isinstance(value, torch.Tensor)
+        and isinstance(other_value, torch.Tensor)
+        and _memory(value) == _memory(other_value)
+        and value.stride() == other_value.stride()
+    )
 
 
 def _changes_nothing(node: fx.Node) -> bool:
     """A conversion to the dtype and device that a tensor has: it gives the tensor itself."""
-    if node.op != "call_function" or not str(node.target).startswith("aten.to.") or node.kwargs.get("copy"):
+    if (
+        node.op != "call_function"
+        or not str(node.target).startswith("aten.to.")
+        or node.kwargs.get("copy")
+    ):
         return False
-    before, after = (n.meta.get("val") if isinstance(n, fx.Node) else None for n in (node.args[0], node))
-    return (isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor) and before.dtype == after.dtype
-            and before.device == after.device and True not in node.args)
+    before, after = (
+        n.meta.get("val") if isinstance(n, fx.Node) else None for n in (node.args[0], node)
+    )
+    return (
+        isinstance(before, torch.Tensor)
+        and isinstance(after, torch.Tensor)
+        and before.dtype == after.dtype
+        and before.device == after.device
+        and True not in node.args
+    )
 
 
 def _is_opaque(node: fx.Node) -> bool:
@@ -531,7 +726,10 @@ def _listed_modules(model: nn.Module) -> set[str]:
     def visit(module: nn.Module, prefix: str) -> None:
         for name, child in module.named_children():
             path = f"{prefix}{name}"
-            if isinstance(module, nn.ModuleList | nn.Sequential) and type(child).forward is not nn.Module.forward:
+            if (
+                isinstance(module, nn.ModuleList | nn.Sequential)
+                and type(child).forward is not nn.Module.forward
+            ):
                 listed.add(path)
             else:
                 visit(child, f"{path}.")
@@ -547,20 +745,30 @@ def mutated(node: fx.Node) -> Sequence[fx.Node]:
     schema = getattr(node.target, "_schema", None)
     if schema is None or not schema.is_mutable:
         return []
-    named = dict(zip((argument.name for argument in schema.arguments), node.args, strict=False)) | dict(node.kwargs)
-    return [arg for argument in schema.arguments
-            if argument.alias_info is not None and argument.alias_info.is_write
-            for arg in pytree.tree_leaves(named.get(argument.name)) if isinstance(arg, fx.Node)]
+    named = dict(
+        zip((argument.name for argument in schema.arguments), node.args, strict=False)
+    ) | dict(node.kwargs)
+    return [
+        arg
+        for argument in schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for arg in pytree.tree_leaves(named.get(argument.name))
+        if isinstance(arg, fx.Node)
+    ]
 
 
 def statistics(node: fx.Node) -> Sequence[fx.Node]:
     """Running statistics that a node's operator updates."""
     if (block := _block(node)) is not None:
-        return _of_arguments(*block, [base for inner in block[0].nodes for base in statistics(inner)])
+        return _of_arguments(
+            *block, [base for inner in block[0].nodes for base in statistics(inner)]
+        )
     positions, training = _STATISTICS.get(node.target, ((), 0))
     if not positions or not node.args[training]:
         return []
-    return [arg for arg in (node.args[position] for position in positions) if isinstance(arg, fx.Node)]
+    return [
+        arg for arg in (node.args[position] for position in positions) if isinstance(arg, fx.Node)
+    ]
 
 
 def _block(node: fx.Node) -> tuple[fx.Graph, Sequence[Any]] | None:
@@ -568,20 +776,28 @@ def _block(node: fx.Node) -> tuple[fx.Graph, Sequence[Any]] | None:
     if node.op != "call_function" or not isinstance(node.target, torch._ops.HigherOrderOperator):
         return None
     for position, arg in enumerate(node.args):
-        inside = getattr(node.graph.owning_module, str(arg.target), None) if (
-            isinstance(arg, fx.Node) and arg.op == "get_attr") else None
+        inside = (
+            getattr(node.graph.owning_module, str(arg.target), None)
+            if (isinstance(arg, fx.Node) and arg.op == "get_attr")
+            else None
+        )
         if isinstance(inside, fx.GraphModule):
-            return inside.graph, node.args[position + 1:]
+            return inside.graph, node.args[position + 1 :]
     return None
 
 
-def _of_arguments(graph: fx.Graph, arguments: Sequence[Any], bases: Sequence[fx.Node]) -> list[fx.Node]:
+def _of_arguments(
+    graph: fx.Graph, arguments: Sequence[Any], bases: Sequence[fx.Node]
+) -> list[fx.Node]:
     """Those of a block's arguments that are the same memory as nodes inside it."""
     aliases = _aliases(graph)
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     changed = {aliases[base] for base in bases}
-    return [arg for placeholder, arg in zip(placeholders, arguments, strict=False)
-            if aliases[placeholder] in changed and isinstance(arg, fx.Node)]
+    return [
+        arg
+        for placeholder, arg in zip(placeholders, arguments, strict=False)
+        if aliases[placeholder] in changed and isinstance(arg, fx.Node)
+    ]
 
 
 def _aliases(graph: fx.Graph) -> dict[fx.Node, fx.Node]:

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from paceline.model.graph import Capture
 
 FORWARDS = 2  # in a row: the second one sees what the first has left
-MAX_BYTES = 64 * 1024**2  # of parameters: a larger model would need too much memory and time beside its gradients
+MAX_BYTES = (
+    64 * 1024**2
+)  # of parameters: a larger model would need too much memory and time beside its gradients
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,13 @@ def is_comparable(model: nn.Module) -> bool:
     return sum(p.nbytes for p in model.parameters()) <= MAX_BYTES
 
 
-def first_difference(model: nn.Module, capture: Capture, args: tuple[Any, ...], kwargs: dict[str, Any],
-                     running: Callable[[], AbstractContextManager[None]] = nullcontext) -> Difference | None:
+def first_difference(
+    model: nn.Module,
+    capture: Capture,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    running: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Difference | None:
     """Run the model and its capture on one batch, twice in a row, with random layers off, in the model's mode.
 
     Compares outputs and buffers, and of the first forward the gradients of a fixed mixture of the outputs.
@@ -54,20 +61,32 @@ def first_difference(model: nn.Module, capture: Capture, args: tuple[Any, ...], 
         with running(), snapshot.watching(), WithoutRandomness():
             try:
                 with modules:
-                    expected = [_figures(model, partial(call, model, args, kwargs), backward=not number)
-                                for number in range(FORWARDS)]
+                    expected = [
+                        _figures(model, partial(call, model, args, kwargs), backward=not number)
+                        for number in range(FORWARDS)
+                    ]
             except Exception as error:  # on a batch of this size, say
-                logger.info("not compared with its capture: the model fails on the example: %s", error)
+                logger.info(
+                    "not compared with its capture: the model fails on the example: %s", error
+                )
                 return None
             snapshot.restore()
             for number, figures in enumerate(expected):
                 made: dict[str, torch.Tensor] = {}
                 try:
-                    actual = _figures(model, partial(_run, model, capture, args, kwargs, made), backward=not number)
+                    actual = _figures(
+                        model,
+                        partial(_run, model, capture, args, kwargs, made),
+                        backward=not number,
+                    )
                 except Exception as error:
                     return Difference("", f"{type(error).__name__}: {error}")
                 difference = _compare(figures, actual)
-                if difference is not None and not difference.path and difference.description == OUTPUT:
+                if (
+                    difference is not None
+                    and not difference.path
+                    and difference.description == OUTPUT
+                ):
                     return replace(difference, path=modules.first_other(capture, made, number))
                 if difference is not None:
                     return difference
@@ -94,12 +113,19 @@ def _figures(model: nn.Module, forward: Callable[[], Any], *, backward: bool) ->
     gradients: dict[str, torch.Tensor | None] = {}
     parts = [_mixture(output) for output in outputs if output.requires_grad] if backward else []
     if parts:
-        with _without_gradients(model) as trained:  # a whole backward: torch's reentrant checkpoint takes no other
+        with _without_gradients(
+            model
+        ) as trained:  # a whole backward: torch's reentrant checkpoint takes no other
             torch.stack(parts).sum().backward()
-            gradients = {name: p.grad.to_dense() if p.grad is not None and p.grad.is_sparse else p.grad
-                         for name, p in trained.items()}
-    return _Figures([output.detach() for output in outputs], gradients,
-                    {name: buffer.detach().clone() for name, buffer in model.named_buffers()})
+            gradients = {
+                name: p.grad.to_dense() if p.grad is not None and p.grad.is_sparse else p.grad
+                for name, p in trained.items()
+            }
+    return _Figures(
+        [output.detach() for output in outputs],
+        gradients,
+        {name: buffer.detach().clone() for name, buffer in model.named_buffers()},
+    )
 
 
 @contextmanager
@@ -119,18 +145,28 @@ def _without_gradients(model: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
 def _mixture(output: torch.Tensor) -> torch.Tensor:
     """A number that depends on every element, float64."""
     flat = torch.view_as_real(output).flatten() if output.is_complex() else output.flatten()
-    return (flat.double() * torch.linspace(-1, 1, flat.numel(), dtype=torch.float64, device=flat.device)).sum()
+    return (
+        flat.double() * torch.linspace(-1, 1, flat.numel(), dtype=torch.float64, device=flat.device)
+    ).sum()
 
 
-def _run(model: nn.Module, capture: Capture, args: tuple[Any, ...], kwargs: dict[str, Any],
-         made: dict[str, torch.Tensor]) -> Any:
+def _run(
+    model: nn.Module,
+    capture: Capture,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    made: dict[str, torch.Tensor],
+) -> Any:
     """The output of all pieces one after the other. made: is filled with the values of the pieces, by name."""
     parameters = dict(model.named_parameters())
     values = capture.bind(*lazy_copies((args, kwargs)))
     for piece in capture.pieces:
         buffers = dict(model.named_buffers(remove_duplicate=False))
-        outputs = piece.run(*(parameters[name] for name in piece.parameters),
-                            *(buffers[name] for name in piece.buffers), *(values[name] for name in piece.inputs))
+        outputs = piece.run(
+            *(parameters[name] for name in piece.parameters),
+            *(buffers[name] for name in piece.buffers),
+            *(values[name] for name in piece.inputs),
+        )
         values |= zip(piece.outputs, outputs, strict=True)
         made |= {name: value.detach() for name, value in zip(piece.outputs, outputs, strict=True)}
     return capture.result(values)
@@ -144,8 +180,10 @@ def _compare(expected: _Figures, actual: _Figures) -> Difference | None:
     for name, buffer in expected.buffers.items():
         if name not in actual.buffers or not is_near(actual.buffers[name], buffer):
             return Difference(name.rpartition(".")[0], f"its buffer '{name}' differs")
-    greatest = max((float(g.abs().max()) for g in expected.gradients.values() if g is not None and g.numel()),
-                   default=0.0)
+    greatest = max(
+        (float(g.abs().max()) for g in expected.gradients.values() if g is not None and g.numel()),
+        default=0.0,
+    )
     for name, gradient in expected.gradients.items():
         other = actual.gradients[name]
         if gradient is None or other is None:  # none at all may come as zeros
@@ -166,8 +204,11 @@ class _ModuleOutputs:
 
     def __enter__(self) -> None:
         for path, module in self.model.named_modules():
-            self._handles.append(module.register_forward_hook(
-                lambda module, inputs, output, path=path: self._note(path, output)))
+            self._handles.append(
+                module.register_forward_hook(
+                    lambda module, inputs, output, path=path: self._note(path, output)
+                )
+            )
 
     def __exit__(self, *error: object) -> None:
         for handle in self._handles:
@@ -175,7 +216,10 @@ class _ModuleOutputs:
 
     def _note(self, path: str, output: Any) -> None:
         self.forwards[-1].setdefault(path, []).extend(
-            leaf.detach().clone() for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor))
+            leaf.detach().clone()
+            for leaf in pytree.tree_leaves(output)
+            if isinstance(leaf, torch.Tensor)
+        )
         if not path:
             self.forwards.append({})
 
@@ -183,7 +227,9 @@ class _ModuleOutputs:
         """The path of the first piece that gave what no module in its place has returned; "" if that is not seen."""
         returned = self.forwards[number]
         for piece in capture.pieces:
-            inside = list(_inside(returned, piece.path)) if piece.path and piece.path in returned else []
+            inside = (
+                list(_inside(returned, piece.path)) if piece.path and piece.path in returned else []
+            )
             for name in piece.outputs if inside else ():
                 if name in made and not any(is_near(made[name], tensor) for tensor in inside):
                     return piece.path

@@ -11,7 +11,9 @@ from torch.utils import _pytree as pytree
 from paceline.base.fork import cuda_left_alone
 from paceline.model.graph import Piece, Value
 
-INSIDE_OF_OPAQUE = 4  # bytes kept inside a module that can't be looked into, for each byte of its results; a guess
+INSIDE_OF_OPAQUE = (
+    4  # bytes kept inside a module that can't be looked into, for each byte of its results; a guess
+)
 
 
 def forward_flops(piece: Piece, *, flops_per_byte: float) -> float:
@@ -20,8 +22,12 @@ def forward_flops(piece: Piece, *, flops_per_byte: float) -> float:
     return sum(_flops(node) + flops_per_byte * _moved_bytes(node) for node in piece.nodes)
 
 
-def kept_bytes(piece: Piece, values: Mapping[str, Value], parameters: Mapping[str, nn.Parameter],
-               buffers: Mapping[str, torch.Tensor]) -> int:
+def kept_bytes(
+    piece: Piece,
+    values: Mapping[str, Value],
+    parameters: Mapping[str, nn.Parameter],
+    buffers: Mapping[str, torch.Tensor],
+) -> int:
     """Bytes that a piece's forward keeps for its backward, with its outputs; found by running it on fake tensors."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -36,11 +42,25 @@ def kept_bytes(piece: Piece, values: Mapping[str, Value], parameters: Mapping[st
     # A graph makes tensors of its own (positions, masks) on the device that it was captured on.
     device = next((p.device for p in parameters.values()), torch.device("cpu"))
     with cuda_left_alone(), FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad(), device:
-        weights = [torch.empty(parameters[name].shape, dtype=parameters[name].dtype,
-                               requires_grad=parameters[name].requires_grad) for name in piece.parameters]
-        also = [torch.empty(buffers[name].shape, dtype=buffers[name].dtype) for name in piece.buffers]
-        inputs = [torch.empty(values[name].shape, dtype=values[name].dtype, requires_grad=values[name].differentiable)
-                  for name in piece.inputs]
+        weights = [
+            torch.empty(
+                parameters[name].shape,
+                dtype=parameters[name].dtype,
+                requires_grad=parameters[name].requires_grad,
+            )
+            for name in piece.parameters
+        ]
+        also = [
+            torch.empty(buffers[name].shape, dtype=buffers[name].dtype) for name in piece.buffers
+        ]
+        inputs = [
+            torch.empty(
+                values[name].shape,
+                dtype=values[name].dtype,
+                requires_grad=values[name].differentiable,
+            )
+            for name in piece.inputs
+        ]
         try:
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                 outputs = piece.run(*weights, *also, *inputs)
@@ -49,7 +69,11 @@ def kept_bytes(piece: Piece, values: Mapping[str, Value], parameters: Mapping[st
         for tensor in outputs:
             pack(tensor)
         not_saved = {tensor.untyped_storage()._cdata for tensor in (*weights, *also, *inputs)}
-        return sum(tensor.untyped_storage().nbytes() for key, tensor in saved.items() if key not in not_saved)
+        return sum(
+            tensor.untyped_storage().nbytes()
+            for key, tensor in saved.items()
+            if key not in not_saved
+        )
 
 
 def _guessed_bytes(piece: Piece, values: Mapping[str, Value]) -> int:
@@ -73,9 +97,18 @@ def _moved_bytes(node: fx.Node) -> int:
 def _flops(node: fx.Node) -> float:
     """Of matrix products, convolutions and attention; a multiplication and an addition are two."""
     name = getattr(node.target, "__name__", str(node.target)).partition(".")[0]
-    shapes = [tuple(t.shape) for arg in node.args if isinstance(arg, fx.Node) for t in _tensors(arg.meta.get("val"))]
+    shapes = [
+        tuple(t.shape)
+        for arg in node.args
+        if isinstance(arg, fx.Node)
+        for t in _tensors(arg.meta.get("val"))
+    ]
     made = _tensors(node.meta.get("val"))
-    if name in ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum") and len(shapes) >= 2 and made:
+    if (
+        name in ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum")
+        and len(shapes) >= 2
+        and made
+    ):
         first = shapes[1] if name in ("addmm", "baddbmm") else shapes[0]
         return 2.0 * made[0].numel() * first[-1]
     if name.startswith("conv") and len(shapes) >= 2 and made:

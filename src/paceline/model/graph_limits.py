@@ -35,8 +35,12 @@ class Findings:
     changing: set[str] = field(default_factory=set)
 
 
-def examine(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
-            running: Callable[[], AbstractContextManager[None]] = nullcontext) -> Findings:
+def examine(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    running: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Findings:
     """Run a model twice in its mode, on the same batch and with random layers off, and see what its modules keep.
 
     Its state is left as it was, but that tensors which the model's own forward puts in the place of plain attributes
@@ -54,9 +58,12 @@ def examine(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
         snapshot.restore()
     for path, why in findings.opaque.items():
         if not path:
-            raise PlanRefused(f"{type(model).__name__} itself {why}, and a rank that runs a part of the "
-                              "model would lose that", hint=f"{WHOLE_MODEL_PLANS}; a module of the model that does "
-                                                            "this, and is called itself, can be kept")
+            raise PlanRefused(
+                f"{type(model).__name__} itself {why}, and a rank that runs a part of the "
+                "model would lose that",
+                hint=f"{WHOLE_MODEL_PLANS}; a module of the model that does "
+                "this, and is called itself, can be kept",
+            )
     return findings
 
 
@@ -65,8 +72,11 @@ class _WithoutMessages(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
-            raise PlanRefused(f"the model calls torch.distributed itself ({func.overloadpacket.__name__}), and ranks "
-                              "of a plan that splits it run other parts", hint=WHOLE_MODEL_PLANS)
+            raise PlanRefused(
+                f"the model calls torch.distributed itself ({func.overloadpacket.__name__}), and ranks "
+                "of a plan that splits it run other parts",
+                hint=WHOLE_MODEL_PLANS,
+            )
         return func(*args, **(kwargs or {}))
 
 
@@ -74,12 +84,20 @@ def _with_hooks(model: nn.Module) -> dict[str, str]:
     """Modules whose backward hooks would be lost."""
     if any(getattr(torch_module, name) for name in _GLOBAL_HOOKS):
         return {"": "has backward hooks on every module"}
-    return {path: "has a backward hook" for path, module in model.named_modules()
-            if module._backward_hooks or module._backward_pre_hooks}
+    return {
+        path: "has a backward hook"
+        for path, module in model.named_modules()
+        if module._backward_hooks or module._backward_pre_hooks
+    }
 
 
-def _run_twice(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], snapshot: StateSnapshot,
-               findings: Findings) -> None:
+def _run_twice(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    snapshot: StateSnapshot,
+    findings: Findings,
+) -> None:
     first = _Watch(model)
     with first.watching():
         output = call(model, args, kwargs)
@@ -93,7 +111,10 @@ def _run_twice(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
     with again.watching():
         repeated = call(model, args, kwargs)
     changing = attributes.changed()
-    values = {name: (module, attribute, value) for name, module, attribute, value in plain_attributes(model)}
+    values = {
+        name: (module, attribute, value)
+        for name, module, attribute, value in plain_attributes(model)
+    }
     to_buffers = []
     for name in changing:
         path, _, attribute = name.rpartition(".")
@@ -108,17 +129,29 @@ def _run_twice(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
         with again.watching():
             repeated = call(model, args, kwargs)
     if not alike(output, repeated):
-        path = next((path for (path, a), (_, b) in zip(first.outputs, again.outputs, strict=False)
-                     if path and not alike(a, b)), "")
-        findings.opaque.setdefault(path, "gives another output each time that it is called with the same input")
+        path = next(
+            (
+                path
+                for (path, a), (_, b) in zip(first.outputs, again.outputs, strict=False)
+                if path and not alike(a, b)
+            ),
+            "",
+        )
+        findings.opaque.setdefault(
+            path, "gives another output each time that it is called with the same input"
+        )
     snapshot.restore()
     for attribute in to_buffers:
         model.register_buffer(attribute, vars(model).pop(attribute), persistent=False)
         snapshot.attributes.values.pop(attribute)
 
 
-def module_with_unseen_state(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
-                             running: Callable[[], AbstractContextManager[None]] = nullcontext) -> str | None:
+def module_with_unseen_state(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    running: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> str | None:
     """The first module that gives another output for the same input although all state that a model shows was put back:
     a count in an object of the user's own, in a closure or in a global. Its path; None if there is none.
 
@@ -134,8 +167,14 @@ def module_with_unseen_state(model: nn.Module, args: tuple[Any, ...], kwargs: di
                 snapshot.restore()
     finally:
         snapshot.restore()
-    return next((path for (path, a), (_, b) in zip(first.outputs, again.outputs, strict=False) if not alike(a, b)),
-                None)
+    return next(
+        (
+            path
+            for (path, a), (_, b) in zip(first.outputs, again.outputs, strict=False)
+            if not alike(a, b)
+        ),
+        None,
+    )
 
 
 def call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -155,12 +194,20 @@ def _make_known(value: Any) -> None:
 def alike(value: Any, other: Any) -> bool:
     """Whether two outputs of the same calculation on the same numbers are equal but for rounding."""
     pairs = list(zip(_tensors(value), _tensors(other), strict=False))
-    return len(list(_tensors(value))) == len(list(_tensors(other))) and all(is_near(a, b) for a, b in pairs)
+    return len(list(_tensors(value))) == len(list(_tensors(other))) and all(
+        is_near(a, b) for a, b in pairs
+    )
 
 
 # How far a result of the same operators in another order may be off, relative to its greatest element.
-ALLOWED = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-3, torch.complex64: 1e-3,
-           torch.bfloat16: 0.1, torch.float16: 0.02}
+ALLOWED = {
+    torch.float64: 1e-9,
+    torch.complex128: 1e-9,
+    torch.float32: 1e-3,
+    torch.complex64: 1e-3,
+    torch.bfloat16: 0.1,
+    torch.float16: 0.02,
+}
 
 
 def is_near(tensor: torch.Tensor, other: torch.Tensor, *, size: float = 0.0) -> bool:
@@ -201,9 +248,14 @@ class _Watch:
     def watching(self) -> Iterator[None]:
         handles = []
         for path, module in self.model.named_modules():
-            handles += [module.register_forward_pre_hook(lambda module, inputs, path=path: self._enter(path)),
-                        module.register_forward_hook(lambda module, inputs, output, path=path: self._leave(
-                            path, output))]
+            handles += [
+                module.register_forward_pre_hook(
+                    lambda module, inputs, path=path: self._enter(path)
+                ),
+                module.register_forward_hook(
+                    lambda module, inputs, output, path=path: self._leave(path, output)
+                ),
+            ]
         try:
             yield
         finally:

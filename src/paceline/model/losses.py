@@ -56,9 +56,15 @@ def _draws() -> tuple[Any, ...]:
     return *draws_state(), bytes(torch.get_rng_state().numpy())
 
 
-def refuse_readers(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], functions: Mapping[str, Function],
-                   running: Callable[[], AbstractContextManager[None]] = nullcontext, *,
-                   altered: Callable[[], Sequence[str]] = list) -> None:
+def refuse_readers(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    functions: Mapping[str, Function],
+    running: Callable[[], AbstractContextManager[None]] = nullcontext,
+    *,
+    altered: Callable[[], Sequence[str]] = list,
+) -> None:
     """Refuse losses and metrics that use more of the model than its output.
 
     The model's state is left as it was.
@@ -87,9 +93,12 @@ def refuse_readers(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
                     values[name] = _value(name, function, detached, output)
                     written = [what for what in altered() if what not in before]
                 if written:
-                    raise PlanRefused(f"{name} sets {written[0]}, which the forward reads, and only the ranks of the "
-                                      "last stage run it", hint="data=N, shard=N and tensor=N plans run it on every "
-                                                                "rank; or let lr_schedule set it")
+                    raise PlanRefused(
+                        f"{name} sets {written[0]}, which the forward reads, and only the ranks of the "
+                        "last stage run it",
+                        hint="data=N, shard=N and tensor=N plans run it on every "
+                        "rank; or let lr_schedule set it",
+                    )
                 if watch.read:
                     raise _refused(name, watch.read)
             if snapshot.attributes.changed():
@@ -98,7 +107,9 @@ def refuse_readers(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
                 for name, function in functions.items():
                     same = _is_same_again(function, output, values[name], model)
                     if not same:
-                        raise _refused(name, f"what the forward leaves in attributes, such as '{changed}'")
+                        raise _refused(
+                            name, f"what the forward leaves in attributes, such as '{changed}'"
+                        )
     finally:
         snapshot.restore()
 
@@ -117,11 +128,15 @@ def _value(name: str, function: Function, detached: Any, output: Any) -> Any:
         except Exception:
             raise error from None
         if "in-place" in str(error):
-            raise PlanRefused(f"{name} writes to the model's output in place, which a plan that splits the model keeps",
-                              hint="write output + x and not output += x, or use a data=N or shard=N plan") from error
-        raise PlanRefused(f"{name} goes back through the model (torch.autograd.grad), and no rank of a plan that "
-                          "splits the model has all of it",
-                          hint="data=N plans keep the whole model on every rank") from error
+            raise PlanRefused(
+                f"{name} writes to the model's output in place, which a plan that splits the model keeps",
+                hint="write output + x and not output += x, or use a data=N or shard=N plan",
+            ) from error
+        raise PlanRefused(
+            f"{name} goes back through the model (torch.autograd.grad), and no rank of a plan that "
+            "splits the model has all of it",
+            hint="data=N plans keep the whole model on every rank",
+        ) from error
 
 
 def _is_same_again(function: Function, output: Any, before: Any, model: nn.Module) -> bool:
@@ -133,29 +148,51 @@ def _is_same_again(function: Function, output: Any, before: Any, model: nn.Modul
 
 
 def _refused(name: str, read: str) -> PlanRefused:
-    return PlanRefused(f"{name} uses {read} of the model beside its output, and no rank of a plan that splits the "
-                       "model has that", hint="data=N plans keep the whole model on every rank; or let the "
-                                              "model return what the loss needs")
+    return PlanRefused(
+        f"{name} uses {read} of the model beside its output, and no rank of a plan that splits the "
+        "model has that",
+        hint="data=N plans keep the whole model on every rank; or let the "
+        "model return what the loss needs",
+    )
 
 
 def _tensors_of(model: nn.Module, changed_buffers: set[str]) -> dict[int, str]:
     """What a rank of a split model doesn't have, by storage: parameters, buffers that change, attributes."""
-    named = {**{f"attribute '{name}'": value for name, _, _, value in plain_attributes(model)
-                if isinstance(value, torch.Tensor) and value.requires_grad},
-             **{f"buffer '{name}'": buffer for name, buffer in model.named_buffers() if name in changed_buffers},
-             **{f"parameter '{name}'": parameter for name, parameter in model.named_parameters()}}
-    return {tensor.untyped_storage()._cdata: f"the {name}" for name, tensor in named.items() if tensor.numel()}
+    named = {
+        **{
+            f"attribute '{name}'": value
+            for name, _, _, value in plain_attributes(model)
+            if isinstance(value, torch.Tensor) and value.requires_grad
+        },
+        **{
+            f"buffer '{name}'": buffer
+            for name, buffer in model.named_buffers()
+            if name in changed_buffers
+        },
+        **{f"parameter '{name}'": parameter for name, parameter in model.named_parameters()},
+    }
+    return {
+        tensor.untyped_storage()._cdata: f"the {name}"
+        for name, tensor in named.items()
+        if tensor.numel()
+    }
 
 
 def _apart(output: Any) -> Any:
     """The output without the graph that it came by."""
-    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone().requires_grad_(
-        tensor.requires_grad), output)
+    return pytree.tree_map_only(
+        torch.Tensor,
+        lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad),
+        output,
+    )
 
 
 def _as_tensors(returned: Any) -> Any:
-    return [torch.as_tensor(leaf).detach() for leaf in pytree.tree_leaves(returned)
-            if isinstance(leaf, torch.Tensor | int | float)]
+    return [
+        torch.as_tensor(leaf).detach()
+        for leaf in pytree.tree_leaves(returned)
+        if isinstance(leaf, torch.Tensor | int | float)
+    ]
 
 
 def _storages(values: Any) -> Iterator[int]:

@@ -54,7 +54,9 @@ class Call(Protocol):
     def stand_ins(self, like: torch.Tensor) -> list[torch.Tensor]:
         """Tensors with the shapes of the outputs, on the device of `like`."""
 
-    def run(self, parameters: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def run(
+        self, parameters: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
         """The tensors that the call itself gives. parameters: of the module."""
 
 
@@ -76,23 +78,43 @@ class GrowingShape:
     def at(self, samples: int, inputs: Sequence[Shape] = ()) -> Shape:
         """inputs: shapes of the call's own."""
         grown = tuple(a + b * samples for a, b in zip(self.fixed, self.per_sample, strict=True))
-        return tuple(size if source is None else inputs[source[0]][source[1]]
-                     for size, source in zip(grown, self.of_input or (None,) * len(grown), strict=True))
+        return tuple(
+            size if source is None else inputs[source[0]][source[1]]
+            for size, source in zip(grown, self.of_input or (None,) * len(grown), strict=True)
+        )
 
     @classmethod
-    def through(cls, two: torch.Tensor, three: torch.Tensor, inputs: Sequence[tuple[Shape, Shape]]) -> GrowingShape:
+    def through(
+        cls, two: torch.Tensor, three: torch.Tensor, inputs: Sequence[tuple[Shape, Shape]]
+    ) -> GrowingShape:
         """From the outputs, and the shapes of each input, for two and for three samples."""
         each = tuple(b - a for a, b in zip(two.shape, three.shape, strict=True))
-        return cls(tuple(a - 2 * b for a, b in zip(two.shape, each, strict=True)), each, two.dtype, tuple(
-            _source(dim, sizes, inputs) for dim, sizes in enumerate(zip(two.shape, three.shape, strict=True))))
+        return cls(
+            tuple(a - 2 * b for a, b in zip(two.shape, each, strict=True)),
+            each,
+            two.dtype,
+            tuple(
+                _source(dim, sizes, inputs)
+                for dim, sizes in enumerate(zip(two.shape, three.shape, strict=True))
+            ),
+        )
 
 
-def _source(dim: int, sizes: tuple[int, int], inputs: Sequence[tuple[Shape, Shape]]) -> tuple[int, int] | None:
+def _source(
+    dim: int, sizes: tuple[int, int], inputs: Sequence[tuple[Shape, Shape]]
+) -> tuple[int, int] | None:
     """The dim of an input, and that input's number, whose sizes for two and for three samples are an output's along a
     dim: the same dim before others, which only count if the sizes differ."""
-    alike = [(number, place) for number, shapes in enumerate(inputs)
-             for place, pair in enumerate(zip(*shapes, strict=True)) if pair == sizes]
-    return next((source for source in alike if source[1] == dim), alike[0] if alike and sizes[0] != sizes[1] else None)
+    alike = [
+        (number, place)
+        for number, shapes in enumerate(inputs)
+        for place, pair in enumerate(zip(*shapes, strict=True))
+        if pair == sizes
+    ]
+    return next(
+        (source for source in alike if source[1] == dim),
+        alike[0] if alike and sizes[0] != sizes[1] else None,
+    )
 
 
 @dataclass(frozen=True)
@@ -126,10 +148,14 @@ class ModuleCall:
     buffers: tuple[str, ...]
 
     def stand_ins(self, like: torch.Tensor) -> list[torch.Tensor]:
-        return [like.new_empty(shape, dtype=output.dtype)
-                for shape, output in zip(self.shapes, self.outputs.shapes, strict=True)]
+        return [
+            like.new_empty(shape, dtype=output.dtype)
+            for shape, output in zip(self.shapes, self.outputs.shapes, strict=True)
+        ]
 
-    def run(self, parameters: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def run(
+        self, parameters: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
         """The module itself with these parameters. Its buffers and attributes are its own, and change as it says.
 
         Raises:
@@ -138,16 +164,24 @@ class ModuleCall:
         args, kwargs = _filled(self.in_spec, inputs, self.constants)
         names = [name.removeprefix(f"{self.path}.") for name in self.parameters]
         with torch.set_grad_enabled(self.has_gradients and torch.is_grad_enabled()):
-            returned = functional_call(self.module, dict(zip(names, parameters, strict=True)), args, kwargs,
-                                       tie_weights=False)
+            returned = functional_call(
+                self.module,
+                dict(zip(names, parameters, strict=True)),
+                args,
+                kwargs,
+                tie_weights=False,
+            )
         tensors, others, _ = _taken_apart(returned)
         if [tuple(tensor.shape) for tensor in tensors] != list(self.shapes) or not is_same(
-                others, dict(self.outputs.constants)):
-            raise JobError(f"'{self.path}' is not looked into, since its course depends on values, and it returned "
-                           f"{_shown(tensors, others)} where {_shown(self.shapes, self.outputs.constants)} "
-                           "was recorded for such inputs",
-                           hint="a size is known beforehand if it is one of its inputs' or grows with the samples; "
-                                "data=N and shard=N plans run the model as it is")
+            others, dict(self.outputs.constants)
+        ):
+            raise JobError(
+                f"'{self.path}' is not looked into, since its course depends on values, and it returned "
+                f"{_shown(tensors, others)} where {_shown(self.shapes, self.outputs.constants)} "
+                "was recorded for such inputs",
+                hint="a size is known beforehand if it is one of its inputs' or grows with the samples; "
+                "data=N and shard=N plans run the model as it is",
+            )
         return tuple(tensors)
 
 
@@ -167,12 +201,16 @@ class FunctionCall:
     def stand_ins(self, like: torch.Tensor) -> list[torch.Tensor]:
         return [like.new_empty(shape.fixed, dtype=shape.dtype) for shape in self.outputs.shapes]
 
-    def run(self, parameters: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def run(
+        self, parameters: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
         """The function itself, with its own backward."""
         args, kwargs = _filled(self.in_spec, inputs, self.constants)
         with torch.set_grad_enabled(self.has_gradients and torch.is_grad_enabled()):
             returned = self.function.apply(*args, **kwargs)
-        return tuple(leaf for leaf in pytree.tree_leaves(returned) if isinstance(leaf, torch.Tensor))
+        return tuple(
+            leaf for leaf in pytree.tree_leaves(returned) if isinstance(leaf, torch.Tensor)
+        )
 
 
 class _Calls(list[Call]):
@@ -210,23 +248,35 @@ def record(call: Call, inputs: Sequence[torch.Tensor], outputs: Outputs) -> Any:
     Gradients are enabled or not as around the capture: export moves what is done otherwise into a graph of its own.
     """
     _CALLS.append(call)
-    is_as_around = torch.is_grad_enabled() == _CALLS.has_gradients  # export takes long for each change
+    is_as_around = (
+        torch.is_grad_enabled() == _CALLS.has_gradients
+    )  # export takes long for each change
     with nullcontext() if is_as_around else torch.set_grad_enabled(_CALLS.has_gradients):
         made = _opaque(list(inputs), len(_CALLS) - 1)
     return outputs.filled(made)
 
 
-def _filled(spec: pytree.TreeSpec, tensors: Sequence[torch.Tensor], constants: Mapping[int, Any]) -> Any:
+def _filled(
+    spec: pytree.TreeSpec, tensors: Sequence[torch.Tensor], constants: Mapping[int, Any]
+) -> Any:
     remaining = iter(tensors)
-    return pytree.tree_unflatten([constants[i] if i in constants else next(remaining)
-                                  for i in range(len(tensors) + len(constants))], spec)
+    return pytree.tree_unflatten(
+        [
+            constants[i] if i in constants else next(remaining)
+            for i in range(len(tensors) + len(constants))
+        ],
+        spec,
+    )
 
 
 def _taken_apart(values: Any) -> tuple[list[torch.Tensor], dict[int, Any], pytree.TreeSpec]:
     """The tensors in a structure, what else is in it by position, and the structure."""
     flat, spec = pytree.tree_flatten(values)
-    return ([leaf for leaf in flat if isinstance(leaf, torch.Tensor)],
-            {i: leaf for i, leaf in enumerate(flat) if not isinstance(leaf, torch.Tensor)}, spec)
+    return (
+        [leaf for leaf in flat if isinstance(leaf, torch.Tensor)],
+        {i: leaf for i, leaf in enumerate(flat) if not isinstance(leaf, torch.Tensor)},
+        spec,
+    )
 
 
 @dataclass
@@ -249,10 +299,20 @@ class OpaqueModules:
         """
         returned: dict[int, dict[str, list[Any]]] = {2: {}, 3: {}}
         for samples, calls in returned.items():
-            handles = [model.get_submodule(path).register_forward_hook(
-                lambda module, args, kwargs, output, path=path, calls=calls: calls.setdefault(path, []).append(
-                    (_shapes(args, kwargs), pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output))),
-                with_kwargs=True) for path in paths]
+            handles = [
+                model.get_submodule(path).register_forward_hook(
+                    lambda module, args, kwargs, output, path=path, calls=calls: calls.setdefault(
+                        path, []
+                    ).append(
+                        (
+                            _shapes(args, kwargs),
+                            pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output),
+                        )
+                    ),
+                    with_kwargs=True,
+                )
+                for path in paths
+            ]
             try:
                 run(samples)
             finally:
@@ -260,9 +320,13 @@ class OpaqueModules:
                     handle.remove()
         for path in returned[2]:
             if len(returned[2][path]) != len(returned[3].get(path, [])):
-                raise CannotRecord(f"'{path}' is called a number of times that depends on the batch")
-            self.outputs[path] = [_outputs(path, two, three) for two, three in
-                                  zip(returned[2][path], returned[3].get(path, []), strict=True)]
+                raise CannotRecord(
+                    f"'{path}' is called a number of times that depends on the batch"
+                )
+            self.outputs[path] = [
+                _outputs(path, two, three)
+                for two, three in zip(returned[2][path], returned[3].get(path, []), strict=True)
+            ]
         for path in list(self.outputs):
             if any(path.startswith(f"{outer}.") for outer in self.outputs):
                 del self.outputs[path]
@@ -276,14 +340,18 @@ class OpaqueModules:
         for path in self.outputs:
             module = model.get_submodule(path)
             names = ("forward", *_HOOKS)
-            saved.append((module, {name: vars(module)[name] for name in names if name in vars(module)}))
+            saved.append(
+                (module, {name: vars(module)[name] for name in names if name in vars(module)})
+            )
             vars(module).update({name: OrderedDict() for name in _HOOKS})
             module.forward = self._stand_in(path, module, samples)
         try:
             yield _CALLS
         finally:
             for module, attributes in saved:
-                del module.forward  # the class's own is there again, or the one that the module was given
+                del (
+                    module.forward
+                )  # the class's own is there again, or the one that the module was given
                 vars(module).update(attributes)
 
     def _stand_in(self, path: str, module: nn.Module, samples: int) -> Callable[..., Any]:
@@ -297,10 +365,16 @@ class OpaqueModules:
             prefix = f"{path}."
             shapes = _shapes(args, kwargs)
             call = ModuleCall(
-                path, module, spec, constants, returned, [shape.at(samples, shapes) for shape in returned.shapes],
+                path,
+                module,
+                spec,
+                constants,
+                returned,
+                [shape.at(samples, shapes) for shape in returned.shapes],
                 torch.is_grad_enabled(),
                 tuple(prefix + name for name, _ in module.named_parameters(remove_duplicate=False)),
-                tuple(prefix + name for name, _ in module.named_buffers(remove_duplicate=False)))
+                tuple(prefix + name for name, _ in module.named_buffers(remove_duplicate=False)),
+            )
             return record(call, inputs, returned)
 
         return forward
@@ -313,17 +387,24 @@ def _shapes(args: Any, kwargs: Any) -> list[Shape]:
 def _shown(tensors: Sequence[Any], others: Mapping[int, Any]) -> str:
     """What a module returned, in words. tensors: or their shapes."""
     shapes = [str(tuple(getattr(tensor, "shape", tensor))) for tensor in tensors]
-    return " and ".join([f"a tensor of {shape}" for shape in shapes] + [repr(value) for value in others.values()])
+    return " and ".join(
+        [f"a tensor of {shape}" for shape in shapes] + [repr(value) for value in others.values()]
+    )
 
 
 def _outputs(path: str, two: tuple[list[Shape], Any], three: tuple[list[Shape], Any]) -> Outputs:
     tensors, constants, spec = _taken_apart(two[1])
     others, other_constants, _ = _taken_apart(three[1])
     if not is_same(list(constants.values()), list(other_constants.values())):
-        raise CannotRecord(f"'{path}' returns something that is neither a tensor nor the same for every batch")
+        raise CannotRecord(
+            f"'{path}' returns something that is neither a tensor nor the same for every batch"
+        )
     inputs = list(zip(two[0], three[0], strict=False))
-    return Outputs(spec, tuple(GrowingShape.through(a, b, inputs) for a, b in zip(tensors, others, strict=True)),
-                   constants)
+    return Outputs(
+        spec,
+        tuple(GrowingShape.through(a, b, inputs) for a, b in zip(tensors, others, strict=True)),
+        constants,
+    )
 
 
 @contextmanager
@@ -336,7 +417,9 @@ def functions_kept() -> Iterator[None]:
     run_backward = torch.autograd._engine_run_backward
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() == thread and cls is CheckpointFunction:  # reentrant: it runs without gradients
+        if (
+            threading.get_ident() == thread and cls is CheckpointFunction
+        ):  # reentrant: it runs without gradients
             run_function, _, *arguments = args
             return run_function(*arguments)
         if threading.get_ident() != thread or cls.__module__.partition(".")[0] == "torch":
@@ -346,7 +429,9 @@ def functions_kept() -> Iterator[None]:
     def refuse(tensor: torch.Tensor, hook: Any) -> Any:
         if threading.get_ident() != thread:
             return register_hook(tensor, hook)
-        raise CannotRecord("the forward registers a hook on a tensor, which a recorded graph would lose")
+        raise CannotRecord(
+            "the forward registers a hook on a tensor, which a recorded graph would lose"
+        )
 
     def refuse_backward(*args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != thread:
@@ -369,9 +454,13 @@ def _record_function(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
     inputs, constants, spec = _taken_apart((args, kwargs))
-    if any(isinstance(leaf, nn.Module) or (callable(leaf) and not isinstance(leaf, type))
-           for leaf in constants.values()):
-        raise CannotRecord(f"{function.__name__} is given a module or a function, whose weights could not be passed on")
+    if any(
+        isinstance(leaf, nn.Module) or (callable(leaf) and not isinstance(leaf, type))
+        for leaf in constants.values()
+    ):
+        raise CannotRecord(
+            f"{function.__name__} is given a module or a function, whose weights could not be passed on"
+        )
 
     def run() -> Any:
         return super(_SingleLevelFunction, function).apply(*args, **kwargs)
@@ -385,9 +474,14 @@ def _record_function(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         raise CannotRecord(f"{function.__name__} changes its input in place")
     if not made:
         return returned
-    shapes = tuple(GrowingShape(tuple(map(int, tensor.shape)), (0,) * tensor.ndim, tensor.dtype) for tensor in made)
+    shapes = tuple(
+        GrowingShape(tuple(map(int, tensor.shape)), (0,) * tensor.ndim, tensor.dtype)
+        for tensor in made
+    )
     outputs = Outputs(returned_spec, shapes, others)
-    return record(FunctionCall(function, spec, constants, outputs, torch.is_grad_enabled()), inputs, outputs)
+    return record(
+        FunctionCall(function, spec, constants, outputs, torch.is_grad_enabled()), inputs, outputs
+    )
 
 
 def modules_in(traceback: TracebackType | None, model: nn.Module) -> list[str]:

@@ -35,8 +35,13 @@ def _native_dropout_backward(gradient: torch.Tensor, *options: Any) -> torch.Ten
     return gradient.clone()
 
 
-def _rrelu_with_noise(x: torch.Tensor, noise: torch.Tensor, lower: float = 1 / 8, upper: float = 1 / 3,
-                      training: bool = False) -> torch.Tensor:
+def _rrelu_with_noise(
+    x: torch.Tensor,
+    noise: torch.Tensor,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    training: bool = False,
+) -> torch.Tensor:
     slope = (lower + upper) / 2
     if training:  # backward multiplies by the noise
         noise.copy_(torch.where(x > 0, torch.ones_like(x), torch.full_like(x, slope)))
@@ -46,8 +51,11 @@ def _rrelu_with_noise(x: torch.Tensor, noise: torch.Tensor, lower: float = 1 / 8
 def _normal(mean: Any, std: Any, size: Any = None, **options: Any) -> torch.Tensor:
     if size is not None:
         return torch.full(size, mean, **options)
-    return mean.expand(torch.broadcast_shapes(mean.shape, getattr(std, "shape", ()))).clone() if isinstance(
-        mean, torch.Tensor) else torch.full_like(std, mean)
+    return (
+        mean.expand(torch.broadcast_shapes(mean.shape, getattr(std, "shape", ()))).clone()
+        if isinstance(mean, torch.Tensor)
+        else torch.full_like(std, mean)
+    )
 
 
 # A mean for each operator that the layers of models draw with, without its `generator`. Dropout of every kind draws its
@@ -84,14 +92,11 @@ _DROPS = ("dropout_p", "dropout")
 _HARMLESS = ("_cudnn_init_dropout_state",)  # a generator for what is dropped, and nothing is
 
 
-
-
-
-
 def is_switched_off() -> bool:
     """Whether random operators give their mean here."""
-    return not is_drawing() and any(isinstance(mode, WithoutRandomness)
-                                     for mode in _get_current_dispatch_mode_stack())
+    return not is_drawing() and any(
+        isinstance(mode, WithoutRandomness) for mode in _get_current_dispatch_mode_stack()
+    )
 
 
 def forget_draws() -> None:
@@ -105,7 +110,9 @@ def forget_draws() -> None:
 def without_modes() -> Iterator[bool]:
     """Meanwhile nothing sees operators before torch does, as torch.compile wants it. Gives whether they draw: what is
     compiled here must use `means` if not."""
-    if is_off := any(isinstance(mode, WithoutRandomness) for mode in _get_current_dispatch_mode_stack()):
+    if is_off := any(
+        isinstance(mode, WithoutRandomness) for mode in _get_current_dispatch_mode_stack()
+    ):
         is_off = not is_drawing()
         with _disable_current_modes():
             yield not is_off
@@ -116,17 +123,29 @@ def without_modes() -> Iterator[bool]:
 def means() -> dict[Any, Callable[..., Any]]:
     """What random operators without effects on their arguments are replaced by where a graph is made of them, and the
     backward of those that have one of their own."""
-    return {**{func: partial(_mean_of, func) for func in _random_operators()},
-            torch.ops.aten.native_dropout_backward.default: _native_dropout_backward}
+    return {
+        **{func: partial(_mean_of, func) for func in _random_operators()},
+        torch.ops.aten.native_dropout_backward.default: _native_dropout_backward,
+    }
 
 
 @cache
 def _random_operators() -> tuple[Any, ...]:
-    packets = (getattr(torch.ops.aten, name) for name in dir(torch.ops.aten) if not name.startswith("__"))
-    funcs = [getattr(packet, name) for packet in packets if hasattr(packet, "overloads")
-             for name in packet.overloads()]
-    return tuple(func for func in funcs if not func._schema.is_mutable and (
-        _drop_argument(func) is not None or torch.Tag.nondeterministic_seeded in func.tags))
+    packets = (
+        getattr(torch.ops.aten, name) for name in dir(torch.ops.aten) if not name.startswith("__")
+    )
+    funcs = [
+        getattr(packet, name)
+        for packet in packets
+        if hasattr(packet, "overloads")
+        for name in packet.overloads()
+    ]
+    return tuple(
+        func
+        for func in funcs
+        if not func._schema.is_mutable
+        and (_drop_argument(func) is not None or torch.Tag.nondeterministic_seeded in func.tags)
+    )
 
 
 def _mean_of(func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -137,7 +156,9 @@ def _mean_of(func: Any, *args: Any, **kwargs: Any) -> Any:
         return func(*args, **kwargs) if drops else NotImplemented
     if name in _MEANS:
         return _MEANS[name](*args, **kwargs)
-    if f"{name}_" in _MEANS:  # where a graph is made, what is written in place becomes a tensor of its own
+    if (
+        f"{name}_" in _MEANS
+    ):  # where a graph is made, what is written in place becomes a tensor of its own
         return _MEANS[f"{name}_"](args[0].clone(), *args[1:], **kwargs)
     return NotImplemented
 
@@ -175,6 +196,7 @@ class WithoutRandomness(TorchDispatchMode):
 
     def building(self, build: Callable[[], Any]) -> Callable[[], Any]:
         """The same function with its draws left alone, for initial weights."""
+
         @wraps(build)
         def built() -> Any:
             before, self._building = self._building, True
@@ -200,8 +222,14 @@ class WithoutRandomness(TorchDispatchMode):
         """Meanwhile `off` learns which of the model's modules draw."""
         handles = []
         for path, module in model.named_modules():
-            handles += [module.register_forward_pre_hook(lambda module, inputs, path=path: self._inside.append(path)),
-                        module.register_forward_hook(lambda module, inputs, output: (self._inside.pop(), None)[1])]
+            handles += [
+                module.register_forward_pre_hook(
+                    lambda module, inputs, path=path: self._inside.append(path)
+                ),
+                module.register_forward_hook(
+                    lambda module, inputs, output: (self._inside.pop(), None)[1]
+                ),
+            ]
         try:
             yield
         finally:
@@ -209,12 +237,21 @@ class WithoutRandomness(TorchDispatchMode):
             for handle in handles:
                 handle.remove()
 
-    def __torch_dispatch__(self, func: Any, types: Sequence[Any], args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[Any], args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
-        is_random, is_backward = torch.Tag.nondeterministic_seeded in func.tags, name.endswith("_backward")
-        if (not (is_random or is_backward) or self._building or is_drawing()
-                or detect_fake_mode(args) is not None):
+        is_random, is_backward = (
+            torch.Tag.nondeterministic_seeded in func.tags,
+            name.endswith("_backward"),
+        )
+        if (
+            not (is_random or is_backward)
+            or self._building
+            or is_drawing()
+            or detect_fake_mode(args) is not None
+        ):
             return func(*args, **kwargs)
         if name == "native_dropout_backward":
             return _native_dropout_backward(*args)
@@ -227,7 +264,9 @@ class WithoutRandomness(TorchDispatchMode):
                 self._note(name)
         elif is_random and name in _MEANS:
             self._note(name)
-            return _MEANS[name](*args, **{key: value for key, value in kwargs.items() if key != "generator"})
+            return _MEANS[name](
+                *args, **{key: value for key, value in kwargs.items() if key != "generator"}
+            )
         elif is_random:
             self.left_on.add(name)
         return func(*args, **kwargs)
@@ -243,16 +282,24 @@ class WithoutRandomness(TorchDispatchMode):
 @cache
 def _drop_argument(func: Any) -> tuple[int, str] | None:
     """Where an operator is told how much to drop."""
-    return next(((place, argument.name) for place, argument in enumerate(func._schema.arguments)
-                 if argument.name in _DROPS), None)
+    return next(
+        (
+            (place, argument.name)
+            for place, argument in enumerate(func._schema.arguments)
+            if argument.name in _DROPS
+        ),
+        None,
+    )
 
 
-def _without_drops(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any], bool] | None:
+def _without_drops(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any], bool] | None:
     """A fused operator's arguments with nothing to drop, and whether there was; None for one that drops nothing."""
     where = _drop_argument(func)
     if where is None:
         return None
     place, name = where
     if place < len(args):
-        return (*args[:place], 0.0, *args[place + 1:]), kwargs, bool(args[place])
+        return (*args[:place], 0.0, *args[place + 1 :]), kwargs, bool(args[place])
     return args, {**kwargs, name: 0.0} if name in kwargs else kwargs, bool(kwargs.get(name))

@@ -24,7 +24,10 @@ from paceline.base.user_code import is_users
 
 # Of nn.Module's own names those that a forward depends on.
 _UNREAD = (frozenset(vars(nn.Module)) | frozenset(vars(nn.Module()))) - {
-    "training", "_forward_hooks", "_forward_pre_hooks"}
+    "training",
+    "_forward_hooks",
+    "_forward_pre_hooks",
+}
 _LONG, _DEPTH = 256, 4  # longer containers, and what is nested deeper, are compared by identity
 _PLAIN = (type(None), bool, str, bytes, torch.dtype, torch.device)
 
@@ -46,7 +49,12 @@ class Reads:
         places: dict[str, Callable[[], Any]] = {}
         for owner, name in attributes:
             path, module = modules.get(owner, ("", None))
-            if module is None or name in _UNREAD or name.startswith("__") or _is_of_class(module, name):
+            if (
+                module is None
+                or name in _UNREAD
+                or name.startswith("__")
+                or _is_of_class(module, name)
+            ):
                 continue
             places[f"'{path}.{name}'" if path else f"'{name}'"] = partial(_attribute, module, name)
         known: set[Any] = set()
@@ -58,8 +66,15 @@ class Reads:
     def changed(self) -> list[str]:
         """What has another value now."""
         now = _now(self.places.values())
-        return [] if now == self.values else [
-            name for name, before, after in zip(self.places, self.values, now, strict=True) if before != after]
+        return (
+            []
+            if now == self.values
+            else [
+                name
+                for name, before, after in zip(self.places, self.values, now, strict=True)
+                if before != after
+            ]
+        )
 
 
 @contextmanager
@@ -95,14 +110,18 @@ def _attribute(module: nn.Module, name: str) -> Any:
         return own[name]
     if (buffer := own["_buffers"].get(name)) is not None:  # an input of the graph
         return tuple(buffer.shape), buffer.dtype
-    return next((own[kind][name] for kind in ("_parameters", "_modules") if name in own[kind]),
-                getattr(type(module), name, None))
+    return next(
+        (own[kind][name] for kind in ("_parameters", "_modules") if name in own[kind]),
+        getattr(type(module), name, None),
+    )
 
 
 def _is_of_class(module: nn.Module, name: str) -> bool:
     """Whether it is a method or a property."""
     own = vars(module)
-    is_own = any(name in names for names in (own, own["_buffers"], own["_parameters"], own["_modules"]))
+    is_own = any(
+        name in names for names in (own, own["_buffers"], own["_parameters"], own["_modules"])
+    )
     return not is_own and hasattr(inspect.getattr_static(type(module), name, None), "__get__")
 
 
@@ -126,15 +145,25 @@ def _frozen(value: Any, depth: int, known: dict[int, tuple[Any, Any]]) -> Any:
         return "trained" if value.requires_grad else "frozen"
     if isinstance(value, np.ndarray | np.generic) and value.size <= _LONG:
         return value.dtype.str, value.shape, value.tobytes()
-    if kind is torch.Tensor and value.numel() == 1 and value.device.type == "cpu":  # a forward may ask for the number
+    if (
+        kind is torch.Tensor and value.numel() == 1 and value.device.type == "cpu"
+    ):  # a forward may ask for the number
         return _Same(value), value.item()
     inside = None if depth == 0 else _inside(value)
     if inside is None or len(inside) > _LONG:
         return _Same(value), len(inside or ())
     if id(value) not in known:  # it is kept with the value: the id may be given again
         known[id(value)] = value, None  # what refers to itself
-        known[id(value)] = value, (kind, [(_frozen(key, depth - 1, known), _frozen(item, depth - 1, known))
-                                          for key, item in inside])
+        known[id(value)] = (
+            value,
+            (
+                kind,
+                [
+                    (_frozen(key, depth - 1, known), _frozen(item, depth - 1, known))
+                    for key, item in inside
+                ],
+            ),
+        )
     return known[id(value)][1]
 
 
@@ -146,7 +175,9 @@ def _inside(value: Any) -> Sequence[tuple[Any, Any]] | None:
         return list(enumerate(value))
     if isinstance(value, set | frozenset):
         return [(item, None) for item in value]
-    if isinstance(value, torch.Tensor | nn.Module | type | types.ModuleType | partial) or inspect.isroutine(value):
+    if isinstance(
+        value, torch.Tensor | nn.Module | type | types.ModuleType | partial
+    ) or inspect.isroutine(value):
         return None
     if is_dataclass(value):
         return [(each.name, getattr(value, each.name, None)) for each in fields(value)]
@@ -174,8 +205,13 @@ def _find_variables(function: Any, places: dict[str, Callable[[], Any]], known: 
     known.add(function)
     names = set(_names(code))
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        _add_variable(f"{name} of {function.__qualname__}", partial(getattr, cell, "cell_contents", None), names,
-                      places, known)
+        _add_variable(
+            f"{name} of {function.__qualname__}",
+            partial(getattr, cell, "cell_contents", None),
+            names,
+            places,
+            known,
+        )
     _add_variables(function.__module__, function.__globals__, names, places, known)
 
 
@@ -186,14 +222,24 @@ def _names(code: types.CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def _add_variables(owner: str, variables: Mapping[str, Any], names: set[str], places: dict[str, Callable[[], Any]],
-                   known: set[Any]) -> None:
+def _add_variables(
+    owner: str,
+    variables: Mapping[str, Any],
+    names: set[str],
+    places: dict[str, Callable[[], Any]],
+    known: set[Any],
+) -> None:
     for name in names & variables.keys():
         _add_variable(f"{owner}.{name}", partial(variables.get, name), names, places, known)
 
 
-def _add_variable(label: str, place: Callable[[], Any], names: set[str], places: dict[str, Callable[[], Any]],
-                  known: set[Any]) -> None:
+def _add_variable(
+    label: str,
+    place: Callable[[], Any],
+    names: set[str],
+    places: dict[str, Callable[[], Any]],
+    known: set[Any],
+) -> None:
     value = place()
     places[label] = place
     if not isinstance(value, type | types.ModuleType):

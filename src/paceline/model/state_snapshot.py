@@ -46,8 +46,11 @@ class StateSnapshot:
 
     def changed_buffers(self) -> list[str]:
         """Names of buffers that hold something else now, or are new."""
-        return [name for name, buffer in _buffers(self.model)
-                if name not in self.buffers or not is_same(buffer.detach(), self.buffers[name][1])]
+        return [
+            name
+            for name, buffer in _buffers(self.model)
+            if name not in self.buffers or not is_same(buffer.detach(), self.buffers[name][1])
+        ]
 
     def restore(self) -> None:
         """Put everything back as it was."""
@@ -82,12 +85,23 @@ class Bindings:
 
     def __init__(self, model: nn.Module, besides: frozenset[str] = _STRUCTURE) -> None:
         self.besides = besides
-        self.modules = [(module, {name: (value, _contents(value)) for name, value in vars(module).items()
-                                  if name not in besides}) for module in model.modules()]
+        self.modules = [
+            (
+                module,
+                {
+                    name: (value, _contents(value))
+                    for name, value in vars(module).items()
+                    if name not in besides
+                },
+            )
+            for module in model.modules()
+        ]
 
     def restore(self) -> None:
         for module, attributes in self.modules:
-            for name in [name for name in vars(module) if name not in attributes and name not in self.besides]:
+            for name in [
+                name for name in vars(module) if name not in attributes and name not in self.besides
+            ]:
                 del vars(module)[name]
             for name, (value, contents) in attributes.items():
                 vars(module)[name] = value
@@ -115,8 +129,11 @@ def _refill(value: Any, contents: Any) -> None:
         _refill(item, inside)
     value.clear()
     if is_named or type(value) is set:
-        value.update({key: item for key, (item, _) in contents.items()} if is_named
-                     else [item for item, _ in contents])
+        value.update(
+            {key: item for key, (item, _) in contents.items()}
+            if is_named
+            else [item for item, _ in contents]
+        )
     else:
         value.extend(item for item, _ in contents)
 
@@ -125,15 +142,20 @@ def _buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_buffers()
 
 
-Generator = tuple[Callable[[], Any], Callable[[Any], Any]]  # what gives a generator's state, and what sets it
+Generator = tuple[
+    Callable[[], Any], Callable[[Any], Any]
+]  # what gives a generator's state, and what sets it
 
 
 def generators(model: nn.Module) -> list[Generator]:
     """The global ones but those of GPUs, and those that modules keep as attributes."""
     import numpy as np
 
-    accessors: list[Generator] = [python_generator(), numpy_generator(),
-                                  (torch.default_generator.get_state, torch.default_generator.set_state)]
+    accessors: list[Generator] = [
+        python_generator(),
+        numpy_generator(),
+        (torch.default_generator.get_state, torch.default_generator.set_state),
+    ]
     for module in model.modules():
         for value in vars(module).values():
             if isinstance(value, random.Random):
@@ -142,8 +164,12 @@ def generators(model: nn.Module) -> list[Generator]:
                 accessors.append((value.get_state, value.set_state))
             elif isinstance(value, np.random.Generator):
                 bits = value.bit_generator
-                accessors.append((lambda bits=bits: bits.state,  # type: ignore[misc]
-                                  lambda state, bits=bits: setattr(bits, "state", state)))  # type: ignore[misc]
+                accessors.append(
+                    (
+                        lambda bits=bits: bits.state,  # type: ignore[misc]
+                        lambda state, bits=bits: setattr(bits, "state", state),  # type: ignore[misc]
+                    )
+                )
             elif isinstance(value, np.random.RandomState):
                 accessors.append((value.get_state, value.set_state))
     return accessors
@@ -207,11 +233,21 @@ def function_kept(function: Any, apart_from: nn.Module) -> Iterator[None]:
     """
     known = {id(module) for module in apart_from.modules()}
     objects = [value for value in _behind(function) if id(value) not in known]
-    cells = [cell for value in (function, *objects) for cell in getattr(value, "__closure__", None) or ()]
-    values = [(cell, cell.cell_contents, _contents(cell.cell_contents)) for cell in cells if _is_filled(cell)]
-    attributes = [(vars(value), {name: (item, _contents(item)) for name, item in vars(value).items()})
-                  for value in objects if type(getattr(value, "__dict__", None)) is dict
-                  and not isinstance(value, nn.Module | type) and not inspect.isroutine(value)]
+    cells = [
+        cell for value in (function, *objects) for cell in getattr(value, "__closure__", None) or ()
+    ]
+    values = [
+        (cell, cell.cell_contents, _contents(cell.cell_contents))
+        for cell in cells
+        if _is_filled(cell)
+    ]
+    attributes = [
+        (vars(value), {name: (item, _contents(item)) for name, item in vars(value).items()})
+        for value in objects
+        if type(getattr(value, "__dict__", None)) is dict
+        and not isinstance(value, nn.Module | type)
+        and not inspect.isroutine(value)
+    ]
     with ExitStack() as kept:
         for module in objects:
             if isinstance(module, nn.Module):
@@ -232,10 +268,23 @@ def function_kept(function: Any, apart_from: nn.Module) -> Iterator[None]:
 def _behind(function: Any) -> list[Any]:
     """The function without what wraps it, the object that it is a method of, and what its closure holds."""
     if isinstance(function, partial):
-        return [value for part in (function.func, *function.args) if callable(part) for value in _behind(part)]
-    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if _is_filled(cell)]
+        return [
+            value
+            for part in (function.func, *function.args)
+            if callable(part)
+            for value in _behind(part)
+        ]
+    cells = [
+        cell.cell_contents
+        for cell in getattr(function, "__closure__", None) or ()
+        if _is_filled(cell)
+    ]
     owner = getattr(function, "__self__", None)
-    return [function, *([] if owner is None else [owner]), *(value for value in cells if callable(value))]
+    return [
+        function,
+        *([] if owner is None else [owner]),
+        *(value for value in cells if callable(value)),
+    ]
 
 
 def _is_filled(cell: Any) -> bool:
@@ -256,7 +305,10 @@ class _BeforeWrites(TorchDispatchMode):
         kwargs = kwargs or {}
         schema = func._schema
         if schema.is_mutable:
-            named = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
+            named = (
+                dict(zip((argument.name for argument in schema.arguments), args, strict=False))
+                | kwargs
+            )
             for argument in schema.arguments:
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     for leaf in pytree.tree_leaves(named.get(argument.name)):

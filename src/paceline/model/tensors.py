@@ -10,8 +10,6 @@ if TYPE_CHECKING:
     import torch
 
 
-
-
 def tensors_in(value: Any) -> Iterable[torch.Tensor]:
     """The tensors in what a module returns."""
     import torch

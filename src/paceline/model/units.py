@@ -33,7 +33,9 @@ def is_callable(module: nn.Module) -> bool:
     """Whether a module is called itself; a ModuleList, say, only holds others."""
     from torch import nn
 
-    return getattr(type(module), "forward", None) is not nn.Module.forward  # a scripted one's class has none
+    return (
+        getattr(type(module), "forward", None) is not nn.Module.forward
+    )  # a scripted one's class has none
 
 
 def refuse_scripted(model: nn.Module, plan_key: str) -> None:
@@ -48,8 +50,10 @@ def refuse_scripted(model: nn.Module, plan_key: str) -> None:
 
     for path, module in model.named_modules():
         if isinstance(module, ScriptModule):
-            raise PlanRefused(f"'{path}' is a scripted module (torch.jit), and {plan_key} can't change how it runs",
-                              hint="use a data=N plan without recompute, or the module that it was made of")
+            raise PlanRefused(
+                f"'{path}' is a scripted module (torch.jit), and {plan_key} can't change how it runs",
+                hint="use a data=N plan without recompute, or the module that it was made of",
+            )
 
 
 def find_units(model: nn.Module) -> dict[str, nn.Module]:
@@ -103,6 +107,11 @@ def recurrent_units(model: nn.Module) -> dict[str, str]:
     """
     from torch import nn
 
-    layers = {name: next((layer for layer in unit.modules() if isinstance(layer, nn.RNN | nn.GRU | nn.LSTM)), None)
-              for name, unit in (find_units(model) or {"": model}).items()}
+    layers = {
+        name: next(
+            (layer for layer in unit.modules() if isinstance(layer, nn.RNN | nn.GRU | nn.LSTM)),
+            None,
+        )
+        for name, unit in (find_units(model) or {"": model}).items()
+    }
     return {name: type(layer).__name__ for name, layer in layers.items() if layer is not None}

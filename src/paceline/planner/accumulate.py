@@ -16,16 +16,20 @@ from paceline.strategies.plan import Plan
 ANY_RATES = DeviceRates(1e9, 1e9, 1e9, 1e9, 0.0)
 
 
-def fewest_microbatches(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int,
-                        precision: Precision = "float32") -> int:
+def fewest_microbatches(
+    profile: Profile, plan: Plan, cluster: Cluster, *, batch: int, precision: Precision = "float32"
+) -> int:
     """The fewest micro-batches an update with which every rank stays within its device's memory.
 
     Raises:
         PlanError: one sample a micro-batch is too much for some device; says by how much, for what, and which
             plan on the same devices would fit.
     """
+
     def worst(count: int) -> MemoryNeed:
-        return _worst(profile, plan.with_(accumulate=count), cluster, batch=batch, precision=precision)
+        return _worst(
+            profile, plan.with_(accumulate=count), cluster, batch=batch, precision=precision
+        )
 
     most = _most_samples(plan, cluster, batch)
     # One alone needs no second gradient beside the first; from two on the need only falls, so the interval is halved.
@@ -33,8 +37,11 @@ def fewest_microbatches(profile: Profile, plan: Plan, cluster: Cluster, *, batch
     if at_once.missing_bytes <= 0:
         return 1
     if at_most.missing_bytes > 0:
-        raise _too_large(plan, min(at_once, at_most, key=lambda need: need.missing_bytes),
-                         list(_plans_that_fit(profile, plan, cluster, batch=batch, precision=precision)))
+        raise _too_large(
+            plan,
+            min(at_once, at_most, key=lambda need: need.missing_bytes),
+            list(_plans_that_fit(profile, plan, cluster, batch=batch, precision=precision)),
+        )
     fewest = 2
     while fewest < most:
         middle = (fewest + most) // 2
@@ -42,10 +49,14 @@ def fewest_microbatches(profile: Profile, plan: Plan, cluster: Cluster, *, batch
     return fewest
 
 
-def _worst(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int, precision: Precision) -> MemoryNeed:
+def _worst(
+    profile: Profile, plan: Plan, cluster: Cluster, *, batch: int, precision: Precision
+) -> MemoryNeed:
     """Of the rank that is the furthest over its device's memory, or has the least left."""
     kinds = rank_kinds(plan, cluster, batch=batch, rates=ANY_RATES)
-    needs = (kind.play(profile, plan, precision=precision, snapshot=True).need(plan) for kind in kinds)
+    needs = (
+        kind.play(profile, plan, precision=precision, snapshot=True).need(plan) for kind in kinds
+    )
     return max(needs, key=lambda need: need.missing_bytes)
 
 
@@ -55,17 +66,25 @@ def _most_samples(plan: Plan, cluster: Cluster, batch: int) -> int:
     return int(max(sum(kind.microbatches) for kind in kinds))
 
 
-def _plans_that_fit(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int,
-                    precision: Precision) -> Iterator[Plan]:
+def _plans_that_fit(
+    profile: Profile, plan: Plan, cluster: Cluster, *, batch: int, precision: Precision
+) -> Iterator[Plan]:
     """Plans on the same devices that hold less, from the smallest change to the largest, where they fit."""
     smaller = [plan.with_(recompute="full")]
     if plan.world_size > 1:
-        smaller += [Plan.of(shard=plan.world_size), Plan.of(shard=plan.world_size, recompute="full")]
+        smaller += [
+            Plan.of(shard=plan.world_size),
+            Plan.of(shard=plan.world_size, recompute="full"),
+        ]
     for tried in smaller:
         counts = (1, _most_samples(tried, cluster, batch))
         if tried.with_(accumulate=1) != plan.with_(accumulate=1) and any(
-                _worst(profile, tried.with_(accumulate=count), cluster, batch=batch,
-                       precision=precision).missing_bytes <= 0 for count in counts):
+            _worst(
+                profile, tried.with_(accumulate=count), cluster, batch=batch, precision=precision
+            ).missing_bytes
+            <= 0
+            for count in counts
+        ):
             yield tried.with_(accumulate="auto")
 
 
@@ -77,8 +96,10 @@ def _too_large(plan: Plan, need: MemoryNeed, others: Sequence[Plan]) -> PlanErro
         f"plan '{plan}' needs {_gib(need.total_bytes)} on a rank however small its micro-batches are, and "
         f"a {need.device.kind} device has {_gib(need.device.memory_bytes)}: {_gib(need.missing_bytes)} "
         f"({need.missing_bytes} bytes) too little ({parts}){taken}",
-        hint=f"on these devices '{others[0]}' fits" if others
-        else "more devices to shard over, devices with more memory, or a smaller model")
+        hint=f"on these devices '{others[0]}' fits"
+        if others
+        else "more devices to shard over, devices with more memory, or a smaller model",
+    )
 
 
 def _gib(num_bytes: float) -> str:

@@ -29,6 +29,7 @@ class Gain:
         >>> Gain(0.5, 0.4, 0.8).pays_after(20.0)
         (40.0, 25.0, 50.0)
         """
+
         def steps(gain_s: float) -> float:
             return start_s / gain_s if gain_s > 0 else math.inf
 
@@ -43,10 +44,16 @@ class Gain:
         'does not pay here: it takes 25.2 s once and gains 1 ms a step (95 %: -4 to 6), as predicted'
         """
         how = f"in {self.num_pairs} pairs" if self.num_pairs else "as predicted"
-        gain, low, high = (f"{1e3 * seconds:.3g}" for seconds in (self.seconds, self.low_s, self.high_s))
+        gain, low, high = (
+            f"{1e3 * seconds:.3g}" for seconds in (self.seconds, self.low_s, self.high_s)
+        )
         if not self.is_sure:
-            return (f"does not pay here: it takes {start_s:.3g} s once and gains {gain} ms a step (95 %: {low} to "
-                    f"{high}), {how}")
+            return (
+                f"does not pay here: it takes {start_s:.3g} s once and gains {gain} ms a step (95 %: {low} to "
+                f"{high}), {how}"
+            )
         steps, fewest, most = self.pays_after(start_s)
-        return (f"pays from {steps:.0f} steps on (95 %: {fewest:.0f} to {most:.0f}): it takes {start_s:.3g} s once and "
-                f"gains {gain} ms a step ({low} to {high}), {how}")
+        return (
+            f"pays from {steps:.0f} steps on (95 %: {fewest:.0f} to {most:.0f}): it takes {start_s:.3g} s once and "
+            f"gains {gain} ms a step ({low} to {high}), {how}"
+        )

@@ -76,13 +76,18 @@ class Corrections:
         trials = self._trials.setdefault(plan, [])
         trials.append(calibration)
         self._calibrations[plan] = replace(
-            calibration, step_s=statistics.median(trial.step_s for trial in trials),
-            peak_memory_bytes=max(trial.peak_memory_bytes for trial in trials))
+            calibration,
+            step_s=statistics.median(trial.step_s for trial in trials),
+            peak_memory_bytes=max(trial.peak_memory_bytes for trial in trials),
+        )
         self._predicted[plan] = predicted
         self._changes = cause_changes(
-            [(causes_s(calibrated, self._predicted[calibrated].breakdown), each.step_s)
-             for calibrated, each in self._calibrations.items()],
-            prices_spread=statistics.fmean(map(_spread_of, self._predicted.values())))
+            [
+                (causes_s(calibrated, self._predicted[calibrated].breakdown), each.step_s)
+                for calibrated, each in self._calibrations.items()
+            ],
+            prices_spread=statistics.fmean(map(_spread_of, self._predicted.values())),
+        )
 
     def num_trials(self, plan: Plan) -> int:
         return len(self._trials.get(plan, ()))
@@ -99,7 +104,9 @@ class Corrections:
 
     def _spread(self, plan: Plan) -> float:
         """Half the width of the interval around a plan's step, on a machine as uneven as trials show it to be."""
-        fitted = SPREAD["itself" if plan in self else "kind" if self.knows_kind_of(plan) else "nothing"]
+        fitted = SPREAD[
+            "itself" if plan in self else "kind" if self.knows_kind_of(plan) else "nothing"
+        ]
         return math.hypot(fitted, 1.28 * math.sqrt(2 * max(0.0, self.noise**2 - NOISE**2)))
 
     def knows_kind_of(self, plan: Plan) -> bool:
@@ -109,8 +116,14 @@ class Corrections:
     def is_far(self, plan: Plan) -> bool:
         """Whether all of its kind that were calibrated have many more or many fewer micro-batches."""
         calibrated = self._plans_by_likeness.get(_likenesses(plan)[0], ())
-        return all(max(plan.num_microbatches / other.num_microbatches,
-                       other.num_microbatches / plan.num_microbatches) >= FAR for other in calibrated)
+        return all(
+            max(
+                plan.num_microbatches / other.num_microbatches,
+                other.num_microbatches / plan.num_microbatches,
+            )
+            >= FAR
+            for other in calibrated
+        )
 
     def apply(self, plan: Plan, predicted: Estimate) -> Estimate:
         """The estimate with what is known of plans like it, and how sure that is."""
@@ -119,12 +132,21 @@ class Corrections:
         error = self._error_of(plan, predicted) if plan in self else self._of_the_nearest(plan)
         step_s = self._step_s(plan) if plan in self else explained_s * error.factor
         return replace(
-            predicted, step_s=step_s, low_s=step_s / math.exp(spread), high_s=step_s * math.exp(spread),
-            peak_memory_bytes=predicted.peak_memory_bytes + error.num_bytes, ledger=_with(predicted.ledger, error),
-            breakdown=self._breakdown(plan, predicted, step_s), is_measured=plan in self,
+            predicted,
+            step_s=step_s,
+            low_s=step_s / math.exp(spread),
+            high_s=step_s * math.exp(spread),
+            peak_memory_bytes=predicted.peak_memory_bytes + error.num_bytes,
+            ledger=_with(predicted.ledger, error),
+            breakdown=self._breakdown(plan, predicted, step_s),
+            is_measured=plan in self,
             start_s=self._start_s(plan, predicted),
             gain=self._calibrations[plan].gain if plan in self else predicted.gain,
-            needs=tuple(MemoryNeed(need.name, need.device, _with(need.ledger, error)) for need in predicted.needs))
+            needs=tuple(
+                MemoryNeed(need.name, need.device, _with(need.ledger, error))
+                for need in predicted.needs
+            ),
+        )
 
     def _step_s(self, plan: Plan) -> float:
         """Two runs of one plan differ by more than compiled code may gain: where both plans were calibrated, the gain
@@ -138,40 +160,60 @@ class Corrections:
 
     def _start_s(self, plan: Plan, predicted: Estimate) -> float:
         """A calibration leaves compiled code in torch's cache, so that a run starts sooner than it did."""
-        return self._calibrations[plan].start_s if plan in self and predicted.start_s else predicted.start_s
+        return (
+            self._calibrations[plan].start_s
+            if plan in self and predicted.start_s
+            else predicted.start_s
+        )
 
     def _parts(self, plan: Plan, predicted: Estimate) -> dict[str, float]:
         """Seconds of a step's parts, as they were found to be."""
-        return {part: seconds * self._factor(plan, part) for part, seconds in predicted.breakdown.items()}
+        return {
+            part: seconds * self._factor(plan, part)
+            for part, seconds in predicted.breakdown.items()
+        }
 
     def _factor(self, plan: Plan, part: str) -> float:
-        return max(LEAST_FACTOR, 1 + sum(self._changes.get(cause, 0.0) for cause in _causes(plan, part)))
+        return max(
+            LEAST_FACTOR, 1 + sum(self._changes.get(cause, 0.0) for cause in _causes(plan, part))
+        )
 
     def _explained_s(self, plan: Plan, predicted: Estimate) -> float:
         """The step that parts explain, as they were found to be."""
         before_s = sum(predicted.breakdown.values())
-        return predicted.step_s * sum(self._parts(plan, predicted).values()) / before_s if before_s else (
-            predicted.step_s)
+        return (
+            predicted.step_s * sum(self._parts(plan, predicted).values()) / before_s
+            if before_s
+            else (predicted.step_s)
+        )
 
     def _error_of(self, plan: Plan, predicted: Estimate) -> _Error:
         """What is left of a calibrated plan's error beside that of its parts."""
         calibration = self._calibrations[plan]
-        return _Error(calibration.step_s / self._explained_s(plan, predicted),
-                      calibration.peak_memory_bytes - predicted.peak_memory_bytes)
+        return _Error(
+            calibration.step_s / self._explained_s(plan, predicted),
+            calibration.peak_memory_bytes - predicted.peak_memory_bytes,
+        )
 
     def _of_the_nearest(self, plan: Plan) -> _Error:
         """What the plans that are most like this one are off by; their memory only if they are of its kind."""
         for nearness, likeness in enumerate(_likenesses(plan)):
             if likeness in self._plans_by_likeness:
-                errors = {other: self._error_of(other, self._predicted[other])
-                          for other in self._plans_by_likeness[likeness]}
+                errors = {
+                    other: self._error_of(other, self._predicted[other])
+                    for other in self._plans_by_likeness[likeness]
+                }
                 if nearness == 0:
                     return _between(errors, plan)
                 factor = statistics.geometric_mean(error.factor for error in errors.values())
                 # The surer prices are, the less one plan's error says of another kind.
                 part = min(1.0, FACTOR_SPREAD * _spread_of(self._predicted[next(iter(errors))]))
-                return _Error(factor**part, round(statistics.median(error.num_bytes for error in errors.values()))
-                              if nearness < 3 else 0)
+                return _Error(
+                    factor**part,
+                    round(statistics.median(error.num_bytes for error in errors.values()))
+                    if nearness < 3
+                    else 0,
+                )
         return _Error(1.0, 0)
 
     def _breakdown(self, plan: Plan, predicted: Estimate, step_s: float) -> dict[str, float]:
@@ -212,8 +254,9 @@ def _causes(plan: Plan, part: str) -> Iterator[Cause]:
         yield Cause(part, "compiled")
 
 
-def cause_changes(steps: Sequence[tuple[Mapping[Cause, float], float]], *,
-                  prices_spread: float) -> dict[Cause, float]:
+def cause_changes(
+    steps: Sequence[tuple[Mapping[Cause, float], float]], *, prices_spread: float
+) -> dict[Cause, float]:
     """By how much of itself each cause makes predicted seconds longer, so that steps come nearest to what was measured.
 
     Least squares of what is left, as a part of each step; changes stay near 0 where nothing speaks against it.
@@ -229,15 +272,30 @@ def cause_changes(steps: Sequence[tuple[Mapping[Cause, float], float]], *,
     """
     import numpy as np
 
-    spreads = {"all": FACTOR_SPREAD * prices_spread, "compiled": COMPILED_SPREAD,
-               "alone": RANKS_SPREAD * prices_spread, "beside others": RANKS_SPREAD * prices_spread}
+    spreads = {
+        "all": FACTOR_SPREAD * prices_spread,
+        "compiled": COMPILED_SPREAD,
+        "alone": RANKS_SPREAD * prices_spread,
+        "beside others": RANKS_SPREAD * prices_spread,
+    }
 
     causes = sorted({cause for seconds_by_cause, _ in steps for cause in seconds_by_cause})
-    whole = np.array([sum(seconds for cause, seconds in seconds_by_cause.items() if cause.among == "all")
-                      for seconds_by_cause, _ in steps])
+    whole = np.array(
+        [
+            sum(seconds for cause, seconds in seconds_by_cause.items() if cause.among == "all")
+            for seconds_by_cause, _ in steps
+        ]
+    )
     measured = np.array([step_s for _, step_s in steps])
-    rows = np.array([[seconds_by_cause.get(cause, 0.0) for cause in causes] for seconds_by_cause, _ in steps]
-                    ) / measured[:, None]
+    rows = (
+        np.array(
+            [
+                [seconds_by_cause.get(cause, 0.0) for cause in causes]
+                for seconds_by_cause, _ in steps
+            ]
+        )
+        / measured[:, None]
+    )
     weights = np.diag([(STEP_SPREAD / spreads[cause.among]) ** 2 for cause in causes])
     changes = np.linalg.solve(rows.T @ rows + weights, rows.T @ (1 - whole / measured))
     return {cause: float(change) for cause, change in zip(causes, changes, strict=True)}
@@ -253,6 +311,7 @@ class _Error:
 
 def _between(errors: Mapping[Plan, _Error], plan: Plan) -> _Error:
     """A line through what is known, over the logarithm of the number of micro-batches; level beyond its ends."""
+
     def log_count(calibrated: Plan) -> float:
         return math.log(calibrated.num_microbatches)
 
@@ -263,8 +322,10 @@ def _between(errors: Mapping[Plan, _Error], plan: Plan) -> _Error:
     width = log_count(high) - log_count(low)
     part = (log_count(plan) - log_count(low)) / width if width > 0 else 0.0
     first, second = errors[low], errors[high]
-    return _Error(first.factor ** (1 - part) * second.factor ** part,
-                  round((1 - part) * first.num_bytes + part * second.num_bytes))
+    return _Error(
+        first.factor ** (1 - part) * second.factor**part,
+        round((1 - part) * first.num_bytes + part * second.num_bytes),
+    )
 
 
 def _likenesses(plan: Plan) -> tuple[tuple[object, ...], ...]:

@@ -12,7 +12,9 @@ def devices_of(plan: Plan, cluster: Cluster) -> tuple[Device, ...]:
     CPUs beside GPUs, which are for servers, are on the first."""
     hosts, rest = divmod(plan.world_size, len(cluster.devices))
     if rest and hosts:
-        raise PlanError(f"plan '{plan}' needs {plan.world_size} devices and there are {len(cluster.devices)} a host",
-                        hint=f"a plan of {len(cluster.devices)} ranks, or of a multiple of it on several hosts")
+        raise PlanError(
+            f"plan '{plan}' needs {plan.world_size} devices and there are {len(cluster.devices)} a host",
+            hint=f"a plan of {len(cluster.devices)} ranks, or of a multiple of it on several hosts",
+        )
     others = tuple(device for device in cluster.devices if device.kind == cluster.devices[-1].kind)
-    return (*cluster.devices, *(others * hosts))[:plan.world_size]
+    return (*cluster.devices, *(others * hosts))[: plan.world_size]

@@ -17,7 +17,14 @@ from paceline.planner.break_even import Gain
 from paceline.planner.devices import devices_of
 from paceline.planner.pipelines import play_pipeline
 from paceline.planner.program import stage_program, start_s
-from paceline.planner.rank_kinds import MemoryNeed, Played, measured_rates, rank_kinds, rates_of, time_operators
+from paceline.planner.rank_kinds import (
+    MemoryNeed,
+    Played,
+    measured_rates,
+    rank_kinds,
+    rates_of,
+    time_operators,
+)
 from paceline.simulate.device import DeviceRates
 from paceline.simulate.play import Rates, play_together
 from paceline.strategies.mesh import Mesh, weakest
@@ -73,16 +80,28 @@ class Estimate:
 class SplitPrices(Protocol):
     """A job's model in pieces; see `strategies.stages.price`."""
 
-    def ranks(self, plan: Plan, devices: Sequence[Device], *, microbatch_samples: int) -> Sequence[RankCost]: ...
+    def ranks(
+        self, plan: Plan, devices: Sequence[Device], *, microbatch_samples: int
+    ) -> Sequence[RankCost]: ...
 
 
 class NotPriced(PacelineError):
     """A plan that can run and whose cost nobody knows."""
 
 
-def estimate(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int, precision: Precision = "float32",
-             rates: Rates | None = None, split: SplitPrices | None = None, snapshot: bool = True,
-             software: Software = PACELINE, times_operators: bool = True) -> Estimate:
+def estimate(
+    profile: Profile,
+    plan: Plan,
+    cluster: Cluster,
+    *,
+    batch: int,
+    precision: Precision = "float32",
+    rates: Rates | None = None,
+    split: SplitPrices | None = None,
+    snapshot: bool = True,
+    software: Software = PACELINE,
+    times_operators: bool = True,
+) -> Estimate:
     """Play the plan's step on the cluster.
 
     Args:
@@ -102,33 +121,69 @@ def estimate(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int, prec
     if cluster.nodes and (profile.by_dimensions or not plan.splits_model):
         spread, rates = software.spread, None
     else:
-        rates = rates or measured_rates(cluster, waiting=plan.splits_model, times_operators=times_operators)
+        rates = rates or measured_rates(
+            cluster, waiting=plan.splits_model, times_operators=times_operators
+        )
         spread = _spread(profile, rates)
     if rates is None and plan.has_schedule:
-        step_s, played = play_pipeline(profile, plan, cluster, batch=batch, precision=precision, software=software)
+        step_s, played = play_pipeline(
+            profile, plan, cluster, batch=batch, precision=precision, software=software
+        )
     elif rates is not None and plan.splits_model:
         costs, places = _split(plan, cluster, split, batch=batch)
-        played = _play_split(costs, places, plan, cluster, rates, precision=precision, snapshot=snapshot)
-        step_s, run_start_s = _work_s(played, plan), max(start_s(cost.profile, plan) for cost in costs)
+        played = _play_split(
+            costs, places, plan, cluster, rates, precision=precision, snapshot=snapshot
+        )
+        step_s, run_start_s = (
+            _work_s(played, plan),
+            max(start_s(cost.profile, plan) for cost in costs),
+        )
     else:
         if rates is not None and plan.modifiers.accumulate == "auto":
-            plan = plan.with_(accumulate=fewest_microbatches(profile, plan, cluster, batch=batch, precision=precision))
+            plan = plan.with_(
+                accumulate=fewest_microbatches(
+                    profile, plan, cluster, batch=batch, precision=precision
+                )
+            )
         kinds = rank_kinds(plan, cluster, batch=batch, rates=rates, software=software)
-        played = [kind.play(profile, plan, precision=precision, software=software,
-                            snapshot=snapshot and rates is not None) for kind in kinds]
+        played = [
+            kind.play(
+                profile,
+                plan,
+                precision=precision,
+                software=software,
+                snapshot=snapshot and rates is not None,
+            )
+            for kind in kinds
+        ]
     slowest = max((rank.timeline for rank in played), key=lambda timeline: timeline.step_s)
-    fullest = max((rank.timeline for rank in played), key=lambda timeline: timeline.peak_memory_bytes)
+    fullest = max(
+        (rank.timeline for rank in played), key=lambda timeline: timeline.peak_memory_bytes
+    )
     step_s = max(slowest.step_s, step_s)
     needs = [rank.need(plan, software) for rank in played]
     if rates is not None:
-        needs += [MemoryNeed(name, devices_of(plan, cluster)[0], dict(ledger)) for strategy in active(plan)
-                  for name, ledger in strategy.ranks_apart(profile, plan).items()]
-    return Estimate(step_s, fullest.peak_memory_bytes, fullest.ledger, slowest.breakdown, profile.notes, tuple(needs),
-                    low_s=step_s / math.exp(spread), high_s=step_s * math.exp(spread), start_s=run_start_s)
+        needs += [
+            MemoryNeed(name, devices_of(plan, cluster)[0], dict(ledger))
+            for strategy in active(plan)
+            for name, ledger in strategy.ranks_apart(profile, plan).items()
+        ]
+    return Estimate(
+        step_s,
+        fullest.peak_memory_bytes,
+        fullest.ledger,
+        slowest.breakdown,
+        profile.notes,
+        tuple(needs),
+        low_s=step_s / math.exp(spread),
+        high_s=step_s * math.exp(spread),
+        start_s=run_start_s,
+    )
 
 
-def _split(plan: Plan, cluster: Cluster, split: SplitPrices | None, *,
-           batch: int) -> tuple[Sequence[RankCost], list[Device]]:
+def _split(
+    plan: Plan, cluster: Cluster, split: SplitPrices | None, *, batch: int
+) -> tuple[Sequence[RankCost], list[Device]]:
     """What each rank of one replica costs, and its device; replicas are alike."""
     if split is None:
         raise PlanError(f"plan '{plan}' splits the model, and what its pieces cost is not known")
@@ -141,24 +196,42 @@ def _split(plan: Plan, cluster: Cluster, split: SplitPrices | None, *,
     return costs, [device for device in weakest(plan, devices) if device is not None]
 
 
-def _play_split(costs: Sequence[RankCost], places: Sequence[Device], plan: Plan, cluster: Cluster,
-                rates: Rates, *, precision: Precision, snapshot: bool) -> list[Played]:
+def _play_split(
+    costs: Sequence[RankCost],
+    places: Sequence[Device],
+    plan: Plan,
+    cluster: Cluster,
+    rates: Rates,
+    *,
+    precision: Precision,
+    snapshot: bool,
+) -> list[Played]:
     """The step of ranks that wait for each other's messages."""
-    programs = [stage_program(cost, plan, device.kind, snapshot=snapshot)
-                for cost, device in zip(costs, places, strict=True)]
+    programs = [
+        stage_program(cost, plan, device.kind, snapshot=snapshot)
+        for cost, device in zip(costs, places, strict=True)
+    ]
     time_operators(programs, rates)
-    timelines = play_together(programs, [rates_of(device, rates) for device in places], cluster.link_of_all,
-                              precision=precision)
+    timelines = play_together(
+        programs,
+        [rates_of(device, rates) for device in places],
+        cluster.link_of_all,
+        precision=precision,
+    )
     word = Mesh.of(plan, 0).stage_word
-    return [Played.of(f"{word} {place}" if len(places) > 1 else "each rank", device, plan, timeline)
-            for place, (device, timeline) in enumerate(zip(places, timelines, strict=True))]
+    return [
+        Played.of(f"{word} {place}" if len(places) > 1 else "each rank", device, plan, timeline)
+        for place, (device, timeline) in enumerate(zip(places, timelines, strict=True))
+    ]
 
 
 def _work_s(played: Sequence[Played], plan: Plan) -> float:
     """The least that CPU ranks take together where there are fewer cores than ranks; waiting ranks need none."""
     if played[0].device.kind != "cpu":
         return 0.0
-    busy_s = sum(rank.timeline.breakdown["compute"] + rank.timeline.breakdown["optimizer"] for rank in played)
+    busy_s = sum(
+        rank.timeline.breakdown["compute"] + rank.timeline.breakdown["optimizer"] for rank in played
+    )
     return busy_s * plan.world_size / len(played) / usable_cores()
 
 
@@ -166,6 +239,11 @@ def _spread(profile: Profile, rates: Rates) -> float:
     """Half the width of the interval around a step of such work."""
     if not isinstance(rates, DeviceRates):
         return GPU_SPREAD
-    is_timed = (rates.timed is not None and rates.timed.measures
-                and all(segment.forward.calls.first for segment in profile.segments if segment.forward.operators))
+    is_timed = (
+        rates.timed is not None
+        and rates.timed.measures
+        and all(
+            segment.forward.calls.first for segment in profile.segments if segment.forward.operators
+        )
+    )
     return TIMED_SPREAD if is_timed else RATES_SPREAD

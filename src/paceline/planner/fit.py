@@ -20,17 +20,31 @@ from paceline.planner.remedies import remedies
 from paceline.strategies.plan import Plan
 
 MIB = 2**20
-MOST_CPU_RANKS = 8  # that are tried where a plan doesn't fit; ranks on one machine may outnumber its cores
+MOST_CPU_RANKS = (
+    8  # that are tried where a plan doesn't fit; ranks on one machine may outnumber its cores
+)
 LESS = 0.85  # of what was predicted for a plan that ran out of memory all the same
 SET_ASIDE = "set aside"  # the column of what a GPU gives away beside tensors
-_COLUMNS = {"weights": ("parameters",), "gradients": ("gradients",), "optimizer": ("optimizer",),
-            "activations": ("activations",), "communication": ("communication",),
-            "other": ("runtime", "holes", "workspaces", "checkpoint", MEASURED),
-            SET_ASIDE: ("context", "NCCL", "reserve")}
+_COLUMNS = {
+    "weights": ("parameters",),
+    "gradients": ("gradients",),
+    "optimizer": ("optimizer",),
+    "activations": ("activations",),
+    "communication": ("communication",),
+    "other": ("runtime", "holes", "workspaces", "checkpoint", MEASURED),
+    SET_ASIDE: ("context", "NCCL", "reserve"),
+}
 
 
-def check_fits(job: Job, plan: Plan, cluster: Cluster, profile: Profile, split: SplitPrices | None, *,
-               snapshot: bool) -> None:
+def check_fits(
+    job: Job,
+    plan: Plan,
+    cluster: Cluster,
+    profile: Profile,
+    split: SplitPrices | None,
+    *,
+    snapshot: bool,
+) -> None:
     """Refuse a plan that needs more than its devices have, before anything starts.
 
     Raises:
@@ -40,16 +54,29 @@ def check_fits(job: Job, plan: Plan, cluster: Cluster, profile: Profile, split: 
     if estimate.fits:
         return
     worst = max(estimate.needs, key=lambda need: need.missing_bytes)
-    reasons = "".join(f"\n{line}" for line in (set_aside(worst), *reduced_memory(estimate.needs)) if line)
+    reasons = "".join(
+        f"\n{line}" for line in (set_aside(worst), *reduced_memory(estimate.needs)) if line
+    )
     others = list(_plans_that_fit(job, plan, cluster, profile, split, snapshot=snapshot))
-    shown = "\n".join(f"  {other!s:<34} {most.total_bytes / MIB:>8,.0f} MiB a rank" for other, most in others)
-    raise PlanError(f"plan '{plan}' doesn't fit: it needs {worst.total_bytes / MIB:,.0f} MiB on a rank that may use "
-                    f"{worst.device.memory_bytes / MIB:,.0f} MiB\n{ledger(estimate.needs)}{reasons}",
-                    hint=f"plans that fit:\n{shown}" if others else _other_than_plans(job, cluster, profile))
+    shown = "\n".join(
+        f"  {other!s:<34} {most.total_bytes / MIB:>8,.0f} MiB a rank" for other, most in others
+    )
+    raise PlanError(
+        f"plan '{plan}' doesn't fit: it needs {worst.total_bytes / MIB:,.0f} MiB on a rank that may use "
+        f"{worst.device.memory_bytes / MIB:,.0f} MiB\n{ledger(estimate.needs)}{reasons}",
+        hint=f"plans that fit:\n{shown}" if others else _other_than_plans(job, cluster, profile),
+    )
 
 
-def smallest_change(job: Job, plan: Plan, cluster: Cluster, profile: Profile, split: SplitPrices | None, *,
-                    snapshot: bool) -> str:
+def smallest_change(
+    job: Job,
+    plan: Plan,
+    cluster: Cluster,
+    profile: Profile,
+    split: SplitPrices | None,
+    *,
+    snapshot: bool,
+) -> str:
     """For a plan that ran out of memory: its ledger, and the first change, from small to large, that needs so much less
     that it fits for all that is known."""
     estimate = _estimate(job, plan, cluster, profile, split, snapshot=snapshot)
@@ -59,35 +86,73 @@ def smallest_change(job: Job, plan: Plan, cluster: Cluster, profile: Profile, sp
     for other, needs in _from_small_to_large(job, plan, cluster, profile, split, snapshot=snapshot):
         most = max(needs, key=lambda need: need.total_bytes)
         if most.total_bytes <= allowed_bytes:
-            return "\n".join([*lines, f"the smallest change that needs less: --plan '{other}', "
-                                      f"{most.total_bytes / MIB:,.0f} MiB a rank"])
-    tight = replace(cluster, devices=tuple(replace(device, memory_bytes=allowed_bytes) for device in cluster.devices))
-    return "\n".join([*lines, "no change of plan needs so much less", _other_than_plans(job, tight, profile)])
+            return "\n".join(
+                [
+                    *lines,
+                    f"the smallest change that needs less: --plan '{other}', "
+                    f"{most.total_bytes / MIB:,.0f} MiB a rank",
+                ]
+            )
+    tight = replace(
+        cluster,
+        devices=tuple(replace(device, memory_bytes=allowed_bytes) for device in cluster.devices),
+    )
+    return "\n".join(
+        [*lines, "no change of plan needs so much less", _other_than_plans(job, tight, profile)]
+    )
 
 
 def _other_than_plans(job: Job, cluster: Cluster, profile: Profile) -> str:
     """Changes of the job or the devices under which some plan fits."""
-    if not cluster.nodes and any(device.kind != "cpu" for device in cluster.devices):  # whose rates are not taken here
-        return "devices with more memory, or a smaller model; paceline plan FILE lists what would fit"
-    changes = remedies(PlanningProblem(job, profile, LazyPieces(job, profile), times_operators=False), cluster)
+    if not cluster.nodes and any(
+        device.kind != "cpu" for device in cluster.devices
+    ):  # whose rates are not taken here
+        return (
+            "devices with more memory, or a smaller model; paceline plan FILE lists what would fit"
+        )
+    changes = remedies(
+        PlanningProblem(job, profile, LazyPieces(job, profile), times_operators=False), cluster
+    )
     if not changes:
-        return "devices with more memory, or a smaller model: none of the plans that were tried fits"
-    return "\n".join(["no other plan fits; what would, the least change first:",
-                      *(f"  {change}" for change in changes)])
+        return (
+            "devices with more memory, or a smaller model: none of the plans that were tried fits"
+        )
+    return "\n".join(
+        [
+            "no other plan fits; what would, the least change first:",
+            *(f"  {change}" for change in changes),
+        ]
+    )
 
 
-def _from_small_to_large(job: Job, plan: Plan, cluster: Cluster, profile: Profile, split: SplitPrices | None, *,
-                         snapshot: bool) -> Iterator[tuple[Plan, Sequence[MemoryNeed]]]:
+def _from_small_to_large(
+    job: Job,
+    plan: Plan,
+    cluster: Cluster,
+    profile: Profile,
+    split: SplitPrices | None,
+    *,
+    snapshot: bool,
+) -> Iterator[tuple[Plan, Sequence[MemoryNeed]]]:
     """Plans that may need less: smaller micro-batches, recomputation, then other ways to split over as many ranks."""
     ranks, samples = plan.world_size, -(-job.batch // plan.replicas)
-    counts = [count for count in (2, 4, 8, 16, 32, 64, samples) if plan.num_microbatches < count <= samples]
+    counts = [
+        count
+        for count in (2, 4, 8, 16, 32, 64, samples)
+        if plan.num_microbatches < count <= samples
+    ]
     tried = [plan.with_microbatches(count) for count in sorted(set(counts))]
     tried += [smaller.with_(recompute="full") for smaller in (plan, *tried)]
-    tried += [other for size in (ranks, *(size for size in (2, 4, 8) if size > ranks))
-              for other in _other_splits(size, job)]
+    tried += [
+        other
+        for size in (ranks, *(size for size in (2, 4, 8) if size > ranks))
+        for other in _other_splits(size, job)
+    ]
     for other in tried:
         try:
-            estimate = _estimate(job, other, _as_many(cluster, other), profile, split, snapshot=snapshot)
+            estimate = _estimate(
+                job, other, _as_many(cluster, other), profile, split, snapshot=snapshot
+            )
         except PlanError:  # what doesn't compose, or fewer pieces than ranks
             continue
         yield other, estimate.needs
@@ -96,8 +161,16 @@ def _from_small_to_large(job: Job, plan: Plan, cluster: Cluster, profile: Profil
 def _other_splits(size: int, job: Job) -> list[Plan]:
     if size == 1:
         return []
-    sharded = [Plan.of(shard=size, recompute=how) for how in ("none", "full")] if size <= job.batch else []
-    return [*sharded, Plan.of(pipeline=size, microbatches=min(2 * size, job.batch)), Plan.of(place="auto", parts=size)]
+    sharded = (
+        [Plan.of(shard=size, recompute=how) for how in ("none", "full")]
+        if size <= job.batch
+        else []
+    )
+    return [
+        *sharded,
+        Plan.of(pipeline=size, microbatches=min(2 * size, job.batch)),
+        Plan.of(place="auto", parts=size),
+    ]
 
 
 def _as_many(cluster: Cluster, plan: Plan) -> Cluster:
@@ -106,14 +179,23 @@ def _as_many(cluster: Cluster, plan: Plan) -> Cluster:
     if plan.world_size == len(same_kind):
         return replace(cluster, devices=tuple(same_kind))
     least = min(same_kind, key=lambda device: device.memory_bytes)
-    return replace(cluster, devices=tuple(replace(least, index=index) for index in range(plan.world_size)))
+    return replace(
+        cluster, devices=tuple(replace(least, index=index) for index in range(plan.world_size))
+    )
 
 
 def set_aside(need: MemoryNeed) -> str:
     """What a GPU gives away beside a rank's tensors, and for what; empty where it is nothing."""
-    for_what = {"context": "for the driver's context", "NCCL": "for NCCL's buffers",
-                "reserve": "for what torch's allocator rounds up"}
-    parts = [f"{need.ledger[key] / MIB:,.0f} {why}" for key, why in for_what.items() if need.ledger.get(key)]
+    for_what = {
+        "context": "for the driver's context",
+        "NCCL": "for NCCL's buffers",
+        "reserve": "for what torch's allocator rounds up",
+    }
+    parts = [
+        f"{need.ledger[key] / MIB:,.0f} {why}"
+        for key, why in for_what.items()
+        if need.ledger.get(key)
+    ]
     return f"MiB set aside on a GPU: {', '.join(parts)}" if parts else ""
 
 
@@ -124,30 +206,57 @@ def reduced_memory(needs: Iterable[MemoryNeed]) -> list[str]:
 
 def ledger(needs: Sequence[MemoryNeed]) -> str:
     """What each kind of rank holds at its peak, in MiB, a line each."""
-    columns = {name: keys for name, keys in _COLUMNS.items()
-               if name != SET_ASIDE or any(key in need.ledger for need in needs for key in keys)}
+    columns = {
+        name: keys
+        for name, keys in _COLUMNS.items()
+        if name != SET_ASIDE or any(key in need.ledger for need in needs for key in keys)
+    }
     rows = []
     for need in needs:
         figures = [sum(need.ledger.get(key, 0) for key in keys) for keys in columns.values()]
-        rows.append([need.name, *(f"{figure / MIB:,.1f}" for figure in (*figures, need.total_bytes)),
-                     f"{need.device.memory_bytes / MIB:,.0f}" + (" too little" if need.missing_bytes > 0 else "")])
+        rows.append(
+            [
+                need.name,
+                *(f"{figure / MIB:,.1f}" for figure in (*figures, need.total_bytes)),
+                f"{need.device.memory_bytes / MIB:,.0f}"
+                + (" too little" if need.missing_bytes > 0 else ""),
+            ]
+        )
     return aligned(["MiB", *columns, "sum", "limit"], rows)
 
 
-def _plans_that_fit(job: Job, plan: Plan, cluster: Cluster, profile: Profile, split: SplitPrices | None, *,
-                    snapshot: bool) -> Iterator[tuple[Plan, MemoryNeed]]:
+def _plans_that_fit(
+    job: Job,
+    plan: Plan,
+    cluster: Cluster,
+    profile: Profile,
+    split: SplitPrices | None,
+    *,
+    snapshot: bool,
+) -> Iterator[tuple[Plan, MemoryNeed]]:
     """Of every kind the plan with the fewest ranks that fits, and what its fullest rank needs."""
     least = min(cluster.devices, key=lambda device: device.memory_bytes)
-    most = MOST_CPU_RANKS if least.kind == "cpu" else max(plan.world_size, len(Cluster.local().devices))
-    sizes = sorted({plan.world_size, *(size for size in (2, 4, 8, 16) if plan.world_size <= size <= most)} - {1})
-    kinds = [[plan.with_(recompute="full")] if plan.modifiers.recompute == "none" else [],
-             [Plan.of(shard=size) for size in sizes if size <= job.batch],
-             [Plan.of(pipeline=size, microbatches=min(2 * size, job.batch)) for size in sizes],
-             [Plan.of(place="auto", parts=size) for size in sizes]]
+    most = (
+        MOST_CPU_RANKS
+        if least.kind == "cpu"
+        else max(plan.world_size, len(Cluster.local().devices))
+    )
+    sizes = sorted(
+        {plan.world_size, *(size for size in (2, 4, 8, 16) if plan.world_size <= size <= most)}
+        - {1}
+    )
+    kinds = [
+        [plan.with_(recompute="full")] if plan.modifiers.recompute == "none" else [],
+        [Plan.of(shard=size) for size in sizes if size <= job.batch],
+        [Plan.of(pipeline=size, microbatches=min(2 * size, job.batch)) for size in sizes],
+        [Plan.of(place="auto", parts=size) for size in sizes],
+    ]
     for tried in kinds:
         for other in (other for other in tried if other != plan):
             try:
-                estimate = _estimate(job, other, _as_many(cluster, other), profile, split, snapshot=snapshot)
+                estimate = _estimate(
+                    job, other, _as_many(cluster, other), profile, split, snapshot=snapshot
+                )
             except PlanError:  # fewer pieces than ranks
                 continue
             if estimate.fits:
@@ -155,7 +264,22 @@ def _plans_that_fit(job: Job, plan: Plan, cluster: Cluster, profile: Profile, sp
                 break
 
 
-def _estimate(job: Job, plan: Plan, cluster: Cluster, profile: Profile, split: SplitPrices | None, *,
-              snapshot: bool) -> Estimate:
-    return estimate(profile, plan, cluster, batch=job.batch, precision=job.precision, rates=ANY_RATES, split=split,
-                    snapshot=snapshot)
+def _estimate(
+    job: Job,
+    plan: Plan,
+    cluster: Cluster,
+    profile: Profile,
+    split: SplitPrices | None,
+    *,
+    snapshot: bool,
+) -> Estimate:
+    return estimate(
+        profile,
+        plan,
+        cluster,
+        batch=job.batch,
+        precision=job.precision,
+        rates=ANY_RATES,
+        split=split,
+        snapshot=snapshot,
+    )

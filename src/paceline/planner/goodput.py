@@ -10,7 +10,14 @@ from paceline.cluster.cluster import Cluster
 from paceline.planner import one_host, several_hosts
 from paceline.planner.problem import PlanningProblem
 from paceline.planner.search import Candidate, amount
-from paceline.planner.survival import FailingRun, FailureRates, NoSurvival, Survival, SurvivalName, in_hours
+from paceline.planner.survival import (
+    FailingRun,
+    FailureRates,
+    NoSurvival,
+    Survival,
+    SurvivalName,
+    in_hours,
+)
 from paceline.simulate.failures import RESTART_S, young_interval_s
 
 
@@ -36,29 +43,41 @@ class Goodput:
     def to_dict(self) -> dict[str, Any]:
         """For `--json`."""
         failures, resumed = self.resumed.failures, self.resumed
-        return {"mtbf_s": failures.mtbf_s, "checkpoint_bytes": self.state_bytes,
-                "checkpoint_bytes_per_s": self.bytes_per_s, "checkpoint_write_s": failures.write_s,
-                "restart_s": failures.restart_s, "checkpoint_interval_s": resumed.interval_s,
-                "young_interval_s": young_interval_s(failures), "goodput": resumed.goodput,
-                "simulated_goodput": resumed.simulated_goodput,
-                "survival": {survival.name: survival.to_dict() for survival in self.survivals},
-                "survival_refused": dict(self.refused)}
+        return {
+            "mtbf_s": failures.mtbf_s,
+            "checkpoint_bytes": self.state_bytes,
+            "checkpoint_bytes_per_s": self.bytes_per_s,
+            "checkpoint_write_s": failures.write_s,
+            "restart_s": failures.restart_s,
+            "checkpoint_interval_s": resumed.interval_s,
+            "young_interval_s": young_interval_s(failures),
+            "goodput": resumed.goodput,
+            "simulated_goodput": resumed.simulated_goodput,
+            "survival": {survival.name: survival.to_dict() for survival in self.survivals},
+            "survival_refused": dict(self.refused),
+        }
 
     def lines(self) -> Iterator[str]:
         """For people: how often to save, and a sentence for each way to survive."""
         failures = self.resumed.failures
-        yield (f"with a failure every {in_hours(failures.mtbf_s)}: a checkpoint every "
-               f"{in_hours(self.resumed.interval_s)}; {amount(self.state_bytes)} are written in "
-               f"{failures.write_s:.3g} s at {self.bytes_per_s / 1e9:.3g} GB/s, and training waits "
-               f"{failures.waited_s:.2g} s of it")
+        yield (
+            f"with a failure every {in_hours(failures.mtbf_s)}: a checkpoint every "
+            f"{in_hours(self.resumed.interval_s)}; {amount(self.state_bytes)} are written in "
+            f"{failures.write_s:.3g} s at {self.bytes_per_s / 1e9:.3g} GB/s, and training waits "
+            f"{failures.waited_s:.2g} s of it"
+        )
         yield from (f"{survival.name}: {survival.describe()}" for survival in self.survivals)
         names: dict[str, list[str]] = {}
         for name, why in self.refused.items():
             names.setdefault(why, []).append(name)
-        yield from (f"no way here: {' and '.join(of_why)}, as {why}" for why, of_why in names.items())
+        yield from (
+            f"no way here: {' and '.join(of_why)}, as {why}" for why, of_why in names.items()
+        )
 
 
-def outlook(problem: PlanningProblem, chosen: Candidate, cluster: Cluster, rates: FailureRates) -> Goodput:
+def outlook(
+    problem: PlanningProblem, chosen: Candidate, cluster: Cluster, rates: FailureRates
+) -> Goodput:
     """What failures cost a plan that was chosen on a cluster."""
     run = FailingRun(problem, chosen, cluster, rates)
     is_one_host = not cluster.nodes or chosen.plan.world_size <= len(cluster.nodes[0].devices)
@@ -70,6 +89,11 @@ def outlook(problem: PlanningProblem, chosen: Candidate, cluster: Cluster, rates
         except NoSurvival as why:
             refused[name] = str(why)
     is_lost = "--restarts 0, or a host is lost" if is_one_host else "without --hosts"
-    survivals.append(Survival.of("resume", f"the run ends ({is_lost}) and is resumed from the newest checkpoint",
-                                 *run.saving(RESTART_S)))
+    survivals.append(
+        Survival.of(
+            "resume",
+            f"the run ends ({is_lost}) and is resumed from the newest checkpoint",
+            *run.saving(RESTART_S),
+        )
+    )
     return Goodput(run.state_bytes, run.bytes_per_s, tuple(survivals), refused)

@@ -35,16 +35,27 @@ def priced(job: Job) -> Job:
         from paceline.training.own_step.recorded import recorded
 
         seen = recorded(job, SAMPLES)
-        return ({name: _described(value, is_cut=name not in seen.uncut) for name, value in seen.inputs.items()},
-                sorted(seen.in_losses), sorted(seen.bare))
+        return (
+            {
+                name: _described(value, is_cut=name not in seen.uncut)
+                for name, value in seen.inputs.items()
+            },
+            sorted(seen.in_losses),
+            sorted(seen.bare),
+        )
 
     described, in_losses, bare = in_a_fork(shapes, timeout_s=TIMEOUT_S)
     samples = job.num_samples or job.batch
-    return Job(model=lambda: _Together(job, described), data=ShapedSamples(described, samples, job, in_losses, bare),
-               loss=_of_every_output, optimizer=job.optimizer, batch=job.batch, steps=job.total_steps or 1,
-               precision=job.precision, seed=job.seed)
-
-
+    return Job(
+        model=lambda: _Together(job, described),
+        data=ShapedSamples(described, samples, job, in_losses, bare),
+        loss=_of_every_output,
+        optimizer=job.optimizer,
+        batch=job.batch,
+        steps=job.total_steps or 1,
+        precision=job.precision,
+        seed=job.seed,
+    )
 
 
 class _Together(nn.Module):
@@ -61,14 +72,22 @@ class _Together(nn.Module):
     def forward(self, **inputs: Any) -> list[Any]:
         outputs = []
         for name in self.names:
-            arguments, model = _given(self.described[name], inputs[f"for_{name}"]), self.get_submodule(name)
-            args = (() if isinstance(arguments, Mapping)
-                    else arguments if isinstance(arguments, tuple | list) else (arguments,))
+            arguments, model = (
+                _given(self.described[name], inputs[f"for_{name}"]),
+                self.get_submodule(name),
+            )
+            args = (
+                ()
+                if isinstance(arguments, Mapping)
+                else arguments
+                if isinstance(arguments, tuple | list)
+                else (arguments,)
+            )
             with torch.set_grad_enabled(name not in self.frozen):
-                outputs.append(model(*args, **(arguments if isinstance(arguments, Mapping) else {})))
+                outputs.append(
+                    model(*args, **(arguments if isinstance(arguments, Mapping) else {}))
+                )
         return outputs
-
-
 
 
 def _described(value: Any, *, is_cut: bool) -> Any:
@@ -78,17 +97,21 @@ def _described(value: Any, *, is_cut: bool) -> Any:
         JobError: it holds something else than tensors, numbers and text.
     """
     if isinstance(value, torch.Tensor):
-        return {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape[is_cut:]), "cut": is_cut}
+        return {
+            "dtype": str(value.dtype).removeprefix("torch."),
+            "shape": list(value.shape[is_cut:]),
+            "cut": is_cut,
+        }
     if isinstance(value, Mapping):
         return {"items": {key: _described(item, is_cut=is_cut) for key, item in value.items()}}
     if isinstance(value, tuple | list):
         return {"parts": [_described(item, is_cut=is_cut) for item in value]}
     if value is None or isinstance(value, bool | int | float | str):
         return {"value": value}
-    raise JobError(f"the step runs a model with a {type(value).__name__}, of which no plan can be priced",
-                   hint="name the plan: --plan data=2; or give the model tensors, numbers and text")
-
-
+    raise JobError(
+        f"the step runs a model with a {type(value).__name__}, of which no plan can be priced",
+        hint="name the plan: --plan data=2; or give the model tensors, numbers and text",
+    )
 
 
 def _given(entry: Any, stacked: Any) -> Any:
@@ -105,5 +128,9 @@ def _given(entry: Any, stacked: Any) -> Any:
 def _of_every_output(outputs: Any, target: Any) -> torch.Tensor:
     from paceline.model.tensors import tensors_in
 
-    means = [tensor.mean() for tensor in tensors_in(outputs) if tensor.is_floating_point() and tensor.requires_grad]
+    means = [
+        tensor.mean()
+        for tensor in tensors_in(outputs)
+        if tensor.is_floating_point() and tensor.requires_grad
+    ]
     return sum(means[1:], means[0])

@@ -17,7 +17,10 @@ from paceline.simulate.outages import Outages
 # Until the ranks of one host are replaced and compute again: forks of a warm process, a process group, a small model.
 # The slowest plan's median, python -m benchmarks.recovery on two cores.
 REPLACED_S = 0.7
-NOTE_S, NOTE_TENSOR_S = 1e-4, 1e-6  # of a note, and more a tensor of the state: 0.1 to 0.2 ms for 72, 1.1 ms for 1,152
+NOTE_S, NOTE_TENSOR_S = (
+    1e-4,
+    1e-6,
+)  # of a note, and more a tensor of the state: 0.1 to 0.2 ms for 72, 1.1 ms for 1,152
 STATE_TENSORS = 3  # a parameter: itself, and what Adam keeps of it
 
 
@@ -32,22 +35,34 @@ def ways(run: FailingRun) -> Iterator[tuple[SurvivalName, Callable[[], Survival]
 def _copies(run: FailingRun) -> Survival:
     words = "ranks are replaced on their host and go on from what they left in memory"
     waited_s, interval_s = run.copied_s, max(run.copied_s / TIME_SHARE, run.step_s)
-    note_s = NOTE_S + NOTE_TENSOR_S * STATE_TENSORS * sum(p.count for p in run.problem.profile.parameters)
-    is_on_cpus = not run.cluster.nodes and all(device.kind == "cpu" for device in run.cluster.devices)
+    note_s = NOTE_S + NOTE_TENSOR_S * STATE_TENSORS * sum(
+        p.count for p in run.problem.profile.parameters
+    )
+    is_on_cpus = not run.cluster.nodes and all(
+        device.kind == "cpu" for device in run.cluster.devices
+    )
     if is_on_cpus and run.plan.sync.leaves_state and note_s <= NOTE_SHARE * run.step_s:
         # beside copies, for ranks that are lost in an update
         waited_s, interval_s = note_s + COPY_SHARE * run.step_s, run.step_s
-    return Survival.of("copies", words, Failures(run.mtbf_s, waited_s, REPLACED_S + run.copied_s), interval_s)
+    return Survival.of(
+        "copies", words, Failures(run.mtbf_s, waited_s, REPLACED_S + run.copied_s), interval_s
+    )
 
 
 def _checkpoint(run: FailingRun) -> Survival:
-    return Survival.of("checkpoint", "ranks are replaced on their host and go on from the newest checkpoint",
-                       *run.saving(REPLACED_S))
+    return Survival.of(
+        "checkpoint",
+        "ranks are replaced on their host and go on from the newest checkpoint",
+        *run.saving(REPLACED_S),
+    )
 
 
 def _spare(run: FailingRun) -> Survival:
     """One GPU waits; the one that it took the place of is repaired when the run has ended."""
-    plan, num_gpus = run.plan, len(run.cluster.nodes[0].devices if run.cluster.nodes else run.cluster.devices)
+    plan, num_gpus = (
+        run.plan,
+        len(run.cluster.nodes[0].devices if run.cluster.nodes else run.cluster.devices),
+    )
     if num_gpus == 1:
         raise NoSurvival("the host has one GPU")
     if plan.world_size == num_gpus:
@@ -56,9 +71,19 @@ def _spare(run: FailingRun) -> Survival:
         except PlanError as error:
             raise NoSurvival(str(error).partition("\n")[0]) from error
     step_s = run.step_s if plan == run.plan else fitting_step_s(run, plan)
-    failures = Failures(run.mtbf_s * run.plan.world_size / plan.world_size, run.copied_s, REPLACED_S + run.copied_s)
-    outages = Outages(plan.world_size, 1, run.rates.repair_s, resumed_s=run.resumed_s, are_repaired_beside=False)
+    failures = Failures(
+        run.mtbf_s * run.plan.world_size / plan.world_size, run.copied_s, REPLACED_S + run.copied_s
+    )
+    outages = Outages(
+        plan.world_size, 1, run.rates.repair_s, resumed_s=run.resumed_s, are_repaired_beside=False
+    )
     return Survival.of(
-        "spare", f"a GPU waits for the place of one that fails (--spares 1), under {plan}; the next failure ends the "
-        "run", failures, max(run.copied_s / TIME_SHARE, step_s), outages=outages, used=min(1.0, run.step_s / step_s),
-        options={"options": "--spares 1", "plans": [str(plan)], "repair_s": run.rates.repair_s})
+        "spare",
+        f"a GPU waits for the place of one that fails (--spares 1), under {plan}; the next failure ends the "
+        "run",
+        failures,
+        max(run.copied_s / TIME_SHARE, step_s),
+        outages=outages,
+        used=min(1.0, run.step_s / step_s),
+        options={"options": "--spares 1", "plans": [str(plan)], "repair_s": run.rates.repair_s},
+    )

@@ -51,7 +51,9 @@ class LazyPieces:
                 raise PlanError(f"what the model's pieces cost is not known: {error}") from error
         return self._layers
 
-    def ranks(self, plan: Plan, devices: Sequence[Device], *, microbatch_samples: int) -> Sequence[RankCost]:
+    def ranks(
+        self, plan: Plan, devices: Sequence[Device], *, microbatch_samples: int
+    ) -> Sequence[RankCost]:
         """What each rank of a split model holds and does.
 
         Raises:
@@ -65,12 +67,15 @@ class LazyPieces:
         except PlanError as error:
             if type(error).__name__ != "CaptureFailed":
                 raise
-            raise PlanError(f"the model can't be cut for micro-batches of {microbatch_samples} samples: "
-                            f"{str(error).splitlines()[0]}") from error
+            raise PlanError(
+                f"the model can't be cut for micro-batches of {microbatch_samples} samples: "
+                f"{str(error).splitlines()[0]}"
+            ) from error
         except Exception as error:  # as above: a norm may refuse a micro-batch of one sample
             why = str(error).partition("\n")[0] or type(error).__name__
-            raise PlanError(f"the model can't be cut for micro-batches of {microbatch_samples} samples: "
-                            f"{why}") from error
+            raise PlanError(
+                f"the model can't be cut for micro-batches of {microbatch_samples} samples: {why}"
+            ) from error
 
     def count(self, *, each: bool = True) -> int:
         """How many there are; 0 if the model can't be cut. each: whether each block is captured, though it is like

@@ -27,7 +27,16 @@ from paceline.simulate.program import COMPUTE, HOST, NETWORK, Allocate, Event
 from paceline.strategies.costs import HookPoint, allocator_of
 from paceline.strategies.pipeline.cost import ranks
 from paceline.strategies.pipeline.schedule import kinds_of
-from paceline.strategies.pipeline.timing import FIRST, LAST, MIDDLE, ActionSeconds, Key, rank_ends, shortened, which
+from paceline.strategies.pipeline.timing import (
+    FIRST,
+    LAST,
+    MIDDLE,
+    ActionSeconds,
+    Key,
+    rank_ends,
+    shortened,
+    which,
+)
 from paceline.strategies.plan import Plan, Schedule
 from paceline.strategies.stages.cost import (
     ENDING,
@@ -43,8 +52,16 @@ KEPT = 4096  # steps of which blocks are known: as many as a search prices, whic
 ROUNDED_BYTES = 16  # a ledger's entries are whole bytes, and may be less than their sum before
 
 
-def least_missing_bytes(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int, precision: Precision,
-                        software: Software = PACELINE, enough_bytes: float = math.inf) -> int:
+def least_missing_bytes(
+    profile: Profile,
+    plan: Plan,
+    cluster: Cluster,
+    *,
+    batch: int,
+    precision: Precision,
+    software: Software = PACELINE,
+    enough_bytes: float = math.inf,
+) -> int:
     """By how much a plan is over its devices' memory at least; 0 where that is not known at a glance: of a pipeline it
     is, by what its first two ranks hold until their first backward is done. Ranks after these hold fewer micro-batches.
 
@@ -56,15 +73,21 @@ def least_missing_bytes(profile: Profile, plan: Plan, cluster: Cluster, *, batch
     if not cluster.nodes or not profile.by_dimensions or not plan.has_schedule:
         return 0
     missing_bytes = 0
-    costs = islice(_ranks(profile, plan, cluster, software, samples_of(plan, cluster, batch), precision), 2)
+    costs = islice(
+        _ranks(profile, plan, cluster, software, samples_of(plan, cluster, batch), precision), 2
+    )
     rank_stride = plan.world_size // plan.num_stage_ranks
     stage_places = _stages_on(cluster, plan.num_stage_ranks, rank_stride, precision, software)
     for rank, stage_place in zip(costs, stage_places, strict=False):
         allocator = allocator_of(plan, stage_place.device, software)
-        for peak_bytes in _peaks_before_backward(rank, _place(rank, plan, stage_place, precision, software)):
+        for peak_bytes in _peaks_before_backward(
+            rank, _place(rank, plan, stage_place, precision, software)
+        ):
             aside_bytes = sum(allocator.set_aside(int(peak_bytes)).values())
-            missing_bytes = max(missing_bytes,
-                                int(peak_bytes) - ROUNDED_BYTES + aside_bytes - stage_place.device.memory_bytes)
+            missing_bytes = max(
+                missing_bytes,
+                int(peak_bytes) - ROUNDED_BYTES + aside_bytes - stage_place.device.memory_bytes,
+            )
             if missing_bytes > 0 and missing_bytes >= enough_bytes:
                 return missing_bytes
     return missing_bytes
@@ -98,22 +121,42 @@ class _Written:
 class _Place:
     """A kind of rank of a pipeline: its blocks, played when they are first asked for."""
 
-    def __init__(self, rank: RankCost, written: _Written, rates: AcceleratorRates, network: Network,
-                 precision: Precision, num_microbatches: int, blocks: dict[tuple[object, ...], _Block]) -> None:
+    def __init__(
+        self,
+        rank: RankCost,
+        written: _Written,
+        rates: AcceleratorRates,
+        network: Network,
+        precision: Precision,
+        num_microbatches: int,
+        blocks: dict[tuple[object, ...], _Block],
+    ) -> None:
         self.rank, self.written, self.rates, self.network = rank, written, rates, network
         self.precision = precision
-        self.number_of = {FIRST: 0, MIDDLE: min(1, num_microbatches - 1), LAST: num_microbatches - 1}
+        self.number_of = {
+            FIRST: 0,
+            MIDDLE: min(1, num_microbatches - 1),
+            LAST: num_microbatches - 1,
+        }
         self.blocks = blocks
         segments = written.lowered.step.profile.segments
-        self.kind_of = {stage.segments: tuple((segments[k].repeat, segments[k].unit == "", len(segments[k].gradients))
-                                              for k in stage.segments) for stage in rank.stages.values()}
+        self.kind_of = {
+            stage.segments: tuple(
+                (segments[k].repeat, segments[k].unit == "", len(segments[k].gradients))
+                for k in stage.segments
+            )
+            for stage in rank.stages.values()
+        }
         self.first_of: dict[tuple[tuple[int, bool, int], ...], StageCost] = {}
         for stage in rank.stages.values():
             self.first_of.setdefault(self.kind_of[stage.segments], stage)
 
     def of(self, stage: StageCost, kind: str, microbatch: str) -> _Block:
         """Stages of the rank that are alike but for their turn share blocks, and so do all forwards."""
-        number, stage_kind = self.number_of[MIDDLE if kind == "F" else microbatch], self.kind_of[stage.segments]
+        number, stage_kind = (
+            self.number_of[MIDDLE if kind == "F" else microbatch],
+            self.kind_of[stage.segments],
+        )
         key = (stage_kind, kind, number)
         return self._played(key, lambda: self._events(self.first_of[stage_kind], kind, number))
 
@@ -131,20 +174,33 @@ class _Place:
             return (Allocate("communication", taken_bytes), *forward)
         freed = Allocate("communication", -taken_bytes)
         if kind == "I":
-            return list(input_gradients(self.written.lowered.step.profile, stage, self.rank.samples))
+            return list(
+                input_gradients(self.written.lowered.step.profile, stage, self.rank.samples)
+            )
         regained_bytes = sum(m.num_bytes for m in stage.regains)
         backward = self.written.lowered.events(backward_course(self.rank, stage, microbatch))
-        return (Allocate("communication", regained_bytes), *backward, Allocate("communication", -regained_bytes), freed)
+        return (
+            Allocate("communication", regained_bytes),
+            *backward,
+            Allocate("communication", -regained_bytes),
+            freed,
+        )
 
     def start(self) -> _Block:
         """What comes before the first action."""
-        return self._played(("start",), lambda: self.written.lowered.events([("start", HookPoint())]))
+        return self._played(
+            ("start",), lambda: self.written.lowered.events([("start", HookPoint())])
+        )
 
     def ending(self) -> _Block:
         """What comes after the last action."""
         course: list[Item] = [(name, HookPoint()) for name in ENDING]
-        return self._played(("ending",), lambda: self.written.lowered.events(
-            [tie(self.rank), *course] if self.rank.tied_bytes else course))
+        return self._played(
+            ("ending",),
+            lambda: self.written.lowered.events(
+                [tie(self.rank), *course] if self.rank.tied_bytes else course
+            ),
+        )
 
     def _play(self, events: Sequence[Event]) -> _Block:
         player = Player(self.rates, self.network, precision=self.precision)
@@ -153,17 +209,35 @@ class _Place:
         self_s = max(player.clock[COMPUTE], player.clock[HOST])
         memory = player.memory
         tail_s = max(0.0, player.clock[NETWORK] - self_s)
-        return _Block(self_s, tail_s, sum(player.busy.values()), dict(memory.by_ledger),
-                      memory.total, memory.peak, memory.at_peak)
+        return _Block(
+            self_s,
+            tail_s,
+            sum(player.busy.values()),
+            dict(memory.by_ledger),
+            memory.total,
+            memory.peak,
+            memory.at_peak,
+        )
 
 
-def _ranks(profile: Profile, plan: Plan, cluster: Cluster, software: Software, samples: float,
-           precision: Precision) -> Iterator[RankCost]:
+def _ranks(
+    profile: Profile,
+    plan: Plan,
+    cluster: Cluster,
+    software: Software,
+    samples: float,
+    precision: Precision,
+) -> Iterator[RankCost]:
     if not profile.by_dimensions:
         raise PlanError(f"plan '{plan}' splits the model, and what its pieces cost is not known")
-    return ranks(profile, plan, software, samples=samples,
-                 flops_per_byte=cluster.devices[0].flops_per_byte(precision),
-                 most_microbatches=shortened(plan.num_stage_ranks, plan.num_microbatches))
+    return ranks(
+        profile,
+        plan,
+        software,
+        samples=samples,
+        flops_per_byte=cluster.devices[0].flops_per_byte(precision),
+        most_microbatches=shortened(plan.num_stage_ranks, plan.num_microbatches),
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -175,9 +249,11 @@ class _StagePlace:
 
 
 @lru_cache(maxsize=256)
-def _stages_on(cluster: Cluster, count: int, rank_stride: int, precision: Precision,
-               software: Software) -> list[_StagePlace]:
+def _stages_on(
+    cluster: Cluster, count: int, rank_stride: int, precision: Precision, software: Software
+) -> list[_StagePlace]:
     """Of each stage, whose ranks are so many; stages on nodes that are alike share one."""
+
     def speed(device: Device) -> float:
         return stated_rates(device, software).flops_per_s[precision]
 
@@ -185,7 +261,9 @@ def _stages_on(cluster: Cluster, count: int, rank_stride: int, precision: Precis
     stages = []
     for number in range(count):
         span = cluster.span(number * rank_stride, rank_stride)
-        key = tuple((id(device), id(network)) for device, network in span)  # those of the cluster's nodes
+        key = tuple(
+            (id(device), id(network)) for device, network in span
+        )  # those of the cluster's nodes
         if key not in stage_places:
             device = min((device for device, _ in span), key=speed)
             stage_places[key] = _StagePlace(device, software.on(slowest(span)))
@@ -193,13 +271,24 @@ def _stages_on(cluster: Cluster, count: int, rank_stride: int, precision: Precis
     return stages
 
 
-def _place(rank: RankCost, plan: Plan, stage_place: _StagePlace, precision: Precision, software: Software) -> _Place:
+def _place(
+    rank: RankCost, plan: Plan, stage_place: _StagePlace, precision: Precision, software: Software
+) -> _Place:
     device, unordered = stage_place.device, _without_order(plan)
     written = _written(rank.profile, unordered, device.kind, rank.samples, software)
     network = stage_place.network
-    blocks = _blocks(rank.profile, unordered, device.accelerator, network, rank.samples, precision, software)
-    return _Place(rank, written, stated_rates(device, software), network, precision, plan.num_microbatches,
-                  blocks)
+    blocks = _blocks(
+        rank.profile, unordered, device.accelerator, network, rank.samples, precision, software
+    )
+    return _Place(
+        rank,
+        written,
+        stated_rates(device, software),
+        network,
+        precision,
+        plan.num_microbatches,
+        blocks,
+    )
 
 
 @lru_cache(maxsize=256)
@@ -209,19 +298,44 @@ def _without_order(plan: Plan) -> Plan:
 
 
 @lru_cache(maxsize=KEPT)
-def _written(profile: Profile, plan: Plan, kind: DeviceKind, samples: float, software: Software) -> _Written:
-    return _Written(fill(profile, plan, kind, (samples,) * plan.num_microbatches, snapshot=False, software=software))
+def _written(
+    profile: Profile, plan: Plan, kind: DeviceKind, samples: float, software: Software
+) -> _Written:
+    return _Written(
+        fill(
+            profile,
+            plan,
+            kind,
+            (samples,) * plan.num_microbatches,
+            snapshot=False,
+            software=software,
+        )
+    )
 
 
 @lru_cache(maxsize=KEPT)
-def _blocks(profile: Profile, plan: Plan, accelerator: Accelerator | None, network: Network, samples: float,
-            precision: Precision, software: Software) -> dict[tuple[object, ...], _Block]:
+def _blocks(
+    profile: Profile,
+    plan: Plan,
+    accelerator: Accelerator | None,
+    network: Network,
+    samples: float,
+    precision: Precision,
+    software: Software,
+) -> dict[tuple[object, ...], _Block]:
     """Those that are known. How much memory the device has does not change them."""
     return {}
 
 
-def play_pipeline(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int, precision: Precision,
-                  software: Software) -> tuple[float, list[Played]]:
+def play_pipeline(
+    profile: Profile,
+    plan: Plan,
+    cluster: Cluster,
+    *,
+    batch: int,
+    precision: Precision,
+    software: Software,
+) -> tuple[float, list[Played]]:
     """Seconds of a step, and the kinds of ranks.
 
     Raises:
@@ -234,18 +348,29 @@ def play_pipeline(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int,
     place_of: dict[tuple[int, int], _Place] = {}
     for rank, stage_place in zip(costs, stage_places, strict=True):
         if (id(rank.profile), id(stage_place)) not in place_of:
-            place_of[id(rank.profile), id(stage_place)] = _place(rank, plan, stage_place, precision, software)
-    places = [place_of[id(rank.profile), id(stage_place)]
-              for rank, stage_place in zip(costs, stage_places, strict=True)]
+            place_of[id(rank.profile), id(stage_place)] = _place(
+                rank, plan, stage_place, precision, software
+            )
+    places = [
+        place_of[id(rank.profile), id(stage_place)]
+        for rank, stage_place in zip(costs, stage_places, strict=True)
+    ]
     devices = [stage_place.device for stage_place in stage_places]
 
     kinds = kinds_of(plan)
     action_seconds = _action_seconds(costs, places, kinds, rank_stride, software)
-    ends_s = rank_ends(plan.schedule.schedule, action_seconds, num_ranks=plan.num_stage_ranks,
-                       num_microbatches=num_microbatches, virtual=plan.schedule.virtual)
+    ends_s = rank_ends(
+        plan.schedule.schedule,
+        action_seconds,
+        num_ranks=plan.num_stage_ranks,
+        num_microbatches=num_microbatches,
+        virtual=plan.schedule.virtual,
+    )
     endings = {id(place): place.ending() for place in place_of.values()}
-    tails_s = [max(place.of(stage, kinds[-1], LAST).tail_s
-                   for stage in cost.stages.values()) for cost, place in zip(costs, places, strict=True)]
+    tails_s = [
+        max(place.of(stage, kinds[-1], LAST).tail_s for stage in cost.stages.values())
+        for cost, place in zip(costs, places, strict=True)
+    ]
     through_s = max(end_s + tail_s for end_s, tail_s in zip(ends_s, tails_s, strict=True))
     update_s = max(ending.self_s for ending in endings.values())
     played: dict[int, Played] = {}
@@ -257,20 +382,40 @@ def play_pipeline(profile: Profile, plan: Plan, cluster: Cluster, *, batch: int,
         timeline = _memory_timeline(cost, place, endings[id(place)])
         step_s = through_s + update_s
         exposed_s = self_s - busy_s + tails_s[number] + endings[id(place)].self_s - optimizer_s
-        played[id(place)] = Played(f"stage {number}", devices[number], replace(timeline, step_s=step_s, breakdown={
-            "compute": busy_s, "optimizer": optimizer_s, "communication": max(0.0, exposed_s),
-            "bubble": max(0.0, step_s - busy_s - optimizer_s - exposed_s)}))
+        played[id(place)] = Played(
+            f"stage {number}",
+            devices[number],
+            replace(
+                timeline,
+                step_s=step_s,
+                breakdown={
+                    "compute": busy_s,
+                    "optimizer": optimizer_s,
+                    "communication": max(0.0, exposed_s),
+                    "bubble": max(0.0, step_s - busy_s - optimizer_s - exposed_s),
+                },
+            ),
+        )
     return through_s + update_s, list(played.values())
 
 
-def _action_seconds(costs: Sequence[RankCost], places: Sequence[_Place], kinds: Sequence[str], rank_stride: int,
-                    software: Software) -> Mapping[Key, ActionSeconds]:
+def _action_seconds(
+    costs: Sequence[RankCost],
+    places: Sequence[_Place],
+    kinds: Sequence[str],
+    rank_stride: int,
+    software: Software,
+) -> Mapping[Key, ActionSeconds]:
     seconds: dict[Key, ActionSeconds] = {}
     by_key: dict[tuple[object, ...], tuple[ActionSeconds, ActionSeconds, ActionSeconds]] = {}
     for number, (cost, place) in enumerate(zip(costs, places, strict=True)):
         for stage, stage_cost in cost.stages.items():
             for kind in kinds:
-                messages = {"F": stage_cost.gives, "B": stage_cost.returns, "I": stage_cost.returns}.get(kind, ())
+                messages = {
+                    "F": stage_cost.gives,
+                    "B": stage_cost.returns,
+                    "I": stage_cost.returns,
+                }.get(kind, ())
                 sent_s = 0.0
                 for message in messages:
                     link = place.network.between(number * rank_stride, message.peer * rank_stride)
@@ -278,20 +423,35 @@ def _action_seconds(costs: Sequence[RankCost], places: Sequence[_Place], kinds: 
                 key = (id(place), stage_cost.segments, kind, sent_s)
                 if key not in by_key:
                     first, middle, last = (
-                        ActionSeconds(place.of(stage_cost, kind, microbatch).self_s, sent_s, software.waits_for_sends)
-                        for microbatch in (FIRST, MIDDLE, LAST))
+                        ActionSeconds(
+                            place.of(stage_cost, kind, microbatch).self_s,
+                            sent_s,
+                            software.waits_for_sends,
+                        )
+                        for microbatch in (FIRST, MIDDLE, LAST)
+                    )
                     by_key[key] = first, middle, last
                 for microbatch, figure in zip((FIRST, MIDDLE, LAST), by_key[key], strict=True):
                     seconds[stage, kind, microbatch] = figure  # type: ignore[index]
     return seconds
 
 
-def _seconds(cost: RankCost, place: _Place, kinds: Sequence[str], num_microbatches: int) -> tuple[float, float]:
+def _seconds(
+    cost: RankCost, place: _Place, kinds: Sequence[str], num_microbatches: int
+) -> tuple[float, float]:
     """Of all actions of a rank: until their computing is done, and of it computing."""
-    repeats = {FIRST: 1, MIDDLE: num_microbatches - 2, LAST: 1} if num_microbatches > 1 else {LAST: 1}
-    blocks = [(times, place.of(stage, kind, microbatch)) for stage in cost.stages.values() for kind in kinds
-              for microbatch, times in repeats.items()]
-    return sum(times * block.self_s for times, block in blocks), sum(times * block.busy_s for times, block in blocks)
+    repeats = (
+        {FIRST: 1, MIDDLE: num_microbatches - 2, LAST: 1} if num_microbatches > 1 else {LAST: 1}
+    )
+    blocks = [
+        (times, place.of(stage, kind, microbatch))
+        for stage in cost.stages.values()
+        for kind in kinds
+        for microbatch, times in repeats.items()
+    ]
+    return sum(times * block.self_s for times, block in blocks), sum(
+        times * block.busy_s for times, block in blocks
+    )
 
 
 def _peaks_before_backward(cost: RankCost, place: _Place) -> Iterator[float]:
@@ -317,14 +477,16 @@ def _memory_timeline(cost: RankCost, place: _Place, ending: _Block) -> Timeline:
     blocks: dict[tuple[int, str, str], _Block] = {}
     for position, action in enumerate(cost.order):
         key = (action.stage, action.kind, which(action.microbatch, last + 1))
-        block = blocks.get(key) or blocks.setdefault(key, place.of(cost.stages[action.stage], action.kind, key[2]))
+        block = blocks.get(key) or blocks.setdefault(
+            key, place.of(cost.stages[action.stage], action.kind, key[2])
+        )
         if held_bytes + block.peak_bytes > peak_bytes:
             peak_bytes, peak_position = held_bytes + block.peak_bytes, position
         held_bytes += block.kept_bytes
         played_blocks.append(block)
     ledger: dict[str, float] = defaultdict(float, start.kept)
     ledger["activations"] += cost.batch_bytes
-    for block in played_blocks[:max(0, peak_position)]:
+    for block in played_blocks[: max(0, peak_position)]:
         for name, num_bytes in block.kept.items():
             ledger[name] += num_bytes
     if peak_position >= 0:

@@ -45,8 +45,14 @@ class PlanningProblem:
     times_operators: bool = True
 
     @classmethod
-    def of(cls, job: Job, price_per_hour: float | None = None, *, device: str = "cpu",
-           like: PlanningProblem | None = None) -> PlanningProblem:
+    def of(
+        cls,
+        job: Job,
+        price_per_hour: float | None = None,
+        *,
+        device: str = "cpu",
+        like: PlanningProblem | None = None,
+    ) -> PlanningProblem:
         """Trace a job. Reads the first samples of its data. device: see `profile_job`. like: of the same job in another
         precision of the same weights."""
         from paceline.model.cost import profile_job
@@ -55,7 +61,9 @@ class PlanningProblem:
 
         job = priced(job)
         built = fake_model(job) if like is None else like.pieces.built
-        profile = profile_job(job, device=device, like=None if like is None else like.profile, built=built)
+        profile = profile_job(
+            job, device=device, like=None if like is None else like.profile, built=built
+        )
         return cls(job, profile, LazyPieces(job, profile, built), price_per_hour)
 
     @cached_property
@@ -66,7 +74,11 @@ class PlanningProblem:
     @cached_property
     def computes_in(self) -> Precision:
         """The precision of most products: without autocast it is that of the weights."""
-        half_bytes = sum(p.num_bytes * p.count for p in self.profile.parameters if p.dtype in ("bfloat16", "float16"))
+        half_bytes = sum(
+            p.num_bytes * p.count
+            for p in self.profile.parameters
+            if p.dtype in ("bfloat16", "float16")
+        )
         is_half = self.job.precision == "float32" and 2 * half_bytes > self.profile.parameter_bytes
         return "bf16" if is_half else self.job.precision
 
@@ -91,15 +103,21 @@ class PlanningProblem:
     def shape(self, cluster: Cluster) -> DeviceCounts:
         """Devices may be left out on this machine, and where they cost something."""
         num_devices = len(cluster.devices)
-        per_node = min(len(kind.devices) for kind in cluster.nodes) if cluster.nodes else num_devices
+        per_node = (
+            min(len(kind.devices) for kind in cluster.nodes) if cluster.nodes else num_devices
+        )
         may_be_fewer = self.is_priced(cluster) if cluster.nodes else self.may_be_fewer
         return DeviceCounts(num_devices, per_node, may_be_fewer=may_be_fewer)
 
     def is_priced(self, cluster: Cluster) -> bool:
-        return self.price_per_hour is not None or cluster.price_per_hour(len(cluster.devices)) is not None
+        return (
+            self.price_per_hour is not None
+            or cluster.price_per_hour(len(cluster.devices)) is not None
+        )
 
     def rent(self, cluster: Cluster) -> Rent:
         """What a plan's devices cost a second; 1 where nothing has a price."""
+
         def rent_of(plan: Plan) -> float:
             count = plan.num_workers
             stated = cluster.price_per_hour(count) if self.is_priced(cluster) else None
@@ -116,40 +134,77 @@ class PlanningProblem:
         """
         conflicts.check_precision(plan, self.job.precision)
         check_step(self.job, plan)
-        if cluster.nodes and (unpriced := [s.name for s in active(plan) if not s.is_priced_on_paper]):
-            raise NotPriced(f"plan '{plan}' has {' and '.join(unpriced)}, "
-                            "which is priced on devices that are here alone")
+        if cluster.nodes and (
+            unpriced := [s.name for s in active(plan) if not s.is_priced_on_paper]
+        ):
+            raise NotPriced(
+                f"plan '{plan}' has {' and '.join(unpriced)}, "
+                "which is priced on devices that are here alone"
+            )
         profile = self.profile
         if cluster.nodes:
             profile = self.pieces.layers() if plan.splits_model else self.folded
-        used = cluster if cluster.nodes or plan.world_size >= len(cluster.devices) else replace(
-            cluster, devices=cluster.devices[:plan.world_size])
-        return estimate(profile, plan, used, batch=self.job.batch, precision=self.computes_in, split=self.pieces,
-                        snapshot=False, times_operators=self.times_operators)
+        used = (
+            cluster
+            if cluster.nodes or plan.world_size >= len(cluster.devices)
+            else replace(cluster, devices=cluster.devices[: plan.world_size])
+        )
+        return estimate(
+            profile,
+            plan,
+            used,
+            batch=self.job.batch,
+            precision=self.computes_in,
+            split=self.pieces,
+            snapshot=False,
+            times_operators=self.times_operators,
+        )
 
     def least_missing_bytes(self, plan: Plan, enough_bytes: float, *, cluster: Cluster) -> int:
         """See `planner.pipelines`."""
         if not cluster.nodes or not plan.has_schedule:
             return 0
-        return least_missing_bytes(self.pieces.layers(), plan, cluster, batch=self.job.batch,
-                                   precision=self.computes_in, enough_bytes=enough_bytes)
+        return least_missing_bytes(
+            self.pieces.layers(),
+            plan,
+            cluster,
+            batch=self.job.batch,
+            precision=self.computes_in,
+            enough_bytes=enough_bytes,
+        )
 
-    def search(self, cluster: Cluster, *, may_relax: bool = False, most_refined: int | None = None) -> RankedPlans:
+    def search(
+        self, cluster: Cluster, *, may_relax: bool = False, most_refined: int | None = None
+    ) -> RankedPlans:
         """Rank the plans that the job allows on a cluster."""
         more = {} if most_refined is None else {"most_refined": most_refined}
-        return search(lambda plan: self.price(plan, cluster), self.limits(cluster), self.shape(cluster),
-                      partial(self.least_missing_bytes, cluster=cluster), rent=self.rent(cluster),
-                      may_relax=may_relax, **more)
+        return search(
+            lambda plan: self.price(plan, cluster),
+            self.limits(cluster),
+            self.shape(cluster),
+            partial(self.least_missing_bytes, cluster=cluster),
+            rent=self.rent(cluster),
+            may_relax=may_relax,
+            **more,
+        )
 
     def flips(self, ranking: RankedPlans, cluster: Cluster) -> list[tuple[str, Candidate]]:
         """Changes of hardware, and the plan that then is best."""
-        changes = [Change(name, partial(self.price, cluster=changed),
-                          partial(self.least_missing_bytes, cluster=changed),
-                          has_same_memory=name != MORE_MEMORY,
-                          # A cut for devices that are here follows from their memory.
-                          has_same_speed=name == MORE_MEMORY and bool(cluster.nodes), least_s=least_s)
-                   for name, changed, least_s in _changes(cluster)]
-        return flips(ranking, changes, self.limits(cluster), self.shape(cluster), rent=self.rent(cluster))
+        changes = [
+            Change(
+                name,
+                partial(self.price, cluster=changed),
+                partial(self.least_missing_bytes, cluster=changed),
+                has_same_memory=name != MORE_MEMORY,
+                # A cut for devices that are here follows from their memory.
+                has_same_speed=name == MORE_MEMORY and bool(cluster.nodes),
+                least_s=least_s,
+            )
+            for name, changed, least_s in _changes(cluster)
+        ]
+        return flips(
+            ranking, changes, self.limits(cluster), self.shape(cluster), rent=self.rent(cluster)
+        )
 
 
 def check_step(job: Job, plan: Plan) -> None:
@@ -176,12 +231,20 @@ def _changes(cluster: Cluster) -> Iterator[tuple[str, Cluster, Callable[[Estimat
     if len(cluster.devices) == 1:
         return
     yield f"links {TIMES} times as fast", _with_links(cluster, TIMES), _busy_s
-    yield f"links a {_PART} as fast", _with_links(cluster, 1 / TIMES), lambda estimate: estimate.step_s
+    yield (
+        f"links a {_PART} as fast",
+        _with_links(cluster, 1 / TIMES),
+        lambda estimate: estimate.step_s,
+    )
     if cluster.nodes:
         more = replace(cluster, nodes=tuple(with_memory(kind, 2) for kind in cluster.nodes))
     else:
-        more = replace(cluster, devices=tuple(
-            replace(device, memory_bytes=2 * device.memory_bytes) for device in cluster.devices))
+        more = replace(
+            cluster,
+            devices=tuple(
+                replace(device, memory_bytes=2 * device.memory_bytes) for device in cluster.devices
+            ),
+        )
     yield MORE_MEMORY, more, lambda estimate: 0.0
 
 
@@ -195,15 +258,27 @@ def _with_links(cluster: Cluster, times: float) -> Cluster:
         return replace(link, bytes_per_s=link.bytes_per_s * times)
 
     def with_faster(network: Network) -> Network:
-        return replace(network, inside=faster(network.inside), across=network.across and faster(network.across))
+        return replace(
+            network, inside=faster(network.inside), across=network.across and faster(network.across)
+        )
 
     if not cluster.nodes:
-        return replace(cluster, link=faster(cluster.link),
-                       links=tuple((count, faster(link)) for count, link in cluster.links))
-    return Cluster.of(tuple(replace(kind, network=with_faster(kind.network)) for kind in cluster.nodes))
+        return replace(
+            cluster,
+            link=faster(cluster.link),
+            links=tuple((count, faster(link)) for count, link in cluster.links),
+        )
+    return Cluster.of(
+        tuple(replace(kind, network=with_faster(kind.network)) for kind in cluster.nodes)
+    )
 
 
 def with_memory(kind: Nodes, times: float) -> Nodes:
     """Nodes whose devices have so many times the memory."""
-    return replace(kind, devices=tuple(replace(device, memory_bytes=round(times * device.memory_bytes))
-                                       for device in kind.devices))
+    return replace(
+        kind,
+        devices=tuple(
+            replace(device, memory_bytes=round(times * device.memory_bytes))
+            for device in kind.devices
+        ),
+    )

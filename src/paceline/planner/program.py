@@ -46,21 +46,42 @@ def starts_late(plan: Plan) -> bool:
     return any(strategy.cost and strategy.cost.start_s is not at_once for strategy in active(plan))
 
 
-def step_program(profile: Profile, plan: Plan, device_kind: DeviceKind, microbatch_samples: Sequence[float], *,
-                 snapshot: bool = True, software: Software = PACELINE) -> Program:
+def step_program(
+    profile: Profile,
+    plan: Plan,
+    device_kind: DeviceKind,
+    microbatch_samples: Sequence[float],
+    *,
+    snapshot: bool = True,
+    software: Software = PACELINE,
+) -> Program:
     """What the first rank does in a step with these micro-batches of its own. It holds the most of every cut.
 
     snapshot: whether checkpoints are written while training goes on.
     """
-    filling = fill(profile, plan, device_kind, microbatch_samples, snapshot=snapshot, software=software)
+    filling = fill(
+        profile, plan, device_kind, microbatch_samples, snapshot=snapshot, software=software
+    )
     return filling.events(moments(filling.step))
 
 
-def stage_program(rank: RankCost, plan: Plan, device_kind: DeviceKind, *, snapshot: bool = True,
-                  software: Software = PACELINE) -> Program:
+def stage_program(
+    rank: RankCost,
+    plan: Plan,
+    device_kind: DeviceKind,
+    *,
+    snapshot: bool = True,
+    software: Software = PACELINE,
+) -> Program:
     """What a rank of a split model does in a step."""
-    filling = fill(rank.profile, plan, device_kind, (rank.samples,) * plan.num_microbatches, snapshot=snapshot,
-                   software=software)
+    filling = fill(
+        rank.profile,
+        plan,
+        device_kind,
+        (rank.samples,) * plan.num_microbatches,
+        snapshot=snapshot,
+        software=software,
+    )
     return filling.events(course(rank))
 
 
@@ -91,7 +112,11 @@ class LoweredStep:
                 events += self.at(name, moment)
                 continue
             alike = [(name, moment)]
-            while position < len(items) and isinstance(item := items[position], tuple) and item[1] == moment:
+            while (
+                position < len(items)
+                and isinstance(item := items[position], tuple)
+                and item[1] == moment
+            ):
                 alike.append(item)
                 position += 1
             body = [event for each in alike for event in self.at(*each)]
@@ -102,21 +127,36 @@ class LoweredStep:
         return [event for hook in self.hooks.get(name, ()) for event in hook(moment)]
 
 
-def fill(profile: Profile, plan: Plan, device_kind: DeviceKind, microbatch_samples: Sequence[float], *,
-         snapshot: bool, software: Software = PACELINE) -> LoweredStep:
+def fill(
+    profile: Profile,
+    plan: Plan,
+    device_kind: DeviceKind,
+    microbatch_samples: Sequence[float],
+    *,
+    snapshot: bool,
+    software: Software = PACELINE,
+) -> LoweredStep:
     """The rooms that a plan enters, with what one rank holds and computes in them."""
     rooms = [strategy.cost for strategy in active(plan) if strategy.cost]
     for room in rooms:
         profile = room.narrow(profile, plan, software)
-    footprint = Footprint({p.name: p.num_bytes for p in profile.parameters},
-                          {p.name: p.gradient_bytes for p in profile.parameters},
-                          {p.name: p.state_bytes for p in profile.parameters})
+    footprint = Footprint(
+        {p.name: p.num_bytes for p in profile.parameters},
+        {p.name: p.gradient_bytes for p in profile.parameters},
+        {p.name: p.state_bytes for p in profile.parameters},
+    )
     for room in rooms:
         footprint = room.hold(footprint, plan, profile)
     step = Step(profile, plan, device_kind, tuple(microbatch_samples), footprint, software)
     entered = (_OneDevice(step).hooks(), *(room.enter(step) for room in rooms))
-    return LoweredStep(step, {name: _in_order(name, entered) for name in get_args(MomentName)
-                              if snapshot or name != "save"})
+    return LoweredStep(
+        step,
+        {
+            name: _in_order(name, entered)
+            for name in get_args(MomentName)
+            if snapshot or name != "save"
+        },
+    )
 
 
 def _in_order(name: MomentName, entered: Sequence[Hooks]) -> tuple[Hook, ...]:
@@ -151,20 +191,40 @@ class _OneDevice:
         self.gradient_bytes = {p.name: p.gradient_bytes for p in step.profile.parameters}
 
     def hooks(self) -> Hooks:
-        return {"start": self.start, "begin": self.begin, "forward": self.forward, "backward": self.backward,
-                "done": self.done, "meet": self.meet, "update": self.update, "save": self.save}
+        return {
+            "start": self.start,
+            "begin": self.begin,
+            "forward": self.forward,
+            "backward": self.backward,
+            "done": self.done,
+            "meet": self.meet,
+            "update": self.update,
+            "save": self.save,
+        }
 
     def start(self, point: HookPoint) -> Iterable[Event]:
-        yield Allocate("parameters", self.step.total(self.footprint.parameters) + self.profile.buffer_bytes)
+        yield Allocate(
+            "parameters", self.step.total(self.footprint.parameters) + self.profile.buffer_bytes
+        )
         yield Allocate("optimizer", self.step.total(self.footprint.state))
-        yield Allocate("gradients", self.step.total(self.footprint.gradients) if self.footprint.gradients_kept else 0)
+        yield Allocate(
+            "gradients",
+            self.step.total(self.footprint.gradients) if self.footprint.gradients_kept else 0,
+        )
         yield from holes_of_update(  # of the step before
-            self.step.device_kind, self.footprint.gradients.values(),
-            self.profile.update_peak_bytes * self._updated_part(), keeps_gradients=self.footprint.gradients_kept)
+            self.step.device_kind,
+            self.footprint.gradients.values(),
+            self.profile.update_peak_bytes * self._updated_part(),
+            keeps_gradients=self.footprint.gradients_kept,
+        )
 
     def begin(self, point: HookPoint) -> Iterable[Event]:
         yield Allocate("activations", self.profile.batch_bytes.at(self.step.samples(point)))
-        yield Compute(fixed_s=MICROBATCH_S if self.step.device_kind == "cpu" else self.step.software.microbatch_s)
+        yield Compute(
+            fixed_s=MICROBATCH_S
+            if self.step.device_kind == "cpu"
+            else self.step.software.microbatch_s
+        )
 
     def forward(self, point: HookPoint) -> Iterable[Event]:
         segment, samples = self.step.segment(point), self.step.samples(point)
@@ -187,7 +247,9 @@ class _OneDevice:
         yield Allocate("activations", peak_bytes)
         yield compute(segment.backward, samples)
         yield from sums_of_batch_norms(self.step, segment)
-        if not stay and self.step.device_kind == "cpu":  # on accelerators the products add to it themselves
+        if (
+            not stay and self.step.device_kind == "cpu"
+        ):  # on accelerators the products add to it themselves
             yield Compute(moved_bytes=ADDED * sum(gradient_bytes), operators=len(gradient_bytes))
         if not stay:
             yield from holes_of_added(self.step.device_kind, passing_bytes)
@@ -214,9 +276,16 @@ class _OneDevice:
         passes = self.step.software.update_passes
         yield Allocate("optimizer", self.profile.update_peak_bytes * part)
         work = compute(self.profile.update, samples=0, part="optimizer")
-        yield Compute(moved_bytes=work.moved_bytes * part * passes, function_bytes=work.function_bytes * part,
-                      operators=work.operators, fixed_s=self.step.software.step_s, part="optimizer",
-                      calls=tuple((call, count * part) for call, count in work.calls) if part != 1 else work.calls)
+        yield Compute(
+            moved_bytes=work.moved_bytes * part * passes,
+            function_bytes=work.function_bytes * part,
+            operators=work.operators,
+            fixed_s=self.step.software.step_s,
+            part="optimizer",
+            calls=tuple((call, count * part) for call, count in work.calls)
+            if part != 1
+            else work.calls,
+        )
         yield free("optimizer", self.profile.update_peak_bytes * part)
 
     def _updated_part(self) -> float:
@@ -228,4 +297,7 @@ class _OneDevice:
         """A checkpoint is written in the background from a copy in the host's memory."""
         if self.step.device_kind == "cpu":
             footprint = self.footprint
-            yield Allocate("checkpoint", self.step.total(footprint.parameters) + self.step.total(footprint.state))
+            yield Allocate(
+                "checkpoint",
+                self.step.total(footprint.parameters) + self.step.total(footprint.state),
+            )

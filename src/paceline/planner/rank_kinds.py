@@ -87,14 +87,23 @@ class RankKind:
     network: Network
     microbatches: tuple[float, ...]
 
-    def play(self, profile: Profile, plan: Plan, *, precision: Precision, snapshot: bool = False,
-             software: Software = PACELINE) -> Played:
+    def play(
+        self,
+        profile: Profile,
+        plan: Plan,
+        *,
+        precision: Precision,
+        snapshot: bool = False,
+        software: Software = PACELINE,
+    ) -> Played:
         """The step of a model that is not cut into stages. Micro-batches between the first two and the last are alike
         and are played once."""
         sizes = self.microbatches
 
         def played(sizes: Sequence[float]) -> Timeline:
-            program = step_program(profile, plan, self.device.kind, sizes, snapshot=snapshot, software=software)
+            program = step_program(
+                profile, plan, self.device.kind, sizes, snapshot=snapshot, software=software
+            )
             time_operators([program], self.rates)
             return play(program, self.rates, self.network, precision=precision)
 
@@ -102,21 +111,30 @@ class RankKind:
             tensors = played(sizes)
         else:
             middle = sum(sizes[1:-1]) / (len(sizes) - 2)
-            tensors = _repeated(played((sizes[0], sizes[-1])), played((sizes[0], middle, sizes[-1])), len(sizes) - 2)
+            tensors = _repeated(
+                played((sizes[0], sizes[-1])), played((sizes[0], middle, sizes[-1])), len(sizes) - 2
+            )
         return Played.of(self.name, self.device, plan, tensors)
 
 
 def _repeated(without: Timeline, once: Timeline, times: int) -> Timeline:
     """A timeline with the part that `once` has and `without` has not, so many times over. Memory stays."""
+
     def many(base: float, more: float) -> float:
         return base + times * (more - base)
 
-    return replace(once, step_s=many(without.step_s, once.step_s), breakdown={
-        part: many(without.breakdown[part], seconds) for part, seconds in once.breakdown.items()})
+    return replace(
+        once,
+        step_s=many(without.step_s, once.step_s),
+        breakdown={
+            part: many(without.breakdown[part], seconds) for part, seconds in once.breakdown.items()
+        },
+    )
 
 
-def rank_kinds(plan: Plan, cluster: Cluster, *, batch: int, rates: Rates | None,
-               software: Software = PACELINE) -> list[RankKind]:
+def rank_kinds(
+    plan: Plan, cluster: Cluster, *, batch: int, rates: Rates | None, software: Software = PACELINE
+) -> list[RankKind]:
     """The kinds of ranks of a plan that does not cut the model into stages. rates: see `measured_rates`; None for
     devices that are described.
 
@@ -127,27 +145,43 @@ def rank_kinds(plan: Plan, cluster: Cluster, *, batch: int, rates: Rates | None,
         sizes = (samples_of(plan, cluster, batch),) * plan.num_microbatches
         span = cluster.span(0, plan.num_workers)
         network = software.on(slowest(span))
-        return [RankKind(device.name, device, stated_rates(device, software), network, sizes)
-                for device in dict.fromkeys(device for device, _ in span)]
+        return [
+            RankKind(device.name, device, stated_rates(device, software), network, sizes)
+            for device in dict.fromkeys(device for device, _ in span)
+        ]
     parts = split(batch, split_shares(plan, cluster))  # replicas are numbered as ranks are
-    kinds = {(device if device.taken else replace(device, index=0), len(part))
-             for device, part in zip(devices_of(plan, cluster)[-plan.replicas:], parts, strict=True)}
+    kinds = {
+        (device if device.taken else replace(device, index=0), len(part))
+        for device, part in zip(devices_of(plan, cluster)[-plan.replicas :], parts, strict=True)
+    }
     network = PACELINE.on(Network(cluster.link_of_all))
     # A rank without samples of its own runs one that doesn't count.
-    return [RankKind(f"{samples} samples" if len(kinds) > 1 else "each rank", device, rates_of(device, rates), network,
-                     tuple(max(1.0, len(part)) for part in split(samples, (1,) * plan.num_microbatches)))
-            for device, samples in sorted(kinds, key=lambda kind: (-kind[1], kind[0].memory_bytes))]
+    return [
+        RankKind(
+            f"{samples} samples" if len(kinds) > 1 else "each rank",
+            device,
+            rates_of(device, rates),
+            network,
+            tuple(max(1.0, len(part)) for part in split(samples, (1,) * plan.num_microbatches)),
+        )
+        for device, samples in sorted(kinds, key=lambda kind: (-kind[1], kind[0].memory_bytes))
+    ]
 
 
 def samples_of(plan: Plan, cluster: Cluster, batch: int) -> float:
     """Of a micro-batch, where a described cluster has devices and samples for the plan."""
     needed = plan.num_workers  # servers run on hosts
     if needed > len(cluster.devices):
-        raise PlanError(f"plan '{plan}' needs {needed} devices and the cluster has {len(cluster.devices)}",
-                        hint=f"a plan of at most {len(cluster.devices)} ranks")
+        raise PlanError(
+            f"plan '{plan}' needs {needed} devices and the cluster has {len(cluster.devices)}",
+            hint=f"a plan of at most {len(cluster.devices)} ranks",
+        )
     if batch < plan.replicas:
-        raise PlanError(f"plan '{plan}' has {plan.replicas} replicas and a global batch has {batch} samples: some "
-                        "would never have any", hint=f"at most {batch} replicas")
+        raise PlanError(
+            f"plan '{plan}' has {plan.replicas} replicas and a global batch has {batch} samples: some "
+            "would never have any",
+            hint=f"at most {batch} replicas",
+        )
     return max(1.0, batch / (plan.replicas * plan.num_microbatches))
 
 
@@ -155,9 +189,12 @@ def slowest(kinds: Sequence[tuple[Device, Network]]) -> Network:
     """A network as slow as the slowest of these everywhere."""
     networks = [network for _, network in kinds]
     across = [network.across for network in networks if network.across is not None]
-    return replace(networks[0], inside=min((n.inside for n in networks), key=lambda link: link.bytes_per_s),
-                   across=min(across, key=lambda link: link.bytes_per_s) if across else None,
-                   devices_per_node=min(n.devices_per_node for n in networks))
+    return replace(
+        networks[0],
+        inside=min((n.inside for n in networks), key=lambda link: link.bytes_per_s),
+        across=min(across, key=lambda link: link.bytes_per_s) if across else None,
+        devices_per_node=min(n.devices_per_node for n in networks),
+    )
 
 
 def stated_rates(device: Device, software: Software) -> AcceleratorRates:
@@ -170,11 +207,17 @@ def stated_rates(device: Device, software: Software) -> AcceleratorRates:
 @lru_cache(maxsize=256)
 def accelerator_rates(accelerator: Accelerator, software: Software) -> AcceleratorRates:
     """Kept, so that products that were priced once stay priced."""
-    peaks = {precision: accelerator.product_flops_per_s(precision) for precision in get_args(Precision)}
+    peaks = {
+        precision: accelerator.product_flops_per_s(precision) for precision in get_args(Precision)
+    }
     return AcceleratorRates(
         {precision: peak * accelerator.product_reached for precision, peak in peaks.items()},
         {precision: peak * accelerator.attention_reached for precision, peak in peaks.items()},
-        accelerator.memory_bytes_per_s, accelerator.multiprocessors, software, software.formats.activation)
+        accelerator.memory_bytes_per_s,
+        accelerator.multiprocessors,
+        software,
+        software.formats.activation,
+    )
 
 
 def rates_of(device: Device, rates: Rates) -> Rates:
@@ -182,8 +225,12 @@ def rates_of(device: Device, rates: Rates) -> Rates:
     if not isinstance(rates, DeviceRates):
         return rates
     faster = device.flops_per_s / rates.flops_per_s if device.flops_per_s else 1.0
-    return replace(rates, flops_per_s=rates.flops_per_s * faster, bf16_flops_per_s=rates.bf16_flops_per_s * faster,
-                   memory_bytes_per_s=device.memory_bytes_per_s or rates.memory_bytes_per_s)
+    return replace(
+        rates,
+        flops_per_s=rates.flops_per_s * faster,
+        bf16_flops_per_s=rates.bf16_flops_per_s * faster,
+        memory_bytes_per_s=device.memory_bytes_per_s or rates.memory_bytes_per_s,
+    )
 
 
 def gpu_rates(gpu: Device) -> AcceleratorRates:
@@ -193,9 +240,14 @@ def gpu_rates(gpu: Device) -> AcceleratorRates:
     measured = measure_device("cuda")
     peaks = {precision: measured.matrix_flops_per_s(precision) for precision in get_args(Precision)}
     software = replace(PACELINE, product_rate=1.0, memory_rate=1.0, operator_s=measured.operator_s)
-    return AcceleratorRates(peaks, {precision: ATTENTION_PART * peak for precision, peak in peaks.items()},
-                            measured.memory_bytes_per_s, gpus()[gpu.index].multiprocessors, software,
-                            software.formats.activation)
+    return AcceleratorRates(
+        peaks,
+        {precision: ATTENTION_PART * peak for precision, peak in peaks.items()},
+        measured.memory_bytes_per_s,
+        gpus()[gpu.index].multiprocessors,
+        software,
+        software.formats.activation,
+    )
 
 
 def measured_rates(cluster: Cluster, *, waiting: bool, times_operators: bool) -> Rates:
@@ -207,11 +259,18 @@ def measured_rates(cluster: Cluster, *, waiting: bool, times_operators: bool) ->
     last = cluster.devices[-1]  # of the ranks that run the model: servers come first
     if last.kind == "cuda":
         return gpu_rates(last)
-    rates = measure_device("cpu", threads_of_a_rank(num_ranks), oldest_s=OLD_S if times_operators else math.inf)
+    rates = measure_device(
+        "cpu", threads_of_a_rank(num_ranks), oldest_s=OLD_S if times_operators else math.inf
+    )
     keeps = not any(device.is_limit for device in cluster.devices)
     timed = operator_times(num_ranks, measures=times_operators, keeps_heap=keeps)
-    rates = replace(rates, timed=timed, memory_bytes_per_s=timed.memory_bytes_per_s or rates.memory_bytes_per_s,
-                    new_page_s=timed.new_page_s, page_block_bytes=KEPT_BLOCK_BYTES if keeps else GIVEN_BACK_BLOCK_BYTES)
+    rates = replace(
+        rates,
+        timed=timed,
+        memory_bytes_per_s=timed.memory_bytes_per_s or rates.memory_bytes_per_s,
+        new_page_s=timed.new_page_s,
+        page_block_bytes=KEPT_BLOCK_BYTES if keeps else GIVEN_BACK_BLOCK_BYTES,
+    )
     turns = 1.0 if waiting else max(1.0, num_ranks / num_cores)
     return replace(rates.slowed(turns), turns=turns)
 
@@ -219,7 +278,9 @@ def measured_rates(cluster: Cluster, *, waiting: bool, times_operators: bool) ->
 def time_operators(programs: Iterable[Program], rates: Rates) -> None:
     """Those of steps that the device has not timed yet."""
     if isinstance(rates, DeviceRates) and rates.timed is not None:
-        rates.timed.measure(call for program in programs for event in _computed(program) for call, _ in event.calls)
+        rates.timed.measure(
+            call for program in programs for event in _computed(program) for call, _ in event.calls
+        )
 
 
 def _computed(program: Program) -> Iterator[Compute]:
@@ -259,6 +320,9 @@ def _whole_weights(figures: Sequence[float]) -> tuple[int, ...]:
     for largest in range(1, 1001):
         wanted = [largest * figure / max(figures) for figure in figures]
         weights = [max(1, round(weight)) for weight in wanted]
-        if all(abs(weight - exact) <= 0.01 * exact for weight, exact in zip(weights, wanted, strict=True)):
+        if all(
+            abs(weight - exact) <= 0.01 * exact
+            for weight, exact in zip(weights, wanted, strict=True)
+        ):
             break
     return tuple(weights)

@@ -18,9 +18,15 @@ from paceline.planner.search import Candidate
 HALVINGS = 3  # of a batch
 MOST_TIMES = 8  # as many devices are thought of
 GIB = 2**30
-LOWER_PRECISION: dict[Precision, Precision] = {"float32": "bf16", "tf32": "bf16", "float64": "float32"}
+LOWER_PRECISION: dict[Precision, Precision] = {
+    "float32": "bf16",
+    "tf32": "bf16",
+    "float64": "float32",
+}
 
-Attempt = tuple[str, Callable[[], tuple[PlanningProblem, Cluster]]]  # the change in words, and what is asked then
+Attempt = tuple[
+    str, Callable[[], tuple[PlanningProblem, Cluster]]
+]  # the change in words, and what is asked then
 
 
 @dataclass(frozen=True)
@@ -34,17 +40,25 @@ class Remedy:
     def to_dict(self) -> dict[str, Any]:
         """For `--json`."""
         estimate = self.candidate.estimate
-        return {"change": self.change, "plan": str(self.candidate.plan), "step_s": estimate.step_s,
-                "samples_per_s": self.batch / estimate.step_s, "memory_bytes": estimate.peak_memory_bytes}
+        return {
+            "change": self.change,
+            "plan": str(self.candidate.plan),
+            "step_s": estimate.step_s,
+            "samples_per_s": self.batch / estimate.step_s,
+            "memory_bytes": estimate.peak_memory_bytes,
+        }
 
     def __str__(self) -> str:
         estimate = self.candidate.estimate
-        return (f"{self.change}: '{self.candidate.plan}', {self.batch / estimate.step_s:.3g} samples/s, "
-                f"{estimate.peak_memory_bytes / 2**20:,.0f} MiB")
+        return (
+            f"{self.change}: '{self.candidate.plan}', {self.batch / estimate.step_s:.3g} samples/s, "
+            f"{estimate.peak_memory_bytes / 2**20:,.0f} MiB"
+        )
 
 
-def remedies(problem: PlanningProblem, cluster: Cluster,
-             smaller: Sequence[Sequence[Attempt]] = ()) -> tuple[Remedy, ...]:
+def remedies(
+    problem: PlanningProblem, cluster: Cluster, smaller: Sequence[Sequence[Attempt]] = ()
+) -> tuple[Remedy, ...]:
     """The first change of each kind that lets a plan fit, the least change first.
 
     What changes the experiment least stands first: numbers of fewer bits, then what the caller knows of its job, then
@@ -54,7 +68,12 @@ def remedies(problem: PlanningProblem, cluster: Cluster,
     Args:
         smaller: Kinds of changes of the job that are known to who made it, each from small to large.
     """
-    kinds = [_precision(problem, cluster), *smaller, _batch(problem, cluster), *_devices(problem, cluster)]
+    kinds = [
+        _precision(problem, cluster),
+        *smaller,
+        _batch(problem, cluster),
+        *_devices(problem, cluster),
+    ]
     return tuple(remedy for attempts in kinds if (remedy := _first_that_fits(attempts)) is not None)
 
 
@@ -72,16 +91,30 @@ def _first_that_fits(attempts: Iterable[Attempt]) -> Remedy | None:
 
 def _precision(problem: PlanningProblem, cluster: Cluster) -> Iterator[Attempt]:
     if lower := LOWER_PRECISION.get(problem.job.precision):
-        yield f"precision={lower}", lambda: (PlanningProblem.of(
-            replace(problem.job, precision=lower), problem.price_per_hour, device=cluster.first_here, like=problem),
-            cluster)
+        yield (
+            f"precision={lower}",
+            lambda: (
+                PlanningProblem.of(
+                    replace(problem.job, precision=lower),
+                    problem.price_per_hour,
+                    device=cluster.first_here,
+                    like=problem,
+                ),
+                cluster,
+            ),
+        )
 
 
 def _batch(problem: PlanningProblem, cluster: Cluster) -> Iterator[Attempt]:
     halved = (problem.job.batch // 2**times for times in range(1, HALVINGS + 1))
     for batch in takewhile(lambda size: size >= 1, halved):
-        yield f"batch={batch}", lambda batch=batch: (  # type: ignore[misc]
-            replace(problem, job=replace(problem.job, batch=batch)), cluster)
+        yield (
+            f"batch={batch}",
+            lambda batch=batch: (  # type: ignore[misc]
+                replace(problem, job=replace(problem.job, batch=batch)),
+                cluster,
+            ),
+        )
 
 
 def _devices(problem: PlanningProblem, cluster: Cluster) -> Iterator[Iterable[Attempt]]:
@@ -89,14 +122,26 @@ def _devices(problem: PlanningProblem, cluster: Cluster) -> Iterator[Iterable[At
     if len(cluster.nodes) != 1:
         return
     count, device = len(cluster.devices), cluster.devices[0]
-    yield [(f"{more} devices in place of {count}", lambda more=more: (problem, cluster.resized(more)))  # type: ignore[misc]
-           for more in _counts(count)]
-    kind, = cluster.nodes
-    yield [(f"devices of {size / GIB:.0f} GiB in place of {device.memory_bytes / GIB:.0f}",
-            lambda size=size: (problem, Cluster.of((with_memory(kind, size / device.memory_bytes),))))  # type: ignore[misc]
-           for size in memory_sizes() if size > device.memory_bytes]
+    yield [
+        (f"{more} devices in place of {count}", lambda more=more: (problem, cluster.resized(more)))  # type: ignore[misc]
+        for more in _counts(count)
+    ]
+    (kind,) = cluster.nodes
+    yield [
+        (
+            f"devices of {size / GIB:.0f} GiB in place of {device.memory_bytes / GIB:.0f}",
+            lambda size=size: (  # type: ignore[misc]
+                problem,
+                Cluster.of((with_memory(kind, size / device.memory_bytes),)),
+            ),
+        )
+        for size in memory_sizes()
+        if size > device.memory_bytes
+    ]
 
 
 def _counts(count: int) -> list[int]:
     """A few more, then twice as many and so on."""
-    return sorted({count + 1, count + 2, count + 3, *(count * times for times in (2, 4, MOST_TIMES))})
+    return sorted(
+        {count + 1, count + 2, count + 3, *(count * times for times in (2, 4, MOST_TIMES))}
+    )

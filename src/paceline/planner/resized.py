@@ -30,10 +30,20 @@ def resized(plan: Plan, world_size: int) -> Plan:
         return plan
     candidates = list(_candidates(plan, world_size))
     if not candidates:
-        raise PlanError(f"plan '{plan}' is for {plan.world_size} ranks, and its counts can't be changed so that it is "
-                        f"for {world_size}", hint="a plan with data= or shard= goes on with any number of ranks")
-    return min(candidates, key=lambda other: (other.model_cut != plan.model_cut, _num_changed(plan, other),
-                                              other.num_copies, str(other)))
+        raise PlanError(
+            f"plan '{plan}' is for {plan.world_size} ranks, and its counts can't be changed so that it is "
+            f"for {world_size}",
+            hint="a plan with data= or shard= goes on with any number of ranks",
+        )
+    return min(
+        candidates,
+        key=lambda other: (
+            other.model_cut != plan.model_cut,
+            _num_changed(plan, other),
+            other.num_copies,
+            str(other),
+        ),
+    )
 
 
 def _candidates(plan: Plan, world_size: int) -> Iterator[Plan]:
@@ -44,9 +54,14 @@ def _candidates(plan: Plan, world_size: int) -> Iterator[Plan]:
             for sizes in itertools.product(divisors, repeat=len(names)):
                 first = dict(zip(names, sizes, strict=True))
                 # the number of ranks grows with each count
-                size = 1 + bisect_left(range(1, world_size + 1), world_size,
-                                       key=lambda size: _num_ranks(plan, {**first, last: size}))
-                if (other := _changed(plan, {**first, last: size})) is not None and other.world_size == world_size:
+                size = 1 + bisect_left(
+                    range(1, world_size + 1),
+                    world_size,
+                    key=lambda size: _num_ranks(plan, {**first, last: size}),
+                )
+                if (
+                    other := _changed(plan, {**first, last: size})
+                ) is not None and other.world_size == world_size:
                     yield other
 
 
@@ -68,8 +83,11 @@ def _changed(plan: Plan, counts: Mapping[str, int]) -> Plan | None:
 
 def _counts(plan: Plan) -> dict[str, int]:
     """The keys of a plan that count ranks, as far as it has more than one."""
-    return {name: value for name, value in plan.values().items()
-            if isinstance(value, int) and (spec := key(name)) is not None and spec.counts_ranks}
+    return {
+        name: value
+        for name, value in plan.values().items()
+        if isinstance(value, int) and (spec := key(name)) is not None and spec.counts_ranks
+    }
 
 
 def _num_changed(plan: Plan, other: Plan) -> int:

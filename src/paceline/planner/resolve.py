@@ -26,12 +26,21 @@ class Resolved:
         devices = self.cluster.devices
         if len({device.kind for device in devices}) == 1:
             return names_of(devices)
-        servers, workers = ([device for device in devices if device.kind == kind] for kind in ("cpu", "cuda"))
+        servers, workers = (
+            [device for device in devices if device.kind == kind] for kind in ("cpu", "cuda")
+        )
         return f"{names_of(servers)} (servers) and {names_of(workers)} (workers)"
 
 
-def resolve(job: Job, plan: str | Plan | None, *, devices: str | None = None, procs: int | None = None,
-            memory: str | None = None, environment: Environment | None = None) -> Resolved:
+def resolve(
+    job: Job,
+    plan: str | Plan | None,
+    *,
+    devices: str | None = None,
+    procs: int | None = None,
+    memory: str | None = None,
+    environment: Environment | None = None,
+) -> Resolved:
     """Check a request against the devices and the job, and settle what it left open.
 
     memory: limits of CPU ranks, see `Cluster.local`.
@@ -41,15 +50,25 @@ def resolve(job: Job, plan: str | Plan | None, *, devices: str | None = None, pr
         ClusterError: a device that isn't there.
     """
     settled = Plan.read(plan) if plan is not None else None
-    num_ranks = settled.world_size if settled else procs or (environment.world_size if environment else None)
+    num_ranks = (
+        settled.world_size
+        if settled
+        else procs or (environment.world_size if environment else None)
+    )
     local_ranks = environment.local_world_size if environment else num_ranks
-    cluster = Cluster.local(devices, num_ranks=local_ranks, memory=memory,
-                            num_cpu_ranks=_cpu_ranks_here(settled, environment) if settled else 0,
-                            whole=environment is not None)
+    cluster = Cluster.local(
+        devices,
+        num_ranks=local_ranks,
+        memory=memory,
+        num_cpu_ranks=_cpu_ranks_here(settled, environment) if settled else 0,
+        whole=environment is not None,
+    )
     if settled is None:
         settled = default_plan(job, num_ranks or len(cluster.devices))
         if num_ranks is None and devices is None:
-            cluster = Cluster.local(num_ranks=settled.world_size, memory=memory, whole=environment is not None)
+            cluster = Cluster.local(
+                num_ranks=settled.world_size, memory=memory, whole=environment is not None
+            )
     _check_counts(settled, cluster, devices=devices, procs=procs, environment=environment)
     _check_samples(settled, job)
     conflicts.check(settled)
@@ -68,17 +87,33 @@ def resolve(job: Job, plan: str | Plan | None, *, devices: str | None = None, pr
         from paceline.planner.multi_model import priced
 
         unsettled: Plan = settled
-        accumulate = apart_from_cuda(lambda: fewest_microbatches(
-            profile_job(priced(job), device=cluster.first_here), unsettled, cluster, batch=job.batch,
-            precision=job.precision))
+        accumulate = apart_from_cuda(
+            lambda: fewest_microbatches(
+                profile_job(priced(job), device=cluster.first_here),
+                unsettled,
+                cluster,
+                batch=job.batch,
+                precision=job.precision,
+            )
+        )
         settled = settled.with_(accumulate=accumulate)
     if settled.has_schedule and settled.schedule.microbatches == "auto":
-        settled = settled.with_(microbatches=2 * settled.num_stage_ranks)  # idle a third of the time at most under 1F1B
-    return Resolved(settled, cluster, shares if isinstance(shares, tuple) else (1,) * settled.replicas)
+        settled = settled.with_(
+            microbatches=2 * settled.num_stage_ranks
+        )  # idle a third of the time at most under 1F1B
+    return Resolved(
+        settled, cluster, shares if isinstance(shares, tuple) else (1,) * settled.replicas
+    )
 
 
-def set_aside(spares: int, plan: str | Plan | None, *, devices: str | None, procs: int | None,
-              environment: Environment | None) -> tuple[str, tuple[Device, ...]]:
+def set_aside(
+    spares: int,
+    plan: str | Plan | None,
+    *,
+    devices: str | None,
+    procs: int | None,
+    environment: Environment | None,
+) -> tuple[str, tuple[Device, ...]]:
     """The names of the GPUs that get ranks, and the GPUs that are left for the places of those that fail: the last
     ones that are named, or else those after as many as the plan needs.
 
@@ -86,19 +121,26 @@ def set_aside(spares: int, plan: str | Plan | None, *, devices: str | None, proc
         PlanError: there are no ranks here that start again, or they compute on CPUs. ClusterError: too few GPUs.
     """
     if environment is not None:
-        raise PlanError(f"--spares {spares}: {environment.launcher} started this rank, and gives it its device",
-                        hint="leave --spares out")
+        raise PlanError(
+            f"--spares {spares}: {environment.launcher} started this rank, and gives it its device",
+            hint="leave --spares out",
+        )
     requested = Plan.read(plan) if plan is not None and plan != "auto" else None
     gpus = [device for device in Cluster.local(devices).devices if device.kind == "cuda"]
     if not gpus:
-        raise PlanError(f"--spares {spares} keeps GPUs for those that fail, and ranks compute on CPUs here",
-                        hint="leave --spares out: a fork of a warm process takes the place of a lost CPU rank at once")
+        raise PlanError(
+            f"--spares {spares} keeps GPUs for those that fail, and ranks compute on CPUs here",
+            hint="leave --spares out: a fork of a warm process takes the place of a lost CPU rank at once",
+        )
     needed = requested.world_size - requested.num_cpu_ranks if requested else procs
     num_ranks = len(gpus) - spares if devices is not None or needed is None else needed
     if num_ranks < 1 or num_ranks + spares > len(gpus):
-        raise ClusterError(f"--spares {spares} beside {max(num_ranks, 1)} ranks needs {max(num_ranks, 1) + spares} "
-                           f"GPUs, and there are {len(gpus)}", hint="fewer spares, or a plan with fewer ranks")
-    return names_of(gpus[:num_ranks]), tuple(gpus[num_ranks:num_ranks + spares])
+        raise ClusterError(
+            f"--spares {spares} beside {max(num_ranks, 1)} ranks needs {max(num_ranks, 1) + spares} "
+            f"GPUs, and there are {len(gpus)}",
+            hint="fewer spares, or a plan with fewer ranks",
+        )
+    return names_of(gpus[:num_ranks]), tuple(gpus[num_ranks : num_ranks + spares])
 
 
 def default_plan(job: Job, num_devices: int) -> Plan:
@@ -106,27 +148,49 @@ def default_plan(job: Job, num_devices: int) -> Plan:
     return Plan.of(data=min(num_devices, job.batch, job.num_samples or job.batch))
 
 
-def _check_counts(plan: Plan, cluster: Cluster, *, devices: str | None, procs: int | None,
-                  environment: Environment | None) -> None:
+def _check_counts(
+    plan: Plan,
+    cluster: Cluster,
+    *,
+    devices: str | None,
+    procs: int | None,
+    environment: Environment | None,
+) -> None:
     needed = plan.world_size
     if environment is not None and environment.world_size != needed:
-        raise PlanError(f"plan '{plan}' needs {needed} ranks and {environment.launcher} started "
-                        f"{environment.world_size}", hint="make them equal before the ranks join")
+        raise PlanError(
+            f"plan '{plan}' needs {needed} ranks and {environment.launcher} started "
+            f"{environment.world_size}",
+            hint="make them equal before the ranks join",
+        )
     if procs is not None and procs != needed:
-        raise PlanError(f"plan '{plan}' needs {needed} ranks and --procs says {procs}", hint="leave --procs out")
+        raise PlanError(
+            f"plan '{plan}' needs {needed} ranks and --procs says {procs}", hint="leave --procs out"
+        )
     local = environment.local_world_size if environment else needed
     if environment is not None and local != needed and cluster.are_shared:
-        raise PlanError(f"--devices {devices} lets ranks share a GPU, and this run has ranks on several hosts",
-                        hint="ranks that share GPUs are for tests on one host")
-    if (num_cpu := _cpu_ranks_here(plan, environment)) and cluster.devices[-1].kind == "cuda" \
-            and len(cluster.devices) != local:
+        raise PlanError(
+            f"--devices {devices} lets ranks share a GPU, and this run has ranks on several hosts",
+            hint="ranks that share GPUs are for tests on one host",
+        )
+    if (
+        (num_cpu := _cpu_ranks_here(plan, environment))
+        and cluster.devices[-1].kind == "cuda"
+        and len(cluster.devices) != local
+    ):
         gpus, num_workers = cluster.devices[num_cpu:], local - num_cpu
-        enough = names_of(gpus[:num_workers]) if len(gpus) > num_workers else f"cuda:0-{num_workers - 1}"
-        raise PlanError(f"plan '{plan}' has {num_workers} workers here and --devices names {len(gpus)} GPUs",
-                        hint=f"one GPU a worker, and none for servers, which compute on the CPU: --devices {enough}")
+        enough = (
+            names_of(gpus[:num_workers]) if len(gpus) > num_workers else f"cuda:0-{num_workers - 1}"
+        )
+        raise PlanError(
+            f"plan '{plan}' has {num_workers} workers here and --devices names {len(gpus)} GPUs",
+            hint=f"one GPU a worker, and none for servers, which compute on the CPU: --devices {enough}",
+        )
     if devices is not None and len(cluster.devices) != local:
-        raise PlanError(f"plan '{plan}' needs {local} devices here and --devices names {len(cluster.devices)}",
-                        hint="one device a rank")
+        raise PlanError(
+            f"plan '{plan}' needs {local} devices here and --devices names {len(cluster.devices)}",
+            hint="one device a rank",
+        )
 
 
 def _cpu_ranks_here(plan: Plan, environment: Environment | None) -> int:
@@ -140,7 +204,8 @@ def _cpu_ranks_here(plan: Plan, environment: Environment | None) -> int:
 def _check_samples(plan: Plan, job: Job) -> None:
     for subject, number in (("the data has", job.num_samples), ("a global batch has", job.batch)):
         if number is not None and number < plan.replicas:
-            raise PlanError(f"plan '{plan}' has {plan.replicas} replicas and {subject} {number} samples: "
-                            "some would never have any", hint=f"at most {number} replicas")
-
-
+            raise PlanError(
+                f"plan '{plan}' has {plan.replicas} replicas and {subject} {number} samples: "
+                "some would never have any",
+                hint=f"at most {number} replicas",
+            )

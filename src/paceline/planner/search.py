@@ -11,7 +11,14 @@ from functools import partial
 from paceline.base.errors import PlanError
 from paceline.planner.break_even import Gain
 from paceline.planner.estimate import Estimate, NotPriced
-from paceline.planner.space import compiled_variant, microbatch_counts, relaxed, served, splits, variants
+from paceline.planner.space import (
+    compiled_variant,
+    microbatch_counts,
+    relaxed,
+    served,
+    splits,
+    variants,
+)
 from paceline.strategies.limits import DeviceCounts, Limits
 from paceline.strategies.plan import Plan
 from paceline.strategies.registry import active
@@ -81,27 +88,44 @@ class RankedPlans:
     @property
     def rivals(self) -> list[Candidate]:
         """Plans that may be chosen."""
-        return [candidate for candidate in self.ranked if self.may_relax or candidate.plan.relaxed is None]
+        return [
+            candidate
+            for candidate in self.ranked
+            if self.may_relax or candidate.plan.relaxed is None
+        ]
 
     @property
     def chosen(self) -> Candidate | None:
         """The first that may be chosen; of those that tie, the one that gives up and does the least."""
         rivals = self.rivals
         tied = [candidate for candidate in rivals if ties(candidate, rivals[0])]
-        return min(tied, default=None, key=lambda candidate: (
-            candidate.plan.relaxed is not None, len(candidate.plan.values()), candidate.step_cost))
+        return min(
+            tied,
+            default=None,
+            key=lambda candidate: (
+                candidate.plan.relaxed is not None,
+                len(candidate.plan.values()),
+                candidate.step_cost,
+            ),
+        )
 
     @property
     def tied(self) -> list[Candidate]:
         """Plans that are as good as the chosen one for all that is known."""
         chosen = self.chosen
-        return [] if chosen is None else [rival for rival in self.rivals if rival != chosen and ties(rival, chosen)]
+        return (
+            []
+            if chosen is None
+            else [rival for rival in self.rivals if rival != chosen and ties(rival, chosen)]
+        )
 
 
 def ties(candidate: Candidate, other: Candidate) -> bool:
     """Whether nobody can say which is better: they are within a tie and, where intervals are known, those overlap."""
-    is_apart = any(first.estimate.low_s * first.rent_per_s > second.estimate.high_s * second.rent_per_s
-                   for first, second in ((candidate, other), (other, candidate)))
+    is_apart = any(
+        first.estimate.low_s * first.rent_per_s > second.estimate.high_s * second.rent_per_s
+        for first, second in ((candidate, other), (other, candidate))
+    )
     return abs(candidate.step_cost / other.step_cost - 1) <= TIE and not is_apart
 
 
@@ -113,8 +137,16 @@ def _time_is_money(plan: Plan) -> float:
     return 1.0
 
 
-def search(price: Price, limits: Limits, shape: DeviceCounts, least: Least = _nothing_is_sure, *,
-           rent: Rent = _time_is_money, may_relax: bool = False, most_refined: int = MOST_REFINED) -> RankedPlans:
+def search(
+    price: Price,
+    limits: Limits,
+    shape: DeviceCounts,
+    least: Least = _nothing_is_sure,
+    *,
+    rent: Rent = _time_is_money,
+    may_relax: bool = False,
+    most_refined: int = MOST_REFINED,
+) -> RankedPlans:
     """Price what may be the fastest of every way to split, then every schedule of the best ones.
 
     A way to split is first taken with the least recomputation and the fewest micro-batches that fit. More of either
@@ -125,8 +157,12 @@ def search(price: Price, limits: Limits, shape: DeviceCounts, least: Least = _no
     """
     ranking = RankedPlans(may_relax=may_relax)
     prices = _PriceTable(price, ranking, least, rent)
-    first = _first(prices, (*splits(limits, shape), *served(limits, shape), *relaxed(limits, shape)), limits)
-    cuts: dict[tuple[int, ...], Plan] = {}  # the best way for each cut of the model; replicas only share its state
+    first = _first(
+        prices, (*splits(limits, shape), *served(limits, shape), *relaxed(limits, shape)), limits
+    )
+    cuts: dict[
+        tuple[int, ...], Plan
+    ] = {}  # the best way for each cut of the model; replicas only share its state
     for candidate in first:
         cuts.setdefault(candidate.plan.model_cut, candidate.plan)
     for plan in list(cuts.values())[:most_refined]:
@@ -135,7 +171,9 @@ def search(price: Price, limits: Limits, shape: DeviceCounts, least: Least = _no
     ranking.compiling = _compile(prices, limits)
     ranking.fitting, ranking.over = prices.fitting, tuple(prices.over)
     ranking.ranked = sorted(prices.fitting.values(), key=_cost)
-    ranking.too_large = sorted(prices.too_large.values(), key=lambda candidate: candidate.missing_bytes)
+    ranking.too_large = sorted(
+        prices.too_large.values(), key=lambda candidate: candidate.missing_bytes
+    )
     return ranking
 
 
@@ -152,9 +190,22 @@ def _cost(candidate: Candidate) -> tuple[float, str]:
 class _PriceTable:
     """Prices that are known. too_large: of each kind the plan that is over by the least, unless nobody wants them."""
 
-    def __init__(self, price: Price, ranking: RankedPlans, least: Least, rent: Rent, *,
-                 wants_nearest: bool = True) -> None:
-        self.price, self.ranking, self.least, self.rent, self.wants_nearest = price, ranking, least, rent, wants_nearest
+    def __init__(
+        self,
+        price: Price,
+        ranking: RankedPlans,
+        least: Least,
+        rent: Rent,
+        *,
+        wants_nearest: bool = True,
+    ) -> None:
+        self.price, self.ranking, self.least, self.rent, self.wants_nearest = (
+            price,
+            ranking,
+            least,
+            rent,
+            wants_nearest,
+        )
         self.fitting: dict[Plan, Candidate] = {}
         self.too_large: dict[str, Candidate] = {}
         self.over: set[Plan] = set()
@@ -166,7 +217,13 @@ class _PriceTable:
         kind = kind_of(plan)
         nearest = self.too_large.get(kind)
         try:
-            enough_bytes = 0 if not self.wants_nearest else math.inf if nearest is None else nearest.missing_bytes
+            enough_bytes = (
+                0
+                if not self.wants_nearest
+                else math.inf
+                if nearest is None
+                else nearest.missing_bytes
+            )
             missing_bytes = self.least(plan, enough_bytes)
             is_over = missing_bytes > 0 and missing_bytes >= enough_bytes
             candidate = None if is_over else Candidate(plan, self.price(plan), self.rent(plan))
@@ -179,7 +236,9 @@ class _PriceTable:
             self.fitting[plan] = candidate
             return candidate
         self.over.add(plan)
-        if candidate is not None and (nearest is None or candidate.missing_bytes < nearest.missing_bytes):
+        if candidate is not None and (
+            nearest is None or candidate.missing_bytes < nearest.missing_bytes
+        ):
             self.too_large[kind] = candidate
         return None
 
@@ -202,7 +261,11 @@ def _refine(prices: _PriceTable, plan: Plan, limits: Limits) -> None:
     for recompute in limits.recomputes:
         for count in microbatch_counts(plan, limits):
             other = plan.with_(recompute=recompute).with_microbatches(count)
-            if prices(other) is None and recompute == limits.recomputes[-1] and not plan.has_schedule:
+            if (
+                prices(other) is None
+                and recompute == limits.recomputes[-1]
+                and not plan.has_schedule
+            ):
                 continue
             for variant in variants(other, limits):
                 prices(variant)
@@ -223,7 +286,9 @@ def _compile(prices: _PriceTable, limits: Limits) -> str:
             continue
         candidate = prices.fitting.pop(compiled)
         gain = predicted_gain(plain.estimate, candidate.estimate)
-        candidate = replace(candidate, steps=limits.compiled_steps, estimate=replace(candidate.estimate, gain=gain))
+        candidate = replace(
+            candidate, steps=limits.compiled_steps, estimate=replace(candidate.estimate, gain=gain)
+        )
         texts.append(f"'{compiled}' {gain.describe(candidate.estimate.start_s)}")
         if gain.is_sure and candidate.step_cost < plain.step_cost:
             prices.fitting[compiled] = candidate
@@ -238,8 +303,11 @@ def predicted_gain(plain: Estimate, compiled: Estimate) -> Gain:
 
 def compiling(plans: RankedPlans) -> str:
     """What compiled blocks bring here, as measured if that was tried; empty where nobody asked."""
-    tried = [candidate for candidate in plans.ranked
-             if candidate.estimate.gain is not None and candidate.estimate.is_measured]
+    tried = [
+        candidate
+        for candidate in plans.ranked
+        if candidate.estimate.gain is not None and candidate.estimate.is_measured
+    ]
     if not tried or (gain := tried[0].estimate.gain) is None:
         return plans.compiling
     return f"'{tried[0].plan}' {gain.describe(tried[0].estimate.start_s)}"
@@ -282,7 +350,10 @@ def reason(candidate: Candidate, chosen: Candidate) -> str:
     if not estimate.fits:
         return f"{amount(candidate.missing_bytes)} too much for a {worst_device(candidate)}"
     slower = estimate.step_s / best.step_s - 1
-    more = {name: seconds - best.breakdown.get(name, 0.0) for name, seconds in estimate.breakdown.items()}
+    more = {
+        name: seconds - best.breakdown.get(name, 0.0)
+        for name, seconds in estimate.breakdown.items()
+    }
     if candidate.plan == chosen.plan:
         return binding(best)
     if ties(candidate, chosen):
@@ -295,8 +366,14 @@ def reason(candidate: Candidate, chosen: Candidate) -> str:
     return _share(name, estimate)
 
 
-_WORDS = {"compute": "computing", "communication": "messages that nothing hides", "bubble": "idle pipeline ranks",
-          "optimizer": "the optimizer", "input": "reading data", "unexplained": "time that no part explains"}
+_WORDS = {
+    "compute": "computing",
+    "communication": "messages that nothing hides",
+    "bubble": "idle pipeline ranks",
+    "optimizer": "the optimizer",
+    "input": "reading data",
+    "unexplained": "time that no part explains",
+}
 
 
 def worst_device(candidate: Candidate) -> str:
@@ -338,8 +415,14 @@ class Change:
     least_s: Callable[[Estimate], float] = lambda estimate: 0.0
 
 
-def flips(ranking: RankedPlans, changes: Sequence[Change], limits: Limits, shape: DeviceCounts, *,
-          rent: Rent = _time_is_money) -> list[tuple[str, Candidate]]:
+def flips(
+    ranking: RankedPlans,
+    changes: Sequence[Change],
+    limits: Limits,
+    shape: DeviceCounts,
+    *,
+    rent: Rent = _time_is_money,
+) -> list[tuple[str, Candidate]]:
     """Changes of hardware under which another kind of exact plan is faster by more than a tie, and its best plan.
 
     Every way to split is looked at again, without all of its schedules; the best plans of each kind as they were found.
@@ -348,43 +431,82 @@ def flips(ranking: RankedPlans, changes: Sequence[Change], limits: Limits, shape
     chosen = ranking.chosen
     if chosen is None:
         return []
-    factors = {candidate.plan: candidate.estimate.step_s / ranking.fitting[candidate.plan].estimate.step_s
-               for candidate in ranking.ranked if candidate.plan in ranking.fitting}
-    best_plans = [candidate.plan for candidate in best_of_each_kind(ranking.ranked) if candidate.plan.relaxed is None]
+    factors = {
+        candidate.plan: candidate.estimate.step_s / ranking.fitting[candidate.plan].estimate.step_s
+        for candidate in ranking.ranked
+        if candidate.plan in ranking.fitting
+    }
+    best_plans = [
+        candidate.plan
+        for candidate in best_of_each_kind(ranking.ranked)
+        if candidate.plan.relaxed is None
+    ]
     flipped: list[tuple[str, Candidate]] = []
     for change in changes:
-        prices = _PriceTable(partial(_as_found, change.price, factors), RankedPlans(), change.least, rent,
-                             wants_nearest=False)
+        prices = _PriceTable(
+            partial(_as_found, change.price, factors),
+            RankedPlans(),
+            change.least,
+            rent,
+            wants_nearest=False,
+        )
         prices.over |= set(ranking.over) if change.has_same_memory else set()
-        known = {each.plan for each in (*ranking.ranked, *(() if change.has_same_memory else ranking.too_large))}
-        prices.over |= ranking.fitting.keys() - known  # they failed when they were tried, or needed more memory
+        known = {
+            each.plan
+            for each in (*ranking.ranked, *(() if change.has_same_memory else ranking.too_large))
+        }
+        prices.over |= (
+            ranking.fitting.keys() - known
+        )  # they failed when they were tried, or needed more memory
         prices.fitting |= ranking.fitting if change.has_same_speed else {}
         ways: Iterable[Plan] = ranking.ways
         if not change.has_same_memory:
             every_way = (*splits(limits, shape), *served(limits, shape))
             ways = [candidate.plan for candidate in _first(prices, every_way, limits)]
         unchanged = prices(chosen.plan)
-        best = _fastest(prices, dict.fromkeys((*ways, *best_plans)), ranking, change, unchanged, factors)
-        if best is not None and best.kind != chosen.kind and (
-                unchanged is None or best.step_cost < (1 - TIE) * unchanged.step_cost):
+        best = _fastest(
+            prices, dict.fromkeys((*ways, *best_plans)), ranking, change, unchanged, factors
+        )
+        if (
+            best is not None
+            and best.kind != chosen.kind
+            and (unchanged is None or best.step_cost < (1 - TIE) * unchanged.step_cost)
+        ):
             flipped.append((change.name, best))
     return flipped
 
 
 def _as_found(price: Price, factors: Mapping[Plan, float], plan: Plan) -> Estimate:
     """A price, off by what the plan's price was found to be off by; of a plan that had none, by the median."""
-    estimate, factor = price(plan), factors.get(plan) or statistics.median(factors.values() or [1.0])
-    return replace(estimate, step_s=factor * estimate.step_s, low_s=factor * estimate.low_s,
-                   high_s=factor * estimate.high_s)
+    estimate, factor = (
+        price(plan),
+        factors.get(plan) or statistics.median(factors.values() or [1.0]),
+    )
+    return replace(
+        estimate,
+        step_s=factor * estimate.step_s,
+        low_s=factor * estimate.low_s,
+        high_s=factor * estimate.high_s,
+    )
 
 
-def _fastest(prices: _PriceTable, plans: Iterable[Plan], ranking: RankedPlans, change: Change,
-             unchanged: Candidate | None, factors: Mapping[Plan, float]) -> Candidate | None:
+def _fastest(
+    prices: _PriceTable,
+    plans: Iterable[Plan],
+    ranking: RankedPlans,
+    change: Change,
+    unchanged: Candidate | None,
+    factors: Mapping[Plan, float],
+) -> Candidate | None:
     """The best of some plans under a change. Those that can't be better than `unchanged` or another aren't priced."""
+
     def least_cost(plan: Plan) -> float:
         candidate = ranking.fitting.get(plan)
-        return 0.0 if candidate is None or not change.has_same_memory else (
-            change.least_s(candidate.estimate) * factors.get(plan, 0.0) * prices.rent(plan))
+        return (
+            0.0
+            if candidate is None or not change.has_same_memory
+            else (change.least_s(candidate.estimate) * factors.get(plan, 0.0) * prices.rent(plan))
+        )
 
     best = unchanged
     for least, _, plan in sorted((least_cost(plan), str(plan), plan) for plan in plans):

@@ -55,7 +55,10 @@ class _Hosts:
             NoSurvival: ranks of such a plan don't lie on hosts as they would need to.
         """
         plan, num_ranks = run.plan, len(run.cluster.nodes[0].devices)
-        if any(len(kind.devices) != num_ranks for kind in run.cluster.nodes) or plan.world_size % num_ranks:
+        if (
+            any(len(kind.devices) != num_ranks for kind in run.cluster.nodes)
+            or plan.world_size % num_ranks
+        ):
             raise NoSurvival("--hosts asks for as many ranks on each host as on any other")
         mesh = Mesh.of(plan, 0)
         if mesh.world_size != plan.world_size:
@@ -65,7 +68,12 @@ class _Hosts:
         part_bytes = run.state_bytes / len(hosts)
         if plan.relaxed is not None:  # each replica has a state of its own
             return cls(run, num_ranks, num_ranks * part_bytes, True)
-        return cls(run, num_ranks, num_held * part_bytes, any(len(of_part) == 1 for of_part in hosts.values()))
+        return cls(
+            run,
+            num_ranks,
+            num_held * part_bytes,
+            any(len(of_part) == 1 for of_part in hosts.values()),
+        )
 
     @property
     def count(self) -> int:
@@ -88,7 +96,9 @@ class _Hosts:
     @property
     def sent_s(self) -> float:
         """Of what a host holds, from one process to another."""
-        return self.held_bytes / min(self.run.cluster.link.bytes_per_s, PACELINE.process_bytes_per_s)
+        return self.held_bytes / min(
+            self.run.cluster.link.bytes_per_s, PACELINE.process_bytes_per_s
+        )
 
     @property
     def resumed_s(self) -> float:
@@ -98,13 +108,23 @@ class _Hosts:
     @cached_property
     def lost(self) -> tuple[Failures, float]:
         """A run that loses hosts, and how far it goes back at most: to copies, or to a checkpoint if that is newer."""
-        every_s = max(self.copies_every_s, self.sent_s / TIME_SHARE) if self.is_sent else self.copies_every_s
+        every_s = (
+            max(self.copies_every_s, self.sent_s / TIME_SHARE)
+            if self.is_sent
+            else self.copies_every_s
+        )
         saving, saved_every_s = self.run.saving(SILENCE_S + LEFT_S)
         if saved_every_s < every_s:
             return saving, saved_every_s
-        waited_s = self.copied_s * every_s / self.copies_every_s  # of all copies until the next one that is sent
-        return Failures(self.run.mtbf_s, waited_s + self.is_sent * self.sent_s, SILENCE_S + LEFT_S + self.sent_s,
-                        blocked_s=waited_s), every_s
+        waited_s = (
+            self.copied_s * every_s / self.copies_every_s
+        )  # of all copies until the next one that is sent
+        return Failures(
+            self.run.mtbf_s,
+            waited_s + self.is_sent * self.sent_s,
+            SILENCE_S + LEFT_S + self.sent_s,
+            blocked_s=waited_s,
+        ), every_s
 
     def check_alike(self) -> None:
         """
@@ -112,9 +132,13 @@ class _Hosts:
             NoSurvival: it depends on which host is lost whether, and how fast, the others go on.
         """
         if len(self.run.cluster.nodes) > 1:
-            raise NoSurvival("the hosts are not alike, and how fast the others are depends on which one is lost")
+            raise NoSurvival(
+                "the hosts are not alike, and how fast the others are depends on which one is lost"
+            )
         if self.count == 2:
-            raise NoSurvival("of two hosts, only the one that keeps the meeting place goes on alone")
+            raise NoSurvival(
+                "of two hosts, only the one that keeps the meeting place goes on alone"
+            )
 
 
 def ways(run: FailingRun) -> Iterator[tuple[SurvivalName, Callable[[], Survival]]]:
@@ -127,9 +151,13 @@ def ways(run: FailingRun) -> Iterator[tuple[SurvivalName, Callable[[], Survival]
 def _copies(run: FailingRun) -> Survival:
     hosts = _Hosts.of(run)
     return Survival.of(
-        "copies", f"ranks are replaced on their hosts (--hosts {hosts.count}), which stay, and go on from copies in "
-        "memory", Failures(run.mtbf_s, hosts.copied_s, REPLACED_S + hosts.copied_s), hosts.copies_every_s,
-        options={"options": f"--hosts {hosts.count}"})
+        "copies",
+        f"ranks are replaced on their hosts (--hosts {hosts.count}), which stay, and go on from copies in "
+        "memory",
+        Failures(run.mtbf_s, hosts.copied_s, REPLACED_S + hosts.copied_s),
+        hosts.copies_every_s,
+        options={"options": f"--hosts {hosts.count}"},
+    )
 
 
 def _fewer(run: FailingRun) -> Survival:
@@ -137,15 +165,27 @@ def _fewer(run: FailingRun) -> Survival:
     hosts = _Hosts.of(run)
     hosts.check_alike()
     smaller = _smaller(hosts)
-    outages = Outages(hosts.count, repair_s=run.rates.repair_s,
-                      speeds=(1.0, *(min(1.0, run.step_s / step_s) for _, step_s in smaller)),
-                      joining_s=JOINED_S + run.copied_s + 2 * run.read_s, resumed_s=hosts.resumed_s)
+    outages = Outages(
+        hosts.count,
+        repair_s=run.rates.repair_s,
+        speeds=(1.0, *(min(1.0, run.step_s / step_s) for _, step_s in smaller)),
+        joining_s=JOINED_S + run.copied_s + 2 * run.read_s,
+        resumed_s=hosts.resumed_s,
+    )
     option, (plan, step_s) = f"--hosts {hosts.count - len(smaller)}:{hosts.count}", smaller[0]
     return Survival.of(
-        "fewer", f"until a lost host is back the others go on ({option}), under {plan} with one less, {step_s:.3g} s a "
-        "step", *hosts.lost, outages=outages, options={
-            "options": option, "plans": [str(plan) for plan, _ in smaller], "step_s": [step_s for _, step_s in smaller],
-            "repair_s": run.rates.repair_s})
+        "fewer",
+        f"until a lost host is back the others go on ({option}), under {plan} with one less, {step_s:.3g} s a "
+        "step",
+        *hosts.lost,
+        outages=outages,
+        options={
+            "options": option,
+            "plans": [str(plan) for plan, _ in smaller],
+            "step_s": [step_s for _, step_s in smaller],
+            "repair_s": run.rates.repair_s,
+        },
+    )
 
 
 def _smaller(hosts: _Hosts) -> list[tuple[Plan, float]]:
@@ -170,12 +210,23 @@ def _spare(run: FailingRun) -> Survival:
     """As many more hosts wait as are out on average and two standard deviations more."""
     hosts = _Hosts.of(run)
     hosts.check_alike()
-    num_spares = spares_for(hosts.count, hosts.part_out) if hosts.part_out < 0.5 else hosts.count + 1
+    num_spares = (
+        spares_for(hosts.count, hosts.part_out) if hosts.part_out < 0.5 else hosts.count + 1
+    )
     if num_spares > hosts.count:
         raise NoSurvival("more hosts would wait, or be under repair, than train")
     num_all = hosts.count + num_spares
     outages = Outages(hosts.count, num_spares, run.rates.repair_s, resumed_s=hosts.resumed_s)
     return Survival.of(
-        "spare", f"{num_spares} more {'host waits' if num_spares == 1 else 'hosts wait'} for the place of one that is "
-        f"lost (--hosts {hosts.count}, on {num_all})", *hosts.lost, outages=outages, used=hosts.count / num_all,
-        options={"options": f"--hosts {hosts.count}", "spares": num_spares, "repair_s": run.rates.repair_s})
+        "spare",
+        f"{num_spares} more {'host waits' if num_spares == 1 else 'hosts wait'} for the place of one that is "
+        f"lost (--hosts {hosts.count}, on {num_all})",
+        *hosts.lost,
+        outages=outages,
+        used=hosts.count / num_all,
+        options={
+            "options": f"--hosts {hosts.count}",
+            "spares": num_spares,
+            "repair_s": run.rates.repair_s,
+        },
+    )

@@ -13,10 +13,6 @@ from paceline.strategies.registry import active, strategies
 MOST_PARTS = 8
 
 
-
-
-
-
 def splits(limits: Limits, shape: DeviceCounts) -> Iterator[Plan]:
     """Exact plans by all-reduce and sharding, one a way to split; nothing else is decided.
 
@@ -34,8 +30,13 @@ def _splits(limits: Limits, count: int, per_node: int) -> Iterator[Plan]:
                 continue
             for shard in divisors(replicas):
                 for zero in (1, 2, 3) if shard > 1 else (3,):
-                    yield _plan(pipeline=pipeline, tensor=tensor, data=replicas // shard, shard=shard,
-                                zero=zero if shard > 1 else None)
+                    yield _plan(
+                        pipeline=pipeline,
+                        tensor=tensor,
+                        data=replicas // shard,
+                        shard=shard,
+                        zero=zero if shard > 1 else None,
+                    )
     if 1 < count <= min(limits.parts, MOST_PARTS):
         yield _plan(place="auto", parts=count)
 
@@ -94,11 +95,15 @@ def uncompiled_variant(plan: Plan) -> Plan:
     return plan.with_(compile="none")
 
 
-
-
 def _plan(**values: object) -> Plan:
     """Axes of one device, and what is None, are left out."""
-    return Plan.of(**{key: value for key, value in values.items() if value is not None and (key, value) not in _ALONE})
+    return Plan.of(
+        **{
+            key: value
+            for key, value in values.items()
+            if value is not None and (key, value) not in _ALONE
+        }
+    )
 
 
 _ALONE = [(axis, 1) for axis in Axes().sizes()]

@@ -103,7 +103,12 @@ class FailingRun:
 
     def saving(self, restart_s: float) -> tuple[Failures, float]:
         """A run that goes on from the newest checkpoint, with its best interval: at least a step lies between two."""
-        saving = Failures(self.mtbf_s, self.copied_s + self.read_s, restart_s + self.read_s, blocked_s=self.copied_s)
+        saving = Failures(
+            self.mtbf_s,
+            self.copied_s + self.read_s,
+            restart_s + self.read_s,
+            blocked_s=self.copied_s,
+        )
         return saving, max(daly_interval_s(saving), self.step_s)
 
     @cached_property
@@ -151,23 +156,44 @@ class Survival:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, name: SurvivalName, words: str, failures: Failures, interval_s: float, *,
-           outages: Outages = NOTHING_LOST, used: float = 1.0, options: Mapping[str, Any] | None = None) -> Survival:
+    def of(
+        cls,
+        name: SurvivalName,
+        words: str,
+        failures: Failures,
+        interval_s: float,
+        *,
+        outages: Outages = NOTHING_LOST,
+        used: float = 1.0,
+        options: Mapping[str, Any] | None = None,
+    ) -> Survival:
         """used: the part that the whole run makes of what its devices could do: spares wait."""
         lasting = goodput(failures, interval_s, outages)
-        played = simulated_goodput(failures, interval_s, outages, num_failures=_NUM_PLAYED) if lasting > 0.01 else 0.0
+        played = (
+            simulated_goodput(failures, interval_s, outages, num_failures=_NUM_PLAYED)
+            if lasting > 0.01
+            else 0.0
+        )
         return cls(name, words, failures, interval_s, used * lasting, used * played, options or {})
 
     def to_dict(self) -> dict[str, Any]:
         """For `--json`."""
-        return {"restart_s": self.failures.restart_s, "blocked_s": self.failures.waited_s,
-                "write_s": self.failures.write_s, "interval_s": self.interval_s, "goodput": self.goodput,
-                "simulated_goodput": self.simulated_goodput, **self.options}
+        return {
+            "restart_s": self.failures.restart_s,
+            "blocked_s": self.failures.waited_s,
+            "write_s": self.failures.write_s,
+            "interval_s": self.interval_s,
+            "goodput": self.goodput,
+            "simulated_goodput": self.simulated_goodput,
+            **self.options,
+        }
 
     def describe(self) -> str:
-        return (f"{self.words}: {100 * self.goodput:.1f} % is progress "
-                f"({100 * self.simulated_goodput:.1f} % as played), going back to at most "
-                f"{in_hours(self.interval_s)} of work, {self.failures.restart_s:.3g} s after the failure")
+        return (
+            f"{self.words}: {100 * self.goodput:.1f} % is progress "
+            f"({100 * self.simulated_goodput:.1f} % as played), going back to at most "
+            f"{in_hours(self.interval_s)} of work, {self.failures.restart_s:.3g} s after the failure"
+        )
 
 
 def in_hours(seconds: float) -> str:
@@ -175,7 +201,15 @@ def in_hours(seconds: float) -> str:
     >>> in_hours(90), in_hours(600), in_hours(7200), in_hours(864000), in_hours(1e9)
     ('90 s', '10 min', '2 h', '10 days', '11,574 days')
     """
-    for unit, name, least_s in ((86400.0, "days", 172800.0), (HOUR_S, "h", 5400.0), (60.0, "min", 120.0)):
+    for unit, name, least_s in (
+        (86400.0, "days", 172800.0),
+        (HOUR_S, "h", 5400.0),
+        (60.0, "min", 120.0),
+    ):
         if seconds >= least_s:
-            return f"{seconds / unit:,.0f} {name}" if seconds >= 100 * unit else f"{seconds / unit:.3g} {name}"
+            return (
+                f"{seconds / unit:,.0f} {name}"
+                if seconds >= 100 * unit
+                else f"{seconds / unit:.3g} {name}"
+            )
     return f"{seconds:.3g} s"

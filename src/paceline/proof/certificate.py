@@ -14,14 +14,27 @@ from paceline.base.document import strict
 
 DOCUMENT, TABLE = "certificate.json", "certificate.txt"
 VERSION = 2
-MARKS = {"passed": "passed", "failed": "FAILED", "coupled": "COUPLED", "inconclusive": "UNCLEAR", "refused": "no plan"}
+MARKS = {
+    "passed": "passed",
+    "failed": "FAILED",
+    "coupled": "COUPLED",
+    "inconclusive": "UNCLEAR",
+    "refused": "no plan",
+}
 WIDTH = 99  # characters a line of the table
 _PLAN, _NAME = 27, 26  # characters of a plan's column and of a parameter's
 
 
-def document(subject: Mapping[str, Any], plans: Sequence[Mapping[str, Any]], *, job: Mapping[str, Any] | None,
-             run: Mapping[str, Any], yardstick: Mapping[str, Any], coupling: Mapping[str, Any] | None,
-             note: str | None) -> dict[str, Any]:
+def document(
+    subject: Mapping[str, Any],
+    plans: Sequence[Mapping[str, Any]],
+    *,
+    job: Mapping[str, Any] | None,
+    run: Mapping[str, Any],
+    yardstick: Mapping[str, Any],
+    coupling: Mapping[str, Any] | None,
+    note: str | None,
+) -> dict[str, Any]:
     """What certificate.json holds.
 
     Args:
@@ -35,12 +48,21 @@ def document(subject: Mapping[str, Any], plans: Sequence[Mapping[str, Any]], *, 
         note: What the certificate does not cover.
     """
     judged = [plan for plan in plans if plan["refused"] is None or plan["asked_for"]]
-    fields: dict[str, Any] = strict({
-        "certificate": "paceline verify", "version": VERSION,
-        "written": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "passed": bool(judged) and all(plan["passed"] for plan in judged),
-        "job": job, **subject, "run": run, "yardstick": yardstick, "coupling": coupling, "note": note,
-        "plans": list(plans)})
+    fields: dict[str, Any] = strict(
+        {
+            "certificate": "paceline verify",
+            "version": VERSION,
+            "written": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "passed": bool(judged) and all(plan["passed"] for plan in judged),
+            "job": job,
+            **subject,
+            "run": run,
+            "yardstick": yardstick,
+            "coupling": coupling,
+            "note": note,
+            "plans": list(plans),
+        }
+    )
     return fields
 
 
@@ -56,11 +78,24 @@ def table(document: Mapping[str, Any]) -> str:
     """The document for people; no line is longer than `WIDTH`."""
     plans = document["plans"]
     counts = Counter(_verdict(plan) for plan in plans)
-    others = "".join(f", {counts[kind]} {kind}" for kind in ("coupled", "inconclusive") if counts[kind])
-    verdict = (f"{counts['passed']} plans passed, {counts['failed']} failed{others}, {counts['refused']} are none for "
-               "this model")
-    return "\n".join([f"Paceline certificate, {document['written']}: {verdict}", "", *_facts(document), "",
-                      *_yardstick(document["yardstick"]), "", *_verdicts(plans)])
+    others = "".join(
+        f", {counts[kind]} {kind}" for kind in ("coupled", "inconclusive") if counts[kind]
+    )
+    verdict = (
+        f"{counts['passed']} plans passed, {counts['failed']} failed{others}, {counts['refused']} are none for "
+        "this model"
+    )
+    return "\n".join(
+        [
+            f"Paceline certificate, {document['written']}: {verdict}",
+            "",
+            *_facts(document),
+            "",
+            *_yardstick(document["yardstick"]),
+            "",
+            *_verdicts(plans),
+        ]
+    )
 
 
 def _verdict(plan: Mapping[str, Any]) -> str:
@@ -70,21 +105,38 @@ def _verdict(plan: Mapping[str, Any]) -> str:
 
 
 def _facts(document: Mapping[str, Any]) -> Iterator[str]:
-    job, model, run, device = document["job"], document["model"], document["run"], document["device"]
+    job, model, run, device = (
+        document["job"],
+        document["model"],
+        document["run"],
+        document["device"],
+    )
     if job:
         settings = " ".join(f"{name}={value}" for name, value in job["settings"].items())
         yield from _row("job", f"{job['path']}:{job['function']} {settings}".rstrip())
-    yield from _row("model", f"{model['class']}, {model['parameters']:,} parameters, {model['trainable']:,} of them "
-                             "trained")
+    yield from _row(
+        "model",
+        f"{model['class']}, {model['parameters']:,} parameters, {model['trainable']:,} of them "
+        "trained",
+    )
     yield from _row("initial weights", f"sha256 {model['initial_weights_sha256']}")
-    yield from _row("run", f"{run['steps']} steps of {run['batch']} samples, seed {run['seed']}, {run['precision']}, "
-                           f"{run['optimizer']}" + (f", clip {run['clip']:g}" if run['clip'] else ""))
+    yield from _row(
+        "run",
+        f"{run['steps']} steps of {run['batch']} samples, seed {run['seed']}, {run['precision']}, "
+        f"{run['optimizer']}" + (f", clip {run['clip']:g}" if run["clip"] else ""),
+    )
     yield from _device(device)
-    yield from _row("versions", ", ".join(f"{name} {version}" for name, version in document["versions"].items()))
+    yield from _row(
+        "versions", ", ".join(f"{name} {version}" for name, version in document["versions"].items())
+    )
     yield from _row("randomness", _random(document["randomness"]))
     coupling = document["coupling"]
-    yield from _row("coupling", "no layer and no loss was seen to mix the samples of a batch" if coupling is None
-                    else f"{coupling['found']}. Instead: {coupling['instead']}")
+    yield from _row(
+        "coupling",
+        "no layer and no loss was seen to mix the samples of a batch"
+        if coupling is None
+        else f"{coupling['found']}. Instead: {coupling['instead']}",
+    )
     if document["note"]:
         yield from _row("note", document["note"])
 
@@ -95,19 +147,34 @@ def _device(device: Mapping[str, Any]) -> Iterator[str]:
         yield from _row("device", f"cpu ({device['machine']}, {device['capability']})")
         return
     but = f" but for {', '.join(device['nondeterministic'])}" if device["nondeterministic"] else ""
-    yield from _row("device", f"{device['kind']} ({device['name']}, {device['capability']}), one device with "
-                              f"deterministic algorithms{but}; ranks on {', '.join(device['ranks'])}")
-    on, off = ([name for name, is_on in device["tf32"].items() if is_on == wanted] for wanted in (True, False))
-    yield from _row("TF32", "; ".join(f"{word} for {' and '.join(names)}" for word, names in (("on", on), ("off", off))
-                                      if names))
+    yield from _row(
+        "device",
+        f"{device['kind']} ({device['name']}, {device['capability']}), one device with "
+        f"deterministic algorithms{but}; ranks on {', '.join(device['ranks'])}",
+    )
+    on, off = (
+        [name for name, is_on in device["tf32"].items() if is_on == wanted]
+        for wanted in (True, False)
+    )
+    yield from _row(
+        "TF32",
+        "; ".join(
+            f"{word} for {' and '.join(names)}"
+            for word, names in (("on", on), ("off", off))
+            if names
+        ),
+    )
 
 
 def _random(randomness: Mapping[str, Any]) -> str:
     off, left = randomness["switched_off"], randomness["left_on"]
     names = list(off)
     shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-    sentence = (f"compared switched off, in {shown}: random operators gave the mean of what they draw" if off
-                else "nothing that is random was called")
+    sentence = (
+        f"compared switched off, in {shown}: random operators gave the mean of what they draw"
+        if off
+        else "nothing that is random was called"
+    )
     return f"{sentence}; left on: {', '.join(left)}" if left else sentence
 
 
@@ -116,8 +183,10 @@ def _yardstick(yardstick: Mapping[str, Any]) -> Iterator[str]:
     for precision, kinds in yardstick.items():
         for kind, figures in kinds.items():
             where = f" of {_cut(figures['name'], _NAME)}" if figures["name"] else ""
-            yield (f"  {precision:<8} {kind:<9} spread {_figure(figures['spread']):<8} "
-                   f"may be off by {_figure(figures['tolerance']):<8} step {figures['step']}{where}")
+            yield (
+                f"  {precision:<8} {kind:<9} spread {_figure(figures['spread']):<8} "
+                f"may be off by {_figure(figures['tolerance']):<8} step {figures['step']}{where}"
+            )
 
 
 def _verdicts(plans: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -130,10 +199,14 @@ def _verdicts(plans: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         for number in range(max(len(words), len(figures))):
             left = f"{mark if number == 0 else '':<8}{words[number] if number < len(words) else '':<{_PLAN}}"
             yield f"{left}  {figures[number] if number < len(figures) else ''}".rstrip()
-        for remark in filter(None, (plan["refused"], plan["reason"], plan.get("overflow"), _power(plan),
-                                    _resumed(plan))):
+        for remark in filter(
+            None,
+            (plan["refused"], plan["reason"], plan.get("overflow"), _power(plan), _resumed(plan)),
+        ):
             for line in remark.splitlines():
-                yield from textwrap.wrap(line, WIDTH, initial_indent=" " * 8, subsequent_indent=" " * 8)
+                yield from textwrap.wrap(
+                    line, WIDTH, initial_indent=" " * 8, subsequent_indent=" " * 8
+                )
 
 
 def _power(plan: Mapping[str, Any]) -> str | None:
@@ -141,13 +214,23 @@ def _power(plan: Mapping[str, Any]) -> str | None:
     power = plan.get("power")
     if power is None:
         return None
-    dropped = {True: " and a missing part of a batch", False: ", not a missing part of a batch", None: ""}
-    return (f"would have noticed an error of {power['planted']:.1%} in {power['caught']} of {power['gradients']} "
-            f"gradients{dropped[power['dropped']]}")
+    dropped = {
+        True: " and a missing part of a batch",
+        False: ", not a missing part of a batch",
+        None: "",
+    }
+    return (
+        f"would have noticed an error of {power['planted']:.1%} in {power['caught']} of {power['gradients']} "
+        f"gradients{dropped[power['dropped']]}"
+    )
 
 
 def _resumed(plan: Mapping[str, Any]) -> str | None:
-    return f"went on from a checkpoint of '{plan['resumed_from']}'" if plan.get("resumed_from") else None
+    return (
+        f"went on from a checkpoint of '{plan['resumed_from']}'"
+        if plan.get("resumed_from")
+        else None
+    )
 
 
 def _line(verdict: Mapping[str, Any]) -> str:
@@ -155,9 +238,11 @@ def _line(verdict: Mapping[str, Any]) -> str:
     kind = max(worst, key=lambda kind: _share(worst[kind]))
     share, name = _share(worst[kind]), worst[kind]["name"] or "loss"
     shown = f"{100 * share:.0f} %" if share < 10 else f"{share:.0e}x" if share < 1e300 else "more"
-    return (f"{verdict['precision']:<8} {_figure(verdict['max_loss_diff']):<8} "
-            f"{_figure(verdict['max_gradient_diff']):<8} {_figure(verdict['max_param_diff']):<8} "
-            f"{shown} {_cut(name, _NAME - len(shown) - 1)}")
+    return (
+        f"{verdict['precision']:<8} {_figure(verdict['max_loss_diff']):<8} "
+        f"{_figure(verdict['max_gradient_diff']):<8} {_figure(verdict['max_param_diff']):<8} "
+        f"{shown} {_cut(name, _NAME - len(shown) - 1)}"
+    )
 
 
 def _share(furthest: Mapping[str, Any]) -> float:
@@ -169,7 +254,9 @@ def _share(furthest: Mapping[str, Any]) -> float:
 
 
 def _row(label: str, text: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, initial_indent=f"{label:<17}", subsequent_indent=" " * 17) or [label]
+    return textwrap.wrap(
+        text, WIDTH, initial_indent=f"{label:<17}", subsequent_indent=" " * 17
+    ) or [label]
 
 
 def _figure(value: float | None) -> str:
@@ -177,4 +264,4 @@ def _figure(value: float | None) -> str:
 
 
 def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else f"...{text[3 - most:]}"
+    return text if len(text) <= most else f"...{text[3 - most :]}"

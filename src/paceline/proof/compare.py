@@ -23,7 +23,11 @@ from paceline.strategies.layout import Extent, Whole
 from paceline.training import state
 from paceline.training.feed import MicroBatch
 
-_STORED = {"parameters": "weight", "buffers": "buffer", "optimizer": "state"}  # kinds of what a checkpoint names
+_STORED = {
+    "parameters": "weight",
+    "buffers": "buffer",
+    "optimizer": "state",
+}  # kinds of what a checkpoint names
 SAME_RATE = 1e-9  # relative; a schedule is a formula, computed by the same code on every rank
 
 
@@ -35,8 +39,14 @@ class DifferenceRecorder:
     ready: returns when the reference is in the folder; asked before the first comparison.
     """
 
-    def __init__(self, folder: Path, random: WithoutRandomness | None = None, *, first_step: int = 0,
-                 ready: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        random: WithoutRandomness | None = None,
+        *,
+        first_step: int = 0,
+        ready: Callable[[], None] = lambda: None,
+    ) -> None:
         self.folder, self.random, self.first_step, self.ready = folder, random, first_step, ready
         self.replica = 0
         self.parameter_names: list[str] = []
@@ -48,12 +58,19 @@ class DifferenceRecorder:
         self.repeats: list[int] = []
         self.stored_elements: dict[str, int] = {}
         self.evaluated: dict[str, float] = {}
-        self.distances: dict[str, list[dict[str, float]]] = {kind: [] for kind in ("initial", *KINDS, "stored")}
+        self.distances: dict[str, list[dict[str, float]]] = {
+            kind: [] for kind in ("initial", *KINDS, "stored")
+        }
 
     def initial(self, stepper: state.StateOwner) -> None:
         """The weights before a forward may have changed them."""
-        self.digests = {name: [_digest(piece.tensor) for piece in pieces_of(name, p, stepper.layout.extents.get(name))]
-                        for name, p in stepper.local_parameters.items()}
+        self.digests = {
+            name: [
+                _digest(piece.tensor)
+                for piece in pieces_of(name, p, stepper.layout.extents.get(name))
+            ]
+            for name, p in stepper.local_parameters.items()
+        }
 
     def samples(self, step: int, batches: list[MicroBatch]) -> None:
         self.marks.append([mark for batch in batches for mark in sample_marks(batch).tolist()])
@@ -71,9 +88,16 @@ class DifferenceRecorder:
         if self.random is not None:
             self.drawn.append(sorted(set(self.random.drawn)))
             self.repeats.append(self.random.most_repeats())
-        self._compare("gradient", step, {name: p.grad.to_dense() if p.grad.is_sparse else p.grad
-                                         for name, p in stepper.parameters.items() if p.grad is not None},
-                      stepper.layout.extents)
+        self._compare(
+            "gradient",
+            step,
+            {
+                name: p.grad.to_dense() if p.grad.is_sparse else p.grad
+                for name, p in stepper.parameters.items()
+                if p.grad is not None
+            },
+            stepper.layout.extents,
+        )
 
     def weights(self, step: int, stepper: state.StateOwner, loss: float) -> None:
         self.losses.append(loss)
@@ -84,20 +108,33 @@ class DifferenceRecorder:
             return
         self.rates.append(rates_of(stepper.optimizer))
         answered = stepper.layout.owned_buffers
-        buffers = {name: buffer for name, buffer in stepper.model.named_buffers() if name in answered}
-        if isinstance(stepper.layout, Whole):  # elsewhere modules that are taken whole keep theirs on one rank
+        buffers = {
+            name: buffer for name, buffer in stepper.model.named_buffers() if name in answered
+        }
+        if isinstance(
+            stepper.layout, Whole
+        ):  # elsewhere modules that are taken whole keep theirs on one rank
             with safe_open(self.folder / f"buffer-{step}.safetensors", framework="pt") as reference:
                 known = set(reference.keys())
-            buffers |= {name: value for name, value in tensor_attributes(stepper.model) if name in known}
+            buffers |= {
+                name: value for name, value in tensor_attributes(stepper.model) if name in known
+            }
         self._compare("buffer", step, buffers, {})
         self._compare_stored(step, state.pieces(stepper))
 
     def evaluation(self, step: int, figures: Mapping[str, float]) -> None:
         """What the run says of an evaluation; told on rank 0."""
-        self.evaluated = {"loss" if name == "validation_loss" else name: value for name, value in figures.items()}
+        self.evaluated = {
+            "loss" if name == "validation_loss" else name: value for name, value in figures.items()
+        }
 
-    def _compare(self, kind: str, step: int, tensors: Mapping[str, torch.Tensor],
-                 extents: Mapping[str, Extent]) -> None:
+    def _compare(
+        self,
+        kind: str,
+        step: int,
+        tensors: Mapping[str, torch.Tensor],
+        extents: Mapping[str, Extent],
+    ) -> None:
         """The greatest distance of each tensor's elements on this rank; one that only one side has counts as zeros."""
         distances = {}
         with safe_open(self.folder / f"{kind}-{step}.safetensors", framework="pt") as reference:
@@ -107,28 +144,42 @@ class DifferenceRecorder:
                 for piece in pieces_of(name, tensor, extents.get(name)):
                     expected = _region(reference, piece) if name in names else torch.zeros(())
                     distances[name] = max(distances[name], _greatest(piece.tensor.cpu(), expected))
-            distances |= {name: _greatest(reference.get_tensor(name), None)
-                          for name in names - tensors.keys() if name in self.parameter_names}
+            distances |= {
+                name: _greatest(reference.get_tensor(name), None)
+                for name in names - tensors.keys()
+                if name in self.parameter_names
+            }
         self.distances[kind].append(distances)
 
     def _compare_initial(self, stepper: state.StateOwner) -> None:
         """Weights that were equal to the last bit are; of others it is known how far they are apart now."""
         with safe_open(self.folder / "initial-0.safetensors", framework="pt") as reference:
             known, parameters = set(reference.keys()), stepper.local_parameters
-            pieces = {name: pieces_of(name, p, stepper.layout.extents.get(name)) for name, p in parameters.items()}
-            differing = {name: p for name, p in parameters.items() if name not in known or self.digests[name] != [
-                _digest(_region(reference, piece)) for piece in pieces[name]]}
+            pieces = {
+                name: pieces_of(name, p, stepper.layout.extents.get(name))
+                for name, p in parameters.items()
+            }
+            differing = {
+                name: p
+                for name, p in parameters.items()
+                if name not in known
+                or self.digests[name]
+                != [_digest(_region(reference, piece)) for piece in pieces[name]]
+            }
         self._compare("initial", 0, differing, stepper.layout.extents)
         distances = self.distances["initial"][-1]
         self.distances["initial"][-1] = {
-            name: distances.get(name, 0.0) if name in differing else 0.0 for name in parameters}
+            name: distances.get(name, 0.0) if name in differing else 0.0 for name in parameters
+        }
 
     def _compare_stored(self, step: int, pieces: Iterator[TensorPiece]) -> None:
         """What this rank would write into a checkpoint."""
         distances: dict[str, float] = {}
         elements: dict[str, int] = {}
-        files = {kind: safe_open(self.folder / f"{kind}-{step}.safetensors", framework="pt")
-                 for kind in _STORED.values()}
+        files = {
+            kind: safe_open(self.folder / f"{kind}-{step}.safetensors", framework="pt")
+            for kind in _STORED.values()
+        }
         names = {kind: set(file.keys()) for kind, file in files.items()}
         for piece in pieces:
             section, _, name = piece.name.partition("/")
@@ -141,23 +192,37 @@ class DifferenceRecorder:
         self.stored_elements = elements
 
     def to_dict(self) -> dict[str, Any]:
-        return {"replica": self.replica, "parameter_names": self.parameter_names, "marks": self.marks,
-                "losses": self.losses, "rates": self.rates, "drawn": self.drawn, "repeats": self.repeats,
-                "stored_elements": self.stored_elements, "evaluated": self.evaluated, "first_step": self.first_step,
-                **self.distances}
+        return {
+            "replica": self.replica,
+            "parameter_names": self.parameter_names,
+            "marks": self.marks,
+            "losses": self.losses,
+            "rates": self.rates,
+            "drawn": self.drawn,
+            "repeats": self.repeats,
+            "stored_elements": self.stored_elements,
+            "evaluated": self.evaluated,
+            "first_step": self.first_step,
+            **self.distances,
+        }
 
 
 def _region(file: Any, piece: TensorPiece) -> torch.Tensor:
     """The reference's elements of a piece."""
     name = piece.name if piece.name in file.keys() else piece.name.partition("/")[2]  # noqa: SIM118  # no mapping
-    stored: torch.Tensor = (file.get_slice(name)[piece.region.slices((0,) * piece.tensor.ndim)] if piece.tensor.ndim
-                            else file.get_tensor(name))
+    stored: torch.Tensor = (
+        file.get_slice(name)[piece.region.slices((0,) * piece.tensor.ndim)]
+        if piece.tensor.ndim
+        else file.get_tensor(name)
+    )
     return from_stored(stored, piece.tensor.dtype)
 
 
 def _digest(tensor: torch.Tensor) -> bytes:
     """Equal for equal bits in equal places."""
-    return blake2b(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data).digest()
+    return blake2b(
+        tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    ).digest()
 
 
 def _greatest(actual: torch.Tensor, expected: torch.Tensor | None) -> float:
@@ -165,7 +230,9 @@ def _greatest(actual: torch.Tensor, expected: torch.Tensor | None) -> float:
     return greatest if math.isfinite(greatest) else math.inf
 
 
-def file_difference(checkpoint: Checkpoint, folder: Path, reference: Mapping[str, Any], *, step: int) -> str | None:
+def file_difference(
+    checkpoint: Checkpoint, folder: Path, reference: Mapping[str, Any], *, step: int
+) -> str | None:
     """What in the files of a checkpoint after `step` steps is not one device's, in words; None if nothing.
 
     folder: of the reference. Every tensor is read whole, as another plan's ranks together would read it.
@@ -173,13 +240,19 @@ def file_difference(checkpoint: Checkpoint, folder: Path, reference: Mapping[str
     for section, kind in _STORED.items():
         limits = reference[f"{kind}_limit"][step - 1]
         with safe_open(folder / f"{kind}-{step - 1}.safetensors", framework="pt") as file:
-            stored = {name.partition("/")[2]: name for name in checkpoint.tensors if name.startswith(f"{section}/")}
+            stored = {
+                name.partition("/")[2]: name
+                for name in checkpoint.tensors
+                if name.startswith(f"{section}/")
+            }
             for name in set(file.keys()) & stored.keys():
                 actual = checkpoint.read(stored[name])
                 off = _greatest(actual, from_stored(file.get_tensor(name), actual.dtype))
                 if not off <= limits[name]:
-                    return (f"the checkpoint after step {step} has another '{stored[name]}': off by {off:.3g}, "
-                            f"{limits[name]:.3g} is allowed")
+                    return (
+                        f"the checkpoint after step {step} has another '{stored[name]}': off by {off:.3g}, "
+                        f"{limits[name]:.3g} is allowed"
+                    )
     return None
 
 
@@ -204,17 +277,32 @@ class Furthest:
 
     def describe(self, kind: str, *, num_ranks: int) -> str:
         after = f" after step {self.step + 1}"
-        noun, when = {"initial": ("initial weight", ""), "gradient": ("gradient", f" in step {self.step + 1}"),
-                      "weight": ("weight", after), "buffer": ("buffer", after),
-                      "stored": ("what a checkpoint would hold", after)}[kind]
-        name = self.name.partition("/")[2].rpartition("/")[0] or self.name if "/" in self.name else self.name
+        noun, when = {
+            "initial": ("initial weight", ""),
+            "gradient": ("gradient", f" in step {self.step + 1}"),
+            "weight": ("weight", after),
+            "buffer": ("buffer", after),
+            "stored": ("what a checkpoint would hold", after),
+        }[kind]
+        name = (
+            self.name.partition("/")[2].rpartition("/")[0] or self.name
+            if "/" in self.name
+            else self.name
+        )
         module = name.rpartition(".")[0] or "the model itself"
-        where = ("" if num_ranks == 1 else " on every rank" if len(self.ranks) == num_ranks
-                 else f" on rank {', '.join(map(str, self.ranks))}")
+        where = (
+            ""
+            if num_ranks == 1
+            else " on every rank"
+            if len(self.ranks) == num_ranks
+            else f" on rank {', '.join(map(str, self.ranks))}"
+        )
         others = "parameters" if kind in ("initial", "gradient", "weight") else "tensors"
         rest = f", and so are {self.others} other {others}" if self.others else ""
-        return (f"{noun} of '{self.name}' (module {module}) is off by {self.off:.3g}{when}{where}, "
-                f"{self.allowed:.3g} is allowed{rest}")
+        return (
+            f"{noun} of '{self.name}' (module {module}) is off by {self.off:.3g}{when}{where}, "
+            f"{self.allowed:.3g} is allowed{rest}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,8 +340,13 @@ class Verdict:
         return self.difference is None
 
 
-def judge(reference: dict[str, Any], ranks: list[dict[str, Any]], *, precision: str,
-          forwards: int | None = None) -> Verdict:
+def judge(
+    reference: dict[str, Any],
+    ranks: list[dict[str, Any]],
+    *,
+    precision: str,
+    forwards: int | None = None,
+) -> Verdict:
     """Hold every rank's record against the reference: samples, initial weights, then step by step loss, gradients,
     weights, buffers, what a checkpoint would hold and learning rates; then the evaluation and the random streams.
 
@@ -264,41 +357,92 @@ def judge(reference: dict[str, Any], ranks: list[dict[str, Any]], *, precision: 
             no more than one device draws in so many. None where nothing is computed again.
     """
     first, steps = ranks[0]["first_step"], len(reference["losses"])
-    span = range(first, min([steps, *(first + min(len(rank["losses"]), len(rank["marks"])) for rank in ranks)]))
+    span = range(
+        first,
+        min([steps, *(first + min(len(rank["losses"]), len(rank["marks"])) for rank in ranks)]),
+    )
     if not span:
         nowhere = Furthest("", first, math.inf, 0.0)
-        return Verdict(precision, 0, math.inf, math.inf, math.inf, math.inf, nowhere, nowhere, nowhere,
-                       f"no step was taken by every rank, and one device took {steps - first}")
-    difference = next((text for step in span if (text := "; ".join(_differences(reference, ranks, step)))), None)
+        return Verdict(
+            precision,
+            0,
+            math.inf,
+            math.inf,
+            math.inf,
+            math.inf,
+            nowhere,
+            nowhere,
+            nowhere,
+            f"no step was taken by every rank, and one device took {steps - first}",
+        )
+    difference = next(
+        (text for step in span if (text := "; ".join(_differences(reference, ranks, step)))), None
+    )
     if difference is None and len(span) < steps - first:
         difference = f"the ranks took {len(span)} steps, and one device took {steps - first}"
-    difference = (difference or _evaluation_difference(reference, ranks)
-                  or _stream_difference(reference, ranks, forwards))
-    furthest = {kind: max((_furthest(reference[f"{kind}_limit"][step], _at(ranks, kind, step), step)
-                           for step in span), key=lambda item: item.excess) for kind in ("gradient", "weight")}
-    losses = [Furthest("", step, _loss_off(reference, ranks, step), reference["loss_limit"][step]) for step in span]
+    difference = (
+        difference
+        or _evaluation_difference(reference, ranks)
+        or _stream_difference(reference, ranks, forwards)
+    )
+    furthest = {
+        kind: max(
+            (
+                _furthest(reference[f"{kind}_limit"][step], _at(ranks, kind, step), step)
+                for step in span
+            ),
+            key=lambda item: item.excess,
+        )
+        for kind in ("gradient", "weight")
+    }
+    losses = [
+        Furthest("", step, _loss_off(reference, ranks, step), reference["loss_limit"][step])
+        for step in span
+    ]
     return Verdict(
-        precision=precision, steps=len(span), max_loss_diff=max(loss.off for loss in losses),
-        max_gradient_diff=_most(ranks, "gradient"), max_param_diff=_most(ranks, "weight"),
-        max_buffer_diff=_most(ranks, "buffer"), loss=max(losses, key=lambda item: item.excess), **furthest,
-        difference=difference)
+        precision=precision,
+        steps=len(span),
+        max_loss_diff=max(loss.off for loss in losses),
+        max_gradient_diff=_most(ranks, "gradient"),
+        max_param_diff=_most(ranks, "weight"),
+        max_buffer_diff=_most(ranks, "buffer"),
+        loss=max(losses, key=lambda item: item.excess),
+        **furthest,
+        difference=difference,
+    )
 
 
-def _differences(reference: dict[str, Any], ranks: list[dict[str, Any]], step: int) -> Iterator[str]:
+def _differences(
+    reference: dict[str, Any], ranks: list[dict[str, Any]], step: int
+) -> Iterator[str]:
     """What is wrong in a step: where it begins, and how the loss shows it."""
     first = ranks[0]["first_step"]
     samples = _sample_difference(reference["marks"][step], ranks, step)
     if samples:
         yield samples
         return
-    nowhere = set(reference["weight_limit"][step]) - {name for rank in ranks for name in rank["parameter_names"]}
+    nowhere = set(reference["weight_limit"][step]) - {
+        name for rank in ranks for name in rank["parameter_names"]
+    }
     if nowhere:
         yield f"no rank holds '{min(nowhere)}'"
         return
-    limits = [("initial", {name: 0.0 for rank in ranks for name in rank["parameter_names"]})] if step == 0 else []
+    limits = (
+        [("initial", {name: 0.0 for rank in ranks for name in rank["parameter_names"]})]
+        if step == 0
+        else []
+    )
     limits += [(kind, reference[f"{kind}_limit"][step]) for kind in KINDS]
-    limits.append(("stored", {f"{section}/{name}": limit for section, kind in _STORED.items()
-                              for name, limit in reference[f"{kind}_limit"][step].items()}))
+    limits.append(
+        (
+            "stored",
+            {
+                f"{section}/{name}": limit
+                for section, kind in _STORED.items()
+                for name, limit in reference[f"{kind}_limit"][step].items()
+            },
+        )
+    )
     for kind, limit in limits:
         furthest = _furthest(limit, _at(ranks, kind, step), step)
         if furthest.excess > 1.0:
@@ -309,15 +453,22 @@ def _differences(reference: dict[str, Any], ranks: list[dict[str, Any]], step: i
         yield f"the loss of step {step + 1} is off by {off:.3g}, {allowed:.3g} is allowed"
     for number, rank in enumerate(ranks):
         rates = rank["rates"][step - first] if rank["rates"] else reference["rates"][step]
-        if any(abs(a - b) > SAME_RATE * abs(b) for a, b in zip(rates, reference["rates"][step], strict=True)):
-            yield (f"the learning rate after step {step + 1} is {rates} on rank {number} and "
-                   f"{reference['rates'][step]} on one device")
+        if any(
+            abs(a - b) > SAME_RATE * abs(b)
+            for a, b in zip(rates, reference["rates"][step], strict=True)
+        ):
+            yield (
+                f"the learning rate after step {step + 1} is {rates} on rank {number} and "
+                f"{reference['rates'][step]} on one device"
+            )
             break
     if step == len(reference["losses"]) - 1 and any(rank["stored"] for rank in ranks):
         yield from _lost_elements(reference, ranks, step)
 
 
-def _lost_elements(reference: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]], step: int) -> Iterator[str]:
+def _lost_elements(
+    reference: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]], step: int
+) -> Iterator[str]:
     """Tensors of one device's optimizer of which no rank, or more than one, would write some elements.
 
     A count of steps is written by each server that has a part of the parameter.
@@ -329,22 +480,30 @@ def _lost_elements(reference: Mapping[str, Any], ranks: Sequence[Mapping[str, An
             return
 
 
-def _evaluation_difference(reference: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> str | None:
+def _evaluation_difference(
+    reference: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]
+) -> str | None:
     figures: dict[str, float] = next((rank["evaluated"] for rank in ranks if rank["evaluated"]), {})
     for name, value in figures.items():
         if name not in reference["evaluation"]:
             continue
-        off, allowed = abs(value - reference["evaluation"][name]), reference["evaluation_limit"][name]
+        off, allowed = (
+            abs(value - reference["evaluation"][name]),
+            reference["evaluation_limit"][name],
+        )
         if not off <= allowed:
             figure = "loss" if name == "loss" else f"metric '{name}'"
-            return (f"the {figure} of the evaluation after the last step is {value:.6g} and "
-                    f"{reference['evaluation'][name]:.6g} on one device; {allowed:.3g} is allowed. It must be "
-                    "a mean over its samples or (sum, count): a root or a logarithm of a mean is neither")
+            return (
+                f"the {figure} of the evaluation after the last step is {value:.6g} and "
+                f"{reference['evaluation'][name]:.6g} on one device; {allowed:.3g} is allowed. It must be "
+                "a mean over its samples or (sum, count): a root or a logarithm of a mean is neither"
+            )
     return None
 
 
-def _stream_difference(reference: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]],
-                       forwards: int | None) -> str | None:
+def _stream_difference(
+    reference: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]], forwards: int | None
+) -> str | None:
     """Where random layers would draw the same in two steps, on two replicas or in two micro-batches, or draw anew what
     they recompute. None of a job that seeds the generator itself."""
     if reference["seeds_itself"]:
@@ -352,36 +511,49 @@ def _stream_difference(reference: Mapping[str, Any], ranks: Sequence[Mapping[str
     for number, rank in enumerate(ranks):
         for step, repeats in enumerate(rank["repeats"], rank["first_step"]):
             if repeats > max(reference["most_repeats"], 1):
-                return (f"random layers on rank {number} draw the same {repeats} times in the forwards of step "
-                        f"{step + 1}: their streams must be keyed by the micro-batch")
+                return (
+                    f"random layers on rank {number} draw the same {repeats} times in the forwards of step "
+                    f"{step + 1}: their streams must be keyed by the micro-batch"
+                )
         seen: dict[int, int] = {}
         for step, drawn in enumerate(rank["drawn"], rank["first_step"]):
             most = reference["draws"][step] * (forwards or 0)
             if forwards is not None and len(drawn) > most:
-                return (f"random layers on rank {number} draw {len(drawn)} times in step {step + 1}, and its "
-                        f"{forwards} forwards need {most}: what is recomputed must draw the same again")
+                return (
+                    f"random layers on rank {number} draw {len(drawn)} times in step {step + 1}, and its "
+                    f"{forwards} forwards need {most}: what is recomputed must draw the same again"
+                )
             again = next((seen[value] for value in drawn if value in seen), None)
             if again is not None:
-                return (f"random layers on rank {number} draw the same in steps {again + 1} and {step + 1}: their "
-                        "streams must be keyed by the step")
+                return (
+                    f"random layers on rank {number} draw the same in steps {again + 1} and {step + 1}: their "
+                    "streams must be keyed by the step"
+                )
             seen |= dict.fromkeys(drawn, step)
     for number, rank in enumerate(ranks):
         for other_number, other in enumerate(ranks[:number]):
             if rank["replica"] != other["replica"] and any(
-                    set(a) & set(b) for a, b in zip(rank["drawn"], other["drawn"], strict=False)):
-                return (f"random layers draw the same on ranks {other_number} and {number}, which see other samples: "
-                        "their streams must be keyed by the replica")
+                set(a) & set(b) for a, b in zip(rank["drawn"], other["drawn"], strict=False)
+            ):
+                return (
+                    f"random layers draw the same on ranks {other_number} and {number}, which see other samples: "
+                    "their streams must be keyed by the replica"
+                )
     return None
 
 
 def _at(ranks: Sequence[Mapping[str, Any]], kind: str, step: int) -> list[dict[str, float]]:
     """What each rank recorded of a step; nothing where it doesn't hold such tensors."""
-    return [rank[kind][step - rank["first_step"]] if len(rank[kind]) > step - rank["first_step"] else {}
-            for rank in ranks]
+    return [
+        rank[kind][step - rank["first_step"]] if len(rank[kind]) > step - rank["first_step"] else {}
+        for rank in ranks
+    ]
 
 
 def _loss_off(reference: dict[str, Any], ranks: list[dict[str, Any]], step: int) -> float:
-    return max(abs(rank["losses"][step - rank["first_step"]] - reference["losses"][step]) for rank in ranks)
+    return max(
+        abs(rank["losses"][step - rank["first_step"]] - reference["losses"][step]) for rank in ranks
+    )
 
 
 def _excess(off: float, allowed: float) -> float:
@@ -399,16 +571,25 @@ def _furthest(limits: dict[str, float], ranks: list[dict[str, float]], step: int
     excesses = {name: excess(name) for name in names}
     name = max(names, key=lambda name: excesses[name])
     allowed = limits.get(name, 0.0)
-    return Furthest(name=name, step=step, off=max(rank.get(name, 0.0) for rank in ranks), allowed=allowed,
-                    ranks=tuple(r for r, rank in enumerate(ranks) if _excess(rank.get(name, 0.0), allowed) > 1.0),
-                    others=sum(value > 1.0 for value in excesses.values()) - 1)
+    return Furthest(
+        name=name,
+        step=step,
+        off=max(rank.get(name, 0.0) for rank in ranks),
+        allowed=allowed,
+        ranks=tuple(
+            r for r, rank in enumerate(ranks) if _excess(rank.get(name, 0.0), allowed) > 1.0
+        ),
+        others=sum(value > 1.0 for value in excesses.values()) - 1,
+    )
 
 
 def _most(ranks: list[dict[str, Any]], kind: str) -> float:
     return max((off for rank in ranks for step in rank[kind] for off in step.values()), default=0.0)
 
 
-def _sample_difference(expected: list[float | None], ranks: list[dict[str, Any]], step: int) -> str | None:
+def _sample_difference(
+    expected: list[float | None], ranks: list[dict[str, Any]], step: int
+) -> str | None:
     """Which rank was fed other samples than its replica's part of the window. Replicas take theirs in order."""
     index = step - ranks[0]["first_step"]
     starts, start = {}, 0
@@ -418,7 +599,7 @@ def _sample_difference(expected: list[float | None], ranks: list[dict[str, Any]]
             start += len(rank["marks"][index])
     for number, rank in enumerate(ranks):
         first, marks = starts[rank["replica"]], rank["marks"][index]
-        expected_marks = expected[first:first + len(marks)]
+        expected_marks = expected[first : first + len(marks)]
         if len(expected_marks) < len(marks) or not all(map(_same_mark, marks, expected_marks)):
             return f"rank {number} was fed other samples in step {step + 1} than its part of the global batch"
     if start == len(expected):

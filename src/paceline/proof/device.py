@@ -11,9 +11,14 @@ from typing import Any
 import torch
 
 # Operators that torch has done by tensor cores, as it calls them below autograd.
-_USERS = {"matrix products": frozenset({"mm", "addmm", "bmm", "baddbmm", "addbmm", "_addmm_activation"}),
-          "convolutions": frozenset({"convolution"}), "recurrent layers": frozenset({"_cudnn_rnn"})}
-TF32_EPSILON = 2.0**-10  # of a number with ten bits of mantissa; NVIDIA, "A100 Tensor Core GPU Architecture" (2020)
+_USERS = {
+    "matrix products": frozenset({"mm", "addmm", "bmm", "baddbmm", "addbmm", "_addmm_activation"}),
+    "convolutions": frozenset({"convolution"}),
+    "recurrent layers": frozenset({"_cudnn_rnn"}),
+}
+TF32_EPSILON = (
+    2.0**-10
+)  # of a number with ten bits of mantissa; NVIDIA, "A100 Tensor Core GPU Architecture" (2020)
 _TF32_CAPABILITY = (8, 0)  # the first compute capability that has it
 
 _device: ContextVar[torch.device | None] = ContextVar("device", default=None)
@@ -43,18 +48,33 @@ def tf32() -> dict[str, bool]:
     """For which operators torch may round the float32 numbers that it multiplies to TF32 on this device."""
     backends: Any = torch.backends
     device = one_device()
-    is_there = (device.type == "cuda" and torch.version.hip is None
-                and torch.cuda.get_device_capability(device) >= _TF32_CAPABILITY)
-    allowed = {"matrix products": backends.cuda.matmul, "convolutions": backends.cudnn.conv,
-               "recurrent layers": backends.cudnn.rnn}
-    return {kind: is_there and backend.fp32_precision == "tf32" for kind, backend in allowed.items()}
+    is_there = (
+        device.type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(device) >= _TF32_CAPABILITY
+    )
+    allowed = {
+        "matrix products": backends.cuda.matmul,
+        "convolutions": backends.cudnn.conv,
+        "recurrent layers": backends.cudnn.rnn,
+    }
+    return {
+        kind: is_there and backend.fp32_precision == "tf32" for kind, backend in allowed.items()
+    }
 
 
 def rounds_to_tf32(operator: Any, result: Any, allowed: dict[str, bool]) -> bool:
     """Whether an operator that gave this rounds what it multiplies to TF32. allowed: what `tf32` says."""
     first = result[0] if isinstance(result, tuple | list) else result
-    return (isinstance(first, torch.Tensor) and first.is_cuda and first.dtype == torch.float32
-            and any(allowed[kind] and operator.overloadpacket.__name__ in names for kind, names in _USERS.items()))
+    return (
+        isinstance(first, torch.Tensor)
+        and first.is_cuda
+        and first.dtype == torch.float32
+        and any(
+            allowed[kind] and operator.overloadpacket.__name__ in names
+            for kind, names in _USERS.items()
+        )
+    )
 
 
 def described() -> dict[str, Any]:
@@ -64,7 +84,16 @@ def described() -> dict[str, Any]:
     """
     device = one_device()
     if device.type == "cpu":
-        return {"kind": "cpu", "capability": torch.backends.cpu.get_cpu_capability(), "machine": platform.machine()}
+        return {
+            "kind": "cpu",
+            "capability": torch.backends.cpu.get_cpu_capability(),
+            "machine": platform.machine(),
+        }
     major, minor = torch.cuda.get_device_capability(device)
-    return {"kind": device.type, "name": torch.cuda.get_device_name(device), "capability": f"{major}.{minor}",
-            "machine": platform.machine(), "tf32": tf32()}
+    return {
+        "kind": device.type,
+        "name": torch.cuda.get_device_name(device),
+        "capability": f"{major}.{minor}",
+        "machine": platform.machine(),
+        "tf32": tf32(),
+    }

@@ -64,13 +64,17 @@ class FirstStep:
     take_cores: Called in a step that is long enough to gain from more threads, until it says that it has taken them.
     """
 
-    def __init__(self, job: Job, folder: Path, random: WithoutRandomness, *, take_cores: Callable[[], bool]) -> None:
+    def __init__(
+        self, job: Job, folder: Path, random: WithoutRandomness, *, take_cores: Callable[[], bool]
+    ) -> None:
         folder.mkdir(exist_ok=True)
         self.job, self.folder, self.random = job, folder, random
         repeatable = RepeatableLoss(job.criterion)
         with random:
             self.run = run = PlainRun(job if job.models else replace(job, loss=repeatable))
-            save_kind(folder, "initial", 0, {name: p.detach() for name, p in run.model.named_parameters()})
+            save_kind(
+                folder, "initial", 0, {name: p.detach() for name, p in run.model.named_parameters()}
+            )
             batch = next(whole_batches(job, 1))
             marks = [expected_marks(job, batch)]  # a model may write to what it is given
             random.forget()
@@ -84,22 +88,37 @@ class FirstStep:
                 with self.dtypes:
                     loss = run.backward(batch)
                 self.weights = [p.detach().clone() for p in run.model.parameters()]
-                self.gradients = [None if p.grad is None else p.grad.clone() for p in run.model.parameters()]
+                self.gradients = [
+                    None if p.grad is None else p.grad.clone() for p in run.model.parameters()
+                ]
                 with autocast(job):
                     keeps_state = repeatable.keeps_state()
                 self.record = run.update(loss, gradients_of(run.model))
         for kind in ALL_KINDS:
             save_kind(folder, kind, 0, self.record.tensors(kind))
         self.figures: dict[str, Any] = {
-            "losses": [loss], "rates": [self.record.rates], "marks": marks,
-            "draws": [len(random.drawn)], "most_repeats": random.most_repeats(),
+            "losses": [loss],
+            "rates": [self.record.rates],
+            "marks": marks,
+            "draws": [len(random.drawn)],
+            "most_repeats": random.most_repeats(),
             "seeds_itself": bool(random.seeds - {key_to_seed(job.seed, "step", 0, 0, 0)}),
-            "skipped": [run.is_skipped], "overflow": None,
-            "evaluation": {}, "evaluation_limit": {}, "coupling": None, "loss_keeps_state": keeps_state,
+            "skipped": [run.is_skipped],
+            "overflow": None,
+            "evaluation": {},
+            "evaluation_limit": {},
+            "coupling": None,
+            "loss_keeps_state": keeps_state,
             "left_on": sorted(random.left_on),
-            "state_sizes": [state_sizes(self.record)], "kept_rows": None, "cause": None}
+            "state_sizes": [state_sizes(self.record)],
+            "kept_rows": None,
+            "cause": None,
+        }
         if not job.models:
-            with random if random.is_needed else nullcontext(), suppress(Exception):  # it may refuse half a batch
+            with (
+                random if random.is_needed else nullcontext(),
+                suppress(Exception),
+            ):  # it may refuse half a batch
                 self.figures["kept_rows"] = kept_rows(run, batch)
 
     def look_further(self, *, steps: int | None) -> None:
@@ -109,26 +128,45 @@ class FirstStep:
         steps: of the whole job; None where only its data's end decides.
         """
         job, samples = self.job, min(_FEW, self.job.batch)
-        count = 1 if self.job.models else job.batch // samples  # a step of one's own needs models of its own
+        count = (
+            1 if self.job.models else job.batch // samples
+        )  # a step of one's own needs models of its own
         if self.random.left_on:
             return
-        with self.random if self.random.is_needed else nullcontext(), suppress(Exception):  # the run will report it
-            batches = ([part_of_batch(next(whole_batches(job, 1)), range(samples))] if steps is None else
-                       later_batches(job, steps=steps, count=count, samples=samples))
-            self.figures["cause"] = str(problem) if (problem := uneven_problem(job, self.run.model, batches)) else None
+        with (
+            self.random if self.random.is_needed else nullcontext(),
+            suppress(Exception),
+        ):  # the run will report it
+            batches = (
+                [part_of_batch(next(whole_batches(job, 1)), range(samples))]
+                if steps is None
+                else later_batches(job, steps=steps, count=count, samples=samples)
+            )
+            self.figures["cause"] = (
+                str(problem) if (problem := uneven_problem(job, self.run.model, batches)) else None
+            )
 
     def narrow(self) -> dict[str, Any]:
         """A reference like that of `write_reference`, with limits that need no second forward."""
         return self._reference(EPSILON[self.job.precision], ())
 
-    def measured(self, *, shares: Sequence[int], microbatches: int, cut_folder: Path) -> dict[str, Any]:
+    def measured(
+        self, *, shares: Sequence[int], microbatches: int, cut_folder: Path
+    ) -> dict[str, Any]:
         """A reference with measured limits. Tensors of a batch that is cut go to `cut_folder`; see `write_cut`."""
         epsilon = max(EPSILON[self.job.precision], self.dtypes.epsilon)
         with self.random if self.random.is_needed else nullcontext():
             reference = self._reference(epsilon, _NUDGED)
             if len(shares) > 1 or microbatches > 1:
-                reference = write_cut(self.job, cut_folder, reference, beside=self.folder, shares=shares,
-                                      microbatches=microbatches, variations=_NUDGED)
+                reference = write_cut(
+                    self.job,
+                    cut_folder,
+                    reference,
+                    beside=self.folder,
+                    shares=shares,
+                    microbatches=microbatches,
+                    variations=_NUDGED,
+                )
             if reference["coupling"] is not None:
                 with suppress(Exception):  # it says more, or nothing
                     problem = loss_problem(self.job, steps=1)
@@ -136,8 +174,15 @@ class FirstStep:
         return reference
 
     def _reference(self, epsilon: float, variations: Sequence[Variation]) -> dict[str, Any]:
-        floors = [{**floors_of(self.record, epsilon, largest_loss=abs(self.record.loss)), "evaluation": {}}]
-        spreads = spreads_of(self.job, PlainFigures(self.folder, self.figures["losses"], floors), variations, epsilon)
+        floors = [
+            {
+                **floors_of(self.record, epsilon, largest_loss=abs(self.record.loss)),
+                "evaluation": {},
+            }
+        ]
+        spreads = spreads_of(
+            self.job, PlainFigures(self.folder, self.figures["losses"], floors), variations, epsilon
+        )
         with self.random if self.random.is_needed else nullcontext(), suppress(Exception):
             # An optimizer that can't be made a second time for one model is judged without.
             for kind, moved in self._shaken(epsilon).items():
@@ -151,18 +196,27 @@ class FirstStep:
             return self._moved(shaken.step(next(whole_batches(self.job, 1))))
         run = self.run
         with torch.no_grad():
-            for p, weight, gradient in zip(run.model.parameters(), self.weights, self.gradients, strict=True):
+            for p, weight, gradient in zip(
+                run.model.parameters(), self.weights, self.gradients, strict=True
+            ):
                 p.copy_(weight)
                 p.grad = None if gradient is None else gradient.clone()
         run.make_optimizer()
         run.draws.manual_seed(0)
         run.num_steps = 0
-        record = run.update(self.record.loss, {}, shake=epsilon * greatest(self.record.gradients.values()))
+        record = run.update(
+            self.record.loss, {}, shake=epsilon * greatest(self.record.gradients.values())
+        )
         return self._moved(record)
 
     def _moved(self, record: StepRecord) -> Kinds:
-        return {kind: {name: distance(tensor, record.tensors(kind).get(name))
-                       for name, tensor in self.record.tensors(kind).items()} for kind in ("weight", "state")}
+        return {
+            kind: {
+                name: distance(tensor, record.tensors(kind).get(name))
+                for name, tensor in self.record.tensors(kind).items()
+            }
+            for kind in ("weight", "state")
+        }
 
 
 class _Watched(Dtypes):
@@ -170,7 +224,11 @@ class _Watched(Dtypes):
 
     def __init__(self, seen: set[torch.dtype], take_cores: Callable[[], bool]) -> None:
         super().__init__(seen)
-        self.take_cores, self.has_taken, self.asks_at_s = take_cores, False, time.monotonic() + _SHORT_S
+        self.take_cores, self.has_taken, self.asks_at_s = (
+            take_cores,
+            False,
+            time.monotonic() + _SHORT_S,
+        )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self.has_taken and time.monotonic() > self.asks_at_s:

@@ -43,8 +43,12 @@ class FirstUpdate:
     fails_alike: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        return {"verdict": self.verdict, "reason": self.reason, "seconds": self.seconds,
-                "fails_alike": self.fails_alike}
+        return {
+            "verdict": self.verdict,
+            "reason": self.reason,
+            "seconds": self.seconds,
+            "fails_alike": self.fails_alike,
+        }
 
 
 def check_first_update(job: Job, resolved: Resolved, *, timeout_s: float) -> FirstUpdate:
@@ -61,20 +65,31 @@ def check_first_update(job: Job, resolved: Resolved, *, timeout_s: float) -> Fir
 
     began_s, steps = time.monotonic(), job.total_steps
     job = replace(job.with_training_only(), steps=1, epochs=None)
-    with temporary_folder("check") as folder, aside(
-            lambda: _write_references(job, resolved, folder, steps=steps)) as has_ended:
-        reference, difference = _compared(job, resolved, folder / _NARROW, folder / _WHOLE, has_ended,
-                                          timeout_s=timeout_s)
+    with (
+        temporary_folder("check") as folder,
+        aside(lambda: _write_references(job, resolved, folder, steps=steps)) as has_ended,
+    ):
+        reference, difference = _compared(
+            job, resolved, folder / _NARROW, folder / _WHOLE, has_ended, timeout_s=timeout_s
+        )
         if difference is not None:
             (folder / _BEYOND).touch()
             tensors = folder / (_CUT if _is_cut(resolved) else _WHOLE)
-            reference, difference = _compared(job, resolved, folder / _MEASURED, tensors, has_ended,
-                                              timeout_s=timeout_s)
+            reference, difference = _compared(
+                job, resolved, folder / _MEASURED, tensors, has_ended, timeout_s=timeout_s
+            )
     return _judged(resolved, reference, difference, time.monotonic() - began_s)
 
 
-def _compared(job: Job, resolved: Resolved, document: Path, tensors: Path, has_ended: Callable[[], bool], *,
-              timeout_s: float) -> tuple[dict[str, Any], str | None]:
+def _compared(
+    job: Job,
+    resolved: Resolved,
+    document: Path,
+    tensors: Path,
+    has_ended: Callable[[], bool],
+    *,
+    timeout_s: float,
+) -> tuple[dict[str, Any], str | None]:
     """Have the plan's ranks take the first step while one device does. Returns its figures, or its error, and what
     differs, in words; None if nothing does.
 
@@ -87,18 +102,32 @@ def _compared(job: Job, resolved: Resolved, document: Path, tensors: Path, has_e
     from paceline.proof.ranks import recomputed_forwards
     from paceline.training.drivers import fault_policy
 
-    body = _watched(job, resolved, document, tensors, has_ended, devices_of(resolved.plan, resolved.cluster))
+    body = _watched(
+        job, resolved, document, tensors, has_ended, devices_of(resolved.plan, resolved.cluster)
+    )
     try:
-        ranks = run_local(body, resolved.cluster.devices, timeout_s=timeout_s, fault_policy=fault_policy(resolved.plan))
+        ranks = run_local(
+            body,
+            resolved.cluster.devices,
+            timeout_s=timeout_s,
+            fault_policy=fault_policy(resolved.plan),
+        )
     except RankFailed as error:  # a server may miss a worker that has found no reference
-        if error.failure.is_stop or "error" not in (reference := _read_reference(document, over=has_ended())):
+        if error.failure.is_stop or "error" not in (
+            reference := _read_reference(document, over=has_ended())
+        ):
             raise
         is_memory = error.exit_code == OutOfMemory.exit_code  # the check itself takes memory
-        return {**reference, "fails_alike": not is_memory and reference.get("kind") == error.failure.kind}, None
+        return {
+            **reference,
+            "fails_alike": not is_memory and reference.get("kind") == error.failure.kind,
+        }, None
     reference = _read_reference(document, over=True)
     if "error" in reference:
         return reference, None
-    verdict = judge(reference, ranks, precision=job.precision, forwards=recomputed_forwards(resolved.plan))
+    verdict = judge(
+        reference, ranks, precision=job.precision, forwards=recomputed_forwards(resolved.plan)
+    )
     return reference, verdict.difference
 
 
@@ -110,16 +139,23 @@ def _read_reference(document: Path, *, over: bool) -> dict[str, Any]:
     return {"error": "its process was ended from outside, or ended itself"} if over else {}
 
 
-def _judged(resolved: Resolved, reference: dict[str, Any], difference: str | None, seconds: float) -> FirstUpdate:
+def _judged(
+    resolved: Resolved, reference: dict[str, Any], difference: str | None, seconds: float
+) -> FirstUpdate:
     if "error" in reference:
-        return FirstUpdate("unchecked", "one device could not take the first step: "
-                           f"{reference['error'].splitlines()[0]}", seconds, reference.get("fails_alike", False))
+        return FirstUpdate(
+            "unchecked",
+            f"one device could not take the first step: {reference['error'].splitlines()[0]}",
+            seconds,
+            reference.get("fails_alike", False),
+        )
     if reference["loss_keeps_state"] and _is_cut(resolved):
         raise PlanRefused(
             "the loss keeps a state of its own: called again with the same output and target, it gives another value. "
             f"Under '{resolved.plan}' it is called for parts of a batch, and each rank has a state of its own",
             hint="let the model keep the state in a buffer and return what the loss needs, or use a plan with one "
-                 "replica and one micro-batch; --check no trains all the same")
+            "replica and one micro-batch; --check no trains all the same",
+        )
     if (kept_rows := reference["kept_rows"]) is not None and _is_cut(resolved):
         raise PlanRefused(
             f"the model keeps {kept_rows} from one batch to the next, with a part for each sample. "
@@ -127,39 +163,61 @@ def _judged(resolved: Resolved, reference: dict[str, Any], difference: str | Non
             "replicas and micro-batches have other samples, and would go on with the mean of their states or with each "
             "other's",
             hint="plans that don't cut the batch (tensor=N, place=auto parts=N) run the model as it is. In a step of "
-                 "one's own a module without parameters keeps the state of all samples; see \"what samples share\" in "
-                 "docs/own-step.md. --check no trains all the same")
+            'one\'s own a module without parameters keeps the state of all samples; see "what samples share" in '
+            "docs/own-step.md. --check no trains all the same",
+        )
     if difference is not None:
         raise PlanRefused(
             f"the first update under '{resolved.plan}' is not what one device computes: {difference}",
             hint="nothing was trained. 'paceline verify' says more of it and which plans are exact for this job; "
-                 "'single' always is, and --check no trains all the same")
+            "'single' always is, and --check no trains all the same",
+        )
     if reference["coupling"] is None and reference["cause"] is None:
         return FirstUpdate("passed", seconds=seconds)
     if reference["coupling"] is None:
-        return FirstUpdate("coupled", "the first update is one device's, and others need not be: "
-                           f"{reference['cause']}", seconds)
+        return FirstUpdate(
+            "coupled",
+            f"the first update is one device's, and others need not be: {reference['cause']}",
+            seconds,
+        )
     if reference["left_on"]:
         return FirstUpdate(
-            "coupled", "the job draws random numbers that can't be replaced by their mean for a comparison "
+            "coupled",
+            "the job draws random numbers that can't be replaced by their mean for a comparison "
             f"({', '.join(reference['left_on'])}), and a batch that is cut draws others: that moves the "
-            f"{reference['coupling']}. The run equals one device that cuts the batch alike", seconds)
+            f"{reference['coupling']}. The run equals one device that cuts the batch alike",
+            seconds,
+        )
     if cause := reference.get("cause"):
-        return FirstUpdate("coupled", "cutting a batch changes what this job computes, on one device already: it moves "
-                           f"the {reference['coupling']}. {cause[:1].upper()}{cause[1:]}", seconds)
+        return FirstUpdate(
+            "coupled",
+            "cutting a batch changes what this job computes, on one device already: it moves "
+            f"the {reference['coupling']}. {cause[:1].upper()}{cause[1:]}",
+            seconds,
+        )
     return FirstUpdate(
-        "coupled", "cutting a batch changes what this job computes, on one device already: it moves the "
+        "coupled",
+        "cutting a batch changes what this job computes, on one device already: it moves the "
         f"{reference['coupling']}. Samples of a batch are coupled (a BatchNorm, a contrastive loss), or a scalar loss "
-        "is not the mean over its samples; 'paceline verify' names the cause", seconds)
+        "is not the mean over its samples; 'paceline verify' names the cause",
+        seconds,
+    )
 
 
 def _is_cut(resolved: Resolved) -> bool:
     return resolved.plan.replicas > 1 or resolved.plan.num_microbatches > 1
 
 
-def _watched(job: Job, resolved: Resolved, document: Path, tensors: Path, has_ended: Callable[[], bool],
-             devices: Any) -> Callable[[Any], dict[str, Any]]:
+def _watched(
+    job: Job,
+    resolved: Resolved,
+    document: Path,
+    tensors: Path,
+    has_ended: Callable[[], bool],
+    devices: Any,
+) -> Callable[[Any], dict[str, Any]]:
     """What each rank does: the first step, beside one device, with a recorder that waits for what that comes to."""
+
     def body(context: Any) -> dict[str, Any]:
         from paceline.base.logs import without_notes
         from paceline.model.randomness import WithoutRandomness
@@ -181,8 +239,14 @@ def _watched(job: Job, resolved: Resolved, document: Path, tensors: Path, has_en
         with without_notes(), WithoutRandomness() as random:
             recorder = DifferenceRecorder(tensors, random, ready=wait)
             with suppress(_NoReferenceError):
-                train_rank(context, in_precision(job, job.precision, random), resolved.plan,
-                           Settings(None, resolved.shares, is_trial=True, observer=recorder, devices=devices))
+                train_rank(
+                    context,
+                    in_precision(job, job.precision, random),
+                    resolved.plan,
+                    Settings(
+                        None, resolved.shares, is_trial=True, observer=recorder, devices=devices
+                    ),
+                )
         return recorder.to_dict()
 
     return body
@@ -205,7 +269,9 @@ def _write_references(job: Job, resolved: Resolved, folder: Path, *, steps: int 
 
     models = 1 + resolved.plan.num_copies  # that are in memory at once: each replica has its own
     most_bytes = free_memory_bytes() // models
-    with suppress(ValueError, OSError):  # not every system has this limit; a model that is too large is an error here
+    with suppress(
+        ValueError, OSError
+    ):  # not every system has this limit; a model that is too large is an error here
         resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, most_bytes))
     random = WithoutRandomness()
 
@@ -228,8 +294,14 @@ def _write_references(job: Job, resolved: Resolved, folder: Path, *, steps: int 
     _tell(folder / _NARROW, narrow)
     while not (folder / _BEYOND).exists():
         time.sleep(_POLL_S)
-    _tell(folder / _MEASURED, lambda: first_steps[0].measured(
-        shares=resolved.shares, microbatches=resolved.plan.num_microbatches, cut_folder=folder / _CUT))
+    _tell(
+        folder / _MEASURED,
+        lambda: first_steps[0].measured(
+            shares=resolved.shares,
+            microbatches=resolved.plan.num_microbatches,
+            cut_folder=folder / _CUT,
+        ),
+    )
 
 
 def _tell(document: Path, compute: Callable[[], dict[str, Any]]) -> None:

@@ -32,14 +32,25 @@ def load_plainly(job: Job, model: torch.nn.Module) -> None:
 
 def _load(init: Weights, model: torch.nn.Module) -> None:
     state = _state_of(init)
-    matched(init, {name: tuple(tensor.shape) for name, tensor in state.items()}, model)  # refuses in words
-    model.load_state_dict({renamed: tensor for name, tensor in state.items()
-                           if (renamed := init.name(name)) is not None}, strict=init.strict and not _has_ties(model))
+    matched(
+        init, {name: tuple(tensor.shape) for name, tensor in state.items()}, model
+    )  # refuses in words
+    model.load_state_dict(
+        {
+            renamed: tensor
+            for name, tensor in state.items()
+            if (renamed := init.name(name)) is not None
+        },
+        strict=init.strict and not _has_ties(model),
+    )
 
 
 def _has_ties(model: torch.nn.Module) -> bool:
     """Whether a tensor has several names, of which a file may have one."""
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    named = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
     return len(named) > len(list(model.parameters())) + len(list(model.buffers()))
 
 
@@ -55,4 +66,7 @@ def _state_of(init: Weights) -> Mapping[str, torch.Tensor]:
             shards = json.loads((path / "model.safetensors.index.json").read_text())["weight_map"]
             return {name: load_file(path / shard)[name] for name, shard in shards.items()}
     source = source_of(init)  # a state dict, or a checkpoint of ours
-    return {name: source.read(name, Region((0,) * len(shape), shape)) for name, shape in source.shapes.items()}
+    return {
+        name: source.read(name, Region((0,) * len(shape), shape))
+        for name, shape in source.shapes.items()
+    }

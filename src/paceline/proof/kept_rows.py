@@ -18,9 +18,12 @@ def kept_rows(run: PlainRun, batch: MicroBatch) -> str | None:
     Buffers that forwards change go on changing; attributes are put back to what they were before the step.
     """
     before = run.attributes
-    attributes = {name: value.detach().clone() for name, value in tensor_attributes(run.model)
-                  if not is_like_a_buffer(before.values.get(name), value)
-                  and not is_same(value, before.values.get(name))}
+    attributes = {
+        name: value.detach().clone()
+        for name, value in tensor_attributes(run.model)
+        if not is_like_a_buffer(before.values.get(name), value)
+        and not is_same(value, before.values.get(name))
+    }
     if not attributes or batch.samples < 2:
         return None
     later = _outputs(run, batch)
@@ -32,10 +35,18 @@ def kept_rows(run: PlainRun, batch: MicroBatch) -> str | None:
     _outputs(run, part_of_batch(batch, range(batch.samples // 2)))
     of_half = dict(tensor_attributes(run.model))
     before.restore()
-    return next((f"'{name}' of shape {tuple(value.shape)}" for name, value in attributes.items()
-                 if name in of_half and of_half[name].shape != value.shape), None)
+    return next(
+        (
+            f"'{name}' of shape {tuple(value.shape)}"
+            for name, value in attributes.items()
+            if name in of_half and of_half[name].shape != value.shape
+        ),
+        None,
+    )
 
 
 def _outputs(run: PlainRun, batch: MicroBatch) -> list[torch.Tensor]:
     with torch.no_grad(), autocast(run.job):
-        return [leaf for leaf in tree_leaves(batch.call(run.model)) if isinstance(leaf, torch.Tensor)]
+        return [
+            leaf for leaf in tree_leaves(batch.call(run.model)) if isinstance(leaf, torch.Tensor)
+        ]

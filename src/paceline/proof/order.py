@@ -69,10 +69,18 @@ def windows(job: Job) -> Iterator[tuple[int, list[int], list[int]]]:
             continue
         while start < num_samples:
             size = value_at(job.batch, step, epoch)
-            positions = [position for position in range(start, start + size) if position < num_samples]
+            positions = [
+                position for position in range(start, start + size) if position < num_samples
+            ]
             if len(positions) == size or not job.drop_last:
-                yield epoch, positions, [shuffled(position, num_samples, seed) if drawn is None else drawn[position]
-                                         for position in positions]
+                yield (
+                    epoch,
+                    positions,
+                    [
+                        shuffled(position, num_samples, seed) if drawn is None else drawn[position]
+                        for position in positions
+                    ],
+                )
                 step += 1
             start += size
         epoch += 1
@@ -104,20 +112,33 @@ class CollatedBatch(MicroBatch):
     def mapped(self, function: Any) -> CollatedBatch:
         """With every tensor replaced, here and in what is picked."""
         made = MicroBatch.mapped(self, function)
-        return CollatedBatch(made.input, made.target, made.samples,
-                             picked=lambda places: self.picked(places).mapped(function))
+        return CollatedBatch(
+            made.input,
+            made.target,
+            made.samples,
+            picked=lambda places: self.picked(places).mapped(function),
+        )
 
 
-def _batch(names: Sequence[Any], collate: Collate | None, items: Callable[[Sequence[int]], list[Any]]) -> MicroBatch:
+def _batch(
+    names: Sequence[Any], collate: Collate | None, items: Callable[[Sequence[int]], list[Any]]
+) -> MicroBatch:
     """The batch of all samples. names: of them. items: those at these places."""
+
     def picked(places: Sequence[int]) -> MicroBatch:
         with kept_streams():
-            return _batch([names[place] for place in places], collate,
-                          lambda some: items([places[place] for place in some]))
+            return _batch(
+                [names[place] for place in places],
+                collate,
+                lambda some: items([places[place] for place in some]),
+            )
 
     inputs, targets = collated(items(range(len(names))), collate, names=names)
-    return (MicroBatch(inputs, targets, len(names)) if collate is None
-            else CollatedBatch(inputs, targets, len(names), picked=picked))
+    return (
+        MicroBatch(inputs, targets, len(names))
+        if collate is None
+        else CollatedBatch(inputs, targets, len(names), picked=picked)
+    )
 
 
 def whole_batches(job: Job, steps: int) -> Iterator[MicroBatch]:
@@ -142,18 +163,26 @@ def later_batches(job: Job, *, steps: int, count: int, samples: int) -> Iterator
         positions = window.positions[:samples]
         indices = order.indices(window.epoch, positions)
         seed = key_to_seed(job.seed, "sample", window.epoch)
-        yield _batch(indices, value_at(job.collate, step, window.epoch),
-                     partial(_items, job.data, seed, positions, indices)).to(one_device(), dtype)
+        yield _batch(
+            indices,
+            value_at(job.collate, step, window.epoch),
+            partial(_items, job.data, seed, positions, indices),
+        ).to(one_device(), dtype)
 
 
 def _indexed(job: Job) -> Iterator[MicroBatch]:
     for step, (epoch, positions, indices) in enumerate(windows(job)):
         seed = key_to_seed(job.seed, "sample", epoch)
-        yield _batch(indices, value_at(job.collate, step, epoch),
-                     partial(_items, job.data, seed, positions, indices))
+        yield _batch(
+            indices,
+            value_at(job.collate, step, epoch),
+            partial(_items, job.data, seed, positions, indices),
+        )
 
 
-def _items(data: Any, seed: int, positions: Sequence[int], indices: Sequence[int], places: Sequence[int]) -> list[Any]:
+def _items(
+    data: Any, seed: int, positions: Sequence[int], indices: Sequence[int], places: Sequence[int]
+) -> list[Any]:
     """The samples at these places of a window, each drawn from its own stream."""
     items = []
     for place in places:
@@ -174,7 +203,9 @@ def _stream(job: Job) -> Iterator[MicroBatch]:
             size = value_at(job.batch, step, epoch)
             taken = list(islice(items, size))
             if len(taken) == size or (taken and not job.drop_last):
-                yield _batch(range(len(taken)), value_at(job.collate, step, epoch), partial(_taken, taken))
+                yield _batch(
+                    range(len(taken)), value_at(job.collate, step, epoch), partial(_taken, taken)
+                )
                 step += 1
             start += len(taken)
             if len(taken) < size:
@@ -198,13 +229,17 @@ def order_difference(job: Job, *, steps: int) -> str | None:
         return None
     order = Order.of(job)
     last = order.epoch_end(0)
-    wanted = sorted({*range(min(steps, last + 1)), *((last - 1, last) if last * job.batch <= _FEW else ())})
+    wanted = sorted(
+        {*range(min(steps, last + 1)), *((last - 1, last) if last * job.batch <= _FEW else ())}
+    )
     for step, (epoch, positions, indices) in enumerate(islice(windows(job), wanted[-1] + 1)):
         if step not in wanted:
             continue
         window = order.window(step)
         if (window.epoch, list(window.positions)) != (epoch, positions):
-            return f"step {step + 1} would read positions {window.positions} of epoch {window.epoch}"
+            return (
+                f"step {step + 1} would read positions {window.positions} of epoch {window.epoch}"
+            )
         if order.indices(epoch, positions) != indices:
             return f"step {step + 1} would read other samples than the seed fixes"
     return None

@@ -35,8 +35,18 @@ class PlainStep:
         before: Is called with the parameters of an optimizer before an update clips their gradients.
     """
 
-    def __init__(self, job: Job, models: Any, optimizers: Any, schedules: Any, replicas: Pieces, *, step: int,
-                 autocast: Callable[[], Any], before: Callable[[list[nn.Parameter]], None]) -> None:
+    def __init__(
+        self,
+        job: Job,
+        models: Any,
+        optimizers: Any,
+        schedules: Any,
+        replicas: Pieces,
+        *,
+        step: int,
+        autocast: Callable[[], Any],
+        before: Callable[[list[nn.Parameter]], None],
+    ) -> None:
         self.job, self.models, self.optimizers, self.schedules = job, models, optimizers, schedules
         self.step, self.autocast, self.before = step, autocast, before
         self.scale: float | None = None
@@ -47,12 +57,19 @@ class PlainStep:
         self.batch = StepBatch(pieces)
         self.samples = sum(piece.samples for piece in pieces)
         device = next(models.parameters()).device
-        self.draws = WindowDraws(rows=self.samples, first=0, count=self.samples, key=(job.seed, "own step", step),
-                                 device=device, precision=job.precision)
+        self.draws = WindowDraws(
+            rows=self.samples,
+            first=0,
+            count=self.samples,
+            key=(job.seed, "own step", step),
+            device=device,
+            precision=job.precision,
+        )
         self.number, self.in_loss, self.loss = 0, False, 0.0
         self.gradients: dict[str, torch.Tensor] = {}
-        self._buffers = _BuffersOfReplicas(models, [sum(p.samples for p in replica) / self.samples
-                                                    for replica in replicas])
+        self._buffers = _BuffersOfReplicas(
+            models, [sum(p.samples for p in replica) / self.samples for replica in replicas]
+        )
 
     def take(self) -> None:
         """The step, and then the followers."""
@@ -70,7 +87,9 @@ class PlainStep:
         return self.draws.alike()
 
     def gather(self, value: Any) -> Any:
-        return map_tensors(lambda t: t.detach().clone(), value.input if isinstance(value, StepBatch) else value)
+        return map_tensors(
+            lambda t: t.detach().clone(), value.input if isinstance(value, StepBatch) else value
+        )
 
     def run(self, model: str, inputs: Any, *, grad: bool | None = None, cut: bool = True) -> Any:
         module = self.models.get_submodule(model)
@@ -98,7 +117,9 @@ class PlainStep:
                     output = MicroBatch(inputs, None, self.samples).call(module)
             return output
 
-    def _pieces(self, *cut: Sequence[Any]) -> Iterator[tuple[MicroBatch, tuple[int, int], tuple[Any, ...]]]:
+    def _pieces(
+        self, *cut: Sequence[Any]
+    ) -> Iterator[tuple[MicroBatch, tuple[int, int], tuple[Any, ...]]]:
         """Every micro-batch in the state of its replica, with what was cut alike."""
         rows = iter(zip(*cut, strict=True))
         for replica, pieces in enumerate(self.replicas):
@@ -107,16 +128,29 @@ class PlainStep:
                     seed_streams(self.job.seed, "step", self.step, replica, number, self.number)
                     yield piece, (replica, number), next(rows)
 
-    def backward(self, model: str | tuple[str, ...], inputs: Any, loss: Callable[..., Any], *more: Any,
-                 gather: bool = False) -> None:
+    def backward(
+        self,
+        model: str | tuple[str, ...],
+        inputs: Any,
+        loss: Callable[..., Any],
+        *more: Any,
+        gather: bool = False,
+    ) -> None:
         names = (model,) if isinstance(model, str) else model
         module = self.models.get_submodule(names[0])
-        trained = [p for name in names for p in self.models.get_submodule(name).parameters() if p.requires_grad]
+        trained = [
+            p
+            for name in names
+            for p in self.models.get_submodule(name).parameters()
+            if p.requires_grad
+        ]
         earlier, total, count, is_sum = [p.grad for p in trained], 0.0, 0.0, False
         for p in trained:
             p.grad = None
         cut = [self.batch.cut(each, "inputs") for each in (inputs, *more)]
-        expected = 2.0 ** round(math.log2(self.samples))  # divides sums before backward, so that they overflow less
+        expected = 2.0 ** round(
+            math.log2(self.samples)
+        )  # divides sums before backward, so that they overflow less
         with self.draws.paused():
             self.number += 1
             for samples, value in self._losses(module, cut, loss, more, gather=gather):
@@ -127,29 +161,45 @@ class PlainStep:
                 else:
                     scaled = value * (samples / self.samples * (self.scale or 1.0))
                     total, count = total + value.item() * samples, count + samples
-                if scaled.requires_grad and trained:  # a piece in which nothing counts may have no graph
+                if (
+                    scaled.requires_grad and trained
+                ):  # a piece in which nothing counts may have no graph
                     scaled.backward(inputs=trained)
         for p, gradient in zip(trained, earlier, strict=True):
             if p.grad is not None and is_sum:
                 p.grad = p.grad * (expected / count)
-            p.grad = gradient if p.grad is None else p.grad if gradient is None else p.grad + gradient
+            p.grad = (
+                gradient if p.grad is None else p.grad if gradient is None else p.grad + gradient
+            )
         self.loss += total / count
 
-    def _losses(self, module: nn.Module, cut: Sequence[Sequence[Any]], loss: Callable[..., Any], more: Sequence[Any], *,
-                gather: bool) -> Iterator[tuple[int, Any]]:
+    def _losses(
+        self,
+        module: nn.Module,
+        cut: Sequence[Sequence[Any]],
+        loss: Callable[..., Any],
+        more: Sequence[Any],
+        *,
+        gather: bool,
+    ) -> Iterator[tuple[int, Any]]:
         """The loss of each micro-batch, with its samples; or of all outputs at once."""
         outputs = []
         for piece, _, (model_inputs, *others) in self._pieces(*cut):
             with self.autocast():
                 outputs.append(MicroBatch(model_inputs, None, 1).call(module))
                 if not gather:
-                    yield piece.samples, self._loss_of(loss, outputs.pop(), StepBatch([piece]), others)
+                    yield (
+                        piece.samples,
+                        self._loss_of(loss, outputs.pop(), StepBatch([piece]), others),
+                    )
         if gather:
             with self.autocast():
                 everyone = [each.input if isinstance(each, StepBatch) else each for each in more]
                 yield self.samples, self._loss_of(loss, _joined(outputs), self.batch, everyone)
 
-    def _loss_of(self, loss: Callable[..., Any], output: Any, batch: StepBatch, more: Sequence[Any]) -> Any:
+    def _loss_of(
+        self, loss: Callable[..., Any], output: Any, batch: StepBatch, more: Sequence[Any]
+    ) -> Any:
         self.in_loss = True
         with self.draws.makes_on:
             value = loss(output, batch, *more)
@@ -168,15 +218,21 @@ class PlainStep:
                 if p.grad is not None:
                     name = names[id(p)]
                     gradient = cpu_copy(p.grad.to_dense())
-                    self.gradients[name] = self.gradients[name] + gradient if name in self.gradients else gradient
+                    self.gradients[name] = (
+                        self.gradients[name] + gradient if name in self.gradients else gradient
+                    )
             self.before(parameters)
             greatest = self.optimizers.clips[optimizer]
             if greatest is not None:
                 torch.nn.utils.clip_grad_norm_(parameters, greatest)
             with self.around_updates():
                 member.step()
-            schedule = self.schedules.schedules.get(optimizer) if self.schedules is not None else None
-            if schedule is not None and not hasattr(schedule, "num_bad_epochs"):  # evaluations step those
+            schedule = (
+                self.schedules.schedules.get(optimizer) if self.schedules is not None else None
+            )
+            if schedule is not None and not hasattr(
+                schedule, "num_bad_epochs"
+            ):  # evaluations step those
                 schedule.step()
             for p in parameters:
                 p.grad = None
@@ -263,8 +319,14 @@ class _BuffersOfReplicas:
             return
         for name, value in self.originals.items():
             met = [values[name] for values in self.values]
-            value.copy_(sum((each * share for each, share in zip(met, self.shares, strict=True)),
-                            torch.zeros_like(value)) if value.is_floating_point() else torch.stack(met).amax(0))
+            value.copy_(
+                sum(
+                    (each * share for each, share in zip(met, self.shares, strict=True)),
+                    torch.zeros_like(value),
+                )
+                if value.is_floating_point()
+                else torch.stack(met).amax(0)
+            )
 
 
 def _joined(outputs: Sequence[Any]) -> Any:

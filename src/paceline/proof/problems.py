@@ -45,9 +45,13 @@ from paceline.proof.tolerances import ALLOWED, EXACT, Dtypes
 from paceline.training.feed import MicroBatch, map_tensors
 from paceline.training.optimizers.probe import needs_closure
 
-UNCUT = "plans that don't cut the batch, such as tensor=N and place=auto parts=N, are exact as it is"
-_NO_COUPLING = ("a scalar loss is the mean over its samples, anything else (sum, count), and no layer mixes samples; "
-                f"what all samples of the step share is gathered (ctx.gather); {UNCUT}")
+UNCUT = (
+    "plans that don't cut the batch, such as tensor=N and place=auto parts=N, are exact as it is"
+)
+_NO_COUPLING = (
+    "a scalar loss is the mean over its samples, anything else (sum, count), and no layer mixes samples; "
+    f"what all samples of the step share is gathered (ctx.gather); {UNCUT}"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +74,19 @@ class Problem:
 
     def to_dict(self) -> dict[str, Any]:
         """As it stands in a certificate."""
-        return {"kind": self.kind, "names": list(self.names), "found": self.reason, "instead": self.instead}
+        return {
+            "kind": self.kind,
+            "names": list(self.names),
+            "found": self.reason,
+            "instead": self.instead,
+        }
 
     @classmethod
     def from_dict(cls, document: dict[str, Any]) -> Problem:
         """The inverse of `to_dict`."""
-        return cls(document["kind"], tuple(document["names"]), document["found"], document["instead"])
+        return cls(
+            document["kind"], tuple(document["names"]), document["found"], document["instead"]
+        )
 
 
 def job_problem(job: Job, *, steps: int) -> Problem | None:
@@ -89,9 +100,13 @@ def _unsteady_weights(job: Job) -> Problem | None:
     first, second = (dict(build_plain(job).named_parameters()) for _ in range(2))
     for name, p in first.items():
         if name not in second or not torch.equal(p, second[name]):
-            return Problem("weights", (name,), "the initial weights are not fixed by the seed: "
-                           f"'{name}' differs between two models built alike",
-                           "draw them from torch's, NumPy's or Python's own generator, without seeding it")
+            return Problem(
+                "weights",
+                (name,),
+                "the initial weights are not fixed by the seed: "
+                f"'{name}' differs between two models built alike",
+                "draw them from torch's, NumPy's or Python's own generator, without seeding it",
+            )
     return None
 
 
@@ -100,20 +115,36 @@ def _step_problem(job: Job, *, steps: int) -> Problem | None:
     whole, cut = PlainRun(job), PlainRun(job, variation=Variation(cuts=2))
     for step, batch in enumerate(whole_batches(job, steps)):
         try:
-            gradients, cut_gradients = whole.step(unspoilt(batch)).gradients, cut.step(unspoilt(batch)).gradients
+            gradients, cut_gradients = (
+                whole.step(unspoilt(batch)).gradients,
+                cut.step(unspoilt(batch)).gradients,
+            )
         except Exception:  # a BatchNorm can't take one sample
             return None
         if not gradients:  # loss scaling skipped the step
             continue
-        moved = {name: distance(gradient, cut_gradients.get(name)) for name, gradient in gradients.items()}
+        moved = {
+            name: distance(gradient, cut_gradients.get(name))
+            for name, gradient in gradients.items()
+        }
         name = max(moved, key=lambda name: moved[name])
         if not moved[name] <= EXACT[job.precision] * greatest(gradients.values()):
-            norms = [path for path, module in whole.model.named_modules()
-                     if isinstance(module, nn.modules.batchnorm._BatchNorm)]
-            layers = f" ({', '.join(norms[:3])} use the statistics of a micro-batch)" if norms else ""
-            return Problem("samples", tuple(norms), f"the step couples the samples of a batch{layers}: cutting the "
-                           f"batch of step {step + 1} in two moves the gradient of '{name}' by {moved[name]:.2g} on "
-                           "one device already", _NO_COUPLING)
+            norms = [
+                path
+                for path, module in whole.model.named_modules()
+                if isinstance(module, nn.modules.batchnorm._BatchNorm)
+            ]
+            layers = (
+                f" ({', '.join(norms[:3])} use the statistics of a micro-batch)" if norms else ""
+            )
+            return Problem(
+                "samples",
+                tuple(norms),
+                f"the step couples the samples of a batch{layers}: cutting the "
+                f"batch of step {step + 1} in two moves the gradient of '{name}' by {moved[name]:.2g} on "
+                "one device already",
+                _NO_COUPLING,
+            )
     return None
 
 
@@ -129,8 +160,14 @@ def loss_problem(job: Job, *, steps: int) -> Problem | None:
     model, loss = build_plain(job), job.criterion
     # It is called several times with one target, and may write to it.
     job = replace(job, loss=lambda output, target: loss(output, map_tensors(lazy_copy, target)))
-    return next((problem for batch in whole_batches(job, steps) if batch.samples > 1
-                 and (problem := _loss_problem_of(job, model, batch, loss))), None)
+    return next(
+        (
+            problem
+            for batch in whole_batches(job, steps)
+            if batch.samples > 1 and (problem := _loss_problem_of(job, model, batch, loss))
+        ),
+        None,
+    )
 
 
 def _loss_problem_of(job: Job, model: nn.Module, batch: MicroBatch, loss: Any) -> Problem | None:
@@ -157,19 +194,37 @@ def uneven_problem(job: Job, model: nn.Module, batches: Iterable[MicroBatch]) ->
         seen = Dtypes({p.dtype for p in model.parameters() if p.is_floating_point()})
         first, value, cut = max(1, batch.samples // 3), 0.0, 0.0
         with suppress(Exception), seen:  # the model or the loss may refuse so few samples
-            parts = [part_of_batch(batch, part) for part in (range(first), range(first, batch.samples))]
+            parts = [
+                part_of_batch(batch, part) for part in (range(first), range(first, batch.samples))
+            ]
             if job.models:
-                value, cut = (PlainRun(job, shares=shares).step(unspoilt(batch)).loss for shares in ((1,), (1, 2)))
+                value, cut = (
+                    PlainRun(job, shares=shares).step(unspoilt(batch)).loss
+                    for shares in ((1,), (1, 2))
+                )
             else:
                 value, cut = _loss_of(job, model, [batch]), _loss_of(job, model, parts)
-        exact = max(EXACT["float64"] if job.precision == "float64" else _MEAN_IN_FLOAT32, ALLOWED * seen.epsilon)
+        exact = max(
+            EXACT["float64"] if job.precision == "float64" else _MEAN_IN_FLOAT32,
+            ALLOWED * seen.epsilon,
+        )
         if abs(cut - value) > exact * max(1.0, abs(value)):
-            symptom = (f"the loss of {batch.samples} samples is {value:.6g}, and {cut:.6g} if they are cut in {first} "
-                       f"and {batch.samples - first}")
+            symptom = (
+                f"the loss of {batch.samples} samples is {value:.6g}, and {cut:.6g} if they are cut in {first} "
+                f"and {batch.samples - first}"
+            )
             if job.models:
-                return Problem("samples", (), f"the step couples the samples of a batch: {symptom}", _NO_COUPLING)
-            return (_loss_problem_of(job, model, batch, job.criterion) or _collated_otherwise(batch, parts[0], symptom)
-                    or _described(job, model, batch, symptom))
+                return Problem(
+                    "samples",
+                    (),
+                    f"the step couples the samples of a batch: {symptom}",
+                    _NO_COUPLING,
+                )
+            return (
+                _loss_problem_of(job, model, batch, job.criterion)
+                or _collated_otherwise(batch, parts[0], symptom)
+                or _described(job, model, batch, symptom)
+            )
     return None
 
 
@@ -178,10 +233,14 @@ def _collated_otherwise(batch: MicroBatch, part: MicroBatch, symptom: str) -> Pr
     same = rows(batch.input, range(part.samples), batch.samples)
     if all(map(is_same, tree_leaves(same), tree_leaves(part.input))):
         return None
-    return Problem("samples", ("collate",), "the job couples the samples of a batch: collate gives a sample another "
-                   f"input in a part of a batch, by a figure of all that are there (the longest, a mean): {symptom}",
-                   "let it take such figures over all data or each sample, or keep them out of the loss by a mask; "
-                   f"{UNCUT}")
+    return Problem(
+        "samples",
+        ("collate",),
+        "the job couples the samples of a batch: collate gives a sample another "
+        f"input in a part of a batch, by a figure of all that are there (the longest, a mean): {symptom}",
+        "let it take such figures over all data or each sample, or keep them out of the loss by a mask; "
+        f"{UNCUT}",
+    )
 
 
 def _loss_of(job: Job, model: nn.Module, pieces: Sequence[MicroBatch]) -> float:
@@ -192,8 +251,10 @@ def _loss_of(job: Job, model: nn.Module, pieces: Sequence[MicroBatch]) -> float:
             value = job.criterion(piece.call(model), piece.target)
         snapshot.restore()
         pair = value if isinstance(value, tuple | list) else (value * piece.samples, piece.samples)
-        total, count = (sum_ + float(torch.as_tensor(part).detach())
-                        for sum_, part in zip((total, count), pair, strict=True))
+        total, count = (
+            sum_ + float(torch.as_tensor(part).detach())
+            for sum_, part in zip((total, count), pair, strict=True)
+        )
     return total / count
 
 
@@ -205,12 +266,14 @@ def _comparing(job: Job, output: Any, batch: MicroBatch) -> Problem | None:
         """The second half of the samples drawn towards the first: within the range that outputs have."""
         if not _by_sample(tensor, batch.samples):
             return tensor
-        others = tensor[:batch.samples - half].flip(0)
+        others = tensor[: batch.samples - half].flip(0)
         return torch.cat([tensor[:half], (tensor[half:] + others) / 2])
 
     def gradients(values: Any) -> list[torch.Tensor]:
-        values = map_tensors(lambda t: t.detach().clone().requires_grad_() if _by_sample(t, batch.samples) else t,
-                             values)
+        values = map_tensors(
+            lambda t: t.detach().clone().requires_grad_() if _by_sample(t, batch.samples) else t,
+            values,
+        )
         leaves = [t for t in _tensors(values) if t.requires_grad]
         with torch.enable_grad(), autocast(job):
             value = job.criterion(values, batch.target)
@@ -224,10 +287,14 @@ def _comparing(job: Job, output: Any, batch: MicroBatch) -> Problem | None:
     off = max((distance(a, b) for a, b in zip(before, after, strict=True)), default=0.0)
     if off <= EXACT[job.precision] * greatest(before):
         return None
-    return Problem("samples", ("the loss",), "the job couples the samples of a batch: the loss compares them, for the "
-                   "gradient of some changes with the outputs of others",
-                   "let an item of the data hold all samples that are compared, or gather them in a step of your own "
-                   f"(ctx.gather); {UNCUT}")
+    return Problem(
+        "samples",
+        ("the loss",),
+        "the job couples the samples of a batch: the loss compares them, for the "
+        "gradient of some changes with the outputs of others",
+        "let an item of the data hold all samples that are compared, or gather them in a step of your own "
+        f"(ctx.gather); {UNCUT}",
+    )
 
 
 def _no_mean(job: Job, output: Any, batch: MicroBatch, *, loss: Any) -> Problem | None:
@@ -237,23 +304,35 @@ def _no_mean(job: Job, output: Any, batch: MicroBatch, *, loss: Any) -> Problem 
     """
     with torch.no_grad(), autocast(job):
         value = job.criterion(output, batch.target)
-        if isinstance(value, tuple | list) or not any(_has_rows(t, batch.samples) for t in _tensors(output)):
+        if isinstance(value, tuple | list) or not any(
+            _has_rows(t, batch.samples) for t in _tensors(output)
+        ):
             return None
     # A mean of values in float32 is that exact, however many; class weights can move it by no more than a thousandth.
-    exact = min(EXACT[job.precision], _MEAN_IN_FLOAT32) if job.precision == "float32" else EXACT[job.precision]
+    exact = (
+        min(EXACT[job.precision], _MEAN_IN_FLOAT32)
+        if job.precision == "float32"
+        else EXACT[job.precision]
+    )
     third = max(1, batch.samples // 3)
     # One cut may part what counts evenly by chance; the next one then does not, unless each sample counts alike.
     for first in sorted({third, min(batch.samples - 1, third + 1)}):
-        parts = [(rows(output, part, batch.samples), _targets(batch, part))
-                 for part in (range(first), range(first, batch.samples))]
+        parts = [
+            (rows(output, part, batch.samples), _targets(batch, part))
+            for part in (range(first), range(first, batch.samples))
+        ]
         with torch.no_grad(), autocast(job):
             means = [float(job.criterion(*part)) for part in parts]
         mixed = (first * means[0] + (batch.samples - first) * means[1]) / batch.samples
         if abs(mixed - float(value)) > exact * max(1.0, abs(float(value))):
-            return Problem("loss", ("the loss",), "the loss is a scalar and not the mean over its samples: "
-                           f"{float(value):.6g} of {batch.samples} samples at once, {mixed:.6g} as the mean of its "
-                           "parts; ignored targets or weights do this",
-                           f"return (sum, count) instead of a scalar{_as_pair(job, loss, output, batch, parts)}")
+            return Problem(
+                "loss",
+                ("the loss",),
+                "the loss is a scalar and not the mean over its samples: "
+                f"{float(value):.6g} of {batch.samples} samples at once, {mixed:.6g} as the mean of its "
+                "parts; ignored targets or weights do this",
+                f"return (sum, count) instead of a scalar{_as_pair(job, loss, output, batch, parts)}",
+            )
     return None
 
 
@@ -264,7 +343,9 @@ def _targets(batch: MicroBatch, part: range) -> Any:
     return part_of_batch(batch, part).target
 
 
-def _as_pair(job: Job, loss: Any, output: Any, batch: MicroBatch, parts: list[tuple[Any, Any]]) -> str:
+def _as_pair(
+    job: Job, loss: Any, output: Any, batch: MicroBatch, parts: list[tuple[Any, Any]]
+) -> str:
     """The replacement of a loss as code, where one was found; else what it is in words."""
     with torch.no_grad(), autocast(job), suppress(Exception):  # the loss is the user's
         if (code := replacement(loss, output, batch.target, parts)) is not None:
@@ -293,37 +374,64 @@ def _coupling(job: Job, *, steps: int) -> Problem | None:
         moved = {name: distance(g, cut.get(name)) for name, g in whole.items()}
         name = max(moved, key=lambda name: moved[name])
         if not moved[name] <= EXACT[job.precision] * greatest(whole.values()):
-            return _described(job, model, batch, f"cutting the batch of step {step + 1} in two moves the gradient of "
-                                                 f"'{name}' by {moved[name]:.2g} on one device already")
+            return _described(
+                job,
+                model,
+                batch,
+                f"cutting the batch of step {step + 1} in two moves the gradient of "
+                f"'{name}' by {moved[name]:.2g} on one device already",
+            )
         update(optimizer, evaluate if evaluates else None, loss)
     return None
 
 
 def _described(job: Job, model: nn.Module, batch: MicroBatch, symptom: str) -> Problem:
     """The layer behind it, if one can be seen: the first whose output for some samples depends on the others."""
-    whole, repeated, part = (_outputs(job, model, inputs) for inputs in (batch, batch, cut_batch(batch, 2)[0]))
+    whole, repeated, part = (
+        _outputs(job, model, inputs) for inputs in (batch, batch, cut_batch(batch, 2)[0])
+    )
     changing = _first_difference(job, model, whole, repeated, batch.samples)
     if changing is not None:
         kind = type(model.get_submodule(changing)).__name__
-        return Problem("changes", (changing,), f"'{changing}' ({kind}) gives another output each time it is called "
-                       f"with the same input: {symptom}", "a layer must not change in a forward; keep what it counts "
-                       "out of what it computes")
+        return Problem(
+            "changes",
+            (changing,),
+            f"'{changing}' ({kind}) gives another output each time it is called "
+            f"with the same input: {symptom}",
+            "a layer must not change in a forward; keep what it counts out of what it computes",
+        )
     mixing = _first_difference(job, model, whole, part, batch.samples)
     coupled = f"the job couples the samples of a batch: {symptom}"
     if mixing is None:
-        return Problem("samples", (), f"{coupled}, and no layer's output shows where",
-                       "look for a loss or a hook that mixes samples, or a scalar loss that divides by something else "
-                       f"than samples (nodes, boxes, tokens): it returns (sum, count). {UNCUT[:1].upper()}{UNCUT[1:]}")
+        return Problem(
+            "samples",
+            (),
+            f"{coupled}, and no layer's output shows where",
+            "look for a loss or a hook that mixes samples, or a scalar loss that divides by something else "
+            f"than samples (nodes, boxes, tokens): it returns (sum, count). {UNCUT[:1].upper()}{UNCUT[1:]}",
+        )
     layer = model.get_submodule(mixing)
-    norms = [path for path, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    norms = [
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm)
+    ]
     if mixing in norms:
-        return Problem("samples", tuple(norms), f"{coupled}. {len(norms)} BatchNorm layer{'s' * (len(norms) > 1)}, "
-                       f"such as '{mixing}', use the statistics of a micro-batch",
-                       "data=N, shard=N and their products with one micro-batch a rank join those of all ranks and are "
-                       f"exact. GroupNorm or LayerNorm make all plans exact: {_group_norm(layer)} in the place of "
-                       f"'{mixing}'; {UNCUT}")
-    return Problem("samples", (mixing,), f"{coupled}. '{mixing}' ({type(layer).__name__}) mixes samples",
-                   f"let it compute each sample by itself (reduce over dim 1 and later, never over dim 0); {UNCUT}")
+        return Problem(
+            "samples",
+            tuple(norms),
+            f"{coupled}. {len(norms)} BatchNorm layer{'s' * (len(norms) > 1)}, "
+            f"such as '{mixing}', use the statistics of a micro-batch",
+            "data=N, shard=N and their products with one micro-batch a rank join those of all ranks and are "
+            f"exact. GroupNorm or LayerNorm make all plans exact: {_group_norm(layer)} in the place of "
+            f"'{mixing}'; {UNCUT}",
+        )
+    return Problem(
+        "samples",
+        (mixing,),
+        f"{coupled}. '{mixing}' ({type(layer).__name__}) mixes samples",
+        f"let it compute each sample by itself (reduce over dim 1 and later, never over dim 0); {UNCUT}",
+    )
 
 
 def _group_norm(norm: nn.Module) -> str:
@@ -340,7 +448,9 @@ def _outputs(job: Job, model: nn.Module, batch: MicroBatch) -> list[tuple[str, l
     outputs: list[tuple[str, list[torch.Tensor]]] = []
 
     def note(path: str) -> Callable[..., None]:
-        return lambda module, inputs, output: outputs.append((path, [t.detach().clone() for t in _tensors(output)]))
+        return lambda module, inputs, output: outputs.append(
+            (path, [t.detach().clone() for t in _tensors(output)])
+        )
 
     handles = [module.register_forward_hook(note(path)) for path, module in model.named_modules()]
     with autocast(job):
@@ -350,8 +460,13 @@ def _outputs(job: Job, model: nn.Module, batch: MicroBatch) -> list[tuple[str, l
     return outputs
 
 
-def _first_difference(job: Job, model: nn.Module, whole: Sequence[tuple[str, list[torch.Tensor]]],
-                      other: Sequence[tuple[str, list[torch.Tensor]]], samples: int) -> str | None:
+def _first_difference(
+    job: Job,
+    model: nn.Module,
+    whole: Sequence[tuple[str, list[torch.Tensor]]],
+    other: Sequence[tuple[str, list[torch.Tensor]]],
+    samples: int,
+) -> str | None:
     """The first module whose outputs differ for the samples that both have; None if none does.
 
     Tensors that don't have the samples along dim 0 are not compared.
@@ -360,7 +475,7 @@ def _first_difference(job: Job, model: nn.Module, whole: Sequence[tuple[str, lis
         for a, b in zip(outputs, other_outputs, strict=False):
             if not _by_sample(a, samples) or b.ndim != a.ndim or a.shape[1:] != b.shape[1:]:
                 continue
-            if distance(a[:len(b)], b) > EXACT[job.precision] * max(1.0, greatest([a])):
+            if distance(a[: len(b)], b) > EXACT[job.precision] * max(1.0, greatest([a])):
                 return path
     return None
 

@@ -56,7 +56,9 @@ def num_devices(plan: Plan, devices: Sequence[str] | None) -> int:
     return plan.world_size - (plan.num_cpu_ranks if has_gpus else 0)
 
 
-def _alone(work: Callable[[Any], dict[str, Any]], devices: Sequence[str] | None, *, timeout_s: float) -> dict[str, Any]:
+def _alone(
+    work: Callable[[Any], dict[str, Any]], devices: Sequence[str] | None, *, timeout_s: float
+) -> dict[str, Any]:
     """What `work(context)` returns in a process of its own whose plain loop computes on the first of the devices, so
     that this one stays free to fork.
 
@@ -75,20 +77,32 @@ def _alone(work: Callable[[Any], dict[str, Any]], devices: Sequence[str] | None,
             with deterministic_algorithms(strict=False) as missing:
                 return {**work(context), "nondeterministic": sorted(missing)}
 
-    result: dict[str, Any] = run_local(body, Cluster.local(devices_of(devices, 1)).devices, timeout_s=timeout_s)[0]
+    result: dict[str, Any] = run_local(
+        body, Cluster.local(devices_of(devices, 1)).devices, timeout_s=timeout_s
+    )[0]
     return result
 
 
 def in_precision(job: Job, precision: Precision, random: Any) -> Job:
     """The job as it is compared: in a precision, its random layers off but for the initial weights."""
     if job.models:
-        return replace(job, precision=precision, model=None,  # type: ignore[arg-type]
-                       **own_step.with_builders(job, random.building))
+        return replace(
+            job,
+            precision=precision,
+            model=None,  # type: ignore[arg-type]
+            **own_step.with_builders(job, random.building),
+        )
     return replace(job, precision=precision, model=random.building(job.model))
 
 
-def reference_of(job: Job, folder: Path, *, saved_step: int, timeout_s: float,
-                 devices: Sequence[str] | None = None) -> dict[str, Any]:
+def reference_of(
+    job: Job,
+    folder: Path,
+    *,
+    saved_step: int,
+    timeout_s: float,
+    devices: Sequence[str] | None = None,
+) -> dict[str, Any]:
     """One device's figures by precision, computed on the first of the devices in a process of its own.
 
     A checkpoint of one device after `saved_step` steps is left in `folder`/runs/single.
@@ -115,22 +129,31 @@ def reference_of(job: Job, folder: Path, *, saved_step: int, timeout_s: float,
     def run(precision: Precision) -> dict[str, Any]:
         random = WithoutRandomness()
         exact = in_precision(job, precision, random)
-        figures = write_reference(exact, folder / precision, steps=steps, evaluation=evaluation_data(job),
-                                  random=random)
+        figures = write_reference(
+            exact, folder / precision, steps=steps, evaluation=evaluation_data(job), random=random
+        )
         with random if random.is_needed else nullcontext():
             problem = job_problem(exact, steps=steps)
-        return {**figures, "problem": None if problem is None else problem.to_dict(), "left": sorted(random.left_on),
-                "is_random": random.is_needed}
+        return {
+            **figures,
+            "problem": None if problem is None else problem.to_dict(),
+            "left": sorted(random.left_on),
+            "is_random": random.is_needed,
+        }
 
     def work(context: Any) -> dict[str, Any]:
-        Stepper(job, Plan(), Mesh.of(Plan(), 0), context.device)  # refuses in words what can't be trained
+        Stepper(
+            job, Plan(), Mesh.of(Plan(), 0), context.device
+        )  # refuses in words what can't be trained
         with float32_products(job, context):
             figures, note = {job.precision: run(job.precision)}, None
         if job.precision != "float64":
             try:
                 figures["float64"] = run("float64")
             except Exception as error:
-                note = f"not judged in float64, where the job fails: {type(error).__name__}: {error}"
+                note = (
+                    f"not judged in float64, where the job fails: {type(error).__name__}: {error}"
+                )
         finest = list(figures)[-1]
         if note is None and figures[finest]["left"]:
             note = f"the job draws random numbers that can't be switched off ({', '.join(figures[finest]['left'])})"
@@ -138,18 +161,27 @@ def reference_of(job: Job, folder: Path, *, saved_step: int, timeout_s: float,
             note = f"evaluations are not compared: {figures[finest]['not_evaluated']}"
         if saved_step:
             _save_single(context, job, finest, folder, saved_step)
-        return {"figures": figures, "problem": figures[finest]["problem"], "note": note, "subject": subject(job)}
+        return {
+            "figures": figures,
+            "problem": figures[finest]["problem"],
+            "note": note,
+            "subject": subject(job),
+        }
 
     reference = _alone(work, devices, timeout_s=timeout_s)
     if reference["nondeterministic"]:
-        repeats = ("one device repeats its figures up to rounding alone: operators without a deterministic form are "
-                   f"used ({', '.join(reference['nondeterministic'])})")
+        repeats = (
+            "one device repeats its figures up to rounding alone: operators without a deterministic form are "
+            f"used ({', '.join(reference['nondeterministic'])})"
+        )
         reference["note"] = f"{reference['note']}; {repeats}" if reference["note"] else repeats
     reference["order"] = order_difference(job, steps=steps)
     return reference
 
 
-def _save_single(context: Any, job: Job, precision: Precision, folder: Path, saved_step: int) -> None:
+def _save_single(
+    context: Any, job: Job, precision: Precision, folder: Path, saved_step: int
+) -> None:
     """A checkpoint that a plan without ranks wrote, for others to go on from."""
     from paceline.model.randomness import WithoutRandomness
     from paceline.training.drivers import train_rank
@@ -159,10 +191,14 @@ def _save_single(context: Any, job: Job, precision: Precision, folder: Path, sav
     run_dir.mkdir(parents=True, exist_ok=True)
     with WithoutRandomness() as random:
         exact = replace(in_precision(job, precision, random).with_training_only(), steps=saved_step)
-        train_rank(context, exact, Plan(), Settings(run_dir, (1,), save_every=saved_step, is_trial=True))
+        train_rank(
+            context, exact, Plan(), Settings(run_dir, (1,), save_every=saved_step, is_trial=True)
+        )
 
 
-def cut_reference(proof: Proof, *, shares: Sequence[int], microbatches: int) -> dict[Precision, dict[str, Any]]:
+def cut_reference(
+    proof: Proof, *, shares: Sequence[int], microbatches: int
+) -> dict[Precision, dict[str, Any]]:
     """One device that cuts every batch as a plan does; tensors are beside the reference's. See `write_cut`."""
     from paceline.model.randomness import WithoutRandomness
     from paceline.proof.tolerances import write_cut
@@ -174,8 +210,12 @@ def cut_reference(proof: Proof, *, shares: Sequence[int], microbatches: int) -> 
             with without_notes(), random if whole["is_random"] else nullcontext():
                 references[precision] = write_cut(
                     in_precision(proof.job, precision, random),
-                    cut_folder(proof.folder / precision, shares, microbatches), whole,
-                    beside=proof.folder / precision, shares=shares, microbatches=microbatches)
+                    cut_folder(proof.folder / precision, shares, microbatches),
+                    whole,
+                    beside=proof.folder / precision,
+                    shares=shares,
+                    microbatches=microbatches,
+                )
         return references
 
     references = _alone(work, proof.devices, timeout_s=proof.timeout_s)
@@ -194,8 +234,14 @@ def cut_folder(folder: Path, shares: Sequence[int], microbatches: int) -> Path:
     return folder / f"cut-{'-'.join(map(str, shares))}-{microbatches}"
 
 
-def watched(proof: Proof, resolved: Resolved, folders: Mapping[Precision, Path], *, number: int,
-            resumed_from: Path | None) -> list[dict[str, Any]]:
+def watched(
+    proof: Proof,
+    resolved: Resolved,
+    folders: Mapping[Precision, Path],
+    *,
+    number: int,
+    resumed_from: Path | None,
+) -> list[dict[str, Any]]:
     """What every rank records of the job under a plan, by precision; `resumed` holds a resumed run's, where asked for.
 
     Args:
@@ -221,21 +267,40 @@ def watched(proof: Proof, resolved: Resolved, folders: Mapping[Precision, Path],
         records: dict[str, Any] = {}
         for precision in proof.figures:
             is_finest = precision == proof.finest
-            records[precision] = _watch(context, proof, resolved, folders[precision], precision,
-                                        run_dir if is_finest else None)
+            records[precision] = _watch(
+                context,
+                proof,
+                resolved,
+                folders[precision],
+                precision,
+                run_dir if is_finest else None,
+            )
             if is_finest and resumed_from is not None:
-                records["resumed"] = _watch(context, proof, resolved, folders[precision], precision, onward,
-                                            resume=True)
+                records["resumed"] = _watch(
+                    context, proof, resolved, folders[precision], precision, onward, resume=True
+                )
         if context.rank == 0 and proof.saved_step:
             records["file"] = _file_difference(proof, run_dir, folders[proof.finest])
         return records
 
-    return run_local(body, resolved.cluster.devices, timeout_s=proof.timeout_s,
-                     fault_policy=fault_policy(resolved.plan))
+    return run_local(
+        body,
+        resolved.cluster.devices,
+        timeout_s=proof.timeout_s,
+        fault_policy=fault_policy(resolved.plan),
+    )
 
 
-def _watch(context: Any, proof: Proof, resolved: Resolved, folder: Path, precision: Precision, run_dir: Path | None, *,
-           resume: bool = False) -> dict[str, Any]:
+def _watch(
+    context: Any,
+    proof: Proof,
+    resolved: Resolved,
+    folder: Path,
+    precision: Precision,
+    run_dir: Path | None,
+    *,
+    resume: bool = False,
+) -> dict[str, Any]:
     """The job in one precision. With a run folder it also evaluates, and saves on its way or goes on from there."""
     from paceline.model.randomness import WithoutRandomness
     from paceline.proof.compare import DifferenceRecorder
@@ -247,13 +312,32 @@ def _watch(context: Any, proof: Proof, resolved: Resolved, folder: Path, precisi
     with without_notes(), random if proof.figures[precision]["is_random"] else nullcontext():
         recorder = DifferenceRecorder(folder, random, first_step=proof.saved_step if resume else 0)
         job = in_precision(proof.job, precision, random)
-        evaluates = run_dir is not None and not resume and proof.figures[precision]["not_evaluated"] is None
+        evaluates = (
+            run_dir is not None and not resume and proof.figures[precision]["not_evaluated"] is None
+        )
         data = evaluation_data(job) if evaluates else None
-        job = job.with_training_only() if data is None else replace(job, validation=data, callbacks=())
-        train_rank(context, job, resolved.plan, Settings(
-            run_dir, resolved.shares, is_trial=True, observer=recorder, resume=resume, keep=lambda: False,
-            save_every=proof.saved_step if run_dir is not None and not resume and proof.saved_step else None,
-            on_evaluation=recorder.evaluation))
+        job = (
+            job.with_training_only()
+            if data is None
+            else replace(job, validation=data, callbacks=())
+        )
+        train_rank(
+            context,
+            job,
+            resolved.plan,
+            Settings(
+                run_dir,
+                resolved.shares,
+                is_trial=True,
+                observer=recorder,
+                resume=resume,
+                keep=lambda: False,
+                save_every=proof.saved_step
+                if run_dir is not None and not resume and proof.saved_step
+                else None,
+                on_evaluation=recorder.evaluation,
+            ),
+        )
     return recorder.to_dict()
 
 
@@ -267,5 +351,3 @@ def _file_difference(proof: Proof, run_dir: Path, folder: Path) -> str | None:
     except CheckpointError as error:
         return f"the checkpoint after step {proof.saved_step} can't be read: {error}"
     return file_difference(checkpoint, folder, proof.figures[proof.finest], step=proof.saved_step)
-
-

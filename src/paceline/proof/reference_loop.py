@@ -74,7 +74,12 @@ class StepRecord:
     state: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def tensors(self, kind: str) -> dict[str, torch.Tensor]:
-        return {"gradient": self.gradients, "weight": self.weights, "buffer": self.buffers, "state": self.state}[kind]
+        return {
+            "gradient": self.gradients,
+            "weight": self.weights,
+            "buffer": self.buffers,
+            "state": self.state,
+        }[kind]
 
 
 def build_plain(job: Job) -> torch.nn.Module:
@@ -95,19 +100,34 @@ def build_plain(job: Job) -> torch.nn.Module:
 class PlainRun:
     """The plain loop, step by step. model: after the steps so far."""
 
-    def __init__(self, job: Job, *, variation: Variation = Variation(), shares: Sequence[int] = (1,),
-                 microbatches: int = 1) -> None:
-        self.job, self.variation, self.shares, self.microbatches = job, variation, shares, microbatches
+    def __init__(
+        self,
+        job: Job,
+        *,
+        variation: Variation = Variation(),
+        shares: Sequence[int] = (1,),
+        microbatches: int = 1,
+    ) -> None:
+        self.job, self.variation, self.shares, self.microbatches = (
+            job,
+            variation,
+            shares,
+            microbatches,
+        )
         self.model = build_plain(job)
         self.draws = torch.Generator().manual_seed(0)
         self.frozen = frozen_names(job, self.model)
-        self.epochs = (epoch for epoch, _, _ in windows(job)) if self.frozen.unit == "epoch" else repeat(0)
+        self.epochs = (
+            (epoch for epoch, _, _ in windows(job)) if self.frozen.unit == "epoch" else repeat(0)
+        )
         self.named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         self.make_optimizer()
         self.num_steps, self.attributes = 0, AttributeSnapshot(self.model)
         # Loss scaling as of torch.amp.GradScaler; too few steps for its growth. A loss that is a sum is divided by a
         # power of two near the window's count before: the first time by its samples, then by the count before.
-        self.around_updates: Callable[[], AbstractContextManager[None]] = nullcontext  # of a step of the job's own
+        self.around_updates: Callable[[], AbstractContextManager[None]] = (
+            nullcontext  # of a step of the job's own
+        )
         self.scale, self.count = 2.0**16 if job.precision == "fp16" else 1.0, 0.0
         self.is_skipped = False
         if variation.nudge:
@@ -132,10 +152,12 @@ class PlainRun:
             return self._step(batch)
         except Exception as error:
             if self.variation.cuts > 1 or len(self.shares) * self.microbatches > 1:
-                error.add_note("one device computed the batch in parts here, as plans do. What a model keeps of the "
-                               "batch before, such as a hidden state, has as many samples as that had. In a step of "
-                               "one's own, ctx.gather and ctx.places keep it for each sample; plans that don't cut "
-                               "the batch (tensor=N, place=auto parts=N) run the model as it is")
+                error.add_note(
+                    "one device computed the batch in parts here, as plans do. What a model keeps of the "
+                    "batch before, such as a hidden state, has as many samples as that had. In a step of "
+                    "one's own, ctx.gather and ctx.places keep it for each sample; plans that don't cut "
+                    "the batch (tensor=N, place=auto parts=N) run the model as it is"
+                )
             raise
 
     def _step(self, batch: MicroBatch) -> StepRecord:
@@ -149,20 +171,33 @@ class PlainRun:
     def _own_step(self, batch: MicroBatch) -> StepRecord:
         """The step that the job brings. Its draws belong to places in the batch, so samples keep theirs."""
         self._freeze()
-        replicas = ([cut_batch(batch, self.variation.cuts)] if self.variation.cuts > 1
-                    else as_planned(batch, self.shares, self.microbatches))
+        replicas = (
+            [cut_batch(batch, self.variation.cuts)]
+            if self.variation.cuts > 1
+            else as_planned(batch, self.shares, self.microbatches)
+        )
 
         def before(parameters: list[torch.nn.Parameter]) -> None:
             gradients = [p.grad for p in parameters if p.grad is not None]
             if self.variation.shake and gradients:
                 _shake(gradients, self.variation.shake * greatest(gradients), self.draws)
 
-        step = PlainStep(self.job, self.model, self.optimizer, self.schedule, replicas, step=self.num_steps,
-                         autocast=lambda: autocast(self.job), before=before)
+        step = PlainStep(
+            self.job,
+            self.model,
+            self.optimizer,
+            self.schedule,
+            replicas,
+            step=self.num_steps,
+            autocast=lambda: autocast(self.job),
+            before=before,
+        )
         step.around_updates = self.around_updates
         step.scale = self.scale if self.job.precision == "fp16" else None
         step.take()
-        self.is_skipped = step.is_skipped or (step.scale is not None and not math.isfinite(step.loss))
+        self.is_skipped = step.is_skipped or (
+            step.scale is not None and not math.isfinite(step.loss)
+        )
         self.scale /= 2 if self.is_skipped else 1
         self.num_steps += 1
         return self._record(step.loss, step.gradients)
@@ -186,8 +221,11 @@ class PlainRun:
         self._freeze()
         if self.variation.permuted:
             batch = permuted(batch, self.draws)
-        self.replicas = ([cut_batch(batch, self.variation.cuts)] if self.variation.cuts > 1
-                         else as_planned(batch, self.shares, self.microbatches))
+        self.replicas = (
+            [cut_batch(batch, self.variation.cuts)]
+            if self.variation.cuts > 1
+            else as_planned(batch, self.shares, self.microbatches)
+        )
         return self._evaluate()
 
     def _evaluate(self) -> float:
@@ -195,23 +233,35 @@ class PlainRun:
             return backward(self.job, self.model, *self.replicas, step=self.num_steps)
         samples = sum(piece.samples for pieces in self.replicas for piece in pieces)
         counts: list[float] = []
-        loss = backward(self.job, self.model, *self.replicas, step=self.num_steps, scale=self.scale,
-                        sum_scale=self.scale / 2.0 ** round(math.log2(self.count or samples)), counts=counts)
+        loss = backward(
+            self.job,
+            self.model,
+            *self.replicas,
+            step=self.num_steps,
+            scale=self.scale,
+            sum_scale=self.scale / 2.0 ** round(math.log2(self.count or samples)),
+            counts=counts,
+        )
         self.count = sum(counts)
         gradients = [p.grad.to_dense() for p in self.model.parameters() if p.grad is not None]
-        self.is_skipped = not (math.isfinite(loss) and all(bool(g.isfinite().all()) for g in gradients))
+        self.is_skipped = not (
+            math.isfinite(loss) and all(bool(g.isfinite().all()) for g in gradients)
+        )
         if self.is_skipped:
             self.scale /= 2
             self.model.zero_grad()
         return loss
 
-    def update(self, loss: float, gradients: dict[str, torch.Tensor], *, shake: float = 0.0) -> StepRecord:
+    def update(
+        self, loss: float, gradients: dict[str, torch.Tensor], *, shake: float = 0.0
+    ) -> StepRecord:
         """Clipping, update and schedule.
 
         Args:
             loss, gradients: Go into the record.
             shake: Is added to each element of the gradients first, or taken away, by a fixed draw.
         """
+
         def adjust_gradients() -> None:
             if shake:
                 _shake([p.grad for _, p in self.named if p.grad is not None], shake, self.draws)
@@ -226,22 +276,36 @@ class PlainRun:
         if not self.is_skipped:
             adjust_gradients()
             update(self.optimizer, evaluate if self.needs_closure else None, loss)
-            if self.schedule is not None and not hasattr(self.schedule, "num_bad_epochs"):  # evaluations step those
+            if self.schedule is not None and not hasattr(
+                self.schedule, "num_bad_epochs"
+            ):  # evaluations step those
                 self.schedule.step()
         self.num_steps += 1
         return self._record(loss, gradients)
 
     def _record(self, loss: float, gradients: dict[str, torch.Tensor]) -> StepRecord:
         return StepRecord(
-            loss, gradients, {name: cpu_copy(p) for name, p in self.model.named_parameters() if is_weight(p)},
-            {name: cpu_copy(b) for name, b in (*self.model.named_buffers(), *self._attributes_like_buffers())},
+            loss,
+            gradients,
+            {name: cpu_copy(p) for name, p in self.model.named_parameters() if is_weight(p)},
+            {
+                name: cpu_copy(b)
+                for name, b in (*self.model.named_buffers(), *self._attributes_like_buffers())
+            },
             rates_of(self.optimizer),
-            {f"{name}/{key}": value.cpu() for name, p in self.named
-             for key, value in _state_of(self.optimizer.state.get(p, {})).items()})
+            {
+                f"{name}/{key}": value.cpu()
+                for name, p in self.named
+                for key, value in _state_of(self.optimizer.state.get(p, {})).items()
+            },
+        )
 
     def _attributes_like_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return ((name, value) for name, value in tensor_attributes(self.model)
-                if is_like_a_buffer(self.attributes.values.get(name), value))
+        return (
+            (name, value)
+            for name, value in tensor_attributes(self.model)
+            if is_like_a_buffer(self.attributes.values.get(name), value)
+        )
 
     def evaluate(self, data: Any) -> dict[str, float]:
         """The loss (as "loss") and every metric over all samples of the data, in batches of the job's size."""
@@ -274,7 +338,9 @@ class PlainRun:
                     counts[name] += float(count) * factor
         for name, function in wholes.items():
             value = function(*tree_map(lambda *parts: torch.cat(parts).cpu(), *kept))
-            sums[name], counts[name] = map(float, value if isinstance(value, tuple | list) else (value, 1))
+            sums[name], counts[name] = map(
+                float, value if isinstance(value, tuple | list) else (value, 1)
+            )
         self.model.train()
         return {name: sums[name] / counts[name] for name in functions if counts[name]}
 
@@ -286,13 +352,24 @@ class PlainRun:
         assert validate is not None
         self.model.eval()
         for start in range(0, len(data), self.job.batch):
-            batch = self._evaluation_batch(data, range(start, min(start + self.job.batch, len(data))))
+            batch = self._evaluation_batch(
+                data, range(start, min(start + self.job.batch, len(data)))
+            )
             context = PlainEvaluation(self.model, self.job.precision)
             with torch.no_grad(), autocast(self.job), context.makes_on:
                 values = validate(context, StepBatch([batch]))
-            for name, value in (values if isinstance(values, Mapping) else {"loss": values}).items():
-                total, count = value if isinstance(value, tuple | list) else (value * batch.samples, batch.samples)
-                sums[name], counts[name] = sums.get(name, 0.0) + float(total), counts.get(name, 0.0) + float(count)
+            for name, value in (
+                values if isinstance(values, Mapping) else {"loss": values}
+            ).items():
+                total, count = (
+                    value
+                    if isinstance(value, tuple | list)
+                    else (value * batch.samples, batch.samples)
+                )
+                sums[name], counts[name] = (
+                    sums.get(name, 0.0) + float(total),
+                    counts.get(name, 0.0) + float(count),
+                )
         self.model.train()
         return {name: total / counts[name] for name, total in sums.items() if counts[name]}
 
@@ -306,7 +383,9 @@ class PlainRun:
         return MicroBatch(inputs, targets, len(items)).to(one_device(), dtype)
 
 
-def update(optimizer: torch.optim.Optimizer, evaluate: Callable[[], float] | None, loss: float) -> None:
+def update(
+    optimizer: torch.optim.Optimizer, evaluate: Callable[[], float] | None, loss: float
+) -> None:
     """A step of an optimizer, with gradients there.
 
     evaluate: For one that evaluates the loss itself, as often as it likes. It finds the loss that is known if it asks
@@ -324,8 +403,10 @@ def update(optimizer: torch.optim.Optimizer, evaluate: Callable[[], float] | Non
     known = [None if value is None else value.clone() for value in values()]
 
     def closure() -> torch.Tensor:
-        is_known = bool(known) and all(then is now is None if then is None or now is None else torch.equal(then, now)
-                                       for then, now in zip(known, values(), strict=True))
+        is_known = bool(known) and all(
+            then is now is None if then is None or now is None else torch.equal(then, now)
+            for then, now in zip(known, values(), strict=True)
+        )
         known.clear()
         with torch.enable_grad():
             return torch.tensor(loss if is_known else evaluate(), dtype=torch.float64)
@@ -336,7 +417,9 @@ def update(optimizer: torch.optim.Optimizer, evaluate: Callable[[], float] | Non
 def autocast(job: Job) -> torch.autocast:
     """The numeric context of the job's forward passes on the proof's one device."""
     name = AUTOCAST.get(job.precision)
-    return torch.autocast(one_device().type, getattr(torch, name or "bfloat16"), enabled=name is not None)
+    return torch.autocast(
+        one_device().type, getattr(torch, name or "bfloat16"), enabled=name is not None
+    )
 
 
 # --- Cutting a batch -----------------------------------------------------------------------------------------------
@@ -348,13 +431,18 @@ def cut_batch(batch: MicroBatch, pieces: int) -> list[MicroBatch]:
     return [part_of_batch(batch, range(first, last)) for first, last in pairwise(edges)]
 
 
-def as_planned(batch: MicroBatch, shares: Sequence[int], microbatches: int) -> list[list[MicroBatch]]:
+def as_planned(
+    batch: MicroBatch, shares: Sequence[int], microbatches: int
+) -> list[list[MicroBatch]]:
     """The micro-batches of every replica that has samples, as a plan with these shares cuts a window."""
     if len(shares) == 1 and microbatches == 1:
         return [[batch]]
     replicas = []
     for run in split(batch.samples, shares):
-        parts = [range(run.start + part.start, run.start + part.stop) for part in split(len(run), [1] * microbatches)]
+        parts = [
+            range(run.start + part.start, run.start + part.stop)
+            for part in split(len(run), [1] * microbatches)
+        ]
         replicas.append([part_of_batch(batch, part) for part in parts if len(part)])
     return [replica for replica in replicas if replica]
 
@@ -377,19 +465,30 @@ def part_of_batch(batch: MicroBatch, part: range) -> MicroBatch:
     """Some samples of a batch."""
     if isinstance(batch, CollatedBatch):
         return batch.picked(part)
-    return MicroBatch(rows(batch.input, part, batch.samples), rows(batch.target, part, batch.samples), len(part))
+    return MicroBatch(
+        rows(batch.input, part, batch.samples), rows(batch.target, part, batch.samples), len(part)
+    )
 
 
 def rows(value: Any, part: range, samples: int) -> Any:
     """Some samples of tensors that have all of them along dim 0."""
-    return map_tensors(lambda t: t[part.start:part.stop] if t.ndim and t.shape[0] == samples else t, value)
+    return map_tensors(
+        lambda t: t[part.start : part.stop] if t.ndim and t.shape[0] == samples else t, value
+    )
 
 
 # --- Backward ------------------------------------------------------------------------------------------------------
 
 
-def backward(job: Job, model: torch.nn.Module, *replicas: list[MicroBatch], step: int = 0, scale: float = 1.0,
-             sum_scale: float = 1.0, counts: list[float] | None = None) -> float:
+def backward(
+    job: Job,
+    model: torch.nn.Module,
+    *replicas: list[MicroBatch],
+    step: int = 0,
+    scale: float = 1.0,
+    sum_scale: float = 1.0,
+    counts: list[float] | None = None,
+) -> float:
     """Leave the gradients of a batch in the model, and return its loss.
 
     step: keys the random streams of what can't be switched off, as in a run.
@@ -447,12 +546,17 @@ class _Replicas:
 
     def _counts(self) -> dict[tuple[str, str], int]:
         """Attributes that are whole numbers, by module and name."""
-        return {(name.rpartition(".")[0], key): value for name, _, key, value in plain_attributes(self.model)
-                if type(value) is int}
+        return {
+            (name.rpartition(".")[0], key): value
+            for name, _, key, value in plain_attributes(self.model)
+            if type(value) is int
+        }
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         buffers = dict(self.model.named_buffers())
-        return buffers | {f"attribute {name}": value for name, value in tensor_attributes(self.model)}
+        return buffers | {
+            f"attribute {name}": value for name, value in tensor_attributes(self.model)
+        }
 
     def begin(self) -> None:
         if self.is_first:
@@ -467,19 +571,25 @@ class _Replicas:
 
     def add(self, share: float) -> None:
         """A replica with this share of the samples is done."""
-        self.counts = {key: max(count, self.counts.get(key, count)) for key, count in self._counts().items()}
+        self.counts = {
+            key: max(count, self.counts.get(key, count)) for key, count in self._counts().items()
+        }
         for name, tensor in self._tensors().items():
             if tensor.is_floating_point() or tensor.is_complex():
                 self.sums[name] = self.sums.get(name, 0.0) + tensor.detach() * share
             else:
-                self.sums[name] = torch.maximum(self.sums.get(name, tensor), tensor).detach().clone()
+                self.sums[name] = (
+                    torch.maximum(self.sums.get(name, tensor), tensor).detach().clone()
+                )
         for name, p in self.model.named_parameters():
             change = p.detach() - self.weights[name]
             none = torch.zeros_like(change), torch.zeros(change.shape, device=change.device)
             total, users = self.changes.get(name, none)
             self.changes[name] = total + change, users + (change != 0)
             if p.grad is not None:
-                self.gradients[name] = self.gradients[name] + p.grad if name in self.gradients else p.grad
+                self.gradients[name] = (
+                    self.gradients[name] + p.grad if name in self.gradients else p.grad
+                )
 
     def finish(self) -> None:
         for name, p in self.model.named_parameters():
@@ -497,9 +607,17 @@ class _Replicas:
 
 def _state_of(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The tensors of a parameter's state, those in lists as `KEY.INDEX`."""
-    listed = {f"{key}.{index}": item for key, value in state.items() if isinstance(value, list | tuple)
-              for index, item in enumerate(value)}
-    return {key: value.detach() for key, value in {**state, **listed}.items() if isinstance(value, torch.Tensor)}
+    listed = {
+        f"{key}.{index}": item
+        for key, value in state.items()
+        if isinstance(value, list | tuple)
+        for index, item in enumerate(value)
+    }
+    return {
+        key: value.detach()
+        for key, value in {**state, **listed}.items()
+        if isinstance(value, torch.Tensor)
+    }
 
 
 def is_weight(parameter: torch.Tensor) -> bool:
@@ -514,8 +632,11 @@ def rates_of(optimizer: torch.optim.Optimizer) -> list[float]:
 
 def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Copies of the gradients that are there, by parameter name, on the CPU."""
-    return {name: p.grad.to_dense().cpu() if p.grad.is_sparse else cpu_copy(p.grad)
-            for name, p in model.named_parameters() if p.grad is not None}
+    return {
+        name: p.grad.to_dense().cpu() if p.grad.is_sparse else cpu_copy(p.grad)
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    }
 
 
 def _real(parameter: torch.Tensor) -> torch.Tensor:
@@ -551,13 +672,21 @@ def _round_betas(optimizer: torch.optim.Optimizer) -> None:
     """Let Adam and its like have betas as float32 holds them, but for weights in float64."""
     for group in optimizer.param_groups:
         if "betas" in group and any(p.dtype != torch.float64 for p in group["params"]):
-            group["betas"] = tuple(torch.tensor(float(beta), dtype=torch.float32).item() for beta in group["betas"])
+            group["betas"] = tuple(
+                torch.tensor(float(beta), dtype=torch.float32).item() for beta in group["betas"]
+            )
 
 
 def greatest(tensors: Iterable[torch.Tensor]) -> float:
     """The largest absolute value of any element; 0.0 without elements."""
-    return max((float((tensor.int() if tensor.dtype == torch.bool else tensor).abs().max())
-                for tensor in tensors if tensor.numel()), default=0.0)
+    return max(
+        (
+            float((tensor.int() if tensor.dtype == torch.bool else tensor).abs().max())
+            for tensor in tensors
+            if tensor.numel()
+        ),
+        default=0.0,
+    )
 
 
 def distance(actual: torch.Tensor, expected: torch.Tensor | None) -> float:
@@ -565,7 +694,9 @@ def distance(actual: torch.Tensor, expected: torch.Tensor | None) -> float:
     if not actual.numel():
         return 0.0
     if actual.dtype == torch.bool:
-        return float((actual.int() if expected is None else actual.int() - expected.int()).abs().max())
+        return float(
+            (actual.int() if expected is None else actual.int() - expected.int()).abs().max()
+        )
     return float((actual if expected is None else actual - expected).abs().max())
 
 

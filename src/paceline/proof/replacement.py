@@ -20,23 +20,44 @@ import torch.nn.functional as F
 from torch import nn
 
 _COUNTED: dict[Any, int] = {F.cross_entropy: -100, F.nll_loss: -100}  # what they ignore by default
-_ELEMENTWISE = (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy,
-                F.binary_cross_entropy_with_logits, F.kl_div, F.poisson_nll_loss, F.soft_margin_loss)
-_CRITERIA = {nn.CrossEntropyLoss: ("cross_entropy", ("weight", "ignore_index", "label_smoothing")),
-             nn.NLLLoss: ("nll_loss", ("weight", "ignore_index")), nn.MSELoss: ("mse_loss", ()),
-             nn.L1Loss: ("l1_loss", ()),
-             nn.SmoothL1Loss: ("smooth_l1_loss", ("beta",)), nn.HuberLoss: ("huber_loss", ("delta",)),
-             nn.BCELoss: ("binary_cross_entropy", ("weight",)),
-             nn.BCEWithLogitsLoss: ("binary_cross_entropy_with_logits", ("weight", "pos_weight"))}
-_DEFAULTS = {"weight": None, "pos_weight": None, "ignore_index": -100, "label_smoothing": 0.0, "beta": 1.0,
-             "delta": 1.0}
+_ELEMENTWISE = (
+    F.mse_loss,
+    F.l1_loss,
+    F.smooth_l1_loss,
+    F.huber_loss,
+    F.binary_cross_entropy,
+    F.binary_cross_entropy_with_logits,
+    F.kl_div,
+    F.poisson_nll_loss,
+    F.soft_margin_loss,
+)
+_CRITERIA = {
+    nn.CrossEntropyLoss: ("cross_entropy", ("weight", "ignore_index", "label_smoothing")),
+    nn.NLLLoss: ("nll_loss", ("weight", "ignore_index")),
+    nn.MSELoss: ("mse_loss", ()),
+    nn.L1Loss: ("l1_loss", ()),
+    nn.SmoothL1Loss: ("smooth_l1_loss", ("beta",)),
+    nn.HuberLoss: ("huber_loss", ("delta",)),
+    nn.BCELoss: ("binary_cross_entropy", ("weight",)),
+    nn.BCEWithLogitsLoss: ("binary_cross_entropy_with_logits", ("weight", "pos_weight")),
+}
+_DEFAULTS = {
+    "weight": None,
+    "pos_weight": None,
+    "ignore_index": -100,
+    "label_smoothing": 0.0,
+    "beta": 1.0,
+    "delta": 1.0,
+}
 _AT_LEAST = ("clamp", "clamp_min", "clip")
 _SMALL = 1e-3  # what is added to a count so that it is never 0
 
 Pair = tuple[ast.expr, ast.expr]
 
 
-def replacement(loss: Callable[..., Any], output: Any, target: Any, parts: list[tuple[Any, Any]]) -> str | None:
+def replacement(
+    loss: Callable[..., Any], output: Any, target: Any, parts: list[tuple[Any, Any]]
+) -> str | None:
     """Code of a loss that returns (sum, count) and is this one; None if none is found.
 
     Args:
@@ -51,7 +72,11 @@ def replacement(loss: Callable[..., Any], output: Any, target: Any, parts: list[
             total, count = map(float, made(output, target))
             cut = [tuple(map(float, made(*part))) for part in parts]
             sums = [sum(each) for each in zip(*cut, strict=True)]
-            if _is_near(total / count, whole) and _is_near(sums[0], total) and _is_near(sums[1], count):
+            if (
+                _is_near(total / count, whole)
+                and _is_near(sums[0], total)
+                and _is_near(sums[1], count)
+            ):
                 return code
     return None
 
@@ -65,9 +90,13 @@ def _candidates(loss: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     if (plain := _of_torch(loss)) is not None:
         text, names = plain
         criterion = type(loss).__name__ if isinstance(loss, nn.Module) else "partial"
-        unknown = [name for name in names if name != "F"]  # the user's file may have other names for them
+        unknown = [
+            name for name in names if name != "F"
+        ]  # the user's file may have other names for them
         note = f"  # {' and '.join(unknown)}: what {criterion} was given" if unknown else ""
-        for code, known in _rewritten(ast.parse(f"def loss(output, target):\n    return {text}").body[0], names):
+        for code, known in _rewritten(
+            ast.parse(f"def loss(output, target):\n    return {text}").body[0], names
+        ):
             yield code + note, known
         return
     function: Any = loss.func if isinstance(loss, partial) else loss
@@ -87,7 +116,11 @@ def _candidates(loss: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _of_torch(loss: Any) -> tuple[str, dict[str, Any]] | None:
     """The call of a loss of torch itself, given as it is, as a module, or with arguments by `partial`."""
-    function, keywords = (loss.func, dict(loss.keywords)) if isinstance(loss, partial) and not loss.args else (loss, {})
+    function, keywords = (
+        (loss.func, dict(loss.keywords))
+        if isinstance(loss, partial) and not loss.args
+        else (loss, {})
+    )
     if type(function) in _CRITERIA and not keywords:
         name, attributes = _CRITERIA[type(function)]
         keywords = {key: getattr(function, key) for key in attributes}
@@ -120,7 +153,11 @@ def _definitions(code: Any) -> Iterator[Any]:
                 first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
                 if node.name == code.co_name and first == code.co_firstlineno:
                     yield node
-            elif isinstance(node, ast.Lambda) and code.co_name == "<lambda>" and node.lineno == code.co_firstlineno:
+            elif (
+                isinstance(node, ast.Lambda)
+                and code.co_name == "<lambda>"
+                and node.lineno == code.co_firstlineno
+            ):
                 yield _defined(node.args, [ast.Return(node.body)])
 
 
@@ -139,8 +176,14 @@ def _rewritten(node: Any, names: dict[str, Any]) -> Iterator[tuple[str, dict[str
         return
     value = body[-1].value
     if isinstance(value, ast.Name):  # loss = ...; return loss
-        assigned = [each for each in body if isinstance(each, ast.Assign) and len(each.targets) == 1
-                    and isinstance(each.targets[0], ast.Name) and each.targets[0].id == value.id]
+        assigned = [
+            each
+            for each in body
+            if isinstance(each, ast.Assign)
+            and len(each.targets) == 1
+            and isinstance(each.targets[0], ast.Name)
+            and each.targets[0].id == value.id
+        ]
         if len(assigned) != 1:
             return
         value = assigned[0].value
@@ -150,7 +193,9 @@ def _rewritten(node: Any, names: dict[str, Any]) -> Iterator[tuple[str, dict[str
     body[-1] = ast.Return(ast.Tuple(list(pair), ast.Load()))
     if isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
         body = body[1:] or body  # its docstring
-    plain = [ast.arg(each.arg) for each in node.args.args]  # without annotations, whose names it may not see
+    plain = [
+        ast.arg(each.arg) for each in node.args.args
+    ]  # without annotations, whose names it may not see
     made = _defined(ast.arguments([], plain, None, [], [], None, node.args.defaults), body)
     yield ast.unparse(ast.fix_missing_locations(ast.Module([made], []))), dict(names)
 
@@ -164,7 +209,10 @@ def _pair(value: ast.expr, names: dict[str, Any]) -> Pair | None:
                 return ast.BinOp(inner[0], value.op, value.right), inner[1]
             return value.left, _count(value.right)
         if isinstance(value.op, ast.Mult):  # a factor
-            for factor, rest, is_left in ((value.left, value.right, True), (value.right, value.left, False)):
+            for factor, rest, is_left in (
+                (value.left, value.right, True),
+                (value.right, value.left, False),
+            ):
                 if (pair := _pair(rest, names)) is not None:
                     left, right = (factor, pair[0]) if is_left else (pair[0], factor)
                     return ast.BinOp(left, value.op, right), pair[1]
@@ -189,12 +237,21 @@ def _pair_of_call(call: ast.Call, names: dict[str, Any]) -> Pair | None:
         name, attributes = _CRITERIA[type(function)]
         for key in attributes:
             if (setting := getattr(function, key)) is not None and not _is_default(key, setting):
-                keywords[key] = (ast.Attribute(call.func, key, ast.Load()) if isinstance(setting, torch.Tensor)
-                                 else ast.Constant(setting))
+                keywords[key] = (
+                    ast.Attribute(call.func, key, ast.Load())
+                    if isinstance(setting, torch.Tensor)
+                    else ast.Constant(setting)
+                )
         call = ast.Call(ast.Attribute(ast.Name("F", ast.Load()), name, ast.Load()), call.args, [])
         function = getattr(F, name)
-    summed = {**{key: word for key, word in keywords.items() if key not in ("reduction", "size_average", "reduce")},
-              "reduction": ast.Constant("sum")}
+    summed = {
+        **{
+            key: word
+            for key, word in keywords.items()
+            if key not in ("reduction", "size_average", "reduce")
+        },
+        "reduction": ast.Constant("sum"),
+    }
     total = ast.Call(call.func, call.args, [ast.keyword(key, word) for key, word in summed.items()])
     if function in _ELEMENTWISE and call.args:
         return total, _method(call.args[0], "numel")
@@ -205,7 +262,9 @@ def _pair_of_call(call: ast.Call, names: dict[str, Any]) -> Pair | None:
         kept = ast.Compare(target, [ast.NotEq()], [ignored])
         if weight is None or (isinstance(weight, ast.Constant) and weight.value is None):
             return total, ast.Call(ast.Attribute(kept, "sum", ast.Load()), [], [])
-        return total, _method(ast.Subscript(weight, ast.Subscript(target, kept, ast.Load()), ast.Load()), "sum")
+        return total, _method(
+            ast.Subscript(weight, ast.Subscript(target, kept, ast.Load()), ast.Load()), "sum"
+        )
     return None
 
 
@@ -215,13 +274,21 @@ def _is_default(key: str, setting: Any) -> bool:
 
 def _count(value: ast.expr) -> ast.expr:
     """A divisor without what keeps it from 0: a count of 0 says that nothing counts."""
-    if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in _AT_LEAST:
+    if (
+        isinstance(value, ast.Call)
+        and isinstance(value.func, ast.Attribute)
+        and value.func.attr in _AT_LEAST
+    ):
         return value.func.value
     if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "max":
         return next((each for each in value.args if not isinstance(each, ast.Constant)), value)
     if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add):
         for small, rest in ((value.right, value.left), (value.left, value.right)):
-            if isinstance(small, ast.Constant) and isinstance(small.value, float) and abs(small.value) <= _SMALL:
+            if (
+                isinstance(small, ast.Constant)
+                and isinstance(small.value, float)
+                and abs(small.value) <= _SMALL
+            ):
                 return rest
     return value
 

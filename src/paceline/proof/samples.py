@@ -35,8 +35,14 @@ def refuse_memory(job: Job, readers: str, *, timeout_s: float) -> None:
         PlanRefused: the samples differ.
     """
     for name, data, collate, seed in (
-            ("data", job.data, job.collate, partial(key_to_seed, job.seed, "sample")),
-            ("validation", job.validation, job.evaluation_collate, lambda epoch: key_to_seed(job.seed, "evaluation"))):
+        ("data", job.data, job.collate, partial(key_to_seed, job.seed, "sample")),
+        (
+            "validation",
+            job.validation,
+            job.evaluation_collate,
+            lambda epoch: key_to_seed(job.seed, "evaluation"),
+        ),
+    ):
         if data is None or is_stream(data) or _is_in_memory(data):
             continue
         is_again = name == "validation" or (job.total_steps or 0) > Order.of(job).epoch_end(0)
@@ -44,30 +50,44 @@ def refuse_memory(job: Job, readers: str, *, timeout_s: float) -> None:
         others = sorted({0, len(data) // 3} - {*places})
         last = (places, seed(int(is_again)))
         alone = partial(_contents, data, value_at(collate, 0, 0), [last])
-        after = partial(_contents, data, value_at(collate, 0, 0),
-                        [(others, seed(0)), *[(places, seed(0))] * is_again, last])
+        after = partial(
+            _contents,
+            data,
+            value_at(collate, 0, 0),
+            [(others, seed(0)), *[(places, seed(0))] * is_again, last],
+        )
         try:
-            first, second = (in_a_fork(work, timeout_s=min(timeout_s, _TIMEOUT_S)) for work in (alone, after))
+            first, second = (
+                in_a_fork(work, timeout_s=min(timeout_s, _TIMEOUT_S)) for work in (alone, after)
+            )
             if first == second or first != in_a_fork(alone, timeout_s=min(timeout_s, _TIMEOUT_S)):
                 continue
         except (PacelineError, RuntimeError) as error:  # the run says more of it
-            print(f"note: whether {name} gives its samples alike in each epoch is not known: "
-                  f"{str(error).splitlines()[0]}", file=sys.stderr)
+            print(
+                f"note: whether {name} gives its samples alike in each epoch is not known: "
+                f"{str(error).splitlines()[0]}",
+                file=sys.stderr,
+            )
             continue
         raise PlanRefused(
             f"{name} gives other samples after some were read before: it has a memory of its own, such as a cache with "
             f"random changes in it or a generator that goes on. {readers} would each have another one",
             hint="cache samples as they are before they are changed at random, and draw from the generators of torch, "
-                 "random or NumPy, which are seeded for each sample. 'single' with at most one loader worker trains "
-                 "it as it is; --check no trains all the same")
+            "random or NumPy, which are seeded for each sample. 'single' with at most one loader worker trains "
+            "it as it is; --check no trains all the same",
+        )
 
 
-def _contents(data: Any, collate: Collate | None, reads: Sequence[tuple[list[int], int]]) -> list[int]:
+def _contents(
+    data: Any, collate: Collate | None, reads: Sequence[tuple[list[int], int]]
+) -> list[int]:
     """Fingerprints of the samples that are read last. reads: their places, and a seed."""
     from paceline.base.logs import redirect
 
     redirect(None)  # the job's own code says all it says when it runs for the run
-    batches = [fetch(data, places, places, seed=seed, collate=collate) for places, seed in reads if places]
+    batches = [
+        fetch(data, places, places, seed=seed, collate=collate) for places, seed in reads if places
+    ]
     prints: list[int] = []
     map_tensors(lambda tensor: prints.append(int(fingerprint(tensor))), batches[-1])
     return prints

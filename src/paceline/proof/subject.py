@@ -23,14 +23,22 @@ def subject(job: Job) -> dict[str, Any]:
     model = build_plain(job)
     parameters = dict(model.named_parameters())
     return {
-        "model": {"class": f"{type(model).__module__}.{type(model).__qualname__}",
-                  "parameters": sum(p.numel() for p in parameters.values()),
-                  "trainable": sum(p.numel() for p in parameters.values() if p.requires_grad),
-                  "initial_weights_sha256": weights_sha256(parameters)},
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "paceline": paceline.__version__,
-                     **_packages(model)},
+        "model": {
+            "class": f"{type(model).__module__}.{type(model).__qualname__}",
+            "parameters": sum(p.numel() for p in parameters.values()),
+            "trainable": sum(p.numel() for p in parameters.values() if p.requires_grad),
+            "initial_weights_sha256": weights_sha256(parameters),
+        },
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "paceline": paceline.__version__,
+            **_packages(model),
+        },
         "device": described(),
-        "optimizer": type(job.optimizer([(name, p) for name, p in parameters.items() if p.requires_grad])).__name__,
+        "optimizer": type(
+            job.optimizer([(name, p) for name, p in parameters.items() if p.requires_grad])
+        ).__name__,
         "randomness": _randomness(job, model),
     }
 
@@ -46,7 +54,10 @@ def weights_sha256(parameters: dict[str, nn.Parameter]) -> str:
 
 def _packages(model: nn.Module) -> dict[str, str]:
     """Versions of the packages that the model's layers come from, where they have any."""
-    tops = {type(module).__module__.partition(".")[0] for module in model.modules()} - {"torch", "paceline"}
+    tops = {type(module).__module__.partition(".")[0] for module in model.modules()} - {
+        "torch",
+        "paceline",
+    }
     versions = {name: getattr(sys.modules.get(name), "__version__", None) for name in sorted(tops)}
     return {name: str(version) for name, version in versions.items() if version}
 
@@ -64,6 +75,10 @@ def _randomness(job: Job, model: nn.Module) -> dict[str, Any]:
                 output = unspoilt(batch).call(model)
             with random:
                 job.criterion(output, batch.target)
-    return {"compared": "switched off: random operators give the mean of what they would draw",
-            "switched_off": {path or "outside any module": sorted(names) for path, names in random.off.items()},
-            "left_on": sorted(random.left_on)}
+    return {
+        "compared": "switched off: random operators give the mean of what they would draw",
+        "switched_off": {
+            path or "outside any module": sorted(names) for path, names in random.off.items()
+        },
+        "left_on": sorted(random.left_on),
+    }

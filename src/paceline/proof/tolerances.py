@@ -62,9 +62,14 @@ REORDERED_AT_MOST = 100.0
 EXACT = {"fp8": 0.1, "bf16": 0.1, "fp16": 0.02, "tf32": 1e-3, "float32": 1e-3, "float64": 1e-5}
 # tf32: proofs run on the CPU, where it is float32. fp8: plans compute in bf16 what layers then round to float8, by
 # scales of each row alone; where that makes a flip of the last place larger, the variations show it.
-EPSILON = {"fp8": torch.finfo(torch.bfloat16).eps, "bf16": torch.finfo(torch.bfloat16).eps,
-           "fp16": torch.finfo(torch.float16).eps, "tf32": torch.finfo(torch.float32).eps,
-           "float32": torch.finfo(torch.float32).eps, "float64": torch.finfo(torch.float64).eps}
+EPSILON = {
+    "fp8": torch.finfo(torch.bfloat16).eps,
+    "bf16": torch.finfo(torch.bfloat16).eps,
+    "fp16": torch.finfo(torch.float16).eps,
+    "tf32": torch.finfo(torch.float32).eps,
+    "float32": torch.finfo(torch.float32).eps,
+    "float64": torch.finfo(torch.float64).eps,
+}
 PLANTED = 1e-3  # relative error of one gradient that a comparison must notice to prove anything
 _KEPT_BYTES = 2**22  # of a file that stays in memory once it was read; 128 of them are half a GiB
 
@@ -72,8 +77,9 @@ Named = dict[str, float]
 Kinds = dict[str, Named]  # figures of a step by kind and name
 
 
-def write_reference(job: Job, folder: Path, *, steps: int, random: WithoutRandomness,
-                    evaluation: Any = None) -> dict[str, Any]:
+def write_reference(
+    job: Job, folder: Path, *, steps: int, random: WithoutRandomness, evaluation: Any = None
+) -> dict[str, Any]:
     """Run the plain loop, then its variations. Its tensors go to files in `folder`, named by kind and step.
 
     Args:
@@ -94,49 +100,91 @@ def write_reference(job: Job, folder: Path, *, steps: int, random: WithoutRandom
         power: which planted errors the limits would have caught. epsilon: of the coarsest numbers computed with.
     """
     folder.mkdir(exist_ok=True)
-    reference: dict[str, Any] = {"losses": [], "rates": [], "marks": [], "state_sizes": [], "draws": [], "skipped": [],
-                                 "most_repeats": 0, "seeds_itself": False}
+    reference: dict[str, Any] = {
+        "losses": [],
+        "rates": [],
+        "marks": [],
+        "state_sizes": [],
+        "draws": [],
+        "skipped": [],
+        "most_repeats": 0,
+        "seeds_itself": False,
+    }
     with random:
         epsilon = coarsest(job)
         floors, figures = _write_plain(job, folder, reference, steps, random, evaluation, epsilon)
     plain = PlainFigures(folder, reference["losses"], floors, figures, evaluation)
     with random if random.is_needed else nullcontext():
-        rounding, reordered = (spreads_of(job, plain, group, epsilon) for group in (ROUNDING, REORDERED))
-    spreads = [{kind: {name: _spread(rounding[step][kind][name], reordered[step][kind][name], least)
-                       for name, least in named.items()} for kind, named in floor.items()}
-               for step, floor in enumerate(floors)]
+        rounding, reordered = (
+            spreads_of(job, plain, group, epsilon) for group in (ROUNDING, REORDERED)
+        )
+    spreads = [
+        {
+            kind: {
+                name: _spread(rounding[step][kind][name], reordered[step][kind][name], least)
+                for name, least in named.items()
+            }
+            for kind, named in floor.items()
+        }
+        for step, floor in enumerate(floors)
+    ]
     limits = limits_of(floors, spreads)
-    return {**with_limits(reference, limits), "epsilon": epsilon, "evaluation": figures,
-            "evaluation_limit": limits[-1]["evaluation"],
-            "yardstick": {kind: _widest(spreads, limits, kind) for kind in ("loss", "gradient", "weight")},
-            "power": _power(job, folder, limits)}
+    return {
+        **with_limits(reference, limits),
+        "epsilon": epsilon,
+        "evaluation": figures,
+        "evaluation_limit": limits[-1]["evaluation"],
+        "yardstick": {
+            kind: _widest(spreads, limits, kind) for kind in ("loss", "gradient", "weight")
+        },
+        "power": _power(job, folder, limits),
+    }
 
 
 def limits_of(floors: Sequence[Kinds], spreads: Sequence[Kinds]) -> list[Kinds]:
     """What each figure may differ by, from how far rounding moves it and from what it never has to be nearer than."""
-    return [{kind: {name: ALLOWED * max(spread[kind][name], least) for name, least in named.items()}
-             for kind, named in floor.items()} for spread, floor in zip(spreads, floors, strict=True)]
+    return [
+        {
+            kind: {name: ALLOWED * max(spread[kind][name], least) for name, least in named.items()}
+            for kind, named in floor.items()
+        }
+        for spread, floor in zip(spreads, floors, strict=True)
+    ]
 
 
 def with_limits(figures: Mapping[str, Any], limits: Sequence[Kinds]) -> dict[str, Any]:
     """The figures of one device with what ranks may differ by, as `write_reference` returns it."""
-    return {**figures, "loss_limit": [limit["loss"][""] for limit in limits],
-            **{f"{kind}_limit": [limit[kind] for limit in limits] for kind in ALL_KINDS}}
+    return {
+        **figures,
+        "loss_limit": [limit["loss"][""] for limit in limits],
+        **{f"{kind}_limit": [limit[kind] for limit in limits] for kind in ALL_KINDS},
+    }
 
 
-def _write_plain(job: Job, folder: Path, reference: dict[str, Any], steps: int, random: WithoutRandomness,
-                 evaluation: Any, epsilon: float) -> tuple[list[Kinds], Named]:
+def _write_plain(
+    job: Job,
+    folder: Path,
+    reference: dict[str, Any],
+    steps: int,
+    random: WithoutRandomness,
+    evaluation: Any,
+    epsilon: float,
+) -> tuple[list[Kinds], Named]:
     """The plain loop: tensors go to files, figures into `reference`. Returns floors by step, and the evaluation."""
     run = PlainRun(job)
     save_kind(folder, "initial", 0, {name: p.detach() for name, p in run.model.named_parameters()})
     floors: list[Kinds] = []
     for step, batch in enumerate(whole_batches(job, steps)):
         random.forget()
-        reference["marks"].append(expected_marks(job, batch))  # a model may write to what it is given
+        reference["marks"].append(
+            expected_marks(job, batch)
+        )  # a model may write to what it is given
         record = run.step(batch)
         reference["draws"].append(len(random.drawn))
         reference["most_repeats"] = max(reference["most_repeats"], random.most_repeats())
-        reference["seeds_itself"] |= bool(random.seeds - {key_to_seed(job.seed, "step", step, 0, 0)})
+        reference["seeds_itself"] |= bool(
+            random.seeds - {key_to_seed(job.seed, "step", step, 0, 0)}
+        )
         reference["losses"].append(record.loss)
         reference["rates"].append(record.rates)
         reference["skipped"].append(run.is_skipped)
@@ -145,11 +193,16 @@ def _write_plain(job: Job, folder: Path, reference: dict[str, Any], steps: int, 
             save_kind(folder, kind, step, record.tensors(kind))
         floors.append(floors_of(record, epsilon, largest_loss=max(map(abs, reference["losses"]))))
     if job.precision == "fp16" and run.scale == 2.0 ** (16 - steps):
-        raise TrainingError(f"gradients overflow in float16 in each of the {steps} steps that are compared, and loss "
-                            "scaling skips them", hint="--steps 20 leaves time for a smaller scale to be found")
+        raise TrainingError(
+            f"gradients overflow in float16 in each of the {steps} steps that are compared, and loss "
+            "scaling skips them",
+            hint="--steps 20 leaves time for a smaller scale to be found",
+        )
     figures, reference["not_evaluated"] = _first_evaluation(run, evaluation)
-    floors[-1]["evaluation"] = {name: max(epsilon, 0.0 if name == "loss" else EPSILON["float32"]) * abs(value)
-                                for name, value in figures.items()}  # metrics are often means of float32
+    floors[-1]["evaluation"] = {
+        name: max(epsilon, 0.0 if name == "loss" else EPSILON["float32"]) * abs(value)
+        for name, value in figures.items()
+    }  # metrics are often means of float32
     return floors, figures
 
 
@@ -162,8 +215,13 @@ def floors_of(record: StepRecord, epsilon: float, *, largest_loss: float) -> Kin
         "gradient": dict.fromkeys(record.gradients, noise),
         "weight": {name: _eps(w, epsilon) * greatest([w]) for name, w in record.weights.items()},
         "buffer": {name: _eps(b, epsilon) * greatest([b]) for name, b in record.buffers.items()},
-        "state": {name: max(_eps(s, epsilon) * greatest([s]), noise if s.is_floating_point() else 0.0)
-                  if s.numel() > 1 else _eps(s, epsilon) * greatest([s]) for name, s in record.state.items()}}
+        "state": {
+            name: max(_eps(s, epsilon) * greatest([s]), noise if s.is_floating_point() else 0.0)
+            if s.numel() > 1
+            else _eps(s, epsilon) * greatest([s])
+            for name, s in record.state.items()
+        },
+    }
 
 
 def _eps(tensor: torch.Tensor, epsilon: float) -> float:
@@ -188,16 +246,26 @@ class PlainFigures:
     evaluation: Any = None
 
 
-def spreads_of(job: Job, plain: PlainFigures, variations: Sequence[Variation], epsilon: float, *,
-               shares: Sequence[int] = (1,), microbatches: int = 1) -> list[Kinds]:
+def spreads_of(
+    job: Job,
+    plain: PlainFigures,
+    variations: Sequence[Variation],
+    epsilon: float,
+    *,
+    shares: Sequence[int] = (1,),
+    microbatches: int = 1,
+) -> list[Kinds]:
     """How far the variations move each figure at most, by step, kind and name.
 
     shares, microbatches: how the run that is varied cuts its batches.
     """
-    spreads: list[Kinds] = [{kind: dict.fromkeys(names, 0.0) for kind, names in floor.items()}
-                            for floor in plain.floors]
+    spreads: list[Kinds] = [
+        {kind: dict.fromkeys(names, 0.0) for kind, names in floor.items()} for floor in plain.floors
+    ]
     for variation in variations:
-        scaled = replace(variation, shake=variation.shake * epsilon, nudge=variation.nudge * epsilon)
+        scaled = replace(
+            variation, shake=variation.shake * epsilon, nudge=variation.nudge * epsilon
+        )
         try:
             run = PlainRun(job, variation=scaled, shares=shares, microbatches=microbatches)
             _vary(run, plain, spreads)
@@ -213,15 +281,25 @@ def _vary(run: PlainRun, plain: PlainFigures, spreads: list[Kinds]) -> None:
     folder, losses = plain.folder, plain.losses
     for step, batch in enumerate(whole_batches(run.job, len(losses))):
         record = run.step(batch)
-        if run.variation in REORDERED and bool(record.gradients) != bool(load_kind(folder, "gradient", step)):
+        if run.variation in REORDERED and bool(record.gradients) != bool(
+            load_kind(folder, "gradient", step)
+        ):
             return  # loss scaling skips other steps of smaller pieces, and that is no rounding
         widen(spreads[step]["loss"], {"": abs(record.loss - losses[step])})
         for kind in ALL_KINDS:
             tensors = record.tensors(kind)
-            widen(spreads[step][kind], {name: distance(tensor, tensors.get(name))
-                                        for name, tensor in load_kind(folder, kind, step).items()})
+            widen(
+                spreads[step][kind],
+                {
+                    name: distance(tensor, tensors.get(name))
+                    for name, tensor in load_kind(folder, kind, step).items()
+                },
+            )
     moved = run.evaluate(plain.evaluation) if plain.figures else {}
-    widen(spreads[-1]["evaluation"], {name: abs(moved[name] - value) for name, value in plain.figures.items()})
+    widen(
+        spreads[-1]["evaluation"],
+        {name: abs(moved[name] - value) for name, value in plain.figures.items()},
+    )
 
 
 def _spread(rounding: float, reordered: float, least: float) -> float:
@@ -231,9 +309,17 @@ def _spread(rounding: float, reordered: float, least: float) -> float:
 
 def _widest(spreads: list[Kinds], limits: list[Kinds], kind: str) -> dict[str, Any]:
     """Where rounding moves one device's own figures furthest, and what plans may differ by there."""
-    spread, step, name = max((spread, -step, name) for step, kinds in enumerate(spreads)
-                             for name, spread in kinds[kind].items())
-    return {"spread": spread, "tolerance": limits[-step][kind][name], "name": name or None, "step": 1 - step}
+    spread, step, name = max(
+        (spread, -step, name)
+        for step, kinds in enumerate(spreads)
+        for name, spread in kinds[kind].items()
+    )
+    return {
+        "spread": spread,
+        "tolerance": limits[-step][kind][name],
+        "name": name or None,
+        "step": 1 - step,
+    }
 
 
 def widen(spread: Named, distances: Mapping[str, float]) -> None:
@@ -252,9 +338,18 @@ def _first_evaluation(run: PlainRun, data: Any) -> tuple[Named, str | None]:
     except Exception as error:
         if run.job.validation is not None:
             raise
-        return {}, f"the model fails in evaluation mode, which the job does not use: {type(error).__name__}: {error}"
-    changed = [*attributes.changed(), *(name for name, buffer in run.model.named_buffers()
-                                        if name not in buffers or not is_same(buffer.detach(), buffers[name]))]
+        return (
+            {},
+            f"the model fails in evaluation mode, which the job does not use: {type(error).__name__}: {error}",
+        )
+    changed = [
+        *attributes.changed(),
+        *(
+            name
+            for name, buffer in run.model.named_buffers()
+            if name not in buffers or not is_same(buffer.detach(), buffers[name])
+        ),
+    ]
     if changed:  # it depends on which forwards came before, and so on how the samples are cut
         return {}, f"an evaluation changes '{changed[0]}' of the model"
     return figures, None
@@ -268,14 +363,24 @@ def evaluation_data(job: Job) -> Any:
     data = job.data if job.validation is None else job.validation
     if job.models and job.own_validate is None:
         return None
-    return None if is_stream(data) else Subset(data, range(min(len(data), max(1, 2 * job.batch - 1))))
+    return (
+        None if is_stream(data) else Subset(data, range(min(len(data), max(1, 2 * job.batch - 1))))
+    )
 
 
 # --- Other ways to cut a batch -------------------------------------------------------------------------------------
 
 
-def write_cut(job: Job, folder: Path, whole: Mapping[str, Any], *, beside: Path, shares: Sequence[int],
-              microbatches: int, variations: Sequence[Variation] = ROUNDING) -> dict[str, Any]:
+def write_cut(
+    job: Job,
+    folder: Path,
+    whole: Mapping[str, Any],
+    *,
+    beside: Path,
+    shares: Sequence[int],
+    microbatches: int,
+    variations: Sequence[Variation] = ROUNDING,
+) -> dict[str, Any]:
     """One device that cuts every batch as a plan with these shares and micro-batches would. Tensors go to `folder`.
 
     Args:
@@ -289,7 +394,12 @@ def write_cut(job: Job, folder: Path, whole: Mapping[str, Any], *, beside: Path,
         `overflow` says in which step gradients overflow for whole batches alone, or for those that are cut alone, so
         that loss scaling skips other steps; None if it skips the same ones.
     """
-    run, losses, floors, coupling = PlainRun(job, shares=shares, microbatches=microbatches), [], list[Kinds](), None
+    run, losses, floors, coupling = (
+        PlainRun(job, shares=shares, microbatches=microbatches),
+        [],
+        list[Kinds](),
+        None,
+    )
     overflow, rates, skipped, sizes = None, [], [], []
     folder.mkdir(exist_ok=True)
     save_kind(folder, "initial", 0, {name: p.detach() for name, p in run.model.named_parameters()})
@@ -301,18 +411,42 @@ def write_cut(job: Job, folder: Path, whole: Mapping[str, Any], *, beside: Path,
         sizes.append(state_sizes(record))
         for kind in ALL_KINDS:
             save_kind(folder, kind, step, record.tensors(kind))
-        floors.append({**floors_of(record, whole["epsilon"], largest_loss=max(map(abs, losses))), "evaluation": {}})
+        floors.append(
+            {
+                **floors_of(record, whole["epsilon"], largest_loss=max(map(abs, losses))),
+                "evaluation": {},
+            }
+        )
         overflow = overflow or _overflow(step, skipped[-1], whole["skipped"][step])
-        if coupling is None and overflow is None:  # after a step that one of them skips nothing is alike
+        if (
+            coupling is None and overflow is None
+        ):  # after a step that one of them skips nothing is alike
             coupling = _coupled(beside, step, record, whole)
-    cut = {**whole, "losses": losses, "rates": rates, "skipped": skipped, "state_sizes": sizes, "evaluation": {},
-           "coupling": coupling, "overflow": overflow}
+    cut = {
+        **whole,
+        "losses": losses,
+        "rates": rates,
+        "skipped": skipped,
+        "state_sizes": sizes,
+        "evaluation": {},
+        "coupling": coupling,
+        "overflow": overflow,
+    }
     if coupling is None and overflow is None:
         return cut
-    spreads = spreads_of(job, PlainFigures(folder, losses, floors), variations, whole["epsilon"], shares=shares,
-                         microbatches=microbatches)
+    spreads = spreads_of(
+        job,
+        PlainFigures(folder, losses, floors),
+        variations,
+        whole["epsilon"],
+        shares=shares,
+        microbatches=microbatches,
+    )
     limits = [_wider(limit, whole, step) for step, limit in enumerate(limits_of(floors, spreads))]
-    return {**with_limits(cut, limits), **({"power": _power(job, beside, limits)} if "power" in whole else {})}
+    return {
+        **with_limits(cut, limits),
+        **({"power": _power(job, beside, limits)} if "power" in whole else {}),
+    }
 
 
 def state_sizes(record: StepRecord) -> dict[str, int]:
@@ -329,10 +463,18 @@ def _overflow(step: int, cut: bool, whole: bool) -> str | None:
 
 def _wider(limit: Kinds, whole: Mapping[str, Any], step: int) -> Kinds:
     """The limits of a step, nowhere below those of whole batches."""
-    known = {"loss": {"": whole["loss_limit"][step]}, "evaluation": {},
-             **{kind: whole[f"{kind}_limit"][step] for kind in ALL_KINDS}}
-    return {kind: {**named, **{name: max(least, named.get(name, 0.0)) for name, least in known[kind].items()}}
-            for kind, named in limit.items()}
+    known = {
+        "loss": {"": whole["loss_limit"][step]},
+        "evaluation": {},
+        **{kind: whole[f"{kind}_limit"][step] for kind in ALL_KINDS},
+    }
+    return {
+        kind: {
+            **named,
+            **{name: max(least, named.get(name, 0.0)) for name, least in known[kind].items()},
+        }
+        for kind, named in limit.items()
+    }
 
 
 def _coupled(folder: Path, step: int, record: StepRecord, whole: Mapping[str, Any]) -> str | None:
@@ -368,8 +510,13 @@ def _power(job: Job, folder: Path, limits: Sequence[Mapping[str, Named]]) -> dic
             if size > largest * EPSILON[job.precision] * 1e3:
                 noticed[name] = noticed.get(name, False) or PLANTED * size > limit["gradient"][name]
     missed = [name for name, is_caught in noticed.items() if not is_caught]
-    return {"planted": PLANTED, "gradients": len(noticed), "caught": len(noticed) - len(missed), "missed": missed,
-            "dropped": _drop_is_noticed(job, folder, limits[0]["gradient"])}
+    return {
+        "planted": PLANTED,
+        "gradients": len(noticed),
+        "caught": len(noticed) - len(missed),
+        "missed": missed,
+        "dropped": _drop_is_noticed(job, folder, limits[0]["gradient"]),
+    }
 
 
 def _drop_is_noticed(job: Job, folder: Path, limit: Named) -> bool | None:
@@ -385,16 +532,20 @@ def _drop_is_noticed(job: Job, folder: Path, limit: Named) -> bool | None:
     if run.is_skipped or not whole:  # loss scaling found no scale yet in the first step
         return None
     kept = rest.samples / batch.samples
-    return any(distance(gradient, gradients[name] * kept if name in gradients else None) > limit[name]
-               for name, gradient in whole.items())
+    return any(
+        distance(gradient, gradients[name] * kept if name in gradients else None) > limit[name]
+        for name, gradient in whole.items()
+    )
 
 
 # --- Files and precision -------------------------------------------------------------------------------------------
 
 
 def save_kind(folder: Path, kind: str, step: int, tensors: dict[str, torch.Tensor]) -> None:
-    copies = {name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-              for name, tensor in tensors.items()}
+    copies = {
+        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for name, tensor in tensors.items()
+    }
     save_tensors(folder / f"{kind}-{step}.safetensors", copies)
 
 
@@ -447,14 +598,24 @@ class Dtypes(TorchDispatchMode):
     @property
     def epsilon(self) -> float:
         """The rounding of the coarsest numbers that were seen."""
-        return max([TF32_EPSILON if self.rounds_to_tf32 else 0.0, *(torch.finfo(dtype).eps for dtype in self.dtypes)])
+        return max(
+            [
+                TF32_EPSILON if self.rounds_to_tf32 else 0.0,
+                *(torch.finfo(dtype).eps for dtype in self.dtypes),
+            ]
+        )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if self.is_paused:
             return result
         self.rounds_to_tf32 |= rounds_to_tf32(func, result, self.tf32)
-        self.dtypes |= {leaf.dtype for leaf in tree_leaves(result)
-                        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.ndim
-                        and leaf.itemsize > 1}
+        self.dtypes |= {
+            leaf.dtype
+            for leaf in tree_leaves(result)
+            if isinstance(leaf, torch.Tensor)
+            and leaf.is_floating_point()
+            and leaf.ndim
+            and leaf.itemsize > 1
+        }
         return result

@@ -29,7 +29,10 @@ def main() -> None:
     try:
         train(JobFile.from_dict(order["job"]), table=False, **order["options"])
     except RankFailed as failed:
-        answer = {"failure": failed.failure.to_json(), "log": str(failed.log) if failed.log else None}
+        answer = {
+            "failure": failed.failure.to_json(),
+            "log": str(failed.log) if failed.log else None,
+        }
         code = failed.exit_code
     except PacelineError as error:
         answer, code = described(error), error.exit_code

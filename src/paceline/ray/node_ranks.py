@@ -51,12 +51,16 @@ class TrainingGreeting:
             UsageError: this node does not see the files, or the folder, or does not know that it must encrypt.
         """
         if self.encrypts and not tls.is_asked_for():
-            raise UsageError("PACELINE_TLS=1 is set where the command runs, and not on this node",
-                             hint="start Ray on every node with PACELINE_TLS and PACELINE_SECRET in its environment")
+            raise UsageError(
+                "PACELINE_TLS=1 is set where the command runs, and not on this node",
+                hint="start Ray on every node with PACELINE_TLS and PACELINE_SECRET in its environment",
+            )
         self.shared.check()
         if not Path(self.folder).is_dir():
-            raise UsageError(f"the working folder {self.folder} is not there",
-                             hint="start the command in a folder that all nodes see under the same path")
+            raise UsageError(
+                f"the working folder {self.folder} is not there",
+                hint="start the command in a folder that all nodes see under the same path",
+            )
 
 
 class _Ranks:
@@ -70,7 +74,9 @@ class _Ranks:
 
     def do(self, request: Message) -> None:
         if request.kind == "start":
-            task = asyncio.create_task(self._run(request.rank, request.value["words"], request.value["environment"]))
+            task = asyncio.create_task(
+                self._run(request.rank, request.value["words"], request.value["environment"])
+            )
             self.tasks.add(task)
         elif request.kind == "order":
             self.signal(request.value)
@@ -84,9 +90,16 @@ class _Ranks:
         # OMP_NUM_THREADS is of Ray's own making.
         inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-P", *words, str(os.getpid()), stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, limit=_LINE_BYTES,
-            env={**inherited, **environment})
+            sys.executable,
+            "-P",
+            *words,
+            str(os.getpid()),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            limit=_LINE_BYTES,
+            env={**inherited, **environment},
+        )
         assert process.stdout is not None and process.stderr is not None
         self.processes[rank] = process
         printed = asyncio.create_task(process.stdout.read())
@@ -94,7 +107,11 @@ class _Ranks:
         code = await process.wait()
         await asyncio.wait([printed, relayed], timeout=_PRINTED_S)
         del self.processes[rank]
-        self.tell("end", rank, {"code": code, "answer": printed.result().decode() if printed.done() else ""})
+        self.tell(
+            "end",
+            rank,
+            {"code": code, "answer": printed.result().decode() if printed.done() else ""},
+        )
 
     async def _relay(self, rank: int, lines: asyncio.StreamReader) -> None:
         while line := await lines.readline():
@@ -106,7 +123,9 @@ async def serve() -> None:
     out = os.dup(1)
     os.dup2(2, 1)
     requests = asyncio.StreamReader(limit=_LINE_BYTES)
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(requests), sys.stdin)
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(requests), sys.stdin
+    )
     line = await requests.readline()
     write_line(out, json.dumps(STARTED))
     try:

@@ -53,17 +53,28 @@ def find_nodes(address: str) -> list[Node]:
     _ray()
     host, _, port = address.rpartition(":")
     if address != "auto" and not (host and port.isdigit() and "/" not in host):
-        raise UsageError(f"'{address}' is not the address of a Ray cluster",
-                         hint="auto, on a machine of the cluster, or HOST:PORT of its head")
+        raise UsageError(
+            f"'{address}' is not the address of a Ray cluster",
+            hint="auto, on a machine of the cluster, or HOST:PORT of its head",
+        )
     hint = "run the command on a machine of the cluster; `ray status` there says whether it is up"
     try:
-        completed = subprocess.run([sys.executable, "-c", _ASK, address], capture_output=True, text=True,
-                                   timeout=_CONNECT_S, stdin=subprocess.DEVNULL)
+        completed = subprocess.run(
+            [sys.executable, "-c", _ASK, address],
+            capture_output=True,
+            text=True,
+            timeout=_CONNECT_S,
+            stdin=subprocess.DEVNULL,
+        )
     except subprocess.TimeoutExpired as error:
-        raise ClusterError(f"no Ray cluster answers at '{address}' within {_CONNECT_S:.0f} s", hint=hint) from error
+        raise ClusterError(
+            f"no Ray cluster answers at '{address}' within {_CONNECT_S:.0f} s", hint=hint
+        ) from error
     listed = [line for line in completed.stdout.splitlines() if line.startswith("nodes ")]
     if not listed:
-        reason = (completed.stderr.strip().splitlines() or [f"exit code {completed.returncode}"])[-1]
+        reason = (completed.stderr.strip().splitlines() or [f"exit code {completed.returncode}"])[
+            -1
+        ]
         raise ClusterError(f"can't use the Ray cluster at '{address}': {reason}", hint=hint)
     return _with_devices(json.loads(listed[0].removeprefix("nodes ")), address)
 
@@ -74,25 +85,43 @@ def nodes_now(address: str) -> list[Node]:
     Raises:
         ClusterError: it has neither CPUs nor GPUs.
     """
-    return _with_devices([(node["NodeID"], node["NodeManagerAddress"], node["Resources"])
-                          for node in _ray().nodes() if node["Alive"]], address)
+    return _with_devices(
+        [
+            (node["NodeID"], node["NodeManagerAddress"], node["Resources"])
+            for node in _ray().nodes()
+            if node["Alive"]
+        ],
+        address,
+    )
 
 
 def _with_devices(listed: Sequence[tuple[str, str, dict[str, float]]], address: str) -> list[Node]:
     for kind, resource in (("cuda", "GPU"), ("cpu", "CPU")):
-        nodes = [Node(node_id, node_address, kind, int(resources[resource]), node_address)
-                 for node_id, node_address, resources in listed if resources.get(resource, 0) >= 1]
+        nodes = [
+            Node(node_id, node_address, kind, int(resources[resource]), node_address)
+            for node_id, node_address, resources in listed
+            if resources.get(resource, 0) >= 1
+        ]
         if nodes:
             return _named_apart(sorted(nodes, key=lambda node: (node.name, node.id)))
-    raise ClusterError(f"the Ray cluster at '{address}' has nodes without CPUs and GPUs alone",
-                       hint="`ray status` shows what it has")
+    raise ClusterError(
+        f"the Ray cluster at '{address}' has nodes without CPUs and GPUs alone",
+        hint="`ray status` shows what it has",
+    )
 
 
 def _named_apart(nodes: list[Node]) -> list[Node]:
     """Nodes of one host, as in tests, have the same address."""
     addresses = [node.address for node in nodes]
-    return [replace(node, name=node.address if addresses.count(node.address) == 1 else
-                    f"{node.address}/{node.id[:6]}") for node in nodes]
+    return [
+        replace(
+            node,
+            name=node.address
+            if addresses.count(node.address) == 1
+            else f"{node.address}/{node.id[:6]}",
+        )
+        for node in nodes
+    ]
 
 
 @contextmanager
@@ -122,9 +151,17 @@ def at_nodes(nodes: Sequence[Node], take: Sequence[int]) -> list[Place]:
     """A place at each node. take: CPUs or GPUs that Ray takes from each."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    return [Place(node.name, node.address, {**_resources(node.kind, count),
-                              "scheduling_strategy": NodeAffinitySchedulingStrategy(node.id, soft=False)})
-            for node, count in zip(nodes, take, strict=True)]
+    return [
+        Place(
+            node.name,
+            node.address,
+            {
+                **_resources(node.kind, count),
+                "scheduling_strategy": NodeAffinitySchedulingStrategy(node.id, soft=False),
+            },
+        )
+        for node, count in zip(nodes, take, strict=True)
+    ]
 
 
 def layouts(world_size: int, nodes: Sequence[Node]) -> list[tuple[int, int]]:
@@ -134,20 +171,34 @@ def layouts(world_size: int, nodes: Sequence[Node]) -> list[tuple[int, int]]:
     >>> layouts(4, [a, b, c]), layouts(6, [a, b, c]), layouts(8, [a, b, c])
     ([(1, 4), (2, 2)], [(3, 2)], [])
     """
-    return [(count, world_size // count) for count in range(1, len(nodes) + 1)
-            if world_size % count == 0 and sum(node.count >= world_size // count for node in nodes) >= count]
+    return [
+        (count, world_size // count)
+        for count in range(1, len(nodes) + 1)
+        if world_size % count == 0
+        and sum(node.count >= world_size // count for node in nodes) >= count
+    ]
 
 
 @contextmanager
-def placed(world_size: int, nodes: Sequence[Node], *, timeout_s: float) -> Iterator[list[Place] | None]:
+def placed(
+    world_size: int, nodes: Sequence[Node], *, timeout_s: float
+) -> Iterator[list[Place] | None]:
     """Places for ranks, equally many at each, on as few nodes as have devices that nobody holds; a placement group.
 
     None if there are none within the timeout.
     """
-    from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+    from ray.util.placement_group import (
+        placement_group,
+        placement_group_table,
+        remove_placement_group,
+    )
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    kind, deadline_s, by_id = nodes[0].kind, time.monotonic() + timeout_s, {node.id: node for node in nodes}
+    kind, deadline_s, by_id = (
+        nodes[0].kind,
+        time.monotonic() + timeout_s,
+        {node.id: node for node in nodes},
+    )
     for count, each in itertools.cycle(layouts(world_size, nodes)):
         bundle = {"GPU": each} if kind == "cuda" else {"CPU": each}
         group = placement_group([bundle] * count, strategy="STRICT_SPREAD")
@@ -156,10 +207,19 @@ def placed(world_size: int, nodes: Sequence[Node], *, timeout_s: float) -> Itera
                 homes = placement_group_table(group)["bundles_to_node_id"]
                 chosen = [by_id[homes[bundle]] for bundle in range(count) if homes[bundle] in by_id]
                 if len(chosen) == count:  # else a node has joined meanwhile
-                    yield [Place(node.name, node.address, {
-                        **_resources(kind, each),
-                        "scheduling_strategy": PlacementGroupSchedulingStrategy(group, bundle)})
-                        for bundle, node in enumerate(chosen)]
+                    yield [
+                        Place(
+                            node.name,
+                            node.address,
+                            {
+                                **_resources(kind, each),
+                                "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                                    group, bundle
+                                ),
+                            },
+                        )
+                        for bundle, node in enumerate(chosen)
+                    ]
                     return
         finally:
             remove_placement_group(group)
@@ -186,8 +246,12 @@ class Outpost:
         async with self._starting:
             if self._process is None:
                 self._process = await asyncio.create_subprocess_exec(
-                    sys.executable, *self._words, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-                    limit=_LINE_BYTES)
+                    sys.executable,
+                    *self._words,
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    limit=_LINE_BYTES,
+                )
         return self._process
 
     async def tell(self, number: int, line: str) -> None:
@@ -215,7 +279,11 @@ class RayTransport:
         self._actors: dict[int, Any] = {}
         self._pending: dict[Any, int] = {}  # calls that wait for a line
         for number, place in enumerate(places):
-            actor = self._ray.remote(Outpost).options(**place.options, max_restarts=0).remote(json.dumps(list(words)))
+            actor = (
+                self._ray.remote(Outpost)
+                .options(**place.options, max_restarts=0)
+                .remote(json.dumps(list(words)))
+            )
             self._actors[number] = actor
             self._pending[actor.hear.remote()] = number
 
@@ -260,5 +328,7 @@ def _ray() -> Any:
     try:
         import ray
     except ModuleNotFoundError as error:
-        raise MissingPackage("placing ranks by Ray", "ray", install=f"{with_extra('ray')}, on all nodes") from error
+        raise MissingPackage(
+            "placing ranks by Ray", "ray", install=f"{with_extra('ray')}, on all nodes"
+        ) from error
     return ray

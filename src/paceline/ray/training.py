@@ -21,7 +21,14 @@ from typing import Any
 from paceline.api.plan_choice import is_auto
 from paceline.api.result import Result
 from paceline.base import signals
-from paceline.base.errors import ClusterError, PacelineError, PeerLost, PlanError, Preempted, UsageError
+from paceline.base.errors import (
+    ClusterError,
+    PacelineError,
+    PeerLost,
+    PlanError,
+    Preempted,
+    UsageError,
+)
 from paceline.base.fork import value_of
 from paceline.job import Job
 from paceline.job.file import JobFile
@@ -34,13 +41,24 @@ from paceline.launch.process.fault_policy import FRUITLESS_RESTARTS, RESTARTS
 from paceline.launch.process.messages import Message
 from paceline.planner.resolve import default_plan
 from paceline.ray.node_ranks import TrainingGreeting
-from paceline.ray.nodes import Node, Place, RayTransport, connected, find_nodes, layouts, nodes_now, placed
+from paceline.ray.nodes import (
+    Node,
+    Place,
+    RayTransport,
+    connected,
+    find_nodes,
+    layouts,
+    nodes_now,
+    placed,
+)
 from paceline.runs import folder
 from paceline.strategies.plan import Plan
 
 _START_S = 90.0  # for nodes to give CPUs or GPUs, and start Paceline
 _END_S = 20.0  # after a first rank failed, for the others to notice and end
-_LOCK_S = 120.0  # for the last ranks of a lost node to end: NFS takes a dead host's locks after 90 s
+_LOCK_S = (
+    120.0  # for the last ranks of a lost node to end: NFS takes a dead host's locks after 90 s
+)
 _POLL_S = 0.5
 
 
@@ -60,35 +78,69 @@ class RayRun:
     timeout_s: float
 
     @classmethod
-    def of(cls, on: str, source: JobFile | None, job: Job, plan: str | Plan | None, *, run: str | Path | None,
-           timeout_s: float, options: Mapping[str, Any]) -> RayRun:
+    def of(
+        cls,
+        on: str,
+        source: JobFile | None,
+        job: Job,
+        plan: str | Plan | None,
+        *,
+        run: str | Path | None,
+        timeout_s: float,
+        options: Mapping[str, Any],
+    ) -> RayRun:
         """
         Raises:
             UsageError: the request makes no sense. ClusterError: no cluster answers, or it has too few devices.
         """
         address = _address(on)
         if source is None:
-            raise UsageError(f"on='{on}' needs the job's file, which the nodes load; a job can't be sent to them",
-                             hint='train("job.py", ...)')
+            raise UsageError(
+                f"on='{on}' needs the job's file, which the nodes load; a job can't be sent to them",
+                hint='train("job.py", ...)',
+            )
         if options.get("devices") is not None:
-            raise UsageError(f"devices '{options['devices']}' are of this machine; on Ray's nodes a rank runs on what "
-                             "Ray gives it", hint="leave --devices out: Ray gives each rank a GPU, or a CPU")
+            raise UsageError(
+                f"devices '{options['devices']}' are of this machine; on Ray's nodes a rank runs on what "
+                "Ray gives it",
+                hint="leave --devices out: Ray gives each rank a GPU, or a CPU",
+            )
         if "RANK" in os.environ or hosts.host() is not None:
-            raise UsageError("this process is one of several that a launcher started, and Ray starts ranks itself",
-                             hint=f"run the command once, or leave --on {on} out")
+            raise UsageError(
+                "this process is one of several that a launcher started, and Ray starts ranks itself",
+                hint=f"run the command once, or leave --on {on} out",
+            )
         if plan is not None and is_auto(plan):
-            raise UsageError(f"plan 'auto' on {on}: plans are tried before ranks start, on their devices",
-                             hint="paceline plan FILE --cluster says which plan is the fastest; name it")
+            raise UsageError(
+                f"plan 'auto' on {on}: plans are tried before ranks start, on their devices",
+                hint="paceline plan FILE --cluster says which plan is the fastest; name it",
+            )
         nodes = find_nodes(address)
         procs = options.get("procs")
-        settled = Plan.read(plan) if plan is not None else default_plan(job, procs or sum(n.count for n in nodes))
+        settled = (
+            Plan.read(plan)
+            if plan is not None
+            else default_plan(job, procs or sum(n.count for n in nodes))
+        )
         if procs not in (None, settled.world_size):
-            raise PlanError(f"plan '{settled}' needs {settled.world_size} ranks and --procs says {procs}",
-                            hint="leave --procs out")
+            raise PlanError(
+                f"plan '{settled}' needs {settled.world_size} ranks and --procs says {procs}",
+                hint="leave --procs out",
+            )
         _check_room(settled, nodes)
-        run_dir = Path(run).resolve() if run is not None else folder.fresh_name(source.path.stem).resolve()
-        return cls(address, source, settled, run_dir, {**options, "plan": str(settled), "run": str(run_dir)},
-                   timeout_s)
+        run_dir = (
+            Path(run).resolve()
+            if run is not None
+            else folder.fresh_name(source.path.stem).resolve()
+        )
+        return cls(
+            address,
+            source,
+            settled,
+            run_dir,
+            {**options, "plan": str(settled), "run": str(run_dir)},
+            timeout_s,
+        )
 
     def train(self, job: Job, *, restarts: int | None) -> Result:
         """Run the ranks, again where some were lost, until the run is over.
@@ -101,7 +153,10 @@ class RayRun:
         folder.writable(self.run_dir)
         attempts = _Attempts(self, RESTARTS if restarts is None else restarts)
         try:
-            with connected(self.address), signals.handled(signals.STOPPING, attempts.interrupted.append):
+            with (
+                connected(self.address),
+                signals.handled(signals.STOPPING, attempts.interrupted.append),
+            ):
                 while not attempts.run_once():
                     pass
         except UsageError as error:
@@ -119,7 +174,10 @@ def _address(on: str) -> str:
     """
     kind, _, address = on.partition(":")
     if kind != "ray":
-        raise UsageError(f"--on {on}: there is no such cluster", hint="--on ray, or --on ray:HOST:PORT of its head")
+        raise UsageError(
+            f"--on {on}: there is no such cluster",
+            hint="--on ray, or --on ray:HOST:PORT of its head",
+        )
     return address or "auto"
 
 
@@ -129,8 +187,10 @@ def _check_room(plan: Plan, nodes: list[Node]) -> None:
         ClusterError: no nodes have so many devices.
     """
     if not layouts(plan.world_size, nodes):
-        raise ClusterError(f"plan '{plan}' needs {_needed(plan, nodes)}, and the cluster has {_listed(nodes)}",
-                           hint="a plan of fewer ranks; each node has equally many of them")
+        raise ClusterError(
+            f"plan '{plan}' needs {_needed(plan, nodes)}, and the cluster has {_listed(nodes)}",
+            hint="a plan of fewer ranks; each node has equally many of them",
+        )
 
 
 def _needed(plan: Plan, nodes: list[Node]) -> str:
@@ -165,11 +225,18 @@ class _Attempts:
         nodes = self._nodes()
         with placed(run.plan.world_size, nodes, timeout_s=_START_S) as places:
             if places is None:
-                raise ClusterError(f"Ray gave no {_needed(run.plan, nodes)} within {_START_S:.0f} s: other work holds "
-                                   f"them; the cluster has {_listed(nodes)}", hint="`ray status` says what is free")
+                raise ClusterError(
+                    f"Ray gave no {_needed(run.plan, nodes)} within {_START_S:.0f} s: other work holds "
+                    f"them; the cluster has {_listed(nodes)}",
+                    hint="`ray status` says what is free",
+                )
             with closing(RayTransport(places, ["-m", "paceline.ray.node_ranks"])) as wire:
                 ends = self._start(wire, places)
-                lost = ends.hear_out(self.interrupted) if ends is not None else "a node was lost while it started"
+                lost = (
+                    ends.hear_out(self.interrupted)
+                    if ends is not None
+                    else "a node was lost while it started"
+                )
         if lost is not None:
             self._note_restart(lost)
         return lost is None
@@ -185,14 +252,18 @@ class _Attempts:
             if self.interrupted:
                 raise _stop(self.interrupted[0])
             if time.monotonic() > deadline_s:
-                raise PeerLost(f"plan '{self.run.plan}' needs {_needed(self.run.plan, nodes)}, and the nodes that are "
-                               f"left, {_listed(nodes)}, have too few for {self.run.timeout_s:g} s",
-                               hint="the same command with --resume goes on when nodes are back, or with a smaller "
-                                    "plan now; --patience SECONDS waits longer")
+                raise PeerLost(
+                    f"plan '{self.run.plan}' needs {_needed(self.run.plan, nodes)}, and the nodes that are "
+                    f"left, {_listed(nodes)}, have too few for {self.run.timeout_s:g} s",
+                    hint="the same command with --resume goes on when nodes are back, or with a smaller "
+                    "plan now; --patience SECONDS waits longer",
+                )
             if not is_told:
                 is_told = True
-                _tell(f"the nodes that are left, {_listed(nodes)}, have too few devices: waiting {self.run.timeout_s:g}"
-                      " s for others")
+                _tell(
+                    f"the nodes that are left, {_listed(nodes)}, have too few devices: waiting {self.run.timeout_s:g}"
+                    " s for others"
+                )
             time.sleep(_POLL_S)
         return nodes
 
@@ -208,12 +279,35 @@ class _Attempts:
         if first is None or None in answers.values():
             return None
         options = {**run.options, "resume": run.options.get("resume") or self.num_starts > 1}
-        words = ["-m", "paceline.ray.node_rank", json.dumps({"job": run.source.to_dict(), "options": options})]
+        words = [
+            "-m",
+            "paceline.ray.node_rank",
+            json.dumps({"job": run.source.to_dict(), "options": options}),
+        ]
         for rank in range(run.plan.world_size):
             node, local_rank = divmod(rank, each)
-            wire.tell(node, Message(0, "start", rank, {"words": words, "environment": _variables(
-                rank, run.plan.world_size, local_rank, each, places[0].address, first["port"])}).encode())
-        _tell(f"Ray: {each} of {run.plan.world_size} ranks on each of {', '.join(place.name for place in places)}")
+            wire.tell(
+                node,
+                Message(
+                    0,
+                    "start",
+                    rank,
+                    {
+                        "words": words,
+                        "environment": _variables(
+                            rank,
+                            run.plan.world_size,
+                            local_rank,
+                            each,
+                            places[0].address,
+                            first["port"],
+                        ),
+                    },
+                ).encode(),
+            )
+        _tell(
+            f"Ray: {each} of {run.plan.world_size} ranks on each of {', '.join(place.name for place in places)}"
+        )
         return _Ends(wire, [rank // each for rank in range(run.plan.world_size)])
 
     def _note_restart(self, why: str) -> None:
@@ -227,10 +321,16 @@ class _Attempts:
         if self.interrupted:
             raise _stop(self.interrupted[0])
         if not self.restarts or self.fruitless > FRUITLESS_RESTARTS:
-            raise PeerLost(why, hint="no restarts are left" if not self.restarts else
-                           f"{self.fruitless} starts in a row came no further than step {self.furthest}")
+            raise PeerLost(
+                why,
+                hint="no restarts are left"
+                if not self.restarts
+                else f"{self.fruitless} starts in a row came no further than step {self.furthest}",
+            )
         self.restarts -= 1
-        _tell(f"{why}; all ranks start again ({self.restarts} restart{'s' * (self.restarts != 1)} left)")
+        _tell(
+            f"{why}; all ranks start again ({self.restarts} restart{'s' * (self.restarts != 1)} left)"
+        )
 
 
 @dataclass
@@ -277,8 +377,11 @@ class _Ends:
     def _hear(self, node: int, line: str | None) -> None:
         if line is None:
             self.wire.drop(node)
-            self.lost |= {rank: f"node {self.wire.names[node]} is lost" for rank, home in enumerate(self.homes)
-                          if home == node and rank not in self.codes}
+            self.lost |= {
+                rank: f"node {self.wire.names[node]} is lost"
+                for rank, home in enumerate(self.homes)
+                if home == node and rank not in self.codes
+            }
             return
         message = Message.decode(line)
         if message.kind == "report":
@@ -290,7 +393,11 @@ class _Ends:
 
     def _outcome(self, interrupted: list[int]) -> str | None:
         failures = [(rank, answer) for rank, answer in sorted(self.answers.items()) if answer]
-        reports = {rank: Failure.from_json(answer["failure"]) for rank, answer in failures if "failure" in answer}
+        reports = {
+            rank: Failure.from_json(answer["failure"])
+            for rank, answer in failures
+            if "failure" in answer
+        }
         for rank, answer in failures:
             if rank not in reports and self.codes[rank] != PeerLost.exit_code:
                 value_of(json.dumps(answer).encode(), self.codes[rank])  # which raises it
@@ -313,17 +420,29 @@ class _Ends:
             return None
         if self.codes[failed[0]] == PeerLost.exit_code:
             return f"rank {failed[0]} lost the others"
-        raise PacelineError(f"rank {failed[0]} ended with exit code {self.codes[failed[0]]}",
-                            hint="what it printed is above")
+        raise PacelineError(
+            f"rank {failed[0]} ended with exit code {self.codes[failed[0]]}",
+            hint="what it printed is above",
+        )
 
 
-def _variables(rank: int, world_size: int, local_rank: int, local_world_size: int, address: str,
-               port: int) -> dict[str, str]:
+def _variables(
+    rank: int, world_size: int, local_rank: int, local_world_size: int, address: str, port: int
+) -> dict[str, str]:
     """Of torchrun; and the threads that the user asks for here."""
-    names = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_world_size,
-             "MASTER_ADDR": address, "MASTER_PORT": port, "PACELINE_LAUNCHER": "Ray"}
+    names = {
+        "RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_RANK": local_rank,
+        "LOCAL_WORLD_SIZE": local_world_size,
+        "MASTER_ADDR": address,
+        "MASTER_PORT": port,
+        "PACELINE_LAUNCHER": "Ray",
+    }
     threads = os.environ.get("OMP_NUM_THREADS")
-    return {name: str(value) for name, value in names.items()} | ({"OMP_NUM_THREADS": threads} if threads else {})
+    return {name: str(value) for name, value in names.items()} | (
+        {"OMP_NUM_THREADS": threads} if threads else {}
+    )
 
 
 def _steps(run_dir: Path) -> int:
@@ -339,8 +458,10 @@ def _steps(run_dir: Path) -> int:
 
 
 def _stop(number: int) -> PacelineError:
-    error = Preempted(f"stopped by {signal.Signals(number).name} while ranks were started",
-                      hint="--resume goes on from the last checkpoint, if there is one")
+    error = Preempted(
+        f"stopped by {signal.Signals(number).name} while ranks were started",
+        hint="--resume goes on from the last checkpoint, if there is one",
+    )
     if number == signal.SIGINT:
         error.exit_code = 128 + number
     return error

@@ -18,18 +18,41 @@ _SIZE_INCHES = (4.6, 2.6)  # so that text is readable at a phone's width
 # Colours that stand for the page's style variables: matplotlib draws them, `_styled` replaces them.
 INK, GRID = "#010203", "#010204"
 SERIES = ("#010205", "#010206", "#010207", "#010208", "#010209", "#01020a", "#01020b", "#01020c")
-_VARIABLES = {INK: "--ink", GRID: "--grid", **{colour: f"--series-{place}" for place, colour in enumerate(SERIES)}}
-_STYLE: Any = {"svg.fonttype": "none", "font.family": "sans-serif", "font.size": 9, "text.color": INK,
-               "axes.edgecolor": GRID, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK,
-               "grid.color": GRID, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False,
-               "legend.fontsize": 8,
-               "svg.hashsalt": "paceline", "text.parse_math": False}  # a metric's name may hold a dollar
+_VARIABLES = {
+    INK: "--ink",
+    GRID: "--grid",
+    **{colour: f"--series-{place}" for place, colour in enumerate(SERIES)},
+}
+_STYLE: Any = {
+    "svg.fonttype": "none",
+    "font.family": "sans-serif",
+    "font.size": 9,
+    "text.color": INK,
+    "axes.edgecolor": GRID,
+    "axes.labelcolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "grid.color": GRID,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "svg.hashsalt": "paceline",
+    "text.parse_math": False,
+}  # a metric's name may hold a dollar
 
 Line = tuple[Sequence[float], Sequence[float | None]]
 
 
-def lines(series: Mapping[str, Line], *, x: str, y: str, log: bool = False,
-          band: tuple[float, float] | None = None, marks: Mapping[str, Sequence[float]] | None = None) -> str:
+def lines(
+    series: Mapping[str, Line],
+    *,
+    x: str,
+    y: str,
+    log: bool = False,
+    band: tuple[float, float] | None = None,
+    marks: Mapping[str, Sequence[float]] | None = None,
+) -> str:
     """Series over a common axis.
 
     Args:
@@ -38,16 +61,26 @@ def lines(series: Mapping[str, Line], *, x: str, y: str, log: bool = False,
         band: From and to, in y: where values were predicted to be.
         marks: Places on the x axis, by what happened there.
     """
+
     def draw(axes: Axes) -> None:
         for colour, (name, (xs, ys)) in zip(SERIES, series.items(), strict=False):
             shown_x, shown_y = thinned(xs, ys)
-            axes.plot(shown_x, shown_y, label=name, color=colour, linewidth=1.4,
-                      marker="o" if len(shown_x) <= 3 else None, markersize=3)
+            axes.plot(
+                shown_x,
+                shown_y,
+                label=name,
+                color=colour,
+                linewidth=1.4,
+                marker="o" if len(shown_x) <= 3 else None,
+                markersize=3,
+            )
         if band is not None:
             axes.axhspan(*band, color=SERIES[0], alpha=0.13, linewidth=0, label="predicted")
         for colour, (name, places) in zip(reversed(SERIES), (marks or {}).items(), strict=False):
             for nth, place in enumerate(places[:MOST_POINTS]):
-                axes.axvline(place, color=colour, linewidth=0.8, linestyle=":", label=None if nth else name)
+                axes.axvline(
+                    place, color=colour, linewidth=0.8, linestyle=":", label=None if nth else name
+                )
         if log:
             axes.set_yscale("log")
             axes.yaxis.set_major_formatter("{x:g}")  # the default needs mathematical text
@@ -61,14 +94,24 @@ def lines(series: Mapping[str, Line], *, x: str, y: str, log: bool = False,
 
 def stacked(bars: Mapping[str, Mapping[str, float]], *, x: str) -> str:
     """A horizontal bar of parts for each name, the first at the top."""
+
     def draw(axes: Axes) -> None:
         parts = list(dict.fromkeys(part for bar in bars.values() for part in bar))
         ends = dict.fromkeys(bars, 0.0)
         for place, part in enumerate(parts):
             widths = [bar.get(part, 0.0) for bar in bars.values()]
-            axes.barh(list(bars), widths, left=list(ends.values()), label=part, height=0.6,
-                      color=SERIES[place % len(SERIES)], hatch=None if place < len(SERIES) else "//")
-            ends = {name: end + width for (name, end), width in zip(ends.items(), widths, strict=True)}
+            axes.barh(
+                list(bars),
+                widths,
+                left=list(ends.values()),
+                label=part,
+                height=0.6,
+                color=SERIES[place % len(SERIES)],
+                hatch=None if place < len(SERIES) else "//",
+            )
+            ends = {
+                name: end + width for (name, end), width in zip(ends.items(), widths, strict=True)
+            }
         axes.invert_yaxis()
         axes.set(xlabel=x)
         axes.grid(alpha=0.6, axis="x")
@@ -78,8 +121,11 @@ def stacked(bars: Mapping[str, Mapping[str, float]], *, x: str) -> str:
     return _drawn(draw, height=_height(len(bars)))
 
 
-def points(xs: Sequence[float], ys: Sequence[float], best: Sequence[float], *, x: str, y: str) -> str:
+def points(
+    xs: Sequence[float], ys: Sequence[float], best: Sequence[float], *, x: str, y: str
+) -> str:
     """Values of trials, and the best so far as a step line."""
+
     def draw(axes: Axes) -> None:
         axes.scatter(xs, ys, s=14, color=SERIES[0], label="a trial")
         axes.step(xs, best, where="post", color=SERIES[1], linewidth=1.4, label="the best so far")
@@ -98,8 +144,10 @@ def thinned(xs: Sequence[float], ys: Sequence[float | None]) -> tuple[list[float
     """
     kept = [(x, y) for x, y in zip(xs, ys, strict=True) if y is not None and abs(y) < _GREATEST]
     size = -(-len(kept) // MOST_POINTS) or 1
-    groups = [kept[start:start + size] for start in range(0, len(kept), size)]
-    return [median(x for x, _ in group) for group in groups], [median(y for _, y in group) for group in groups]
+    groups = [kept[start : start + size] for start in range(0, len(kept), size)]
+    return [median(x for x, _ in group) for group in groups], [
+        median(y for _, y in group) for group in groups
+    ]
 
 
 def _height(num_bars: int) -> float:
@@ -115,13 +163,15 @@ def _drawn(draw: Callable[[Axes], None], *, height: float = _SIZE_INCHES[1]) -> 
         axes.patch.set_alpha(0.0)
         draw(axes)
         written = io.StringIO()
-        figure.savefig(written, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+        figure.savefig(
+            written, format="svg", transparent=True, metadata={"Date": None, "Creator": None}
+        )
     return _styled(written.getvalue())
 
 
 def _styled(svg: str) -> str:
     """The picture alone, as wide as its place, in the page's colours and font."""
-    svg = svg[svg.index("<svg"):]
+    svg = svg[svg.index("<svg") :]
     for colour, variable in _VARIABLES.items():
         svg = svg.replace(colour, f"var({variable})")
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)

@@ -15,9 +15,17 @@ from paceline.reports.diagnosis import core_wait
 from paceline.reports.record import RunRecord
 
 # Whether less is better, of the figures of summary.json that can be compared.
-_LESS_IS_BETTER = {"step_s": True, "samples_per_s": False, "final_loss": True, "validation_loss": True,
-                   "peak_memory_bytes": True, "wall_s": True, "input_s": True, "save_blocked_s": True,
-                   "bytes_sent": True}
+_LESS_IS_BETTER = {
+    "step_s": True,
+    "samples_per_s": False,
+    "final_loss": True,
+    "validation_loss": True,
+    "peak_memory_bytes": True,
+    "wall_s": True,
+    "input_s": True,
+    "save_blocked_s": True,
+    "bytes_sent": True,
+}
 _WARM_UP_STEPS = 10  # of a run, that its figures leave out too
 NUM_PARTS = 8  # of a run, whose step times are compared: fewer can't show what chance alone does
 _SPEEDS = ("step_s", "samples_per_s")
@@ -73,33 +81,58 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """For `--json`."""
-        return {"first": str(self.first.path), "second": str(self.second.path),
-                "figures": {each.figure: {"first": each.first, "second": each.second, "worse": each.worse,
-                                          "chance": each.chance} for each in self.changes},
-                "failed": [str(condition) for condition in self.failed]}
+        return {
+            "first": str(self.first.path),
+            "second": str(self.second.path),
+            "figures": {
+                each.figure: {
+                    "first": each.first,
+                    "second": each.second,
+                    "worse": each.worse,
+                    "chance": each.chance,
+                }
+                for each in self.changes
+            },
+            "failed": [str(condition) for condition in self.failed],
+        }
 
     def describe(self) -> str:
         """For people: a line a figure."""
-        return aligned(("figure", self.first.name, self.second.name, "change"), [
-            (each.figure, _shown(each.first), _shown(each.second), _change(each)) for each in self.changes])
+        return aligned(
+            ("figure", self.first.name, self.second.name, "change"),
+            [
+                (each.figure, _shown(each.first), _shown(each.second), _change(each))
+                for each in self.changes
+            ],
+        )
 
 
-def compare(first: RunRecord, second: RunRecord, conditions: Sequence[Condition] = ()) -> Comparison:
+def compare(
+    first: RunRecord, second: RunRecord, conditions: Sequence[Condition] = ()
+) -> Comparison:
     """
     Raises:
         UsageError: one of the runs did not end, or a condition names a figure that they don't have.
     """
     for record in (first, second):
         if not record.summary:
-            raise UsageError(f"{record.path} did not end, so it has no figures to compare",
-                             hint=f"paceline train JOB --run {record.path} --resume ends it")
+            raise UsageError(
+                f"{record.path} did not end, so it has no figures to compare",
+                hint=f"paceline train JOB --run {record.path} --resume ends it",
+            )
     changes = {change.figure: change for change in _changes(first, second)}
     for condition in conditions:
         if (named := changes.get(condition.figure)) is None or named.worse is None:
             known = ", ".join(name for name, each in changes.items() if each.worse is not None)
-            raise UsageError(f"--fail-if {condition}: both runs need a figure {condition.figure!r} that can be worse",
-                             hint=f"they have {known}")
-    failed = [condition for condition in conditions if _is_worse(changes[condition.figure], condition.limit)]
+            raise UsageError(
+                f"--fail-if {condition}: both runs need a figure {condition.figure!r} that can be worse",
+                hint=f"they have {known}",
+            )
+    failed = [
+        condition
+        for condition in conditions
+        if _is_worse(changes[condition.figure], condition.limit)
+    ]
     return Comparison(first, second, tuple(changes.values()), tuple(failed))
 
 
@@ -123,7 +156,10 @@ def _changes(first: RunRecord, second: RunRecord) -> list[FigureChange]:
                 worse = _worse(before, after, less_is_better=less_is_better)
         changes.append(FigureChange(name, before, after, worse, chance))
     metrics, other = first.summary.get("metrics") or {}, second.summary.get("metrics") or {}
-    return [*changes, *(FigureChange(name, metrics.get(name), other.get(name)) for name in {**metrics, **other})]
+    return [
+        *changes,
+        *(FigureChange(name, metrics.get(name), other.get(name)) for name in {**metrics, **other}),
+    ]
 
 
 def _worse(first: float, second: float, *, less_is_better: bool) -> float | None:
@@ -148,7 +184,9 @@ def _slower(first: RunRecord, second: RunRecord, *, by_sample: bool) -> tuple[fl
     if not before or not after or min(*before, *after, *samples) <= 0:
         return 0.0, math.inf
     ratio = min(after) / min(before) * samples[0] / samples[1]
-    spread = math.hypot(*(stdev(medians) / math.sqrt(NUM_PARTS) / mean(medians) for medians in (before, after)))
+    spread = math.hypot(
+        *(stdev(medians) / math.sqrt(NUM_PARTS) / mean(medians) for medians in (before, after))
+    )
     waited = core_wait(second)
     return ratio - 1, 3 * spread + waited / (1 - waited)
 
@@ -157,18 +195,30 @@ def _part_medians_s(record: RunRecord) -> list[float]:
     """The median step of each part of a run; none of a run that is too short."""
     times = [row["step_s"] for row in record.steps[_WARM_UP_STEPS:]]
     size = len(times) // NUM_PARTS
-    return [median(times[start:start + size]) for start in range(0, size * NUM_PARTS, size)] if size else []
+    return (
+        [median(times[start : start + size]) for start in range(0, size * NUM_PARTS, size)]
+        if size
+        else []
+    )
 
 
 def _samples_a_step(record: RunRecord) -> float:
     """0 where the run does not say."""
-    return float((record.summary.get("samples_per_s") or 0.0) * (record.summary.get("step_s") or 0.0))
+    return float(
+        (record.summary.get("samples_per_s") or 0.0) * (record.summary.get("step_s") or 0.0)
+    )
 
 
 def _shown(value: Any) -> str:
     if value is None:
         return "-"
-    return f"{value:,.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+    return (
+        f"{value:,.4g}"
+        if isinstance(value, float)
+        else f"{value:,}"
+        if isinstance(value, int)
+        else str(value)
+    )
 
 
 def _change(change: FigureChange) -> str:
@@ -176,7 +226,7 @@ def _change(change: FigureChange) -> str:
         return ""
     if abs(change.worse) <= change.chance:
         return "within what chance explains"
-    where = " where each run was quietest" if change.figure in _SPEEDS else ""  # which the figures beside it are not of
+    where = (
+        " where each run was quietest" if change.figure in _SPEEDS else ""
+    )  # which the figures beside it are not of
     return f"{100 * abs(change.worse):.1f} % {'worse' if change.worse > 0 else 'better'}{where}"
-
-

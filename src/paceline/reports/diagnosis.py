@@ -13,17 +13,35 @@ FEW_STEPS = 10  # a run of fewer is mostly its start: step times are taken after
 LARGE = 0.1  # of the training's time: a smaller part is not worth a change
 
 COMPUTING, OPTIMIZER, MESSAGES, IDLE, UNEXPLAINED, DATA, SAVES, CORES = (
-    "computing", "the optimizer", "messages between ranks", "waiting for other ranks", "time that no part explains",
-    "reading data", "writing checkpoints", "other work on its cores")
+    "computing",
+    "the optimizer",
+    "messages between ranks",
+    "waiting for other ranks",
+    "time that no part explains",
+    "reading data",
+    "writing checkpoints",
+    "other work on its cores",
+)
 # The part of the time from which each is named first, because it can be removed. Ranks' own threads wait for each
 # other, too: on a quiet machine two ranks of examples/01_digits.py do so for a tenth of the time.
 AVOIDABLE = {DATA: LARGE, SAVES: LARGE, CORES: 2 * LARGE}
 MOST_WAITED = 0.99  # of a run's time; more explains any slowdown
 PREEMPTED = "preempted"  # reason of a failure: the run was asked to stop
-PREDICTED_PARTS = {"compute": COMPUTING, "optimizer": OPTIMIZER, "communication": MESSAGES, "bubble": IDLE,
-                   "unexplained": UNEXPLAINED}
-_TRACED = {"forward": COMPUTING, "backward": COMPUTING, "input gradients": COMPUTING, "weight gradients": COMPUTING,
-           "optimizer": OPTIMIZER, "reduce": MESSAGES}
+PREDICTED_PARTS = {
+    "compute": COMPUTING,
+    "optimizer": OPTIMIZER,
+    "communication": MESSAGES,
+    "bubble": IDLE,
+    "unexplained": UNEXPLAINED,
+}
+_TRACED = {
+    "forward": COMPUTING,
+    "backward": COMPUTING,
+    "input gradients": COMPUTING,
+    "weight gradients": COMPUTING,
+    "optimizer": OPTIMIZER,
+    "reduce": MESSAGES,
+}
 
 
 @dataclass(frozen=True)
@@ -75,16 +93,27 @@ def step_parts(record: RunRecord) -> list[StepPart]:
     input_s = min(record.summary.get("input_s") or 0.0, step_s)
     saving_s = (record.summary.get("save_blocked_s") or 0.0) / max(1, len(record.steps))
     core_wait_s = core_wait(record) * (step_s - input_s)
-    parts = [StepPart(DATA, input_s, True), StepPart(SAVES, saving_s, True), StepPart(CORES, core_wait_s, True)]
+    parts = [
+        StepPart(DATA, input_s, True),
+        StepPart(SAVES, saving_s, True),
+        StepPart(CORES, core_wait_s, True),
+    ]
     traced = _traced_shares(record)
     shares = traced or _predicted_shares(record.predicted.get("breakdown") or {})
-    parts += [StepPart(name, share * (step_s - input_s - core_wait_s), bool(traced)) for name, share in shares.items()]
+    parts += [
+        StepPart(name, share * (step_s - input_s - core_wait_s), bool(traced))
+        for name, share in shares.items()
+    ]
     return sorted((part for part in parts if part.seconds > 0), key=lambda part: -part.seconds)
 
 
 def _predicted_shares(breakdown: Mapping[str, float]) -> dict[str, float]:
     total_s = sum(breakdown.values())
-    return {PREDICTED_PARTS[name]: seconds / total_s for name, seconds in breakdown.items()} if total_s else {}
+    return (
+        {PREDICTED_PARTS[name]: seconds / total_s for name, seconds in breakdown.items()}
+        if total_s
+        else {}
+    )
 
 
 def _traced_shares(record: RunRecord) -> dict[str, float]:
@@ -94,7 +123,9 @@ def _traced_shares(record: RunRecord) -> dict[str, float]:
     if not events:
         return {}
     begin = min(event["ts"] for event in events)
-    whole = (max(event["ts"] + event["dur"] for event in events) - begin) * len({event["pid"] for event in events})
+    whole = (max(event["ts"] + event["dur"] for event in events) - begin) * len(
+        {event["pid"] for event in events}
+    )
     whole -= sum(event["dur"] for event in events if event["cat"] == "input")
     if whole <= 0:
         return {}
@@ -124,35 +155,60 @@ def diagnose(record: RunRecord) -> Diagnosis:
         return _unfinished(record)
     parts = step_parts(record)
     if record.summary["steps"] <= FEW_STEPS or not parts:
-        return Diagnosis(None, 0.0, "this run was too short to say what limits it",
-                         f"{record.summary['steps']} steps are mostly a run's start", "train for longer",
-                         {"gain": "not known"})
+        return Diagnosis(
+            None,
+            0.0,
+            "this run was too short to say what limits it",
+            f"{record.summary['steps']} steps are mostly a run's start",
+            "train for longer",
+            {"gain": "not known"},
+        )
     whole_s = sum(part.seconds for part in parts)
-    avoidable = [part for part in parts if part.seconds >= AVOIDABLE.get(part.name, math.inf) * whole_s]
+    avoidable = [
+        part for part in parts if part.seconds >= AVOIDABLE.get(part.name, math.inf) * whole_s
+    ]
     limit = (avoidable or parts)[0]
     saved_s = limit.seconds / 2 if limit.name == COMPUTING else limit.seconds
     gain = whole_s / (whole_s - saved_s) if whole_s > saved_s else None
-    return Diagnosis(limit.name, limit.seconds / whole_s, f"this run is limited by {limit.name}",
-                     _why(limit, parts, whole_s), _next(limit.name, record),
-                     {"gain": _bound(limit.name, gain)}, gain)
+    return Diagnosis(
+        limit.name,
+        limit.seconds / whole_s,
+        f"this run is limited by {limit.name}",
+        _why(limit, parts, whole_s),
+        _next(limit.name, record),
+        {"gain": _bound(limit.name, gain)},
+        gain,
+    )
 
 
 def _unfinished(record: RunRecord) -> Diagnosis:
     """Of a run without a summary."""
     done = record.steps[-1]["step"] if record.steps else 0
     failure, saved, run = record.failure, record.saved_step, shlex.quote(str(record.path))
-    go_on = (f"paceline train JOB --run {run} --resume goes on from step {saved}" if saved else
-             "--save-every N keeps checkpoints that --resume goes on from")
+    go_on = (
+        f"paceline train JOB --run {run} --resume goes on from step {saved}"
+        if saved
+        else "--save-every N keeps checkpoints that --resume goes on from"
+    )
     why = _first_line(failure.get("message")) or "no message"
     if not failure:
-        verdict, why = "this run did not end", f"it recorded {done} steps and no summary: it goes on, or was killed"
+        verdict, why = (
+            "this run did not end",
+            f"it recorded {done} steps and no summary: it goes on, or was killed",
+        )
     elif failure["reason"] == PREEMPTED:
         verdict = f"this run was stopped in step {failure.get('step', done)}"
     else:
         verdict = f"rank {failure.get('rank', '?')} failed in step {failure.get('step', done)} ({failure['reason']})"
         why += f", at {failure['where']}" if failure.get("where") else ""
-    return Diagnosis(None, 0.0, verdict, why, _first_line(failure.get("hint")) or go_on,
-                     {"kept": f"the checkpoint of step {saved}" if saved else "no checkpoint"})
+    return Diagnosis(
+        None,
+        0.0,
+        verdict,
+        why,
+        _first_line(failure.get("hint")) or go_on,
+        {"kept": f"the checkpoint of step {saved}" if saved else "no checkpoint"},
+    )
 
 
 def _first_line(text: str | None) -> str:
@@ -160,10 +216,14 @@ def _first_line(text: str | None) -> str:
 
 
 def _why(limit: StepPart, parts: list[StepPart], whole_s: float) -> str:
-    others = ", ".join(f"{part.name} {1e3 * part.seconds:.3g} ms" for part in parts if part is not limit)
+    others = ", ".join(
+        f"{part.name} {1e3 * part.seconds:.3g} ms" for part in parts if part is not limit
+    )
     by = "" if limit.is_measured else "; divided as the prediction divides it"
-    return (f"it takes {100 * limit.seconds / whole_s:.0f} % of a step's {1e3 * whole_s:.3g} ms"
-            f"{f' ({others})' if others else ''}{by}")
+    return (
+        f"it takes {100 * limit.seconds / whole_s:.0f} % of a step's {1e3 * whole_s:.3g} ms"
+        f"{f' ({others})' if others else ''}{by}"
+    )
 
 
 def _next(limit: str, record: RunRecord) -> str:
@@ -176,9 +236,11 @@ def _next(limit: str, record: RunRecord) -> str:
         UNEXPLAINED: "--trace 5 measures the parts of a step",
         IDLE: "--trace 5 draws who waits for whom; shares=speed gives slower devices less",
         OPTIMIZER: "a larger batch takes fewer updates a sample; shard= or more servers divide the update",
-        COMPUTING: ("paceline plan JOB prices more devices, lower precision and compiled blocks"
-                    if record.plan.get("world_size", 1) == 1 else
-                    "paceline plan JOB --scale 1..64 says what more devices would bring"),
+        COMPUTING: (
+            "paceline plan JOB prices more devices, lower precision and compiled blocks"
+            if record.plan.get("world_size", 1) == 1
+            else "paceline plan JOB --scale 1..64 says what more devices would bring"
+        ),
     }[limit]
 
 

@@ -24,8 +24,13 @@ def write(answer: Mapping[str, Any], to: Path, *, command: str) -> Path:
     from paceline.base.files import write_text
 
     prepare(to)
-    text = rendered(f"plans on {answer['cluster']}", f"{answer['tried']} plans were priced", _verdict(answer, command),
-                    list(_sections(answer)), answer)
+    text = rendered(
+        f"plans on {answer['cluster']}",
+        f"{answer['tried']} plans were priced",
+        _verdict(answer, command),
+        list(_sections(answer)),
+        answer,
+    )
     folder.writable(to.parent)
     write_text(to, text)
     return to
@@ -35,33 +40,69 @@ def _verdict(answer: Mapping[str, Any], command: str) -> dict[str, str]:
     best = answer["plans"][0]
     if answer["chosen"] is None:
         changes = [f"{each['change']}: '{each['plan']}'" for each in answer["remedies"]]
-        return {"verdict": f"nothing fits on {answer['cluster']}; '{best['plan']}' is nearest", "why": best["reason"],
-                **({"next": changes[0]} if changes else {})}
+        return {
+            "verdict": f"nothing fits on {answer['cluster']}; '{best['plan']}' is nearest",
+            "why": best["reason"],
+            **({"next": changes[0]} if changes else {}),
+        }
     chosen = next(row for row in answer["plans"] if row["plan"] == answer["chosen"])
-    return {"verdict": f"{chosen['plan']}: {chosen['step_s']:.3g} s a step, {chosen['samples_per_s']:,.4g} samples/s",
-            "why": chosen["reason"], "next": f"{command} --plan '{chosen['plan']}'"}
+    return {
+        "verdict": f"{chosen['plan']}: {chosen['step_s']:.3g} s a step, {chosen['samples_per_s']:,.4g} samples/s",
+        "why": chosen["reason"],
+        "next": f"{command} --plan '{chosen['plan']}'",
+    }
 
 
 def _sections(answer: Mapping[str, Any]) -> Iterator[Section]:
     from paceline.reports import charts
 
     # The chosen plan and one device first, then those that could have been chosen.
-    drawn = sorted(answer["plans"], key=lambda row: (row["plan"] != answer["chosen"], row["plan"] != "single",
-                                                     row["relaxed"]))[:MOST_DRAWN]
-    times = {row["plan"]: {PREDICTED_PARTS.get(name, name): 1e3 * seconds for name, seconds in row["breakdown"].items()}
-             or {"step": 1e3 * row["step_s"]} for row in drawn}
-    memory = {row["plan"]: {"memory of the fullest rank": row["memory_bytes"] / MIB} for row in drawn}
-    yield Section("Predicted step and memory", charts=[
-        Chart(charts.stacked(times, x="ms of a step"), "where a step's time goes"),
-        Chart(charts.stacked(memory, x="MiB"), "memory of the fullest rank")])
-    yield Section("Plans", head=("plan", "s/step", "80 % of cases", "samples/s", "MiB", "why not"), rows=[
-        (f"{'~' if row['relaxed'] else ''}{row['plan']}", f"{row['step_s']:.3g}",
-         f"{row['step_s_low']:.3g} to {row['step_s_high']:.3g}", f"{row['samples_per_s']:,.4g}",
-         f"{row['memory_bytes'] / MIB:,.0f}", "chosen" if row["plan"] == answer["chosen"] else row["reason"])
-        for row in answer["plans"]])
+    drawn = sorted(
+        answer["plans"],
+        key=lambda row: (row["plan"] != answer["chosen"], row["plan"] != "single", row["relaxed"]),
+    )[:MOST_DRAWN]
+    times = {
+        row["plan"]: {
+            PREDICTED_PARTS.get(name, name): 1e3 * seconds
+            for name, seconds in row["breakdown"].items()
+        }
+        or {"step": 1e3 * row["step_s"]}
+        for row in drawn
+    }
+    memory = {
+        row["plan"]: {"memory of the fullest rank": row["memory_bytes"] / MIB} for row in drawn
+    }
+    yield Section(
+        "Predicted step and memory",
+        charts=[
+            Chart(charts.stacked(times, x="ms of a step"), "where a step's time goes"),
+            Chart(charts.stacked(memory, x="MiB"), "memory of the fullest rank"),
+        ],
+    )
+    yield Section(
+        "Plans",
+        head=("plan", "s/step", "80 % of cases", "samples/s", "MiB", "why not"),
+        rows=[
+            (
+                f"{'~' if row['relaxed'] else ''}{row['plan']}",
+                f"{row['step_s']:.3g}",
+                f"{row['step_s_low']:.3g} to {row['step_s_high']:.3g}",
+                f"{row['samples_per_s']:,.4g}",
+                f"{row['memory_bytes'] / MIB:,.0f}",
+                "chosen" if row["plan"] == answer["chosen"] else row["reason"],
+            )
+            for row in answer["plans"]
+        ],
+    )
     if answer["flips"]:
-        yield Section("What would change the choice", rows=[(each["change"], each["plan"]) for each in answer["flips"]])
+        yield Section(
+            "What would change the choice",
+            rows=[(each["change"], each["plan"]) for each in answer["flips"]],
+        )
     if answer["refused"]:
         yield Section("Not priced", rows=list(answer["refused"].items()))
     if answer["notes"]:
-        yield Section("What is rough", rows=[(str(number), note) for number, note in enumerate(answer["notes"], 1)])
+        yield Section(
+            "What is rough",
+            rows=[(str(number), note) for number, note in enumerate(answer["notes"], 1)],
+        )

@@ -64,17 +64,28 @@ class RunRecord:
         """
         path = Path(run)
         if not (path / folder.PLAN).exists():
-            raise UsageError(f"{path} is not the folder of a run: it has no {folder.PLAN}",
-                             hint="paceline train JOB --run DIR writes one")
+            raise UsageError(
+                f"{path} is not the folder of a run: it has no {folder.PLAN}",
+                hint="paceline train JOB --run DIR writes one",
+            )
         rows = read_history(path)
         trace = _read(path, TRACE)
-        return cls(path, _read(path, folder.PLAN), folder.read_summary(path), _read(path, folder.PREDICTED),
-                   tuple(row for row in rows if "loss" in row),
-                   tuple(row for row in rows if "validation_loss" in row),
-                   tuple(row for row in rows if row.get("saved")), tuple(documents.read_lines(path / folder.EVENTS)),
-                   _picture(path / PICTURE), tuple(_events(trace)),
-                   _read(path, folder.ORIGIN), _read(path, folder.JOB), folder.read_failure(path),
-                   _saved_step(path))
+        return cls(
+            path,
+            _read(path, folder.PLAN),
+            folder.read_summary(path),
+            _read(path, folder.PREDICTED),
+            tuple(row for row in rows if "loss" in row),
+            tuple(row for row in rows if "validation_loss" in row),
+            tuple(row for row in rows if row.get("saved")),
+            tuple(documents.read_lines(path / folder.EVENTS)),
+            _picture(path / PICTURE),
+            tuple(_events(trace)),
+            _read(path, folder.ORIGIN),
+            _read(path, folder.JOB),
+            folder.read_failure(path),
+            _saved_step(path),
+        )
 
     def starts(self) -> list[Start]:
         """Each start of its ranks, by the journal; damaged lines of it are left out, `paceline audit` names them.

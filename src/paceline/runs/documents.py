@@ -17,10 +17,14 @@ import msgspec
 
 from paceline.base.errors import UsageError
 
-Real = Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]  # sums and products with units stay finite
+Real = Annotated[
+    float, msgspec.Meta(ge=-1e300, le=1e300)
+]  # sums and products with units stay finite
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 Figures = dict[str, Real | None]
-Computed = float  # by the job's own functions, or of its model: NaN and infinity are such figures, too
+Computed = (
+    float  # by the job's own functions, or of its model: NaN and infinity are such figures, too
+)
 
 
 class PlanDocument(TypedDict, total=False):
@@ -192,19 +196,22 @@ def read_lines(path: Path, kind_of: Any = lambda row: dict[str, Any]) -> Iterato
     yield from rows(data, path, kind_of)
 
 
-def rows(data: bytes, path: Path, kind_of: Any = lambda row: dict[str, Any], *, after: int = 0
-         ) -> Iterator[dict[str, Any]]:
+def rows(
+    data: bytes, path: Path, kind_of: Any = lambda row: dict[str, Any], *, after: int = 0
+) -> Iterator[dict[str, Any]]:
     """The lines of what a file holds after so many bytes, each a document. A damaged line is named on stderr and passed
     over. A last line without its end was being written when the run was killed, or is written now: it is left out.
 
     kind_of: Of a line.
     """
-    for number, line in enumerate(data[:data.rfind(b"\n") + 1].splitlines(), start=1):
+    for number, line in enumerate(data[: data.rfind(b"\n") + 1].splitlines(), start=1):
         try:
             row = json.loads(line)
             msgspec.convert(row, kind_of(row))
         except (ValueError, RecursionError, msgspec.ValidationError) as error:
-            _tell(f"{path} is damaged in line {number}{f' after byte {after}' if after else ''}: {error}")
+            _tell(
+                f"{path} is damaged in line {number}{f' after byte {after}' if after else ''}: {error}"
+            )
         else:
             yield row
 
@@ -228,7 +235,10 @@ def checked(document: Any, kind: Any, where: Any) -> dict[str, Any]:
     """
     try:
         msgspec.convert(document, kind)
-    except (msgspec.ValidationError, UnicodeEncodeError) as error:  # JSON can name half of a character
+    except (
+        msgspec.ValidationError,
+        UnicodeEncodeError,
+    ) as error:  # JSON can name half of a character
         raise UsageError(f"{where} is damaged: {error}") from error
     whole: dict[str, Any] = document
     return whole

@@ -17,11 +17,41 @@ from paceline.base.files import remove, write_json
 from paceline.launch.process.failure import RankFailed
 
 # What a run writes into its folder; `claim` takes any of these as the sign of an earlier run.
-(PLAN, SUMMARY, METRICS, MODEL, JOB, CHECKPOINTS, PREDICTED, SPLIT, EVENTS, BEST, LOGGED, LOGGERS, ORIGIN,
- JOURNAL, SPIKES, STUDY) = (
-    "plan.json", "summary.json", "metrics.jsonl", "model.safetensors", "job.json", "checkpoints",
-    "predicted.json", "split.json", "events.jsonl", "best.json", "logged.jsonl",
-    "loggers.json", "origin.json", "journal.jsonl", "spikes", "study.json")
+(
+    PLAN,
+    SUMMARY,
+    METRICS,
+    MODEL,
+    JOB,
+    CHECKPOINTS,
+    PREDICTED,
+    SPLIT,
+    EVENTS,
+    BEST,
+    LOGGED,
+    LOGGERS,
+    ORIGIN,
+    JOURNAL,
+    SPIKES,
+    STUDY,
+) = (
+    "plan.json",
+    "summary.json",
+    "metrics.jsonl",
+    "model.safetensors",
+    "job.json",
+    "checkpoints",
+    "predicted.json",
+    "split.json",
+    "events.jsonl",
+    "best.json",
+    "logged.jsonl",
+    "loggers.json",
+    "origin.json",
+    "journal.jsonl",
+    "spikes",
+    "study.json",
+)
 
 _LOCK_POLL_S = 0.2
 _locks: list[int] = []  # of folders that this process holds, or one that it is a fork of
@@ -44,10 +74,17 @@ def check_free(run_dir: Path, *, resume: bool) -> None:
     if run_dir.exists() and not run_dir.is_dir():
         raise UsageError(f"{run_dir} is a file and not a run folder")
     for path in run_dir.iterdir() if run_dir.exists() else ():
-        if path.exists() and not path.is_file() and not path.is_dir():  # who opens a pipe waits for its other end
-            raise UsageError(f"{path} is a pipe, a socket or a device, and no file of a run", hint="remove it")
+        if (
+            path.exists() and not path.is_file() and not path.is_dir()
+        ):  # who opens a pipe waits for its other end
+            raise UsageError(
+                f"{path} is a pipe, a socket or a device, and no file of a run", hint="remove it"
+            )
     if not resume and any((run_dir / name).exists() for name in (METRICS, SUMMARY, CHECKPOINTS)):
-        raise UsageError(f"{run_dir} already holds a run", hint="--resume goes on with it; another --run starts anew")
+        raise UsageError(
+            f"{run_dir} already holds a run",
+            hint="--resume goes on with it; another --run starts anew",
+        )
 
 
 def writable(folder: Path) -> Path:
@@ -78,7 +115,9 @@ def claimed(run_dir: Path) -> Iterator[Path]:
     own_pid, is_new = os.getpid(), not run_dir.exists()
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        lock = os.open(run_dir / ".lock", os.O_WRONLY | os.O_CREAT, 0o666)  # not to be read: forks keep the lock
+        lock = os.open(
+            run_dir / ".lock", os.O_WRONLY | os.O_CREAT, 0o666
+        )  # not to be read: forks keep the lock
     except OSError as error:
         raise _unwritable(run_dir, error) from error
     try:
@@ -86,8 +125,10 @@ def claimed(run_dir: Path) -> Iterator[Path]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             holder = (run_dir / ".lock").read_text().strip() or "unknown"
-            raise UsageError(f"{run_dir} is in use by a live run (process {holder})",
-                             hint="wait for it, or name another folder with --run") from None
+            raise UsageError(
+                f"{run_dir} is in use by a live run (process {holder})",
+                hint="wait for it, or name another folder with --run",
+            ) from None
         try:
             os.ftruncate(lock, 0)
             os.write(lock, str(os.getpid()).encode())
@@ -105,7 +146,9 @@ def claimed(run_dir: Path) -> Iterator[Path]:
     finally:
         if lock in _locks:
             _locks.remove(lock)
-        if os.getpid() == own_pid:  # a run that is over is over, though forks of this process may end a little later
+        if (
+            os.getpid() == own_pid
+        ):  # a run that is over is over, though forks of this process may end a little later
             fcntl.flock(lock, fcntl.LOCK_UN)
         os.close(lock)
 
@@ -113,6 +156,7 @@ def claimed(run_dir: Path) -> Iterator[Path]:
 def unclaim_in_forks() -> None:
     """From now on, forks of this process hold no folder. A rank says so: processes that its job starts may outlive
     it, as those of a pool do that hang."""
+
     def close() -> None:
         while _locks:
             os.close(_locks.pop())
@@ -132,8 +176,11 @@ def kept_unless_trained(run_dir: Path) -> Iterator[None]:
     if not is_complete:
         yield
         return
-    documents = {path: path.read_bytes() for name in (PLAN, SUMMARY, PREDICTED, SPLIT, ORIGIN, JOB)
-                 if (path := run_dir / name).exists()}
+    documents = {
+        path: path.read_bytes()
+        for name in (PLAN, SUMMARY, PREDICTED, SPLIT, ORIGIN, JOB)
+        if (path := run_dir / name).exists()
+    }
     if model.exists():
         model.replace(aside)
     try:
@@ -169,8 +216,10 @@ def wait_until_unclaimed(run_dir: Path, *, timeout_s: float) -> None:
                 return
             except OSError:
                 if time.monotonic() > deadline_s:
-                    raise PeerLost(f"{run_dir} is still held by ranks that were lost {timeout_s:.0f} s ago",
-                                   hint="end them, then --resume goes on from the newest checkpoint") from None
+                    raise PeerLost(
+                        f"{run_dir} is still held by ranks that were lost {timeout_s:.0f} s ago",
+                        hint="end them, then --resume goes on from the newest checkpoint",
+                    ) from None
             time.sleep(_LOCK_POLL_S)
 
 
@@ -193,7 +242,9 @@ def _never_began(run_dir: Path, error: BaseException) -> bool:
 
 
 def _unwritable(run_dir: Path, error: OSError) -> UsageError:
-    return UsageError(f"can't write the run folder {run_dir}: {error.strerror}", hint="--run DIR names another")
+    return UsageError(
+        f"can't write the run folder {run_dir}: {error.strerror}", hint="--run DIR names another"
+    )
 
 
 def remove_unfinished(run_dir: Path, *, but: str | None = None) -> None:
@@ -245,15 +296,21 @@ def read_document(run_dir: Path, name: str) -> dict[str, Any]:
         UsageError: the folder or the document isn't there or can't be read.
     """
     if name == JOB and not (run_dir / name).exists() and (run_dir / PLAN).exists():
-        raise UsageError(f"{run_dir} does not say which job it is of: pl.train was given a Job, and no file",
-                         hint="pl.open(run, job=...).model() builds its model")
+        raise UsageError(
+            f"{run_dir} does not say which job it is of: pl.train was given a Job, and no file",
+            hint="pl.open(run, job=...).model() builds its model",
+        )
     if not (run_dir / name).exists():
-        raise UsageError(f"{run_dir} is not the folder of a run: it has no {name}",
-                         hint="paceline train FILE --run DIR makes one")
+        raise UsageError(
+            f"{run_dir} is not the folder of a run: it has no {name}",
+            hint="paceline train FILE --run DIR makes one",
+        )
     from paceline.runs import documents  # msgspec takes a moment to load
 
-    kinds: dict[str, Any] = {PLAN: documents.PlanDocument, JOB: documents.JobDocument,
-                             SUMMARY: documents.SummaryDocument, PREDICTED: documents.PredictedDocument}
+    kinds: dict[str, Any] = {
+        PLAN: documents.PlanDocument,
+        JOB: documents.JobDocument,
+        SUMMARY: documents.SummaryDocument,
+        PREDICTED: documents.PredictedDocument,
+    }
     return documents.read(run_dir / name, kinds.get(name, dict[str, Any]))
-
-

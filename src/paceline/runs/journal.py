@@ -98,7 +98,15 @@ class Journal:
         self._descriptor: int | None = None
         self._lock = threading.Lock()  # a checkpoint is completed on another thread
 
-    def begin(self, job: Job, *, plan: str, world_size: int, after: int, also: Sequence[tuple[int, int]] = ()) -> None:
+    def begin(
+        self,
+        job: Job,
+        *,
+        plan: str,
+        world_size: int,
+        after: int,
+        also: Sequence[tuple[int, int]] = (),
+    ) -> None:
         """Go on after the updates that the restored state is of; see `Launch`.
 
         Raises:
@@ -107,9 +115,22 @@ class Journal:
         if self.path is None:
             return
         self.launch = self._open() + 1
-        self._append([Launch(launch=self.launch, after=after, plan=plan, world_size=world_size, seed=job.seed,
-                             order=order_of(job), num_samples=job.num_samples, drop_last=job.drop_last,
-                             time=round(time.time(), 3), also=tuple(also))])
+        self._append(
+            [
+                Launch(
+                    launch=self.launch,
+                    after=after,
+                    plan=plan,
+                    world_size=world_size,
+                    seed=job.seed,
+                    order=order_of(job),
+                    num_samples=job.num_samples,
+                    drop_last=job.drop_last,
+                    time=round(time.time(), 3),
+                    also=tuple(also),
+                )
+            ]
+        )
 
     def go_back(self, job: Job, *, plan: str, world_size: int, after: int) -> None:
         """The updates of the steps after this one are undone, and their samples left out.
@@ -122,12 +143,25 @@ class Journal:
         undone = [update for update in applied(self.path) if update.step > after]
         self.close()
         self.begin(job, plan=plan, world_size=world_size, after=after)
-        self._append([msgspec.structs.replace(update, launch=self.launch, skipped=True) for update in undone])
+        self._append(
+            [msgspec.structs.replace(update, launch=self.launch, skipped=True) for update in undone]
+        )
 
-    def note(self, step: int, window: Window, *, part: int | None = None, skipped: bool = False) -> None:
+    def note(
+        self, step: int, window: Window, *, part: int | None = None, skipped: bool = False
+    ) -> None:
         """An update was applied on this rank."""
-        self._noted.append(Update(launch=self.launch, step=step, epoch=window.epoch, start=window.start,
-                                  count=window.count, part=part, skipped=skipped))
+        self._noted.append(
+            Update(
+                launch=self.launch,
+                step=step,
+                epoch=window.epoch,
+                start=window.start,
+                count=window.count,
+                part=part,
+                skipped=skipped,
+            )
+        )
 
     def settle(self, digest: int) -> None:
         """All ranks have applied what was noted. digest: of what all of them fetched for it.
@@ -158,7 +192,9 @@ class Journal:
         """Open the file behind its last whole line; the number of the last launch."""
         assert self.path is not None
         try:
-            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            self._descriptor = os.open(
+                self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666
+            )
             launch = size = 0
             for line in _lines(self.path):
                 if not line.endswith(b"\n"):
@@ -182,8 +218,10 @@ class Journal:
             raise self._unwritable(error) from error
 
     def _unwritable(self, error: OSError) -> CheckpointError:
-        return CheckpointError(f"can't write the journal {self.path}: {error.strerror}",
-                               hint="--resume goes on from the last checkpoint when there is space again")
+        return CheckpointError(
+            f"can't write the journal {self.path}: {error.strerror}",
+            hint="--resume goes on from the last checkpoint when there is space again",
+        )
 
 
 def parse(line: bytes) -> Record:
@@ -198,8 +236,12 @@ def parse(line: bytes) -> Record:
     kind: Any = Launch if "after" in document else Update
     record: Record = msgspec.convert(document, kind)  # a ValidationError is a ValueError
     if isinstance(record, Launch):
-        numbers: tuple[int, ...] = (record.launch, record.after, record.num_samples or 0,
-                                    *(number for each in record.also for number in each))
+        numbers: tuple[int, ...] = (
+            record.launch,
+            record.after,
+            record.num_samples or 0,
+            *(number for each in record.also for number in each),
+        )
     else:
         numbers = record.launch, record.step - 1, record.epoch, record.start
         if not 0 <= record.count <= MOST_SAMPLES:
@@ -213,7 +255,9 @@ def last_step(path: Path) -> int:
     """The step that the last whole line is of; -1 if there is none."""
     with suppress(OSError), path.open("rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - 2 * LINE_BYTES))
-        for line in reversed(file.read().split(b"\n")[:-1]):  # what follows the last line's end is none
+        for line in reversed(
+            file.read().split(b"\n")[:-1]
+        ):  # what follows the last line's end is none
             with suppress(ValueError, RecursionError):
                 record = parse(line)
                 return record.after if isinstance(record, Launch) else record.step

@@ -26,20 +26,31 @@ def origin(source: Path | None) -> dict[str, Any]:
     """
     from paceline import __version__  # of the code that runs; an installed copy may be another
 
-    return {"paceline": __version__, "torch": metadata.version("torch"),
-            "python": platform.python_version(), "platform": platform.platform(), "host": platform.node(),
-            "began": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "command": without_secrets(shlex.join(sys.argv)),
-            "files": {} if source is None else {str(path): _digest(path) for path in imported_by(source)},
-            "git": None if source is None else _repository(source.resolve().parent)}
+    return {
+        "paceline": __version__,
+        "torch": metadata.version("torch"),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "host": platform.node(),
+        "began": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "command": without_secrets(shlex.join(sys.argv)),
+        "files": {}
+        if source is None
+        else {str(path): _digest(path) for path in imported_by(source)},
+        "git": None if source is None else _repository(source.resolve().parent),
+    }
 
 
 def note_edits(run_dir: Path) -> None:
     """Say on stderr which files of a run's job are not what they were when the run began."""
     files = read_document(run_dir, ORIGIN).get("files") if (run_dir / ORIGIN).exists() else None
     if edited := [path for path, digest in (files or {}).items() if _digest(Path(path)) != digest]:
-        print(f"note: {', '.join(edited)} changed since {run_dir} began: the weights are the run's, all else is what "
-              "the files say now", file=sys.stderr, flush=True)
+        print(
+            f"note: {', '.join(edited)} changed since {run_dir} began: the weights are the run's, all else is what "
+            "the files say now",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _digest(path: Path) -> str:
@@ -51,12 +62,25 @@ def _digest(path: Path) -> str:
 
 def _repository(directory: Path) -> dict[str, Any] | None:
     """commit: of HEAD. modified: files that git knows and that differ from it."""
-    command = ["git", "-C", str(directory), "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
+    command = [
+        "git",
+        "-C",
+        str(directory),
+        "status",
+        "--porcelain=v2",
+        "--branch",
+        "--untracked-files=no",
+    ]
     try:
-        completed = subprocess.run(command, capture_output=True, text=True, timeout=GIT_TIMEOUT_S, check=True)
+        completed = subprocess.run(
+            command, capture_output=True, text=True, timeout=GIT_TIMEOUT_S, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     words = [line.split(" ") for line in completed.stdout.splitlines()]
     branch = {word[1]: " ".join(word[2:]) for word in words if word[0] == "#"}
-    return {"commit": branch.get("branch.oid"), "branch": branch.get("branch.head"),
-            "modified": sum(word[0] != "#" for word in words)}
+    return {
+        "commit": branch.get("branch.oid"),
+        "branch": branch.get("branch.head"),
+        "modified": sum(word[0] != "#" for word in words),
+    }

@@ -42,14 +42,22 @@ def probe(function: JobFunction, request: Request) -> tuple[Job, dict[str, Domai
         met[name] = Options(tuple(options))
         return options[0]
 
-    job = function.job({name: value for name, value in request.space.example().items() if "." not in name})
+    job = function.job(
+        {name: value for name, value in request.space.example().items() if "." not in name}
+    )
     check_reported(request.objectives, job)
     with choosing(note), torch.device("meta"):
         job.model()
-    if not request.space.domains and request.define is None and not met.keys() - request.space.fixed.keys():
-        raise UsageError(f"there is nothing to search: each parameter of {function.name}() with a range and each "
-                         "choice in its model is set, or there are none",
-                         hint="lr: Annotated[float, pl.Log(1e-5, 1e-1)] in the signature, or --vary lr=1e-5..1e-1:log")
+    if (
+        not request.space.domains
+        and request.define is None
+        and not met.keys() - request.space.fixed.keys()
+    ):
+        raise UsageError(
+            f"there is nothing to search: each parameter of {function.name}() with a range and each "
+            "choice in its model is set, or there are none",
+            hint="lr: Annotated[float, pl.Log(1e-5, 1e-1)] in the signature, or --vary lr=1e-5..1e-1:log",
+        )
     return job, {**met, **request.space.domains}
 
 
@@ -63,28 +71,52 @@ def body(function: JobFunction) -> TrialBody:
     return TrialBody(function)
 
 
-def open_study(storage: BaseStorage, name: str, request: Request, *, sampler: Any, pruner: Any, seed: int, example: Job,
-               function: JobFunction, joins: bool) -> Study:
+def open_study(
+    storage: BaseStorage,
+    name: str,
+    request: Request,
+    *,
+    sampler: Any,
+    pruner: Any,
+    seed: int,
+    example: Job,
+    function: JobFunction,
+    joins: bool,
+) -> Study:
     """The study, made if need be."""
     known = optuna().study.get_all_study_names(storage)
     count = len(request.objectives)
     if name in known and not joins:
-        raise UsageError(f"the database already has a study '{name}'", hint="--resume joins it; --study names another")
-    subject = {"job": function.name, "objectives": [str(each) for each in request.objectives],
-               "fixed": {key: str(value) for key, value in request.space.fixed.items()}}
+        raise UsageError(
+            f"the database already has a study '{name}'",
+            hint="--resume joins it; --study names another",
+        )
+    subject = {
+        "job": function.name,
+        "objectives": [str(each) for each in request.objectives],
+        "fixed": {key: str(value) for key, value in request.space.fixed.items()},
+    }
     with quiet():
         begun = optuna().create_study(
-            storage=storage, study_name=name, load_if_exists=True,
-            directions=[each.direction for each in request.objectives] if name not in known else
-            optuna().load_study(study_name=name, storage=storage).directions,
-            pruner=make_pruner(pruner, num_objectives=count, evaluations=example.epochs))
+            storage=storage,
+            study_name=name,
+            load_if_exists=True,
+            directions=[each.direction for each in request.objectives]
+            if name not in known
+            else optuna().load_study(study_name=name, storage=storage).directions,
+            pruner=make_pruner(pruner, num_objectives=count, evaluations=example.epochs),
+        )
     before = begun.user_attrs.get(_ASKED)
     if before is not None and before != subject:
         wrong = next(key for key in subject if before.get(key) != subject[key])
-        raise UsageError(f"study '{name}' was begun with {wrong} {before.get(wrong)}, not {subject[wrong]}",
-                         hint="ask for the same, or start another study (--run DIR, --study NAME)")
+        raise UsageError(
+            f"study '{name}' was begun with {wrong} {before.get(wrong)}, not {subject[wrong]}",
+            hint="ask for the same, or start another study (--run DIR, --study NAME)",
+        )
     begun.set_user_attr(_ASKED, subject)
-    begun.sampler = make_sampler(sampler, num_objectives=count, seed=seed + 7919 * len(begun.get_trials(False)))
+    begun.sampler = make_sampler(
+        sampler, num_objectives=count, seed=seed + 7919 * len(begun.get_trials(False))
+    )
     return begun
 
 
@@ -96,8 +128,17 @@ def refuse_changes(study: Study, domains: Mapping[str, Domain]) -> None:
     for trial in study.get_trials(deepcopy=False):
         for name, distribution in trial.distributions.items():
             before, now = domain_of(distribution), domains.get(name)
-            if now is not None and (isinstance(before, Options) or isinstance(now, Options) or (
-                    before.is_log, before.whole) != (now.is_log, now.whole)) and before != now:
-                raise UsageError(f"study '{study.study_name}' was begun with {name} from {before}, and it is from {now}"
-                                 " now; a study keeps its choices and the kind of its ranges",
-                                 hint="start another study (--run DIR, --study NAME), or give the old one with --vary")
+            if (
+                now is not None
+                and (
+                    isinstance(before, Options)
+                    or isinstance(now, Options)
+                    or (before.is_log, before.whole) != (now.is_log, now.whole)
+                )
+                and before != now
+            ):
+                raise UsageError(
+                    f"study '{study.study_name}' was begun with {name} from {before}, and it is from {now}"
+                    " now; a study keeps its choices and the kind of its ranges",
+                    hint="start another study (--run DIR, --study NAME), or give the old one with --vary",
+                )

@@ -39,7 +39,9 @@ if TYPE_CHECKING:
 AUTO = "auto"
 _LOOK_S = 0.25  # for what ranks say, between looks at requests to stop
 _OWNED_WITHIN = timedelta(seconds=10)
-_ALIKE_TO_GIVE_UP = 5  # trials that all fail of one cause before one has ended well: so will the others
+_ALIKE_TO_GIVE_UP = (
+    5  # trials that all fail of one cause before one has ended well: so will the others
+)
 _FAILED_TO_GIVE_UP = 20  # of different causes
 
 PlanOf = Callable[[Mapping[str, Any]], str]
@@ -110,8 +112,17 @@ class Controller:
         heed: Called after each change, with the trials that run; returns whether to stop.
     """
 
-    def __init__(self, study: optuna.Study, pool: WorkerPool, request: Request, run_dir: Path, *, owner: str,
-                 is_shared: bool, heed: Callable[[Controller], bool]) -> None:
+    def __init__(
+        self,
+        study: optuna.Study,
+        pool: WorkerPool,
+        request: Request,
+        run_dir: Path,
+        *,
+        owner: str,
+        is_shared: bool,
+        heed: Callable[[Controller], bool],
+    ) -> None:
         self.study, self.pool, self.request, self.run_dir = study, pool, request, run_dir
         self.owner, self.is_shared, self.heed = owner, is_shared, heed
         self._beats = Heartbeats(study) if is_shared else None
@@ -122,7 +133,9 @@ class Controller:
         self.failures: dict[int, str] = {}  # why a trial failed, by its number
         self.has_success = False
         self.choices_met: set[str] = set()
-        figures = {limit.name for limit in request.limits} | {each.name for each in request.objectives}
+        figures = {limit.name for limit in request.limits} | {
+            each.name for each in request.objectives
+        }
         self._figures = sorted(figures & set(PREDICTED))
 
     def run(self) -> None:
@@ -150,7 +163,9 @@ class Controller:
                 if not self.adopted and not self._ownerless():
                     return
             if self._beats is not None:
-                self._beats.beat([each.trial._trial_id for each in (*self.running.values(), *self.waiting)])
+                self._beats.beat(
+                    [each.trial._trial_id for each in (*self.running.values(), *self.waiting)]
+                )
             for event in self.pool.wait(_LOOK_S):
                 self._handle(event)
 
@@ -160,8 +175,13 @@ class Controller:
         """Trials that a killed controller of this run folder left; they start anew with their parameters."""
         import optuna
 
-        unfinished = [trial for trial in self._unfinished() if trial.user_attrs.get(OWNER) == self.owner]
-        return [optuna.trial.Trial(self.study, trial._trial_id) for trial in (*unfinished, *self._abandoned())]
+        unfinished = [
+            trial for trial in self._unfinished() if trial.user_attrs.get(OWNER) == self.owner
+        ]
+        return [
+            optuna.trial.Trial(self.study, trial._trial_id)
+            for trial in (*unfinished, *self._abandoned())
+        ]
 
     def _unfinished(self) -> list[optuna.trial.FrozenTrial]:
         return [trial for trial in counted(self.study) if trial.state.name == "RUNNING"]
@@ -172,8 +192,11 @@ class Controller:
 
     def _abandoned(self) -> list[optuna.trial.FrozenTrial]:
         now = datetime.now()
-        return [trial for trial in self._ownerless()
-                if not self.is_shared or now - (trial.datetime_start or now) > _OWNED_WITHIN]
+        return [
+            trial
+            for trial in self._ownerless()
+            if not self.is_shared or now - (trial.datetime_start or now) > _OWNED_WITHIN
+        ]
 
     def _fill(self) -> None:
         """Start trials while there are devices for them."""
@@ -195,10 +218,17 @@ class Controller:
         if self.study._stop_flag or len(counted(self.study)) >= self.request.num_trials:
             return None
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Heartbeat of storage")  # `Heartbeats` keeps it
+            warnings.filterwarnings(
+                "ignore", message="Heartbeat of storage"
+            )  # `Heartbeats` keeps it
             trial = self.study.ask()
-        if sum(each.number <= trial.number for each in counted(self.study)) > self.request.num_trials:
-            trial.set_user_attr(SURPLUS, True)  # another controller asked for the last one at the same time
+        if (
+            sum(each.number <= trial.number for each in counted(self.study))
+            > self.request.num_trials
+        ):
+            trial.set_user_attr(
+                SURPLUS, True
+            )  # another controller asked for the last one at the same time
             self.study.tell(trial, state=optuna.trial.TrialState.FAIL)
             return None
         return self._prepare(trial)
@@ -212,9 +242,18 @@ class Controller:
         try:
             params = dict(self.request.define(trial)) if self.request.define is not None else {}
         except optuna.TrialPruned as pruned:
-            return Running(trial, dict(trial.params), None, refused=f"the space pruned it: {pruned}")
-        params = {**params, **{name: suggest(trial, name, domain)
-                               for name, domain in self.request.space.domains.items() if name not in params}, **fixed}
+            return Running(
+                trial, dict(trial.params), None, refused=f"the space pruned it: {pruned}"
+            )
+        params = {
+            **params,
+            **{
+                name: suggest(trial, name, domain)
+                for name, domain in self.request.space.domains.items()
+                if name not in params
+            },
+            **fixed,
+        }
         plan, wrong = self._plan_of(params)
         reported = self.study.get_trials(deepcopy=False)[trial.number].intermediate_values
         return Running(trial, params, plan, wrong, num_reported=len(reported))
@@ -237,8 +276,10 @@ class Controller:
         needed = Plan.read(running.plan).world_size if running.plan is not None else 1
         wrong = running.wrong
         if needed > largest(self.pool):
-            wrong = (f"plan '{running.plan}' needs {needed} devices and {largest(self.pool)} is the most that a trial "
-                     "can have")
+            wrong = (
+                f"plan '{running.plan}' needs {needed} devices and {largest(self.pool)} is the most that a trial "
+                "can have"
+            )
         if wrong is not None:
             self._fail(running, wrong, PlanError.__name__)
             return True
@@ -248,14 +289,24 @@ class Controller:
             return False
         running.slots = slots
         trial_dir = self._begin(running)
-        names = [self.pool.names[slot] for slot in (node_of(self.pool, slots[0]) if prices else slots)]
+        names = [
+            self.pool.names[slot] for slot in (node_of(self.pool, slots[0]) if prices else slots)
+        ]
         if prices and running.plan is not None:
-            names = names[:Plan.read(running.plan).world_size]
-        payload = {"do": "price" if prices else "train", "params": running.params, "plan": running.plan,
-                   "devices": names, "memory": self.request.memory, "figures": self._figures,
-                   "run_dir": str(trial_dir)}
+            names = names[: Plan.read(running.plan).world_size]
+        payload = {
+            "do": "price" if prices else "train",
+            "params": running.params,
+            "plan": running.plan,
+            "devices": names,
+            "memory": self.request.memory,
+            "figures": self._figures,
+            "run_dir": str(trial_dir),
+        }
         plan = Plan.read(running.plan) if running.plan is not None and not prices else Plan()
-        number = self.pool.start(payload, running.slots, fault_policy=fault_policy(plan), log_dir=trial_dir / "logs")
+        number = self.pool.start(
+            payload, running.slots, fault_policy=fault_policy(plan), log_dir=trial_dir / "logs"
+        )
         self.running[number] = running
         return True
 
@@ -277,7 +328,9 @@ class Controller:
         if event.kind == "question" and "keep" in event.value:
             self._answer_keep(running, event)
         elif event.kind == "question":
-            self.pool.answer(event, self._choose(running, event.value["choice"], event.value["options"]))
+            self.pool.answer(
+                event, self._choose(running, event.value["choice"], event.value["options"])
+            )
         elif event.kind == "report":
             self._report(event.task, running, event.value)
         elif event.kind == "lost":
@@ -313,8 +366,10 @@ class Controller:
         if running.keeps is None and event.rank == 0:
             known = {**(running.predicted or {}), **running.figures}
             values = [known.get(objective.name, math.nan) for objective in self.request.objectives]
-            running.keeps = not any(dominates(trial.values, values, self.study.directions)
-                                    for trial in front(self.study))
+            running.keeps = not any(
+                dominates(trial.values, values, self.study.directions)
+                for trial in front(self.study)
+            )
         if running.keeps is not None:
             for each in running.curious:
                 self.pool.answer(each, {"keep": running.keeps})
@@ -322,7 +377,11 @@ class Controller:
 
     def _report(self, task: int, running: Running, progress: Mapping[str, Any]) -> None:
         running.num_evaluations += 1
-        running.step, running.total_steps, running.figures = progress["step"], progress["of"], dict(progress["figures"])
+        running.step, running.total_steps, running.figures = (
+            progress["step"],
+            progress["of"],
+            dict(progress["figures"]),
+        )
         name = self.request.objectives[0].name
         if running.is_pruned or len(self.request.objectives) > 1 or name not in running.figures:
             return
@@ -350,7 +409,9 @@ class Controller:
 
     def _price(self, running: Running, priced: Mapping[str, Any]) -> None:
         running.plan, running.predicted = priced["plan"], dict(priced["figures"])
-        breaches = [breach for limit in self.request.limits if (breach := limit.breach(running.predicted))]
+        breaches = [
+            breach for limit in self.request.limits if (breach := limit.breach(running.predicted))
+        ]
         if breaches:
             self._tell(running, "PRUNED", {"refused": "; ".join(breaches)})
         else:
@@ -364,11 +425,19 @@ class Controller:
         running.figures, running.step = figures, summary["steps"]
         trial_dir = self._trial_dir(running.number)
         write_json(trial_dir / folder.SUMMARY, summary)
-        write_json(trial_dir / folder.PLAN, {"plan": running.plan, "world_size": summary["world_size"]})
+        write_json(
+            trial_dir / folder.PLAN, {"plan": running.plan, "world_size": summary["world_size"]}
+        )
         if self.request.source is not None:
-            write_json(trial_dir / folder.JOB, replace(self.request.source, settings=running.params).to_dict())
-        wrong = [f"{objective.name} is {value}" for objective, value in
-                 zip(self.request.objectives, values, strict=True) if not math.isfinite(value)]
+            write_json(
+                trial_dir / folder.JOB,
+                replace(self.request.source, settings=running.params).to_dict(),
+            )
+        wrong = [
+            f"{objective.name} is {value}"
+            for objective, value in zip(self.request.objectives, values, strict=True)
+            if not math.isfinite(value)
+        ]
         if wrong:
             self._tell(running, "FAIL", {"reason": "; ".join(wrong)})
         else:
@@ -394,19 +463,35 @@ class Controller:
         """A trial that fails does so sooner than one that works: those begun before one that runs are counted alone."""
         oldest = min((running.number for running in self.running.values()), default=math.inf)
         first = [reason for number, reason in self.failures.items() if number < oldest]
-        enough = _ALIKE_TO_GIVE_UP if len({cause_of(reason) for reason in first}) == 1 else _FAILED_TO_GIVE_UP
+        enough = (
+            _ALIKE_TO_GIVE_UP
+            if len({cause_of(reason) for reason in first}) == 1
+            else _FAILED_TO_GIVE_UP
+        )
         if len(first) >= enough:
-            raise AllFailed(f"the first {len(first)} trials all failed; {common_cause(first)}",
-                            hint=f"the logs are in {self.run_dir / 'trials'}")
+            raise AllFailed(
+                f"the first {len(first)} trials all failed; {common_cause(first)}",
+                hint=f"the logs are in {self.run_dir / 'trials'}",
+            )
 
-    def _tell(self, running: Running, state: str, outcome: Mapping[str, Any],
-              values: Sequence[float] | None = None) -> None:
+    def _tell(
+        self,
+        running: Running,
+        state: str,
+        outcome: Mapping[str, Any],
+        values: Sequence[float] | None = None,
+    ) -> None:
         import optuna
 
-        record = {"params": running.params, "plan": running.plan,
-                  "devices": [self.pool.place(slot) for slot in running.slots],
-                  "seconds": time.monotonic() - running.began_s, "steps": running.step,
-                  "figures": {**(running.predicted or {}), **running.figures}, **outcome}
+        record = {
+            "params": running.params,
+            "plan": running.plan,
+            "devices": [self.pool.place(slot) for slot in running.slots],
+            "seconds": time.monotonic() - running.began_s,
+            "steps": running.step,
+            "figures": {**(running.predicted or {}), **running.figures},
+            **outcome,
+        }
         running.trial.set_user_attr(RECORD, record)
         self.study.tell(running.trial, values, state=optuna.trial.TrialState[state])
         self.num_done += 1
@@ -431,8 +516,9 @@ def suggest(trial: optuna.trial.Trial, name: str, domain: Numbers | Options) -> 
     if isinstance(domain, Options):
         return trial.suggest_categorical(name, domain.options)
     if domain.whole:
-        return trial.suggest_int(name, int(domain.low), int(domain.high), step=int(domain.step or 1),
-                                 log=domain.is_log)
+        return trial.suggest_int(
+            name, int(domain.low), int(domain.high), step=int(domain.step or 1), log=domain.is_log
+        )
     return trial.suggest_float(name, domain.low, domain.high, step=domain.step, log=domain.is_log)
 
 
@@ -440,8 +526,13 @@ def domain_of(distribution: Any) -> Numbers | Options:
     """What `suggest` made a distribution of."""
     if hasattr(distribution, "choices"):
         return Options(tuple(distribution.choices))
-    return Numbers(distribution.low, distribution.high, distribution.step, distribution.log,
-                   whole=isinstance(distribution.low, int))
+    return Numbers(
+        distribution.low,
+        distribution.high,
+        distribution.step,
+        distribution.log,
+        whole=isinstance(distribution.low, int),
+    )
 
 
 def common_cause(reasons: Sequence[str]) -> str:
@@ -453,4 +544,6 @@ def common_cause(reasons: Sequence[str]) -> str:
 
 def cause_of(reason: str) -> str:
     """A reason's first line without what may differ from trial to trial: paths, numbers, and words in quotes."""
-    return re.sub(r"'[^']*'|\"[^\"]*\"|[^\s:]*/[^\s:]*|[-+]?\d[\w.+-]*", "_", reason.partition("\n")[0])
+    return re.sub(
+        r"'[^']*'|\"[^\"]*\"|[^\s:]*/[^\s:]*|[-+]?\d[\w.+-]*", "_", reason.partition("\n")[0]
+    )

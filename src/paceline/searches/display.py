@@ -63,8 +63,10 @@ class StudyDisplay:
         best = best_trial(controller.study)
         if best is not None and best.number != self.best:
             self.best = best.number
-            values = ", ".join(f"{each.name} {value:.5g}" for each, value in
-                               zip(controller.request.objectives, best.values, strict=True))
+            values = ", ".join(
+                f"{each.name} {value:.5g}"
+                for each, value in zip(controller.request.objectives, best.values, strict=True)
+            )
             self._say(f"trial {best.number}: best so far, {values}  {settings(best.params)}")
         for reason in controller.failures.values():
             if (cause := cause_of(reason)) not in self.shown_causes:
@@ -73,15 +75,20 @@ class StudyDisplay:
 
     def _line(self, controller: Controller) -> str:
         states = [state_of(trial) for trial in counted(controller.study)]
-        shown = ", ".join(f"{states.count(state)} {state}" for state in ("complete", "pruned", "refused", "failed",
-                                                                         "running") if state in states)
+        shown = ", ".join(
+            f"{states.count(state)} {state}"
+            for state in ("complete", "pruned", "refused", "failed", "running")
+            if state in states
+        )
         return f"{controller.num_done} of {self.num_trials} trials: {shown}{self._left(controller)}"
 
     def _left(self, controller: Controller) -> str:
         done = controller.num_done - (self.done_before or 0)
         if not done:
             return ""
-        left_s = (time.monotonic() - self.began_s) / done * max(0, self.num_trials - controller.num_done)
+        left_s = (
+            (time.monotonic() - self.began_s) / done * max(0, self.num_trials - controller.num_done)
+        )
         minutes, seconds = divmod(round(left_s), 60)
         return f", {minutes}:{seconds:02} left"
 
@@ -94,13 +101,21 @@ class StudyDisplay:
     def _table(self, controller: Controller) -> Any:
         from rich.table import Table
 
-        table = Table(title=self._line(controller), title_justify="left", box=None, pad_edge=False, expand=True)
+        table = Table(
+            title=self._line(controller),
+            title_justify="left",
+            box=None,
+            pad_edge=False,
+            expand=True,
+        )
         for column in ("trial", "plan", "devices", "step", "now"):
             table.add_column(column, no_wrap=True)
         table.add_column("settings", no_wrap=True, overflow="ellipsis", ratio=1)
         best = best_trial(controller.study)
         if best is not None:
-            table.add_row(f"{best.number} (best)", "", "", "", f"{best.values[0]:.5g}", settings(best.params))
+            table.add_row(
+                f"{best.number} (best)", "", "", "", f"{best.values[0]:.5g}", settings(best.params)
+            )
         for running in list(controller.running.values())[:_ROWS]:
             table.add_row(*_row(running, controller))
         return table
@@ -109,8 +124,14 @@ class StudyDisplay:
 def _row(running: Running, controller: Controller) -> tuple[str, ...]:
     value = running.figures.get(controller.request.objectives[0].name)
     total = f"/{running.total_steps}" if running.total_steps else ""
-    return (str(running.number), running.plan or "to be planned", ", ".join(map(controller.pool.place, running.slots)),
-            f"{running.step}{total}", "" if value is None else f"{value:.5g}", settings(running.params))
+    return (
+        str(running.number),
+        running.plan or "to be planned",
+        ", ".join(map(controller.pool.place, running.slots)),
+        f"{running.step}{total}",
+        "" if value is None else f"{value:.5g}",
+        settings(running.params),
+    )
 
 
 def settings(params: Any) -> str:
@@ -118,5 +139,7 @@ def settings(params: Any) -> str:
     >>> settings({"lr": 0.0123456, "act": "relu"})
     'lr=0.01235 act=relu'
     """
-    return " ".join(f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}"
-                    for name, value in params.items())
+    return " ".join(
+        f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}"
+        for name, value in params.items()
+    )

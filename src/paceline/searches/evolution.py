@@ -13,7 +13,12 @@ from datetime import datetime
 from typing import Any
 
 import numpy as np
-from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.distributions import (
+    BaseDistribution,
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+)
 from optuna.samplers import BaseSampler, RandomSampler
 from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial, TrialState
@@ -31,35 +36,52 @@ class EvolutionSampler(BaseSampler):
         tournament: Of which the best becomes a parent; as many trials are drawn at random at first.
     """
 
-    def __init__(self, *, population: int = 20, tournament: int = 5, seed: int | None = None) -> None:
+    def __init__(
+        self, *, population: int = 20, tournament: int = 5, seed: int | None = None
+    ) -> None:
         self.population, self.tournament = population, tournament
         self._random = RandomSampler(seed=seed)
         self._rng = np.random.RandomState(seed)
-        self._parents: dict[int, tuple[FrozenTrial, str]] = {}  # of running trials, with what is to change
+        self._parents: dict[
+            int, tuple[FrozenTrial, str]
+        ] = {}  # of running trials, with what is to change
 
     def reseed_rng(self) -> None:
         self._random.reseed_rng()
         self._rng.seed()
 
-    def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
+    def infer_relative_search_space(
+        self, study: Study, trial: FrozenTrial
+    ) -> dict[str, BaseDistribution]:
         return {}
 
-    def sample_relative(self, study: Study, trial: FrozenTrial,
-                        search_space: dict[str, BaseDistribution]) -> dict[str, Any]:
+    def sample_relative(
+        self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
         return {}
 
     def before_trial(self, study: Study, trial: FrozenTrial) -> None:
         parent = self._parent(study)
-        varied = [name for name, kind in parent.distributions.items() if not kind.single()] if parent else []
+        varied = (
+            [name for name, kind in parent.distributions.items() if not kind.single()]
+            if parent
+            else []
+        )
         if parent is not None and varied:
             self._parents[trial.number] = parent, varied[self._rng.randint(len(varied))]
 
-    def after_trial(self, study: Study, trial: FrozenTrial, state: TrialState,
-                    values: Sequence[float] | None) -> None:
+    def after_trial(
+        self, study: Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None
+    ) -> None:
         self._parents.pop(trial.number, None)
 
-    def sample_independent(self, study: Study, trial: FrozenTrial, param_name: str,
-                           param_distribution: BaseDistribution) -> Any:
+    def sample_independent(
+        self,
+        study: Study,
+        trial: FrozenTrial,
+        param_name: str,
+        param_distribution: BaseDistribution,
+    ) -> Any:
         parent, changed = self._parents.get(trial.number, (None, ""))
         if parent is None or parent.distributions.get(param_name) != param_distribution:
             return self._random.sample_independent(study, trial, param_name, param_distribution)
@@ -68,12 +90,19 @@ class EvolutionSampler(BaseSampler):
 
     def _parent(self, study: Study) -> FrozenTrial | None:
         """The best of a few of the living; none while the first are drawn at random."""
-        done = [trial for trial in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))
-                if trial.value is not None]
+        done = [
+            trial
+            for trial in study.get_trials(
+                deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED)
+            )
+            if trial.value is not None
+        ]
         if len(done) < self.tournament:
             return None
-        by_age = sorted(done, key=lambda trial: (trial.datetime_complete or datetime.max, trial.number))
-        living = by_age[-self.population:]
+        by_age = sorted(
+            done, key=lambda trial: (trial.datetime_complete or datetime.max, trial.number)
+        )
+        living = by_age[-self.population :]
         drawn = self._rng.choice(len(living), size=min(self.tournament, len(living)), replace=False)
         sign = 1 if study.direction == StudyDirection.MINIMIZE else -1
         return min((living[index] for index in drawn), key=lambda trial: _rank(trial, sign))
@@ -88,7 +117,9 @@ def _rank(trial: FrozenTrial, sign: int) -> tuple[bool, float]:
 def mutated(value: Any, kind: BaseDistribution, rng: np.random.RandomState) -> Any:
     """Another value of the distribution: another option, or a number at a normally distributed distance."""
     if isinstance(kind, CategoricalDistribution):
-        others = [option for option in kind.choices if option != value or type(option) is not type(value)]
+        others = [
+            option for option in kind.choices if option != value or type(option) is not type(value)
+        ]
         return others[rng.randint(len(others))]
     assert isinstance(kind, FloatDistribution | IntDistribution)
     low, high = (math.log(kind.low), math.log(kind.high)) if kind.log else (kind.low, kind.high)

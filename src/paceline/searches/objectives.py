@@ -33,7 +33,9 @@ class Objective:
         (Objective(name='accuracy', direction='maximize'), Objective(name='top:5', direction='minimize'))
         """
         name, _, way = text.rpartition(":")
-        return cls(name if way in ("min", "max") else text, "maximize" if way == "max" else "minimize")
+        return cls(
+            name if way in ("min", "max") else text, "maximize" if way == "max" else "minimize"
+        )
 
     def __str__(self) -> str:
         way = "max" if self.direction == "maximize" else "min" if ":" in self.name else ""
@@ -63,10 +65,14 @@ class Limit:
         except ValueError:
             bound = math.nan
         if match is None or math.isnan(bound):
-            raise UsageError(f"limit '{text}' must be NAME<=NUMBER or NAME>=NUMBER", hint="--limit 'step_ms<=2'")
+            raise UsageError(
+                f"limit '{text}' must be NAME<=NUMBER or NAME>=NUMBER", hint="--limit 'step_ms<=2'"
+            )
         if match[1] not in PREDICTED:
-            raise UsageError(f"limits can't be on '{match[1]}', {nearest(match[1], PREDICTED)}",
-                             hint="limits are on what is known before training")
+            raise UsageError(
+                f"limits can't be on '{match[1]}', {nearest(match[1], PREDICTED)}",
+                hint="limits are on what is known before training",
+            )
         return cls(match[1], bound, match[2] == "<=")
 
     def breach(self, figures: Mapping[str, float]) -> str | None:
@@ -101,14 +107,26 @@ def check_reported(objectives: Sequence[Objective], job: Job) -> None:
     for objective in objectives:
         if objective.name not in known:
             if ":" in objective.name:
-                raise UsageError(f"the job reports no '{objective.name}'; an objective is NAME, NAME:min or NAME:max")
-            hint = ("give the Job validation=, or search for another --objective"
-                    if objective.name == VALIDATION_LOSS else None)
-            raise UsageError(f"the job reports no '{objective.name}', {nearest(objective.name, known)}", hint=hint)
+                raise UsageError(
+                    f"the job reports no '{objective.name}'; an objective is NAME, NAME:min or NAME:max"
+                )
+            hint = (
+                "give the Job validation=, or search for another --objective"
+                if objective.name == VALIDATION_LOSS
+                else None
+            )
+            raise UsageError(
+                f"the job reports no '{objective.name}', {nearest(objective.name, known)}",
+                hint=hint,
+            )
 
 
 def final_figures(summary: Mapping[str, Any]) -> dict[str, float]:
     """What a finished training is judged by."""
-    figures = {VALIDATION_LOSS: summary["validation_loss"], **summary["metrics"], "loss": summary["final_loss"],
-               "samples_per_s": summary["samples_per_s"]}
+    figures = {
+        VALIDATION_LOSS: summary["validation_loss"],
+        **summary["metrics"],
+        "loss": summary["final_loss"],
+        "samples_per_s": summary["samples_per_s"],
+    }
     return {name: value for name, value in figures.items() if value is not None}

@@ -24,35 +24,65 @@ if TYPE_CHECKING:
     import optuna
 
 BEST = "best.json"
-_RECORDED = ("plan", "devices", "seconds", "steps", "figures", "reason", "refused", "kind")  # as the controller has it
+_RECORDED = (
+    "plan",
+    "devices",
+    "seconds",
+    "steps",
+    "figures",
+    "reason",
+    "refused",
+    "kind",
+)  # as the controller has it
 
 
-def document(study: optuna.Study, *, objectives: Sequence[Objective], source: JobFile | None,
-             fixed: Mapping[str, Any], final: bool) -> dict[str, Any]:
+def document(
+    study: optuna.Study,
+    *,
+    objectives: Sequence[Objective],
+    source: JobFile | None,
+    fixed: Mapping[str, Any],
+    final: bool,
+) -> dict[str, Any]:
     """The content of study.json. final: with importances, which take a moment."""
     trials = counted(study)
     best = best_trial(study)
     began = min((trial.datetime_start for trial in trials if trial.datetime_start), default=None)
-    content: dict[str, Any] = strict({
-        "study": study.study_name,
-        "objectives": [{"name": each.name, "direction": each.direction} for each in objectives],
-        "fixed": dict(fixed),
-        "trials": [_trial(trial, fixed, began) for trial in trials],
-        "best": None if best is None else _best(best, source, fixed),
-        "pareto": [_trial(trial, fixed, began) for trial in front(study)],
-        "importances": importances(study, objectives) if final else {},
-        "test": study.user_attrs.get(TEST),
-    })
+    content: dict[str, Any] = strict(
+        {
+            "study": study.study_name,
+            "objectives": [{"name": each.name, "direction": each.direction} for each in objectives],
+            "fixed": dict(fixed),
+            "trials": [_trial(trial, fixed, began) for trial in trials],
+            "best": None if best is None else _best(best, source, fixed),
+            "pareto": [_trial(trial, fixed, began) for trial in front(study)],
+            "importances": importances(study, objectives) if final else {},
+            "test": study.user_attrs.get(TEST),
+        }
+    )
     return content
 
 
-def _trial(trial: optuna.trial.FrozenTrial, fixed: Mapping[str, Any], began: datetime | None) -> dict[str, Any]:
+def _trial(
+    trial: optuna.trial.FrozenTrial, fixed: Mapping[str, Any], began: datetime | None
+) -> dict[str, Any]:
     """began: the start of the study's first trial, from which `ended_s` is counted."""
     record = trial.user_attrs.get(RECORD, {})
-    values = {"value": trial.values[0]} if trial.values and len(trial.values) == 1 else {"values": trial.values}
-    return {"number": trial.number, "state": state_of(trial), "params": _varied(trial, fixed), **values,
-            "ended_s": (trial.datetime_complete - began).total_seconds() if trial.datetime_complete and began else None,
-            **{key: record[key] for key in _RECORDED if key in record}}
+    values = (
+        {"value": trial.values[0]}
+        if trial.values and len(trial.values) == 1
+        else {"values": trial.values}
+    )
+    return {
+        "number": trial.number,
+        "state": state_of(trial),
+        "params": _varied(trial, fixed),
+        **values,
+        "ended_s": (trial.datetime_complete - began).total_seconds()
+        if trial.datetime_complete and began
+        else None,
+        **{key: record[key] for key in _RECORDED if key in record},
+    }
 
 
 def _varied(trial: optuna.trial.FrozenTrial, fixed: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,12 +90,21 @@ def _varied(trial: optuna.trial.FrozenTrial, fixed: Mapping[str, Any]) -> dict[s
     return {name: value for name, value in params.items() if name not in fixed}
 
 
-def _best(trial: optuna.trial.FrozenTrial, source: JobFile | None, fixed: Mapping[str, Any]) -> dict[str, Any]:
+def _best(
+    trial: optuna.trial.FrozenTrial, source: JobFile | None, fixed: Mapping[str, Any]
+) -> dict[str, Any]:
     record = trial.user_attrs[RECORD]
     settings = {**fixed, **record["params"]}
-    return {"params": _varied(trial, fixed), "value": trial.values[0], "values": trial.values, "trial": trial.number,
-            "plan": record["plan"], "settings": settings, "figures": record["figures"],
-            "command": command(source, settings, record["plan"]) if source is not None else None}
+    return {
+        "params": _varied(trial, fixed),
+        "value": trial.values[0],
+        "values": trial.values,
+        "trial": trial.number,
+        "plan": record["plan"],
+        "settings": settings,
+        "figures": record["figures"],
+        "command": command(source, settings, record["plan"]) if source is not None else None,
+    }
 
 
 def command(source: JobFile, settings: Mapping[str, Any], plan: str) -> str:
@@ -90,7 +129,11 @@ def _importances(study: optuna.Study, index: int) -> dict[str, float]:
     from optuna import importance
 
     target = (lambda trial: trial.values[index]) if len(study.directions) > 1 else None
-    kind = importance.FanovaImportanceEvaluator if find_spec("sklearn") else importance.PedAnovaImportanceEvaluator
+    kind = (
+        importance.FanovaImportanceEvaluator
+        if find_spec("sklearn")
+        else importance.PedAnovaImportanceEvaluator
+    )
     with quiet():
         evaluator: Any = kind()
         try:
@@ -105,7 +148,10 @@ def draw(study: optuna.Study, objectives: Sequence[Objective], run_dir: Path) ->
     try:
         import matplotlib
     except ModuleNotFoundError:
-        print(f"no figures: the package 'matplotlib' is not installed ({with_extra('search')})", file=sys.stderr)
+        print(
+            f"no figures: the package 'matplotlib' is not installed ({with_extra('search')})",
+            file=sys.stderr,
+        )
         return []
     if "matplotlib.pyplot" not in sys.modules:
         matplotlib.use("Agg")
@@ -115,15 +161,37 @@ def draw(study: optuna.Study, objectives: Sequence[Objective], run_dir: Path) ->
     with quiet(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for index, objective in enumerate(objectives):
-            target = {"target": lambda trial, index=index: trial.values[index], "target_name": objective.name}
+            target = {
+                "target": lambda trial, index=index: trial.values[index],
+                "target_name": objective.name,
+            }
             tail = f"-{objective.name}" if len(objectives) > 1 else ""
-            drawn.append(_save(lambda t=target: plots.plot_optimization_history(study, **t), run_dir, f"history{tail}"))
-            drawn.append(_save(lambda t=target: plots.plot_parallel_coordinate(study, **t), run_dir, f"parallel{tail}"))
-            drawn.append(_save(lambda t=target: plots.plot_param_importances(study, **t), run_dir,
-                               f"importances{tail}"))
+            drawn.append(
+                _save(
+                    lambda t=target: plots.plot_optimization_history(study, **t),
+                    run_dir,
+                    f"history{tail}",
+                )
+            )
+            drawn.append(
+                _save(
+                    lambda t=target: plots.plot_parallel_coordinate(study, **t),
+                    run_dir,
+                    f"parallel{tail}",
+                )
+            )
+            drawn.append(
+                _save(
+                    lambda t=target: plots.plot_param_importances(study, **t),
+                    run_dir,
+                    f"importances{tail}",
+                )
+            )
         if 2 <= len(objectives) <= 3:
             names = [objective.name for objective in objectives]
-            drawn.append(_save(lambda: plots.plot_pareto_front(study, target_names=names), run_dir, "pareto"))
+            drawn.append(
+                _save(lambda: plots.plot_pareto_front(study, target_names=names), run_dir, "pareto")
+            )
     return [path for path in drawn if path is not None]
 
 
@@ -144,4 +212,8 @@ def _save(plot: Any, run_dir: Path, name: str) -> Path | None:
 
 def failure_summary(reasons: Sequence[str]) -> str:
     """One line about the trials that failed."""
-    return f"{len(reasons)} trial{'s' * (len(reasons) != 1)} failed, {common_cause(reasons)}" if reasons else ""
+    return (
+        f"{len(reasons)} trial{'s' * (len(reasons) != 1)} failed, {common_cause(reasons)}"
+        if reasons
+        else ""
+    )

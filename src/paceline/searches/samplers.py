@@ -50,14 +50,20 @@ SAMPLERS: Mapping[str, Callable[[Any, int], Any]] = {
 # From the number of evaluations of a trial, if it is known.
 PRUNERS: Mapping[str, Callable[[Any, int | None], Any]] = {
     "none": lambda pruners, evaluations: pruners.NopPruner(),
-    "median": lambda pruners, evaluations: pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=1),
+    "median": lambda pruners, evaluations: pruners.MedianPruner(
+        n_startup_trials=5, n_warmup_steps=1
+    ),
     "halving": lambda pruners, evaluations: pruners.SuccessiveHalvingPruner(),
-    "hyperband": lambda pruners, evaluations: pruners.HyperbandPruner(max_resource=evaluations or "auto"),
+    "hyperband": lambda pruners, evaluations: pruners.HyperbandPruner(
+        max_resource=evaluations or "auto"
+    ),
 }
 _ONE_OBJECTIVE = ("cmaes", "evolution")
 
 
-def make_sampler(sampler: str | BaseSampler | None, *, num_objectives: int, seed: int) -> BaseSampler:
+def make_sampler(
+    sampler: str | BaseSampler | None, *, num_objectives: int, seed: int
+) -> BaseSampler:
     """By default TPE.
 
     seed: differs for each part of a study that was interrupted, or the next part would draw the same again.
@@ -71,12 +77,17 @@ def make_sampler(sampler: str | BaseSampler | None, *, num_objectives: int, seed
     if name not in SAMPLERS:
         raise UsageError(f"unknown sampler '{name}', {nearest(name, SAMPLERS)}")
     if num_objectives > 1 and name in _ONE_OBJECTIVE:
-        raise UsageError(f"sampler '{name}' can't weigh {num_objectives} objectives", hint="--sampler nsga2, or tpe")
+        raise UsageError(
+            f"sampler '{name}' can't weigh {num_objectives} objectives",
+            hint="--sampler nsga2, or tpe",
+        )
     with quiet():
         return SAMPLERS[name](optuna().samplers, seed)
 
 
-def make_pruner(pruner: str | BasePruner | None, *, num_objectives: int, evaluations: int | None) -> BasePruner:
+def make_pruner(
+    pruner: str | BasePruner | None, *, num_objectives: int, evaluations: int | None
+) -> BasePruner:
     """By default the median's, with one objective; Optuna prunes by one alone.
 
     Raises:
@@ -88,7 +99,10 @@ def make_pruner(pruner: str | BasePruner | None, *, num_objectives: int, evaluat
     if name not in PRUNERS:
         raise UsageError(f"unknown pruner '{name}', {nearest(name, PRUNERS)}")
     if num_objectives > 1 and name != "none":
-        raise UsageError(f"pruner '{name}' goes by one objective, and there are {num_objectives}", hint="--pruner none")
+        raise UsageError(
+            f"pruner '{name}' goes by one objective, and there are {num_objectives}",
+            hint="--pruner none",
+        )
     return PRUNERS[name](optuna().pruners, evaluations)
 
 

@@ -46,14 +46,29 @@ class StudyResult(Outcome):
 
 
 @unbroken()
-def search(job: JobFile | str | Callable[..., Job], trials: int, *, objective: str | Sequence[str] | None = None,
-           limits: Sequence[str] = (), settings: Mapping[str, Any] = {}, vary: Mapping[str, str] = {},
-           space: str | Callable[[Any], Mapping[str, Any]] | None = None,
-           plan: str | Plan | Callable[[Mapping[str, Any]], str] | None = None, devices: str | None = None,
-           procs: int | None = None, memory: str | None = None, ray: str | None = None,
-           sampler: str | BaseSampler | None = None, pruner: str | BasePruner | None = None,
-           storage: str | None = None, study: str | None = None, seed: int = 0,
-           run: str | Path | None = None, resume: bool = False, timeout_s: float = 300.0) -> StudyResult:
+def search(
+    job: JobFile | str | Callable[..., Job],
+    trials: int,
+    *,
+    objective: str | Sequence[str] | None = None,
+    limits: Sequence[str] = (),
+    settings: Mapping[str, Any] = {},
+    vary: Mapping[str, str] = {},
+    space: str | Callable[[Any], Mapping[str, Any]] | None = None,
+    plan: str | Plan | Callable[[Mapping[str, Any]], str] | None = None,
+    devices: str | None = None,
+    procs: int | None = None,
+    memory: str | None = None,
+    ray: str | None = None,
+    sampler: str | BaseSampler | None = None,
+    pruner: str | BasePruner | None = None,
+    storage: str | None = None,
+    study: str | None = None,
+    seed: int = 0,
+    run: str | Path | None = None,
+    resume: bool = False,
+    timeout_s: float = 300.0,
+) -> StudyResult:
     """Search a job's hyperparameters and its model's choices.
 
     Args:
@@ -93,18 +108,39 @@ def search(job: JobFile | str | Callable[..., Job], trials: int, *, objective: s
     define = function.neighbour(space) if isinstance(space, str) else space
     machine: Any = {"devices": devices, "procs": procs, "memory": memory, "timeout_s": timeout_s}
     site = here(function, **machine) if ray is None else on_ray(ray, source, **machine)
-    request = Request(domains, objectives, bounds, trials, _plan_of(plan, site), _checked(define, function), memory,
-                      source)
-    make_sampler(sampler, num_objectives=len(objectives), seed=seed)  # a wrong name, before anything takes time
+    request = Request(
+        domains,
+        objectives,
+        bounds,
+        trials,
+        _plan_of(plan, site),
+        _checked(define, function),
+        memory,
+        source,
+    )
+    make_sampler(
+        sampler, num_objectives=len(objectives), seed=seed
+    )  # a wrong name, before anything takes time
     make_pruner(pruner, num_objectives=len(objectives), evaluations=None)
     example, varied = probe(function, request)
     run_dir = Path(run) if run is not None else folder.fresh_name(f"search-{function.path.stem}")
     _check_free(run_dir, resume=resume)
-    with (folder.claimed(folder.writable(run_dir)), site.open(run_dir) as pool,
-          opened(storage, run_dir) as database):
-        begun = open_study(database, study or run_dir.resolve().name, request, sampler=sampler,
-                           pruner=pruner, seed=seed, example=example, function=function,
-                           joins=resume or storage is not None)
+    with (
+        folder.claimed(folder.writable(run_dir)),
+        site.open(run_dir) as pool,
+        opened(storage, run_dir) as database,
+    ):
+        begun = open_study(
+            database,
+            study or run_dir.resolve().name,
+            request,
+            sampler=sampler,
+            pruner=pruner,
+            seed=seed,
+            example=example,
+            function=function,
+            joins=resume or storage is not None,
+        )
         refuse_changes(begun, varied)
         return _run(begun, pool, request, run_dir, example, is_shared=storage is not None)
 
@@ -117,7 +153,9 @@ def _check(trials: int, settings: Mapping[str, Any], *, resumes_nothing: bool) -
     try:
         json.dumps(dict(settings))
     except (TypeError, ValueError) as error:
-        raise UsageError(f"settings must be numbers, text, true or false, None, or lists of those: {error}") from error
+        raise UsageError(
+            f"settings must be numbers, text, true or false, None, or lists of those: {error}"
+        ) from error
 
 
 def _function(job: JobFile | str | Callable[..., Job]) -> tuple[JobFile | None, JobFunction]:
@@ -127,11 +165,15 @@ def _function(job: JobFile | str | Callable[..., Job]) -> tuple[JobFile | None, 
         with named():
             return job, job.open()
     if not callable(job):
-        raise UsageError(f"search takes a function that returns a Job, or its file, got {type(job).__name__}")
+        raise UsageError(
+            f"search takes a function that returns a Job, or its file, got {type(job).__name__}"
+        )
     return None, JobFunction(job, Path(inspect.getsourcefile(job) or "job"))
 
 
-def _plan_of(plan: str | Plan | Callable[[Mapping[str, Any]], str] | None, site: ExecutionTarget) -> PlanOf:
+def _plan_of(
+    plan: str | Plan | Callable[[Mapping[str, Any]], str] | None, site: ExecutionTarget
+) -> PlanOf:
     if callable(plan):
         return plan
     if plan == AUTO:
@@ -141,8 +183,9 @@ def _plan_of(plan: str | Plan | Callable[[Mapping[str, Any]], str] | None, site:
     return lambda params: str(fixed)
 
 
-def _checked(define: Callable[[Any], Mapping[str, Any]] | None,
-             function: JobFunction) -> Callable[[Any], Mapping[str, Any]] | None:
+def _checked(
+    define: Callable[[Any], Mapping[str, Any]] | None, function: JobFunction
+) -> Callable[[Any], Mapping[str, Any]] | None:
     """The user's space, refused where it gives what the job doesn't take."""
     if define is None:
         return None
@@ -153,12 +196,18 @@ def _checked(define: Callable[[Any], Mapping[str, Any]] | None,
         except optuna().TrialPruned:
             raise
         except Exception as error:  # the user's code may raise anything
-            raise JobError(f"the space raised {type(error).__name__} at {user_frames(error)[0]}: {error}") from error
+            raise JobError(
+                f"the space raised {type(error).__name__} at {user_frames(error)[0]}: {error}"
+            ) from error
         parameters = function.parameters()
-        if not isinstance(params, Mapping) or (unknown := [name for name in params if name not in parameters]):
+        if not isinstance(params, Mapping) or (
+            unknown := [name for name in params if name not in parameters]
+        ):
             wrong = f"{unknown[0]}" if isinstance(params, Mapping) else type(params).__name__
-            raise JobError(f"the space gave {wrong}; it must return a dict of parameters of {function.name}(): "
-                           f"{', '.join(parameters)}")
+            raise JobError(
+                f"the space gave {wrong}; it must return a dict of parameters of {function.name}(): "
+                f"{', '.join(parameters)}"
+            )
         return params
 
     return checked
@@ -166,24 +215,34 @@ def _checked(define: Callable[[Any], Mapping[str, Any]] | None,
 
 def _check_free(run_dir: Path, *, resume: bool) -> None:
     if not resume and any((run_dir / name).exists() for name in (JOURNAL, folder.STUDY)):
-        raise UsageError(f"{run_dir} already holds a search",
-                         hint="--resume goes on with it; another --run starts anew")
+        raise UsageError(
+            f"{run_dir} already holds a search",
+            hint="--resume goes on with it; another --run starts anew",
+        )
     folder.check_free(run_dir, resume=False)
 
 
 # --- Running ------------------------------------------------------------------------------------------------------
 
 
-def _run(study: Any, pool: WorkerPool, request: Request, run_dir: Path, example: Job, *,
-         is_shared: bool) -> StudyResult:
+def _run(
+    study: Any, pool: WorkerPool, request: Request, run_dir: Path, example: Job, *, is_shared: bool
+) -> StudyResult:
     from paceline.searches.display import StudyDisplay
     from paceline.searches.display import settings as settings_text
 
     objectives = request.objectives
-    print(f"study {study.study_name}: {request.num_trials} trials on {pool.describe()}, "
-          f"{' and '.join(map(str, objectives))}\nrun folder {run_dir}", file=sys.stderr, flush=True)
+    print(
+        f"study {study.study_name}: {request.num_trials} trials on {pool.describe()}, "
+        f"{' and '.join(map(str, objectives))}\nrun folder {run_dir}",
+        file=sys.stderr,
+        flush=True,
+    )
     if request.define is None and request.space.kept:
-        print(f"not varied: {settings_text(request.space.kept)}; --vary NAME=DOMAIN varies them", file=sys.stderr)
+        print(
+            f"not varied: {settings_text(request.space.kept)}; --vary NAME=DOMAIN varies them",
+            file=sys.stderr,
+        )
     display, written_s = StudyDisplay(request.num_trials), time.monotonic()
     stopped: list[int] = []
 
@@ -194,6 +253,7 @@ def _run(study: Any, pool: WorkerPool, request: Request, run_dir: Path, example:
         stopped.append(number)
 
     with signals.handled(signals.STOPPING, note):
+
         def heed(controller: Controller) -> bool:
             nonlocal written_s
             display.update(controller)
@@ -202,16 +262,26 @@ def _run(study: Any, pool: WorkerPool, request: Request, run_dir: Path, example:
                 written_s = time.monotonic()
             return bool(stopped)
 
-        controller = Controller(study, pool, request, run_dir, heed=heed, is_shared=is_shared,
-                                owner=f"{socket.gethostname()}:{run_dir.resolve()}")
+        controller = Controller(
+            study,
+            pool,
+            request,
+            run_dir,
+            heed=heed,
+            is_shared=is_shared,
+            owner=f"{socket.gethostname()}:{run_dir.resolve()}",
+        )
         try:
             controller.run()
         finally:
             display.close()
             _write(study, request, run_dir, final=False)
     if stopped:
-        raise Preempted(f"stopped by {signal.Signals(stopped[0]).name}: {controller.num_done} of {request.num_trials} "
-                        "trials are done", hint=f"the same command with --run {run_dir} --resume goes on")
+        raise Preempted(
+            f"stopped by {signal.Signals(stopped[0]).name}: {controller.num_done} of {request.num_trials} "
+            "trials are done",
+            hint=f"the same command with --run {run_dir} --resume goes on",
+        )
     read_test_data(study, pool, example, memory=request.memory)
     return _finish(study, request, run_dir, controller)
 
@@ -232,8 +302,10 @@ def _what_became_of_all(study: Any, controller: Controller) -> Iterator[str]:
 
 def _finish(study: Any, request: Request, run_dir: Path, controller: Controller) -> StudyResult:
     if best_trial(study) is None:
-        raise AllFailed(f"no trial was trained to its end: {'; '.join(_what_became_of_all(study, controller))}",
-                        hint=f"the logs are in {run_dir / 'trials'}")
+        raise AllFailed(
+            f"no trial was trained to its end: {'; '.join(_what_became_of_all(study, controller))}",
+            hint=f"the logs are in {run_dir / 'trials'}",
+        )
     document = _write(study, request, run_dir, final=True)
     report.draw(study, request.objectives, run_dir)
     if controller.failures:
@@ -244,8 +316,13 @@ def _finish(study: Any, request: Request, run_dir: Path, controller: Controller)
 def _write(study: Any, request: Request, run_dir: Path, *, final: bool) -> dict[str, Any]:
     from paceline.base.files import write_json
 
-    document = report.document(study, objectives=request.objectives, source=request.source, fixed=request.space.fixed,
-                               final=final)
+    document = report.document(
+        study,
+        objectives=request.objectives,
+        source=request.source,
+        fixed=request.space.fixed,
+        final=final,
+    )
     write_json(run_dir / folder.STUDY, document)
     if document["best"] is not None:
         write_json(run_dir / report.BEST, document["best"])

@@ -60,10 +60,16 @@ class Numbers:
     whole: bool
 
     def __contains__(self, value: Any) -> bool:
-        return isinstance(value, int | float) and not isinstance(value, bool) and self.low <= value <= self.high
+        return (
+            isinstance(value, int | float)
+            and not isinstance(value, bool)
+            and self.low <= value <= self.high
+        )
 
     def __str__(self) -> str:
-        return f"{self.low:g}..{self.high:g}" + (":log" if self.is_log else f":{self.step:g}" if self.step else "")
+        return f"{self.low:g}..{self.high:g}" + (
+            ":log" if self.is_log else f":{self.step:g}" if self.step else ""
+        )
 
 
 Domain = Numbers | Options
@@ -83,12 +89,16 @@ class Space:
 
     def example(self) -> dict[str, Any]:
         """Settings to build the job with before the first trial."""
-        first = {name: domain.options[0] if isinstance(domain, Options) else domain.low
-                 for name, domain in self.domains.items()}
+        first = {
+            name: domain.options[0] if isinstance(domain, Options) else domain.low
+            for name, domain in self.domains.items()
+        }
         return {**first, **self.defaults, **self.fixed}
 
 
-def read(function: JobFunction, *, settings: Mapping[str, Any] = {}, vary: Mapping[str, str] = {}) -> Space:
+def read(
+    function: JobFunction, *, settings: Mapping[str, Any] = {}, vary: Mapping[str, str] = {}
+) -> Space:
     """The space of a job's function.
 
     Args:
@@ -122,17 +132,23 @@ def read(function: JobFunction, *, settings: Mapping[str, Any] = {}, vary: Mappi
     return Space(domains, dict(settings), defaults, kept)
 
 
-def _varied(parameters: Mapping[str, tuple[Any, Any]], settings: Mapping[str, Any],
-            vary: Mapping[str, str]) -> tuple[dict[str, Domain], list[str]]:
+def _varied(
+    parameters: Mapping[str, tuple[Any, Any]], settings: Mapping[str, Any], vary: Mapping[str, str]
+) -> tuple[dict[str, Domain], list[str]]:
     """The domains that were asked for, and what is wrong with them."""
     domains: dict[str, Domain] = {}
-    problems = [f"unknown hyperparameter '{name}', {nearest(name, parameters)}"
-                for name in settings if name not in parameters and "." not in name]
+    problems = [
+        f"unknown hyperparameter '{name}', {nearest(name, parameters)}"
+        for name in settings
+        if name not in parameters and "." not in name
+    ]
     for name, text in vary.items():
         if name in settings:
             problems.append(f"'{name}' is both set and varied")
         elif "." in name:
-            problems.append(f"'{name}' is a choice inside the model, which is always varied; --set fixes it")
+            problems.append(
+                f"'{name}' is a choice inside the model, which is always varied; --set fixes it"
+            )
         elif name not in parameters:
             problems.append(f"unknown hyperparameter '{name}', {nearest(name, parameters)}")
         else:
@@ -175,7 +191,9 @@ def _options(text: str, plain: Any) -> Options:
         try:
             options.append(convert(word, plain))
         except ValueError:
-            raise ValueError(f"'{word}' is not a value of the parameter; it must be {SPECIFICATION}") from None
+            raise ValueError(
+                f"'{word}' is not a value of the parameter; it must be {SPECIFICATION}"
+            ) from None
     if len(set(map(str, options))) < len(options):
         raise ValueError("an option is given twice")
     return Options(tuple(options))
@@ -204,9 +222,20 @@ def _listed(kind: Any) -> list[Any]:
         return [value for part in parts for value in part] if all(parts) else []
     if kind is types.NoneType:
         return [None]
-    values = get_args(kind) if get_origin(kind) is Literal else (
-        [member.value for member in kind] if isinstance(kind, type) and issubclass(kind, Enum) else [])
-    return list(values) if all(value is None or type(value) in (bool, int, str) for value in values) else []
+    values = (
+        get_args(kind)
+        if get_origin(kind) is Literal
+        else (
+            [member.value for member in kind]
+            if isinstance(kind, type) and issubclass(kind, Enum)
+            else []
+        )
+    )
+    return (
+        list(values)
+        if all(value is None or type(value) in (bool, int, str) for value in values)
+        else []
+    )
 
 
 def _marks_inside(kind: Any) -> Iterator[Range | Log]:
@@ -219,7 +248,9 @@ def _marks_inside(kind: Any) -> Iterator[Range | Log]:
 def _numbers(mark: Range | Log, plain: Any) -> Numbers:
     """A range for parameters of this type."""
     if plain not in (int, float):
-        raise ValueError(f"{mark} is for whole numbers (int) and numbers (float), not for {_name(plain)}")
+        raise ValueError(
+            f"{mark} is for whole numbers (int) and numbers (float), not for {_name(plain)}"
+        )
     step = mark.step if isinstance(mark, Range) else None
     ends = [mark.low, mark.high] if step is None else [mark.low, mark.high, step]
     if not all(isinstance(end, int | float) and math.isfinite(end) for end in ends):
@@ -232,7 +263,9 @@ def _numbers(mark: Range | Log, plain: Any) -> Numbers:
         raise ValueError(f"{mark} must have a step above 0")
     if plain is int:
         if any(end != int(end) for end in ends):
-            raise ValueError(f"{mark} must have whole numbers as its ends, as the parameter is an int")
+            raise ValueError(
+                f"{mark} must have whole numbers as its ends, as the parameter is an int"
+            )
         low, high, step = int(mark.low), int(mark.high), None if step is None else int(step)
         return Numbers(low, high, step, isinstance(mark, Log), whole=True)
     return Numbers(float(mark.low), float(mark.high), step, isinstance(mark, Log), whole=False)

@@ -51,7 +51,10 @@ def open_storage(url: str | None, run_dir: Path) -> BaseStorage:
     if url is None:
         return _journal(run_dir / JOURNAL)
     if "://" not in url:
-        raise UsageError(f"storage '{url}' is not a URL", hint="sqlite:///FILE.db or postgresql+psycopg://HOST/NAME")
+        raise UsageError(
+            f"storage '{url}' is not a URL",
+            hint="sqlite:///FILE.db or postgresql+psycopg://HOST/NAME",
+        )
     from optuna.storages import RDBStorage, RetryHeartbeatStaleTrialCallback
 
     options: dict[str, Any] = {"pool_pre_ping": True}
@@ -59,12 +62,20 @@ def open_storage(url: str | None, run_dir: Path) -> BaseStorage:
         options["connect_args"] = {"timeout": _BUSY_S}
     with explained(url), quiet():
         try:
-            return _with_tables(lambda: RDBStorage(
-                url, engine_kwargs=options, heartbeat_interval=round(HEARTBEAT_S), grace_period=round(_GRACE_S),
-                heartbeat_stale_trial_callback=RetryHeartbeatStaleTrialCallback()))
+            return _with_tables(
+                lambda: RDBStorage(
+                    url,
+                    engine_kwargs=options,
+                    heartbeat_interval=round(HEARTBEAT_S),
+                    grace_period=round(_GRACE_S),
+                    heartbeat_stale_trial_callback=RetryHeartbeatStaleTrialCallback(),
+                )
+            )
         except ImportError as error:
             driver = error.name or url.partition(":")[0].rpartition("+")[2]
-            raise MissingPackage(f"storage '{url}'", driver, install=f"pip install {driver}") from error
+            raise MissingPackage(
+                f"storage '{url}'", driver, install=f"pip install {driver}"
+            ) from error
 
 
 @contextlib.contextmanager
@@ -88,7 +99,10 @@ def _with_tables(connect: Callable[[], RDBStorage]) -> RDBStorage:
         try:
             return connect()
         except (IntegrityError, OperationalError, ProgrammingError) as error:
-            if not any(words in str(error) for words in ("already exists", "duplicate", "UNIQUE constraint")):
+            if not any(
+                words in str(error)
+                for words in ("already exists", "duplicate", "UNIQUE constraint")
+            ):
                 raise
             time.sleep(random.uniform(0.1, 0.5))
     return connect()
@@ -104,7 +118,9 @@ def _journal(path: Path) -> BaseStorage:
     if path.exists():
         content = path.read_bytes()
         whole = content.rfind(b"\n") + 1
-        if whole < len(content):  # else the next line would be taken for the end of this one, and neither could be read
+        if whole < len(
+            content
+        ):  # else the next line would be taken for the end of this one, and neither could be read
             with open(path, "r+b") as file:
                 file.truncate(whole)
     with explained(str(path)):
@@ -165,6 +181,13 @@ def explained(url: str) -> Iterator[None]:
 
 
 def _is_storages(error: BaseException) -> bool:
-    modules = {type(each).__module__.partition(".")[0] for each in (error, error.__cause__) if each is not None}
-    return bool(modules & {"sqlalchemy", "sqlite3", "psycopg", "psycopg2", "pymysql", "alembic"}) or (
-        type(error).__name__ == "StorageInternalError") or isinstance(error, OSError)
+    modules = {
+        type(each).__module__.partition(".")[0]
+        for each in (error, error.__cause__)
+        if each is not None
+    }
+    return (
+        bool(modules & {"sqlalchemy", "sqlite3", "psycopg", "psycopg2", "pymysql", "alembic"})
+        or (type(error).__name__ == "StorageInternalError")
+        or isinstance(error, OSError)
+    )

@@ -40,12 +40,20 @@ class ExecutionTarget:
             PlanError
         """
         if plan.world_size > self.most:
-            raise PlanError(f"plan '{plan}' needs {plan.world_size} devices a trial and the search has {self.most}",
-                            hint=self.hint.format(plan.world_size))
+            raise PlanError(
+                f"plan '{plan}' needs {plan.world_size} devices a trial and the search has {self.most}",
+                hint=self.hint.format(plan.world_size),
+            )
 
 
-def here(function: JobFunction, *, devices: str | None, procs: int | None, memory: str | None,
-         timeout_s: float) -> ExecutionTarget:
+def here(
+    function: JobFunction,
+    *,
+    devices: str | None,
+    procs: int | None,
+    memory: str | None,
+    timeout_s: float,
+) -> ExecutionTarget:
     """This machine.
 
     Raises:
@@ -54,13 +62,22 @@ def here(function: JobFunction, *, devices: str | None, procs: int | None, memor
     from paceline.searches.begin import body
 
     cluster = Cluster.local(devices, num_ranks=procs, memory=memory)
-    return ExecutionTarget(len(cluster.devices),
-                           lambda run_dir: Pool(body(function), cluster.devices, timeout_s=timeout_s),
-                           "--procs {}, or a smaller plan")
+    return ExecutionTarget(
+        len(cluster.devices),
+        lambda run_dir: Pool(body(function), cluster.devices, timeout_s=timeout_s),
+        "--procs {}, or a smaller plan",
+    )
 
 
-def on_ray(address: str, source: JobFile | None, *, devices: str | None, procs: int | None, memory: str | None,
-           timeout_s: float) -> ExecutionTarget:
+def on_ray(
+    address: str,
+    source: JobFile | None,
+    *,
+    devices: str | None,
+    procs: int | None,
+    memory: str | None,
+    timeout_s: float,
+) -> ExecutionTarget:
     """The nodes of a Ray cluster.
 
     procs: Ranks at a time of each node; by default one a GPU, or one a CPU where no node has GPUs.
@@ -70,27 +87,48 @@ def on_ray(address: str, source: JobFile | None, *, devices: str | None, procs: 
         ClusterError: no cluster answers there.
     """
     if source is None:
-        raise UsageError("ray= needs the job's file, which the nodes load; a function can't be sent to them",
-                         hint='search("job.py", ...)')
+        raise UsageError(
+            "ray= needs the job's file, which the nodes load; a function can't be sent to them",
+            hint='search("job.py", ...)',
+        )
     if devices is not None:
-        raise UsageError(f"devices '{devices}' are of this machine; on Ray's nodes a trial runs on what Ray gives it",
-                         hint="--procs N: ranks at a time of each node")
+        raise UsageError(
+            f"devices '{devices}' are of this machine; on Ray's nodes a trial runs on what Ray gives it",
+            hint="--procs N: ranks at a time of each node",
+        )
     nodes = find_nodes(address)
-    counts = [procs if procs is not None and (node.kind == "cpu" or procs <= node.count) else node.count
-              for node in nodes]
+    counts = [
+        procs if procs is not None and (node.kind == "cpu" or procs <= node.count) else node.count
+        for node in nodes
+    ]
 
     @contextmanager
     def opened(run_dir: Path) -> Iterator[WorkerPool]:
         take = [min(count, node.count) for count, node in zip(counts, nodes, strict=True)]
-        with connected(address), closing(RayTransport(at_nodes(nodes, take), ["-m", "paceline.searches.node"])) as wire:
+        with (
+            connected(address),
+            closing(RayTransport(at_nodes(nodes, take), ["-m", "paceline.searches.node"])) as wire,
+        ):
             with marked(source, run_dir) as shared:
-                pool = NodesPool(wire, [asdict(Greeting(shared, node.kind, count, _threads(node, count), memory,
-                                                        timeout_s))
-                                        for node, count in zip(nodes, counts, strict=True)], timeout_s=_START_S)
+                pool = NodesPool(
+                    wire,
+                    [
+                        asdict(
+                            Greeting(
+                                shared, node.kind, count, _threads(node, count), memory, timeout_s
+                            )
+                        )
+                        for node, count in zip(nodes, counts, strict=True)
+                    ],
+                    timeout_s=_START_S,
+                )
             yield pool
 
-    return ExecutionTarget(max(counts), opened,
-                           "a plan of fewer ranks: a trial runs within one node; or --procs {} ranks a node")
+    return ExecutionTarget(
+        max(counts),
+        opened,
+        "a plan of fewer ranks: a trial runs within one node; or --procs {} ranks a node",
+    )
 
 
 def _threads(node: Node, count: int) -> str | None:

@@ -46,7 +46,9 @@ class TrialBody:
         params, devices = payload["params"], TrialDevices(payload["devices"], payload["memory"])
         with choosing(asking(line, {name: value for name, value in params.items() if "." in name})):
             try:
-                job = self.function.job({name: value for name, value in params.items() if "." not in name})
+                job = self.function.job(
+                    {name: value for name, value in params.items() if "." not in name}
+                )
             except JobError as error:
                 if type(error.__cause__).__name__ == "TrialPruned":
                     return {"refused": f"the job pruned it: {error.__cause__}"}
@@ -75,8 +77,9 @@ def asking(line: Line, known: Mapping[str, Any]) -> Chooser:
     return choose
 
 
-def train(context: RankContext, job: Job, payload: Mapping[str, Any], devices: TrialDevices,
-          line: Line) -> dict[str, Any]:
+def train(
+    context: RankContext, job: Job, payload: Mapping[str, Any], devices: TrialDevices, line: Line
+) -> dict[str, Any]:
     """Train on this rank as `paceline train` would; the job's callbacks run on the first. Returns the summary, or
     {"preempted": True}."""
     from paceline.api.result import Result
@@ -88,14 +91,24 @@ def train(context: RankContext, job: Job, payload: Mapping[str, Any], devices: T
 
     resolved, run_dir = devices.resolve(job, payload["plan"]), Path(payload["run_dir"])
     load(resolved.plan)
-    controller = RunController(job.callbacks, job, plan=str(resolved.plan), folder=run_dir) if job.callbacks else None
+    controller = (
+        RunController(job.callbacks, job, plan=str(resolved.plan), folder=run_dir)
+        if job.callbacks
+        else None
+    )
 
     def report(step: int, figures: Mapping[str, float]) -> None:
         line.report({"step": step, "of": job.total_steps, "figures": dict(figures)})
 
-    settings = Settings(run_dir=run_dir, shares=resolved.shares, on_evaluation=report, save_on_stop=False,
-                        keep=lambda: bool(line.ask({"keep": True})["keep"]), controller=controller,
-                        devices=devices_of(resolved.plan, resolved.cluster))
+    settings = Settings(
+        run_dir=run_dir,
+        shares=resolved.shares,
+        on_evaluation=report,
+        save_on_stop=False,
+        keep=lambda: bool(line.ask({"keep": True})["keep"]),
+        controller=controller,
+        devices=devices_of(resolved.plan, resolved.cluster),
+    )
     is_first = context.rank == 0
     try:
         with controlled(controller, speaks=is_first):
@@ -107,21 +120,33 @@ def train(context: RankContext, job: Job, payload: Mapping[str, Any], devices: T
         return {"preempted": True}
 
 
-def test(context: RankContext, job: Job, plan: str, devices: TrialDevices, run_dir: Path) -> dict[str, float]:
+def test(
+    context: RankContext, job: Job, plan: str, devices: TrialDevices, run_dir: Path
+) -> dict[str, float]:
     """The loss and metrics of a trained trial on the test data, under a plan of forwards. Collective."""
     from paceline.api.inference import load_trained
     from paceline.training.evaluate import evaluate
 
     resolved = devices.resolve(job, plan)
     trained = load_trained(context, job, resolved, run_dir)
-    figures, refused = evaluate(trained.model, trained.layout, job, job.test, part=trained.part, mesh=trained.mesh,
-                                device=context.device, beat=context.beat)
+    figures, refused = evaluate(
+        trained.model,
+        trained.layout,
+        job,
+        job.test,
+        part=trained.part,
+        mesh=trained.mesh,
+        device=context.device,
+        beat=context.beat,
+    )
     if refused is not None:
         raise refused
     return figures
 
 
-def price(job: Job, plan: str | None, devices: TrialDevices, figures: Sequence[str]) -> dict[str, Any]:
+def price(
+    job: Job, plan: str | None, devices: TrialDevices, figures: Sequence[str]
+) -> dict[str, Any]:
     """Predicted figures of a job, and the plan that they are of.
 
     plan: None for the planner's choice, on as few of the devices as it needs.
@@ -157,8 +182,15 @@ def _priced(job: Job, plan: str, devices: TrialDevices) -> tuple[Plan, Any]:
     resolved = devices.resolve(job, plan)
     profile = profile_job(job, device=resolved.cluster.first_here)
     split = LazyPieces(job, profile) if resolved.plan.splits_model else None
-    return resolved.plan, estimate(profile, resolved.plan, resolved.cluster, batch=job.batch, precision=job.precision,
-                                   split=split, snapshot=False)
+    return resolved.plan, estimate(
+        profile,
+        resolved.plan,
+        resolved.cluster,
+        batch=job.batch,
+        precision=job.precision,
+        split=split,
+        snapshot=False,
+    )
 
 
 def _chosen(job: Job, devices: TrialDevices) -> tuple[Plan, Any]:
@@ -173,5 +205,7 @@ def _chosen(job: Job, devices: TrialDevices) -> tuple[Plan, Any]:
         candidate = problem.search(cluster).chosen
         if candidate is not None:
             return candidate.plan, candidate.estimate
-    raise PlanError(f"no plan of up to {len(devices.devices)} devices has the memory for this trial",
-                    hint="a greater --memory, more --devices, or a limit on memory_mb that refuses such trials")
+    raise PlanError(
+        f"no plan of up to {len(devices.devices)} devices has the memory for this trial",
+        hint="a greater --memory, more --devices, or a limit on memory_mb that refuses such trials",
+    )

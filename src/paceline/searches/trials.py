@@ -17,7 +17,9 @@ def counted(study: optuna.Study) -> list[optuna.trial.FrozenTrial]:
     """The trials of a study, without those that were started again under another number, or never."""
     trials = study.get_trials(deepcopy=False)
     again = {number for trial in trials for number in trial.system_attrs.get("retry_history", [])}
-    return [trial for trial in trials if trial.number not in again and SURPLUS not in trial.user_attrs]
+    return [
+        trial for trial in trials if trial.number not in again and SURPLUS not in trial.user_attrs
+    ]
 
 
 def state_of(trial: optuna.trial.FrozenTrial) -> str:
@@ -44,9 +46,17 @@ def best_trial(study: optuna.Study) -> optuna.trial.FrozenTrial | None:
     return min(done, key=lambda trial: (sign * trial.values[0], trial.number), default=None)
 
 
-def dominates(values: Sequence[float], others: Sequence[float],
-              directions: Sequence[optuna.study.StudyDirection]) -> bool:
+def dominates(
+    values: Sequence[float],
+    others: Sequence[float],
+    directions: Sequence[optuna.study.StudyDirection],
+) -> bool:
     """Whether values are as good as others in every objective, and better in one."""
     signs = [1 if direction.name == "MINIMIZE" else -1 for direction in directions]
-    pairs = [(sign * value, sign * other) for sign, value, other in zip(signs, values, others, strict=True)]
-    return all(value <= other for value, other in pairs) and any(value < other for value, other in pairs)
+    pairs = [
+        (sign * value, sign * other)
+        for sign, value, other in zip(signs, values, others, strict=True)
+    ]
+    return all(value <= other for value, other in pairs) and any(
+        value < other for value, other in pairs
+    )

@@ -32,14 +32,22 @@ def read_test_data(study: Study, pool: WorkerPool, job: Job, *, memory: str | No
     record, home = best.user_attrs[RECORD], best.user_attrs[OWNER]
     trial_dir = Path(home.partition(":")[2]) / "trials" / str(best.number)
     if not (trial_dir / folder.MODEL).exists():
-        print(f"the test data was not read: the winner, trial {best.number}, is in {home}", file=sys.stderr)
+        print(
+            f"the test data was not read: the winner, trial {best.number}, is in {home}",
+            file=sys.stderr,
+        )
         return
     plan = Plan.read(record["plan"]).of_forwards().with_microbatches(1)
     slots = room(pool, plan.world_size)
     assert slots is not None  # the winner was trained by as many ranks at least
-    payload = {"do": "test", "params": record["params"], "plan": str(plan), "memory": memory,
-               "devices": [pool.names[slot] for slot in slots],
-               "run_dir": str(trial_dir)}
+    payload = {
+        "do": "test",
+        "params": record["params"],
+        "plan": str(plan),
+        "memory": memory,
+        "devices": [pool.names[slot] for slot in slots],
+        "run_dir": str(trial_dir),
+    }
     pool.start(payload, slots, fault_policy=ALL_NEEDED, log_dir=trial_dir / "logs")
     while not (ended := [event for event in pool.wait(60.0) if event.kind == "end"]):
         pass

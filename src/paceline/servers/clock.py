@@ -68,15 +68,25 @@ class Clock:
         later: Turns after it that are.
     """
 
-    def __init__(self, *, num_workers: int, num_servers: int, staleness: int | None, first: int = 0,
-                 later: Collection[int] = (), end: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        num_workers: int,
+        num_servers: int,
+        staleness: int | None,
+        first: int = 0,
+        later: Collection[int] = (),
+        end: int = 0,
+    ) -> None:
         self.num_workers, self.num_servers, self.staleness = num_workers, num_servers, staleness
         self.parts = num_workers if staleness == 0 else 1
         self.version, self.cursor = first + len(later), max(later, default=first - 1) + 1
         self.end = end
         self.workers: dict[int, _Worker] = {}
         self.updates: dict[int, _Update] = {}
-        self.returned = [turn for turn in range(first, self.cursor) if turn not in later]  # sorted lists are heaps
+        self.returned = [
+            turn for turn in range(first, self.cursor) if turn not in later
+        ]  # sorted lists are heaps
         self.next_update = 0
         self._slowest = 0  # turns that every worker has finished; kept while there is none
         self._versions = {0: self.version}  # when the slowest worker had finished so many
@@ -90,8 +100,11 @@ class Clock:
     def leave(self, worker: int) -> list[int]:
         """A worker is gone. Returns the updates to be dropped: what was not complete is given out again."""
         self.workers.pop(worker)
-        dropped = [number for number, update in self.updates.items()
-                   if worker in update.workers.values() and not self._is_complete(update)]
+        dropped = [
+            number
+            for number, update in self.updates.items()
+            if worker in update.workers.values() and not self._is_complete(update)
+        ]
         for number in dropped:
             heapq.heappush(self.returned, self.updates.pop(number).turn)
         self._note_slowest()
@@ -104,7 +117,9 @@ class Clock:
             return None
         if self.staleness == 0:
             return self._lease_part(worker, member)
-        if member.leased and self.end - self.cursor <= self.num_workers:  # the last ones are for whoever is free first
+        if (
+            member.leased and self.end - self.cursor <= self.num_workers
+        ):  # the last ones are for whoever is free first
             return None
         started = member.finished + member.sent + len(member.leased)
         if member.sent > (self.staleness != 0):  # one on its way while the next is computed
@@ -121,14 +136,21 @@ class Clock:
         number = self._begin(turn)
         self.updates[number].workers[0] = worker
         member.leased.append(number)
-        least = 0 if self.staleness is None else self._versions[max(min(self._versions), started - self.staleness)]
+        least = (
+            0
+            if self.staleness is None
+            else self._versions[max(min(self._versions), started - self.staleness)]
+        )
         return Lease(number, turn, 0, least)
 
     def _lease_part(self, worker: int, member: _Worker) -> Lease | None:
         """This worker's part of the turn that all work at, or of the one after it."""
         if len(self.workers) < self.num_workers:
             return None
-        number = next((number for number, update in self.updates.items() if worker not in update.workers), None)
+        number = next(
+            (number for number, update in self.updates.items() if worker not in update.workers),
+            None,
+        )
         if number is None:
             turn = self.version + len(self.updates)
             if len(self.updates) >= LEASES or turn >= self.end:

@@ -26,13 +26,15 @@ if TYPE_CHECKING:
 
 def served_parameters(parameters: Mapping[str, nn.Parameter]) -> list[ServedParameter]:
     """Parameters as servers see them."""
-    return [ServedParameter(name, tuple(p.shape), str(p.dtype).removeprefix("torch."), p.element_size())
-            for name, p in parameters.items()]
+    return [
+        ServedParameter(name, tuple(p.shape), str(p.dtype).removeprefix("torch."), p.element_size())
+        for name, p in parameters.items()
+    ]
 
 
 def rows(tensor: torch.Tensor, part: RowSlice) -> torch.Tensor:
     """A slice's rows of a whole tensor."""
-    return tensor[part.start:part.stop] if part.shape else tensor
+    return tensor[part.start : part.stop] if part.shape else tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,24 +61,45 @@ class ServerConnection:
     filled_s: when the last of them came, as `time.perf_counter` has it.
     """
 
-    def __init__(self, connection: Connection, shard: Shard, *, worker: int, incarnation: int,
-                 uplink: Uplink, compress: str = "none") -> None:
-        self.connection, self.shard, self.worker, self.incarnation = connection, shard, worker, incarnation
+    def __init__(
+        self,
+        connection: Connection,
+        shard: Shard,
+        *,
+        worker: int,
+        incarnation: int,
+        uplink: Uplink,
+        compress: str = "none",
+    ) -> None:
+        self.connection, self.shard, self.worker, self.incarnation = (
+            connection,
+            shard,
+            worker,
+            incarnation,
+        )
         self.uplink, self.compress = uplink, compress
         self.rows: torch.Tensor | None = None
         self.asked_rows = (-1, 0)  # table, number of rows
         self.shared = offer(connection, [chunk.num_bytes for chunk in shard.chunks])
-        self.received = [torch.empty(chunk.stop - chunk.start, dtype=getattr(torch, chunk.wire_dtype))
-                         if self.shared is None else
-                         torch.frombuffer(self.shared.weights[number], dtype=getattr(torch, chunk.wire_dtype))
-                         for number, chunk in enumerate(shard.chunks)]
+        self.received = [
+            torch.empty(chunk.stop - chunk.start, dtype=getattr(torch, chunk.wire_dtype))
+            if self.shared is None
+            else torch.frombuffer(
+                self.shared.weights[number], dtype=getattr(torch, chunk.wire_dtype)
+            )
+            for number, chunk in enumerate(shard.chunks)
+        ]
         self.received_bytes = [bytes_of(chunk) for chunk in self.received]
-        self.outbox: queue.PriorityQueue[tuple[float, float, Header | None, list[Outgoing]]] = queue.PriorityQueue()
+        self.outbox: queue.PriorityQueue[tuple[float, float, Header | None, list[Outgoing]]] = (
+            queue.PriorityQueue()
+        )
         self.changed = threading.Condition()
         self.error: WireError | None = None
         self.versions, self.missing, self.filled_s = list[int](), set[int](), 0.0
         for work in (self._send, self._receive):
-            threading.Thread(target=self._guarded, args=(work,), name="paceline-link", daemon=True).start()
+            threading.Thread(
+                target=self._guarded, args=(work,), name="paceline-link", daemon=True
+            ).start()
 
     def push(self, update: int, number: int, parts: list[Outgoing], *, is_whole: bool) -> None:
         """Send a chunk when the link is free. Its memory must not change until then.
@@ -85,8 +108,12 @@ class ServerConnection:
         """
         chunk = self.shard.chunks[number]
         kind = Kind.PUSH if is_whole else Kind.PUSH_REST
-        header = Header(kind, chunk.num_bytes, chunk.wire_dtype, self.worker, self.incarnation, update, number)
-        self.outbox.put((update, -number, header, parts))  # what the next forward needs first goes first
+        header = Header(
+            kind, chunk.num_bytes, chunk.wire_dtype, self.worker, self.incarnation, update, number
+        )
+        self.outbox.put(
+            (update, -number, header, parts)
+        )  # what the next forward needs first goes first
 
     def ask(self, version: int, optimizer: str | None = None) -> None:
         """Ask for weights with at least so many updates: all, or those that an optimizer updates."""
@@ -95,8 +122,13 @@ class ServerConnection:
             self.missing |= set(chunks)
             self.versions = []
         if chunks:
-            header = Header(Kind.PULL, worker=self.worker, incarnation=self.incarnation, step=version,
-                            chunk=len(self.shard.chunks) if optimizer is None else chunks[0])
+            header = Header(
+                Kind.PULL,
+                worker=self.worker,
+                incarnation=self.incarnation,
+                step=version,
+                chunk=len(self.shard.chunks) if optimizer is None else chunks[0],
+            )
             self.outbox.put((-1, version, header, []))
 
     def push_rows(self, update: int, table: int, ids: torch.Tensor, values: torch.Tensor) -> None:
@@ -105,8 +137,15 @@ class ServerConnection:
             values = values.bfloat16()
         parts = [Outgoing(bytes_of(ids)), Outgoing(bytes_of(values.contiguous()))]
         num_bytes = sum(len(part.elements) for part in parts)
-        header = Header(Kind.PUSH_ROWS, num_bytes, str(values.dtype).removeprefix("torch."), self.worker,
-                        self.incarnation, update, table)
+        header = Header(
+            Kind.PUSH_ROWS,
+            num_bytes,
+            str(values.dtype).removeprefix("torch."),
+            self.worker,
+            self.incarnation,
+            update,
+            table,
+        )
         self.outbox.put((update, table + 1, header, parts))
 
     def ask_rows(self, table: int, ids: torch.Tensor, version: int) -> None:
@@ -114,7 +153,9 @@ class ServerConnection:
         with self.changed:
             self.rows, self.asked_rows = None, (table, len(ids))
         elements = bytes_of(ids)
-        header = Header(Kind.PULL_ROWS, len(elements), "none", self.worker, self.incarnation, version, table)
+        header = Header(
+            Kind.PULL_ROWS, len(elements), "none", self.worker, self.incarnation, version, table
+        )
         self.outbox.put((-1, math.inf, header, [Outgoing(elements)]))
 
     def wait_rows(self) -> torch.Tensor:
@@ -161,7 +202,11 @@ class ServerConnection:
         self.connection.close()
 
     def _send_gradient(self, header: Header, parts: list[memoryview]) -> None:
-        if self.shared is not None and header.kind != Kind.PUSH_ROWS and self.shared.put(header.chunk, parts):
+        if (
+            self.shared is not None
+            and header.kind != Kind.PUSH_ROWS
+            and self.shared.put(header.chunk, parts)
+        ):
             self.connection.send(replace(header, length=0))
             self.connection.sent_bytes += header.length
             return
@@ -178,7 +223,9 @@ class ServerConnection:
                 raise WireError(f"a server sent {header.kind.name} {header.chunk} to a worker")
             chunk = self.shard.chunks[header.chunk]
             if header.dtype != chunk.wire_dtype or header.chunk not in self.missing:
-                raise WireError(f"a server sent {header.dtype} of chunk {header.chunk}, which was not asked for")
+                raise WireError(
+                    f"a server sent {header.dtype} of chunk {header.chunk}, which was not asked for"
+                )
             if self.shared is None:
                 self.connection.checked(header, chunk.num_bytes, chunk.num_bytes)
                 self.connection.read_into(self.received_bytes[header.chunk])
@@ -190,7 +237,6 @@ class ServerConnection:
                 self.versions.append(header.step)
                 self.filled_s = time.perf_counter()
                 self.changed.notify_all()
-
 
     def _receive_rows(self, header: Header) -> None:
         table, count = self.asked_rows
@@ -212,7 +258,9 @@ class GradientSender:
     before it sends.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], links: Sequence[ServerConnection]) -> None:
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], links: Sequence[ServerConnection]
+    ) -> None:
         self.parameters, self.links = parameters, links
         self.sent: dict[str, Outgoing] = {}
         self.copying: dict[torch.device, torch.cuda.Stream] = {}
@@ -230,7 +278,7 @@ class GradientSender:
             whole = self._sent(part.name, chunk.wire_dtype)
             item_bytes = len(whole.elements) // self.parameters[part.name].numel()
             first = part.first_element + span.start
-            parts.append(whole[first * item_bytes:(first + span.stop - span.start) * item_bytes])
+            parts.append(whole[first * item_bytes : (first + span.stop - span.start) * item_bytes])
         link.push(update, number, parts, is_whole=is_whole)
 
     def _sent(self, name: str, wire_dtype: str) -> Outgoing:
@@ -238,8 +286,11 @@ class GradientSender:
         if name not in self.sent:
             p, dtype = self.parameters[name], getattr(torch, wire_dtype)
             gradient = torch.zeros(p.shape, dtype=dtype) if p.grad is None else p.grad.detach()
-            self.sent[name] = (self._copied(gradient, dtype) if gradient.is_cuda else
-                               Outgoing(bytes_of(gradient.to(dtype).contiguous())))
+            self.sent[name] = (
+                self._copied(gradient, dtype)
+                if gradient.is_cuda
+                else Outgoing(bytes_of(gradient.to(dtype).contiguous()))
+            )
         return self.sent[name]
 
     def _copied(self, gradient: torch.Tensor, dtype: torch.dtype) -> Outgoing:
@@ -258,8 +309,12 @@ class GradientSender:
 class Pusher:
     """Sends each chunk of the gradient as soon as backward has made all of it; see `Synchroniser`."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], links: Sequence[ServerConnection],
-                 settle: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        links: Sequence[ServerConnection],
+        settle: Callable[[], None],
+    ) -> None:
         """
         Args:
             settle: Called before the first backward of an update, when weights may change no more.
@@ -277,7 +332,9 @@ class Pusher:
                     self.waiting[name].append((server, number))
         self.update = -1
         self.sender = GradientSender(parameters, links)
-        self.arrivals = GradientArrivals(self.names.__getitem__, lambda p: self.names[p] in self.sender.sent)
+        self.arrivals = GradientArrivals(
+            self.names.__getitem__, lambda p: self.names[p] in self.sender.sent
+        )
         self.missing: dict[tuple[int, int], int] = {}
         self.armed = False
         for p in parameters.values():
@@ -301,7 +358,9 @@ class Pusher:
         unused = {self.names[p] for p in self.parameters.values() if p not in self.arrivals.arrived}
         incomplete = {place for name in unused for place in self.waiting[name]}
         for server, number in [place for place, count in self.missing.items() if count]:
-            self.sender.push(self.update, server, number, is_whole=(server, number) not in incomplete)
+            self.sender.push(
+                self.update, server, number, is_whole=(server, number) not in incomplete
+            )
         self.missing = {}
         self.sender.forget()
 

@@ -37,7 +37,14 @@ from paceline.training import state
 from paceline.training.control import RunControl
 from paceline.training.display import Display, Progress
 from paceline.training.evaluate import quotients
-from paceline.training.loop import Speed, append_metrics, cut_metrics, learning_rate, predicted_step_s, recorded_loss
+from paceline.training.loop import (
+    Speed,
+    append_metrics,
+    cut_metrics,
+    learning_rate,
+    predicted_step_s,
+    recorded_loss,
+)
 from paceline.training.optimizers.schedule import check_monitored, waits_for_evaluations
 from paceline.training.parts.memory_checkpoint import Copier
 from paceline.training.parts.recompute_check import log_state_alone
@@ -88,10 +95,14 @@ class Coordinator(Server):
     passed_over: frozenset[str] = frozenset()
     saw_unused = False
 
-    def __init__(self, task: RankTask, *, number: int, model: torch.nn.Module, shards: tuple[Shard, ...]) -> None:
+    def __init__(
+        self, task: RankTask, *, number: int, model: torch.nn.Module, shards: tuple[Shard, ...]
+    ) -> None:
         self.workers: dict[int, _Worker] = {}
         self.joined: set[Peer] = set()  # every worker that ever was
-        self.lost_early: dict[int, tuple[int, WireError]] = {}  # whose gradients were at fault before they had joined
+        self.lost_early: dict[
+            int, tuple[int, WireError]
+        ] = {}  # whose gradients were at fault before they had joined
         self.followers: dict[int, Connection] = {}
         self.followers_heard_s: dict[int, float] = {}
         self.alive_s = 0.0  # when workers last heard of this server
@@ -124,12 +135,16 @@ class Coordinator(Server):
         super().__init__(task, number=number, model=model, shards=shards)
         context, job, plan, settings = task.context, task.job, task.plan, task.settings
         self.metrics = settings.run_dir / METRICS if settings.run_dir is not None else None
-        self.losses = Losses(settings.run_dir / EVENTS if settings.run_dir is not None else None,
-                             goes_on=context.num_starts > 1)
+        self.losses = Losses(
+            settings.run_dir / EVENTS if settings.run_dir is not None else None,
+            goes_on=context.num_starts > 1,
+        )
         if context.num_starts > 1:
             self._note_restart()
         self.completed = self.first_step = self.step  # steps; not always the first ones
-        self.samples = int(self.checkpoint.document["samples"]) if self.checkpoint is not None else 0
+        self.samples = (
+            int(self.checkpoint.document["samples"]) if self.checkpoint is not None else 0
+        )
         if settings.resume:
             self._note_resume()
         if self.is_copied:
@@ -141,10 +156,17 @@ class Coordinator(Server):
         sync = servers_of(plan)
         self.control = None
         if settings.controller is not None:
-            self.control = RunControl(replace(context, world_size=1), settings.controller, self._obey_callbacks,
-                                      self.keep_alive)
-        self.meetings = Meetings.of(job.optimizers, shards, num_workers=sync.workers,
-                                    number=self.version) if job.models else None
+            self.control = RunControl(
+                replace(context, world_size=1),
+                settings.controller,
+                self._obey_callbacks,
+                self.keep_alive,
+            )
+        self.meetings = (
+            Meetings.of(job.optimizers, shards, num_workers=sync.workers, number=self.version)
+            if job.models
+            else None
+        )
         self.clock = self._begin_clock()
         if self.at_rest is not None:
             log_state_alone("servers keep the weights")
@@ -152,21 +174,35 @@ class Coordinator(Server):
     def _begin_clock(self) -> Clock:
         sync = servers_of(self.plan)
         end = self.turns.before(self._next_stop())
-        if self.is_copied and self.version and self.history.is_exactly(self.turns.before(self.step)):
+        if (
+            self.is_copied
+            and self.version
+            and self.history.is_exactly(self.turns.before(self.step))
+        ):
             end = self.version  # what the coordinator before this one had not ended here
         # What servers hold of a step of the job's own is known when each of its updates is made.
-        return Clock(num_workers=sync.workers, num_servers=0 if self.job.models else sync.server,
-                     first=self.history.first, later=self.history.later, end=end,
-                     staleness=None if sync.staleness == "inf" else sync.staleness)
+        return Clock(
+            num_workers=sync.workers,
+            num_servers=0 if self.job.models else sync.server,
+            first=self.history.first,
+            later=self.history.later,
+            end=end,
+            staleness=None if sync.staleness == "inf" else sync.staleness,
+        )
 
     def _note_resume(self) -> None:
         """The run goes on; what was recorded after the checkpoint is made again."""
-        self.display.say("; ".join([f"resumed from {self.checkpoint.path.name}", *self.restore_notes])
-                         if self.checkpoint is not None else "no checkpoint to resume from: starting at step 0")
+        self.display.say(
+            "; ".join([f"resumed from {self.checkpoint.path.name}", *self.restore_notes])
+            if self.checkpoint is not None
+            else "no checkpoint to resume from: starting at step 0"
+        )
         if self.metrics is not None:
             self.passed_over = later_saves(self.metrics.parent, after=self.step)
             if self.is_copied:
-                os.truncate(self.metrics, min(self._figures["metrics_bytes"], self.metrics.stat().st_size))
+                os.truncate(
+                    self.metrics, min(self._figures["metrics_bytes"], self.metrics.stat().st_size)
+                )
             else:
                 cut_metrics(self.metrics, self.step)
             self.staleness.update(staleness_of(self.metrics))
@@ -182,8 +218,17 @@ class Coordinator(Server):
     def _take_figures(self) -> None:
         """Know what a coordinator knew at its last copy. A save that was begun then and did not end is made again."""
         figures = self._figures
-        self.completed, self.loss, self.epoch, self.told_epoch, self.evaluated, self.evaluated_step = (
-            figures[name] for name in ("completed", "loss", "epoch", "told_epoch", "evaluated", "evaluated_step"))
+        (
+            self.completed,
+            self.loss,
+            self.epoch,
+            self.told_epoch,
+            self.evaluated,
+            self.evaluated_step,
+        ) = (
+            figures[name]
+            for name in ("completed", "loss", "epoch", "told_epoch", "evaluated", "evaluated_step")
+        )
         self.begun = {step: _Step(*values) for step, *values in figures["begun"]}
         assert self.settings.run_dir is not None
         if newest_saved_step(self.settings.run_dir) == self.step:
@@ -193,9 +238,17 @@ class Coordinator(Server):
         """Have all servers copy their parts, if it is time, right after an update: nothing is applied yet that comes
         later. Two copies of each are kept, so the last one is waited for: all servers then have one of the same
         version."""
-        copier, is_due = self.copier, self.copier is not None and self.version >= self.copier.next_step
-        if copier is None or not is_due or self.copying or self.metrics is None or (
-                self.version - self.turns.before(self.turns.steps(self.history.first)) > _MOST_ALSO):
+        copier, is_due = (
+            self.copier,
+            self.copier is not None and self.version >= self.copier.next_step,
+        )
+        if (
+            copier is None
+            or not is_due
+            or self.copying
+            or self.metrics is None
+            or (self.version - self.turns.before(self.turns.steps(self.history.first)) > _MOST_ALSO)
+        ):
             return
         if copier.num_copies == 0 and not self._keeps_copies(copier):
             return
@@ -203,12 +256,23 @@ class Coordinator(Server):
         for connection in self.followers.values():
             connection.send_message({"copy": self.version})
         self.context.beat("copy")
-        self.copy({"samples": self.samples, "completed": self.completed, "loss": self.loss, "epoch": self.epoch,
-                   "told_epoch": self.told_epoch, "evaluated": self.evaluated, "evaluated_step": self.evaluated_step,
-                   "begun": [(step, *astuple(begun)) for step, begun in self.begun.items()],
-                   "metrics_bytes": self.metrics.stat().st_size})
+        self.copy(
+            {
+                "samples": self.samples,
+                "completed": self.completed,
+                "loss": self.loss,
+                "epoch": self.epoch,
+                "told_epoch": self.told_epoch,
+                "evaluated": self.evaluated,
+                "evaluated_step": self.evaluated_step,
+                "begun": [(step, *astuple(begun)) for step, begun in self.begun.items()],
+                "metrics_bytes": self.metrics.stat().st_size,
+            }
+        )
         if copier.num_copies & (copier.num_copies - 1) == 0:  # after 1, 2, 4, 8, ... copies
-            copier.every = copier.affordable_every(statistics.median(self.speed.latest_s or [0]) / self.turns.width)
+            copier.every = copier.affordable_every(
+                statistics.median(self.speed.latest_s or [0]) / self.turns.width
+            )
             self._keeps_copies(copier)
 
     def _keeps_copies(self, copier: Copier) -> bool:
@@ -216,16 +280,26 @@ class Coordinator(Server):
         if copier.fits(list(state.pieces(self.shelf))):
             return True
         self.copier = None
-        self.display.say("this host's memory has no room for copies of the state: if a server is lost, the run goes on "
-                         "from the last checkpoint")
+        self.display.say(
+            "this host's memory has no room for copies of the state: if a server is lost, the run goes on "
+            "from the last checkpoint"
+        )
         return False
 
     def _begin_journal(self) -> None:
         first, later = self.history.first, self.history.later
         after = self.turns.steps(first)
-        places = [self.turns.place(turn) for turn in (*range(self.turns.before(after), first), *sorted(later))]
-        self.journal.begin(self.job, plan=str(self.plan), world_size=self.context.world_size, after=after,
-                           also=[(step + 1, part) for step, part in places])
+        places = [
+            self.turns.place(turn)
+            for turn in (*range(self.turns.before(after), first), *sorted(later))
+        ]
+        self.journal.begin(
+            self.job,
+            plan=str(self.plan),
+            world_size=self.context.world_size,
+            after=after,
+            also=[(step + 1, part) for step, part in places],
+        )
 
     def _note_restart(self) -> None:
         """All ranks started again, as one of them died; what was made since what they go on from is made again."""
@@ -233,10 +307,15 @@ class Coordinator(Server):
             if (server := Roles.of(self.plan, rank).server) is not None:
                 self.losses.note_deaths("server", server, deaths)
         assert self.metrics is not None
-        updates = updates_after(self.metrics, -1, offset=self._figures["metrics_bytes"]) if self.is_copied else (
-            updates_after(self.metrics, self.step))
+        updates = (
+            updates_after(self.metrics, -1, offset=self._figures["metrics_bytes"])
+            if self.is_copied
+            else (updates_after(self.metrics, self.step))
+        )
         self.losses.note("rolled_back", step=self.step, updates=updates)
-        lost = "1 update was lost and is" if updates == 1 else f"{updates} updates were lost and are"
+        lost = (
+            "1 update was lost and is" if updates == 1 else f"{updates} updates were lost and are"
+        )
         self.display.say(f"{lost} made again")
 
     @property
@@ -263,8 +342,10 @@ class Coordinator(Server):
             return
         num_servers = servers_of(self.plan).server
         if not 0 < peer.number < num_servers or peer.number in self.followers_heard_s:
-            raise WireError(f"a peer says that it is server {peer.number}, which is here already or none of "
-                            f"server={num_servers}")
+            raise WireError(
+                f"a peer says that it is server {peer.number}, which is here already or none of "
+                f"server={num_servers}"
+            )
 
     def welcome(self, connection: Connection, peer: Peer) -> None:
         if peer.role == Role.DATA:
@@ -281,8 +362,12 @@ class Coordinator(Server):
 
         note(peer)
         self.inbox.put((peer, {"joined": connection}))
-        listen_to(connection, peer, tell=hear,
-                  on_lost=lambda sender, error: self.inbox.put((sender, error)))
+        listen_to(
+            connection,
+            peer,
+            tell=hear,
+            on_lost=lambda sender, error: self.inbox.put((sender, error)),
+        )
 
     def run(self) -> dict[str, Any]:
         """Coordinate until the last step. Returns the summary.
@@ -312,7 +397,10 @@ class Coordinator(Server):
     def close(self) -> None:
         super().close()
         self.journal.close()
-        for connection in (*(worker.connection for worker in self.workers.values()), *self.followers.values()):
+        for connection in (
+            *(worker.connection for worker in self.workers.values()),
+            *self.followers.values(),
+        ):
             connection.close()  # the process may live on, as a worker
 
     # --- What comes in -------------------------------------------------------------------------------------------
@@ -348,8 +436,10 @@ class Coordinator(Server):
             connection.close()
             return
         if peer.number in self.workers:  # started again before its connection's end was heard of
-            self._lose(Peer(Role.CONTROL, peer.number, self.workers[peer.number].incarnation),
-                       WireError("it was started again"))
+            self._lose(
+                Peer(Role.CONTROL, peer.number, self.workers[peer.number].incarnation),
+                WireError("it was started again"),
+            )
         self.joined.add(peer)
         self.workers[peer.number] = _Worker(connection, peer.incarnation)
         self.clock.join(peer.number)
@@ -368,7 +458,10 @@ class Coordinator(Server):
                 self.squares[update] = self.squares.get(update, 0.0) + message["squares"]
                 self.clock.gradient_complete(peer.number, update)
         elif "lost" in message and not self.over:
-            self._lose(Peer(Role.CONTROL, message["lost"], message["incarnation"]), WireError(message["why"]))
+            self._lose(
+                Peer(Role.CONTROL, message["lost"], message["incarnation"]),
+                WireError(message["why"]),
+            )
         elif "copied" in message:
             self.copying.discard(peer.number)
         elif "exported" in message:
@@ -383,17 +476,25 @@ class Coordinator(Server):
         leased = self.clock.workers[worker].leased
         for kind, has_told in (("told", False), ("finished", True)):
             if (update := message.get(kind)) is not None and (
-                    leased[:1] != [update] or (worker in self.reports.get(update, {})) != has_told):
+                leased[:1] != [update] or (worker in self.reports.get(update, {})) != has_told
+            ):
                 return f"it said '{kind}' of update {update}, and has to say something else of {leased or 'none'} first"
         if self.meetings is None and message.keys() & {"figures", "update"}:
             return f"it said '{next(iter(message))}', which is for steps of a job's own"
         if self.meetings is not None and message.keys() & {"figures", "update"}:
-            return self.meetings.fault(worker, message) if leased else "it works at a step that it was not given"
+            return (
+                self.meetings.fault(worker, message)
+                if leased
+                else "it works at a step that it was not given"
+            )
         if "finished" in message and not message["version"] <= self.clock.version + 1:
             return f"it used weights of version {message['version']} when there were {self.clock.version}"
         if "sums" in message and (problem := self._wrong_sums(message)):
             return problem
-        if "idle" in message and message["deaths"] > sum(self.context.deaths) + self.context.restarts:
+        if (
+            "idle" in message
+            and message["deaths"] > sum(self.context.deaths) + self.context.restarts
+        ):
             return f"it says that it died {message['deaths']} times"
         if "left" in message and not self.over:
             return "it left before the run was over"
@@ -406,8 +507,11 @@ class Coordinator(Server):
         names = message["names"]
         if len(set(names)) != len(names) or len(names) != len(message["values"]):
             return f"it evaluated {len(message['values'])} figures of {len(set(names))}"
-        due = ["loss", *self.job.metrics] if self.meetings is None else (
-            list(self.evaluation.sums) if self.evaluation is not None else [])
+        due = (
+            ["loss", *self.job.metrics]
+            if self.meetings is None
+            else (list(self.evaluation.sums) if self.evaluation is not None else [])
+        )
         if due and names != due:
             return f"it evaluated {', '.join(names)[:200]} where {', '.join(due)} are due"
         return None
@@ -417,7 +521,9 @@ class Coordinator(Server):
         self.context.beat("reduce")
         if "alive" in message:  # a step may be long: servers that wait for it are not stuck
             for connection in self.followers.values():
-                with suppress(WireError):  # its end is in the inbox, and at the run's end it is none to tell of
+                with suppress(
+                    WireError
+                ):  # its end is in the inbox, and at the run's end it is none to tell of
                     connection.send_message(message)
             return
         if message.keys() & {"figures", "update"}:
@@ -433,7 +539,9 @@ class Coordinator(Server):
         if "left" in message:
             self.final_figures[worker] = message["left"]
             return
-        self.workers[worker].orders -= 1  # now: while callbacks hear of an evaluation, it may be lost and come back
+        self.workers[
+            worker
+        ].orders -= 1  # now: while callbacks hear of an evaluation, it may be lost and come back
         if "finished" in message:
             self.clock.finished(worker, message["finished"])
             self.reports[message["finished"]][worker].update(message)
@@ -455,8 +563,14 @@ class Coordinator(Server):
                 with suppress(WireError):  # its end is in the inbox
                     worker.connection.send_message({"met": result.number, "values": result.values})
         elif result is not None:
-            self._order({"update": result.number, "optimizer": result.optimizer, "clip": result.clip,
-                         "unused": sorted(result.unused)})
+            self._order(
+                {
+                    "update": result.number,
+                    "optimizer": result.optimizer,
+                    "clip": result.clip,
+                    "unused": sorted(result.unused),
+                }
+            )
 
     def _lose(self, peer: Peer, error: WireError) -> None:
         """A peer is gone. Workers can be, under staleness; what they left behind is dropped everywhere."""
@@ -474,10 +588,17 @@ class Coordinator(Server):
             self.workers.pop(peer.number)
             return
         if not self._is_stale:
-            raise WireError(f"worker {peer.number} is gone: {error}", hint="--resume goes on from the last checkpoint")
+            raise WireError(
+                f"worker {peer.number} is gone: {error}",
+                hint="--resume goes on from the last checkpoint",
+            )
         self.workers.pop(peer.number).connection.close()
         self.losses.note("worker_lost", worker=peer.number, step=self.step, why=str(error))
-        keeps = [number for number in self.clock.ready() if peer.number in self.clock.updates[number].workers.values()]
+        keeps = [
+            number
+            for number in self.clock.ready()
+            if peer.number in self.clock.updates[number].workers.values()
+        ]
         self._order({"gone": peer.number, "incarnation": peer.incarnation, "keeps": keeps})
         for update in self.clock.leave(peer.number):
             self.reports.pop(update, None)
@@ -500,15 +621,27 @@ class Coordinator(Server):
         patience_s = self.context.timeout_s / 2
         for number in self.followers:
             if time.monotonic() - self.followers_heard_s[number] > patience_s / 2:
-                raise PeerLost(f"server {number} has said nothing for {patience_s / 2:g} s", rank=number,
-                               hint="--patience SECONDS allows longer pauses")
-        may_come = self.context.restarts or len({peer.number for peer in self.joined}) < servers_of(self.plan).workers
-        if self.deserted_s is not None and (not may_come or time.monotonic() - self.deserted_s > patience_s):
-            raise WireError("all workers are gone", hint="--resume goes on from the last checkpoint")
+                raise PeerLost(
+                    f"server {number} has said nothing for {patience_s / 2:g} s",
+                    rank=number,
+                    hint="--patience SECONDS allows longer pauses",
+                )
+        may_come = (
+            self.context.restarts
+            or len({peer.number for peer in self.joined}) < servers_of(self.plan).workers
+        )
+        if self.deserted_s is not None and (
+            not may_come or time.monotonic() - self.deserted_s > patience_s
+        ):
+            raise WireError(
+                "all workers are gone", hint="--resume goes on from the last checkpoint"
+            )
         for number, worker in list(self.workers.items()):
             if worker.orders and time.monotonic() - worker.heard_s > patience_s:
-                self._lose(Peer(Role.CONTROL, number, worker.incarnation),
-                           WireError(f"it has said nothing for {patience_s:g} s"))
+                self._lose(
+                    Peer(Role.CONTROL, number, worker.incarnation),
+                    WireError(f"it has said nothing for {patience_s:g} s"),
+                )
 
     # --- What is done about it -----------------------------------------------------------------------------------
 
@@ -532,9 +665,15 @@ class Coordinator(Server):
                 for number, worker in list(self.workers.items()):
                     if worker.orders < LEASES and (lease := self.clock.lease(number)) is not None:
                         step, place = self.turns.place(lease.turn)
-                        self._say(number, {"lease": lease.update, "step": step,
-                                           "part": place if self._is_stale else lease.part,
-                                           "version": max(lease.version, self.clock.version)})
+                        self._say(
+                            number,
+                            {
+                                "lease": lease.update,
+                                "step": step,
+                                "part": place if self._is_stale else lease.part,
+                                "version": max(lease.version, self.clock.version),
+                            },
+                        )
 
     def _open_next(self) -> None:
         """Let servers update slice by slice, if the loss of the next update is known and nothing is due before it.
@@ -568,15 +707,35 @@ class Coordinator(Server):
         unused = set.intersection(*(set(r["unused"]) for r in reports))
         if unused and not self.saw_unused:
             self.saw_unused = True
-            check_used({name: float(name not in unused) for name in self.shelf.trainable}, self.step)
-        norm = math.sqrt(self.squares.pop(update, 0.0)) * scale / part  # of the mean over the update's own samples
-        clip = 1.0 if self.job.clip is None else min(1.0, self.job.clip / (norm + 1e-6))  # as clip_grad_norm_
+            check_used(
+                {name: float(name not in unused) for name in self.shelf.trainable}, self.step
+            )
+        norm = (
+            math.sqrt(self.squares.pop(update, 0.0)) * scale / part
+        )  # of the mean over the update's own samples
+        clip = (
+            1.0 if self.job.clip is None else min(1.0, self.job.clip / (norm + 1e-6))
+        )  # as clip_grad_norm_
         stale = version - min(r["version"] for r in reports)
-        rate = 1.0 / max(1.0, stale / self.turns.width) if servers_of(self.plan).damping == "inverse" else 1.0
+        rate = (
+            1.0 / max(1.0, stale / self.turns.width)
+            if servers_of(self.plan).damping == "inverse"
+            else 1.0
+        )
         self.staleness[stale] += 1
-        self._order({"end": turn, "loss": loss / count} if self.meetings is not None else
-                    {"make": update, "turn": turn, "scale": scale, "clip": clip, "rate": rate,
-                     "unused": sorted(unused), "loss": loss / count})
+        self._order(
+            {"end": turn, "loss": loss / count}
+            if self.meetings is not None
+            else {
+                "make": update,
+                "turn": turn,
+                "scale": scale,
+                "clip": clip,
+                "rate": rate,
+                "unused": sorted(unused),
+                "loss": loss / count,
+            }
+        )
         self.clock.made(update)
         if self.settings.observer is not None and self.meetings is None:
             for worker in self.workers.values():
@@ -600,8 +759,14 @@ class Coordinator(Server):
         if self._is_stale:
             figures["staleness"] = stale
         window = self.order.window(step)
-        begun = self.begun.setdefault(step, _Step(self.turns.before(step + 1) - self.turns.before(step)))
-        begun.missing, begun.loss, begun.count = begun.missing - 1, begun.loss + loss, begun.count + count
+        begun = self.begun.setdefault(
+            step, _Step(self.turns.before(step + 1) - self.turns.before(step))
+        )
+        begun.missing, begun.loss, begun.count = (
+            begun.missing - 1,
+            begun.loss + loss,
+            begun.count + count,
+        )
         if begun.missing:
             self._note(step=self.completed + 1, **figures)
             return
@@ -613,14 +778,30 @@ class Coordinator(Server):
         self.epoch = window.epoch
         self.speed.add(window.count, step_s)
         self.loss = begun.loss / begun.count
-        self._note(step=self.completed, epoch=window.epoch, samples=self.samples, loss=self.loss,
-                   lr=learning_rate(self.shelf.optimizer), step_s=step_s, **figures)
+        self._note(
+            step=self.completed,
+            epoch=window.epoch,
+            samples=self.samples,
+            loss=self.loss,
+            lr=learning_rate(self.shelf.optimizer),
+            step_s=step_s,
+            **figures,
+        )
         if self.control is not None:
             self.control.tell()
         if self.display.due() or (self.completed == self.total_steps and self.display.is_plain):
-            self.display.update(Progress(self.completed, self.total_steps, window.epoch, self.loss,
-                                         self.speed.samples_per_s, self.speed.step_s, self.memory.bytes(),
-                                         predicted_step_s(self.settings)))
+            self.display.update(
+                Progress(
+                    self.completed,
+                    self.total_steps,
+                    window.epoch,
+                    self.loss,
+                    self.speed.samples_per_s,
+                    self.speed.step_s,
+                    self.memory.bytes(),
+                    predicted_step_s(self.settings),
+                )
+            )
 
     def _note(self, *, step: int, **figures: Any) -> None:
         """A line of metrics.jsonl."""
@@ -640,18 +821,35 @@ class Coordinator(Server):
         """Nothing is on its way: evaluate and save if it is time, and let callbacks hear of it; then go on or end."""
         if self.control is not None and self.control.wants_attention:
             self.requests.add(self.control.take())
-        every, is_last = self.settings.save_every, self.step >= self.total_steps or self._is_asked_to_stop
+        every, is_last = (
+            self.settings.save_every,
+            self.step >= self.total_steps or self._is_asked_to_stop,
+        )
         ends_epoch = self.order.ends_epoch(self.step)
-        evaluates = ((ends_epoch and not self._leaves_at_once) or self.step >= self.total_steps
-                     or self.requests.evaluate or self.requests.stop)
-        if evaluates and self.job.validation is not None and self.evaluated_step != self.step and self.step > 0:
+        evaluates = (
+            (ends_epoch and not self._leaves_at_once)
+            or self.step >= self.total_steps
+            or self.requests.evaluate
+            or self.requests.stop
+        )
+        if (
+            evaluates
+            and self.job.validation is not None
+            and self.evaluated_step != self.step
+            and self.step > 0
+        ):
             if self.workers:
                 self._begin_evaluation()
             return
         self.requests.evaluate = False
         if ends_epoch and self.told_epoch != self.step:
             self.told_epoch = self.step
-            self._ask("epoch", hook="on_epoch", epoch=self.order.window(self.step - 1).epoch, samples=self.samples)
+            self._ask(
+                "epoch",
+                hook="on_epoch",
+                epoch=self.order.window(self.step - 1).epoch,
+                samples=self.samples,
+            )
             self._stop_here()  # again, as callbacks may have asked for something
             return
         saves = is_last or self.requests.save or (every and self.step % every == 0)
@@ -679,11 +877,17 @@ class Coordinator(Server):
             self._note(step=self.step, saved=True, blocked_s=blocked_s)
             if self.control is not None and self.control.has("on_save"):
                 self.writer.wait()
-                self._ask("save", hook="on_save", path=str(self.writer.folder / f"step-{self.step}"))
+                self._ask(
+                    "save", hook="on_save", path=str(self.writer.folder / f"step-{self.step}")
+                )
 
     def _prune(self) -> None:
         if self.settings.keep_checkpoints and self.settings.run_dir is not None:
-            prune(self.settings.run_dir, newest=self.settings.keep_checkpoints, passed_over=self.passed_over)
+            prune(
+                self.settings.run_dir,
+                newest=self.settings.keep_checkpoints,
+                passed_over=self.passed_over,
+            )
 
     # --- Callbacks -----------------------------------------------------------------------------------------------
 
@@ -694,7 +898,11 @@ class Coordinator(Server):
     @property
     def _leaves_at_once(self) -> bool:
         """Whether a signal asked to stop, and neither callbacks nor the schedule need the evaluation of this epoch."""
-        return self.stop_asked and self.control is None and not waits_for_evaluations(self.shelf.schedule, self.job)
+        return (
+            self.stop_asked
+            and self.control is None
+            and not waits_for_evaluations(self.shelf.schedule, self.job)
+        )
 
     def _ask(self, event: str, hook: str | None = None, **values: Any) -> Any:
         """Let callbacks hear of an event, if one has the hook, and note what they ask for. Returns their state, where
@@ -772,12 +980,23 @@ class Coordinator(Server):
             workers = workers[:1]
         self.evaluation = _Evaluation(self.num_evaluations, set(workers), {})
         for part, number in enumerate(workers):
-            self._say(number, {"evaluate": self.evaluation.number, "part": part, "of": len(workers),
-                               "version": self.clock.version})
+            self._say(
+                number,
+                {
+                    "evaluate": self.evaluation.number,
+                    "part": part,
+                    "of": len(workers),
+                    "version": self.clock.version,
+                },
+            )
 
     def _add_sums(self, worker: int, message: dict[str, Any]) -> None:
         evaluation = self.evaluation
-        if evaluation is None or message["sums"] != evaluation.number or worker not in evaluation.awaited:
+        if (
+            evaluation is None
+            or message["sums"] != evaluation.number
+            or worker not in evaluation.awaited
+        ):
             return
         if message["refused"]:
             self._save(last=True)  # what was trained is not lost with a metric
@@ -786,21 +1005,35 @@ class Coordinator(Server):
             raise JobError(message["refused"][0])
         evaluation.awaited.discard(worker)
         for name, value in zip(message["names"], message["values"], strict=True):
-            evaluation.sums[name] = torch.tensor(value, dtype=torch.float64) + evaluation.sums.get(name, 0.0)
+            evaluation.sums[name] = torch.tensor(value, dtype=torch.float64) + evaluation.sums.get(
+                name, 0.0
+            )
         if evaluation.awaited:
             return
         self.evaluation, self.evaluated_step = None, self.step
         figures = quotients(evaluation.sums, torch.stack(list(evaluation.sums.values())))
         self.evaluated = {"validation_loss": figures.pop("loss"), **figures}
-        if waits_for_evaluations(self.shelf.schedule, self.job) and self.order.ends_epoch(self.step) and not (
-                self.settings.is_trial or self.step == self.first_step):
+        if (
+            waits_for_evaluations(self.shelf.schedule, self.job)
+            and self.order.ends_epoch(self.step)
+            and not (self.settings.is_trial or self.step == self.first_step)
+        ):
             self._order({"metrics": self.evaluated})
-        self._note(step=self.step, validation_loss=self.evaluated["validation_loss"], metrics=figures)
-        self.display.say(f"step {self.step}: " + ", ".join(f"{k} {v:.4f}" for k, v in self.evaluated.items()))
+        self._note(
+            step=self.step, validation_loss=self.evaluated["validation_loss"], metrics=figures
+        )
+        self.display.say(
+            f"step {self.step}: " + ", ".join(f"{k} {v:.4f}" for k, v in self.evaluated.items())
+        )
         if self.settings.on_evaluation is not None:
             self.settings.on_evaluation(self.step, self.evaluated)
-        self._ask("evaluation", hook="on_evaluation", epoch=self.epoch, metrics=figures,
-                  validation_loss=self.evaluated["validation_loss"])
+        self._ask(
+            "evaluation",
+            hook="on_evaluation",
+            epoch=self.epoch,
+            metrics=figures,
+            validation_loss=self.evaluated["validation_loss"],
+        )
 
     def _part(self) -> None:
         """Send everybody home and hear what they have counted."""
@@ -823,9 +1056,13 @@ class Coordinator(Server):
             sent = self.context.stop_signal
             why = signal.Signals(sent).name if sent else f"a signal to rank {self.stopped_rank}"
             saved = self.settings.run_dir is not None
-            raise Preempted(f"stopped by {why} after step {self.step}" + ("; a checkpoint is saved" if saved else ""),
-                            hint=f"the same command with --run {self.settings.run_dir} --resume goes on from here"
-                            if saved else None)
+            raise Preempted(
+                f"stopped by {why} after step {self.step}"
+                + ("; a checkpoint is saved" if saved else ""),
+                hint=f"the same command with --run {self.settings.run_dir} --resume goes on from here"
+                if saved
+                else None,
+            )
 
     def _finish(self) -> dict[str, Any]:
         if self.step == 0:
@@ -840,10 +1077,15 @@ class Coordinator(Server):
         if self.settings.run_dir is not None:
             state.export(self.shelf.model, self.settings.run_dir, step=self.step)
         self.context.beat("end")
-        reports = [{"peak_memory_bytes": self.memory.bytes(), "core_wait_s": self.core_wait.seconds},
-                   *self.final_figures.values(), *self.followers_left.values()]
+        reports = [
+            {"peak_memory_bytes": self.memory.bytes(), "core_wait_s": self.core_wait.seconds},
+            *self.final_figures.values(),
+            *self.followers_left.values(),
+        ]
         core_wait_s = max(figures["core_wait_s"] for figures in reports)
-        if any(device.kind == "cuda" for device in self.settings.devices):  # what servers hold is no GPU's
+        if any(
+            device.kind == "cuda" for device in self.settings.devices
+        ):  # what servers hold is no GPU's
             reports = list(self.final_figures.values()) or reports
         return {
             "plan": str(self.plan),
@@ -855,15 +1097,22 @@ class Coordinator(Server):
             "later_step_s": self.speed.later_step_s,
             "final_loss": self.loss if math.isfinite(self.loss) else None,
             "validation_loss": self.evaluated.get("validation_loss"),
-            "metrics": {name: value for name, value in self.evaluated.items() if name != "validation_loss"},
+            "metrics": {
+                name: value for name, value in self.evaluated.items() if name != "validation_loss"
+            },
             "wall_s": time.monotonic() - self.started_s,
             "core_wait_s": core_wait_s,
             "peak_memory_bytes": max(figures["peak_memory_bytes"] for figures in reports),
             "save_blocked_s": self.blocked_s,
             "staleness": {str(stale): count for stale, count in sorted(self.staleness.items())},
-            "workers": {str(number): {key: value for key, value in sorted(figures.items())
-                                      if key != "peak_memory_bytes"}
-                        for number, figures in sorted(self.final_figures.items())},
+            "workers": {
+                str(number): {
+                    key: value
+                    for key, value in sorted(figures.items())
+                    if key != "peak_memory_bytes"
+                }
+                for number, figures in sorted(self.final_figures.items())
+            },
             **self.losses.summary(),
             **({"stopped": stopped} if stopped is not None else {}),
         }

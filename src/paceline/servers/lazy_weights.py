@@ -49,8 +49,12 @@ class WeightArrivals:
     pull_s: seconds from asking for the weights of this step until the last of them came.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], links: Sequence[ServerConnection],
-                 on_settled: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        links: Sequence[ServerConnection],
+        on_settled: Callable[[], None] = lambda: None,
+    ) -> None:
         """
         Args:
             on_settled: Called when all of a step's weights are in place, from whatever put the last one there.
@@ -62,14 +66,22 @@ class WeightArrivals:
                 offset = 0
                 for span in chunk.spans:
                     part, count = link.shard.slices[span.slice], span.stop - span.start
-                    self.places[part.name].append(_Place(k, number, offset, part.first_element + span.start, count))
+                    self.places[part.name].append(
+                        _Place(k, number, offset, part.first_element + span.start, count)
+                    )
                     offset += count
-        self.is_plain = {name: all(links[place.link].received[place.chunk].dtype == p.dtype
-                                   for place in self.places[name])
-                         for name, p in parameters.items()}  # whether they come as they are
+        self.is_plain = {
+            name: all(
+                links[place.link].received[place.chunk].dtype == p.dtype
+                for place in self.places[name]
+            )
+            for name, p in parameters.items()
+        }  # whether they come as they are
         self.requested_version, self.version, self.waited_s, self.pull_s = -1, -1, 0.0, 0.0
         self.requested_s = 0.0
-        self.begun = self.settled = -1  # the version that this step's weights were asked for as; the last complete one
+        self.begun = (
+            self.settled
+        ) = -1  # the version that this step's weights were asked for as; the last complete one
         self.optimizer: str | None = None  # whose weights were asked for last; None for all
         self.pending: dict[str, None] = {}
         self.sharing: dict[int, list[str]] = {}  # names by the memory that they lie in
@@ -77,7 +89,11 @@ class WeightArrivals:
     def ask(self, version: int, optimizer: str | None = None) -> None:
         """Have weights with at least so many updates sent: all, or those that an optimizer updates; this step's must
         be settled."""
-        self.requested_version, self.requested_s, self.optimizer = version, time.perf_counter(), optimizer
+        self.requested_version, self.requested_s, self.optimizer = (
+            version,
+            time.perf_counter(),
+            optimizer,
+        )
         for link in self.links:
             link.ask(version, optimizer)
 
@@ -86,9 +102,12 @@ class WeightArrivals:
         if self.begun == self.requested_version:
             return
         self.begun = self.requested_version
-        self.pending = dict.fromkeys(link.shard.slices[span.slice].name for link in self.links
-                                     for number in link.shard.updated_by(self.optimizer)
-                                     for span in link.shard.chunks[number].spans)
+        self.pending = dict.fromkeys(
+            link.shard.slices[span.slice].name
+            for link in self.links
+            for number in link.shard.updated_by(self.optimizer)
+            for span in link.shard.chunks[number].spans
+        )
         self.sharing = {}
         for name, p in self.parameters.items():
             self.sharing.setdefault(p.untyped_storage().data_ptr(), []).append(name)
@@ -101,13 +120,18 @@ class WeightArrivals:
         """Wait for all that is missing of this step's weights."""
         if self.settled == self.begun:
             return
-        with torch._C.DisableTorchFunction():  # what puts one in place looks at none that shares its memory
+        with (
+            torch._C.DisableTorchFunction()
+        ):  # what puts one in place looks at none that shares its memory
             self._need(list(self.pending))
         if self.settled != self.begun:  # a model without parameters
             self._note_settled()
 
     def _note_settled(self) -> None:
-        self.settled, self.version = self.begun, min(min(link.versions, default=self.begun) for link in self.links)
+        self.settled, self.version = (
+            self.begun,
+            min(min(link.versions, default=self.begun) for link in self.links),
+        )
         self.pull_s = max(link.filled_s for link in self.links) - self.requested_s
         self.on_settled()
 
@@ -119,7 +143,9 @@ class WeightArrivals:
         if not self.pending:
             yield
             return
-        hook = register_module_forward_pre_hook(lambda module, args: self._need_of(module._parameters.values()))
+        hook = register_module_forward_pre_hook(
+            lambda module, args: self._need_of(module._parameters.values())
+        )
         try:
             with _Watch(self._need_of, lambda: bool(self.pending)):
                 yield
@@ -155,17 +181,20 @@ class WeightArrivals:
             for place in places:
                 link, count = self.links[place.link], place.count * item_bytes
                 link.wait(place.chunk)
-                memory[place.first * item_bytes:place.first * item_bytes + count] = (
-                    link.received_bytes[place.chunk][place.offset * item_bytes:place.offset * item_bytes + count])
+                memory[place.first * item_bytes : place.first * item_bytes + count] = (
+                    link.received_bytes[place.chunk][
+                        place.offset * item_bytes : place.offset * item_bytes + count
+                    ]
+                )
             return
         for place in places:
             link = self.links[place.link]
             link.wait(place.chunk)
-            values = link.received[place.chunk][place.offset:place.offset + place.count]
+            values = link.received[place.chunk][place.offset : place.offset + place.count]
             if whole.is_cuda:  # the host does not wait until the forward before it is through
                 values = values.pin_memory().to(whole.device, non_blocking=True)
             if whole.is_contiguous():
-                whole.view(-1)[place.first:place.first + place.count].copy_(values)
+                whole.view(-1)[place.first : place.first + place.count].copy_(values)
             else:  # an index for each dim: it writes in place whatever the strides
                 flat = torch.arange(place.first, place.first + place.count, device=whole.device)
                 whole[torch.unravel_index(flat, whole.shape)] = values.to(whole)
@@ -174,13 +203,19 @@ class WeightArrivals:
 class _Watch(TorchFunctionMode):
     """Tells of the arguments of every function of torch before it runs."""
 
-    def __init__(self, tell: Callable[[Iterable[Any]], None], is_wanted: Callable[[], bool]) -> None:
+    def __init__(
+        self, tell: Callable[[Iterable[Any]], None], is_wanted: Callable[[], bool]
+    ) -> None:
         super().__init__()
         self.tell, self.is_wanted = tell, is_wanted
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Attributes hold no elements, but for views, and those are looked at when they are used.
-        if self.is_wanted() and getattr(func, "__name__", None) != "__get__" and func != _SET_GRADIENT:
+        if (
+            self.is_wanted()
+            and getattr(func, "__name__", None) != "__get__"
+            and func != _SET_GRADIENT
+        ):
             self.tell(args)
             if kwargs:
                 self.tell(kwargs.values())
@@ -189,6 +224,9 @@ class _Watch(TorchFunctionMode):
 
 def _is_out_of_sight(model: nn.Module) -> bool:
     """Whether some of it runs where torch can't be watched."""
-    return any(isinstance(module, torch.jit.ScriptModule | torch._dynamo.OptimizedModule)
-               or getattr(module, "_compiled_call_impl", None) is not None or is_compiled(module)
-               for module in model.modules())
+    return any(
+        isinstance(module, torch.jit.ScriptModule | torch._dynamo.OptimizedModule)
+        or getattr(module, "_compiled_call_impl", None) is not None
+        or is_compiled(module)
+        for module in model.modules()
+    )

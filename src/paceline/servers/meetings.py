@@ -51,14 +51,30 @@ class Meetings:
     clips: Mapping[str, float | None]
     number: int
     brought: dict[int, dict[str, Any]] = field(default_factory=dict)
-    squares: dict[int, dict[int, float]] = field(default_factory=dict)  # of gradients, by meeting and server
+    squares: dict[int, dict[int, float]] = field(
+        default_factory=dict
+    )  # of gradients, by meeting and server
 
     @classmethod
-    def of(cls, optimizers: Mapping[str, Any], shards: Sequence[Shard], *, num_workers: int, number: int) -> Meetings:
+    def of(
+        cls,
+        optimizers: Mapping[str, Any],
+        shards: Sequence[Shard],
+        *,
+        num_workers: int,
+        number: int,
+    ) -> Meetings:
         """Those of a job with these optimizers by name."""
-        holders = {name: frozenset(server for server, shard in enumerate(shards) if shard.updated_by(name))
-                   for name in optimizers}
-        return cls(num_workers, holders, {name: spec(each).clip for name, each in optimizers.items()}, number)
+        holders = {
+            name: frozenset(server for server, shard in enumerate(shards) if shard.updated_by(name))
+            for name in optimizers
+        }
+        return cls(
+            num_workers,
+            holders,
+            {name: spec(each).clip for name, each in optimizers.items()},
+            number,
+        )
 
     def fault(self, worker: int, message: dict[str, Any]) -> str | None:
         """What is wrong with what a worker brings."""
@@ -80,7 +96,8 @@ class Meetings:
                     f"ranks do different things in a step: worker {other} is at {_in_words(other_message)}, and worker "
                     f"{worker} at {_in_words(message)}",
                     hint="all ranks must call the same verbs in the same order: a condition on samples holds on some "
-                         "ranks alone; give each sample a weight in the loss in its place")
+                    "ranks alone; give each sample a weight in the loss in its place",
+                )
         self.brought[worker] = message
 
     def hold(self, server: int, number: int, squares: float) -> None:
@@ -95,14 +112,27 @@ class Meetings:
         messages, number = [self.brought[worker] for worker in sorted(self.brought)], self.number
         result: Sums | OneUpdate
         if "figures" in messages[0]:
-            result = Sums(number, [sum(column) for column in zip(*(m["values"] for m in messages), strict=True)])
+            result = Sums(
+                number,
+                [sum(column) for column in zip(*(m["values"] for m in messages), strict=True)],
+            )
         else:
             name, squares = messages[0]["optimizer"], self.squares.get(number, {})
             if not squares.keys() >= self.holders[name]:
                 return None
-            greatest, norm = self.clips[name], math.sqrt(sum(squares[server] for server in sorted(self.holders[name])))
-            clip = 1.0 if greatest is None else min(1.0, greatest / (norm + 1e-6))  # as clip_grad_norm_
-            result = OneUpdate(number, name, clip, frozenset.intersection(*(frozenset(m["unused"]) for m in messages)))
+            greatest, norm = (
+                self.clips[name],
+                math.sqrt(sum(squares[server] for server in sorted(self.holders[name]))),
+            )
+            clip = (
+                1.0 if greatest is None else min(1.0, greatest / (norm + 1e-6))
+            )  # as clip_grad_norm_
+            result = OneUpdate(
+                number,
+                name,
+                clip,
+                frozenset.intersection(*(frozenset(m["unused"]) for m in messages)),
+            )
         self.brought, self.number = {}, number + 1
         self.squares.pop(number, None)
         return result
@@ -116,4 +146,8 @@ def _kind(message: dict[str, Any]) -> tuple[str, Any]:
 
 
 def _in_words(message: dict[str, Any]) -> str:
-    return "the loss of a backward, or the end" if "figures" in message else f"ctx.update('{message['optimizer']}')"
+    return (
+        "the loss of a backward, or the end"
+        if "figures" in message
+        else f"ctx.update('{message['optimizer']}')"
+    )

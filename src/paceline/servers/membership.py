@@ -44,7 +44,9 @@ class Losses:
 
     def note_rejoined(self, worker: int, step: int) -> bool:
         """A worker is there. Returns whether it had been lost before."""
-        missing = self._count("worker_lost", "worker", worker) - self._count("worker_rejoined", "worker", worker)
+        missing = self._count("worker_lost", "worker", worker) - self._count(
+            "worker_rejoined", "worker", worker
+        )
         for _ in range(missing):
             self.note("worker_rejoined", worker=worker, step=step)
         return missing > 0
@@ -54,11 +56,16 @@ class Losses:
 
     def summary(self) -> dict[str, Any]:
         """The figures of summary.json: numbers of workers and servers as they went and came, and updates."""
+
         def named(event: str, key: str) -> list[int]:
             return [entry[key] for entry in self.events if entry["event"] == event]
 
-        return {"workers_lost": named("worker_lost", "worker"), "workers_rejoined": named("worker_rejoined", "worker"),
-                "servers_lost": named("server_lost", "server"), "updates_lost": sum(named("rolled_back", "updates"))}
+        return {
+            "workers_lost": named("worker_lost", "worker"),
+            "workers_rejoined": named("worker_rejoined", "worker"),
+            "servers_lost": named("server_lost", "server"),
+            "updates_lost": sum(named("rolled_back", "updates")),
+        }
 
 
 def _whole_lines(path: Path, offset: int = 0) -> Iterator[dict[str, Any]]:
@@ -68,7 +75,11 @@ def _whole_lines(path: Path, offset: int = 0) -> Iterator[dict[str, Any]]:
 
 def staleness_of(metrics: Path) -> list[int]:
     """The staleness of every update that a run recorded with one."""
-    return [line["staleness"] for line in _whole_lines(metrics) if "staleness" in line] if metrics.exists() else []
+    return (
+        [line["staleness"] for line in _whole_lines(metrics) if "staleness" in line]
+        if metrics.exists()
+        else []
+    )
 
 
 def updates_after(metrics: Path, step: int, *, offset: int = 0) -> int:

@@ -12,7 +12,9 @@ from msgspec import Meta
 from paceline.servers.wire import Role, WireError
 
 _Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-_Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]  # a worker says what isn't, and ends
+_Finite = Annotated[
+    float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)
+]  # a worker says what isn't, and ends
 _Pair = Annotated[list[float], Meta(min_length=2, max_length=2)]
 _True = Literal[True]
 
@@ -34,9 +36,21 @@ _SHAPES: Mapping[Role, Mapping[str, Mapping[str, Any]]] = {
     Role.CONTROL: {
         "idle": {"idle": _True, "deaths": _Count, "measured": list[str]},
         "alive": {"alive": _True},
-        "told": {"told": _Count, "loss": _Finite, "count": float, "is_mean": bool, "digest": _Count},
+        "told": {
+            "told": _Count,
+            "loss": _Finite,
+            "count": float,
+            "is_mean": bool,
+            "digest": _Count,
+        },
         "finished": {"finished": _Count, "version": _Count, "unused": list[str], "stop": bool},
-        "sums": {"sums": _Count, "names": list[str], "values": list[_Pair], "refused": list[str], "stop": bool},
+        "sums": {
+            "sums": _Count,
+            "names": list[str],
+            "values": list[_Pair],
+            "refused": list[str],
+            "stop": bool,
+        },
         "figures": {"figures": _Count, "values": list[float]},
         "update": {"update": _Count, "optimizer": str, "unused": list[str]},
         "left": {"left": _WorkerLeft},
@@ -62,14 +76,20 @@ def checked(role: Role, message: dict[str, Any]) -> dict[str, Any]:
     kind = next(iter(message), "")
     shape = _SHAPES[role].get(kind)
     if shape is None:
-        raise WireError(f"it sent a message of the unknown kind '{kind[:40]}'; known are {', '.join(_SHAPES[role])}")
+        raise WireError(
+            f"it sent a message of the unknown kind '{kind[:40]}'; known are {', '.join(_SHAPES[role])}"
+        )
     if message.keys() != shape.keys():
-        raise WireError(f"it sent a message '{kind}' with {', '.join(sorted(message))[:200]} where "
-                        f"{', '.join(shape)} are due")
+        raise WireError(
+            f"it sent a message '{kind}' with {', '.join(sorted(message))[:200]} where "
+            f"{', '.join(shape)} are due"
+        )
     values = {}
     for key, type_ in shape.items():
         try:
             values[key] = msgspec.convert(message[key], type_)
         except msgspec.ValidationError as error:
-            raise WireError(f"it sent a message '{kind}' whose '{key}' is {repr(message[key])[:40]}: {error}") from None
+            raise WireError(
+                f"it sent a message '{kind}' whose '{key}' is {repr(message[key])[:40]}: {error}"
+            ) from None
     return values

@@ -25,9 +25,20 @@ class OrderInbox:
     alive: called when the coordinator gives a sign of life while its next order is waited for.
     """
 
-    def __init__(self, control: Connection, arrivals: WeightArrivals, *, takes_any: bool,
-                 alive: Callable[[], None]) -> None:
-        self.control, self.arrivals, self.takes_any, self.alive = control, arrivals, takes_any, alive
+    def __init__(
+        self,
+        control: Connection,
+        arrivals: WeightArrivals,
+        *,
+        takes_any: bool,
+        alive: Callable[[], None],
+    ) -> None:
+        self.control, self.arrivals, self.takes_any, self.alive = (
+            control,
+            arrivals,
+            takes_any,
+            alive,
+        )
         self.asks = True
         self.is_waiting = False
         self.changed = threading.Condition()
@@ -36,7 +47,10 @@ class OrderInbox:
         self.losses: dict[int, float] = {}  # of steps, for whoever looks on
         self.error: WireError | None = None
         self.is_settled = True
-        self.fetched_s, self.step_s = time.perf_counter(), 0.0  # when the last step began, and how long one takes
+        self.fetched_s, self.step_s = (
+            time.perf_counter(),
+            0.0,
+        )  # when the last step began, and how long one takes
 
     def listen(self) -> None:
         """Hear the coordinator on a thread of its own until it is gone."""
@@ -52,7 +66,9 @@ class OrderInbox:
             self.is_waiting = True
             self._wait_for(lambda: bool(self.orders))
             self.is_waiting = False
-            self.is_settled = False  # from here on the order's weights are this step's, and not yet all there
+            self.is_settled = (
+                False  # from here on the order's weights are this step's, and not yet all there
+            )
             return self.orders.popleft()
 
     def loss(self, step: int) -> float:
@@ -94,7 +110,9 @@ class OrderInbox:
                 self._ask(self.orders[0])
 
     def _asks_early(self) -> bool:
-        return self.asks and (not self.takes_any or self.is_waiting or self.arrivals.pull_s > _QUICK * self.step_s)
+        return self.asks and (
+            not self.takes_any or self.is_waiting or self.arrivals.pull_s > _QUICK * self.step_s
+        )
 
     def _ask(self, order: dict[str, Any]) -> None:
         if order.get("version", -1) > self.arrivals.requested_version:

@@ -36,8 +36,10 @@ class Roles:
     @classmethod
     def of(cls, plan: Plan, rank: int) -> Roles:
         first_worker = rank_of_worker(plan, 0)
-        return cls(rank if rank < servers_of(plan).server else None,
-                   rank - first_worker if rank >= first_worker else None)
+        return cls(
+            rank if rank < servers_of(plan).server else None,
+            rank - first_worker if rank >= first_worker else None,
+        )
 
 
 def rank_of_worker(plan: Plan, worker: int) -> int:
@@ -51,8 +53,10 @@ def fault_policy(plan: Plan) -> FaultPolicy:
     if servers_of(plan).staleness == 0:
         return FaultPolicy(uses_process_group=False)
     ranks = range(plan.world_size)
-    return FaultPolicy(uses_process_group=False,
-                       optional_ranks=frozenset(r for r in ranks if Roles.of(plan, r).server is None))
+    return FaultPolicy(
+        uses_process_group=False,
+        optional_ranks=frozenset(r for r in ranks if Roles.of(plan, r).server is None),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     Table = nn.Embedding | nn.EmbeddingBag
 
 
-
-
 class Rows:
     """A worker's side of all tables; a `Synchroniser`.
 
@@ -35,8 +33,10 @@ class Rows:
     def __init__(self, tables: Mapping[str, Table], links: Sequence[ServerConnection]) -> None:
         self.links, self.modules, self.version, self.update = links, list(tables.values()), -1, -1
         self.touched: list[list[tuple[torch.Tensor, nn.Parameter]]] = [[] for _ in self.modules]
-        self.starts = [torch.tensor([link.shard.tables[number].start for link in links])
-                       for number in range(len(self.modules))]
+        self.starts = [
+            torch.tensor([link.shard.tables[number].start for link in links])
+            for number in range(len(self.modules))
+        ]
         self.paddings = [module.padding_idx for module in self.modules]
         for number, module in enumerate(self.modules):
             module.weight.data = module.weight.data.new_empty(0)
@@ -51,12 +51,27 @@ class Rows:
     def finish(self) -> None:
         """Send the gradient of every row that was looked up since the last time."""
         for number, looked_up in enumerate(self.touched):
-            gradients = [(ids[gradient.indices()[0].cpu()], gradient.values().cpu())
-                         for ids, p in looked_up if p.grad is not None for gradient in [p.grad.coalesce()]]
+            gradients = [
+                (ids[gradient.indices()[0].cpu()], gradient.values().cpu())
+                for ids, p in looked_up
+                if p.grad is not None
+                for gradient in [p.grad.coalesce()]
+            ]
             looked_up.clear()
-            dim, dtype = self.links[0].shard.tables[number].shape[1], self.modules[number].weight.dtype
-            ids = torch.cat([ids for ids, _ in gradients]) if gradients else torch.empty(0, dtype=torch.int64)
-            values = torch.cat([values for _, values in gradients]) if gradients else torch.empty(0, dim, dtype=dtype)
+            dim, dtype = (
+                self.links[0].shard.tables[number].shape[1],
+                self.modules[number].weight.dtype,
+            )
+            ids = (
+                torch.cat([ids for ids, _ in gradients])
+                if gradients
+                else torch.empty(0, dtype=torch.int64)
+            )
+            values = (
+                torch.cat([values for _, values in gradients])
+                if gradients
+                else torch.empty(0, dim, dtype=dtype)
+            )
             if len(gradients) > 1:
                 ids, places = ids.unique(return_inverse=True)
                 values = torch.zeros(len(ids), dim, dtype=dtype).index_add_(0, places, values)
@@ -75,17 +90,22 @@ class Rows:
     def restore(self, saved: SavedState) -> list[str]:
         return []
 
-    def _look_up(self, number: int, module: Table, args: tuple[Any, ...],
-                 kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _look_up(
+        self, number: int, module: Table, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Give the module the rows that it is about to look up, and their places among them."""
         wanted = args[0] if args else kwargs["input"]
         ids, places = wanted.unique(return_inverse=True)
         ids = ids.to("cpu", torch.int64)
         if len(ids) and not 0 <= int(ids[0]) <= int(ids[-1]) < module.num_embeddings:
-            raise IndexError(f"index out of range: {int(ids[0])} to {int(ids[-1])} of {module.num_embeddings} rows")
+            raise IndexError(
+                f"index out of range: {int(ids[0])} to {int(ids[-1])} of {module.num_embeddings} rows"
+            )
         for link, part in zip(self.links, self._parts(number, ids), strict=True):
             link.ask_rows(number, ids[part], self.version)
-        rows = torch.nn.Parameter(torch.cat([link.wait_rows() for link in self.links]).to(module.weight))
+        rows = torch.nn.Parameter(
+            torch.cat([link.wait_rows() for link in self.links]).to(module.weight)
+        )
         module.weight = rows
         padding = self.paddings[number]
         if padding is not None:

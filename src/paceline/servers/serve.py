@@ -18,7 +18,17 @@ from paceline.launch.hosts.pending_peers import Unproven
 from paceline.launch.hosts.tls import Identity
 from paceline.servers.clock import LEASES
 from paceline.servers.shared import Shared, accept_offer
-from paceline.servers.wire import BULK, Connection, Header, Kind, Peer, Role, Uplink, WireError, accept
+from paceline.servers.wire import (
+    BULK,
+    Connection,
+    Header,
+    Kind,
+    Peer,
+    Role,
+    Uplink,
+    WireError,
+    accept,
+)
 from paceline.strategies.server.shards import Chunk, Shard
 
 _NORMED = 2**17  # elements at a time
@@ -45,9 +55,16 @@ class Acceptor:
         identity: With which connections are encrypted; None if they are not.
     """
 
-    def __init__(self, sock: socket.socket, welcome: Callable[[Connection, Peer], None], *, secret: bytes,
-                 layout: bytes, check: Callable[[Peer], None] = lambda peer: None,
-                 identity: Identity | None = None) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        welcome: Callable[[Connection, Peer], None],
+        *,
+        secret: bytes,
+        layout: bytes,
+        check: Callable[[Peer], None] = lambda peer: None,
+        identity: Identity | None = None,
+    ) -> None:
         self.sock, self.welcome = sock, welcome
         self.accept = partial(accept, secret=secret, layout=layout, check=check, identity=identity)
         self.refused = 0
@@ -76,7 +93,9 @@ class Acceptor:
                 time.sleep(_REST_S)  # too many files are open, or whoever came is gone
                 continue
             self.unproven.add(sock)  # the thread of one that loses its place finds it shut down
-            threading.Thread(target=self._admit, args=(sock,), name="paceline-admit", daemon=True).start()
+            threading.Thread(
+                target=self._admit, args=(sock,), name="paceline-admit", daemon=True
+            ).start()
 
     def _admit(self, sock: socket.socket) -> None:
         try:
@@ -96,18 +115,21 @@ class ShardMemory:
     """
 
     def __init__(self, numels: Mapping[str, int]) -> None:
-        self.flat = {dtype: torch.empty(numel, dtype=getattr(torch, dtype)) for dtype, numel in numels.items()}
+        self.flat = {
+            dtype: torch.empty(numel, dtype=getattr(torch, dtype))
+            for dtype, numel in numels.items()
+        }
         self.bytes = {dtype: bytes_of(flat) for dtype, flat in self.flat.items()}
 
     def elements(self, chunk: Chunk) -> torch.Tensor:
-        return self.flat[chunk.dtype][chunk.start:chunk.stop]
+        return self.flat[chunk.dtype][chunk.start : chunk.stop]
 
     def sent(self, chunk: Chunk) -> memoryview:
         """A chunk as it is on the wire."""
         if chunk.wire_dtype != chunk.dtype:
             return bytes_of(self.elements(chunk).to(getattr(torch, chunk.wire_dtype)))
         item_bytes = chunk.num_bytes // (chunk.stop - chunk.start)
-        return self.bytes[chunk.dtype][chunk.start * item_bytes:chunk.stop * item_bytes]
+        return self.bytes[chunk.dtype][chunk.start * item_bytes : chunk.stop * item_bytes]
 
     def receive(self, chunk: Chunk, read_into: Callable[[memoryview], None]) -> None:
         """Fill a chunk with what is read."""
@@ -131,8 +153,15 @@ class _Gathering:
     sender: who sent the first of it; of all of it if it has one part.
     """
 
-    def __init__(self, optimizer: str, buffers: list[ShardMemory], gradients: dict[str, torch.Tensor],
-                 chunks_of: Sequence[Sequence[int]], slices_of: Sequence[Sequence[int]], due: Collection[int]) -> None:
+    def __init__(
+        self,
+        optimizer: str,
+        buffers: list[ShardMemory],
+        gradients: dict[str, torch.Tensor],
+        chunks_of: Sequence[Sequence[int]],
+        slices_of: Sequence[Sequence[int]],
+        due: Collection[int],
+    ) -> None:
         self.optimizer, self.buffers, self.gradients = optimizer, buffers, gradients
         self.arrived: set[tuple[int, int]] = set()
         self.rows: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
@@ -204,7 +233,9 @@ class ShardService:
     weights: its memory; slices are views of it. version: updates made to it.
     """
 
-    def __init__(self, shard: Shard, terms: ShardTerms, events: ShardEvents, uplink: Uplink) -> None:
+    def __init__(
+        self, shard: Shard, terms: ShardTerms, events: ShardEvents, uplink: Uplink
+    ) -> None:
         self.shard, self.terms, self.events, self.uplink = shard, terms, events, uplink
         self.slices_of = [sorted({span.slice for span in chunk.spans}) for chunk in shard.chunks]
         self.chunks_of: list[list[int]] = [[] for _ in shard.slices]
@@ -212,9 +243,13 @@ class ShardService:
             for index in slices:
                 self.chunks_of[index].append(number)
         self.weights = ShardMemory(shard.numels())
-        self.tables = [torch.empty(part.local_shape, dtype=getattr(torch, part.dtype)) for part in shard.tables]
-        self.views = {**self._views(self.weights),
-                      **{part.name: table for part, table in zip(shard.tables, self.tables, strict=True)}}
+        self.tables = [
+            torch.empty(part.local_shape, dtype=getattr(torch, part.dtype)) for part in shard.tables
+        ]
+        self.views = {
+            **self._views(self.weights),
+            **{part.name: table for part, table in zip(shard.tables, self.tables, strict=True)},
+        }
         self.begin_at(0)
         self.changed = threading.Condition()  # of versions, over, and what is gathered
         self.making = threading.Lock()  # held while weights change, and until their version says so
@@ -232,7 +267,9 @@ class ShardService:
 
     def serve(self, connection: Connection, peer: Peer) -> None:
         """Talk to a worker until it leaves, on threads of its own. It has one connection, and none once dismissed."""
-        if not self.terms.keeps_sending:  # all wait for the last gradient; else weights would starve
+        if (
+            not self.terms.keeps_sending
+        ):  # all wait for the last gradient; else weights would starve
             connection.prioritise(BULK)
         with self.changed:
             if peer in self.connections or peer in self.dismissed:
@@ -241,8 +278,12 @@ class ShardService:
             self.connections[peer] = connection
         wanted = _Wanted()
         for work in (self._receive, self._send):
-            threading.Thread(target=self._guarded, args=(work, connection, peer, wanted), daemon=True,
-                             name=f"paceline-worker-{peer.number}").start()
+            threading.Thread(
+                target=self._guarded,
+                args=(work, connection, peer, wanted),
+                daemon=True,
+                name=f"paceline-worker-{peer.number}",
+            ).start()
 
     def open(self, update: int, scale: float) -> None:
         """From now on a slice is updated as soon as all of its gradient is here; it is the next update to be made."""
@@ -269,8 +310,11 @@ class ShardService:
             parts = [gathering.rows[number, k] for k in range(self.terms.num_parts)]
             if any(len(places) for places, _ in parts):
                 gradients[part.name] = torch.sparse_coo_tensor(
-                    torch.cat([places for places, _ in parts])[None], torch.cat([values for _, values in parts]),
-                    table.shape, check_invariants=False).coalesce()
+                    torch.cat([places for places, _ in parts])[None],
+                    torch.cat([values for _, values in parts]),
+                    table.shape,
+                    check_invariants=False,
+                ).coalesce()
         return gradients
 
     def made(self, update: int, *, version: int | None = None) -> None:
@@ -316,7 +360,9 @@ class ShardService:
     def _forget(self, update: int) -> None:
         """Whoever was given the update may send it anew."""
         gathering = self.gatherings.pop(update, None)
-        if gathering is not None and gathering.unfinished == 0:  # else a thread may still write into it
+        if (
+            gathering is not None and gathering.unfinished == 0
+        ):  # else a thread may still write into it
             self.spare += gathering.buffers
 
     def _views(self, memory: ShardMemory) -> dict[str, torch.Tensor]:
@@ -325,11 +371,18 @@ class ShardService:
         for part in self.shard.slices:
             start = offsets[part.dtype]
             offsets[part.dtype] += part.numel
-            views[part.name] = memory.flat[part.dtype][start:offsets[part.dtype]].view(part.local_shape)
+            views[part.name] = memory.flat[part.dtype][start : offsets[part.dtype]].view(
+                part.local_shape
+            )
         return views
 
-    def _guarded(self, work: Callable[[Connection, Peer, _Wanted], None], connection: Connection, peer: Peer,
-                 wanted: _Wanted) -> None:
+    def _guarded(
+        self,
+        work: Callable[[Connection, Peer, _Wanted], None],
+        connection: Connection,
+        peer: Peer,
+        wanted: _Wanted,
+    ) -> None:
         try:
             work(connection, peer, wanted)
         except WireError as error:
@@ -368,7 +421,9 @@ class ShardService:
                 places = self._receive_places(connection, header, self._table(header.chunk), 8)
                 with self.changed:
                     if wanted.rows:
-                        raise WireError("a worker asked for rows before it had those that it asked for")
+                        raise WireError(
+                            "a worker asked for rows before it had those that it asked for"
+                        )
                     wanted.rows.append((header.step, header.chunk, places))
                     self.changed.notify_all()
             elif header.kind in (Kind.PUSH, Kind.PUSH_REST):
@@ -376,11 +431,15 @@ class ShardService:
             elif header.kind == Kind.PUSH_ROWS:
                 self._receive_rows(connection, header, peer)
             elif header.kind == Kind.OFFER and wanted.shared is None:
-                wanted.shared = accept_offer(connection, header, [chunk.num_bytes for chunk in self.shard.chunks])
+                wanted.shared = accept_offer(
+                    connection, header, [chunk.num_bytes for chunk in self.shard.chunks]
+                )
             else:
                 raise WireError(f"a worker sent {header.kind.name} to a server")
 
-    def _receive_chunk(self, connection: Connection, header: Header, peer: Peer, shared: Shared | None) -> None:
+    def _receive_chunk(
+        self, connection: Connection, header: Header, peer: Peer, shared: Shared | None
+    ) -> None:
         if header.chunk >= len(self.shard.chunks):
             raise WireError(f"a worker sent chunk {header.chunk} of {len(self.shard.chunks)}")
         chunk = self.shard.chunks[header.chunk]
@@ -405,9 +464,13 @@ class ShardService:
         table = self._table(header.chunk)
         part = self._part(header, peer)
         if header.dtype not in (str(table.dtype).removeprefix("torch."), "bfloat16"):
-            raise WireError(f"a worker sent rows of {header.dtype} where the table has {table.dtype}")
+            raise WireError(
+                f"a worker sent rows of {header.dtype} where the table has {table.dtype}"
+            )
         dtype = getattr(torch, header.dtype)
-        places = self._receive_places(connection, header, table, 8 + table.shape[1] * dtype.itemsize)
+        places = self._receive_places(
+            connection, header, table, 8 + table.shape[1] * dtype.itemsize
+        )
         values = torch.empty(len(places), table.shape[1], dtype=dtype)
         connection.read_into(bytes_of(values))
         number = len(self.shard.chunks) + header.chunk
@@ -416,8 +479,9 @@ class ShardService:
             gathering.rows[header.chunk, part] = places, values.to(table.dtype)
             self._arrived(header.step, gathering, number)
 
-    def _receive_places(self, connection: Connection, header: Header, table: torch.Tensor,
-                        row_bytes: int) -> torch.Tensor:
+    def _receive_places(
+        self, connection: Connection, header: Header, table: torch.Tensor, row_bytes: int
+    ) -> torch.Tensor:
         """Places of rows in this server's part of a table, checked before anything is made of them."""
         connection.checked(header, 0, len(table) * row_bytes)
         if header.length % row_bytes:
@@ -426,7 +490,9 @@ class ShardService:
         connection.read_into(bytes_of(places))
         places -= self.shard.tables[header.chunk].start
         if len(places) and not (int(places.min()) >= 0 and int(places.max()) < len(table)):
-            raise WireError(f"a worker asks for rows that are not on this server, which has {len(table)}")
+            raise WireError(
+                f"a worker asks for rows that are not on this server, which has {len(table)}"
+            )
         return places
 
     def _wanted_chunks(self, header: Header) -> list[int]:
@@ -434,11 +500,15 @@ class ShardService:
         chunks = self.shard.chunks
         if header.chunk > len(chunks):
             raise WireError(f"a worker asks for chunk {header.chunk} of {len(chunks)}")
-        return self.shard.updated_by(chunks[header.chunk].optimizer if header.chunk < len(chunks) else None)
+        return self.shard.updated_by(
+            chunks[header.chunk].optimizer if header.chunk < len(chunks) else None
+        )
 
     def _check_version(self, version: int) -> None:
         if version > self.terms.end:
-            raise WireError(f"a worker asks for version {version}, and the last one of this run is {self.terms.end}")
+            raise WireError(
+                f"a worker asks for version {version}, and the last one of this run is {self.terms.end}"
+            )
 
     def _table(self, number: int) -> torch.Tensor:
         if number >= len(self.tables):
@@ -450,7 +520,11 @@ class ShardService:
         if header.step < 0:
             raise WireError(f"worker {peer.number} sent a gradient of update {header.step}")
         part = header.worker if self.terms.num_parts > 1 else 0
-        if part >= self.terms.num_parts or header.worker != peer.number or header.incarnation != peer.incarnation:
+        if (
+            part >= self.terms.num_parts
+            or header.worker != peer.number
+            or header.incarnation != peer.incarnation
+        ):
             raise WireError(f"worker {peer.number} sent a gradient as worker {header.worker}")
         return part
 
@@ -460,13 +534,17 @@ class ShardService:
             if header.step not in self.gatherings and header.step not in self.closed:
                 begun = sum(gathering.sender == peer for gathering in self.gatherings.values())
                 if begun >= _BEGUN:
-                    raise WireError(f"a worker began to send update {header.step} while {begun} others that it sent "
-                                    "are not made")
+                    raise WireError(
+                        f"a worker began to send update {header.step} while {begun} others that it sent "
+                        "are not made"
+                    )
             gathering = self._gathering(header.step, self._optimizer(number))
             if gathering is not None:
                 if number not in gathering.missing:
-                    raise WireError(f"a worker sent chunk {number} of update {header.step}, which is of the optimizer "
-                                    f"'{gathering.optimizer}'")
+                    raise WireError(
+                        f"a worker sent chunk {number} of update {header.step}, which is of the optimizer "
+                        f"'{gathering.optimizer}'"
+                    )
                 gathering.sender = gathering.sender or peer
                 if self.terms.num_parts == 1 and gathering.sender != peer:
                     self._part_with(gathering.sender, peer, header.step)
@@ -479,7 +557,9 @@ class ShardService:
 
     def _part_with(self, first: Peer, second: Peer, update: int) -> None:
         """Two workers send one update. Which of them was given it is not known here, so neither is heard any more."""
-        error = WireError(f"workers {first.number} and {second.number} both sent update {update}, which one was given")
+        error = WireError(
+            f"workers {first.number} and {second.number} both sent update {update}, which one was given"
+        )
         # Not while `changed` is held.
         threading.Thread(target=self.events.lost, args=(first, error), daemon=True).start()
         if first in self.connections:
@@ -495,14 +575,22 @@ class ShardService:
         if update in self.closed:
             return None
         if update not in self.gatherings:
-            buffers = [self.spare.pop() if self.spare else ShardMemory(self.shard.numels())
-                       for _ in range(self.terms.num_parts)]
+            buffers = [
+                self.spare.pop() if self.spare else ShardMemory(self.shard.numels())
+                for _ in range(self.terms.num_parts)
+            ]
             chunks = self.shard.updated_by(optimizer)
             tables = range(len(self.shard.chunks), len(self.shard.chunks) + len(self.tables))
-            gradients = {name: view for part, (name, view) in zip(self.shard.slices, self._views(buffers[0]).items(),
-                                                                  strict=True) if part.optimizer == optimizer}
-            self.gatherings[update] = _Gathering(optimizer, buffers, gradients, self.chunks_of, self.slices_of,
-                                                 [*chunks, *tables])
+            gradients = {
+                name: view
+                for part, (name, view) in zip(
+                    self.shard.slices, self._views(buffers[0]).items(), strict=True
+                )
+                if part.optimizer == optimizer
+            }
+            self.gatherings[update] = _Gathering(
+                optimizer, buffers, gradients, self.chunks_of, self.slices_of, [*chunks, *tables]
+            )
         return self.gatherings[update]
 
     def _arrived(self, update: int, gathering: _Gathering, number: int) -> None:
@@ -519,8 +607,15 @@ class ShardService:
                 return
         squares = 0.0
         if self.terms.measures:
-            squares = sum(map(_squares, (*(gradient.view(-1) for gradient in gathering.gradients.values()), *(
-                gradient.values() for gradient in self._of_tables(gathering).values()))))
+            squares = sum(
+                map(
+                    _squares,
+                    (
+                        *(gradient.view(-1) for gradient in gathering.gradients.values()),
+                        *(gradient.values() for gradient in self._of_tables(gathering).values()),
+                    ),
+                )
+            )
         self.events.complete(update, squares)
 
     def _sum(self, gathering: _Gathering, number: int) -> None:
@@ -563,17 +658,27 @@ class ShardService:
 
     def _send(self, connection: Connection, peer: Peer, wanted: _Wanted) -> None:
         """Send the weights that were asked for, when they are there: first layers first."""
-        copy = memoryview(bytearray(max((chunk.num_bytes for chunk in self.shard.chunks), default=0)))
+        copy = memoryview(
+            bytearray(max((chunk.num_bytes for chunk in self.shard.chunks), default=0))
+        )
         while True:
             with self.changed:
-                self.changed.wait_for(lambda: self.over or wanted.is_gone or self._has_rows(wanted)
-                                      or self._chunk(wanted) is not None)
+                self.changed.wait_for(
+                    lambda: (
+                        self.over
+                        or wanted.is_gone
+                        or self._has_rows(wanted)
+                        or self._chunk(wanted) is not None
+                    )
+                )
             if self.over or wanted.is_gone:
                 return
             if self._has_rows(wanted):
                 self._send_rows(connection, *wanted.rows.popleft())
                 continue
-            with self.uplink.after():  # meanwhile weights of earlier layers may have come to be there
+            with (
+                self.uplink.after()
+            ):  # meanwhile weights of earlier layers may have come to be there
                 self._send_chunk(connection, wanted, copy)
 
     def _send_chunk(self, connection: Connection, wanted: _Wanted, copy: memoryview) -> None:
@@ -584,7 +689,7 @@ class ShardService:
             assert version is not None
             wanted.unsent_chunks.discard(number)
         chunk = self.shard.chunks[number]
-        place = copy[:chunk.num_bytes]
+        place = copy[: chunk.num_bytes]
         if wanted.shared is not None:
             place = wanted.shared.weights[number]
         if self.terms.keeps_sending:
@@ -609,30 +714,52 @@ class ShardService:
         """The first chunk, in the order of layers, that can be sent."""
         if wanted.version is None:
             return None
-        return max((number for number in wanted.unsent_chunks if self.versions[number] >= wanted.version), default=None)
+        return max(
+            (number for number in wanted.unsent_chunks if self.versions[number] >= wanted.version),
+            default=None,
+        )
 
-    def _send_rows(self, connection: Connection, version: int, number: int, places: torch.Tensor) -> None:
+    def _send_rows(
+        self, connection: Connection, version: int, number: int, places: torch.Tensor
+    ) -> None:
         with self.making:
             version, rows = self.version, self.tables[number][places]
         if self.terms.compress == "bf16" and rows.is_floating_point():
             rows = rows.bfloat16()
         data = bytes_of(rows)
-        connection.send(Header(Kind.ROWS, len(data), str(rows.dtype).removeprefix("torch."), step=version,
-                               chunk=number), data)
+        connection.send(
+            Header(
+                Kind.ROWS,
+                len(data),
+                str(rows.dtype).removeprefix("torch."),
+                step=version,
+                chunk=number,
+            ),
+            data,
+        )
 
 
 def _squares(flat: torch.Tensor) -> float:
     """Their sum, in float64. Part by part: a copy of all in float64 takes eight times as long as what fits a cache."""
-    return sum(float(torch.linalg.vector_norm(part, dtype=_wide(part))) ** 2 for part in flat.split(_NORMED))
+    return sum(
+        float(torch.linalg.vector_norm(part, dtype=_wide(part))) ** 2
+        for part in flat.split(_NORMED)
+    )
 
 
 def _wide(tensor: torch.Tensor) -> torch.dtype:
     return torch.complex128 if tensor.is_complex() else torch.float64
 
 
-def listen_to(connection: Connection, peer: Peer, *, tell: Callable[[Peer, dict[str, Any]], None],
-              on_lost: Callable[[Peer, WireError], None]) -> None:
+def listen_to(
+    connection: Connection,
+    peer: Peer,
+    *,
+    tell: Callable[[Peer, dict[str, Any]], None],
+    on_lost: Callable[[Peer, WireError], None],
+) -> None:
     """Hear a peer's messages on a thread of their own until it is gone."""
+
     def work() -> None:
         try:
             while True:
@@ -641,4 +768,6 @@ def listen_to(connection: Connection, peer: Peer, *, tell: Callable[[Peer, dict[
             on_lost(peer, error)  # before the peer learns of it
             connection.close()
 
-    threading.Thread(target=work, name=f"paceline-{Role(peer.role).name.lower()}-{peer.number}", daemon=True).start()
+    threading.Thread(
+        target=work, name=f"paceline-{Role(peer.role).name.lower()}-{peer.number}", daemon=True
+    ).start()

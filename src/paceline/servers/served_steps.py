@@ -21,9 +21,16 @@ class ServedSteps(SyncEveryStep):
     meeting: the number of the next one; weights have a meeting's number and one as their version.
     """
 
-    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], links: Sequence[ServerConnection],
-                 arrivals: WeightArrivals, control: Connection, met: Callable[[int], list[float]], *,
-                 num_workers: int) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        links: Sequence[ServerConnection],
+        arrivals: WeightArrivals,
+        control: Connection,
+        met: Callable[[int], list[float]],
+        *,
+        num_workers: int,
+    ) -> None:
         """
         Args:
             met: Waits for the sums of a meeting.

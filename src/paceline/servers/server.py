@@ -39,7 +39,9 @@ from paceline.training.parts.memory_checkpoint import CopiedState, Copier, open_
 LOOK_S = 0.5  # between looks for a request to stop
 
 _LAST = 2**62  # version of a run whose steps make as many updates as they like
-Event = tuple[Peer, "dict[str, Any] | Exception"]  # what a peer said, why it says no more, or what went wrong here
+Event = tuple[
+    Peer, "dict[str, Any] | Exception"
+]  # what a peer said, why it says no more, or what went wrong here
 
 
 class Server(ABC):
@@ -48,46 +50,83 @@ class Server(ABC):
     inbox: what peers said.
     """
 
-    def __init__(self, task: RankTask, *, number: int, model: torch.nn.Module, shards: tuple[Shard, ...]) -> None:
+    def __init__(
+        self, task: RankTask, *, number: int, model: torch.nn.Module, shards: tuple[Shard, ...]
+    ) -> None:
         context, job, plan, settings = task.context, task.job, task.plan, task.settings
         sync = servers_of(plan)
         if job.num_samples is None:
-            raise JobError("the data is a stream, and servers hand out samples by their place",
-                           hint="a data set with __len__ and __getitem__, or a data=N plan")
+            raise JobError(
+                "the data is a stream, and servers hand out samples by their place",
+                hint="a data set with __len__ and __getitem__, or a data=N plan",
+            )
         assert job.total_steps is not None
         self.order = Order.of(job)
         self.turns = UpdateOrder(self.order, sync)
-        self.context, self.job, self.plan, self.settings, self.number = context, job, plan, settings, number
-        self.callback_states: list[dict[str, Any]] | None = None  # of a checkpoint, where this server knows them
+        self.context, self.job, self.plan, self.settings, self.number = (
+            context,
+            job,
+            plan,
+            settings,
+            number,
+        )
+        self.callback_states: list[dict[str, Any]] | None = (
+            None  # of a checkpoint, where this server knows them
+        )
         self.memory, self.core_wait = PeakMemory(context.device), CoreWait()
         self.inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.layout = fingerprint(shards)
         end = _LAST if job.models else self.turns.before(job.total_steps)
-        measures = job.clip is not None or any(spec(each).clip is not None for each in job.optimizers.values())
-        terms = ShardTerms(sync.workers if sync.staleness == 0 else 1, end, keeps_sending=sync.staleness != 0,
-                           measures=measures, compress=plan.modifiers.compress)
-        events = ShardEvents(complete=self._complete, ready=self._ready, lost=self._lost, failed=self._failed)
+        measures = job.clip is not None or any(
+            spec(each).clip is not None for each in job.optimizers.values()
+        )
+        terms = ShardTerms(
+            sync.workers if sync.staleness == 0 else 1,
+            end,
+            keeps_sending=sync.staleness != 0,
+            measures=measures,
+            compress=plan.modifiers.compress,
+        )
+        events = ShardEvents(
+            complete=self._complete, ready=self._ready, lost=self._lost, failed=self._failed
+        )
         self.exchange = ShardService(shards[number], terms, events, task.uplink)
         self.shelf = ServerState(job, plan, number, shards, model, self.exchange)
         if not settings.is_trial and not job.models:
             check_monitored(self.shelf.schedule, job)
         self.writer = None
         if settings.run_dir is not None:
-            self.writer = Writer(settings.run_dir, rank=number, world_size=sync.server, attempt=context.attempt,
-                                 num_ranks=min(sync.server, context.local_world_size), meanwhile=self.keep_alive)
+            self.writer = Writer(
+                settings.run_dir,
+                rank=number,
+                world_size=sync.server,
+                attempt=context.attempt,
+                num_ranks=min(sync.server, context.local_world_size),
+                meanwhile=self.keep_alive,
+            )
             state.refuse_unsaveable(self.shelf)  # now, not after an hour
         self.at_rest: StateAtRest | None = None
         if every := settings.rechecks_every:
             self.at_rest = StateAtRest(partial(of_updates, self.shelf), every, runs_code=False)
         self.copier: Copier | None = None
         if context.copies is not None:
-            self.copier = Copier(context, context.copies, num_ranks=min(sync.server, context.local_world_size))
+            self.copier = Copier(
+                context, context.copies, num_ranks=min(sync.server, context.local_world_size)
+            )
         self.history = self._restore()
         self.version = self.history.num_updates
         self.exchange.begin_at(self.version)
-        self.gradients: dict[str, torch.Tensor] = {}  # of a step of the job's own so far, for whoever looks on
-        self.door = Acceptor(listen(context.host), self.welcome, secret=context.secret, layout=self.layout,
-                             check=self.check, identity=Identity.make() if context.encrypts else None)
+        self.gradients: dict[
+            str, torch.Tensor
+        ] = {}  # of a step of the job's own so far, for whoever looks on
+        self.door = Acceptor(
+            listen(context.host),
+            self.welcome,
+            secret=context.secret,
+            layout=self.layout,
+            check=self.check,
+            identity=Identity.make() if context.encrypts else None,
+        )
         task.rendezvous.announce(number, self.door.address)
         if settings.observer is not None:
             settings.observer.initial(self.shelf)
@@ -112,9 +151,13 @@ class Server(ABC):
         """
         num_workers = servers_of(self.plan).workers
         if peer.role != Role.DATA:
-            raise WireError(f"a {peer.role.name} connection is for server 0, and this is server {self.number}")
+            raise WireError(
+                f"a {peer.role.name} connection is for server 0, and this is server {self.number}"
+            )
         if peer.number >= num_workers:
-            raise WireError(f"a peer says that it is worker {peer.number}, and workers={num_workers} count from 0")
+            raise WireError(
+                f"a peer says that it is worker {peer.number}, and workers={num_workers} count from 0"
+            )
 
     def welcome(self, connection: Connection, peer: Peer) -> None:
         """A peer has proved itself."""
@@ -171,15 +214,23 @@ class Server(ABC):
         document = None
         if figures is not None:
             document = state.document(self.shelf, step=self.step, samples=figures["samples"]) | {
-                "figures": figures, "history": [self.history.first, sorted(self.history.later)]}
+                "figures": figures,
+                "history": [self.history.first, sorted(self.history.later)],
+            }
         self.copier.copy(self.version, state.pieces(self.shelf), document)
 
     def _export(self, folder: Path) -> None:
         """Write this server's part of the weights alone, and say so when all parts are there."""
         sync = servers_of(self.plan)
-        writer = Writer(folder, rank=self.number, world_size=sync.server, attempt=self.context.attempt)
-        writer.save(self.step, state.weights_of(state.pieces(self.shelf)),
-                    {"step": self.step, "ties": state.ties(self.shelf.model)}, snapshot=False)
+        writer = Writer(
+            folder, rank=self.number, world_size=sync.server, attempt=self.context.attempt
+        )
+        writer.save(
+            self.step,
+            state.weights_of(state.pieces(self.shelf)),
+            {"step": self.step, "ties": state.ties(self.shelf.model)},
+            snapshot=False,
+        )
         writer.wait()
         if self.number:
             self.tell({"exported": self.step})
@@ -194,8 +245,10 @@ class Server(ABC):
             TrainingError: the weights are not those of each update before `end`, once.
         """
         if not self.history.is_exactly(end):
-            raise TrainingError(f"server {self.number} applied {self.history}, where the updates before {end} are due",
-                                hint="this is a bug in paceline; please report it")
+            raise TrainingError(
+                f"server {self.number} applied {self.history}, where the updates before {end} are due",
+                hint="this is a bug in paceline; please report it",
+            )
 
     def _check_at_rest(self) -> None:
         """
@@ -226,14 +279,22 @@ class Server(ABC):
         self.history.add(order["turn"])
         observer, shelf = self.settings.observer, self.shelf
         step, _ = self.turns.place(order["turn"])
-        shelf.take_gradient(order["make"], scale=order["scale"], unused=frozenset(order["unused"]).union(
-            shelf.freezing.at(step, self.order.window(step).epoch)))
+        shelf.take_gradient(
+            order["make"],
+            scale=order["scale"],
+            unused=frozenset(order["unused"]).union(
+                shelf.freezing.at(step, self.order.window(step).epoch)
+            ),
+        )
         if observer is not None:
             observer.samples(self.version, [])
             observer.gradients(self.version, shelf)
         with self.exchange.making:
-            shelf.update(clip=order["clip"], rate=order["rate"],
-                         ends_step=self.turns.steps(self.version + 1) > self.step)
+            shelf.update(
+                clip=order["clip"],
+                rate=order["rate"],
+                ends_step=self.turns.steps(self.version + 1) > self.step,
+            )
             self.exchange.made(order["make"])
         if observer is not None:
             observer.weights(self.version, shelf, order["loss"])
@@ -252,7 +313,9 @@ class Server(ABC):
         if self.settings.observer is not None:
             for name, p in shelf.parameters.items():
                 if p.grad is not None:
-                    self.gradients[name] = p.grad + self.gradients[name] if name in self.gradients else p.grad.clone()
+                    self.gradients[name] = (
+                        p.grad + self.gradients[name] if name in self.gradients else p.grad.clone()
+                    )
         with self.exchange.making:
             shelf.step_optimizer(order["optimizer"], clip=order["clip"])
             self.exchange.made(order["update"], version=order["update"] + 1)
@@ -285,15 +348,24 @@ class Server(ABC):
         if self.settings.resume and self.settings.run_dir is not None:
             self.context.beat("restore")
             self.checkpoint = open_newest(
-                self.context, self.settings.run_dir, num_ranks=servers_of(self.plan).server, before=self.turns.before,
-            ) or state.choose_checkpoint(self.context, self.settings.run_dir,
-                                         accept=lambda checkpoint: state.mismatch(self.shelf, checkpoint))
+                self.context,
+                self.settings.run_dir,
+                num_ranks=servers_of(self.plan).server,
+                before=self.turns.before,
+            ) or state.choose_checkpoint(
+                self.context,
+                self.settings.run_dir,
+                accept=lambda checkpoint: state.mismatch(self.shelf, checkpoint),
+            )
         if self.checkpoint is None:
             history = History(0)
         else:
             self.restore_notes = state.restore(self.shelf, self.checkpoint)
-            history = History(*self.checkpoint.document["history"]) if self.is_copied else History(
-                self.turns.before(int(self.checkpoint.document["step"])))
+            history = (
+                History(*self.checkpoint.document["history"])
+                if self.is_copied
+                else History(self.turns.before(int(self.checkpoint.document["step"])))
+            )
         if self.copier is not None:
             self.copier.begin(history.num_updates, is_copied=self.is_copied)
         return history
@@ -319,18 +391,35 @@ class Server(ABC):
 class Follower(Server):
     """A server that another one coordinates."""
 
-    def __init__(self, task: RankTask, *, number: int, model: torch.nn.Module, shards: tuple[Shard, ...],
-                 timeout_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        task: RankTask,
+        *,
+        number: int,
+        model: torch.nn.Module,
+        shards: tuple[Shard, ...],
+        timeout_s: float = 60.0,
+    ) -> None:
         self.coordinator: Connection | None = None
         self.has_told_stop = False
         super().__init__(task, number=number, model=model, shards=shards)
         this_server = Peer(Role.SERVER, number, 0)
-        self.coordinator = connect(task.rendezvous.address(0), this_server, secret=self.context.secret,
-                                   layout=self.layout, timeout_s=timeout_s, encrypts=self.context.encrypts)
+        self.coordinator = connect(
+            task.rendezvous.address(0),
+            this_server,
+            secret=self.context.secret,
+            layout=self.layout,
+            timeout_s=timeout_s,
+            encrypts=self.context.encrypts,
+        )
         self.is_over = threading.Event()
         threading.Thread(target=self._tell_alive, name="paceline-alive", daemon=True).start()
-        listen_to(self.coordinator, this_server, tell=lambda peer, message: self.inbox.put((peer, message)),
-                  on_lost=lambda peer, error: self.inbox.put((peer, error)))
+        listen_to(
+            self.coordinator,
+            this_server,
+            tell=lambda peer, message: self.inbox.put((peer, message)),
+            on_lost=lambda peer, error: self.inbox.put((peer, error)),
+        )
 
     def tell(self, message: dict[str, Any]) -> None:
         with suppress(WireError):  # its end is in the inbox
@@ -370,7 +459,14 @@ class Follower(Server):
             self.check_history(order["version"])
             if self.writer is not None:
                 self.writer.wait()
-            self.tell({"left": {"peak_memory_bytes": self.memory.bytes(), "core_wait_s": self.core_wait.seconds}})
+            self.tell(
+                {
+                    "left": {
+                        "peak_memory_bytes": self.memory.bytes(),
+                        "core_wait_s": self.core_wait.seconds,
+                    }
+                }
+            )
             return None
         finally:
             self.is_over.set()

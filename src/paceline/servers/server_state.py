@@ -37,7 +37,9 @@ def trainable_of(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def deal_out(model: torch.nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> tuple[Shard, ...]:
+def deal_out(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, plan: Plan
+) -> tuple[Shard, ...]:
     """What each server holds of a model; the same on every rank.
 
     Raises:
@@ -47,16 +49,33 @@ def deal_out(model: torch.nn.Module, optimizer: torch.optim.Optimizer, plan: Pla
     names, parameters = tables(model).keys(), trainable_of(model)
     if isinstance(optimizer, NamedOptimizers):
         if names:
-            raise PlanRefused(f"rows of '{min(names)}' lie on servers, and a job with models= has whole weights there",
-                              hint="sparse=False in the embedding, or a data=N plan")
-        updaters = {name: (key, optimizer.members[key]) for key, of_it in optimizer.names.items() for name in of_it}
+            raise PlanRefused(
+                f"rows of '{min(names)}' lie on servers, and a job with models= has whole weights there",
+                hint="sparse=False in the embedding, or a data=N plan",
+            )
+        updaters = {
+            name: (key, optimizer.members[key])
+            for key, of_it in optimizer.names.items()
+            for name in of_it
+        }
     else:
         updaters = dict.fromkeys(parameters, ("", optimizer))
-    dealt = [replace(parameter, optimizer=updaters[parameter.name][0],
-                     may_split=is_elementwise(updaters[parameter.name][1]))
-             for parameter in served_parameters({name: p for name, p in parameters.items() if name not in names})]
-    return assign(dealt, servers_of(plan).server, compress=plan.modifiers.compress,
-                  tables=served_parameters({name: p for name, p in parameters.items() if name in names}))
+    dealt = [
+        replace(
+            parameter,
+            optimizer=updaters[parameter.name][0],
+            may_split=is_elementwise(updaters[parameter.name][1]),
+        )
+        for parameter in served_parameters(
+            {name: p for name, p in parameters.items() if name not in names}
+        )
+    ]
+    return assign(
+        dealt,
+        servers_of(plan).server,
+        compress=plan.modifiers.compress,
+        tables=served_parameters({name: p for name, p in parameters.items() if name in names}),
+    )
 
 
 @dataclass(frozen=True)
@@ -82,8 +101,15 @@ class ServerState:
     has_modes, trains = False, True  # an optimizer with other weights for evaluations is refused
     scaling = None  # fp16 is refused under plans with servers
 
-    def __init__(self, job: Job, plan: Plan, server: int, shards: tuple[Shard, ...], model: torch.nn.Module,
-                 exchange: ShardService) -> None:
+    def __init__(
+        self,
+        job: Job,
+        plan: Plan,
+        server: int,
+        shards: tuple[Shard, ...],
+        model: torch.nn.Module,
+        exchange: ShardService,
+    ) -> None:
         self.job, self.model = job, model
         self.mesh = Mesh.of(plan, 0)
         self.step_sync = SyncEveryStep(1)
@@ -93,27 +119,38 @@ class ServerState:
         followers: dict[str, torch.nn.Parameter] = {}
         extents: dict[str, Extent] = {}
         every = dict(model.named_parameters())
-        following = {name: source for name, source in followed(job.followers, every).items()
-                     if source in self.trainable}
+        following = {
+            name: source
+            for name, source in followed(job.followers, every).items()
+            if source in self.trainable
+        }
         for part in (*shards[server].slices, *shards[server].tables):
             view = exchange.views[part.name]
             with torch.no_grad():
                 view.copy_(rows(self.trainable[part.name], part))
             self.parameters[part.name] = torch.nn.Parameter(view)
             follower_names = [name for name, source in following.items() if source == part.name]
-            followers |= {name: torch.nn.Parameter(rows(every[name], part).clone(), requires_grad=False)
-                          for name in follower_names}
+            followers |= {
+                name: torch.nn.Parameter(rows(every[name], part).clone(), requires_grad=False)
+                for name in follower_names
+            }
             extents |= dict.fromkeys((part.name, *follower_names), Extent(part.shape, part.offsets))
-        frozen = {name: p for name, p in every.items() if not p.requires_grad and name not in following
-                  } if server == 0 else {}
+        frozen = (
+            {name: p for name, p in every.items() if not p.requires_grad and name not in following}
+            if server == 0
+            else {}
+        )
         self.local_parameters = {**self.parameters, **followers, **frozen}
         self.freezing = Freezing(job, model)
         if job.models:
             load_models(job, model, self.local_parameters, extents)
         elif job.init is not None:
             load_initial(Weights.of(job.init), model, self.local_parameters, extents)
-        self.layout = Owned(frozenset(self.local_parameters),
-                            frozenset(persistent_buffers(model) if server == 0 else ()), extents)
+        self.layout = Owned(
+            frozenset(self.local_parameters),
+            frozenset(persistent_buffers(model) if server == 0 else ()),
+            extents,
+        )
         built = build_optimizer(job, self.trainable, self.parameters)
         self.optimizer: torch.optim.Optimizer = built.optimizer
         self.groups, self.optimizer_state = built.groups, built.state
@@ -133,9 +170,17 @@ class ServerState:
     def takes_slices(self) -> bool:
         """Whether slices may be updated one by one, each when its gradient is there. Not if a worker in this process
         must see what the schedule does before it has the weights."""
-        hooks = (self.optimizer._optimizer_step_pre_hooks, self.optimizer._optimizer_step_post_hooks)
-        return self.job.clip is None and is_elementwise(self.optimizer) and not any(hooks) and (
-            not self.freezing.changes) and not self.shares_schedule
+        hooks = (
+            self.optimizer._optimizer_step_pre_hooks,
+            self.optimizer._optimizer_step_post_hooks,
+        )
+        return (
+            self.job.clip is None
+            and is_elementwise(self.optimizer)
+            and not any(hooks)
+            and (not self.freezing.changes)
+            and not self.shares_schedule
+        )
 
     def update_slices(self, gradients: Mapping[str, torch.Tensor], scale: float) -> None:
         """One step of the optimizer for these slices alone."""
@@ -199,8 +244,10 @@ class ServerState:
     def _scale(self, factor: float) -> None:
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
         if factor != 1.0 and gradients:
-            torch._foreach_mul_([gradient.values() if gradient.is_sparse else gradient for gradient in gradients],
-                                factor)
+            torch._foreach_mul_(
+                [gradient.values() if gradient.is_sparse else gradient for gradient in gradients],
+                factor,
+            )
 
 
 def _hollow(model: torch.nn.Module, kept: Iterable[torch.nn.Parameter]) -> None:
@@ -211,8 +258,9 @@ def _hollow(model: torch.nn.Module, kept: Iterable[torch.nn.Parameter]) -> None:
         for name, p in list(module._parameters.items()):
             if p is not None and p not in spared:
                 if p not in stand_ins:
-                    stand_ins[p] = torch.nn.Parameter(torch.empty_like(p, device="meta"),
-                                                      requires_grad=p.requires_grad)
+                    stand_ins[p] = torch.nn.Parameter(
+                        torch.empty_like(p, device="meta"), requires_grad=p.requires_grad
+                    )
                 module._parameters[name] = stand_ins[p]
 
 

@@ -33,10 +33,16 @@ class Shared:
 
     def __init__(self, memory: mmap.mmap, chunk_bytes: Sequence[int]) -> None:
         self.memory, view = memory, memoryview(memory)
-        self.is_full = view[_MARK_BYTES:_MARK_BYTES + len(chunk_bytes)]  # 1: a gradient that was not yet taken
-        places = [view[start:start + size]
-                  for start, size in zip(_starts(chunk_bytes), (*chunk_bytes, *chunk_bytes, 0), strict=True)]
-        self.weights, self.gradients = places[:len(chunk_bytes)], places[len(chunk_bytes):-1]
+        self.is_full = view[
+            _MARK_BYTES : _MARK_BYTES + len(chunk_bytes)
+        ]  # 1: a gradient that was not yet taken
+        places = [
+            view[start : start + size]
+            for start, size in zip(
+                _starts(chunk_bytes), (*chunk_bytes, *chunk_bytes, 0), strict=True
+            )
+        ]
+        self.weights, self.gradients = places[: len(chunk_bytes)], places[len(chunk_bytes) : -1]
 
     def put(self, chunk: int, parts: Sequence[memoryview]) -> bool:
         """A gradient for the server to take; False if it has not yet taken the last one."""
@@ -44,7 +50,7 @@ class Shared:
             return False
         place, offset = self.gradients[chunk], 0
         for part in parts:
-            place[offset:offset + len(part)] = part
+            place[offset : offset + len(part)] = part
             offset += len(part)
         self.is_full[chunk] = 1
         return True
@@ -83,7 +89,9 @@ def offer(connection: Connection, chunk_bytes: Sequence[int]) -> Shared | None:
         os.close(descriptor)
 
 
-def accept_offer(connection: Connection, header: Header, chunk_bytes: Sequence[int]) -> Shared | None:
+def accept_offer(
+    connection: Connection, header: Header, chunk_bytes: Sequence[int]
+) -> Shared | None:
     """Take the memory that a worker offers, or decline."""
     data = bytearray(connection.checked(header, _OFFER.size, _OFFER.size))
     connection.read_into(memoryview(data))
@@ -100,7 +108,9 @@ def _reach(process: int, descriptor: int, mark: bytes, chunk_bytes: Sequence[int
     file = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
     try:
         # What could be cut short under us would end this process when it is touched.
-        if fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK and os.fstat(file).st_size == _size(chunk_bytes):
+        if fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK and os.fstat(
+            file
+        ).st_size == _size(chunk_bytes):
             memory = mmap.mmap(file, 0)
             if memory[:_MARK_BYTES] == mark:
                 return Shared(memory, chunk_bytes)
@@ -111,8 +121,10 @@ def _reach(process: int, descriptor: int, mark: bytes, chunk_bytes: Sequence[int
 
 def _starts(chunk_bytes: Sequence[int]) -> list[int]:
     """Where each chunk's weights begin, then each gradient, then the end; on lines of their own."""
-    sizes = (-(-size // _LINE_BYTES) * _LINE_BYTES
-             for size in (_MARK_BYTES + len(chunk_bytes), *chunk_bytes, *chunk_bytes))
+    sizes = (
+        -(-size // _LINE_BYTES) * _LINE_BYTES
+        for size in (_MARK_BYTES + len(chunk_bytes), *chunk_bytes, *chunk_bytes)
+    )
     return list(itertools.accumulate(sizes))
 
 

@@ -25,7 +25,9 @@ from paceline.training.state import StateOwner
 _REASON_S = 5.0
 
 
-def train_rank(context: RankContext, job: Job, plan: Plan, settings: Settings) -> dict[str, Any] | None:
+def train_rank(
+    context: RankContext, job: Job, plan: Plan, settings: Settings
+) -> dict[str, Any] | None:
     """Serve or work, as the plan has it for this rank. Returns the summary on rank 0.
 
     Raises:
@@ -33,11 +35,21 @@ def train_rank(context: RankContext, job: Job, plan: Plan, settings: Settings) -
         TrainingError, JobError, CheckpointError: see the message.
     """
     context.num_trained += 1
-    task = RankTask(context, job, plan, settings, Rendezvous(context, f"servers/{context.num_trained}"), Uplink())
+    task = RankTask(
+        context,
+        job,
+        plan,
+        settings,
+        Rendezvous(context, f"servers/{context.num_trained}"),
+        Uplink(),
+    )
     roles = Roles.of(plan, context.rank)
     if roles.worker is None:
         assert roles.server is not None
-        with context.stoppable(), cuda_left_alone():  # beside workers with GPUs, whose memory is theirs
+        with (
+            context.stoppable(),
+            cuda_left_alone(),
+        ):  # beside workers with GPUs, whose memory is theirs
             return _server(task, roles.server).run()
     if roles.server is None:
         _work(task, roles.worker)
@@ -62,13 +74,20 @@ def _serve_and_work(task: RankTask, roles: Roles) -> dict[str, Any] | None:
     assert roles.server is not None and roles.worker is not None
     context, observer = task.context, task.settings.observer
     # Its slot stays: that is also where its copies are kept.
-    serving, working = replace(task, context=replace(context, board=HeartbeatTable(context.slot + 1))), task
+    serving, working = (
+        replace(task, context=replace(context, board=HeartbeatTable(context.slot + 1))),
+        task,
+    )
     if observer is not None:
-        serving = replace(serving, settings=replace(task.settings, observer=_OfServer(observer, roles.worker)))
+        serving = replace(
+            serving, settings=replace(task.settings, observer=_OfServer(observer, roles.worker))
+        )
     # Built first and here, as the worker builds its model from the same random streams.
     server = _server(serving, roles.server)
     if observer is not None:
-        working = replace(task, settings=replace(task.settings, observer=_OfWorker(observer, server.shelf)))
+        working = replace(
+            task, settings=replace(task.settings, observer=_OfWorker(observer, server.shelf))
+        )
     summaries: list[dict[str, Any] | None] = []
     failed: list[BaseException] = []
 
@@ -139,6 +158,11 @@ class _WithTables:
     def __init__(self, stepper: StateOwner, shelf: ServerState) -> None:
         tables = shelf.parameters.keys() - stepper.parameters.keys()
         self.replica = stepper.replica
-        self.parameters = {**stepper.parameters, **{name: shelf.parameters[name] for name in tables}}
+        self.parameters = {
+            **stepper.parameters,
+            **{name: shelf.parameters[name] for name in tables},
+        }
         self.local_parameters = {**stepper.local_parameters, **self.parameters}
-        self.layout = replace(shelf.layout, extents={name: shelf.layout.extents[name] for name in tables})
+        self.layout = replace(
+            shelf.layout, extents={name: shelf.layout.extents[name] for name in tables}
+        )

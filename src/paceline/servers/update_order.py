@@ -23,10 +23,15 @@ class UpdateOrder:
         if self.width == 1:
             return
         if isinstance(order.batch, ChangingBatch):
-            raise PlanRefused(f"the batch changes during the run ({order.batch}), and with staleness={sync.staleness} "
-                              "workers take parts of steps that are cut alike", hint="staleness=0, or a data=N plan")
+            raise PlanRefused(
+                f"the batch changes during the run ({order.batch}), and with staleness={sync.staleness} "
+                "workers take parts of steps that are cut alike",
+                hint="staleness=0, or a data=N plan",
+            )
         self._usual, self._steps_per_epoch = min(self.width, order.batch), order.epoch_end(0)
-        self._per_epoch = self.before(self._steps_per_epoch - 1) + self._in(self._steps_per_epoch - 1)
+        self._per_epoch = self.before(self._steps_per_epoch - 1) + self._in(
+            self._steps_per_epoch - 1
+        )
 
     def before(self, step: int) -> int:
         """Turns of the steps before this one."""

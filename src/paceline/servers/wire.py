@@ -39,7 +39,10 @@ DOCUMENT_BYTES = 16 * 2**20  # most of a JSON payload
 # 0.1 ms it lets a connection carry 1 GB/s. With 10 ms it would be 10 MB/s, but links that long are for local=H.
 _BUFFER_BYTES = 64 * 2**10
 HANDSHAKE_S = 10.0  # for a peer to prove itself
-INTERACTIVE, BULK = 6, 2  # what goes first and last of a host's queue, as Linux's own scheduler of packets sorts it
+INTERACTIVE, BULK = (
+    6,
+    2,
+)  # what goes first and last of a host's queue, as Linux's own scheduler of packets sorts it
 _NONCE_BYTES = _PROOF_BYTES = 32
 _GREETING_BYTES = 8 + _NONCE_BYTES + 32 + _PROOF_BYTES
 _SAME_ON_ALL = "PACELINE_TLS must be equal on all hosts"
@@ -107,8 +110,17 @@ class Header:
     chunk: int = 0
 
     def pack(self) -> bytes:
-        return _HEADER.pack(MAGIC, VERSION, self.kind, DTYPES.index(self.dtype), self.worker, self.incarnation,
-                            self.step, self.chunk, self.length)
+        return _HEADER.pack(
+            MAGIC,
+            VERSION,
+            self.kind,
+            DTYPES.index(self.dtype),
+            self.worker,
+            self.incarnation,
+            self.step,
+            self.chunk,
+            self.length,
+        )
 
     @classmethod
     def unpack(cls, data: bytes) -> Header:
@@ -118,10 +130,15 @@ class Header:
         """
         magic, version, kind, dtype, worker, incarnation, step, chunk, length = _HEADER.unpack(data)
         if magic != MAGIC:
-            raise WireError(f"a peer sent {magic!r} where a frame of a parameter server begins with {MAGIC!r}")
+            raise WireError(
+                f"a peer sent {magic!r} where a frame of a parameter server begins with {MAGIC!r}"
+            )
         if version != VERSION:
-            raise WireError(f"a peer speaks version {version} of the parameter servers' protocol and this is version "
-                            f"{VERSION}", hint="run the same Paceline on every host")
+            raise WireError(
+                f"a peer speaks version {version} of the parameter servers' protocol and this is version "
+                f"{VERSION}",
+                hint="run the same Paceline on every host",
+            )
         if kind not in _KINDS or dtype >= len(DTYPES):
             raise WireError(f"a peer sent a frame of unknown kind {kind} or dtype {dtype}")
         return cls(Kind(kind), length, DTYPES[dtype], worker, incarnation, step, chunk)
@@ -212,7 +229,12 @@ class Connection:
             Closed: the peer is gone.
         """
         with self.sending:
-            self._send([memoryview(header.pack()), *(memoryview(part).cast("B") for part in parts if len(part))])
+            self._send(
+                [
+                    memoryview(header.pack()),
+                    *(memoryview(part).cast("B") for part in parts if len(part)),
+                ]
+            )
 
     def _send(self, buffers: list[memoryview]) -> None:
         self.sent_bytes += sum(len(buffer) for buffer in buffers)
@@ -250,7 +272,9 @@ class Connection:
                 with waiting:
                     count = self.sock.recv_into(view[got:], 0, socket.MSG_WAITALL)
             except OSError as error:
-                raise Closed(f"the connection broke after {got} of {len(view)} bytes: {error}") from error
+                raise Closed(
+                    f"the connection broke after {got} of {len(view)} bytes: {error}"
+                ) from error
             if count == 0:
                 rest = f" after {got} of {len(view)} bytes" if got else ""
                 raise Closed(f"the peer closed its connection{rest}")
@@ -284,7 +308,9 @@ class Connection:
         """
         if not least <= header.length <= most:
             allowed = str(most) if least == most else f"{least} to {most}"
-            raise WireError(f"a peer sent {header.kind.name} of {header.length} bytes where {allowed} are allowed")
+            raise WireError(
+                f"a peer sent {header.kind.name} of {header.length} bytes where {allowed} are allowed"
+            )
         return header.length
 
     def limit(self, seconds: float | None) -> None:
@@ -305,11 +331,20 @@ class Connection:
 
 def listen(host: str) -> socket.socket:
     """A socket that listens on one address and a free port."""
-    return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=128)
+    return socket.create_server(
+        (host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=128
+    )
 
 
-def connect(address: tuple[str, int], peer: Peer, *, secret: bytes, layout: bytes, timeout_s: float,
-            encrypts: bool = False) -> Connection:
+def connect(
+    address: tuple[str, int],
+    peer: Peer,
+    *,
+    secret: bytes,
+    layout: bytes,
+    timeout_s: float,
+    encrypts: bool = False,
+) -> Connection:
     """Reach a server and prove to each other that both know the secret.
 
     layout: 32 bytes that both sides must share, of how the model is cut.
@@ -333,23 +368,32 @@ def connect(address: tuple[str, int], peer: Peer, *, secret: bytes, layout: byte
         greeting = claim + _proof(secret, b"client", challenge, claim + certificate)
         connection.send(Header(Kind.GREETING, len(greeting)), greeting)
         answer = _expect(connection, Kind.WELCOME, _PROOF_BYTES)
-        if not hmac.compare_digest(answer, _proof(secret, b"server", challenge, claim + certificate)):
+        if not hmac.compare_digest(
+            answer, _proof(secret, b"server", challenge, claim + certificate)
+        ):
             raise WireError(f"{where} does not know the run's secret")
         connection.limit(None)
         if peer.role != Role.DATA:
             connection.prioritise(INTERACTIVE)
     except PlainPeer as error:
         connection.close()
-        raise WireError.of_this_rank(f"{where} does not encrypt, and this rank does (PACELINE_TLS=1)",
-                                     hint=_SAME_ON_ALL) from error
+        raise WireError.of_this_rank(
+            f"{where} does not encrypt, and this rank does (PACELINE_TLS=1)", hint=_SAME_ON_ALL
+        ) from error
     except BaseException:
         connection.close()
         raise
     return connection
 
 
-def accept(sock: socket.socket, *, secret: bytes, layout: bytes, check: Callable[[Peer], None] = lambda peer: None,
-           identity: Identity | None = None) -> tuple[Connection, Peer]:
+def accept(
+    sock: socket.socket,
+    *,
+    secret: bytes,
+    layout: bytes,
+    check: Callable[[Peer], None] = lambda peer: None,
+    identity: Identity | None = None,
+) -> tuple[Connection, Peer]:
     """Let a peer prove itself on a fresh connection.
 
     check: raises a WireError for a peer that has no business here.
@@ -367,9 +411,14 @@ def accept(sock: socket.socket, *, secret: bytes, layout: bytes, check: Callable
         _expect(connection, Kind.HELLO, 0)
         greeting = _expect(connection, Kind.GREETING, _GREETING_BYTES)
         claim, proof = greeting[:-_PROOF_BYTES], greeting[-_PROOF_BYTES:]
-        if not hmac.compare_digest(proof, _proof(secret, b"client", challenge, claim + certificate)):
-            raise WireError("a peer does not know the run's secret", hint="PACELINE_SECRET must be equal on all hosts"
-                            + (", and nothing between them may end TLS" if identity else ""))
+        if not hmac.compare_digest(
+            proof, _proof(secret, b"client", challenge, claim + certificate)
+        ):
+            raise WireError(
+                "a peer does not know the run's secret",
+                hint="PACELINE_SECRET must be equal on all hosts"
+                + (", and nothing between them may end TLS" if identity else ""),
+            )
         peer = _peer(claim, layout)
         check(peer)
         welcome = _proof(secret, b"server", challenge, claim + certificate)
@@ -379,7 +428,9 @@ def accept(sock: socket.socket, *, secret: bytes, layout: bytes, check: Callable
             connection.prioritise(INTERACTIVE)
     except (WireError, PlainPeer) as error:
         if isinstance(error, PlainPeer):
-            error = WireError("it does not encrypt, and the server does (PACELINE_TLS=1)", hint=_SAME_ON_ALL)
+            error = WireError(
+                "it does not encrypt, and the server does (PACELINE_TLS=1)", hint=_SAME_ON_ALL
+            )
         with suppress(WireError):
             why = str(error).encode(errors="backslashreplace")
             connection.send(Header(Kind.REFUSED, len(why)), why)
@@ -396,8 +447,10 @@ def _peer(claim: bytes, layout: bytes) -> Peer:
     """
     role, number, incarnation = struct.unpack(">HHI", claim[:8])
     if claim[-32:] != layout:
-        raise WireError("a peer cuts the model in another way: its job, plan or version differs",
-                        hint="start every rank with the same job file and plan")
+        raise WireError(
+            "a peer cuts the model in another way: its job, plan or version differs",
+            hint="start every rank with the same job file and plan",
+        )
     if role not in _ROLES:
         raise WireError(f"a peer asks for a connection of unknown kind {role}")
     return Peer(Role(role), number, incarnation)
@@ -409,7 +462,9 @@ def _expect(connection: Connection, kind: Kind, length: int) -> bytes:
     if header.kind == Kind.REFUSED:
         why = bytearray(connection.checked(header, 0, 4096))
         connection.read_into(memoryview(why))
-        raise WireError.of_this_rank(f"the server refused this rank: {why.decode(errors='replace')}")
+        raise WireError.of_this_rank(
+            f"the server refused this rank: {why.decode(errors='replace')}"
+        )
     if header.kind != kind:
         raise WireError(f"a peer sent {header.kind.name} where {kind.name} was due")
     data = bytearray(connection.checked(header, length, length))
@@ -419,5 +474,3 @@ def _expect(connection: Connection, kind: Kind, length: int) -> bytes:
 
 def _proof(secret: bytes, side: bytes, challenge: bytes, claim: bytes) -> bytes:
     return hmac.new(secret, side + challenge + claim, hashlib.sha256).digest()
-
-

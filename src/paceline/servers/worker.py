@@ -60,22 +60,43 @@ class Worker:
     def __init__(self, task: RankTask, *, number: int) -> None:
         context, job, plan, settings = task.context, task.job, task.plan, task.settings
         context.beat("build")
-        self.context, self.job, self.plan, self.settings, self.number = context, job, plan, settings, number
+        self.context, self.job, self.plan, self.settings, self.number = (
+            context,
+            job,
+            plan,
+            settings,
+            number,
+        )
         self.memory, self.heap = PeakMemory(context.device), KeptHeap(context.device.type)
         self.core_wait = CoreWait()
-        self.stepper = Stepper(job, plan, Mesh.of(plan, 0), context.device,
-                               devices=settings.devices)
+        self.stepper = Stepper(
+            job, plan, Mesh.of(plan, 0), context.device, devices=settings.devices
+        )
         shards = deal_out(self.stepper.model, self.stepper.optimizer, plan)
         layout, incarnation = fingerprint(shards), secrets.randbits(31)
 
         def reach(server: int, role: Role) -> Any:
-            return connect(task.rendezvous.address(server), Peer(role, number, incarnation), secret=context.secret,
-                           layout=layout, timeout_s=_CONNECT_S, encrypts=context.encrypts)
+            return connect(
+                task.rendezvous.address(server),
+                Peer(role, number, incarnation),
+                secret=context.secret,
+                layout=layout,
+                timeout_s=_CONNECT_S,
+                encrypts=context.encrypts,
+            )
 
         self.control = reach(0, Role.CONTROL)
-        self.links = [ServerConnection(reach(server, Role.DATA), shard, worker=number, incarnation=incarnation,
-                                       uplink=task.uplink, compress=plan.modifiers.compress)
-                      for server, shard in enumerate(shards)]
+        self.links = [
+            ServerConnection(
+                reach(server, Role.DATA),
+                shard,
+                worker=number,
+                incarnation=incarnation,
+                uplink=task.uplink,
+                compress=plan.modifiers.compress,
+            )
+            for server, shard in enumerate(shards)
+        ]
         self.frozen: frozenset[str] = frozenset()
         tables_of_rows = tables(self.stepper.model)
         if self.stepper.freezing.changes and not job.models:
@@ -83,14 +104,20 @@ class Worker:
         for name in tables_of_rows:  # no rank that works holds them
             del self.stepper.parameters[name], self.stepper.local_parameters[name]
         self.rows = Rows(tables_of_rows, self.links)
-        self.arrivals = WeightArrivals(self.stepper.parameters, self.links, lambda: self.inbox.settled())
+        self.arrivals = WeightArrivals(
+            self.stepper.parameters, self.links, lambda: self.inbox.settled()
+        )
         self.order = Order.of(job)
         self.turns = UpdateOrder(self.order, servers_of(plan))
         self.serves = Roles.of(plan, context.rank).server is not None
         self.schedule, self.scheduled = None if self.serves else self.stepper.schedule, 0
         self.windows: Iterator[tuple[Window, list[MicroBatch]]] | None = None
-        self.inbox = OrderInbox(self.control, self.arrivals, takes_any=servers_of(plan).staleness != 0,
-                            alive=partial(context.beat, "input"))
+        self.inbox = OrderInbox(
+            self.control,
+            self.arrivals,
+            takes_any=servers_of(plan).staleness != 0,
+            alive=partial(context.beat, "input"),
+        )
         self.served: ServedSteps | None = None
         if job.models:
             self.served = self._serve_steps()
@@ -102,7 +129,9 @@ class Worker:
         if every := settings.rechecks_every:
             self.at_rest = StateAtRest(partial(of_updates, self.stepper), every)
         self.has_looked_at_attributes = False
-        self.unserved = {name: (SeenValue(tensor), tensor._version) for name, tensor in self._unserved().items()}
+        self.unserved = {
+            name: (SeenValue(tensor), tensor._version) for name, tensor in self._unserved().items()
+        }
         self.is_over = threading.Event()
         threading.Thread(target=self._tell_alive, name="paceline-alive", daemon=True).start()
         self.waited_for_step_s = 0.0
@@ -110,8 +139,14 @@ class Worker:
     def _serve_steps(self) -> ServedSteps:
         """Have the stepper take steps of the job's own with servers."""
         stepper, self.inbox.asks = self.stepper, False
-        served = ServedSteps(stepper.parameters, self.links, self.arrivals, self.control, self.inbox.met,
-                             num_workers=servers_of(self.plan).workers)
+        served = ServedSteps(
+            stepper.parameters,
+            self.links,
+            self.arrivals,
+            self.control,
+            self.inbox.met,
+            num_workers=servers_of(self.plan).workers,
+        )
         stepper.loss_number = self.number
         stepper.part = DataShard(self.settings.shares, self.number, self.plan.num_microbatches)
 
@@ -119,7 +154,9 @@ class Worker:
             self._check_weights()
             served.update(optimizer, parameters)
             if self.schedule is not None:
-                self._step_schedule(self.schedule.of(optimizer), stepper.optimizer.members[optimizer])
+                self._step_schedule(
+                    self.schedule.of(optimizer), stepper.optimizer.members[optimizer]
+                )
             self._note_weights()
 
         stepper.step_sync, stepper.named_update = served, update
@@ -131,9 +168,13 @@ class Worker:
         Raises:
             PlanRefused: a table would be trained in some steps alone.
         """
-        if names := sorted(set().union(*self.stepper.freezing.phases.values).intersection(tables_of_rows)):
-            raise PlanRefused(f"freeze changes during the run, and rows of '{names[0]}' lie on servers",
-                              hint="sparse=False in the embedding, or a data=N plan")
+        if names := sorted(
+            set().union(*self.stepper.freezing.phases.values).intersection(tables_of_rows)
+        ):
+            raise PlanRefused(
+                f"freeze changes during the run, and rows of '{names[0]}' lie on servers",
+                hint="sparse=False in the embedding, or a data=N plan",
+            )
 
         def silence(name: str, p: torch.Tensor) -> None:
             if name in self.frozen and p.grad is not None:
@@ -145,8 +186,13 @@ class Worker:
     def run(self) -> None:
         """Work until the coordinator says that it is over."""
         try:
-            self.control.send_message({"idle": True, "deaths": self.context.deaths[self.context.rank],
-                                       "measured": self._measured()})
+            self.control.send_message(
+                {
+                    "idle": True,
+                    "deaths": self.context.deaths[self.context.rank],
+                    "measured": self._measured(),
+                }
+            )
             self.inbox.listen()
             while True:
                 self.context.beat("input")
@@ -167,7 +213,9 @@ class Worker:
             self.context.beat("end")
         finally:
             self.is_over.set()
-        for link in self.links:  # not if a server is gone: to the others this would look like a worker's end
+        for link in (
+            self.links
+        ):  # not if a server is gone: to the others this would look like a worker's end
             link.close()
         self.control.close()
 
@@ -187,8 +235,11 @@ class Worker:
         observer = self.settings.observer
         if observer is not None and self.observed_step is not None:
             self.arrivals.settle()
-            observer.weights(self.observed_step, _Weights(self.stepper),  # type: ignore[arg-type]
-                             self.inbox.loss(self.observed_step))
+            observer.weights(
+                self.observed_step,
+                _Weights(self.stepper),  # type: ignore[arg-type]
+                self.inbox.loss(self.observed_step),
+            )
             self.observed_step = None
 
     def _follow_schedule(self, step: int) -> None:
@@ -201,7 +252,9 @@ class Worker:
 
     @staticmethod
     def _step_schedule(schedule: Any, optimizer: Any) -> None:
-        optimizer._opt_called = True  # schedules look whether a step was taken, and servers take them
+        optimizer._opt_called = (
+            True  # schedules look whether a step was taken, and servers take them
+        )
         step_schedule(schedule)
 
     def _compute(self, order: dict[str, Any]) -> dict[str, Any]:
@@ -221,12 +274,21 @@ class Worker:
             self.arrivals.settle()
         self._note_weights()
         with self.arrivals.watched(self.stepper.model):
-            _, used = self.stepper.backward(window, batches, step=step, part=order["part"], beat=self.context.beat,
-                                            tell=partial(self._tell_loss, order, batches))
+            _, used = self.stepper.backward(
+                window,
+                batches,
+                step=step,
+                part=order["part"],
+                beat=self.context.beat,
+                tell=partial(self._tell_loss, order, batches),
+            )
         self._check_weights()
         self._check_unserved()
-        return {"finished": order["lease"], "version": self.arrivals.version,
-                "unused": sorted(self.stepper.parameters.keys() - used)}
+        return {
+            "finished": order["lease"],
+            "version": self.arrivals.version,
+            "unused": sorted(self.stepper.parameters.keys() - used),
+        }
 
     def _note_weights(self) -> None:
         """All weights are there, and nothing writes to them before others come."""
@@ -253,13 +315,17 @@ class Worker:
         if version and self.settings.run_dir is not None:
             copies, servers = self.context.copies, range(servers_of(self.plan).server)
             # The servers' next copies are of updates that this worker has a part in.
-            checkpoint = open_copy(copies, version, servers) if copies is not None and (
-                copies.newest(servers) == version) else open_checkpoint(
-                    self.settings.run_dir / CHECKPOINTS / f"step-{version}")
+            checkpoint = (
+                open_copy(copies, version, servers)
+                if copies is not None and (copies.newest(servers) == version)
+                else open_checkpoint(self.settings.run_dir / CHECKPOINTS / f"step-{version}")
+            )
             if self.schedule is not None:
                 for name, then in checkpoint.document["schedule"].items():
                     for _ in range(then.get("last_epoch", 0)):
-                        self._step_schedule(self.schedule.of(name), self.stepper.optimizer.members[name])
+                        self._step_schedule(
+                            self.schedule.of(name), self.stepper.optimizer.members[name]
+                        )
             for name in followed(self.job.followers, self.stepper.local_parameters):
                 checkpoint.read_into(f"parameters/{name}", self.stepper.local_parameters[name].data)
 
@@ -275,21 +341,36 @@ class Worker:
         result = self.stepper.step(window, batches, step=step, beat=self.context.beat)
         self._check_weights()
         self._check_unserved()
-        loss, = result.losses
+        (loss,) = result.losses
         if observer is not None:
             observer.weights(step, _Weights(self.stepper), loss)  # type: ignore[arg-type]
-        self.control.send_message({"told": order["lease"], "loss": loss, "count": 1.0, "is_mean": True,
-                                   "digest": sum(batch.digest for batch in batches)})
+        self.control.send_message(
+            {
+                "told": order["lease"],
+                "loss": loss,
+                "count": 1.0,
+                "is_mean": True,
+                "digest": sum(batch.digest for batch in batches),
+            }
+        )
         return {"finished": order["lease"], "version": step, "unused": []}
 
-    def _tell_loss(self, order: dict[str, Any], batches: list[MicroBatch], tallies: list[Tally]) -> None:
+    def _tell_loss(
+        self, order: dict[str, Any], batches: list[MicroBatch], tallies: list[Tally]
+    ) -> None:
         loss = float(sum(float(tally.total) for tally in tallies))
         count = float(sum(float(tally.count) for tally in tallies))
         # Whether anything counts is known of all parts together.
         check_loss(loss, max(count, 1.0), tallies, order["step"])
-        self.control.send_message({"told": order["lease"], "loss": loss, "count": count,
-                                   "is_mean": all(tally.is_mean for tally in tallies),
-                                   "digest": sum(batch.digest for batch in batches)})
+        self.control.send_message(
+            {
+                "told": order["lease"],
+                "loss": loss,
+                "count": count,
+                "is_mean": all(tally.is_mean for tally in tallies),
+                "digest": sum(batch.digest for batch in batches),
+            }
+        )
 
     def _samples(self, step: int, part: int) -> tuple[Window, list[MicroBatch]]:
         """A part of a step's samples; with staleness nobody knows which comes next."""
@@ -297,9 +378,13 @@ class Worker:
         if self.windows is None or not follows:
             end = job.total_steps if follows else step + 1
             assert end is not None
-            self.windows = training_feed(job, order=self.order, steps=range(step, end),
-                                         part=DataShard(self.settings.shares, part, self.plan.num_microbatches),
-                                         loader_workers=self.settings.loader_workers if follows else 0)
+            self.windows = training_feed(
+                job,
+                order=self.order,
+                steps=range(step, end),
+                part=DataShard(self.settings.shares, part, self.plan.num_microbatches),
+                loader_workers=self.settings.loader_workers if follows else 0,
+            )
         return next(self.windows)
 
     def _evaluate(self, order: dict[str, Any]) -> dict[str, Any]:
@@ -309,18 +394,40 @@ class Worker:
             self._follow_schedule(self.turns.steps(order["version"]))
         part = DataShard((1,) * order["of"], order["part"], self.plan.num_microbatches)
         sums, refused = self._sums_over(self.job.validation, part)
-        return {"sums": order["evaluate"], "names": list(sums), "values": [row.tolist() for row in sums.values()],
-                "refused": [] if refused is None else [str(refused)]}
+        return {
+            "sums": order["evaluate"],
+            "names": list(sums),
+            "values": [row.tolist() for row in sums.values()],
+            "refused": [] if refused is None else [str(refused)],
+        }
 
-    def _sums_over(self, data: Any, part: DataShard) -> tuple[dict[str, torch.Tensor], JobError | None]:
+    def _sums_over(
+        self, data: Any, part: DataShard
+    ) -> tuple[dict[str, torch.Tensor], JobError | None]:
         """Sum and count of the loss and of every other figure of an evaluation, over a part of the data, and why a
         metric is refused, if one is."""
         stepper, job = self.stepper, self.job
         if job.models:
-            return step_sums(stepper.model, stepper.parts, job, data, part=part, mesh=stepper.mesh,
-                             device=self.context.device, beat=self.context.beat), None
-        sums, refused = evaluation_sums(stepper.model, stepper.layout, job, data, part=part, mesh=stepper.mesh,
-                                        device=self.context.device, beat=self.context.beat)
+            return step_sums(
+                stepper.model,
+                stepper.parts,
+                job,
+                data,
+                part=part,
+                mesh=stepper.mesh,
+                device=self.context.device,
+                beat=self.context.beat,
+            ), None
+        sums, refused = evaluation_sums(
+            stepper.model,
+            stepper.layout,
+            job,
+            data,
+            part=part,
+            mesh=stepper.mesh,
+            device=self.context.device,
+            beat=self.context.beat,
+        )
         return dict(zip(["loss", *job.metrics], sums, strict=True)), refused
 
     def _measured(self) -> list[str]:
@@ -331,8 +438,14 @@ class Worker:
             return []
         if not self.job.models:
             if self.job.metrics:
-                refuse_before_training(self.stepper.model, self.stepper.layout, self.job, part=self.stepper.part,
-                                       mesh=self.stepper.mesh, device=self.context.device)
+                refuse_before_training(
+                    self.stepper.model,
+                    self.stepper.layout,
+                    self.job,
+                    part=self.stepper.part,
+                    mesh=self.stepper.mesh,
+                    device=self.context.device,
+                )
             return []
         first = Subset(data, range(min(len(data), self.job.batch)))
         return list(self._sums_over(first, self.stepper.part)[0])
@@ -340,8 +453,10 @@ class Worker:
     def _unserved(self) -> dict[str, torch.Tensor]:
         """What nothing may change of a model, by name: buffers and frozen parameters, but those that follow others."""
         model = self.stepper.model
-        unserved = {**dict(model.named_buffers()), **{name: p for name, p in model.named_parameters()
-                                                      if not p.requires_grad}}
+        unserved = {
+            **dict(model.named_buffers()),
+            **{name: p for name, p in model.named_parameters() if not p.requires_grad},
+        }
         moving = followed(self.job.followers, unserved)
         return {name: tensor for name, tensor in unserved.items() if name not in moving}
 
@@ -349,23 +464,40 @@ class Worker:
         """Refuse a model whose forward changes what servers don't keep, in whatever step it first does; tell of other
         attributes once."""
         now = self._unserved()
-        changed = [name for name, (seen, version) in self.unserved.items() if name not in now or (
-            now[name]._version != version or seen.is_changed() if now[name] is seen.tensor
-            else not torch.equal(seen.value, now[name]))]
+        changed = [
+            name
+            for name, (seen, version) in self.unserved.items()
+            if name not in now
+            or (
+                now[name]._version != version or seen.is_changed()
+                if now[name] is seen.tensor
+                else not torch.equal(seen.value, now[name])
+            )
+        ]
         if changed := changed or self.stepper.attributes.changed_tensors():
-            raise JobError(f"training changes '{changed[0]}', and servers keep trained parameters alone",
-                           hint=WITHOUT_STATISTICS)
-        if not self.has_looked_at_attributes and (attributes := [*self.stepper.attributes.changed(),
-                                                                 *self.stepper.job_state.changed()]):
-            logger.warning("training changes the attribute '%s', which servers don't save: a resumed run begins with "
-                           "its first value", attributes[0])
+            raise JobError(
+                f"training changes '{changed[0]}', and servers keep trained parameters alone",
+                hint=WITHOUT_STATISTICS,
+            )
+        if not self.has_looked_at_attributes and (
+            attributes := [*self.stepper.attributes.changed(), *self.stepper.job_state.changed()]
+        ):
+            logger.warning(
+                "training changes the attribute '%s', which servers don't save: a resumed run begins with "
+                "its first value",
+                attributes[0],
+            )
         self.has_looked_at_attributes = True
 
     def _figures(self) -> dict[str, Any]:
-        return {"peak_memory_bytes": self.memory.bytes(), "core_wait_s": self.core_wait.seconds,
-                "waited_for_step_s": self.waited_for_step_s, "waited_for_weights_s": self.arrivals.waited_s,
-                "pushed_bytes": sum(link.connection.sent_bytes for link in self.links),
-                "pulled_bytes": sum(link.connection.received_bytes for link in self.links)}
+        return {
+            "peak_memory_bytes": self.memory.bytes(),
+            "core_wait_s": self.core_wait.seconds,
+            "waited_for_step_s": self.waited_for_step_s,
+            "waited_for_weights_s": self.arrivals.waited_s,
+            "pushed_bytes": sum(link.connection.sent_bytes for link in self.links),
+            "pulled_bytes": sum(link.connection.received_bytes for link in self.links),
+        }
 
 
 class _Elsewhere:

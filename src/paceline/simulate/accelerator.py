@@ -73,7 +73,9 @@ class AcceleratorRates:
     multiprocessors: int
     software: Software
     item_bytes: int = 2
-    _priced: KeptByIdentity[Precision, PricedProducts] = field(init=False, compare=False, repr=False)
+    _priced: KeptByIdentity[Precision, PricedProducts] = field(
+        init=False, compare=False, repr=False
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_priced", KeptByIdentity(self._price))
@@ -89,19 +91,30 @@ class AcceleratorRates:
     def seconds(self, event: Compute, precision: Precision) -> tuple[float, float]:
         """Of the device, and of the host that launches its operators beside it."""
         software = self.software
-        device_s = ((event.moved_bytes + event.function_bytes) / (self.memory_bytes_per_s * software.memory_rate)
-                    + event.operators * software.kernel_s)
+        device_s = (event.moved_bytes + event.function_bytes) / (
+            self.memory_bytes_per_s * software.memory_rate
+        ) + event.operators * software.kernel_s
         flops = event.flops
         operators, host_s = event.operators, event.fixed_s
         if event.products:
             priced = self._priced(event.products, precision)
-            cast_bytes = (FLOAT8_TRANSPOSED_CAST_BYTES if software.fuses_float8
-                          else FLOAT8_FUSED_CAST_BYTES if event.is_compiled else FLOAT8_CAST_BYTES)
+            cast_bytes = (
+                FLOAT8_TRANSPOSED_CAST_BYTES
+                if software.fuses_float8
+                else FLOAT8_FUSED_CAST_BYTES
+                if event.is_compiled
+                else FLOAT8_CAST_BYTES
+            )
             device_s += priced.seconds + priced.num_rounded * cast_bytes / (
-                self.memory_bytes_per_s * software.memory_rate)
+                self.memory_bytes_per_s * software.memory_rate
+            )
             flops -= priced.flops
             operators += priced.num_unfused * UNFUSED_OPERATORS
-            host_s += 0.0 if event.is_compiled or software.fuses_float8 else priced.num_float8 * FLOAT8_HOST_S
+            host_s += (
+                0.0
+                if event.is_compiled or software.fuses_float8
+                else priced.num_float8 * FLOAT8_HOST_S
+            )
         if flops > 0.5:  # of unknown shapes
             device_s += flops / (self.flops_per_s[_unshaped(precision)] * software.product_rate)
         return device_s, operators * software.operator_s + host_s
@@ -113,38 +126,62 @@ class AcceleratorRates:
             flops=sum(p.flops for p in products),
             num_unfused=sum(self._is_unfused(p) for p in products),
             num_float8=sum(p.count for p in in_float8),
-            num_rounded=sum((max(1.0, p.rows) * max(1.0, p.inner) + max(1.0, p.inner) * max(1.0, p.columns)) * p.count
-                            for p in in_float8))
+            num_rounded=sum(
+                (max(1.0, p.rows) * max(1.0, p.inner) + max(1.0, p.inner) * max(1.0, p.columns))
+                * p.count
+                for p in in_float8
+            ),
+        )
 
     def _is_unfused(self, product: Product) -> bool:
-        return (product.kind in ATTENTION and self.software.kernels.attention == "plain"
-                and product.count % SOFTMAX_MULTIPLE != 0)
+        return (
+            product.kind in ATTENTION
+            and self.software.kernels.attention == "plain"
+            and product.count % SOFTMAX_MULTIPLE != 0
+        )
 
     def _is_float8(self, product: Product, precision: Precision) -> bool:
-        return (precision == "fp8" and product.kind == "linear"
-                and (product.grows == "rows" or self.software.fuses_float8)
-                and not (product.columns % FLOAT8_MULTIPLE or product.inner % FLOAT8_MULTIPLE))
+        return (
+            precision == "fp8"
+            and product.kind == "linear"
+            and (product.grows == "rows" or self.software.fuses_float8)
+            and not (product.columns % FLOAT8_MULTIPLE or product.inner % FLOAT8_MULTIPLE)
+        )
 
     def _product_s(self, product: Product, precision: Precision) -> float:
         if product.kind == "recurrent" and product.count > 1:
-            return product.count * (self._product_s(replace(product, count=1), precision) + self.software.kernel_s)
+            return product.count * (
+                self._product_s(replace(product, count=1), precision) + self.software.kernel_s
+            )
         precision = precision if self._is_float8(product, precision) else _unshaped(precision)
         if precision == "float32" and product.kind in self.software.convolution_rates:
             precision = "tf32"  # torch's default for convolutions: torch.backends.cudnn.allow_tf32
         best_flops_per_s, software = self.flops_per_s[precision], self.software
         item_bytes = min(2, self.item_bytes) if precision in AUTOCAST else self.item_bytes
         if product.kind in ATTENTION and software.kernels.attention == "fused":
-            return product.flops * (0.5 if software.skips_mask and product.kind == "attention" else 1.0) / (
-                self.attention_flops_per_s[precision] * software.attention_rate)
-        rows, columns, inner = max(1.0, product.rows), max(1.0, product.columns), max(1.0, product.inner)
+            return (
+                product.flops
+                * (0.5 if software.skips_mask and product.kind == "attention" else 1.0)
+                / (self.attention_flops_per_s[precision] * software.attention_rate)
+            )
+        rows, columns, inner = (
+            max(1.0, product.rows),
+            max(1.0, product.columns),
+            max(1.0, product.inner),
+        )
         values = (rows * inner + inner * columns + rows * columns) * product.count
         part = tile_part(rows, columns, inner, product.count, self.multiprocessors)
         part *= software.convolution_rates.get(product.kind, 1.0)
-        if product.kind in ("linear", *ATTENTION) and item_bytes == 2 and not (
-                _is_aligned(columns * item_bytes) and _is_aligned(inner * item_bytes)):
+        if (
+            product.kind in ("linear", *ATTENTION)
+            and item_bytes == 2
+            and not (_is_aligned(columns * item_bytes) and _is_aligned(inner * item_bytes))
+        ):
             part *= UNALIGNED_LINEAR_PART if product.kind == "linear" else UNALIGNED_PART
-        return max(product.flops / (best_flops_per_s * software.product_rate * part),
-                   item_bytes * values / (self.memory_bytes_per_s * software.memory_rate))
+        return max(
+            product.flops / (best_flops_per_s * software.product_rate * part),
+            item_bytes * values / (self.memory_bytes_per_s * software.memory_rate),
+        )
 
 
 def _unshaped(precision: Precision) -> Precision:
@@ -153,10 +190,14 @@ def _unshaped(precision: Precision) -> Precision:
 
 
 def _is_aligned(num_bytes: float) -> bool:
-    return num_bytes % 1 != 0 or num_bytes % ALIGNED_BYTES == 0  # a part that ranks can't divide evenly is padded
+    return (
+        num_bytes % 1 != 0 or num_bytes % ALIGNED_BYTES == 0
+    )  # a part that ranks can't divide evenly is padded
 
 
-def tile_part(rows: float, columns: float, inner: float, count: float, multiprocessors: int) -> float:
+def tile_part(
+    rows: float, columns: float, inner: float, count: float, multiprocessors: int
+) -> float:
     """The part of the best rate that a product of this shape reaches.
 
     Results are computed in tiles, which are dealt out to multiprocessors wave by wave: the last wave is rarely full,
@@ -170,8 +211,15 @@ def tile_part(rows: float, columns: float, inner: float, count: float, multiproc
         reuse = high * wide / (high + wide) / LARGEST_REUSE
         tiles = math.ceil(rows / high) * math.ceil(columns / wide) * count
         filled = rows * columns * count / (tiles * high * wide)
-        splits = 1 if tiles >= multiprocessors else min(MOST_SPLITS, int(multiprocessors / tiles) or 1,
-                                                        max(1, int(inner / (4 * INNER_START))))
+        splits = (
+            1
+            if tiles >= multiprocessors
+            else min(
+                MOST_SPLITS,
+                int(multiprocessors / tiles) or 1,
+                max(1, int(inner / (4 * INNER_START))),
+            )
+        )
         waves = math.ceil(tiles * splits / multiprocessors)
         full = tiles * splits / (waves * multiprocessors)
         best = max(best, reuse * filled * full * inner / splits / (inner / splits + INNER_START))

@@ -57,8 +57,11 @@ class CpuHeap:
         ledger["runtime"] = ledger.get("runtime", 0) + CPU_RUNTIME_BYTES
         added = ledger.pop(HOLES_ADDED, 0)
         part = CPU_HOLES_LEAN if self.gives_back else CPU_HOLES
-        ledger["holes"] = (ledger.get("holes", 0) + (0 if self.gives_back else added)
-                           + round(part * tensors.highest.get("activations", 0)))
+        ledger["holes"] = (
+            ledger.get("holes", 0)
+            + (0 if self.gives_back else added)
+            + round(part * tensors.highest.get("activations", 0))
+        )
         return replace(tensors, peak_memory_bytes=sum(ledger.values()), ledger=ledger)
 
     def set_aside(self, tensor_bytes: float) -> dict[str, int]:
@@ -84,17 +87,27 @@ class CudaCaching:
 
     def resident(self, tensors: Timeline) -> Timeline:
         """The timeline as a run measures its memory: what the allocator hands out."""
-        ledger = {**tensors.ledger, "workspaces": self.workspace_bytes} if self.workspace_bytes else tensors.ledger
+        ledger = (
+            {**tensors.ledger, "workspaces": self.workspace_bytes}
+            if self.workspace_bytes
+            else tensors.ledger
+        )
         return replace(tensors, peak_memory_bytes=sum(ledger.values()), ledger=ledger)
 
     def set_aside(self, tensor_bytes: float) -> dict[str, int]:
-        aside = {"context": self.context_bytes, "NCCL": self.nccl_bytes,
-                 "reserve": round(self.rounded_part * tensor_bytes) + self.rounded_bytes}
+        aside = {
+            "context": self.context_bytes,
+            "NCCL": self.nccl_bytes,
+            "reserve": round(self.rounded_part * tensor_bytes) + self.rounded_bytes,
+        }
         return {name: num_bytes for name, num_bytes in aside.items() if num_bytes}
 
     def room(self, memory_bytes: int) -> float:
-        return max(0.0, (memory_bytes - self.workspace_bytes - sum(self.set_aside(0.0).values()))
-                   / (1 + self.rounded_part))
+        return max(
+            0.0,
+            (memory_bytes - self.workspace_bytes - sum(self.set_aside(0.0).values()))
+            / (1 + self.rounded_part),
+        )
 
 
 Allocator = CpuHeap | CudaCaching
@@ -106,11 +119,14 @@ def holes_of_added(kind: DeviceKind, num_bytes: float) -> Iterable[Event]:
         yield Allocate(HOLES_ADDED, CPU_HOLES_ADDED * num_bytes)
 
 
-def holes_of_update(kind: DeviceKind, gradient_bytes: Collection[float], made_bytes: float, *,
-                    keeps_gradients: bool) -> Iterable[Event]:
+def holes_of_update(
+    kind: DeviceKind, gradient_bytes: Collection[float], made_bytes: float, *, keeps_gradients: bool
+) -> Iterable[Event]:
     """What an update leaves behind. gradient_bytes: of each. made_bytes: what it makes for a moment."""
     if kind == "cpu" and (largest_bytes := max(gradient_bytes, default=0.0)):
-        leaving_bytes = max((each for each in gradient_bytes if each < KEPT_BLOCK_BYTES), default=0.0)
+        leaving_bytes = max(
+            (each for each in gradient_bytes if each < KEPT_BLOCK_BYTES), default=0.0
+        )
         times = CPU_HOLES_UPDATED_KEPT if keeps_gradients else CPU_HOLES_UPDATED
         yield Allocate(HOLES_ADDED, (times + made_bytes / largest_bytes) * leaving_bytes)
 
@@ -124,8 +140,15 @@ def holes_of_freed(kind: DeviceKind, num_bytes: float) -> Iterable[Event]:
 def holes_of_gathered(kind: DeviceKind, tensor_bytes: Iterable[float]) -> Iterable[Event]:
     """What parameters leave behind that are gathered in every step. tensor_bytes: of each, whole."""
     if kind == "cpu":
-        yield Allocate(HOLES_ADDED, CPU_HOLES_GATHERED * sum(
-            num_bytes for num_bytes in tensor_bytes if GATHERED_FROM_BYTES <= num_bytes < KEPT_BLOCK_BYTES))
+        yield Allocate(
+            HOLES_ADDED,
+            CPU_HOLES_GATHERED
+            * sum(
+                num_bytes
+                for num_bytes in tensor_bytes
+                if GATHERED_FROM_BYTES <= num_bytes < KEPT_BLOCK_BYTES
+            ),
+        )
 
 
 def holes_of_exchanged(kind: DeviceKind, kept_bytes: float) -> Iterable[Event]:

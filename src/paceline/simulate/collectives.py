@@ -42,8 +42,10 @@ def collective_s(event: Collective, network: Network | Link, computed_s: float =
         late = min(event.times, computed_s / LATE_AFTER_S)
         if event.is_small and inside.small_s is not None:
             return late * inside.small_late_s + event.times * inside.small_s
-        return late * inside.late_s + event.times * (inside.wait_s + steps * (
-            inside.latency_s + event.num_bytes / event.group / inside.bytes_per_s))
+        return late * inside.late_s + event.times * (
+            inside.wait_s
+            + steps * (inside.latency_s + event.num_bytes / event.group / inside.bytes_per_s)
+        )
     bytes_per_s = across.bytes_per_s * together
     if together > 1:
         bytes_per_s = min(bytes_per_s, inside.bytes_per_s)
@@ -78,8 +80,14 @@ def _with_servers_s(event: Collective, network: Network, computed_s: float) -> f
     server_load = workers * away / servers
     worker_load = 1 - 1 / servers if event.is_colocated else 1.0
     on_links_s = event.num_bytes * max(server_load, worker_load) / link.bytes_per_s
-    wait_s = link.wait_s + min(1.0, computed_s / LATE_AFTER_S) * link.late_s if event.stream == COMPUTE else 0.0
-    return event.times * (wait_s + max(link.latency_s + on_links_s, _by_processes_s(event, network)))
+    wait_s = (
+        link.wait_s + min(1.0, computed_s / LATE_AFTER_S) * link.late_s
+        if event.stream == COMPUTE
+        else 0.0
+    )
+    return event.times * (
+        wait_s + max(link.latency_s + on_links_s, _by_processes_s(event, network))
+    )
 
 
 def _by_processes_s(event: Collective, network: Network) -> float:

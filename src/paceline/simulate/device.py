@@ -34,15 +34,30 @@ STREAM_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
 # A tensor of this many values costs nothing but its operator's launch.
 TINY = 64
 MEASURED_S = 0.04  # of each of the seven kernels that are timed
-LARGER_BELOW_S = 0.005  # of products after which larger ones, of 64 times the arithmetic, are tried too
+LARGER_BELOW_S = (
+    0.005  # of products after which larger ones, of 64 times the arithmetic, are tried too
+)
 # What a second thread brings of what a first one does; see docs/formulas.md.
 THREAD_EFFICIENCY = 0.9
 # Of operators in a step by the same ones in turns, and seconds a step beside operators: a batch is put together,
 # gradients are let go of, figures are read. The first was fitted on `single` of eight jobs of 4 to 160 ms a step, the
 # second on six nets of 1 to 8 ms; see docs/formulas.md.
 IN_A_STEP, BESIDE_OPERATORS_S = 1.06, 1.2e-3
-FIGURES = ("flops_per_s", "bf16_flops_per_s", "memory_bytes_per_s", "function_bytes_per_s", "operator_s")  # kept
-ITEM_BYTES: Mapping[Precision, int] = {"float32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "float64": 8}
+FIGURES = (
+    "flops_per_s",
+    "bf16_flops_per_s",
+    "memory_bytes_per_s",
+    "function_bytes_per_s",
+    "operator_s",
+)  # kept
+ITEM_BYTES: Mapping[Precision, int] = {
+    "float32": 4,
+    "tf32": 4,
+    "bf16": 2,
+    "fp16": 2,
+    "fp8": 2,
+    "float64": 8,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,35 +109,52 @@ class DeviceRates:
         of few rows waits for its weights. Operators that were timed take as long as they did then."""
         if self.timed is not None and event.calls:
             return self._timed_s(event, precision), 0.0
-        return (event.flops / self.matrix_flops_per_s(precision) + self._starved_s(event.products, precision)
-                + event.moved_bytes / self.memory_bytes_per_s
-                + event.function_bytes / self.function_bytes_per_s + event.operators * self.operator_s
-                + self.new_page_s * sum(block for block in event.new_blocks if block >= self.page_block_bytes)
-                + event.fixed_s), 0.0
+        return (
+            event.flops / self.matrix_flops_per_s(precision)
+            + self._starved_s(event.products, precision)
+            + event.moved_bytes / self.memory_bytes_per_s
+            + event.function_bytes / self.function_bytes_per_s
+            + event.operators * self.operator_s
+            + self.new_page_s
+            * sum(block for block in event.new_blocks if block >= self.page_block_bytes)
+            + event.fixed_s
+        ), 0.0
 
     def _timed_s(self, event: Compute, precision: Precision) -> float:
         """Of operators one by one, and of autograd beside each."""
         assert self.timed is not None
-        timed = [(call, count, self._call_s(call, self.timed, precision)) for call, count in event.calls]
+        timed = [
+            (call, count, self._call_s(call, self.timed, precision)) for call, count in event.calls
+        ]
         total_s = sum(count * seconds for _, count, seconds in timed)
         beside_s = max(0.0, self.operator_s - self.timed.launch_s)
         least_s = 0.0
         if event.is_compiled:
-            total_s -= saved_s(timed, event.spared_bytes, memory_bytes_per_s=self.memory_bytes_per_s,
-                               threads=self.timed.threads)
+            total_s -= saved_s(
+                timed,
+                event.spared_bytes,
+                memory_bytes_per_s=self.memory_bytes_per_s,
+                threads=self.timed.threads,
+            )
             total_s -= event.spared_operators * self.timed.launch_s
             least_s = event.flops / self.matrix_flops_per_s(precision)
         once_s = BESIDE_OPERATORS_S if event.part == "optimizer" else 0.0
-        return event.fixed_s + once_s + max(
-            self.turns * IN_A_STEP * total_s + event.operators * beside_s, least_s)
+        return (
+            event.fixed_s
+            + once_s
+            + max(self.turns * IN_A_STEP * total_s + event.operators * beside_s, least_s)
+        )
 
     def _call_s(self, call: OperatorCall, times: OperatorTimes, precision: Precision) -> float:
         """One that was not timed takes as long as what it computes and moves."""
         seconds = times.seconds(call)
         if seconds is not None:
             return seconds
-        return (call.flops / self.matrix_flops_per_s(precision) if call.flops
-                else call.num_bytes / self.function_bytes_per_s)
+        return (
+            call.flops / self.matrix_flops_per_s(precision)
+            if call.flops
+            else call.num_bytes / self.function_bytes_per_s
+        )
 
     def _starved_s(self, products: Sequence[Product], precision: Precision) -> float:
         """By how much products take longer than their arithmetic: each of their matrices is read or written once.
@@ -130,8 +162,14 @@ class DeviceRates:
         Source: Williams, Waterman and Patterson 2009, Roofline.
         """
         flops_per_s, item_bytes = self.matrix_flops_per_s(precision), ITEM_BYTES[precision]
-        return sum(max(0.0, product.values * item_bytes / self.memory_bytes_per_s - product.flops / flops_per_s)
-                   for product in products if product.kind == "linear")
+        return sum(
+            max(
+                0.0,
+                product.values * item_bytes / self.memory_bytes_per_s - product.flops / flops_per_s,
+            )
+            for product in products
+            if product.kind == "linear"
+        )
 
     def with_threads(self, num_threads: int) -> DeviceRates:
         """The rates of so many threads together, from those of one. Launching doesn't get faster."""
@@ -140,13 +178,20 @@ class DeviceRates:
 
     def slowed(self, factor: float) -> DeviceRates:
         """The rates where everything takes so many times as long."""
-        return replace(self, flops_per_s=self.flops_per_s / factor, bf16_flops_per_s=self.bf16_flops_per_s / factor,
-                       memory_bytes_per_s=self.memory_bytes_per_s / factor,
-                       function_bytes_per_s=self.function_bytes_per_s / factor,
-                       operator_s=self.operator_s * factor, new_page_s=self.new_page_s * factor)
+        return replace(
+            self,
+            flops_per_s=self.flops_per_s / factor,
+            bf16_flops_per_s=self.bf16_flops_per_s / factor,
+            memory_bytes_per_s=self.memory_bytes_per_s / factor,
+            function_bytes_per_s=self.function_bytes_per_s / factor,
+            operator_s=self.operator_s * factor,
+            new_page_s=self.new_page_s * factor,
+        )
 
 
-def measure_device(kind: DeviceKind, num_threads: int = 1, *, oldest_s: float = math.inf) -> DeviceRates:
+def measure_device(
+    kind: DeviceKind, num_threads: int = 1, *, oldest_s: float = math.inf
+) -> DeviceRates:
     """This machine's rates for a rank with so many threads, from the cache if they are there and at most so old.
 
     Takes about 0.3 s the first time. A CPU is measured on one thread, whatever `num_threads` says: kernels on
@@ -266,5 +311,8 @@ def _figures(rates: DeviceRates) -> dict[str, float]:
 
 def _rates(figures: Mapping[str, float]) -> DeviceRates:
     flops_per_s, bf16_flops_per_s, memory_bytes_per_s, function_bytes_per_s, operator_s = (
-        float(figures[name]) for name in FIGURES)
-    return DeviceRates(flops_per_s, bf16_flops_per_s, memory_bytes_per_s, function_bytes_per_s, operator_s)
+        float(figures[name]) for name in FIGURES
+    )
+    return DeviceRates(
+        flops_per_s, bf16_flops_per_s, memory_bytes_per_s, function_bytes_per_s, operator_s
+    )

@@ -42,8 +42,15 @@ class Failures:
     blocked_s: float | None = None
 
     def __post_init__(self) -> None:
-        if not (self.mtbf_s > 0 and self.write_s > 0 and self.restart_s >= 0 and 0 < self.waited_s <= self.write_s):
-            raise ValueError(f"times must be above 0, and training waits no longer than it is written: {self}")
+        if not (
+            self.mtbf_s > 0
+            and self.write_s > 0
+            and self.restart_s >= 0
+            and 0 < self.waited_s <= self.write_s
+        ):
+            raise ValueError(
+                f"times must be above 0, and training waits no longer than it is written: {self}"
+            )
 
     @property
     def waited_s(self) -> float:
@@ -92,20 +99,29 @@ def goodput(failures: Failures, interval_s: float, outages: Outages = NOTHING_LO
     """
     mtbf_s, num_units, num_spares = failures.mtbf_s, outages.num_units, outages.num_spares
     # The start of a run that has ended, in the place of a restart. Either begins again with each failure that hits it.
-    resuming_s = mtbf_s * (math.exp(min(700.0, outages.resumed_s / mtbf_s)) - math.exp(
-        min(700.0, failures.restart_s / mtbf_s)))
-    if not outages.are_repaired_beside:  # so many failures until the run ends; those of spares cost no restart
+    resuming_s = mtbf_s * (
+        math.exp(min(700.0, outages.resumed_s / mtbf_s))
+        - math.exp(min(700.0, failures.restart_s / mtbf_s))
+    )
+    if (
+        not outages.are_repaired_beside
+    ):  # so many failures until the run ends; those of spares cost no restart
         running_s = mtbf_s * sum(num_units / (num_units + left) for left in range(num_spares + 1))
         ended_s = outages.repair_s + resuming_s
         return _with_all(failures, interval_s) * running_s / (running_s + ended_s)
     out, lasting = outages.out_parts(mtbf_s), 0.0
-    parts = [sum(out[:num_spares + 1]), *out[num_spares + 1:]]  # of the time, by how many units the run lacks
+    parts = [
+        sum(out[: num_spares + 1]),
+        *out[num_spares + 1 :],
+    ]  # of the time, by how many units the run lacks
     for lacking, (part, speed) in enumerate(zip(parts, outages.speeds, strict=True)):
         fewer = replace(failures, mtbf_s=mtbf_s * num_units / (num_units - lacking))
         lasting += part * speed * _with_all(fewer, interval_s)
     # Who is back before the others have begun again begins with them.
     is_joined = outages.most_lacking > 0 and outages.repair_s > failures.restart_s
-    ends = out[-1] * (num_units - outages.most_lacking) / num_units if outages.repair_s else 0.0  # a failure
+    ends = (
+        out[-1] * (num_units - outages.most_lacking) / num_units if outages.repair_s else 0.0
+    )  # a failure
     costs_s = is_joined * outages.joining_s + ends * resuming_s
     return lasting / (1 + costs_s / mtbf_s)
 
@@ -120,8 +136,14 @@ def _with_all(failures: Failures, interval_s: float) -> float:
     return interval_s / (mtbf_s * math.exp(again_s / mtbf_s) * math.expm1(exponent))
 
 
-def simulated_goodput(failures: Failures, interval_s: float, outages: Outages = NOTHING_LOST, *,
-                      num_failures: int = 10_000, seed: int = 0) -> float:
+def simulated_goodput(
+    failures: Failures,
+    interval_s: float,
+    outages: Outages = NOTHING_LOST,
+    *,
+    num_failures: int = 10_000,
+    seed: int = 0,
+) -> float:
     """The same, played through so many failures, each drawn from an exponential distribution: units are lost, by chance
     also during restarts and while others are out, and are back after their repair."""
     units = _Units(failures, outages, random.Random(seed))
@@ -155,7 +177,9 @@ class _Units:
         self.num_all = outages.num_units + outages.num_spares
         self.now_s, self.num_failures = 0.0, 0
         part = outages.part_out(failures.mtbf_s) if outages.are_repaired_beside else 0.0
-        self.backs_s = [outages.repair_s * draws.random() for _ in range(self.num_all) if draws.random() < part]
+        self.backs_s = [
+            outages.repair_s * draws.random() for _ in range(self.num_all) if draws.random() < part
+        ]
         heapq.heapify(self.backs_s)
 
     @property
@@ -169,7 +193,11 @@ class _Units:
         began_s, end_s = self.now_s, self.now_s + most_s
         while True:
             num_up = self.num_all - len(self.backs_s)
-            lost_s = self.now_s + self.draws.expovariate(num_up / self.unit_mtbf_s) if num_up else math.inf
+            lost_s = (
+                self.now_s + self.draws.expovariate(num_up / self.unit_mtbf_s)
+                if num_up
+                else math.inf
+            )
             back_s = self.backs_s[0] if self.backs_s else math.inf
             if end_s <= min(lost_s, back_s):
                 self.now_s = end_s
@@ -184,7 +212,11 @@ class _Units:
             self.num_failures += 1
             is_of_run = self.draws.random() * num_up < self.outages.num_units
             if self.outages.repair_s > 0:
-                is_back_s = self.now_s + self.outages.repair_s if self.outages.are_repaired_beside else math.inf
+                is_back_s = (
+                    self.now_s + self.outages.repair_s
+                    if self.outages.are_repaired_beside
+                    else math.inf
+                )
                 heapq.heappush(self.backs_s, is_back_s)
             if is_of_run:
                 return self.now_s - began_s, "lost"

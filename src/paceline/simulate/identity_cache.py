@@ -15,7 +15,9 @@ class KeptByIdentity(Generic[Key, Result]):
 
     def __init__(self, function: Callable[[Any, Key], Result]) -> None:
         self.function = function
-        self._kept: dict[tuple[int, Key], tuple[Any, Result]] = {}  # with the object, so that its number stays its own
+        self._kept: dict[
+            tuple[int, Key], tuple[Any, Result]
+        ] = {}  # with the object, so that its number stays its own
 
     def __call__(self, value: Any, key: Key) -> Result:
         kept = self._kept.get((id(value), key))

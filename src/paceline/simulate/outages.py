@@ -31,8 +31,13 @@ class Outages:
     are_repaired_beside: bool = True
 
     def __post_init__(self) -> None:
-        if not (self.num_units >= 1 and self.num_spares >= 0 and 1 <= len(self.speeds) <= self.num_units
-                and min(self.repair_s, self.joining_s, self.resumed_s) >= 0 and min(self.speeds) > 0):
+        if not (
+            self.num_units >= 1
+            and self.num_spares >= 0
+            and 1 <= len(self.speeds) <= self.num_units
+            and min(self.repair_s, self.joining_s, self.resumed_s) >= 0
+            and min(self.speeds) > 0
+        ):
             raise ValueError(f"no run has such outages: {self}")
 
     @property
@@ -57,8 +62,16 @@ class Outages:
         most = self.num_spares + self.most_lacking
         if part in (0, 1):
             return [1.0 - part] + [0.0] * most
-        return [math.exp(math.lgamma(total + 1) - math.lgamma(count + 1) - math.lgamma(total - count + 1)
-                         + count * math.log(part) + (total - count) * math.log1p(-part)) for count in range(most + 1)]
+        return [
+            math.exp(
+                math.lgamma(total + 1)
+                - math.lgamma(count + 1)
+                - math.lgamma(total - count + 1)
+                + count * math.log(part)
+                + (total - count) * math.log1p(-part)
+            )
+            for count in range(most + 1)
+        ]
 
 
 def spares_for(num_units: int, part_out: float) -> int:

@@ -61,13 +61,21 @@ class Timeline:
     highest: dict[str, int]
 
 
-def play(program: Program, rates: Rates, network: Network | Link, *, precision: Precision = "float32") -> Timeline:
+def play(
+    program: Program, rates: Rates, network: Network | Link, *, precision: Precision = "float32"
+) -> Timeline:
     """One rank's step. The streams run at the same time, the events of one stream one after the other."""
     return play_together([program], [rates], network, precision=precision)[0]
 
 
-def play_together(programs: Sequence[Program], rates: Sequence[Rates], network: Network | Link, *,
-                  precision: Precision = "float32", rank_stride: int = 1) -> list[Timeline]:
+def play_together(
+    programs: Sequence[Program],
+    rates: Sequence[Rates],
+    network: Network | Link,
+    *,
+    precision: Precision = "float32",
+    rank_stride: int = 1,
+) -> list[Timeline]:
     """The step of ranks that wait for each other's messages, in rank order.
 
     rank_stride: how far apart neighbours among them are numbered on the network.
@@ -76,14 +84,18 @@ def play_together(programs: Sequence[Program], rates: Sequence[Rates], network: 
         ValueError: a rank waits for a message that nobody sends.
     """
     arrived: dict[tuple[int, int, str], _Message] = {}
-    players = [Player(rates_of_rank, network, precision=precision, number=number, rank_stride=rank_stride)
-               for number, rates_of_rank in enumerate(rates)]
+    players = [
+        Player(rates_of_rank, network, precision=precision, number=number, rank_stride=rank_stride)
+        for number, rates_of_rank in enumerate(rates)
+    ]
     pending = [_Pending(player, program) for player, program in zip(players, programs, strict=True)]
     while any(rank.go_on(arrived) for rank in pending):
         pass
     if waiting := [rank for rank in pending if rank.position < len(rank.program)]:
-        raise ValueError(f"rank {waiting[0].player.number} waits for {waiting[0].program[waiting[0].position]}, "
-                         "which nobody sends")
+        raise ValueError(
+            f"rank {waiting[0].player.number} waits for {waiting[0].program[waiting[0].position]}, "
+            "which nobody sends"
+        )
     return [player.timeline() for player in players]
 
 
@@ -121,11 +133,28 @@ class _Pending:
 class Player:
     """One rank's clocks, what it was busy with, and its memory."""
 
-    def __init__(self, rates: Rates, network: Network | Link, *, precision: Precision = "float32", number: int = 0,
-                 rank_stride: int = 1) -> None:
-        self.number, self.rank_stride, self.rates, self.precision = number, rank_stride, rates, precision
+    def __init__(
+        self,
+        rates: Rates,
+        network: Network | Link,
+        *,
+        precision: Precision = "float32",
+        number: int = 0,
+        rank_stride: int = 1,
+    ) -> None:
+        self.number, self.rank_stride, self.rates, self.precision = (
+            number,
+            rank_stride,
+            rates,
+            precision,
+        )
         self.network = Network(network) if isinstance(network, Link) else network
-        self.clock: dict[str, float] = {COMPUTE: 0.0, NETWORK: 0.0, SENDING: 0.0, HOST: 0.0}  # when each is free
+        self.clock: dict[str, float] = {
+            COMPUTE: 0.0,
+            NETWORK: 0.0,
+            SENDING: 0.0,
+            HOST: 0.0,
+        }  # when each is free
         self.ended: dict[str, float] = {}
         self.busy: dict[str, float] = {"compute": 0.0, "optimizer": 0.0}
         self.bubble_s = 0.0
@@ -170,7 +199,9 @@ class Player:
         """A rank's messages leave one after the other; computing goes on."""
         link = self.network.between(self.number * self.rank_stride, event.to * self.rank_stride)
         computed_s = self.clock[COMPUTE]
-        self.clock[SENDING] = max(self.clock[SENDING], computed_s) + event.num_bytes / link.bytes_per_s
+        self.clock[SENDING] = (
+            max(self.clock[SENDING], computed_s) + event.num_bytes / link.bytes_per_s
+        )
         return _Message(computed_s, self.clock[SENDING] + link.latency_s)
 
     def _repeat(self, event: Repeat) -> None:
@@ -184,8 +215,12 @@ class Player:
             remaining -= 1
         if remaining > 1:
             after = self._state()
-            for figures, old, new in zip((self.clock, self.ended, self.busy, self.memory.by_ledger), before, after,
-                                         strict=True):
+            for figures, old, new in zip(
+                (self.clock, self.ended, self.busy, self.memory.by_ledger),
+                before,
+                after,
+                strict=True,
+            ):
                 for name, figure in new.items():
                     figures[name] = figure + (remaining - 1) * (figure - old.get(name, figure))
             self.memory.settle()
@@ -201,7 +236,8 @@ class Player:
         bubble = {"bubble": self.bubble_s} if self.bubble_s else {}
         exposed_s = max(0.0, step_s - sum(self.busy.values()) - self.bubble_s)
         return Timeline(
-            step_s, breakdown={**self.busy, "communication": exposed_s, **bubble},
+            step_s,
+            breakdown={**self.busy, "communication": exposed_s, **bubble},
             peak_memory_bytes=round(memory.peak),
             ledger={name: round(held_bytes) for name, held_bytes in memory.at_peak.items()},
             highest={name: round(held_bytes) for name, held_bytes in memory.highest.items()},
@@ -209,8 +245,11 @@ class Player:
 
 
 _PLAYED: dict[type, Callable[[Player, Any], None]] = {
-    Compute: Player._compute, Collective: Player._collective, Repeat: Player._repeat,
-    Allocate: lambda player, event: player.memory.change(event)}
+    Compute: Player._compute,
+    Collective: Player._collective,
+    Repeat: Player._repeat,
+    Allocate: lambda player, event: player.memory.change(event),
+}
 
 
 class MemoryLedger:

@@ -62,7 +62,9 @@ class Gathers(Protocol):
         """The next forward is one of training, at other weights."""
 
 
-GradientLook = Callable[[str, "torch.Tensor"], None]  # a parameter's name, and this rank's own gradient of it
+GradientLook = Callable[
+    [str, "torch.Tensor"], None
+]  # a parameter's name, and this rank's own gradient of it
 
 
 @runtime_checkable
@@ -93,8 +95,15 @@ class Reports(Protocol):
 class Runner(Protocol):
     """The running side of a strategy: a module."""
 
-    def prepare(self, model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NOTHING,
-                device: torch.device | None = None) -> Synchroniser | None:
+    def prepare(
+        self,
+        model: nn.Module,
+        *,
+        plan: Plan,
+        mesh: Mesh,
+        observed: Observed = NOTHING,
+        device: torch.device | None = None,
+    ) -> Synchroniser | None:
         """Change the model in place for this rank. Collective along the strategy's axis.
 
         observed: what the model's forward was seen to do. device: where the rank's part is to be, which only sharding
@@ -103,17 +112,27 @@ class Runner(Protocol):
 
 
 # What capturing a model imports, for plans that split it: 26 MiB of pages in each rank that imports them itself.
-_CAPTURE_IMPORTS = ("paceline.strategies.stages.build", "torch.export._trace", "torch._inductor.sizevars",
-                    "torch._inductor.fx_passes.dedupe_symint_uses", "torch._inductor.compiler_bisector",
-                    "torch._export.passes._node_metadata_hook", "torch._export.passes.replace_autocast_with_hop_pass",
-                    "torch._export.passes.replace_set_grad_with_hop_pass", "torch._subclasses.schema_check_mode",
-                    "torch.fx.experimental.validator", "torch.distributed.tensor")
+_CAPTURE_IMPORTS = (
+    "paceline.strategies.stages.build",
+    "torch.export._trace",
+    "torch._inductor.sizevars",
+    "torch._inductor.fx_passes.dedupe_symint_uses",
+    "torch._inductor.compiler_bisector",
+    "torch._export.passes._node_metadata_hook",
+    "torch._export.passes.replace_autocast_with_hop_pass",
+    "torch._export.passes.replace_set_grad_with_hop_pass",
+    "torch._subclasses.schema_check_mode",
+    "torch.fx.experimental.validator",
+    "torch.distributed.tensor",
+)
 
 
 def load(plan: Plan) -> None:
     """Import what the ranks of a plan will need, so that forks of this process don't each pay for it."""
     names = ["torch._dynamo"]  # torch's optimizers import it when they are built; it takes a second
-    names += [name for strategy in active(plan) for name in (strategy.run, *strategy.imports) if name]
+    names += [
+        name for strategy in active(plan) for name in (strategy.run, *strategy.imports) if name
+    ]
     names += _CAPTURE_IMPORTS if plan.splits_model else ()
     for name in names:
         importlib.import_module(name)
@@ -122,7 +141,8 @@ def load(plan: Plan) -> None:
 def holds_parts(plan: Plan) -> bool:
     """Whether a rank holds a part of the model, at least between steps."""
     return plan.axes.num_ranks(lambda axis: not axis.copies_weights) > 1 or any(
-        strategy.keeps_weights_elsewhere for strategy in active(plan))
+        strategy.keeps_weights_elsewhere for strategy in active(plan)
+    )
 
 
 def may_be_elsewhere(plan: Plan, model: nn.Module) -> bool:
@@ -140,8 +160,15 @@ def held_elsewhere(plan: Plan, model: nn.Module) -> set[torch.Tensor]:
     return {weight for strategy in active(plan) for weight in strategy.held_elsewhere(model)}
 
 
-def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NOTHING,
-            device: torch.device | None = None, models: Models = "only") -> list[Synchroniser]:
+def prepare(
+    model: nn.Module,
+    *,
+    plan: Plan,
+    mesh: Mesh,
+    observed: Observed = NOTHING,
+    device: torch.device | None = None,
+    models: Models = "only",
+) -> list[Synchroniser]:
     """Let the strategies of the plan change the model. Collective: every rank calls it with equal weights.
 
     observed: what the model's forward was seen to do. device: see `may_be_elsewhere`. of: which of a job's models it
@@ -151,9 +178,15 @@ def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NO
         What must be begun in this order and finished in the reverse one: the outermost reduction has run beside
         backward already, and the inner ones add to what it gives.
     """
-    runners: list[Runner] = [importlib.import_module(strategy.run) for strategy in active(plan) if strategy.run
-                             and (models == "only" or strategy.takes_all_models == (models == "all"))]
-    made = [runner.prepare(model, plan=plan, mesh=mesh, observed=observed, device=device) for runner in runners]
+    runners: list[Runner] = [
+        importlib.import_module(strategy.run)
+        for strategy in active(plan)
+        if strategy.run and (models == "only" or strategy.takes_all_models == (models == "all"))
+    ]
+    made = [
+        runner.prepare(model, plan=plan, mesh=mesh, observed=observed, device=device)
+        for runner in runners
+    ]
     return [synchroniser for synchroniser in made if synchroniser is not None]
 
 
@@ -165,7 +198,9 @@ def end_evaluation(synchronisers: Sequence[Synchroniser]) -> None:
 
 
 @contextmanager
-def gradients_seen(synchronisers: Sequence[Synchroniser], look: GradientLook, *, sums: bool) -> Iterator[None]:
+def gradients_seen(
+    synchronisers: Sequence[Synchroniser], look: GradientLook, *, sums: bool
+) -> Iterator[None]:
     """See `SumsReplicas`."""
     with ExitStack() as entered:
         for synchroniser in synchronisers:
@@ -176,8 +211,12 @@ def gradients_seen(synchronisers: Sequence[Synchroniser], look: GradientLook, *,
 
 def reported(synchronisers: Sequence[Synchroniser]) -> dict[str, Any]:
     """What the plan's rooms add to a run's summary. Collective."""
-    return {key: value for synchroniser in synchronisers if isinstance(synchroniser, Reports)
-            for key, value in synchroniser.summary().items()}
+    return {
+        key: value
+        for synchroniser in synchronisers
+        if isinstance(synchroniser, Reports)
+        for key, value in synchroniser.summary().items()
+    }
 
 
 def runs_again(plan: Plan) -> bool:
@@ -219,8 +258,15 @@ def step_sync_of(synchronisers: Sequence[Synchroniser], mesh: Mesh) -> StepSync:
     return syncs[0] if syncs else SyncEveryStep(mesh.world_size)
 
 
-def lay_out(model: nn.Module, use: ModelUse, basis: CutBasis, *, plan: Plan, mesh: Mesh,
-            device: torch.device) -> Layout:
+def lay_out(
+    model: nn.Module,
+    use: ModelUse,
+    basis: CutBasis,
+    *,
+    plan: Plan,
+    mesh: Mesh,
+    device: torch.device,
+) -> Layout:
     """What this rank runs of the model. Collective."""
     from paceline.strategies.batch_norm.cost import joins_statistics
     from paceline.strategies.batch_norm.run import JoinedStatistics

@@ -12,18 +12,25 @@ from paceline.strategies.strategy import Conflict
 
 # Of modifiers that are no strategy's.
 OF_MODIFIERS: tuple[Conflict, ...] = (
-    Conflict("deterministic=yes with shares=speed or memory",
-             "they are measured when a run starts, and another run may cut the batch in other parts",
-             "shares=A:B with numbers, or equal shares",
-             lambda plan: plan.modifiers.deterministic == "yes" and plan.modifiers.shares in ("speed", "memory")),
+    Conflict(
+        "deterministic=yes with shares=speed or memory",
+        "they are measured when a run starts, and another run may cut the batch in other parts",
+        "shares=A:B with numbers, or equal shares",
+        lambda plan: (
+            plan.modifiers.deterministic == "yes" and plan.modifiers.shares in ("speed", "memory")
+        ),
+    ),
 )
 # What a job's precision does not compose with: part of the experiment, so the plan is what has to change.
 OF_PRECISION: dict[Precision, tuple[Conflict, ...]] = {
     "fp8": (
-        Conflict("tensor=N, pipeline=N and place=", "the model is recorded operator by operator there, and torchao's "
-                 "float8 layers can't be recorded",
-                 'data=N, shard=N or both, with recompute=full where memory is short, or precision="bf16" in the job',
-                 lambda plan: plan.splits_model),
+        Conflict(
+            "tensor=N, pipeline=N and place=",
+            "the model is recorded operator by operator there, and torchao's "
+            "float8 layers can't be recorded",
+            'data=N, shard=N or both, with recompute=full where memory is short, or precision="bf16" in the job',
+            lambda plan: plan.splits_model,
+        ),
     ),
 }
 
@@ -31,7 +38,9 @@ OF_PRECISION: dict[Precision, tuple[Conflict, ...]] = {
 def stated(precision: Precision | None = None) -> Iterable[Conflict]:
     """All conflicts; with a precision those that its jobs have besides."""
     for strategy in strategies():
-        yield from strategy.precision_conflicts.get(precision, ()) if precision else strategy.conflicts
+        yield from (
+            strategy.precision_conflicts.get(precision, ()) if precision else strategy.conflicts
+        )
     yield from OF_PRECISION.get(precision, ()) if precision else OF_MODIFIERS
 
 
@@ -43,7 +52,10 @@ def check(plan: Plan) -> None:
     """
     for conflict in stated():
         if conflict.is_met(plan):
-            raise PlanError(f"plan '{plan}': {conflict.choices} don't compose: {conflict.why}", hint=conflict.instead)
+            raise PlanError(
+                f"plan '{plan}': {conflict.choices} don't compose: {conflict.why}",
+                hint=conflict.instead,
+            )
 
 
 def check_own_step(plan: Plan) -> None:
@@ -55,8 +67,11 @@ def check_own_step(plan: Plan) -> None:
     for strategy in strategies():
         for conflict in strategy.own_step_conflicts:
             if conflict.is_met(plan):
-                raise PlanError(f"plan '{plan}': {conflict.choices} and a job with models= don't compose: "
-                                f"{conflict.why}", hint=conflict.instead)
+                raise PlanError(
+                    f"plan '{plan}': {conflict.choices} and a job with models= don't compose: "
+                    f"{conflict.why}",
+                    hint=conflict.instead,
+                )
 
 
 def check_precision(plan: Plan, precision: Precision) -> None:
@@ -67,5 +82,8 @@ def check_precision(plan: Plan, precision: Precision) -> None:
     """
     for conflict in stated(precision):
         if conflict.is_met(plan):
-            raise PlanError(f"plan '{plan}': {conflict.choices} and precision=\"{precision}\" don't compose: "
-                            f"{conflict.why}", hint=conflict.instead)
+            raise PlanError(
+                f"plan '{plan}': {conflict.choices} and precision=\"{precision}\" don't compose: "
+                f"{conflict.why}",
+                hint=conflict.instead,
+            )

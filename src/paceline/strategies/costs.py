@@ -48,8 +48,22 @@ NCCL_CONNECTION_BYTES = 24 * (4 * 2**20 + 512 * 2**10 + 4800 * 2**10)
 
 ADDED = 3  # bytes moved a byte of gradient that is added to another: both are read, one is written
 
-MomentName = Literal["start", "begin", "before_forward", "forward", "after_forward", "turn", "before_backward",
-                     "backward", "after_backward", "done", "finish", "meet", "update", "save"]
+MomentName = Literal[
+    "start",
+    "begin",
+    "before_forward",
+    "forward",
+    "after_forward",
+    "turn",
+    "before_backward",
+    "backward",
+    "after_backward",
+    "done",
+    "finish",
+    "meet",
+    "update",
+    "save",
+]
 
 
 def allocator_of(plan: Plan, device: Device, software: Software = PACELINE) -> Allocator:
@@ -60,8 +74,13 @@ def allocator_of(plan: Plan, device: Device, software: Software = PACELINE) -> A
         return CudaCaching(round(software.context_bytes), rounded_part=software.reserved - 1)
     if not device.context_bytes:
         return CudaCaching()
-    return CudaCaching(device.context_bytes, _nccl_connections(plan) * NCCL_CONNECTION_BYTES, device.workspace_bytes,
-                       ROUNDED_PART, ROUNDED_BYTES)
+    return CudaCaching(
+        device.context_bytes,
+        _nccl_connections(plan) * NCCL_CONNECTION_BYTES,
+        device.workspace_bytes,
+        ROUNDED_PART,
+        ROUNDED_BYTES,
+    )
 
 
 def _nccl_connections(plan: Plan) -> int:
@@ -71,15 +90,27 @@ def _nccl_connections(plan: Plan) -> int:
     if math.prod(sizes.values()) == 1:
         return 0
     in_a_chain = plan.axes.num_ranks(lambda axis: axis.cuts_modules)
-    groups = {axis.name for axis in plan.axes.facts()
-              if not axis.cuts_modules and 1 < sizes[axis.name] < plan.world_size} | {"all"}
+    groups = {
+        axis.name
+        for axis in plan.axes.facts()
+        if not axis.cuts_modules and 1 < sizes[axis.name] < plan.world_size
+    } | {"all"}
     return 2 * len(groups) + min(2, in_a_chain - 1)
 
 
-def small_all_reduce(step: Step, num_bytes: float, group: int, *, name: str = "", stride: int = 1) -> Collective:
+def small_all_reduce(
+    step: Step, num_bytes: float, group: int, *, name: str = "", stride: int = 1
+) -> Collective:
     """Of figures, counts and marks, as `host_all_reduce.py` does it."""
-    return Collective("all_reduce", num_bytes, group, name=name, stream=COMPUTE, stride=stride,
-                      is_small=step.device_kind == "cpu" and num_bytes <= SLOT_BYTES)
+    return Collective(
+        "all_reduce",
+        num_bytes,
+        group,
+        name=name,
+        stream=COMPUTE,
+        stride=stride,
+        is_small=step.device_kind == "cpu" and num_bytes <= SLOT_BYTES,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +171,9 @@ class Step:
         return self.microbatch_samples[point.microbatch]
 
 
-def forward_moments(microbatch: int, segment: int, repeat: int) -> Iterator[tuple[MomentName, HookPoint]]:
+def forward_moments(
+    microbatch: int, segment: int, repeat: int
+) -> Iterator[tuple[MomentName, HookPoint]]:
     """Of a segment and those like it: the first, one for all between, the last."""
     for is_first, is_last in _ENDS[min(repeat, 3)]:
         point = HookPoint(microbatch, segment, is_first, is_last)
@@ -149,7 +182,9 @@ def forward_moments(microbatch: int, segment: int, repeat: int) -> Iterator[tupl
         yield "after_forward", point
 
 
-def backward_moments(microbatch: int, segment: int, repeat: int) -> Iterator[tuple[MomentName, HookPoint]]:
+def backward_moments(
+    microbatch: int, segment: int, repeat: int
+) -> Iterator[tuple[MomentName, HookPoint]]:
     """The same, the last one first."""
     for is_first, is_last in reversed(_ENDS[min(repeat, 3)]):
         point = HookPoint(microbatch, segment, is_first, is_last)
@@ -158,17 +193,27 @@ def backward_moments(microbatch: int, segment: int, repeat: int) -> Iterator[tup
         yield "after_backward", point
 
 
-_ENDS = {1: [(True, True)], 2: [(True, False), (False, True)], 3: [(True, False), (False, False), (False, True)]}
+_ENDS = {
+    1: [(True, True)],
+    2: [(True, False), (False, True)],
+    3: [(True, False), (False, False), (False, True)],
+}
 
 
 def compute(work: Work, samples: float, *, part: Part = "compute") -> Compute:
     """A segment's work on so many samples, as an event."""
-    return Compute(flops=work.flops.at(samples), moved_bytes=work.moved_bytes.at(samples),
-                   function_bytes=work.function_bytes.at(samples), operators=work.operators, part=part,
-                   products=_of_samples(work.products, samples) if work.products else (),
-                   calls=_calls_of_samples(work.calls, samples) if work.calls.first else (),
-                   is_compiled=work.spared.kernels > 0, spared_bytes=work.spared.spared_bytes.at(samples),
-                   spared_operators=work.spared.spared_operators)
+    return Compute(
+        flops=work.flops.at(samples),
+        moved_bytes=work.moved_bytes.at(samples),
+        function_bytes=work.function_bytes.at(samples),
+        operators=work.operators,
+        part=part,
+        products=_of_samples(work.products, samples) if work.products else (),
+        calls=_calls_of_samples(work.calls, samples) if work.calls.first else (),
+        is_compiled=work.spared.kernels > 0,
+        spared_bytes=work.spared.spared_bytes.at(samples),
+        spared_operators=work.spared.spared_operators,
+    )
 
 
 def _grow(products: tuple[Product, ...], samples: float) -> tuple[Product, ...]:

@@ -27,14 +27,17 @@ def gather_in_place(whole: torch.Tensor, group: dist.ProcessGroup) -> None:
     for rank, part in enumerate(whole.view(group.size(), -1)):
         options = dist.BroadcastOptions()
         options.rootRank, options.asyncOp = rank, True
-        works.append(group.broadcast([torch.view_as_real(part) if part.is_complex() else part], options))
+        works.append(
+            group.broadcast([torch.view_as_real(part) if part.is_complex() else part], options)
+        )
     with waiting:
         for work in works:
             work.wait()
 
 
-def reduce_scatter(part: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup,
-                   op: Any = dist.ReduceOp.SUM) -> None:
+def reduce_scatter(
+    part: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM
+) -> None:
     """This rank's part of the sum of what all ranks have. Collective.
 
     whole: as above; it holds the sums of all parts afterwards. op: torch's `ReduceOp`.

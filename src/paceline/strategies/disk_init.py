@@ -30,8 +30,13 @@ RESIDENT_BYTES = 32 * 1024**2  # of storages that are used before their pages ar
 # nothing is lost. The second loses nothing of any mapping.
 _MADV_DONTNEED, _MADV_PAGEOUT = 4, 21
 _IN_MEMORY = ("tmpfs", "ramfs")  # file systems
-_EMPTY = (torch.ops.aten.empty, torch.ops.aten.empty_strided, torch.ops.aten.empty_like, torch.ops.aten.new_empty,
-          torch.ops.aten.new_empty_strided)
+_EMPTY = (
+    torch.ops.aten.empty,
+    torch.ops.aten.empty_strided,
+    torch.ops.aten.empty_like,
+    torch.ops.aten.new_empty,
+    torch.ops.aten.new_empty_strided,
+)
 
 
 class CannotSpill(Exception):
@@ -51,7 +56,9 @@ class Spill:
         self.folder, self.resident_bytes = _folder_on_disk(), resident_bytes
         self._prefix = str(self.folder / f"paceline-{os.getpid()}-")
         self._madvise = ctypes.CDLL(None).madvise
-        self._used: dict[int, tuple[int, torch.UntypedStorage | None]] = {}  # by address: bytes, the storage if ours
+        self._used: dict[
+            int, tuple[int, torch.UntypedStorage | None]
+        ] = {}  # by address: bytes, the storage if ours
         self._used_bytes = 0
 
     @contextmanager
@@ -89,26 +96,38 @@ class Spill:
         for sharing in by_storage.values():
             members = list(sharing.values())
             storage = members[0].untyped_storage()
-            if sum(tensor.nbytes for tensor in members) < storage.nbytes():  # the rest belongs to another rank
+            if (
+                sum(tensor.nbytes for tensor in members) < storage.nbytes()
+            ):  # the rest belongs to another rank
                 for tensor in members:
                     tensor.data = tensor.data.clone(memory_format=torch.preserve_format)
                 continue
             copied = storage.clone()
             for tensor in members:
                 tensor.data = torch.empty(0, dtype=tensor.dtype).set_(
-                    copied, tensor.storage_offset(), tensor.shape, tensor.stride())
+                    copied, tensor.storage_offset(), tensor.shape, tensor.stride()
+                )
 
     def in_memory_bytes(self, tensors: Iterable[torch.Tensor]) -> int:
         """Bytes of large tensors that are in no file: what was not made by torch's operators on this thread."""
         mapped = _mapped_files()
-        storage_bytes = {storage.data_ptr(): storage.nbytes() for storage in _storages(list(tensors))
-                         if storage.nbytes() >= LEAST_BYTES and not self._owns(storage)}
-        return sum(count for start, count in storage_bytes.items() if not any(a <= start < b for a, b in mapped))
+        storage_bytes = {
+            storage.data_ptr(): storage.nbytes()
+            for storage in _storages(list(tensors))
+            if storage.nbytes() >= LEAST_BYTES and not self._owns(storage)
+        }
+        return sum(
+            count
+            for start, count in storage_bytes.items()
+            if not any(a <= start < b for a, b in mapped)
+        )
 
     def _make(self, num_bytes: int) -> torch.UntypedStorage:
         descriptor, path = tempfile.mkstemp(dir=self.folder, prefix=Path(self._prefix).name)
         try:
-            os.posix_fallocate(descriptor, 0, num_bytes)  # a full disk is an error here, and a killing signal later
+            os.posix_fallocate(
+                descriptor, 0, num_bytes
+            )  # a full disk is an error here, and a killing signal later
             return cast(torch.UntypedStorage, torch.UntypedStorage.from_file(path, True, num_bytes))
         finally:
             os.close(descriptor)
@@ -129,8 +148,12 @@ class Spill:
                 continue
             if storage._cdata not in moved:
                 moved[storage._cdata] = storage, self._make(storage.nbytes())
-                ctypes.memmove(moved[storage._cdata][1].data_ptr(), storage.data_ptr(), storage.nbytes())
-            tensor.set_(moved[storage._cdata][1], tensor.storage_offset(), tensor.shape, tensor.stride())
+                ctypes.memmove(
+                    moved[storage._cdata][1].data_ptr(), storage.data_ptr(), storage.nbytes()
+                )
+            tensor.set_(
+                moved[storage._cdata][1], tensor.storage_offset(), tensor.shape, tensor.stride()
+            )
 
     def _note(self, storages: Iterable[torch.UntypedStorage]) -> None:
         for storage in storages:
@@ -144,7 +167,9 @@ class Spill:
 
     def _let_go(self) -> None:
         """Drop the pages of storages that were used, from this process; files keep what is in them."""
-        others = [(start, start + count) for start, (count, owner) in self._used.items() if owner is None]
+        others = [
+            (start, start + count) for start, (count, owner) in self._used.items() if owner is None
+        ]
         for start, (num_bytes, owner) in self._used.items():
             if owner is not None:
                 self._advise(start, start + num_bytes, _MADV_DONTNEED)
@@ -176,7 +201,11 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.moves and func.overloadpacket in _EMPTY and (empty := self._empty(func, args, kwargs)) is not None:
+        if (
+            self.moves
+            and func.overloadpacket in _EMPTY
+            and (empty := self._empty(func, args, kwargs)) is not None
+        ):
             return empty
         result = func(*args, **kwargs)
         inputs = _storages((args, kwargs))
@@ -184,7 +213,6 @@ class _Watch(TorchDispatchMode):
             self.spill._move(func, result, inputs)
         self.spill._note([*inputs, *_storages(result)])
         return result
-
 
     def _empty(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:
         """A large tensor without values, in a file from the start; None if it is small or no plain CPU tensor."""
@@ -201,8 +229,12 @@ class _Watch(TorchDispatchMode):
 
 def _is_plain(value: Any) -> bool:
     """Whether it is a tensor with memory of its own kind: no subclass, not sparse, on the CPU."""
-    return (type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
-            and value.device.type == "cpu" and not value.is_quantized)
+    return (
+        type(value) in (torch.Tensor, torch.nn.Parameter)
+        and value.layout is torch.strided
+        and value.device.type == "cpu"
+        and not value.is_quantized
+    )
 
 
 def _storages(values: Any) -> list[torch.UntypedStorage]:
@@ -226,15 +258,27 @@ def _folder_on_disk() -> Path:
         raise CannotSpill(f"{sys.platform} doesn't let go of mapped pages")
     folders = [Path(tempfile.gettempdir()), Path("/var/tmp")]
     for folder in folders:
-        if folder.is_dir() and os.access(folder, os.W_OK) and _file_system(folder) not in _IN_MEMORY:
+        if (
+            folder.is_dir()
+            and os.access(folder, os.W_OK)
+            and _file_system(folder) not in _IN_MEMORY
+        ):
             return folder
-    raise CannotSpill(f"{' and '.join(str(folder) for folder in folders)} are in memory or can't be written to; TMPDIR "
-                      "names another folder")
+    raise CannotSpill(
+        f"{' and '.join(str(folder) for folder in folders)} are in memory or can't be written to; TMPDIR "
+        "names another folder"
+    )
 
 
 def _file_system(folder: Path) -> str:
     """The type of the file system that a folder is on."""
     mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
     mounted = [(Path(mount[1].encode().decode("unicode_escape")), mount[2]) for mount in mounts]
-    return max(((len(mount_point.parts), kind) for mount_point, kind in mounted
-                if folder.resolve().is_relative_to(mount_point)), default=(0, ""))[1]
+    return max(
+        (
+            (len(mount_point.parts), kind)
+            for mount_point, kind in mounted
+            if folder.resolve().is_relative_to(mount_point)
+        ),
+        default=(0, ""),
+    )[1]

@@ -25,9 +25,14 @@ def extensions() -> tuple[Strategy, ...]:
     for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
         try:
             known.append(entry.load())
-        except Exception as error:  # of somebody else's code, which must not keep other plans from running
-            warnings.warn(f"the strategy '{entry.name}' ({entry.value}) can't be loaded and is left out: "
-                          f"{type(error).__name__}: {error}", stacklevel=2)
+        except (
+            Exception
+        ) as error:  # of somebody else's code, which must not keep other plans from running
+            warnings.warn(
+                f"the strategy '{entry.name}' ({entry.value}) can't be loaded and is left out: "
+                f"{type(error).__name__}: {error}",
+                stacklevel=2,
+            )
     return tuple(known)
 
 

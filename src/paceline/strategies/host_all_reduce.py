@@ -15,10 +15,14 @@ from paceline.strategies.shared_memory import HEADER_BYTES, MARK_BYTES, SharedMe
 
 _LABEL_BYTES = 128  # of what an exchange is of, in words; more of them are left out
 _COMBINE: dict[Any, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    dist.ReduceOp.SUM: torch.add, dist.ReduceOp.MAX: torch.maximum}
+    dist.ReduceOp.SUM: torch.add,
+    dist.ReduceOp.MAX: torch.maximum,
+}
 
 
-def all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None) -> None:
+def all_reduce(
+    tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None
+) -> None:
     """As torch's, in place; it adds in the order of ranks. Collective.
 
     op: torch's `ReduceOp`: SUM or MAX.
@@ -40,20 +44,28 @@ class _Slots:
     the exchange is of comes first in it: gloo, too, ends ranks that come with different ones."""
 
     def __init__(self, memory: SharedMemory, rank: int) -> None:
-        counters = [memoryview(mapping)[MARK_BYTES:MARK_BYTES + 8] for mapping in memory.mappings]
+        counters = [memoryview(mapping)[MARK_BYTES : MARK_BYTES + 8] for mapping in memory.mappings]
         self._mappings, self._rank, self._number = memory.mappings, rank, 0
         self._barrier = SharedBarrier(counters, memory.processes, rank)
 
     def all_reduce(self, tensor: torch.Tensor, op: Any) -> None:
         self._number += 1
         start = HEADER_BYTES + self._number % 2 * (_LABEL_BYTES + SLOT_BYTES)
-        slots = [torch.frombuffer(mapping, dtype=tensor.dtype, count=tensor.numel(),
-                                  offset=start + _LABEL_BYTES).view(tensor.shape) for mapping in self._mappings]
-        label = f"{op} of {list(tensor.shape)} {tensor.dtype}"[:_LABEL_BYTES].ljust(_LABEL_BYTES).encode()
-        self._mappings[self._rank][start:start + _LABEL_BYTES] = label
+        slots = [
+            torch.frombuffer(
+                mapping, dtype=tensor.dtype, count=tensor.numel(), offset=start + _LABEL_BYTES
+            ).view(tensor.shape)
+            for mapping in self._mappings
+        ]
+        label = (
+            f"{op} of {list(tensor.shape)} {tensor.dtype}"[:_LABEL_BYTES]
+            .ljust(_LABEL_BYTES)
+            .encode()
+        )
+        self._mappings[self._rank][start : start + _LABEL_BYTES] = label
         slots[self._rank].copy_(tensor)
         self._barrier.wait()
-        labels = [mapping[start:start + _LABEL_BYTES] for mapping in self._mappings]
+        labels = [mapping[start : start + _LABEL_BYTES] for mapping in self._mappings]
         if any(other != label for other in labels):
             error = self._barrier.loss(f"ranks exchange different figures: {_listed(labels)}")
             error.is_mismatch = True  # type: ignore[attr-defined]

@@ -19,14 +19,52 @@ from paceline.strategies.tensor.keys import KEYS as TENSOR
 
 # In the order of messages. Axes outermost first: neighbours along the last one are neighbours among the ranks.
 BUILT_IN: tuple[PlanKeys, ...] = (
-    PIPELINE, PLACE, DATA, SHARD, TENSOR, LOCAL, SERVER, COMPRESS, RECOMPUTE, COMPILE, modifiers.KEYS)
+    PIPELINE,
+    PLACE,
+    DATA,
+    SHARD,
+    TENSOR,
+    LOCAL,
+    SERVER,
+    COMPRESS,
+    RECOMPUTE,
+    COMPILE,
+    modifiers.KEYS,
+)
 AXES: tuple[Axis, ...] = tuple(axis for plan_keys in BUILT_IN for axis in plan_keys.axes)
 # In the order of a plan's text: axes, then synchronisation, schedule and modifiers.
-_ORDER = ("pipeline", "place", "parts", "data", "shard", "tensor", "zero", "local", "outer", "fragments", "server",
-          "workers", "staleness", "colocate", "damping", "schedule", "microbatches", "virtual", "accumulate",
-          "recompute", "compile", "shares", "compress", "deterministic")
-KEYS: dict[str, Key] = dict(sorted(((key.name, key) for plan_keys in BUILT_IN for key in plan_keys.all()),
-                                   key=lambda entry: _ORDER.index(entry[0])))
+_ORDER = (
+    "pipeline",
+    "place",
+    "parts",
+    "data",
+    "shard",
+    "tensor",
+    "zero",
+    "local",
+    "outer",
+    "fragments",
+    "server",
+    "workers",
+    "staleness",
+    "colocate",
+    "damping",
+    "schedule",
+    "microbatches",
+    "virtual",
+    "accumulate",
+    "recompute",
+    "compile",
+    "shares",
+    "compress",
+    "deterministic",
+)
+KEYS: dict[str, Key] = dict(
+    sorted(
+        ((key.name, key) for plan_keys in BUILT_IN for key in plan_keys.all()),
+        key=lambda entry: _ORDER.index(entry[0]),
+    )
+)
 
 
 def key(name: str) -> Key | None:
@@ -42,6 +80,8 @@ def keys() -> dict[str, Key]:
     """
     outside = extensions.axes()
     if taken := sorted(outside.keys() & KEYS.keys()):
-        raise PlanError(f"a strategy that is installed brings the plan key '{taken[0]}', which is built in",
-                        hint="its axis needs another name; entry points of the group paceline.strategies name it")
+        raise PlanError(
+            f"a strategy that is installed brings the plan key '{taken[0]}', which is built in",
+            hint="its axis needs another name; entry points of the group paceline.strategies name it",
+        )
     return {**{name: of_axis(axis) for name, axis in outside.items()}, **KEYS}

@@ -63,28 +63,60 @@ def whole_number(name: str, text: str, *, allowed: str) -> int:
     return int(text)
 
 
-def count(name: str, record: Record, letter: str, *, default: int | None = 1, counts_ranks: bool = False) -> Key:
+def count(
+    name: str, record: Record, letter: str, *, default: int | None = 1, counts_ranks: bool = False
+) -> Key:
     """A key for a whole number of at least 1. letter: for it in messages."""
-    return Key(name, record, default, letter, lambda name, text: whole_number(name, text, allowed=letter),
-               lambda value: "" if is_count(value) else f"{name}={value} must be a whole number of at least 1",
-               counts_ranks)
+    return Key(
+        name,
+        record,
+        default,
+        letter,
+        lambda name, text: whole_number(name, text, allowed=letter),
+        lambda value: (
+            "" if is_count(value) else f"{name}={value} must be a whole number of at least 1"
+        ),
+        counts_ranks,
+    )
 
 
-def count_or(word: str, name: str, record: Record, *, default: int | str, allowed: str,
-             least: Literal[0, 1] = 1) -> Key:
+def count_or(
+    word: str,
+    name: str,
+    record: Record,
+    *,
+    default: int | str,
+    allowed: str,
+    least: Literal[0, 1] = 1,
+) -> Key:
     """A key for a whole number of at least `least`, or one word."""
+
     def problem(value: Any) -> str:
         right = value == word or is_count(value) or (value == 0 == least)
-        return "" if right else f"{name}={value} must be a whole number of at least {least}, or {word}"
+        return (
+            "" if right else f"{name}={value} must be a whole number of at least {least}, or {word}"
+        )
 
-    return Key(name, record, default, allowed, lambda name, text: text if text == word else whole_number(
-        name, text, allowed=allowed), problem)
+    return Key(
+        name,
+        record,
+        default,
+        allowed,
+        lambda name, text: text if text == word else whole_number(name, text, allowed=allowed),
+        problem,
+    )
 
 
 def choice(name: str, record: Record, values: Sequence[str], *, default: str) -> Key:
     """A key for one of a few words."""
-    return Key(name, record, default, "|".join(values), lambda name, text: text,
-               lambda value: "" if value in values else f"{name}={value}: {nearest(str(value), values)}")
+    return Key(
+        name,
+        record,
+        default,
+        "|".join(values),
+        lambda name, text: text,
+        lambda value: "" if value in values else f"{name}={value}: {nearest(str(value), values)}",
+    )
 
 
 @cache

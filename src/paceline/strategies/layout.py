@@ -164,8 +164,6 @@ class Layout(Ownership, Protocol):
         """Every gradient of this rank is complete over its replicas; make it so over its stages too."""
 
 
-
-
 class Whole:
     """The model as it is."""
 

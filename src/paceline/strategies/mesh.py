@@ -116,7 +116,9 @@ class Mesh:
         >>> Mesh({"data": 2, "shard": 2, "tensor": 2}, rank=0).summed_axes(["shard"])
         ('data',)
         """
-        return tuple(name for name in self._names(lambda axis: axis.cuts_batch) if name not in cut_by)
+        return tuple(
+            name for name in self._names(lambda axis: axis.cuts_batch) if name not in cut_by
+        )
 
     def summed_over(self, cut_by: Iterable[str] = ()) -> list[int]:
         """The ranks that hold what this rank holds of a tensor that these axes cut, and whose gradients of it are
@@ -128,7 +130,11 @@ class Mesh:
         axes = list(axes)
         ranks = [self.rank - sum(self.coordinates[axis] * self._stride(axis) for axis in axes)]
         for axis in axes:
-            ranks = [rank + place * self._stride(axis) for rank in ranks for place in range(self.sizes[axis])]
+            ranks = [
+                rank + place * self._stride(axis)
+                for rank in ranks
+                for place in range(self.sizes[axis])
+            ]
         return ranks
 
     @cached_property
@@ -209,8 +215,11 @@ class Mesh:
         if kind not in self._devices:
             sizes = {axis: size for axis, size in self.sizes.items() if size > 1}
             self._devices[kind] = DeviceMesh.from_group(
-                [self.group(axis) for axis in sizes], kind, torch.arange(self.world_size).view(*sizes.values()),
-                mesh_dim_names=tuple(sizes))
+                [self.group(axis) for axis in sizes],
+                kind,
+                torch.arange(self.world_size).view(*sizes.values()),
+                mesh_dim_names=tuple(sizes),
+            )
         return self._devices[kind]
 
     def _names(self, has: Callable[[Axis], bool]) -> tuple[str, ...]:
@@ -226,7 +235,7 @@ class Mesh:
         return number
 
     def _stride(self, axis: str) -> int:
-        after = list(self.sizes)[list(self.sizes).index(axis) + 1:]
+        after = list(self.sizes)[list(self.sizes).index(axis) + 1 :]
         return math.prod(self.sizes[name] for name in after)
 
 
@@ -255,8 +264,13 @@ def axes_cut(tensor: Any) -> tuple[str, ...]:
     """Axes along which ranks hold different parts of a tensor, outermost first; none of a plain one."""
     if not hasattr(tensor, "device_mesh"):
         return ()
-    return tuple(axis for axis, placement in zip(tensor.device_mesh.mesh_dim_names, tensor.placements, strict=True)
-                 if not placement.is_replicate())
+    return tuple(
+        axis
+        for axis, placement in zip(
+            tensor.device_mesh.mesh_dim_names, tensor.placements, strict=True
+        )
+        if not placement.is_replicate()
+    )
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -266,4 +280,6 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 def is_about_parts(error: Exception) -> bool:
     """Whether torch failed because a rank holds a part of a tensor."""
-    return any(words in str(error) for words in ("DTensor", "sharding strategy", "Sharding propagation"))
+    return any(
+        words in str(error) for words in ("DTensor", "sharding strategy", "Sharding propagation")
+    )

@@ -6,7 +6,15 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from paceline.base.errors import nearest
-from paceline.strategies.keys import Key, PlanKeys, as_text, choice, count_or, is_count, whole_number
+from paceline.strategies.keys import (
+    Key,
+    PlanKeys,
+    as_text,
+    choice,
+    count_or,
+    is_count,
+    whole_number,
+)
 
 if TYPE_CHECKING:
     from paceline.strategies.plan import Plan
@@ -23,7 +31,11 @@ def _read_shares(name: str, text: str) -> str | tuple[int, ...]:
 
 def _problem_of_shares(value: Any) -> str:
     if isinstance(value, tuple):
-        return "" if all(map(is_count, value)) else f"shares={as_text(value)} must be whole numbers of at least 1"
+        return (
+            ""
+            if all(map(is_count, value))
+            else f"shares={as_text(value)} must be whole numbers of at least 1"
+        )
     return "" if value in SHARES_BY else f"shares={value}: {nearest(str(value), SHARES_BY)}"
 
 
@@ -31,7 +43,9 @@ def _problems(plan: Plan) -> list[str]:
     shares = plan.modifiers.shares
     if not isinstance(shares, tuple) or len(shares) == plan.replicas or not is_count(plan.replicas):
         return []
-    return [f"shares={as_text(shares)} has {len(shares)} parts and the plan has {plan.replicas} replicas"]
+    return [
+        f"shares={as_text(shares)} has {len(shares)} parts and the plan has {plan.replicas} replicas"
+    ]
 
 
 ACCUMULATE = count_or("auto", "accumulate", "modifiers", default=1, allowed="K|auto")

@@ -120,8 +120,11 @@ class Plan:
     def __post_init__(self) -> None:
         problems = _problems(self)
         if problems:
-            raise PlanError("; ".join(problems), hint="the keys of a plan are " + ", ".join(
-                f"{name}={spec.allowed}" for name, spec in keys().items()))
+            raise PlanError(
+                "; ".join(problems),
+                hint="the keys of a plan are "
+                + ", ".join(f"{name}={spec.allowed}" for name, spec in keys().items()),
+            )
 
     @property
     def world_size(self) -> int:
@@ -212,7 +215,12 @@ class Plan:
 
     def _records(self) -> dict[Record, object]:
         """The parts that have the values of the keys."""
-        return {"axes": self.axes, "sync": self.sync, "schedule": self.schedule, "modifiers": self.modifiers}
+        return {
+            "axes": self.axes,
+            "sync": self.sync,
+            "schedule": self.schedule,
+            "modifiers": self.modifiers,
+        }
 
     @classmethod
     def parse(cls, text: str) -> Plan:
@@ -224,14 +232,18 @@ class Plan:
         values: dict[str, Any] = {}
         words = [word for word in re.split(r"[\s,]+", text.strip()) if word]
         if not words:
-            raise PlanError("the plan is empty", hint="'single' is one device; 'data=2' is two replicas")
+            raise PlanError(
+                "the plan is empty", hint="'single' is one device; 'data=2' is two replicas"
+            )
         for word in words:
             name, equals, value = word.partition("=")
             if word == "single":
                 continue
             if word == "auto":
-                raise PlanError("'auto' is no plan: train finds one for it",
-                                hint="paceline plan FILE says which plan is the fastest; name it, such as 'data=2'")
+                raise PlanError(
+                    "'auto' is no plan: train finds one for it",
+                    hint="paceline plan FILE says which plan is the fastest; name it, such as 'data=2'",
+                )
             if name in ("single", "auto"):
                 raise PlanError(f"'{name}' takes no value, got '{word}'")
             if (spec := key(name)) is None:
@@ -241,9 +253,13 @@ class Plan:
             if name in values:
                 raise PlanError(f"plan key '{name}' is given twice: {values[name]} and {value}")
             values[name] = spec.read(name, value)
-        if "single" in words and (split := [name for name in values if _counts_ranks(name) and values[name] != 1]):
-            raise PlanError(f"'single' is one device and contradicts "
-                            f"{', '.join(f'{name}={values[name]}' for name in split)}")
+        if "single" in words and (
+            split := [name for name in values if _counts_ranks(name) and values[name] != 1]
+        ):
+            raise PlanError(
+                f"'single' is one device and contradicts "
+                f"{', '.join(f'{name}={values[name]}' for name in split)}"
+            )
         return cls.of(**values)
 
     @classmethod
@@ -255,10 +271,14 @@ class Plan:
         completed: Mapping[str, Any] = values
         for plan_keys in BUILT_IN:
             completed = plan_keys.complete(completed)
-        fields: dict[object, dict[str, Any]] = {record: {} for record in (*get_args(Record), *_SYNC_OF.values())}
+        fields: dict[object, dict[str, Any]] = {
+            record: {} for record in (*get_args(Record), *_SYNC_OF.values())
+        }
         for name in completed.keys() & KEYS.keys():
             fields[_SYNC_OF.get(name, KEYS[name].record)][name] = completed[name]
-        sync = next((kind(**fields[kind]) for kind in _SYNC_OF.values() if fields[kind]), AllReduce())
+        sync = next(
+            (kind(**fields[kind]) for kind in _SYNC_OF.values() if fields[kind]), AllReduce()
+        )
         axes = Axes(others=_others(completed), **fields["axes"])
         return cls(axes, sync, Schedule(**fields["schedule"]), Modifiers(**fields["modifiers"]))
 
@@ -274,8 +294,10 @@ class Plan:
             except (OSError, ValueError, KeyError, AttributeError) as error:
                 if isinstance(error, PlanError):
                     raise
-                raise PlanError(f"can't read a plan from {source}: {getattr(error, 'strerror', None) or error}",
-                                hint='a plan file is {"plan": "data=2"}') from error
+                raise PlanError(
+                    f"can't read a plan from {source}: {getattr(error, 'strerror', None) or error}",
+                    hint='a plan file is {"plan": "data=2"}',
+                ) from error
         if not isinstance(source, str):
             raise PlanError(f"a plan is text or a Plan, got {source!r}", hint="such as 'data=2'")
         return cls.parse(source)
@@ -283,9 +305,13 @@ class Plan:
     def values(self) -> dict[str, Any]:
         """The keys that differ from their defaults, in the canonical order."""
         records = self._records()
-        values = {name: getattr(records[spec.record], name, spec.default) for name, spec in KEYS.items()}
-        return {**dict(self.axes.others),
-                **{name: value for name, value in values.items() if value != KEYS[name].default}}
+        values = {
+            name: getattr(records[spec.record], name, spec.default) for name, spec in KEYS.items()
+        }
+        return {
+            **dict(self.axes.others),
+            **{name: value for name, value in values.items() if value != KEYS[name].default},
+        }
 
     def with_(self, **values: Any) -> Plan:
         """This plan with the values of some of its keys replaced: `plan.with_(data=4, recompute="full")`.
@@ -311,14 +337,20 @@ class Plan:
 
 # The kind of synchronisation that has the values of a key.
 _SYNC_OF: dict[str, type[Synchronisation]] = {
-    spec.name: plan_keys.sync for plan_keys in BUILT_IN if plan_keys.sync
-    for spec in plan_keys.keys if spec.record == "sync"}
+    spec.name: plan_keys.sync
+    for plan_keys in BUILT_IN
+    if plan_keys.sync
+    for spec in plan_keys.keys
+    if spec.record == "sync"
+}
 
 
 def _unknown(name: str, known: list[str]) -> PlanError:
     """A key that no strategy has; says what is meant where another tool has that word."""
     if (words := meant(name)) is not None:
-        return PlanError(f"'{name}' is no plan key: {words}", hint="known keys: " + ", ".join(known))
+        return PlanError(
+            f"'{name}' is no plan key: {words}", hint="known keys: " + ", ".join(known)
+        )
     return PlanError(f"unknown plan key '{name}', {nearest(name, known)}")
 
 
@@ -340,11 +372,17 @@ def _problems(plan: Plan) -> list[str]:
     What a strategy's keys contradict is looked for once their own values and those of the axes are right.
     """
     sizes, records = plan.axes.sizes(), plan._records()
-    of_axes = [words for axis in plan.axes.facts() if (words := of_axis(axis).problem(sizes[axis.name]))]
+    of_axes = [
+        words for axis in plan.axes.facts() if (words := of_axis(axis).problem(sizes[axis.name]))
+    ]
     problems = list(of_axes)
     for plan_keys in BUILT_IN:
-        of_keys = [words for spec in plan_keys.keys if hasattr(record := records[spec.record], spec.name)
-                   and (words := spec.problem(getattr(record, spec.name)))]
+        of_keys = [
+            words
+            for spec in plan_keys.keys
+            if hasattr(record := records[spec.record], spec.name)
+            and (words := spec.problem(getattr(record, spec.name)))
+        ]
         problems += of_keys
         if not of_axes and not of_keys:
             problems += plan_keys.problems(plan)

@@ -14,37 +14,91 @@ _LOCAL = "'local=H data=N' lets N replicas take H steps between their meetings"
 
 # In lower case, without what parts words.
 _MEANT = {
-    **dict.fromkeys(("ddp", "dp", "dataparallel", "distributeddataparallel", "replicate", "dpreplicate", "mirrored",
-                     "horovod", "replicas"), _REPLICAS),
-    **dict.fromkeys(("fsdp", "fsdp1", "fsdp2", "fullyshard", "fullysharded", "fullyshardeddataparallel", "sdp",
-                     "dpshard", "zero3", "zeros3", "deepspeed"), _SHARDED),
+    **dict.fromkeys(
+        (
+            "ddp",
+            "dp",
+            "dataparallel",
+            "distributeddataparallel",
+            "replicate",
+            "dpreplicate",
+            "mirrored",
+            "horovod",
+            "replicas",
+        ),
+        _REPLICAS,
+    ),
+    **dict.fromkeys(
+        (
+            "fsdp",
+            "fsdp1",
+            "fsdp2",
+            "fullyshard",
+            "fullysharded",
+            "fullyshardeddataparallel",
+            "sdp",
+            "dpshard",
+            "zero3",
+            "zeros3",
+            "deepspeed",
+        ),
+        _SHARDED,
+    ),
     "zero1": "'shard=N zero=1' splits the optimizer's state over N replicas",
     "zero2": "'shard=N zero=2' splits the optimizer's state and gradients over N replicas",
-    **dict.fromkeys(("hsdp", "hybridshard"), "'data=N shard=M' is N groups of M replicas that share parameters, "
-                                             "gradients and optimizer state"),
+    **dict.fromkeys(
+        ("hsdp", "hybridshard"),
+        "'data=N shard=M' is N groups of M replicas that share parameters, "
+        "gradients and optimizer state",
+    ),
     **dict.fromkeys(("tp", "tensor", "tensormodel"), _TENSOR),
     **dict.fromkeys(("pp", "pipe", "pipelinemodel"), _PIPELINE),
-    **dict.fromkeys(("mp", "model"), f"{_TENSOR}, {_PIPELINE}, and 'place=auto parts=N' puts modules on N devices"),
+    **dict.fromkeys(
+        ("mp", "model"),
+        f"{_TENSOR}, {_PIPELINE}, and 'place=auto parts=N' puts modules on N devices",
+    ),
     **dict.fromkeys(("ps", "parameterserver"), _SERVERS),
-    **dict.fromkeys(("megatron", "megatronlm", "3d"), f"{_TENSOR}, {_PIPELINE}, and {_REPLICAS}; the three multiply"),
-    **dict.fromkeys(("devicemap", "naive", "naivemp"), "'place=auto parts=N' puts modules on N devices"),
-    **dict.fromkeys(("cp", "context", "ulysses", "ringattention"),
-                    "no plan key cuts attention's sequence yet; 'tensor=N' cuts the sequence between its split layers"),
-    **dict.fromkeys(("sp", "sequence"), "there is no key for it: 'tensor=N' cuts the sequence between its split layers "
-                                        "by itself"),
-    **dict.fromkeys(("ep", "expert", "experts"), "no plan key cuts experts yet; 'shard=N' splits their weights as all "
-                                                 "others"),
-    **dict.fromkeys(("vp", "vpp", "virtualpipelinemodel"),
-                    "'pipeline=N schedule=interleaved virtual=V' gives each of N devices V stages"),
-    **dict.fromkeys(("ga", "gas", "gradientaccumulation", "gradientaccumulationsteps", "accum", "gradaccum"),
-                    "'accumulate=K' cuts a step into K micro-batches; the job's batch stays the same"),
-    **dict.fromkeys(("gradientcheckpointing", "activationcheckpointing", "checkpointing", "ac", "remat"), _RECOMPUTE),
+    **dict.fromkeys(
+        ("megatron", "megatronlm", "3d"),
+        f"{_TENSOR}, {_PIPELINE}, and {_REPLICAS}; the three multiply",
+    ),
+    **dict.fromkeys(
+        ("devicemap", "naive", "naivemp"), "'place=auto parts=N' puts modules on N devices"
+    ),
+    **dict.fromkeys(
+        ("cp", "context", "ulysses", "ringattention"),
+        "no plan key cuts attention's sequence yet; 'tensor=N' cuts the sequence between its split layers",
+    ),
+    **dict.fromkeys(
+        ("sp", "sequence"),
+        "there is no key for it: 'tensor=N' cuts the sequence between its split layers by itself",
+    ),
+    **dict.fromkeys(
+        ("ep", "expert", "experts"),
+        "no plan key cuts experts yet; 'shard=N' splits their weights as all others",
+    ),
+    **dict.fromkeys(
+        ("vp", "vpp", "virtualpipelinemodel"),
+        "'pipeline=N schedule=interleaved virtual=V' gives each of N devices V stages",
+    ),
+    **dict.fromkeys(
+        ("ga", "gas", "gradientaccumulation", "gradientaccumulationsteps", "accum", "gradaccum"),
+        "'accumulate=K' cuts a step into K micro-batches; the job's batch stays the same",
+    ),
+    **dict.fromkeys(
+        ("gradientcheckpointing", "activationcheckpointing", "checkpointing", "ac", "remat"),
+        _RECOMPUTE,
+    ),
     **dict.fromkeys(("torchcompile", "inductor"), "'compile=blocks' compiles each repeated block"),
     **dict.fromkeys(("diloco", "localsgd"), _LOCAL),
-    **dict.fromkeys(("offload", "cpuoffload"), "no plan key offloads yet; 'shard=N' and 'recompute=full' need less "
-                                               "memory"),
-    **dict.fromkeys(("nproc", "nprocpernode", "worldsize", "gpus", "devices", "numprocesses"),
-                    f"the number of ranks follows from a plan's axes: {_REPLICAS}"),
+    **dict.fromkeys(
+        ("offload", "cpuoffload"),
+        "no plan key offloads yet; 'shard=N' and 'recompute=full' need less memory",
+    ),
+    **dict.fromkeys(
+        ("nproc", "nprocpernode", "worldsize", "gpus", "devices", "numprocesses"),
+        f"the number of ranks follows from a plan's axes: {_REPLICAS}",
+    ),
 }
 
 

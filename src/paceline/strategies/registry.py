@@ -26,7 +26,18 @@ from paceline.strategies.tensor.strategy import STRATEGY as TENSOR
 if TYPE_CHECKING:
     from paceline.strategies.plan import Plan
 
-BUILT_IN: tuple[Strategy, ...] = (COMPILE, RECOMPUTE, TENSOR, PIPELINE, PLACE, SHARD, DATA, LOCAL, SERVER, COMPRESS)
+BUILT_IN: tuple[Strategy, ...] = (
+    COMPILE,
+    RECOMPUTE,
+    TENSOR,
+    PIPELINE,
+    PLACE,
+    SHARD,
+    DATA,
+    LOCAL,
+    SERVER,
+    COMPRESS,
+)
 
 
 def strategies() -> tuple[Strategy, ...]:

@@ -17,7 +17,9 @@ from contextlib import suppress
 from paceline.base.errors import PeerLost
 from paceline.base.waiting import waiting
 
-SLOT_BYTES = 2**16  # of the largest tensor that ranks exchange by such a barrier (`host_all_reduce.py`)
+SLOT_BYTES = (
+    2**16
+)  # of the largest tensor that ranks exchange by such a barrier (`host_all_reduce.py`)
 # For so long a rank keeps its core awake; one that waits longer looks so often, and at its peers' processes likewise.
 AWAKE_S, LOOK_EVERY_S, CHECK_EVERY_S = 5e-3, 1e-4, 0.1
 # Other processors may show a counter before what was written ahead of it.
@@ -29,7 +31,9 @@ def stays_awake(num_ranks: int, num_cores: int) -> bool:
     order and tells when another process ends."""
     if num_ranks > num_cores or platform.machine() not in _ORDERED:
         return False
-    with suppress(OSError, AttributeError):  # an old kernel, a container that forbids it, or not Linux
+    with suppress(
+        OSError, AttributeError
+    ):  # an old kernel, a container that forbids it, or not Linux
         os.close(os.pidfd_open(os.getpid()))
         return True
     return False
@@ -87,7 +91,9 @@ class SharedBarrier:
 
     def _check(self) -> None:
         ended, _, _ = select.select(list(self._processes), [], [], 0)
-        if any(self._counters[self._processes[descriptor]][0] < self._arrivals for descriptor in ended):
+        if any(
+            self._counters[self._processes[descriptor]][0] < self._arrivals for descriptor in ended
+        ):
             raise self.loss(self._ended)
 
     @property

@@ -46,8 +46,13 @@ class StepSync(Protocol):
     def all_reduce_figures(self, figures: torch.Tensor) -> torch.Tensor:
         """The figures of all whose gradients an update is made of, summed. figures: loss, count, flags; float64."""
 
-    def end_step(self, step: int, figures: torch.Tensor, host_figures: list[float],
-                 beat: Callable[[str], None]) -> SyncedFigures | None:
+    def end_step(
+        self,
+        step: int,
+        figures: torch.Tensor,
+        host_figures: list[float],
+        beat: Callable[[str], None],
+    ) -> SyncedFigures | None:
         """The update of step `step` (counted from 1) is done; None if the ranks don't meet after it.
 
         figures: what was agreed. host_figures: the same, read already; to read them again is to wait for the update.
@@ -80,8 +85,13 @@ class SyncEveryStep:
             self.met_bytes += all_reduce_bytes(figures.nbytes, self.world_size)
         return figures
 
-    def end_step(self, step: int, figures: torch.Tensor, host_figures: list[float],
-                 beat: Callable[[str], None]) -> SyncedFigures | None:
+    def end_step(
+        self,
+        step: int,
+        figures: torch.Tensor,
+        host_figures: list[float],
+        beat: Callable[[str], None],
+    ) -> SyncedFigures | None:
         return SyncedFigures([host_figures[:STEP_FIGURES]], host_figures[STEP_FIGURES:], 1.0)
 
     def finalize(self, step: int) -> SyncedFigures | None:

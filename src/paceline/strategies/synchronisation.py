@@ -45,7 +45,8 @@ class Synchronisation:
 
     @property
     def leaves_state(self) -> bool:
-        """Whether what ranks hold between two updates is the whole state of a run; see `training/parts/live_state.py`."""
+        """Whether what ranks hold between two updates is the whole state of a run; see
+        `training/parts/live_state.py`."""
         return self.outer_steps is None
 
     @property

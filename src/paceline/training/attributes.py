@@ -16,7 +16,14 @@ from paceline.model.attributes import AttributeSnapshot, is_like_a_buffer, plain
 
 PREFIX, _VALUES = "attributes/", "attributes/.values/"
 _NUMBERS = (type(None), bool, int, float, str)
-_NO_OBJECTS = (nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType, types.MethodType)
+_NO_OBJECTS = (
+    nn.Module,
+    torch.Tensor,
+    type,
+    types.ModuleType,
+    types.FunctionType,
+    types.MethodType,
+)
 
 
 class ChangingAttributes:
@@ -27,20 +34,30 @@ class ChangingAttributes:
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self._before = model, AttributeSnapshot(model)
-        self._numbers = {name: getattr(holder, attribute) for name, holder, attribute in numbers_of_objects(model)}
+        self._numbers = {
+            name: getattr(holder, attribute)
+            for name, holder, attribute in numbers_of_objects(model)
+        }
         self._not_the_models: frozenset[str] = frozenset()
 
     def disregard_new(self) -> None:
         """What was added since this was made is not the model's own: rooms of a plan mark its modules."""
-        self._not_the_models = frozenset(self.changed()) - self._before.values.keys() - self._numbers.keys()
+        self._not_the_models = (
+            frozenset(self.changed()) - self._before.values.keys() - self._numbers.keys()
+        )
 
     def changed(self) -> dict[str, Any]:
         """What holds something else now than when this was made, by name."""
         plain = {name: value for name, _, _, value in plain_attributes(self._model)}
-        numbers = {name: getattr(holder, attribute) for name, holder, attribute in numbers_of_objects(self._model)}
+        numbers = {
+            name: getattr(holder, attribute)
+            for name, holder, attribute in numbers_of_objects(self._model)
+        }
         changed = {name: plain[name] for name in self._before.changed()} | {
-            name: value for name, value in numbers.items()
-            if name not in self._numbers or value != self._numbers[name]}
+            name: value
+            for name, value in numbers.items()
+            if name not in self._numbers or value != self._numbers[name]
+        }
         return {name: value for name, value in changed.items() if name not in self._not_the_models}
 
     def places(self) -> Iterator[tuple[dict[str, Any], str]]:
@@ -54,8 +71,11 @@ class ChangingAttributes:
 
     def changed_tensors(self) -> list[str]:
         """Names of tensors that were there when this was made and hold other values now, in the same shape."""
-        return [name for name, value in self.changed().items()
-                if is_like_a_buffer(self._before.values.get(name), value)]
+        return [
+            name
+            for name, value in self.changed().items()
+            if is_like_a_buffer(self._before.values.get(name), value)
+        ]
 
     def stored(self, place: int, buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What has changed, as tensors for a checkpoint.
@@ -64,9 +84,13 @@ class ChangingAttributes:
         split a model make buffers of some tensors in attributes; elsewhere they are attributes again.
         """
         tensors: dict[str, torch.Tensor] = {}
-        were_attributes = {name: buffer for name, buffer in buffers.items() if name in self._before.values}
-        values = {name: pack(value, f"{PREFIX}{name}", tensors)
-                  for name, value in (self.changed() | were_attributes).items()}
+        were_attributes = {
+            name: buffer for name, buffer in buffers.items() if name in self._before.values
+        }
+        values = {
+            name: pack(value, f"{PREFIX}{name}", tensors)
+            for name, value in (self.changed() | were_attributes).items()
+        }
         return tensors | ({f"{_VALUES}{place}": text_tensor(values)} if values else {})
 
 
@@ -86,8 +110,10 @@ def restore_attributes(model: nn.Module, checkpoint: Checkpoint) -> None:
             path, _, attribute = name.rpartition(".")
             holder = _holder(model, path)
             if holder is None:
-                raise CheckpointError(f"{checkpoint.path} has the attribute '{name}', and this model has no '{path}'",
-                                      hint="the checkpoint is of another model; resume with the job that wrote it")
+                raise CheckpointError(
+                    f"{checkpoint.path} has the attribute '{name}', and this model has no '{path}'",
+                    hint="the checkpoint is of another model; resume with the job that wrote it",
+                )
             setattr(holder, attribute, unpack(packed, read, getattr(holder, attribute, None)))
 
 

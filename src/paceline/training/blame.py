@@ -15,13 +15,16 @@ from paceline.job.order import Order, Window
 from paceline.model.tensors import tensors_in
 from paceline.training.feed import DataShard, MicroBatch, example_batch, is_stream, map_tensors
 
-_PAIRS = ("A sample that is no pair is its own target: let the data set, or collate=, give (input, target), for "
-          "example ({'x': x}, y) or (x, y)")
+_PAIRS = (
+    "A sample that is no pair is its own target: let the data set, or collate=, give (input, target), for "
+    "example ({'x': x}, y) or (x, y)"
+)
 
 
 @contextmanager
-def blaming(job: Job, part: DataShard, window: Window, batches: list[MicroBatch],
-            latest: Callable[[], int]) -> Iterator[None]:
+def blaming(
+    job: Job, part: DataShard, window: Window, batches: list[MicroBatch], latest: Callable[[], int]
+) -> Iterator[None]:
     """Note on an error of the job's own code the samples of the micro-batch that was computed.
 
     latest: The micro-batch whose forward began last.
@@ -33,8 +36,10 @@ def blaming(job: Job, part: DataShard, window: Window, batches: list[MicroBatch]
     except Exception as error:
         names = sample_names(job, part, window, latest())
         if len(names) == batches[latest()].samples:
-            error.add_note(f"in micro-batch {latest() + 1} of {len(batches)} of this rank, of the samples "
-                           f"{in_short(names)} of the data")
+            error.add_note(
+                f"in micro-batch {latest() + 1} of {len(batches)} of this rank, of the samples "
+                f"{in_short(names)} of the data"
+            )
         raise
 
 
@@ -52,33 +57,50 @@ def note_columns(error: TypeError, job: Job) -> None:
         with suppress(Exception):  # as above
             columns = example_batch(job, 1).input
             if isinstance(columns, Mapping):
-                error.add_note(f"the input is a {type(columns).__name__}, and the model is called with its items "
-                               f"{', '.join(map(str, columns))} as keyword arguments. {_PAIRS}")
+                error.add_note(
+                    f"the input is a {type(columns).__name__}, and the model is called with its items "
+                    f"{', '.join(map(str, columns))} as keyword arguments. {_PAIRS}"
+                )
 
 
-def note_sample(error: Exception, criterion: Callable[[Any, Any], Any], output: Any, target: Any,
-                names: Sequence[int]) -> None:
+def note_sample(
+    error: Exception,
+    criterion: Callable[[Any, Any], Any],
+    output: Any,
+    target: Any,
+    names: Sequence[int],
+) -> None:
     """Note on an error of a loss the first sample that it fails on by itself. On the CPU: a GPU whose kernel failed
     computes nothing more.
 
     names: of the samples along dim 0.
     """
     if isinstance(target, Mapping):
-        error.add_note(f"the target is a {type(target).__name__} of {', '.join(map(str, target))}. {_PAIRS}")
+        error.add_note(
+            f"the target is a {type(target).__name__} of {', '.join(map(str, target))}. {_PAIRS}"
+        )
     outputs, targets, samples = list(tensors_in(output)), list(tensors_in(target)), len(names)
-    if not (outputs and targets) or not all(tensor.device.type == "cpu" and tensor.ndim and len(tensor) == samples
-                                            for tensor in (*outputs, *targets)):
+    if not (outputs and targets) or not all(
+        tensor.device.type == "cpu" and tensor.ndim and len(tensor) == samples
+        for tensor in (*outputs, *targets)
+    ):
         return
     for place in range(samples):
+
         def sample(tensor: torch.Tensor, place: int = place) -> torch.Tensor:
-            return tensor[place:place + 1]
+            return tensor[place : place + 1]
 
         try:
             with torch.no_grad():
                 criterion(map_tensors(sample, output), map_tensors(sample, target))
         except Exception as alone:
             if type(alone) is type(error):
-                shown = f": its target is {target[place].item()}" if (
-                    isinstance(target, torch.Tensor) and target[place].numel() == 1) else ""
-                error.add_note(f"the loss fails on sample {names[place]} of the data by itself{shown}")
+                shown = (
+                    f": its target is {target[place].item()}"
+                    if (isinstance(target, torch.Tensor) and target[place].numel() == 1)
+                    else ""
+                )
+                error.add_note(
+                    f"the loss fails on sample {names[place]} of the data by itself{shown}"
+                )
                 return

@@ -12,8 +12,13 @@ from paceline.strategies.data.sparse import with_dense_gradient
 from paceline.strategies.mesh import Mesh, axes_cut, local_part
 
 
-def squared_norm(greatest: float | None, parameters: Mapping[str, torch.nn.Parameter], owned: Collection[str],
-                 mesh: Mesh, device: torch.device) -> torch.Tensor:
+def squared_norm(
+    greatest: float | None,
+    parameters: Mapping[str, torch.nn.Parameter],
+    owned: Collection[str],
+    mesh: Mesh,
+    device: torch.device,
+) -> torch.Tensor:
     """Of the gradients of these parameters, over all parts of the model, as a scalar in float64; 0 without a greatest
     norm.
 
@@ -28,12 +33,16 @@ def squared_norm(greatest: float | None, parameters: Mapping[str, torch.nn.Param
         if dense.grad is not None and name in owned:
             gradient = local_part(dense.grad)
             cut.setdefault(axes_cut(dense), []).append(
-                torch.view_as_real(gradient) if gradient.is_complex() else gradient)
+                torch.view_as_real(gradient) if gradient.is_complex() else gradient
+            )
     # Ranks that hold parts of the model have other parameters, but cut them along the same axes.
     for axes in mesh.cut_by:
         gradients = cut.get(axes, [])
-        squared = (torch.nn.utils.get_total_norm(gradients).to(squares).square() if gradients
-                   else torch.zeros_like(squares))
+        squared = (
+            torch.nn.utils.get_total_norm(gradients).to(squares).square()
+            if gradients
+            else torch.zeros_like(squares)
+        )
         for axis in axes if all(mesh.sizes[axis] > 1 for axis in axes) else ():
             dist.all_reduce(squared, group=mesh.group(axis))
         squares += squared
@@ -42,7 +51,9 @@ def squared_norm(greatest: float | None, parameters: Mapping[str, torch.nn.Param
     return squares
 
 
-def clip(greatest: float | None, parameters: Mapping[str, torch.nn.Parameter], norm: torch.Tensor) -> None:
+def clip(
+    greatest: float | None, parameters: Mapping[str, torch.nn.Parameter], norm: torch.Tensor
+) -> None:
     """Scale the gradients down to the greatest norm, as `clip_grad_norm_`; nothing without one.
 
     norm: of the gradients of all parts of the model, on the device.

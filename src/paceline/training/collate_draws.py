@@ -38,9 +38,14 @@ class CollateDraws:
                 batch = collate(items)
                 self.is_needed = not torch.equal(before, torch.get_rng_state())
                 return batch
-            with WindowDraws(rows=max(len(cut), 1), first=cut.start if len(cut) else 0, count=window.count,
-                             key=(self.seed, "collate", window.epoch, window.start), device=torch.device("cpu"),
-                             is_step=False):
+            with WindowDraws(
+                rows=max(len(cut), 1),
+                first=cut.start if len(cut) else 0,
+                count=window.count,
+                key=(self.seed, "collate", window.epoch, window.start),
+                device=torch.device("cpu"),
+                is_step=False,
+            ):
                 return collate(items)
 
         return keyed

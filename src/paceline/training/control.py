@@ -15,10 +15,10 @@ from paceline.base.waiting import waiting
 from paceline.launch.process.context import RankContext
 from paceline.launch.process.heartbeats import signs_of_life
 
-Answer = dict[str, Any]  # `Requests`, as a mapping; "callbacks": their state, where it was asked for
+Answer = dict[
+    str, Any
+]  # `Requests`, as a mapping; "callbacks": their state, where it was asked for
 _TELL_EVERY_S = 0.05
-
-
 
 
 class Controlling(Protocol):
@@ -27,7 +27,9 @@ class Controlling(Protocol):
     @property
     def hooks(self) -> frozenset[str]: ...
     def on_report(self) -> Answer | None: ...
-    def on_question(self, event: Mapping[str, Any], exchange: Callable[[dict[str, Any]], Any]) -> Answer: ...
+    def on_question(
+        self, event: Mapping[str, Any], exchange: Callable[[dict[str, Any]], Any]
+    ) -> Answer: ...
     def tell_slow(self, after_s: float) -> None: ...
 
 
@@ -38,8 +40,13 @@ class RunControl:
     meanwhile: called now and then while this rank waits for callbacks, from a thread where they run in this process.
     """
 
-    def __init__(self, context: RankContext, controller: Controlling, do: Callable[[dict[str, Any]], Any],
-                 meanwhile: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        context: RankContext,
+        controller: Controlling,
+        do: Callable[[dict[str, Any]], Any],
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> None:
         self.context, self.controller, self.do, self.meanwhile = context, controller, do, meanwhile
         self._num_words, self._told_s = 0, 0.0
         self._pending: Answer = {}
@@ -98,8 +105,11 @@ class RunControl:
         line = self.context.line
         if line is None:
             timeout_s = self.context.timeout_s
-            with (waiting, signs_of_life(self._give_sign, every_s=self._sign_every_s),
-                  signs_of_life(partial(self.controller.tell_slow, timeout_s), every_s=timeout_s)):
+            with (
+                waiting,
+                signs_of_life(self._give_sign, every_s=self._sign_every_s),
+                signs_of_life(partial(self.controller.tell_slow, timeout_s), every_s=timeout_s),
+            ):
                 return self.controller.on_question(event, self._obey)
         line.question(dict(event))
         while True:

@@ -52,21 +52,29 @@ def deterministic_algorithms(*, strict: bool = True) -> Iterator[set[str]]:
                 f"the operator '{operator}' has no deterministic form on this device, and deterministic algorithms "
                 "were asked for",
                 hint="use another operator in its place, or leave deterministic=yes out of the plan; runs then repeat "
-                     "up to rounding alone") from error
+                "up to rounding alone",
+            ) from error
 
 
 @contextmanager
 def _settings(*, strict: bool) -> Iterator[None]:
     cudnn: Any = torch.backends.cudnn
     deterministic: Any = torch.utils.deterministic
-    before = (cudnn.deterministic, cudnn.benchmark, deterministic.fill_uninitialized_memory,
-              torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(),
-              os.environ.get(_WORKSPACE))
+    before = (
+        cudnn.deterministic,
+        cudnn.benchmark,
+        deterministic.fill_uninitialized_memory,
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        os.environ.get(_WORKSPACE),
+    )
     if before[-1] not in _REPEATABLE:
         os.environ[_WORKSPACE] = _REPEATABLE[0]
     try:
         cudnn.deterministic, cudnn.benchmark = True, False
-        deterministic.fill_uninitialized_memory = True  # what is read before it is written would differ
+        deterministic.fill_uninitialized_memory = (
+            True  # what is read before it is written would differ
+        )
         torch.use_deterministic_algorithms(True, warn_only=not strict)
         yield
     finally:

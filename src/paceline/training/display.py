@@ -36,11 +36,15 @@ class Progress:
 
     def __str__(self) -> str:
         total = f"/{self.total_steps}" if self.total_steps else ""
-        predicted = f" (predicted {_seconds(self.predicted_step_s)})" if self.predicted_step_s else ""
+        predicted = (
+            f" (predicted {_seconds(self.predicted_step_s)})" if self.predicted_step_s else ""
+        )
         left = f", {_duration(self.left_s)} left" if self.left_s is not None else ""
-        return (f"step {self.step}{total}  epoch {self.epoch + 1}  loss {self.loss:.4f}  "
-                f"{self.samples_per_s:,.0f} samples/s  {_seconds(self.step_s)}/step{predicted}  "
-                f"{self.memory_bytes / 2**20:,.0f} MiB{left}")
+        return (
+            f"step {self.step}{total}  epoch {self.epoch + 1}  loss {self.loss:.4f}  "
+            f"{self.samples_per_s:,.0f} samples/s  {_seconds(self.step_s)}/step{predicted}  "
+            f"{self.memory_bytes / 2**20:,.0f} MiB{left}"
+        )
 
 
 def _seconds(value_s: float) -> str:
@@ -71,10 +75,18 @@ class Display:
 
         self.output, self.terminal = output, output.terminal
         console = Console(file=self.terminal)
-        self.live = Live("", console=console, refresh_per_second=8, transient=True, redirect_stdout=False,
-                         redirect_stderr=False)
+        self.live = Live(
+            "",
+            console=console,
+            refresh_per_second=8,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
         self.live.start()
-        output.terminal = FileProxy(console, self.terminal)  # what else is printed stands above the line
+        output.terminal = FileProxy(
+            console, self.terminal
+        )  # what else is printed stands above the line
 
     @property
     def is_plain(self) -> bool:

@@ -31,9 +31,17 @@ from paceline.training.prepare import autocast
 _FEW = 4  # samples at least, in which a metric is looked at before the first step
 
 
-def evaluate_step(models: torch.nn.Module, parts: Mapping[str, ModelPart], job: Job, data: Any, *, part: DataShard,
-                  mesh: Mesh, device: torch.device,
-                  beat: Callable[[str], None] = lambda phase: None) -> dict[str, float]:
+def evaluate_step(
+    models: torch.nn.Module,
+    parts: Mapping[str, ModelPart],
+    job: Job,
+    data: Any,
+    *,
+    part: DataShard,
+    mesh: Mesh,
+    device: torch.device,
+    beat: Callable[[str], None] = lambda phase: None,
+) -> dict[str, float]:
     """What `validate` of a job with models by name gives over the data: the loss (as "loss") and others by name.
     Collective over all ranks."""
     sums = step_sums(models, parts, job, data, part=part, mesh=mesh, device=device, beat=beat)
@@ -43,9 +51,17 @@ def evaluate_step(models: torch.nn.Module, parts: Mapping[str, ModelPart], job: 
     return quotients(sums, together)
 
 
-def step_sums(models: torch.nn.Module, parts: Mapping[str, ModelPart], job: Job, data: Any, *, part: DataShard,
-              mesh: Mesh, device: torch.device,
-              beat: Callable[[str], None] = lambda phase: None) -> dict[str, torch.Tensor]:
+def step_sums(
+    models: torch.nn.Module,
+    parts: Mapping[str, ModelPart],
+    job: Job,
+    data: Any,
+    *,
+    part: DataShard,
+    mesh: Mesh,
+    device: torch.device,
+    beat: Callable[[str], None] = lambda phase: None,
+) -> dict[str, torch.Tensor]:
     """Sum and count of each figure of `validate` over this rank's part of the data, float64. Collective where the
     plan's forwards are."""
     sums: dict[str, torch.Tensor] = {}
@@ -53,18 +69,25 @@ def step_sums(models: torch.nn.Module, parts: Mapping[str, ModelPart], job: Job,
     models.eval()
     counts_here = mesh.is_first_of_same_loss and not mesh.coordinates[mesh.stage_axis]
     with kept_streams(), torch.no_grad():
-        for batch in evaluation_feed(data, batch=job.batch, part=part, seed=job.seed,
-                                     collate=job.evaluation_collate):
+        for batch in evaluation_feed(
+            data, batch=job.batch, part=part, seed=job.seed, collate=job.evaluation_collate
+        ):
             beat("evaluate")
             moved = batch.to(device, torch.float64 if job.precision == "float64" else None)
             with autocast(job, device):
-                values = _validated(job, _Validation(parts, mesh, device, batch.samples, job.precision), moved)
+                values = _validated(
+                    job, _Validation(parts, mesh, device, batch.samples, job.precision), moved
+                )
             for name, value in values.items():
                 row = sums.setdefault(name, torch.zeros(2, dtype=torch.float64, device=device))
                 if batch.samples and counts_here:
                     tally = read_tally(value, samples=batch.samples, name=f"'{name}' of validate")
-                    row += torch.stack([torch.as_tensor(figure, dtype=torch.float64, device=device)
-                                        for figure in (tally.total, tally.count)])
+                    row += torch.stack(
+                        [
+                            torch.as_tensor(figure, dtype=torch.float64, device=device)
+                            for figure in (tally.total, tally.count)
+                        ]
+                    )
     models.train(was_training)
     return sums
 
@@ -76,18 +99,26 @@ def _validated(job: Job, context: _Validation, batch: MicroBatch) -> Mapping[str
         values = job.own_validate(context, StepBatch([batch]))
     values = values if isinstance(values, Mapping) else {"loss": values}
     if "loss" not in values:
-        raise TrainingError(f"validate returned {', '.join(values)} and no \"loss\"")
+        raise TrainingError(f'validate returned {", ".join(values)} and no "loss"')
     if taken := FIGURES.intersection(values) - {"loss"}:
-        raise TrainingError(f"validate returned {', '.join(sorted(taken))}: every run has a figure of that name",
-                            hint="give the metric another name")
+        raise TrainingError(
+            f"validate returned {', '.join(sorted(taken))}: every run has a figure of that name",
+            hint="give the metric another name",
+        )
     return {"loss": values["loss"], **values}
 
 
 class _Validation:
     """The context of `validate` on a rank: models run, nothing is trained; see `StepContext`."""
 
-    def __init__(self, parts: Mapping[str, ModelPart], mesh: Mesh, device: torch.device, samples: int,
-                 precision: str) -> None:
+    def __init__(
+        self,
+        parts: Mapping[str, ModelPart],
+        mesh: Mesh,
+        device: torch.device,
+        samples: int,
+        precision: str,
+    ) -> None:
         self.parts, self.mesh, self.device, self.samples = parts, mesh, device, samples
         self.makes_on = MakesOn(device, precision)
 
@@ -103,30 +134,53 @@ class _Validation:
             return from_last_stage([output], self.mesh, self.device)[0]
 
 
-def evaluate(model: torch.nn.Module, layout: Layout, job: Job, data: Any, *, part: DataShard, mesh: Mesh,
-             device: torch.device, beat: Callable[[str], None] = lambda phase: None
-             ) -> tuple[dict[str, float], JobError | None]:
+def evaluate(
+    model: torch.nn.Module,
+    layout: Layout,
+    job: Job,
+    data: Any,
+    *,
+    part: DataShard,
+    mesh: Mesh,
+    device: torch.device,
+    beat: Callable[[str], None] = lambda phase: None,
+) -> tuple[dict[str, float], JobError | None]:
     """The loss (as "loss") and every metric of the job on the data, and why this rank refuses one, if it does, to be
     raised when no rank waits for it. Collective over all ranks.
 
     model: what the layout runs, to be put into evaluation mode meanwhile.
     """
-    sums, refused = evaluation_sums(model, layout, job, data, part=part, mesh=mesh, device=device, beat=beat)
+    sums, refused = evaluation_sums(
+        model, layout, job, data, part=part, mesh=mesh, device=device, beat=beat
+    )
     if mesh.world_size > 1:
         dist.all_reduce(sums)
     return quotients(["loss", *job.metrics], sums), refused
 
 
-def refuse_before_training(model: torch.nn.Module, layout: Layout, job: Job, *, part: DataShard, mesh: Mesh,
-                           device: torch.device) -> None:
+def refuse_before_training(
+    model: torch.nn.Module,
+    layout: Layout,
+    job: Job,
+    *,
+    part: DataShard,
+    mesh: Mesh,
+    device: torch.device,
+) -> None:
     """Evaluate a few samples, the same in all replicas, to refuse a metric before the first step. What the model, the
     loss and the metrics keep is left as it was, and errors of their own are left to the run's evaluation. Collective.
 
     Raises:
         JobError: a metric is no mean over samples. TrainingError: it gives no number.
     """
-    metrics = {name: copied(f) for name, f in job.metrics.items() if not isinstance(f, OfAllSamples)}
-    few = min(len(job.validation), job.batch, max(_FEW, job.batch // (len(part.shares) * part.num_microbatches)))
+    metrics = {
+        name: copied(f) for name, f in job.metrics.items() if not isinstance(f, OfAllSamples)
+    }
+    few = min(
+        len(job.validation),
+        job.batch,
+        max(_FEW, job.batch // (len(part.shares) * part.num_microbatches)),
+    )
     snapshot, refused = StateSnapshot(model), None
     with ExitStack() as kept:
         kept.callback(model.train, model.training)
@@ -135,8 +189,14 @@ def refuse_before_training(model: torch.nn.Module, layout: Layout, job: Job, *, 
             kept.enter_context(function_kept(function, model))
         try:
             _, refused = evaluation_sums(
-                model, layout, replace(job, metrics=metrics), Subset(job.validation, range(few)),
-                part=DataShard((1,), 0, 1), mesh=mesh, device=device)
+                model,
+                layout,
+                replace(job, metrics=metrics),
+                Subset(job.validation, range(few)),
+                part=DataShard((1,), 0, 1),
+                mesh=mesh,
+                device=device,
+            )
         except Exception as error:  # training may make what the model or a metric reads
             if isinstance(error, PacelineError) or not layout.has_output:  # later stages would wait
                 raise
@@ -149,19 +209,32 @@ def quotients(names: Iterable[str], sums: torch.Tensor) -> dict[str, float]:
     return dict(zip(names, (sums[:, 0] / sums[:, 1]).tolist(), strict=True))
 
 
-def evaluation_sums(model: torch.nn.Module, layout: Layout, job: Job, data: Any, *, part: DataShard, mesh: Mesh,
-                    device: torch.device, beat: Callable[[str], None] = lambda phase: None
-                    ) -> tuple[torch.Tensor, JobError | None]:
+def evaluation_sums(
+    model: torch.nn.Module,
+    layout: Layout,
+    job: Job,
+    data: Any,
+    *,
+    part: DataShard,
+    mesh: Mesh,
+    device: torch.device,
+    beat: Callable[[str], None] = lambda phase: None,
+) -> tuple[torch.Tensor, JobError | None]:
     """Sum and count of the loss and of every metric over this rank's part of the data, float64 (functions, 2), and why
     a metric is refused, if one is."""
-    functions = {"the loss": job.criterion, **{f"metric '{name}'": f for name, f in job.metrics.items()}}
+    functions = {
+        "the loss": job.criterion,
+        **{f"metric '{name}'": f for name, f in job.metrics.items()},
+    }
     wholes = {row: f for row, f in enumerate(functions.values()) if isinstance(f, OfAllSamples)}
     every, number, refused = AllSamples(part, mesh, device), 0, None
     sums = torch.zeros(len(functions), 2, dtype=torch.float64, device=device)
     was_training = model.training
     model.eval()
     with kept_streams(), torch.no_grad():
-        for batch in evaluation_feed(data, batch=job.batch, part=part, seed=job.seed, collate=job.evaluation_collate):
+        for batch in evaluation_feed(
+            data, batch=job.batch, part=part, seed=job.seed, collate=job.evaluation_collate
+        ):
             beat("evaluate")
             if not batch.samples and not layout.meets_in_forward and not wholes:
                 continue
@@ -176,25 +249,43 @@ def evaluation_sums(model: torch.nn.Module, layout: Layout, job: Job, data: Any,
                 for row, (name, function) in enumerate(functions.items()):
                     if row in wholes:
                         continue
-                    if row and batch.samples > 1 and not number & (number - 1):  # after 1, 2, 4, 8, ... micro-batches
-                        refused = refused or no_mean(name, function, output, moved.target, batch.samples, model)
-                    tally = read_tally(function(output, moved.target), samples=batch.samples or 1, name=name)
+                    if (
+                        row and batch.samples > 1 and not number & (number - 1)
+                    ):  # after 1, 2, 4, 8, ... micro-batches
+                        refused = refused or no_mean(
+                            name, function, output, moved.target, batch.samples, model
+                        )
+                    tally = read_tally(
+                        function(output, moved.target), samples=batch.samples or 1, name=name
+                    )
                     if batch.samples:
-                        sums[row] += torch.stack([
-                            torch.as_tensor(figure, dtype=torch.float64, device=device)
-                            for figure in (tally.total, tally.count)])
+                        sums[row] += torch.stack(
+                            [
+                                torch.as_tensor(figure, dtype=torch.float64, device=device)
+                                for figure in (tally.total, tally.count)
+                            ]
+                        )
         if wholes and layout.has_output and mesh.is_first_of_same_loss:
             together = every.together()
             for row, function in wholes.items():
                 tally = read_tally(function(*together), samples=1, name=list(functions)[row])
                 if not part.index:
-                    sums[row] = torch.tensor([float(tally.total), float(tally.count)], dtype=torch.float64)
+                    sums[row] = torch.tensor(
+                        [float(tally.total), float(tally.count)], dtype=torch.float64
+                    )
     model.train(was_training)
     return sums, refused
 
 
-def outputs(model: torch.nn.Module, layout: Layout, job: Job, data: Any, *, part: DataShard,
-            device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
+def outputs(
+    model: torch.nn.Module,
+    layout: Layout,
+    job: Job,
+    data: Any,
+    *,
+    part: DataShard,
+    device: torch.device,
+) -> Iterator[dict[str, torch.Tensor]]:
     """The tensors of the model's outputs by name, (samples, ...) each, for this rank's part of the data, micro-batch by
     micro-batch, on the CPU.
 
@@ -215,18 +306,30 @@ def outputs(model: torch.nn.Module, layout: Layout, job: Job, data: Any, *, part
             raise UsageError(f"the model's output is {type(output).__name__} and holds no tensors")
         for name, tensor in tensors.items():
             if not tensor.dim() or len(tensor) != samples:
-                raise UsageError(f"{name} is {list(tensor.shape)} for {samples} samples: it has no row for each",
-                                 hint="in evaluation mode, return outputs with the samples along dim 0 alone")
-        return {name: (tensor.to(dtype) if tensor.is_floating_point() else tensor)[:batch.samples].cpu().clone(
-            memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
+                raise UsageError(
+                    f"{name} is {list(tensor.shape)} for {samples} samples: it has no row for each",
+                    hint="in evaluation mode, return outputs with the samples along dim 0 alone",
+                )
+        return {
+            name: (tensor.to(dtype) if tensor.is_floating_point() else tensor)[: batch.samples]
+            .cpu()
+            .clone(memory_format=torch.contiguous_format)
+            for name, tensor in tensors.items()
+        }
 
     model.eval()
     with torch.no_grad():
-        for number, batch in enumerate(evaluation_feed(data, batch=job.batch, part=part, seed=job.seed)):
+        for number, batch in enumerate(
+            evaluation_feed(data, batch=job.batch, part=part, seed=job.seed)
+        ):
             samples = max(batch.samples, 1)
-            if not number:  # a tensor without a row a sample may have as many rows by chance, but not twice
+            if (
+                not number
+            ):  # a tensor without a row a sample may have as many rows by chance, but not twice
                 few = 3 if samples == 2 else 2
-                rows(batch.mapped(lambda tensor, few=few: tensor[:1].repeat_interleave(few, 0)), few)
+                rows(
+                    batch.mapped(lambda tensor, few=few: tensor[:1].repeat_interleave(few, 0)), few
+                )
             made = rows(batch, samples)
             if layout.has_output:
                 yield made
@@ -237,6 +340,16 @@ def _named(value: Any, name: str = "output") -> dict[str, torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return {name: value}
     items: Iterable[tuple[Any, Any]] = (
-        value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, tuple | list) else
-        vars(value).items() if is_dataclass(value) else ())
-    return {key: tensor for index, item in items for key, tensor in _named(item, f"{name}.{index}").items()}
+        value.items()
+        if isinstance(value, Mapping)
+        else enumerate(value)
+        if isinstance(value, tuple | list)
+        else vars(value).items()
+        if is_dataclass(value)
+        else ()
+    )
+    return {
+        key: tensor
+        for index, item in items
+        for key, tensor in _named(item, f"{name}.{index}").items()
+    }

@@ -56,7 +56,8 @@ class MicroBatch:
     def to(self, device: torch.device, dtype: torch.dtype | None = None) -> MicroBatch:
         """On the device; floating-point tensors as `dtype` if one is given."""
         move = lambda tensor: uploaded(  # noqa: E731
-            tensor, device, dtype if dtype and tensor.is_floating_point() else None)
+            tensor, device, dtype if dtype and tensor.is_floating_point() else None
+        )
         return self.mapped(move)
 
     def mapped(self, function: Any) -> MicroBatch:
@@ -72,8 +73,10 @@ class MicroBatch:
             return model(*args, **kwargs)
         except TypeError as error:
             if len(args) > 1 and "positional argument" in str(error):
-                error.add_note(f"the input is a {type(self.input).__name__} of {len(args)}, which is passed as "
-                               f"{len(args)} arguments; one that is a sequence itself goes into a tuple: (images,)")
+                error.add_note(
+                    f"the input is a {type(self.input).__name__} of {len(args)}, which is passed as "
+                    f"{len(args)} arguments; one that is a sequence itself goes into a tuple: (images,)"
+                )
             raise
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -88,14 +91,21 @@ def map_tensors(function: Any, value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, Mapping):
-        twin: Any = {} if type(value) is dict else copy.copy(value)  # a model's output may be more than its items
+        twin: Any = (
+            {} if type(value) is dict else copy.copy(value)
+        )  # a model's output may be more than its items
         for key, item in value.items():
             twin[key] = map_tensors(function, item)
         return twin
     if isinstance(value, PackedSequence):  # its lengths stay on the CPU
-        return value._replace(data=function(value.data), **{
-            name: function(places) for name in ("sorted_indices", "unsorted_indices")
-            if (places := getattr(value, name)) is not None})
+        return value._replace(
+            data=function(value.data),
+            **{
+                name: function(places)
+                for name in ("sorted_indices", "unsorted_indices")
+                if (places := getattr(value, name)) is not None
+            },
+        )
     if isinstance(value, tuple | list):
         mapped = [map_tensors(function, item) for item in value]
         return type(value)(*mapped) if hasattr(value, "_fields") else type(value)(mapped)
@@ -120,12 +130,15 @@ class DataShard:
     def cuts(self, count: int) -> list[range]:
         """This rank's micro-batches as offsets into a window of `count` samples; some may be empty."""
         of_rank = split(count, self.shares)[self.index]
-        return [range(of_rank.start + cut.start, of_rank.start + cut.stop)
-                for cut in split(len(of_rank), [1] * self.num_microbatches)]
+        return [
+            range(of_rank.start + cut.start, of_rank.start + cut.stop)
+            for cut in split(len(of_rank), [1] * self.num_microbatches)
+        ]
 
 
-def training_feed(job: Job, *, order: Order | None, part: DataShard, steps: range,
-                  loader_workers: int) -> Iterator[tuple[Window, list[MicroBatch]]]:
+def training_feed(
+    job: Job, *, order: Order | None, part: DataShard, steps: range, loader_workers: int
+) -> Iterator[tuple[Window, list[MicroBatch]]]:
     """The windows of these optimizer steps with this rank's micro-batches, on the CPU.
 
     order: None for a stream of unknown length: every rank reads the whole stream and keeps its part of each
@@ -133,14 +146,17 @@ def training_feed(job: Job, *, order: Order | None, part: DataShard, steps: rang
     """
     if order is None:
         if loader_workers:
-            raise JobError("an iterable data set is read by each rank itself; loader workers would read it again",
-                           hint="--loader-workers 0, or a data set with __len__ and __getitem__")
+            raise JobError(
+                "an iterable data set is read by each rank itself; loader workers would read it again",
+                hint="--loader-workers 0, or a data set with __len__ and __getitem__",
+            )
         return _stream_feed(job, part=part, steps=steps)
     return _indexed_feed(job, order=order, part=part, steps=steps, loader_workers=loader_workers)
 
 
-def _indexed_feed(job: Job, *, order: Order, part: DataShard, steps: Sequence[int],
-                  loader_workers: int) -> Iterator[tuple[Window, list[MicroBatch]]]:
+def _indexed_feed(
+    job: Job, *, order: Order, part: DataShard, steps: Sequence[int], loader_workers: int
+) -> Iterator[tuple[Window, list[MicroBatch]]]:
     cuts = _Cuts(job, order, part, steps)
     microbatches: Iterator[MicroBatch] = (cuts[index] for index in range(len(cuts)))
     if loader_workers:
@@ -155,7 +171,13 @@ class _Cuts(torch.utils.data.Dataset[MicroBatch]):
 
     def __init__(self, job: Job, order: Order, part: DataShard, steps: Sequence[int]) -> None:
         # Not the job itself: loader workers that are spawned are sent this.
-        self.data, self.collate, self.order, self.part, self.steps = job.data, job.collate, order, part, steps
+        self.data, self.collate, self.order, self.part, self.steps = (
+            job.data,
+            job.collate,
+            order,
+            part,
+            steps,
+        )
         self.draws = CollateDraws(order.seed)
 
     def __len__(self) -> int:
@@ -167,14 +189,27 @@ class _Cuts(torch.utils.data.Dataset[MicroBatch]):
         cut = self.part.cuts(window.count)[which_cut]
         positions = [window.start + offset for offset in cut] or [window.start]
         indices = self.order.indices(window.epoch, positions)
-        collate, was_keyed = value_at(self.collate, self.steps[which_step], window.epoch), self.draws.is_needed
-        pair = fetch(self.data, indices, positions, collate=self.draws.keyed(collate, cut, window),
-                     seed=key_to_seed(self.order.seed, "sample", window.epoch))
+        collate, was_keyed = (
+            value_at(self.collate, self.steps[which_step], window.epoch),
+            self.draws.is_needed,
+        )
+        pair = fetch(
+            self.data,
+            indices,
+            positions,
+            collate=self.draws.keyed(collate, cut, window),
+            seed=key_to_seed(self.order.seed, "sample", window.epoch),
+        )
         if self.draws.is_needed != was_keyed:
             return self[index]
-        named = indices if self.order.drawn is None else positions  # what a sampler drew is not known to who audits
-        return MicroBatch(*pair, samples=len(cut),
-                          digest=digest(window.epoch, positions[:len(cut)], named[:len(cut)]))
+        named = (
+            indices if self.order.drawn is None else positions
+        )  # what a sampler drew is not known to who audits
+        return MicroBatch(
+            *pair,
+            samples=len(cut),
+            digest=digest(window.epoch, positions[: len(cut)], named[: len(cut)]),
+        )
 
 
 def _read_ahead(loaded: _Loaded, loading: Loading) -> DataLoader[MicroBatch | PacelineError]:
@@ -183,9 +218,17 @@ def _read_ahead(loaded: _Loaded, loading: Loading) -> DataLoader[MicroBatch | Pa
         get_temp_dir()  # multiprocessing keeps it, also for forks, and removes it with this process
         tempfile.tempdir = before
     data = loaded.cuts.data
-    return DataLoader(loaded, batch_size=None, num_workers=loading.num_workers, prefetch_factor=loading.prefetch_factor,
-                      timeout=loading.timeout_s, multiprocessing_context=loading.context,
-                      worker_init_fn=_WorkerInit(loading.init, data.dataset if isinstance(data, Opened) else data))
+    return DataLoader(
+        loaded,
+        batch_size=None,
+        num_workers=loading.num_workers,
+        prefetch_factor=loading.prefetch_factor,
+        timeout=loading.timeout_s,
+        multiprocessing_context=loading.context,
+        worker_init_fn=_WorkerInit(
+            loading.init, data.dataset if isinstance(data, Opened) else data
+        ),
+    )
 
 
 @dataclass(frozen=True)
@@ -204,7 +247,9 @@ class _WorkerInit:
         signal.signal(signal.SIGTERM, _leave_to_rank)
         close_connections()
         if self.init is not None:
-            object.__setattr__(torch.utils.data.get_worker_info(), "dataset", self.data)  # else it refuses
+            object.__setattr__(
+                torch.utils.data.get_worker_info(), "dataset", self.data
+            )  # else it refuses
             self.init(worker)
 
 
@@ -229,7 +274,11 @@ class _Loaded(torch.utils.data.Dataset[MicroBatch | PacelineError]):
             return self.cuts[index]
         except PacelineError as error:
             failure = error
-        except (SystemExit, KeyboardInterrupt, GeneratorExit) as error:  # which would end the worker without a word
+        except (
+            SystemExit,
+            KeyboardInterrupt,
+            GeneratorExit,
+        ) as error:  # which would end the worker without a word
             failure = TrainingError(f"the job's code ended a loader worker: {in_words(error)}")
             failure.__cause__ = error
         failure.where, failure.trace = user_frames(failure)[0], traced_cause(failure)  # type: ignore[attr-defined]
@@ -242,7 +291,9 @@ def _raised(loaded: MicroBatch | PacelineError) -> MicroBatch:
     return loaded
 
 
-def _stream_feed(job: Job, *, part: DataShard, steps: range) -> Iterator[tuple[Window, list[MicroBatch]]]:
+def _stream_feed(
+    job: Job, *, part: DataShard, steps: range
+) -> Iterator[tuple[Window, list[MicroBatch]]]:
     windows, position, draws = _stream_windows(job), 0, CollateDraws(job.seed, is_needed=True)
     for step in steps:
         while position < step:  # a resumed run's place in the stream
@@ -255,12 +306,23 @@ def _stream_feed(job: Job, *, part: DataShard, steps: range) -> Iterator[tuple[W
         position += 1
         window, items = following
         collate = value_at(job.collate, step, window.epoch)
-        yield window, [
-            MicroBatch(*collated([items[offset] for offset in cut or [0]], draws.keyed(collate, cut, window),
-                                 names=[window.start + offset for offset in cut or [0]]), samples=len(cut),
-                       digest=digest(window.epoch, run := [window.start + offset for offset in cut], run))
-            for cut in part.cuts(window.count)
-        ]
+        yield (
+            window,
+            [
+                MicroBatch(
+                    *collated(
+                        [items[offset] for offset in cut or [0]],
+                        draws.keyed(collate, cut, window),
+                        names=[window.start + offset for offset in cut or [0]],
+                    ),
+                    samples=len(cut),
+                    digest=digest(
+                        window.epoch, run := [window.start + offset for offset in cut], run
+                    ),
+                )
+                for cut in part.cuts(window.count)
+            ],
+        )
 
 
 def _stream_windows(job: Job) -> Iterator[tuple[Window, list[Any]]]:
@@ -271,7 +333,9 @@ def _stream_windows(job: Job) -> Iterator[tuple[Window, list[Any]]]:
         seed_streams(seed, "stream", epoch, -1)
         items, start = iter(data), 0
         while True:
-            seed_streams(seed, "stream", epoch, start)  # the same on every rank, whatever it drew since
+            seed_streams(
+                seed, "stream", epoch, start
+            )  # the same on every rank, whatever it drew since
             batch = value_at(job.batch, step, epoch)
             taken = list(islice(items, batch))
             if taken and not (drop_last and len(taken) < batch):
@@ -281,12 +345,15 @@ def _stream_windows(job: Job) -> Iterator[tuple[Window, list[Any]]]:
             if len(taken) < batch:
                 break
         if start == 0 or (drop_last and start < batch):
-            raise JobError(f"the data stream gave {start} samples in epoch {epoch}",
-                           hint="an iterable data set must give at least one batch each time it is iterated")
+            raise JobError(
+                f"the data stream gave {start} samples in epoch {epoch}",
+                hint="an iterable data set must give at least one batch each time it is iterated",
+            )
 
 
-def evaluation_feed(data: Any, *, batch: int, part: DataShard, seed: int,
-                    collate: Collate | None = None) -> Iterator[MicroBatch]:
+def evaluation_feed(
+    data: Any, *, batch: int, part: DataShard, seed: int, collate: Collate | None = None
+) -> Iterator[MicroBatch]:
     """Every sample of the data exactly once over all ranks, in order; each rank gets equally many micro-batches."""
     draws = CollateDraws(seed, is_needed=True)
     if is_stream(data):
@@ -294,17 +361,27 @@ def evaluation_feed(data: Any, *, batch: int, part: DataShard, seed: int,
         items, start = iter(data), 0
         while taken := list(islice(items, batch)):
             for cut in part.cuts(len(taken)):
-                used, keyed = list(cut) or [0], draws.keyed(collate, cut, Window(_EVALUATION, start, len(taken)))
-                yield MicroBatch(*collated([taken[i] for i in used], keyed, names=[start + i for i in used]),
-                                 samples=len(cut))
+                used, keyed = (
+                    list(cut) or [0],
+                    draws.keyed(collate, cut, Window(_EVALUATION, start, len(taken))),
+                )
+                yield MicroBatch(
+                    *collated([taken[i] for i in used], keyed, names=[start + i for i in used]),
+                    samples=len(cut),
+                )
             start += len(taken)
         return
     for first in range(0, len(data), batch):
         window = Window(_EVALUATION, first, min(batch, len(data) - first))
         for cut in part.cuts(window.count):
             used = [first + offset for offset in cut] or [first]
-            pair = fetch(data, used, used, seed=key_to_seed(seed, "evaluation"),
-                         collate=draws.keyed(collate, cut, window))
+            pair = fetch(
+                data,
+                used,
+                used,
+                seed=key_to_seed(seed, "evaluation"),
+                collate=draws.keyed(collate, cut, window),
+            )
             yield MicroBatch(*pair, samples=len(cut))
 
 
@@ -324,18 +401,28 @@ def example_batch(job: Job, samples: int, *, first: int = 0) -> MicroBatch:
         if not items:
             raise JobError("the data stream gave no samples")
         places = [i % len(items) for i in range(first, first + samples)]
-        return MicroBatch(*collated([items[i] for i in places], job.collate, names=places), samples=samples)
+        return MicroBatch(
+            *collated([items[i] for i in places], job.collate, names=places), samples=samples
+        )
     places = [i % len(data) for i in range(first, first + samples)]
     return MicroBatch(*fetch(data, places, places, seed=0, collate=job.collate), samples=samples)
 
 
 def is_stream(data: Any) -> bool:
     """Whether the data can only be read from its beginning."""
-    return isinstance(data, IterableDataset) or not (hasattr(data, "__getitem__") and hasattr(data, "__len__"))
+    return isinstance(data, IterableDataset) or not (
+        hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    )
 
 
-def fetch(data: Any, indices: Sequence[int], positions: Sequence[int], *, seed: int,
-          collate: Collate | None = None) -> tuple[Any, Any]:
+def fetch(
+    data: Any,
+    indices: Sequence[int],
+    positions: Sequence[int],
+    *,
+    seed: int,
+    collate: Collate | None = None,
+) -> tuple[Any, Any]:
     """(input, target) of these samples as one batch; stacked along dim 0 unless the job collates them.
 
     Raises:
@@ -344,17 +431,27 @@ def fetch(data: Any, indices: Sequence[int], positions: Sequence[int], *, seed: 
     """
     while type(data) is Subset:  # what random_split makes
         indices, data = [data.indices[index] for index in indices], data.dataset
-    if type(data) is TensorDataset and collate is None:  # no per-sample work at all: one gather a tensor
+    if (
+        type(data) is TensorDataset and collate is None
+    ):  # no per-sample work at all: one gather a tensor
         if len(data.tensors) > 2:
-            raise TrainingError(f"a sample is {len(data.tensors)} tensors and not (input, target)",
-                                hint="put several inputs into a tuple or a mapping: ((a, b), target)")
+            raise TrainingError(
+                f"a sample is {len(data.tensors)} tensors and not (input, target)",
+                hint="put several inputs into a tuple or a mapping: ((a, b), target)",
+            )
         index_tensor = torch.as_tensor(indices)
         inputs, targets = data.tensors[0][index_tensor], data.tensors[-1]
         return inputs, targets[index_tensor] if len(data.tensors) == 2 else inputs
     if type(data) is Arrays and data.is_in_memory and collate is None:
         return as_pair(data.gather(indices))
-    return collated([_sample(data, index, position, seed) for index, position in zip(indices, positions, strict=True)],
-                    collate, names=indices)
+    return collated(
+        [
+            _sample(data, index, position, seed)
+            for index, position in zip(indices, positions, strict=True)
+        ],
+        collate,
+        names=indices,
+    )
 
 
 def _sample(data: Any, index: int, position: int, seed: int) -> Any:
@@ -362,5 +459,7 @@ def _sample(data: Any, index: int, position: int, seed: int) -> Any:
     try:
         return data[index]
     except Exception as error:
-        raise TrainingError(f"sample {index} of the data can't be read: {in_words(error)}",
-                            hint=closed_connections() or None) from error
+        raise TrainingError(
+            f"sample {index} of the data can't be read: {in_words(error)}",
+            hint=closed_connections() or None,
+        ) from error

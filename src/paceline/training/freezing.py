@@ -22,12 +22,16 @@ def frozen_names(job: Job, model: torch.nn.Module) -> Phases[frozenset[str]]:
     names = dict(model.named_parameters(remove_duplicate=False))
     first = {id(p): name for name, p in model.named_parameters()}
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    frozen = tuple(frozenset(first[id(names[name])] for name in matching(wanted, list(names)))
-                   for wanted in phases.values)
+    frozen = tuple(
+        frozenset(first[id(names[name])] for name in matching(wanted, list(names)))
+        for wanted in phases.values
+    )
     for start, names_of_phase in zip(phases.starts, frozen, strict=True):
         if trained and not trained - names_of_phase:
-            raise JobError(f"freeze leaves no parameter to train from {phases.unit} {start} on",
-                           hint="let the patterns of each phase leave some out")
+            raise JobError(
+                f"freeze leaves no parameter to train from {phases.unit} {start} on",
+                hint="let the patterns of each phase leave some out",
+            )
     return Phases(phases.unit, phases.starts, frozen)
 
 
@@ -37,12 +41,19 @@ def freeze_throughout(job: Job, model: torch.nn.Module, prefix: str = "") -> Non
     prefix: of the model's names among those of the job's models, if it has several.
     """
     first = {id(p): name for name, p in model.named_parameters()}
-    names = {prefix + name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+    names = {
+        prefix + name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)
+    }
     if not prefix:
         frozen_names(job, model)  # refuses patterns that stand for nothing
-    frozen = frozenset.intersection(*(
-        frozenset(names[name] for pattern in wanted for name in matching_pattern(pattern, names))
-        for wanted in patterns(job.freeze).values))
+    frozen = frozenset.intersection(
+        *(
+            frozenset(
+                names[name] for pattern in wanted for name in matching_pattern(pattern, names)
+            )
+            for wanted in patterns(job.freeze).values
+        )
+    )
     for name, p in model.named_parameters():
         if name in frozen:
             p.requires_grad_(False)
@@ -71,8 +82,9 @@ class Freezing:
             if name in parameters:
                 parameters[name].grad = None
 
-    def refuse_thawed(self, parameters: Mapping[str, torch.nn.Parameter], trained: Collection[str],
-                      step: int) -> None:
+    def refuse_thawed(
+        self, parameters: Mapping[str, torch.nn.Parameter], trained: Collection[str], step: int
+    ) -> None:
         """
         Args:
             parameters: Of this rank. trained: those that the optimizer was built from, and no others.
@@ -80,12 +92,17 @@ class Freezing:
         Raises:
             JobError: another one has come to need a gradient, and would silently stay as it is.
         """
-        if thawed := [name for name, p in parameters.items() if p.requires_grad and name not in trained
-                      and name not in self.phases.values[-1]]:
-            raise JobError(f"requires_grad_(True) of '{thawed[0]}'{' and others' * (len(thawed) > 1)} after the run "
-                           f"began, seen in step {step + 1}: the optimizer has only what needed a gradient then",
-                           hint="let the model be built with requires_grad, and say when a parameter is trained: "
-                                f"Job(freeze=pl.by_step({{0: '{thawed[0]}', {step}: ()}}))")
+        if thawed := [
+            name
+            for name, p in parameters.items()
+            if p.requires_grad and name not in trained and name not in self.phases.values[-1]
+        ]:
+            raise JobError(
+                f"requires_grad_(True) of '{thawed[0]}'{' and others' * (len(thawed) > 1)} after the run "
+                f"began, seen in step {step + 1}: the optimizer has only what needed a gradient then",
+                hint="let the model be built with requires_grad, and say when a parameter is trained: "
+                f"Job(freeze=pl.by_step({{0: '{thawed[0]}', {step}: ()}}))",
+            )
 
     def refuse_kept(self, kept: Iterable[StateTensor]) -> None:
         """
@@ -96,6 +113,8 @@ class Freezing:
             PlanRefused: a part of each gradient is kept for a later step, when its parameter may be frozen.
         """
         if self.changes and any(tensor.name.startswith("residuals/") for tensor in kept):
-            raise PlanRefused("compress= sends later what it leaves out of a gradient, and freeze changes during the "
-                              "run: it would be sent when its parameter is frozen",
-                              hint="leave out compress, or freeze the same parameters in the whole run")
+            raise PlanRefused(
+                "compress= sends later what it leaves out of a gradient, and freeze changes during the "
+                "run: it would be sent when its parameter is frozen",
+                hint="leave out compress, or freeze the same parameters in the whole run",
+            )

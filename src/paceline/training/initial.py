@@ -15,7 +15,13 @@ from paceline.base.errors import CheckpointError, JobError
 from paceline.base.logs import logger, tell_once
 from paceline.checkpoint.dtypes import COMPLEX, DTYPES
 from paceline.checkpoint.pieces import Region, TensorPiece, pieces_of
-from paceline.checkpoint.read import Checkpoint, StoredPiece, TensorEntry, newest_checkpoint, open_checkpoint
+from paceline.checkpoint.read import (
+    Checkpoint,
+    StoredPiece,
+    TensorEntry,
+    newest_checkpoint,
+    open_checkpoint,
+)
 from paceline.job.pretrained import Weights
 from paceline.runs.folder import MODEL
 from paceline.strategies.layout import Extent
@@ -77,13 +83,18 @@ def source_of(init: Weights) -> Source:
         return _at(Path(origin).expanduser())
     state = origin() if callable(origin) and not isinstance(origin, Mapping) else origin
     if not isinstance(state, Mapping):
-        raise JobError(f"init returned {type(state).__name__} and not a state dict",
-                       hint="a mapping from names to tensors, as state_dict() gives it")
+        raise JobError(
+            f"init returned {type(state).__name__} and not a state dict",
+            hint="a mapping from names to tensors, as state_dict() gives it",
+        )
     for name, value in state.items():
         if not isinstance(value, torch.Tensor):
-            raise JobError(f"init has a {type(value).__name__} for '{name}' and not a tensor",
-                           hint="give the state dict itself, not what it was saved with" if isinstance(value, Mapping)
-                           else "leave out what is no tensor")
+            raise JobError(
+                f"init has a {type(value).__name__} for '{name}' and not a tensor",
+                hint="give the state dict itself, not what it was saved with"
+                if isinstance(value, Mapping)
+                else "leave out what is no tensor",
+            )
     return _InMemory(state)
 
 
@@ -91,22 +102,36 @@ def _at(path: Path) -> Source:
     if path.is_file():
         return _of_files(path.parent, [path.name], path)
     if not path.is_dir():
-        raise JobError(f"init: there is no file or folder '{path}'",
-                       hint="give a local path; huggingface_hub.snapshot_download(NAME) fetches a model's folder")
+        raise JobError(
+            f"init: there is no file or folder '{path}'",
+            hint="give a local path; huggingface_hub.snapshot_download(NAME) fetches a model's folder",
+        )
     if (path / MODEL).is_file():  # of a run that ended, or of Transformers
         return _of_files(path, [MODEL], path)
     if (path / _INDEX).is_file():
         shards = json.loads((path / _INDEX).read_text())["weight_map"].values()
         return _of_files(path, sorted(set(shards)), path)
     if (path / "COMMIT").is_file() or (path / "checkpoints").is_dir():
-        checkpoint = (open_checkpoint(path) if (path / "COMMIT").is_file()
-                      else newest_checkpoint(path, accept=lambda stored: None, warn=logger.warning))
+        checkpoint = (
+            open_checkpoint(path)
+            if (path / "COMMIT").is_file()
+            else newest_checkpoint(path, accept=lambda stored: None, warn=logger.warning)
+        )
         if checkpoint is not None:
-            return _OnDisk(checkpoint, {key.removeprefix(kind): key for key in checkpoint.tensors for kind in _KINDS
-                                        if key.startswith(kind)})
-    raise JobError(f"init: the folder '{path}' has no weights that can be read in parts",
-                   hint=f"{MODEL}, {_INDEX} with its shards, or a run with a checkpoint; save_pretrained(FOLDER) "
-                        "writes the first")
+            return _OnDisk(
+                checkpoint,
+                {
+                    key.removeprefix(kind): key
+                    for key in checkpoint.tensors
+                    for kind in _KINDS
+                    if key.startswith(kind)
+                },
+            )
+    raise JobError(
+        f"init: the folder '{path}' has no weights that can be read in parts",
+        hint=f"{MODEL}, {_INDEX} with its shards, or a run with a checkpoint; save_pretrained(FOLDER) "
+        "writes the first",
+    )
 
 
 def _of_files(folder: Path, files: list[str], given: Path) -> Source:
@@ -118,12 +143,18 @@ def _of_files(folder: Path, files: list[str], given: Path) -> Source:
             for name, entry in header.items():
                 dtype, shape = DTYPES[in_pairs.get(name, entry["dtype"])], tuple(entry["shape"])
                 shape = shape[:-1] if name in in_pairs else shape
-                tensors[name] = TensorEntry(shape, dtype, (StoredPiece(file, name, Region((0,) * len(shape), shape)),))
+                tensors[name] = TensorEntry(
+                    shape, dtype, (StoredPiece(file, name, Region((0,) * len(shape), shape)),)
+                )
         except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
-            raise JobError(f"init: '{folder / file}' can't be read as safetensors: {type(error).__name__}: {error}",
-                           hint="for files of torch.save: init=lambda: torch.load(PATH, mmap=True, weights_only=True, "
-                                "map_location='cpu')") from error
-    return _OnDisk(Checkpoint(folder, 0, {"given": str(given)}, tensors), {name: name for name in tensors})
+            raise JobError(
+                f"init: '{folder / file}' can't be read as safetensors: {type(error).__name__}: {error}",
+                hint="for files of torch.save: init=lambda: torch.load(PATH, mmap=True, weights_only=True, "
+                "map_location='cpu')",
+            ) from error
+    return _OnDisk(
+        Checkpoint(folder, 0, {"given": str(given)}, tensors), {name: name for name in tensors}
+    )
 
 
 def _header(path: Path) -> dict[str, Any]:
@@ -135,7 +166,9 @@ def _header(path: Path) -> dict[str, Any]:
     return header
 
 
-def matched(init: Weights, shapes: Mapping[str, tuple[int, ...]], model: torch.nn.Module) -> dict[str, str]:
+def matched(
+    init: Weights, shapes: Mapping[str, tuple[int, ...]], model: torch.nn.Module
+) -> dict[str, str]:
     """For each parameter and buffer, by its name in a checkpoint, the source's name of what it begins with.
 
     Where the source has several names of tied weights, the last one in the model's order counts, as when torch loads a
@@ -152,8 +185,11 @@ def matched(init: Weights, shapes: Mapping[str, tuple[int, ...]], model: torch.n
                 raise JobError(f"init: '{stored_as[renamed]}' and '{name}' both become '{renamed}'")
             stored_as[renamed] = name
     chosen = {key: stored_as[name] for name, key in stored.items() if name in stored_as}
-    missing = [next(name for name, key in stored.items() if key == wanted)
-               for wanted in dict.fromkeys(stored.values()) if wanted not in chosen]
+    missing = [
+        next(name for name, key in stored.items() if key == wanted)
+        for wanted in dict.fromkeys(stored.values())
+        if wanted not in chosen
+    ]
     unknown = [name for name in stored_as if name not in stored]
     if not chosen or (init.strict and (missing or unknown)):
         raise _other_names(missing, unknown)
@@ -161,9 +197,11 @@ def matched(init: Weights, shapes: Mapping[str, tuple[int, ...]], model: torch.n
     wanted |= {f"buffers/{name}": tuple(b.shape) for name, b in persistent_buffers(model).items()}
     for key, name in chosen.items():
         if shapes[name] != wanted[key]:
-            raise JobError(f"init: '{name}' has shape {shapes[name]} there and {wanted[key]} in the model",
-                           hint="leave it out with pl.weights(..., rename={...: None}, strict=False) to begin with the "
-                                "seed's values")
+            raise JobError(
+                f"init: '{name}' has shape {shapes[name]} there and {wanted[key]} in the model",
+                hint="leave it out with pl.weights(..., rename={...: None}, strict=False) to begin with the "
+                "seed's values",
+            )
     if missing or unknown:
         tell_once(f"init: {'; '.join(_in_words(missing, unknown))}")
     return chosen
@@ -174,8 +212,11 @@ def _in_words(missing: list[str], unknown: list[str]) -> list[str]:
         more = len(names) - SHOWN_NAMES
         return ", ".join(names[:SHOWN_NAMES]) + (f" and {more} more" if more > 0 else "")
 
-    return ([f"it has nothing for {len(missing)} of the model's weights: {shown(missing)}"] if missing else []) + (
-        [f"it has {len(unknown)} that the model doesn't: {shown(unknown)}"] if unknown else [])
+    return (
+        [f"it has nothing for {len(missing)} of the model's weights: {shown(missing)}"]
+        if missing
+        else []
+    ) + ([f"it has {len(unknown)} that the model doesn't: {shown(unknown)}"] if unknown else [])
 
 
 def _other_names(missing: list[str], unknown: list[str]) -> JobError:
@@ -189,11 +230,17 @@ def _other_names(missing: list[str], unknown: list[str]) -> JobError:
             else:
                 continue
             return JobError("init: " + "; ".join(_in_words(missing, unknown)), hint=hint)
-    return JobError("init: " + ("; ".join(_in_words(missing, unknown)) or "it has no weights"), hint=hint)
+    return JobError(
+        "init: " + ("; ".join(_in_words(missing, unknown)) or "it has no weights"), hint=hint
+    )
 
 
-def load_initial(init: Weights, model: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter],
-                 extents: Mapping[str, Extent] = MappingProxyType({})) -> None:
+def load_initial(
+    init: Weights,
+    model: torch.nn.Module,
+    parameters: Mapping[str, torch.nn.Parameter],
+    extents: Mapping[str, Extent] = MappingProxyType({}),
+) -> None:
     """Put initial weights in the place of the seed's, in the model's own dtypes.
 
     Each rank reads the parts of parameters that it holds, at most `MOST_BYTES` at a time, and all buffers.
@@ -224,7 +271,7 @@ def _fill(piece: TensorPiece, read: Callable[[Region], torch.Tensor]) -> None:
     for first in range(0, whole.shape[0], rows) if whole.shape else ():
         count = min(rows, whole.shape[0] - first)
         part = Region((whole.offsets[0] + first, *whole.offsets[1:]), (count, *whole.shape[1:]))
-        tensor[first:first + count].copy_(_read(read, part))
+        tensor[first : first + count].copy_(_read(read, part))
     if not whole.shape:
         tensor.copy_(_read(read, whole))
 

@@ -20,7 +20,10 @@ from paceline.job.named_optimizers import NamedSchedules
 from paceline.job.order import Order, digest
 from paceline.training.optimizers.state import OptimizerState
 
-_KERNELS = "fused", "foreach"  # options of an optimizer that say how it computes and not what: as it was built here
+_KERNELS = (
+    "fused",
+    "foreach",
+)  # options of an optimizer that say how it computes and not what: as it was built here
 _OF_RATES = "base_lrs", "_last_lr"  # of a schedule, that follow from the optimizer's
 _RATE = "lr", "initial_lr"
 # Options that a schedule may move.
@@ -35,8 +38,12 @@ def as_made(job: Job, state: OptimizerState, schedule: Any) -> dict[str, Any]:
         schedules[name] = {"kind": _kind(each), "state": {}}
         with suppress(JobError):
             schedules[name]["state"] = plain(each.state_dict(), "")
-    return {"job": _settings(job), "schedules": schedules, "groups": _made(state.optimizer.param_groups),
-            "wrapped": {path: _made(groups) for path, groups in state.wrapped_groups().items()}}
+    return {
+        "job": _settings(job),
+        "schedules": schedules,
+        "groups": _made(state.optimizer.param_groups),
+        "wrapped": {path: _made(groups) for path, groups in state.wrapped_groups().items()},
+    }
 
 
 def _made(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -51,8 +58,15 @@ def _made(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _settings(job: Job) -> dict[str, Any]:
     """What of a job may change between two runs without leaving a checkpoint unfit, and would show in neither."""
-    functions = {name: _named(getattr(job, name)) for name in ("loss", "collate", "step", "validate")}
-    settings = {"clip": job.clip, "precision": job.precision, "drop_last": job.drop_last, "freeze": repr(job.freeze)}
+    functions = {
+        name: _named(getattr(job, name)) for name in ("loss", "collate", "step", "validate")
+    }
+    settings = {
+        "clip": job.clip,
+        "precision": job.precision,
+        "drop_last": job.drop_last,
+        "freeze": repr(job.freeze),
+    }
     if job.sampler is not None and job.num_samples is not None:
         drawn = Order.of(job).indices(0, range(job.num_samples))
         kind = type(getattr(job.sampler, "groups", job.sampler)).__name__
@@ -85,7 +99,11 @@ def schedules_of(schedule: Any) -> dict[str, Any]:
 
 def settings_notes(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
     """What a resumed job says otherwise, in words."""
-    return (_changed(name, then[name], value) for name, value in now.items() if name in then and then[name] != value)
+    return (
+        _changed(name, then[name], value)
+        for name, value in now.items()
+        if name in then and then[name] != value
+    )
 
 
 def _changed(name: str, then: Any, now: Any) -> str:
@@ -102,13 +120,25 @@ def in_order(groups: Sequence[Sequence[str]], saved: Sequence[Sequence[str]]) ->
     """
     places = {frozenset(names): place for place, names in enumerate(groups)}
     if sorted(map(sorted, groups)) != sorted(map(sorted, saved)):
-        raise CheckpointError("the optimizer of the checkpoint groups the parameters in another way than this job's",
-                              hint="resume with the job that wrote the checkpoint")
-    return list(range(len(groups))) if list(groups) == list(saved) else [places[frozenset(names)] for names in saved]
+        raise CheckpointError(
+            "the optimizer of the checkpoint groups the parameters in another way than this job's",
+            hint="resume with the job that wrote the checkpoint",
+        )
+    return (
+        list(range(len(groups)))
+        if list(groups) == list(saved)
+        else [places[frozenset(names)] for names in saved]
+    )
 
 
-def load_options(group: dict[str, Any], saved: Mapping[str, Any], then: Mapping[str, Any], now: Mapping[str, Any], *,
-                 is_rescheduled: bool = False) -> list[str]:
+def load_options(
+    group: dict[str, Any],
+    saved: Mapping[str, Any],
+    then: Mapping[str, Any],
+    now: Mapping[str, Any],
+    *,
+    is_rescheduled: bool = False,
+) -> list[str]:
     """Put a group's options where they were, but for those that the job gives otherwise.
 
     then, now: As the job's function made them when the checkpoint's run began, and here. is_rescheduled: Whether
@@ -118,14 +148,24 @@ def load_options(group: dict[str, Any], saved: Mapping[str, Any], then: Mapping[
         What is another one now, in words.
     """
     made = dict(group)
-    group.update({key: unplain(value, made.get(key)) for key, value in saved.items()
-                  if key not in ("parameters", *_KERNELS)})
-    changed = {key for key, value in now.items() if key in then and then[key] != value} - {*_KERNELS, *_RATE}
+    group.update(
+        {
+            key: unplain(value, made.get(key))
+            for key, value in saved.items()
+            if key not in ("parameters", *_KERNELS)
+        }
+    )
+    changed = {key for key, value in now.items() if key in then and then[key] != value} - {
+        *_KERNELS,
+        *_RATE,
+    }
     if is_rescheduled:
         changed -= set(_MOVED)
         group.update({key: made[key] for key in _MOVED if key in made})
     group.update({key: made[key] for key in changed})
-    rates = [each.get("initial_lr", each.get("lr")) for each in (then, now)]  # without a schedule's factor
+    rates = [
+        each.get("initial_lr", each.get("lr")) for each in (then, now)
+    ]  # without a schedule's factor
     notes = [_changed(key, then[key], now[key]) for key in sorted(changed)]
     if "lr" not in then or rates[0] == rates[1]:
         return notes
@@ -136,8 +176,15 @@ def load_options(group: dict[str, Any], saved: Mapping[str, Any], then: Mapping[
     return [_changed("lr", *rates), *notes]
 
 
-def load_schedules(schedule: Any, saved: Any, then: Mapping[str, Any], now: Mapping[str, Any], *,
-                   begun: Collection[str], step: int) -> list[str]:
+def load_schedules(
+    schedule: Any,
+    saved: Any,
+    then: Mapping[str, Any],
+    now: Mapping[str, Any],
+    *,
+    begun: Collection[str],
+    step: int,
+) -> list[str]:
     """Put schedules where they were, with what the job gives otherwise.
 
     saved: Of the checkpoint's document. begun: Names of those that begin here; see `other_schedules`.
@@ -148,8 +195,14 @@ def load_schedules(schedule: Any, saved: Any, then: Mapping[str, Any], now: Mapp
     notes, here = [], schedules_of(schedule)
     for name in begun:
         kinds = [made[name]["kind"] if name in made else "none" for made in (then, now)]
-        notes.append(_changed(f"the schedule{f' of {name}' if name else ''}", *kinds) + (
-            f": it begins at step {step}" if name in here else f": the rates of step {step} are the optimizer's own"))
+        notes.append(
+            _changed(f"the schedule{f' of {name}' if name else ''}", *kinds)
+            + (
+                f": it begins at step {step}"
+                if name in here
+                else f": the rates of step {step} are the optimizer's own"
+            )
+        )
     for name in here.keys() - set(begun):
         state = saved[name] if isinstance(schedule, NamedSchedules) else saved
         made = [each[name]["state"] if name in each else {} for each in (then, now)]
@@ -165,8 +218,11 @@ def other_schedules(saved: Any, then: Mapping[str, Any], now: Mapping[str, Any])
     saved: of the checkpoint's document."""
     if not then:  # of a run without schedules, or by an older version that tells of none
         return set() if saved else set(now)
-    return {name for name in then.keys() | now.keys()
-            if then.get(name, {}).get("kind") != now.get(name, {}).get("kind")}
+    return {
+        name
+        for name in then.keys() | now.keys()
+        if then.get(name, {}).get("kind") != now.get(name, {}).get("kind")
+    }
 
 
 def _merged(saved: Any, then: Any, now: Any, found: list[str], name: str = "") -> Any:
@@ -175,7 +231,10 @@ def _merged(saved: Any, then: Any, now: Any, found: list[str], name: str = "") -
         return saved
     parts = saved, then, now
     if all(isinstance(part, dict) and "__items__" not in part for part in parts):
-        return saved | {key: _merged(saved.get(key), then.get(key), value, found, key) for key, value in now.items()}
+        return saved | {
+            key: _merged(saved.get(key), then.get(key), value, found, key)
+            for key, value in now.items()
+        }
     if all(isinstance(part, list) for part in parts) and len(saved) == len(then) == len(now):
         return [_merged(*each, found=found, name=name) for each in zip(*parts, strict=True)]
     if name not in _OF_RATES:
@@ -184,13 +243,20 @@ def _merged(saved: Any, then: Any, now: Any, found: list[str], name: str = "") -
 
 
 def options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: plain(value, f"optimizer option '{key}'") for key, value in group.items()
-            if key not in ("params", "param_names")}
+    return {
+        key: plain(value, f"optimizer option '{key}'")
+        for key, value in group.items()
+        if key not in ("params", "param_names")
+    }
 
 
 def plain(value: Any, description: str) -> Any:
     """The value if JSON gives it back, scalar tensors as numbers."""
-    if value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
+    if (
+        value is None
+        or type(value) in (bool, int, str)
+        or (type(value) is float and math.isfinite(value))
+    ):
         return value
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.item()
@@ -206,8 +272,10 @@ def plain(value: Any, description: str) -> Any:
     try:
         json.dumps(value)
     except TypeError:
-        raise JobError(f"{description} holds a {type(value).__name__}, which a checkpoint can't keep without pickle",
-                       hint="a schedule built from numbers, such as LambdaLR or CosineAnnealingLR") from None
+        raise JobError(
+            f"{description} holds a {type(value).__name__}, which a checkpoint can't keep without pickle",
+            hint="a schedule built from numbers, such as LambdaLR or CosineAnnealingLR",
+        ) from None
     return value
 
 

@@ -16,14 +16,23 @@ from torch import nn
 
 from paceline.base.user_code import is_users
 from paceline.checkpoint.read import Checkpoint
-from paceline.checkpoint.values import SeenPlain, can_pack, from_text_tensor, pack, text_tensor, unpack
+from paceline.checkpoint.values import (
+    SeenPlain,
+    can_pack,
+    from_text_tensor,
+    pack,
+    text_tensor,
+    unpack,
+)
 from paceline.job import Job
 
 _PREFIX, _VALUES = "job/", "job/.values"
 _ROOTS = "loss", "collate", "validation_collate", "sampler", "step", "validate"
 _OF_TORCH = frozenset(vars(nn.Module()))
 _NO_STATE = (type, types.ModuleType, types.BuiltinFunctionType, torch.optim.Optimizer)
-_LARGEST_BYTES = 2**28  # of an array whose writes nothing tells of, so that a second one must be kept to see them
+_LARGEST_BYTES = (
+    2**28
+)  # of an array whose writes nothing tells of, so that a second one must be kept to see them
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +84,18 @@ class JobState:
     def changed(self) -> dict[str, Any]:
         """Values that are new or others than when this was made, by name."""
         values = {name: place.get() for name, place in self._look().places.items()}
-        return {name: value for name, value in values.items()
-                if name not in self._before or not self._before[name].is_same(value)}
+        return {
+            name: value
+            for name, value in values.items()
+            if name not in self._before or not self._before[name].is_same(value)
+        }
 
     def stored(self) -> dict[str, torch.Tensor]:
         """What has changed, as tensors for a checkpoint."""
         tensors: dict[str, torch.Tensor] = {}
-        values = {name: pack(value, f"{_PREFIX}{name}", tensors) for name, value in self.changed().items()}
+        values = {
+            name: pack(value, f"{_PREFIX}{name}", tensors) for name, value in self.changed().items()
+        }
         return tensors | ({_VALUES: text_tensor(values)} if values else {})
 
     def restore(self, checkpoint: Checkpoint) -> Iterator[str]:
@@ -107,7 +121,9 @@ class JobState:
                 yield name
 
 
-def _visit(value: Any, name: str, found: _Found, put: Callable[[Any], None] = lambda value: None) -> None:
+def _visit(
+    value: Any, name: str, found: _Found, put: Callable[[Any], None] = lambda value: None
+) -> None:
     """Find all that lies in a value. put: puts another in its place."""
     if isinstance(value, np.ndarray) and value.nbytes > _LARGEST_BYTES:
         found.unsaved.append(name)
@@ -137,33 +153,62 @@ def _has_state_dict(value: Any) -> bool:
 def _inside(value: Any) -> Iterator[tuple[str, Any, Callable[[Any], None]]]:
     """Names, values, and what puts others in their places."""
     if isinstance(value, partial):
-        yield from (("", part, _nowhere) for part in (value.func, *value.args, *value.keywords.values()))
+        yield from (
+            ("", part, _nowhere) for part in (value.func, *value.args, *value.keywords.values())
+        )
     elif isinstance(value, types.MethodType):
         yield from (("", part, _nowhere) for part in (value.__self__, value.__func__))
     elif isinstance(value, types.FunctionType):
         yield from _variables(value)
     elif isinstance(value, nn.Module):
         for store in (value._parameters, value._buffers):
-            yield from ((key, tensor, partial(store.__setitem__, key)) for key, tensor in store.items())
+            yield from (
+                (key, tensor, partial(store.__setitem__, key)) for key, tensor in store.items()
+            )
         yield from ((key, module, _nowhere) for key, module in value._modules.items())
-        yield from ((key, item, partial(setattr, value, key)) for key, item in vars(value).items()
-                    if key not in _OF_TORCH)
+        yield from (
+            (key, item, partial(setattr, value, key))
+            for key, item in vars(value).items()
+            if key not in _OF_TORCH
+        )
     elif isinstance(value, Mapping):
-        yield from ((str(key), item, partial(value.__setitem__, key) if isinstance(value, MutableMapping) else _nowhere)
-                    for key, item in value.items() if isinstance(key, str | int))
+        yield from (
+            (
+                str(key),
+                item,
+                partial(value.__setitem__, key) if isinstance(value, MutableMapping) else _nowhere,
+            )
+            for key, item in value.items()
+            if isinstance(key, str | int)
+        )
     elif isinstance(value, list | tuple | deque):
-        yield from ((str(key), item, partial(value.__setitem__, key) if not isinstance(value, tuple) else _nowhere)
-                    for key, item in enumerate(value))
+        yield from (
+            (
+                str(key),
+                item,
+                partial(value.__setitem__, key) if not isinstance(value, tuple) else _nowhere,
+            )
+            for key, item in enumerate(value)
+        )
     elif _is_looked_into(type(value).__module__):
-        names = [*getattr(value, "__dict__", ()), *(name for kind in type(value).__mro__
-                                                    for name in getattr(kind, "__slots__", ()) if hasattr(value, name))]
+        names = [
+            *getattr(value, "__dict__", ()),
+            *(
+                name
+                for kind in type(value).__mro__
+                for name in getattr(kind, "__slots__", ())
+                if hasattr(value, name)
+            ),
+        ]
         yield from ((key, getattr(value, key), partial(setattr, value, key)) for key in names)
 
 
 def _is_looked_into(module: str) -> bool:
     """Whether objects of classes of this module may be part of what a job trains with: loggers and locks are not."""
     package = module.partition(".")[0]
-    return module.startswith("paceline.job.") or (package not in sys.stdlib_module_names and package != "paceline")
+    return module.startswith("paceline.job.") or (
+        package not in sys.stdlib_module_names and package != "paceline"
+    )
 
 
 def _nowhere(value: Any) -> None:
@@ -185,4 +230,8 @@ def _variables(function: types.FunctionType) -> Iterator[tuple[str, Any, Callabl
         names |= dict.fromkeys(code.co_names)
         codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
     variables = function.__globals__
-    yield from ((name, variables[name], partial(variables.__setitem__, name)) for name in names if name in variables)
+    yield from (
+        (name, variables[name], partial(variables.__setitem__, name))
+        for name in names
+        if name in variables
+    )

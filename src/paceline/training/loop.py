@@ -161,7 +161,9 @@ class Speed:
 
     @property
     def samples_per_s(self) -> float:
-        samples, spent_s = (self.warm_samples, self.warm_s) if self.warm_steps else (self.all_samples, self.all_s)
+        samples, spent_s = (
+            (self.warm_samples, self.warm_s) if self.warm_steps else (self.all_samples, self.all_s)
+        )
         return samples / spent_s if spent_s else 0.0
 
     @property
@@ -171,7 +173,7 @@ class Speed:
     @property
     def later_step_s(self) -> float:
         """The mean of the later half of the latest steps."""
-        later = list(self.latest_s)[len(self.latest_s) // 2:]
+        later = list(self.latest_s)[len(self.latest_s) // 2 :]
         return statistics.fmean(later) if later else 0.0
 
 
@@ -235,15 +237,37 @@ class _Run:
 
     def figures(self) -> dict[str, Any]:
         """What a run that goes on from a copy knows beside its state."""
-        return {"loss": self.loss, "evaluated": self.evaluated, "evaluated_step": self.evaluated_step,
-                "scheduled_step": self.scheduled_step, "saved_step": self.saved_step, "epoch": self.epoch,
-                "due": sorted(self.due), "ended_epochs": self.ended_epochs}
+        return {
+            "loss": self.loss,
+            "evaluated": self.evaluated,
+            "evaluated_step": self.evaluated_step,
+            "scheduled_step": self.scheduled_step,
+            "saved_step": self.saved_step,
+            "epoch": self.epoch,
+            "due": sorted(self.due),
+            "ended_epochs": self.ended_epochs,
+        }
 
     def take_figures(self, figures: Mapping[str, Any]) -> None:
         """Know what a run knew at its last copy. A save that its ranks had begun and not ended is made again."""
-        self.loss, self.evaluated, self.evaluated_step, self.scheduled_step, self.epoch, self.ended_epochs = (
-            figures[name] for name in ("loss", "evaluated", "evaluated_step", "scheduled_step", "epoch",
-                                       "ended_epochs"))
+        (
+            self.loss,
+            self.evaluated,
+            self.evaluated_step,
+            self.scheduled_step,
+            self.epoch,
+            self.ended_epochs,
+        ) = (
+            figures[name]
+            for name in (
+                "loss",
+                "evaluated",
+                "evaluated_step",
+                "scheduled_step",
+                "epoch",
+                "ended_epochs",
+            )
+        )
         self.due |= set(figures["due"])
         saved_step, run_dir = figures["saved_step"], self.settings.run_dir
         if saved_step is not None and run_dir is not None:
@@ -283,13 +307,17 @@ def train_rank(context: RankContext, job: Job, plan: Plan, settings: Settings) -
         _begin_control(run)
         if settings.trace_steps:  # the first step is not like the others: models are captured in it
             stepper = run.stepper
-            stepper.trace = trace.TraceRecorder(context.rank, range(run.step + 1, run.step + 1 + settings.trace_steps))
+            stepper.trace = trace.TraceRecorder(
+                context.rank, range(run.step + 1, run.step + 1 + settings.trace_steps)
+            )
         with context.stoppable():
             if run.is_copied:
                 _do_what_is_due(run)  # what the ranks before these had not ended
             if run.ended is None and _steps(run):
                 _stop(run)  # a request may reach this rank later than the others that told it
-            return _finish(run, started_s)  # a request that comes now must not cost the last checkpoint
+            return _finish(
+                run, started_s
+            )  # a request that comes now must not cost the last checkpoint
     finally:
         run.display.close()
         run.journal.close()
@@ -301,35 +329,63 @@ def _build(context: RankContext, job: Job, plan: Plan, settings: Settings) -> _R
     mesh = Mesh.of(plan, context.rank)
     mesh.connect()
     refuse_single_samples(job, plan, settings.shares, context.device)
-    stepper = Stepper(job, plan, mesh, context.device, devices=settings.devices, shares=settings.shares)
+    stepper = Stepper(
+        job, plan, mesh, context.device, devices=settings.devices, shares=settings.shares
+    )
     stepper.note_verb = context.note_verb
     if settings.on_spike is not None:
         stepper.watch(Spikes(settings.on_spike))
     if not settings.is_trial:
-        measured = None if job.validation is None or is_stream(job.validation) else _measured(
-            context, job, plan, settings, mesh, stepper)
+        measured = (
+            None
+            if job.validation is None or is_stream(job.validation)
+            else _measured(context, job, plan, settings, mesh, stepper)
+        )
         check_monitored(stepper.schedule, job, measured)
     drift.check_replicas(drift.replicated(stepper), mesh=mesh, step=0)
     run_dir = settings.run_dir
     writer = metrics = None
     journal = Journal(run_dir / JOURNAL if run_dir is not None and context.rank == 0 else None)
     if run_dir is not None:
-        writer = Writer(run_dir, rank=context.rank, world_size=context.world_size, attempt=context.attempt,
-                        num_ranks=context.local_world_size)
+        writer = Writer(
+            run_dir,
+            rank=context.rank,
+            world_size=context.world_size,
+            attempt=context.attempt,
+            num_ranks=context.local_world_size,
+        )
         metrics = run_dir / "metrics.jsonl" if context.rank == 0 else None
         state.refuse_unsaveable(stepper)  # now, not after an hour
-    run = _Run(context, job, plan, settings, mesh, stepper, memory, KeptHeap(context.device.type),
-               Display(shown=context.rank == 0 and settings.observer is None), writer, _copier(context, stepper),
-               metrics, journal)
+    run = _Run(
+        context,
+        job,
+        plan,
+        settings,
+        mesh,
+        stepper,
+        memory,
+        KeptHeap(context.device.type),
+        Display(shown=context.rank == 0 and settings.observer is None),
+        writer,
+        _copier(context, stepper),
+        metrics,
+        journal,
+    )
     _tell(run)
     stepper.before_update = partial(_before_update, run)
     if every := settings.rechecks_every:
         run.at_rest = StateAtRest(partial(of_updates, stepper, stepper.edits.names), every)
         run.buffers_at_rest = StateAtRest(partial(buffers_of, stepper), every, runs_code=False)
         stepper.named_update = partial(_update_and_note, run, stepper.named_update)
-        run.recheck = Recheck.of(stepper, plan, every, shares=settings.shares,
-                                 loader_workers=settings.loader_workers, mark=partial(_mark, run),
-                                 beat=lambda phase: context.board.write(context.slot, context.step, phase))
+        run.recheck = Recheck.of(
+            stepper,
+            plan,
+            every,
+            shares=settings.shares,
+            loader_workers=settings.loader_workers,
+            mark=partial(_mark, run),
+            beat=lambda phase: context.board.write(context.slot, context.step, phase),
+        )
     return run
 
 
@@ -339,22 +395,34 @@ def _copier(context: RankContext, stepper: Stepper) -> Copier | None:
         return None
     if context.host_copies is None:
         return Copier(context, context.copies, context.local_world_size)
-    return Copier(context, context.copies, context.local_world_size, hosts_copies.origin_of(stepper, context),
-                  context.host_copies if hosts_copies.needs_neighbour(stepper, context) else None)
+    return Copier(
+        context,
+        context.copies,
+        context.local_world_size,
+        hosts_copies.origin_of(stepper, context),
+        context.host_copies if hosts_copies.needs_neighbour(stepper, context) else None,
+    )
 
 
-def _measured(context: RankContext, job: Job, plan: Plan, settings: Settings, mesh: Mesh,
-              stepper: Stepper) -> list[str]:
+def _measured(
+    context: RankContext, job: Job, plan: Plan, settings: Settings, mesh: Mesh, stepper: Stepper
+) -> list[str]:
     """Names of the job's metrics, or of what its `validate` gives. A first batch is evaluated, so that what is wrong
     with them is known before the first step. Collective."""
-    options: Any = {"mesh": mesh, "device": context.device, "part": part_of(plan, mesh, settings.shares)}
+    options: Any = {
+        "mesh": mesh,
+        "device": context.device,
+        "part": part_of(plan, mesh, settings.shares),
+    }
     names: Iterable[str] = job.metrics
     if job.models:
         first = Subset(job.validation, range(min(len(job.validation), job.batch)))
         names = evaluate_step(stepper.model, stepper.parts, job, first, **options)
     elif job.metrics:
         refuse_before_training(stepper.model, stepper.layout, job, **options)
-    end_evaluation(stepper.synchronisers)  # what was gathered may be of weights that a checkpoint replaces
+    end_evaluation(
+        stepper.synchronisers
+    )  # what was gathered may be of weights that a checkpoint replaces
     return list(names)
 
 
@@ -362,8 +430,10 @@ def _tell(run: _Run) -> None:
     """How the model was laid out, where there is something to say."""
     report = run.stepper.layout.report
     if run.writer is not None and (unsaved := run.stepper.job_state.unsaved):
-        run.display.say(f"checkpoints don't keep what training changes of {', '.join(unsaved[:5])}: iterators, open "
-                        "files and large arrays begin anew in a resumed run")
+        run.display.say(
+            f"checkpoints don't keep what training changes of {', '.join(unsaved[:5])}: iterators, open "
+            "files and large arrays begin anew in a resumed run"
+        )
     for line in report.lines:
         run.display.say(line)
     if report.document and run.settings.run_dir is not None and run.context.rank == 0:
@@ -387,9 +457,11 @@ def _restore(run: _Run) -> None:
         return
     run.context.beat("restore")
     accept = partial(state.mismatch, run.stepper)
-    copied = (hosts_copies.open_newest(run.context, run.settings.run_dir, accept)
-              if run.context.host_copies is not None else
-              open_newest(run.context, run.settings.run_dir, num_ranks=run.context.world_size))
+    copied = (
+        hosts_copies.open_newest(run.context, run.settings.run_dir, accept)
+        if run.context.host_copies is not None
+        else open_newest(run.context, run.settings.run_dir, num_ranks=run.context.world_size)
+    )
     checkpoint = copied or state.choose_checkpoint(run.context, run.settings.run_dir, accept=accept)
     if checkpoint is None:
         run.display.say("no checkpoint to resume from: starting at step 0")
@@ -430,14 +502,18 @@ def append_metrics(path: Path, figures: Mapping[str, Any]) -> None:
         CheckpointError: the file can't be written, or its folder is not the run's any more.
     """
     if not path.with_name(JOURNAL).exists():  # which is there before the first line
-        raise CheckpointError(f"the run folder {path.parent} is gone: it was removed, renamed or unmounted meanwhile",
-                              hint="--run DIR --resume goes on from its last checkpoint, where it is now")
+        raise CheckpointError(
+            f"the run folder {path.parent} is gone: it was removed, renamed or unmounted meanwhile",
+            hint="--run DIR --resume goes on from its last checkpoint, where it is now",
+        )
     try:
         with open(path, "a") as file:
             file.write(json.dumps(figures) + "\n")
     except OSError as error:
-        raise CheckpointError(f"can't write {path}: {error.strerror}",
-                              hint="--resume goes on from the last checkpoint when there is space again") from error
+        raise CheckpointError(
+            f"can't write {path}: {error.strerror}",
+            hint="--resume goes on from the last checkpoint when there is space again",
+        ) from error
 
 
 def cut_metrics(path: Path, step: int) -> None:
@@ -461,8 +537,17 @@ def _begin_control(run: _Run) -> None:
     if run.settings.controller is None:
         return
     run.control = RunControl(run.context, run.settings.controller, partial(_obey, run))
-    _heed(run, run.control.ask({"event": "start", "step": run.step, "callbacks": run.restored_callbacks,
-                                "keeps": run.is_copied}))
+    _heed(
+        run,
+        run.control.ask(
+            {
+                "event": "start",
+                "step": run.step,
+                "callbacks": run.restored_callbacks,
+                "keeps": run.is_copied,
+            }
+        ),
+    )
 
 
 def _obey(run: _Run, order: dict[str, Any]) -> dict[str, Any]:
@@ -470,14 +555,26 @@ def _obey(run: _Run, order: dict[str, Any]) -> dict[str, Any]:
     assert order["do"] == "weights" and run.writer is not None and run.settings.run_dir is not None
     if run.saved_step == run.step:
         _end_save(run)
-        return {"path": str(run.settings.run_dir / CHECKPOINTS / f"step-{run.step}"), "is_temporary": False}
+        return {
+            "path": str(run.settings.run_dir / CHECKPOINTS / f"step-{run.step}"),
+            "is_temporary": False,
+        }
     _set_mode(run, trains=False)
     run.stepper.step_sync.drain()
     run.num_exports += 1
     folder = run.settings.run_dir / f".weights-{run.context.attempt}-{run.num_exports}"
-    writer = Writer(folder, rank=run.context.rank, world_size=run.context.world_size, attempt=run.context.attempt)
-    writer.save(run.step, state.weights_of(state.pieces(run.stepper)),
-                {"step": run.step, "ties": state.ties(run.stepper.model)}, snapshot=False)
+    writer = Writer(
+        folder,
+        rank=run.context.rank,
+        world_size=run.context.world_size,
+        attempt=run.context.attempt,
+    )
+    writer.save(
+        run.step,
+        state.weights_of(state.pieces(run.stepper)),
+        {"step": run.step, "ties": state.ties(run.stepper.model)},
+        snapshot=False,
+    )
     writer.wait()
     _greatest(run, 0)  # every rank has seen it complete before it is removed
     return {"path": str(folder / CHECKPOINTS / f"step-{run.step}"), "is_temporary": True}
@@ -499,8 +596,10 @@ def _heed(run: _Run, answer: Mapping[str, Any]) -> None:
         saves = run.settings.run_dir is not None and run.settings.save_on_stop and run.step > 0
         if saves:  # or has begun to be saved, which is waited for then
             _save(run, last=True)
-        raise CallbackError(answer["failed"] + ("; a checkpoint is saved" if saves else ""),
-                            heard=run.context.rank != 0)
+        raise CallbackError(
+            answer["failed"] + ("; a checkpoint is saved" if saves else ""),
+            heard=run.context.rank != 0,
+        )
     run.ended = run.ended if run.ended is not None else answer.get("stop")
     run.due |= {name for name in ("evaluate", "save") if answer.get(name)}
 
@@ -523,10 +622,16 @@ def _steps(run: _Run) -> bool:
     job, context = run.job, run.context
     order = None if is_stream(job.data) else Order.of(job)
     recorder, stepper = run.stepper.trace, run.stepper
-    feed = Prefetch(iter(_feed(run, order)), context.device, torch.float64 if job.precision == "float64" else None)
+    feed = Prefetch(
+        iter(_feed(run, order)),
+        context.device,
+        torch.float64 if job.precision == "float64" else None,
+    )
 
     def stop() -> bool:
-        return context.stop_signal is not None or (run.control is not None and run.control.wants_attention)
+        return context.stop_signal is not None or (
+            run.control is not None and run.control.wants_attention
+        )
 
     def on_launched() -> None:
         if feed.copies is not None:
@@ -552,9 +657,15 @@ def _steps(run: _Run) -> bool:
         scale = stepper.scaling.scale if stepper.scaling is not None else None
         _set_mode(run, trains=True)
         with _with_evidence(run, fed), _rechecked(run) as compare:
-            result = stepper.step(fed.window, fed.placed, step=run.step, stop=stop, beat=run.beat,
-                                  on_launched=on_launched,
-                                  observe=partial(observer.gradients, run.step) if observer else compare)
+            result = stepper.step(
+                fed.window,
+                fed.placed,
+                step=run.step,
+                stop=stop,
+                beat=run.beat,
+                on_launched=on_launched,
+                observe=partial(observer.gradients, run.step) if observer else compare,
+            )
             _judge(run, result)
         step_s = time.perf_counter() - began_s
         if recorder is not None:
@@ -586,6 +697,7 @@ def _rechecked(run: _Run) -> Iterator[Callable[[Stepper], None] | None]:
         yield None
         return
     with run.recheck.checking(run.step) as compare:
+
         def compare_both(stepper: Stepper) -> None:
             _leave_rest(run, run.at_rest)  # first: what it finds makes gradients differ too
             if compare is not None:
@@ -594,8 +706,12 @@ def _rechecked(run: _Run) -> Iterator[Callable[[Stepper], None] | None]:
         yield compare_both
 
 
-def _update_and_note(run: _Run, update: Callable[..., None], optimizer: str,
-                     parameters: Mapping[str, torch.nn.Parameter]) -> None:
+def _update_and_note(
+    run: _Run,
+    update: Callable[..., None],
+    optimizer: str,
+    parameters: Mapping[str, torch.nn.Parameter],
+) -> None:
     """An update within a step of the job's own. Collective as that is."""
     assert run.at_rest is not None
     update(optimizer, parameters)
@@ -603,8 +719,8 @@ def _update_and_note(run: _Run, update: Callable[..., None], optimizer: str,
 
 
 def _set_mode(run: _Run, *, trains: bool) -> None:
-    """Let the weights be in place that are trained, or those that are evaluated, saved and given to users. Collective.
-    """
+    """Let the weights be in place that are trained, or those that are evaluated, saved and given to
+    users. Collective."""
     if run.stepper.has_modes and run.stepper.trains is not trains:
         run.beat("optimizer")
         run.stepper.set_mode(trains=trains)
@@ -633,12 +749,23 @@ def _check_at_rest(run: _Run, *at_rest: StateAtRest | None) -> None:
 def _feed(run: _Run, order: Order | None) -> Iterator[tuple[Window, list[MicroBatch]]]:
     part = part_of(run.plan, run.mesh, run.settings.shares)
     total = run.job.total_steps if run.job.total_steps is not None else sys.maxsize
-    return training_feed(run.job, order=order, part=part, loader_workers=run.settings.loader_workers,
-                         steps=range(run.step, total))
+    return training_feed(
+        run.job,
+        order=order,
+        part=part,
+        loader_workers=run.settings.loader_workers,
+        steps=range(run.step, total),
+    )
 
 
-def _after_step(run: _Run, window: Window, result: StepResult, step_s: float, input_s: float,
-                scale: float | None) -> None:
+def _after_step(
+    run: _Run,
+    window: Window,
+    result: StepResult,
+    step_s: float,
+    input_s: float,
+    scale: float | None,
+) -> None:
     """scale: that the step's loss was multiplied by; None without loss scaling."""
     run.step, run.samples = run.step + 1, run.samples + window.count
     _check_at_rest(run, run.at_rest)  # if a step of the job's own has updated nothing
@@ -646,19 +773,31 @@ def _after_step(run: _Run, window: Window, result: StepResult, step_s: float, in
         if at_rest is not None:
             at_rest.note(run.step)
     run.speed.add(window.count, step_s, input_s=input_s)
-    more: dict[str, Any] = {} if result.gradient_norm is None else {"gradient_norm": result.gradient_norm}
+    more: dict[str, Any] = (
+        {} if result.gradient_norm is None else {"gradient_norm": result.gradient_norm}
+    )
     if scale is not None:
         more |= {"loss_scale": scale}
     if result.is_skipped:
         more |= {"skipped": True, **({"spike": result.spike} if result.spike else {})}
-    run.unmet.append({"step": run.step, "epoch": window.epoch, "samples": run.samples,
-                      "lr": learning_rate(run.stepper.optimizer), "step_s": step_s, **more})
+    run.unmet.append(
+        {
+            "step": run.step,
+            "epoch": window.epoch,
+            "samples": run.samples,
+            "lr": learning_rate(run.stepper.optimizer),
+            "step_s": step_s,
+            **more,
+        }
+    )
     run.epoch = window.epoch
     run.journal.note(run.step, window, skipped=result.is_skipped)
     _learn(run, result)
     if run.control is not None:
         run.control.tell()
-    if run.settings.observer is not None and run.settings.observer.weights(run.step - 1, run.stepper, run.loss):
+    if run.settings.observer is not None and run.settings.observer.weights(
+        run.step - 1, run.stepper, run.loss
+    ):
         run.ended = "its observer said so"
     if run.step % drift.EVERY_STEPS == 0 or run.speed.steps == 1:
         run.due.add("compare")
@@ -671,8 +810,18 @@ def _after_step(run: _Run, window: Window, result: StepResult, step_s: float, in
         run.due.add("prepare")
     is_last = run.step == run.job.total_steps and run.display.is_plain
     if result.losses and (run.display.due() or is_last):
-        run.display.update(Progress(run.step, run.job.total_steps, window.epoch, run.loss, run.speed.samples_per_s,
-                                    run.speed.step_s, run.memory.bytes(), predicted_step_s(run.settings)))
+        run.display.update(
+            Progress(
+                run.step,
+                run.job.total_steps,
+                window.epoch,
+                run.loss,
+                run.speed.samples_per_s,
+                run.speed.step_s,
+                run.memory.bytes(),
+                predicted_step_s(run.settings),
+            )
+        )
 
 
 @contextmanager
@@ -684,10 +833,19 @@ def _with_evidence(run: _Run, fed: Fed) -> Iterator[None]:
         from paceline.training.parts.spike_dump import first_bad_module, keep
 
         module = first_bad_module(run.stepper, fed.window, fed.placed, step=run.step)
-        evidence_path = run.settings.run_dir and keep(run.settings.run_dir, run.stepper, fed.window, fed.batches,
-                                                      step=run.step + 1, why=str(spike.args[0]), module=module)
-        evidence = [*([f"the first module that returns such numbers is '{module}'"] if module else []),
-                    *([f"its samples are in {evidence_path}"] if evidence_path else [])]
+        evidence_path = run.settings.run_dir and keep(
+            run.settings.run_dir,
+            run.stepper,
+            fed.window,
+            fed.batches,
+            step=run.step + 1,
+            why=str(spike.args[0]),
+            module=module,
+        )
+        evidence = [
+            *([f"the first module that returns such numbers is '{module}'"] if module else []),
+            *([f"its samples are in {evidence_path}"] if evidence_path else []),
+        ]
         spike.args = ("; ".join([spike.args[0], *evidence]),)
         raise
 
@@ -707,7 +865,15 @@ def _pass_over(run: _Run, fed: Fed, result: StepResult) -> None:
     if run.settings.run_dir is not None:
         from paceline.training.parts.spike_dump import keep
 
-        keep(run.settings.run_dir, run.stepper, fed.window, fed.batches, step=run.step, why=result.spike, module=None)
+        keep(
+            run.settings.run_dir,
+            run.stepper,
+            fed.window,
+            fed.batches,
+            step=run.step,
+            why=result.spike,
+            module=None,
+        )
     back = _rewind(run) if run.settings.on_spike == "rewind" else ""
     run.display.say(f"step {run.step} is a spike and changes no weight: {result.spike}{back}")
 
@@ -720,7 +886,11 @@ def _rewind(run: _Run) -> str:
     """
     from paceline.checkpoint.read import newest_saved_step, open_checkpoint
 
-    assert run.writer is not None and run.settings.run_dir is not None and run.stepper.spikes is not None
+    assert (
+        run.writer is not None
+        and run.settings.run_dir is not None
+        and run.stepper.spikes is not None
+    )
     _end_save(run)
     if run.copier is not None:
         run.copier.wait()
@@ -729,8 +899,12 @@ def _rewind(run: _Run) -> str:
         return "; there is no checkpoint yet to go back to"
     spikes = run.stepper.spikes.to_dict()
     run.stepper.step_sync.drain()
-    end_evaluation(run.stepper.synchronisers)  # what was gathered is of the weights that are replaced
-    checkpoint = open_checkpoint(run.settings.run_dir / CHECKPOINTS / f"step-{step}", checksums=False)
+    end_evaluation(
+        run.stepper.synchronisers
+    )  # what was gathered is of the weights that are replaced
+    checkpoint = open_checkpoint(
+        run.settings.run_dir / CHECKPOINTS / f"step-{step}", checksums=False
+    )
     state.restore(run.stepper, checkpoint)
     run.stepper.edits.updated()
     for at_rest in (run.at_rest, run.buffers_at_rest):
@@ -754,7 +928,9 @@ def _learn(run: _Run, result: StepResult) -> None:
     run.stop = run.stop or bool(result.stop)
     if result.losses:
         for figures, loss in zip(run.unmet, result.losses, strict=True):
-            run.record(**figures, loss=loss if math.isfinite(loss) else None)  # of a step that was skipped
+            run.record(
+                **figures, loss=loss if math.isfinite(loss) else None
+            )  # of a step that was skipped
         run.loss = next((loss for loss in reversed(result.losses) if math.isfinite(loss)), run.loss)
         run.unmet = []
         run.journal.settle(result.digest)
@@ -794,8 +970,12 @@ def _compare(run: _Run) -> None:
     _end_comparison(run)
     stepper.step_sync.drain()
     run.comparison = drift.ReplicaComparison(
-        drift.replicated(stepper), mesh=run.mesh, step=run.step, more=partial(state.alike_along, stepper),
-        stays=partial(state.is_for_updates, stepper))
+        drift.replicated(stepper),
+        mesh=run.mesh,
+        step=run.step,
+        more=partial(state.alike_along, stepper),
+        stays=partial(state.is_for_updates, stepper),
+    )
     run.compared_step = run.step
     if not run.comparison.is_beside:
         _end_comparison(run)
@@ -822,8 +1002,14 @@ def _document(run: _Run) -> dict[str, Any]:
 
 def _judged(run: _Run) -> dict[str, Any]:
     """What was found of steps so far."""
-    return {**({"spikes": run.stepper.spikes.to_dict()} if run.stepper.spikes is not None else {}),
-            **({"rechecked": run.recheck.right_step} if run.recheck is not None and run.recheck.right_step else {})}
+    return {
+        **({"spikes": run.stepper.spikes.to_dict()} if run.stepper.spikes is not None else {}),
+        **(
+            {"rechecked": run.recheck.right_step}
+            if run.recheck is not None and run.recheck.right_step
+            else {}
+        ),
+    }
 
 
 def _copy(run: _Run) -> None:
@@ -834,27 +1020,51 @@ def _copy(run: _Run) -> None:
     context.beat("copy")
     began_s = time.perf_counter()
     run.stepper.step_sync.drain()
-    sends = copier.neighbour is not None and _is_sent(run, copier, copier.neighbour) and run.step >= copier.next_send
+    sends = (
+        copier.neighbour is not None
+        and _is_sent(run, copier, copier.neighbour)
+        and run.step >= copier.next_send
+    )
     if run.copier is None:
         return
     fingerprints = drift.fingerprints(run.stepper, partial(state.alike_along, run.stepper))
-    pieces = list(chain(state.pieces(run.stepper, host_ranks=context.local_world_size if context.host_copies is not None
-                                     else None), fingerprints))
-    if copier.num_copies == 0 and _greatest(run, int(not copier.fits(pieces))):  # too late once the kernel ends a rank
+    pieces = list(
+        chain(
+            state.pieces(
+                run.stepper,
+                host_ranks=context.local_world_size if context.host_copies is not None else None,
+            ),
+            fingerprints,
+        )
+    )
+    if copier.num_copies == 0 and _greatest(
+        run, int(not copier.fits(pieces))
+    ):  # too late once the kernel ends a rank
         _end_copies(run)
         return
-    copier.copy(run.step, pieces, _copy_document(run),
-                is_for_updates=partial(state.is_for_updates, run.stepper), began_s=began_s)
+    copier.copy(
+        run.step,
+        pieces,
+        _copy_document(run),
+        is_for_updates=partial(state.is_for_updates, run.stepper),
+        began_s=began_s,
+    )
     if copier.num_copies == 2 and run.live is None:  # all ranks have the one before
         copier.copies.live.forget(context.slot)
         if context.host_copies is not None and copier.neighbour is None and context.slot == 0:
             context.host_copies.give_back_kept()
-    if copier.num_copies & (copier.num_copies - 1) == 0:  # after 1, 2, 4, 8, ... copies, on all ranks alike
+    if (
+        copier.num_copies & (copier.num_copies - 1) == 0
+    ):  # after 1, 2, 4, 8, ... copies, on all ranks alike
         if copier.num_copies <= 2:  # the times of later ones are those of copies before them
             copier.wait()
-        copier.every = _greatest(run, _affordable_every(run, copier) if copier.fits(pieces) else _NEVER)
+        copier.every = _greatest(
+            run, _affordable_every(run, copier) if copier.fits(pieces) else _NEVER
+        )
         if copier.neighbour is not None:
-            copier.send_every = _greatest(run, copier.affordable_send_every(statistics.median(run.speed.latest_s)))
+            copier.send_every = _greatest(
+                run, copier.affordable_send_every(statistics.median(run.speed.latest_s))
+            )
         if copier.every == _NEVER:
             _end_copies(run)
     if sends and run.copier is not None:
@@ -863,8 +1073,9 @@ def _copy(run: _Run) -> None:
 
 def _affordable_every(run: _Run, copier: Copier) -> int:
     """Steps from copy to copy of this rank, for their share of the time."""
-    return copier.affordable_every(statistics.median(run.speed.latest_s),
-                                   share=COPY_SHARE if run.is_noting else TIME_SHARE)
+    return copier.affordable_every(
+        statistics.median(run.speed.latest_s), share=COPY_SHARE if run.is_noting else TIME_SHARE
+    )
 
 
 def _is_sent(run: _Run, copier: Copier, neighbour: HostCopies) -> bool:
@@ -886,8 +1097,10 @@ def _end_copies(run: _Run) -> None:
         copier.copies.give_back(run.context.slot)
         if run.live is None:
             copier.copies.live.forget(run.context.slot)
-    run.display.say("a host's memory has no room for copies of the state: if a rank is lost, the run goes on from the "
-                    "last checkpoint")
+    run.display.say(
+        "a host's memory has no room for copies of the state: if a rank is lost, the run goes on from the "
+        "last checkpoint"
+    )
 
 
 def _copy_document(run: _Run) -> dict[str, Any] | None:
@@ -905,7 +1118,9 @@ def _copy_document(run: _Run) -> dict[str, Any] | None:
         document = _document(run) | {"figures": run.figures(), "callbacks": answer.get("callbacks")}
         data = bytearray(json.dumps(document).encode())
     if context.world_size > 1:
-        sent = torch.frombuffer(data.ljust(_greatest(run, len(data))), dtype=torch.uint8).to(context.device)
+        sent = torch.frombuffer(data.ljust(_greatest(run, len(data))), dtype=torch.uint8).to(
+            context.device
+        )
         torch.distributed.broadcast(sent, 0)
         data = bytearray(sent.cpu().numpy())
     return json.loads(data) if context.slot == 0 else None
@@ -915,19 +1130,34 @@ def _note_document(run: _Run) -> dict[str, Any] | None:
     """What steps change of `_copy_document`; where there are several hosts, all of it."""
     if run.context.host_copies is not None:
         return _copy_document(run)
-    return None if run.context.rank else {
-        **state.changing_document(run.stepper, step=run.step, samples=run.samples), **_judged(run),
-        "figures": run.figures()}
+    return (
+        None
+        if run.context.rank
+        else {
+            **state.changing_document(run.stepper, step=run.step, samples=run.samples),
+            **_judged(run),
+            "figures": run.figures(),
+        }
+    )
 
 
 def _keep_live(run: _Run) -> None:
     """Let the state outlive this rank where that pays: where copies of it are several steps apart. Collective after
     1, 2, 4, 8, ... steps of a launch."""
     steps, context, copies, copier = run.speed.steps, run.context, run.context.copies, run.copier
-    if copies is None or (run.live is None and (
-            (copier is not None and copier.every == 1) or copies_weights_lazily(run.plan)
+    if copies is None or (
+        run.live is None
+        and (
+            (copier is not None and copier.every == 1)
+            or copies_weights_lazily(run.plan)
             or not LiveState.is_possible(copies.live, run.stepper)
-            or (context.host_copies is not None and run.control is not None and run.control.has("state_dict")))):
+            or (
+                context.host_copies is not None
+                and run.control is not None
+                and run.control.has("state_dict")
+            )
+        )
+    ):
         return  # callbacks that end with rank 0 would have to give their state after each step
     if steps & (steps - 1) == 0:
         step_s = statistics.median(run.speed.latest_s)
@@ -936,11 +1166,15 @@ def _keep_live(run: _Run) -> None:
             if context.host_copies is not None:
                 live.host_ranks = context.local_world_size
                 live.origin = hosts_copies.origin_of(run.stepper, context)
-            if not _greatest(run, int(live.move_s(run.context.local_world_size) > MOVE_SHARE * run.speed.all_s)):
+            if not _greatest(
+                run, int(live.move_s(run.context.local_world_size) > MOVE_SHARE * run.speed.all_s)
+            ):
                 _before_update(run)  # while a thread reads it, memory can't be moved
                 live.move()
                 run.live, run.is_noting = live, True
-        elif run.is_noting and _greatest(run, int(run.live.has_ended or run.live.note_s > NOTE_SHARE * step_s)):
+        elif run.is_noting and _greatest(
+            run, int(run.live.has_ended or run.live.note_s > NOTE_SHARE * step_s)
+        ):
             run.live.end()
             run.is_noting = False
             copies.live.forget(context.slot)  # nobody waits for it any more
@@ -948,7 +1182,9 @@ def _keep_live(run: _Run) -> None:
                 copier.every = _greatest(run, _affordable_every(run, copier))
                 copier.next_step = min(copier.next_step, run.step + copier.every)
     if run.live is not None and run.is_noting:
-        began_s = time.perf_counter()  # where there are several hosts, all ranks have a part in the document
+        began_s = (
+            time.perf_counter()
+        )  # where there are several hosts, all ranks have a part in the document
         run.live.note(run.step, _note_document(run), began_s=began_s)
 
 
@@ -987,14 +1223,21 @@ def _save(run: _Run, *, last: bool = False) -> None:
     answer: Mapping[str, Any] = {}
     if run.control is not None and run.control.has("state_dict"):
         answer = run.control.ask({"event": "state", "step": run.step})
-        document["callbacks"] = answer.get("callbacks")  # rank 0 alone knows, and its document counts
+        document["callbacks"] = answer.get(
+            "callbacks"
+        )  # rank 0 alone knows, and its document counts
     if not last and run.writer.takes_snapshots is None:  # a callback asked for a save, or a signal
         _prepare_saves(run, run.writer)
     run.saved_step = run.step
-    run.writer.save(run.step, state.pieces(run.stepper), document, snapshot=not last,
-                    is_for_updates=partial(state.is_for_updates, run.stepper),
-                    held_alike=run.comparison.held_alike if run.comparison is not None else dict,
-                    before_commit=run.journal.sync)
+    run.writer.save(
+        run.step,
+        state.pieces(run.stepper),
+        document,
+        snapshot=not last,
+        is_for_updates=partial(state.is_for_updates, run.stepper),
+        held_alike=run.comparison.held_alike if run.comparison is not None else dict,
+        before_commit=run.journal.sync,
+    )
     if last:
         _end_save(run)
     _prune(run)
@@ -1019,8 +1262,12 @@ def _prepare_saves(run: _Run, writer: Writer) -> None:
 
 def _prune(run: _Run) -> None:
     if run.settings.keep_checkpoints and run.settings.run_dir is not None and run.context.rank == 0:
-        prune(run.settings.run_dir, newest=run.settings.keep_checkpoints,
-              right_step=run.recheck.right_step if run.recheck is not None else None, passed_over=run.passed_over)
+        prune(
+            run.settings.run_dir,
+            newest=run.settings.keep_checkpoints,
+            right_step=run.recheck.right_step if run.recheck is not None else None,
+            passed_over=run.passed_over,
+        )
 
 
 def _save_trained(run: _Run) -> None:
@@ -1048,12 +1295,24 @@ def _evaluate(run: _Run) -> None:
     _before_update(run)  # replicas may have shared weights put in place of their own
     stepper.step_sync.drain()
     sample_share = evaluated_part(run.job.validation, batch=run.job.batch, part=part)
-    with stepper.step_sync.global_weights_in_place(), stepper.evaluating(sample_share, step=run.step):
-        options: Any = {"mesh": run.mesh, "device": run.context.device, "part": part, "beat": run.context.beat}
+    with (
+        stepper.step_sync.global_weights_in_place(),
+        stepper.evaluating(sample_share, step=run.step),
+    ):
+        options: Any = {
+            "mesh": run.mesh,
+            "device": run.context.device,
+            "part": part,
+            "beat": run.context.beat,
+        }
         figures, refused = (
-            (evaluate_step(stepper.model, stepper.parts, run.job, run.job.validation, **options), None)
-            if run.job.models else
-            evaluate(stepper.model, stepper.layout, run.job, run.job.validation, **options))
+            (
+                evaluate_step(stepper.model, stepper.parts, run.job, run.job.validation, **options),
+                None,
+            )
+            if run.job.models
+            else evaluate(stepper.model, stepper.layout, run.job, run.job.validation, **options)
+        )
     if _greatest(run, int(refused is not None)):  # what was trained is not lost with a metric
         _save(run, last=True)
         if refused is not None:
@@ -1062,36 +1321,62 @@ def _evaluate(run: _Run) -> None:
     if run.buffers_at_rest is not None:
         run.buffers_at_rest.note(run.step)  # anew: forwards may have written to them
     run.evaluated = {"validation_loss": figures.pop("loss"), **figures}
-    if stepper.schedule is not None and not run.settings.is_trial and (run.speed.steps or run.is_copied) and (
-            run.scheduled_step != run.step and not is_stream(run.job.data) and Order.of(run.job).ends_epoch(run.step)):
+    if (
+        stepper.schedule is not None
+        and not run.settings.is_trial
+        and (run.speed.steps or run.is_copied)
+        and (
+            run.scheduled_step != run.step
+            and not is_stream(run.job.data)
+            and Order.of(run.job).ends_epoch(run.step)
+        )
+    ):
         step_by_metrics(stepper.schedule, run.job, run.evaluated)
         run.scheduled_step = run.step
     run.record(validation_loss=run.evaluated["validation_loss"], metrics=figures)
-    run.display.say(f"step {run.step}: " + ", ".join(f"{k} {v:.4f}" for k, v in run.evaluated.items()))
+    run.display.say(
+        f"step {run.step}: " + ", ".join(f"{k} {v:.4f}" for k, v in run.evaluated.items())
+    )
     if run.settings.on_evaluation is not None and run.context.rank == 0:
         run.settings.on_evaluation(run.step, run.evaluated)
-    _event(run, "on_evaluation", "evaluation", epoch=run.epoch, validation_loss=run.evaluated["validation_loss"],
-           metrics=figures)
+    _event(
+        run,
+        "on_evaluation",
+        "evaluation",
+        epoch=run.epoch,
+        validation_loss=run.evaluated["validation_loss"],
+        metrics=figures,
+    )
 
 
 def _stop(run: _Run) -> None:
     """Save where the run is and leave, because it was asked to. Collective."""
     context = run.context
-    number, rank = divmod(_greatest(run, (context.stop_signal or 0) * context.world_size + context.rank),
-                          context.world_size)
+    number, rank = divmod(
+        _greatest(run, (context.stop_signal or 0) * context.world_size + context.rank),
+        context.world_size,
+    )
     saves = run.settings.run_dir is not None and run.settings.save_on_stop
     if saves:
         _save(run, last=True)
-    why = signal.Signals(context.stop_signal or number).name + ("" if context.stop_signal else f" to rank {rank}")
-    raise Preempted(f"stopped by {why} after step {run.step}" + ("; a checkpoint is saved" if saves else ""),
-                    hint=f"the same command with --run {run.settings.run_dir} --resume goes on from here"
-                    if saves else None)
+    why = signal.Signals(context.stop_signal or number).name + (
+        "" if context.stop_signal else f" to rank {rank}"
+    )
+    raise Preempted(
+        f"stopped by {why} after step {run.step}" + ("; a checkpoint is saved" if saves else ""),
+        hint=f"the same command with --run {run.settings.run_dir} --resume goes on from here"
+        if saves
+        else None,
+    )
 
 
 def _finish(run: _Run, started_s: float) -> dict[str, Any]:
     if run.step == 0:
-        raise JobError("there was nothing to train on: no step was taken" if run.ended is None else
-                       f"a callback stopped the run before its first step: {run.ended}")
+        raise JobError(
+            "there was nothing to train on: no step was taken"
+            if run.ended is None
+            else f"a callback stopped the run before its first step: {run.ended}"
+        )
     _before_update(run)
     run.stepper.layout.module.zero_grad()  # their memory is free for evaluating, saving and exporting
     settled = run.stepper.settle(run.step)
@@ -1118,7 +1403,9 @@ def _finish(run: _Run, started_s: float) -> dict[str, Any]:
     if run.stepper.trace is not None and logs is not None:
         run.stepper.trace.write(logs)
     scaling = run.stepper.scaling
-    peak_bytes = _greatest(run, run.memory.bytes())  # every rank has written its trace when this is known
+    peak_bytes = _greatest(
+        run, run.memory.bytes()
+    )  # every rank has written its trace when this is known
     core_wait_s = 1e-9 * _greatest(run, run.core_wait.ns)
     if run.stepper.trace is not None and logs is not None and run.context.rank == 0:
         trace.bring_together(logs, logs.parent, run.context.world_size)
@@ -1133,7 +1420,9 @@ def _finish(run: _Run, started_s: float) -> dict[str, Any]:
         "input_s": run.speed.input_s / max(run.speed.steps, 1),
         "final_loss": run.loss if math.isfinite(run.loss) else None,
         "validation_loss": run.evaluated.get("validation_loss"),
-        "metrics": {name: value for name, value in run.evaluated.items() if name != "validation_loss"},
+        "metrics": {
+            name: value for name, value in run.evaluated.items() if name != "validation_loss"
+        },
         "wall_s": time.monotonic() - started_s,
         "core_wait_s": core_wait_s,
         "peak_memory_bytes": peak_bytes,
@@ -1142,7 +1431,11 @@ def _finish(run: _Run, started_s: float) -> dict[str, Any]:
         "bytes_sent": round(run.stepper.sent_bytes),
         **reported(run.stepper.synchronisers),
         **({"spikes": run.stepper.spikes.num_spikes} if run.stepper.spikes is not None else {}),
-        **({"loss_scale": scaling.scale, "skipped_steps": scaling.skipped_steps} if scaling is not None else {}),
+        **(
+            {"loss_scale": scaling.scale, "skipped_steps": scaling.skipped_steps}
+            if scaling is not None
+            else {}
+        ),
         **({"stopped": stopped} if stopped is not None else {}),
     }
 

@@ -38,16 +38,23 @@ def read_tally(value: Any, *, samples: int, name: str = "the loss") -> Tally:
         TrainingError: neither a scalar nor (sum, count).
     """
     if isinstance(value, tuple | list) and len(value) == 2:
-        total, count = _scalar(value[0], f"{name} returned a sum"), _scalar(value[1], f"{name} returned a count")
+        total, count = (
+            _scalar(value[0], f"{name} returned a sum"),
+            _scalar(value[1], f"{name} returned a count"),
+        )
         return Tally(total, count.detach(), is_mean=False)
     if isinstance(value, Real) and not isinstance(value, bool) and name != "the loss":
         value = torch.as_tensor(float(value), dtype=torch.float64)
     if not isinstance(value, torch.Tensor):
-        raise TrainingError(f"{name} returned {type(value).__name__}",
-                            hint="return a scalar tensor, the mean over the samples, or (sum, count)")
+        raise TrainingError(
+            f"{name} returned {type(value).__name__}",
+            hint="return a scalar tensor, the mean over the samples, or (sum, count)",
+        )
     if value.numel() != 1:
-        raise TrainingError(f"{name} is not a scalar: it has shape {tuple(value.shape)}",
-                            hint="return its mean over the samples (reduction='mean'), or (sum, count)")
+        raise TrainingError(
+            f"{name} is not a scalar: it has shape {tuple(value.shape)}",
+            hint="return its mean over the samples (reduction='mean'), or (sum, count)",
+        )
     return Tally(value.reshape(()), float(samples), is_mean=True)
 
 
@@ -56,9 +63,13 @@ def _scalar(part: Any, description: str) -> torch.Tensor:
     if isinstance(part, Real):
         return torch.as_tensor(float(part), dtype=torch.float64)
     if not isinstance(part, torch.Tensor):
-        raise TrainingError(f"{description} that is {type(part).__name__}", hint="(sum, count) are two scalars")
+        raise TrainingError(
+            f"{description} that is {type(part).__name__}", hint="(sum, count) are two scalars"
+        )
     if part.numel() != 1:
-        raise TrainingError(f"{description} of shape {tuple(part.shape)}", hint="(sum, count) are two scalars")
+        raise TrainingError(
+            f"{description} of shape {tuple(part.shape)}", hint="(sum, count) are two scalars"
+        )
     return part.reshape(())
 
 
@@ -74,8 +85,10 @@ def with_gradient(tally: Tally, output: Any, *, backward_goes_on: bool) -> Tally
     if tally.value.requires_grad:
         return tally
     if tally.is_mean or float(tally.count):
-        raise TrainingError("the loss does not depend on the model: it has no gradient",
-                            hint="compute it from the model's output, without .detach(), .item() or no_grad")
+        raise TrainingError(
+            "the loss does not depend on the model: it has no gradient",
+            hint="compute it from the model's output, without .detach(), .item() or no_grad",
+        )
     if not backward_goes_on:
         return tally
     # The sum of no elements: 0 times the output would be NaN where the output is infinite.

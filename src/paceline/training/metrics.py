@@ -24,8 +24,14 @@ from paceline.training.loss import read_tally
 _NEAR = 1e-3  # relative; a metric may be rounded to a few digits
 
 
-def no_mean(name: str, metric: Callable[[Any, Any], Any], output: Any, target: Any, samples: int,
-            model: nn.Module) -> JobError | None:
+def no_mean(
+    name: str,
+    metric: Callable[[Any, Any], Any],
+    output: Any,
+    target: Any,
+    samples: int,
+    model: nn.Module,
+) -> JobError | None:
     """Why a metric is refused whose parts don't come to the whole: of these samples, and of others that have their
     values in another order, as a model that is not trained yet may answer alike for all. The metric's state is left as
     it was.
@@ -36,7 +42,10 @@ def no_mean(name: str, metric: Callable[[Any, Any], Any], output: Any, target: A
         return None  # nobody can say which part is whose
     found: list[tuple[float, float]] = []
     for outputs in (output, map_tensors(_mixed, output)):
-        with suppress(Exception), function_kept(metric, model):  # it is the user's, and may refuse such outputs
+        with (
+            suppress(Exception),
+            function_kept(metric, model),
+        ):  # it is the user's, and may refuse such outputs
             found += _by_parts(metric, outputs, target, samples)
     for whole, parted in found:
         if math.isfinite(whole) and not abs(parted - whole) <= _NEAR * max(1.0, abs(whole)):
@@ -44,15 +53,20 @@ def no_mean(name: str, metric: Callable[[Any, Any], Any], output: Any, target: A
                 f"{name} is no mean over samples: {whole:.6g} of {samples} samples at once, {parted:.6g} as their "
                 "parts give it one after the other; plans cut the data differently, so it would depend on the plan",
                 hint="return (sum, count), which add up over samples, or give pl.whole(metric), which is called once "
-                     "with the outputs and targets of all samples; see docs/data.md")
+                "with the outputs and targets of all samples; see docs/data.md",
+            )
     return None
 
 
 def _by_parts(metric: Any, output: Any, target: Any, samples: int) -> Iterator[tuple[float, float]]:
     """What it gives of all samples, and what two uneven parts come to, cut twice: one cut may by chance be even in
     what counts."""
+
     def tally(part: range) -> tuple[float, float]:
-        rows = [map_tensors(lambda tensor: tensor[part.start:part.stop].clone(), each) for each in (output, target)]
+        rows = [
+            map_tensors(lambda tensor: tensor[part.start : part.stop].clone(), each)
+            for each in (output, target)
+        ]
         read = read_tally(own(*rows), samples=len(part), name="a metric")
         return float(read.total), float(read.count)
 
@@ -76,7 +90,9 @@ def copied(metric: Any) -> Any:
 def _mixed(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_floating_point():
         return tensor
-    order = torch.randperm(tensor.numel(), generator=torch.Generator().manual_seed(0)).to(tensor.device)
+    order = torch.randperm(tensor.numel(), generator=torch.Generator().manual_seed(0)).to(
+        tensor.device
+    )
     return tensor.flatten()[order].view(tensor.shape)
 
 
@@ -104,11 +120,13 @@ class AllSamples:
         for leaf in pytree.tree_leaves(pair):
             if not _has_rows(leaf, rows):
                 shape = f" of shape {tuple(leaf.shape)}" if isinstance(leaf, torch.Tensor) else ""
-                raise JobError("pl.whole brings outputs and targets together along dim 0, and among those of "
-                               f"{rows} samples is a {type(leaf).__name__}{shape}",
-                               hint="let the model and collate= give tensors of one row a sample")
+                raise JobError(
+                    "pl.whole brings outputs and targets together along dim 0, and among those of "
+                    f"{rows} samples is a {type(leaf).__name__}{shape}",
+                    hint="let the model and collate= give tensors of one row a sample",
+                )
         taken: list[torch.Tensor] = []
-        map_tensors(lambda tensor: taken.append(tensor[:batch.samples].cpu()), pair)
+        map_tensors(lambda tensor: taken.append(tensor[: batch.samples].cpu()), pair)
         self.like = pair
         self.leaves.append(taken)
         self.sizes.append(batch.samples)
@@ -119,19 +137,34 @@ class AllSamples:
         Raises:
             JobError: micro-batches differ in more than dim 0. OutOfMemory: they don't fit here.
         """
-        kinds = {tuple((leaf.dtype, tuple(leaf.shape[1:])) for leaf in leaves) for leaves in self.leaves}
+        kinds = {
+            tuple((leaf.dtype, tuple(leaf.shape[1:])) for leaf in leaves) for leaves in self.leaves
+        }
         number = torch.tensor([zlib.crc32(repr(kinds).encode())])
         if len(kinds) != 1 or not torch.equal(self._summed(number.clone()), number * self._ranks):
-            raise JobError("pl.whole brings outputs and targets together, and they differ in shape by more than their "
-                           "number of samples", hint="pad them to one length, or return (sum, count)")
+            raise JobError(
+                "pl.whole brings outputs and targets together, and they differ in shape by more than their "
+                "number of samples",
+                hint="pad them to one length, or return (sum, count)",
+            )
         sizes = self._in_order(self.sizes)
-        bytes_here = 2 * sum(sizes) * sum(leaf.nbytes // max(len(leaf), 1) for leaf in max(
-            self.leaves, key=lambda leaves: len(leaves[0])))
+        bytes_here = (
+            2
+            * sum(sizes)
+            * sum(
+                leaf.nbytes // max(len(leaf), 1)
+                for leaf in max(self.leaves, key=lambda leaves: len(leaves[0]))
+            )
+        )
         if bytes_here > free_memory_bytes():
-            raise OutOfMemory(f"pl.whole brings together outputs and targets of {sum(sizes)} samples, which takes "
-                              f"{bytes_here / 2**30:.1f} GiB on each rank", hint="return (sum, count), or a smaller "
-                                                                                 "validation set")
-        gathered = iter([self._gathered(leaves, sizes) for leaves in zip(*self.leaves, strict=True)])
+            raise OutOfMemory(
+                f"pl.whole brings together outputs and targets of {sum(sizes)} samples, which takes "
+                f"{bytes_here / 2**30:.1f} GiB on each rank",
+                hint="return (sum, count), or a smaller validation set",
+            )
+        gathered = iter(
+            [self._gathered(leaves, sizes) for leaves in zip(*self.leaves, strict=True)]
+        )
         pair: tuple[Any, Any] = map_tensors(lambda tensor: next(gathered), self.like)
         return pair
 
@@ -149,8 +182,10 @@ class AllSamples:
     def _places(self) -> list[int]:
         """Of this rank's micro-batches among all: each window is cut over replicas, and then into micro-batches."""
         cuts, replicas = self.part.num_microbatches, len(self.part.shares)
-        return [number // cuts * cuts * replicas + self.part.index * cuts + number % cuts
-                for number in range(len(self.sizes))]
+        return [
+            number // cuts * cuts * replicas + self.part.index * cuts + number % cuts
+            for number in range(len(self.sizes))
+        ]
 
     def _in_order(self, sizes: list[int]) -> list[int]:
         """Samples of all micro-batches."""
@@ -164,7 +199,7 @@ class AllSamples:
         like = parts[0].to(torch.uint8) if parts[0].dtype == torch.bool else parts[0]
         every = like.new_zeros(sum(sizes), *like.shape[1:])
         for start, rows in zip(starts, parts, strict=True):
-            every[start:start + len(rows)] = rows
+            every[start : start + len(rows)] = rows
         real = torch.view_as_real(every) if every.is_complex() else every
         summed = self._summed(real)
         return (torch.view_as_complex(summed) if every.is_complex() else summed).to(parts[0].dtype)

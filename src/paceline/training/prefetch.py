@@ -34,8 +34,12 @@ class Prefetch:
         dtype: Of floating-point tensors on the device; None leaves them as they are.
     """
 
-    def __init__(self, feed: Iterator[tuple[Window, list[MicroBatch]]], device: torch.device,
-                 dtype: torch.dtype | None) -> None:
+    def __init__(
+        self,
+        feed: Iterator[tuple[Window, list[MicroBatch]]],
+        device: torch.device,
+        dtype: torch.dtype | None,
+    ) -> None:
         self.feed, self.device, self.dtype = feed, device, dtype
         self.copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._ready: Fed | Exception | None = None
@@ -64,7 +68,9 @@ class Prefetch:
             used_on = torch.cuda.current_stream(self.device)
             used_on.wait_stream(self.copies)
             for tensor in tensors(ready.placed):
-                tensor.record_stream(used_on)  # else the copy stream would take its memory again too early
+                tensor.record_stream(
+                    used_on
+                )  # else the copy stream would take its memory again too early
         return ready
 
     def _next_fed(self) -> Fed | None:

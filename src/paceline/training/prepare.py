@@ -66,16 +66,24 @@ def build_model(job: Job, device: torch.device) -> torch.nn.Module:
     seed_model(job.seed)
     model = job.model()
     if not isinstance(model, torch.nn.Module):
-        raise JobError(f"model returned {type(model).__name__} and not a torch.nn.Module",
-                       hint=model_hint(model))
+        raise JobError(
+            f"model returned {type(model).__name__} and not a torch.nn.Module",
+            hint=model_hint(model),
+        )
     for name, p in model.named_parameters():
         if is_lazy(p):
-            raise JobError(f"the shape of '{name}' is not known before the first forward",
-                           hint="give lazy modules their sizes, or run the model on one sample where it is built")
-    needs_training = getattr(job.model, "needs_training", lambda model: True)  # of several models, not all do
+            raise JobError(
+                f"the shape of '{name}' is not known before the first forward",
+                hint="give lazy modules their sizes, or run the model on one sample where it is built",
+            )
+    needs_training = getattr(
+        job.model, "needs_training", lambda model: True
+    )  # of several models, not all do
     if needs_training(model) and not any(p.requires_grad for p in model.parameters()):
-        raise JobError("the model has no trainable parameter",
-                       hint="every parameter has requires_grad=False, or the module registers none")
+        raise JobError(
+            "the model has no trainable parameter",
+            hint="every parameter has requires_grad=False, or the module registers none",
+        )
     freeze_throughout(job, model)
     model = model.to(device)
     if job.precision == "fp8":
@@ -86,7 +94,9 @@ def build_model(job: Job, device: torch.device) -> torch.nn.Module:
 def autocast(job: Job, device: torch.device) -> AbstractContextManager[Any]:
     """The numeric context of the job's forward passes."""
     name = AUTOCAST.get(job.precision)
-    return nullcontext() if name is None else torch.autocast(device.type, dtype=getattr(torch, name))
+    return (
+        nullcontext() if name is None else torch.autocast(device.type, dtype=getattr(torch, name))
+    )
 
 
 @dataclass(frozen=True)
@@ -104,8 +114,15 @@ class Prepared:
     forwards_may_write: bool
 
 
-def prepare_job(job: Job, *, plan: Plan, mesh: Mesh, device: torch.device,
-                devices: Sequence[Device] = (), models: Models = "only") -> Prepared:
+def prepare_job(
+    job: Job,
+    *,
+    plan: Plan,
+    mesh: Mesh,
+    device: torch.device,
+    devices: Sequence[Device] = (),
+    models: Models = "only",
+) -> Prepared:
     """Build the job's model and let this rank hold its part of it. Collective.
 
     Where a rank holds a part, no more than that and one more tensor need memory at a time.
@@ -126,9 +143,12 @@ def prepare_job(job: Job, *, plan: Plan, mesh: Mesh, device: torch.device,
         _refuse_unseen_state(job, plan, model, spill, device)
         is_used = True
     elif runs_again(plan) and has_own_code(model) and mesh.rank == 0:
-        logger.warning("the model has more than %d MiB of parameters and was not tried for state that none of its "
-                       "attributes shows (a count in a closure, say); recompute=full would change such a state twice "
-                       "a step", MAX_BYTES // 1024**2)
+        logger.warning(
+            "the model has more than %d MiB of parameters and was not tried for state that none of its "
+            "attributes shows (a count in a closure, say); recompute=full would change such a state twice "
+            "a step",
+            MAX_BYTES // 1024**2,
+        )
     if observed_of(plan):
         run_device = torch.device("cpu") if may_be_elsewhere(plan, model) else device
         observed, is_run = observe(job, plan, model, spill, run_device)
@@ -140,30 +160,56 @@ def prepare_job(job: Job, *, plan: Plan, mesh: Mesh, device: torch.device,
         refuse_updates_in_backward(model)
     observed = replace(observed, sparse=sparsely_trained(model))
     if "casts" in observed_of(plan) and job.precision in AUTOCAST:
-        observed = replace(observed, cast=_cast_parameters(job, device),
-                           cast_dtype=getattr(torch, AUTOCAST[job.precision]))
+        observed = replace(
+            observed,
+            cast=_cast_parameters(job, device),
+            cast_dtype=getattr(torch, AUTOCAST[job.precision]),
+        )
     forwards_may_write = device.type == "cpu" or bool(limited_by_norm(model)) or may_write(model)
-    running, attributes = spill.running if spill is not None else nullcontext, ChangingAttributes(model)
+    running, attributes = (
+        spill.running if spill is not None else nullcontext,
+        ChangingAttributes(model),
+    )
     use = ModelUse(
-        lambda samples: example_batch(job, samples).to(device, dtype), lambda: autocast(job, device),
-        {"the loss": job.criterion, **{f"metric '{name}'": metric for name, metric in job.metrics.items()}},
-        partial(_evaluation_batch, job, plan, mesh, device) if job.validation is not None else None, running)
-    basis = CutBasis(-(-job.batch // (plan.replicas * plan.num_microbatches)), partial(_state_factor, job, model),
-                     devices, job.precision)
+        lambda samples: example_batch(job, samples).to(device, dtype),
+        lambda: autocast(job, device),
+        {
+            "the loss": job.criterion,
+            **{f"metric '{name}'": metric for name, metric in job.metrics.items()},
+        },
+        partial(_evaluation_batch, job, plan, mesh, device) if job.validation is not None else None,
+        running,
+    )
+    basis = CutBasis(
+        -(-job.batch // (plan.replicas * plan.num_microbatches)),
+        partial(_state_factor, job, model),
+        devices,
+        job.precision,
+    )
     layout = lay_out(model, use, basis, plan=plan, mesh=mesh, device=device)
     with running():
-        synchronisers = prepare(layout.module, plan=plan, mesh=mesh, observed=observed,
-                                device=device if may_be_elsewhere(plan, model) else None, models=models)
+        synchronisers = prepare(
+            layout.module,
+            plan=plan,
+            mesh=mesh,
+            observed=observed,
+            device=device if may_be_elsewhere(plan, model) else None,
+            models=models,
+        )
         layout.let_go()
         if spill is not None:
             elsewhere = held_elsewhere(plan, layout.module)
-            spill.bring_in([*(p for p in layout.module.parameters() if p not in elsewhere), *model.buffers()])
+            spill.bring_in(
+                [*(p for p in layout.module.parameters() if p not in elsewhere), *model.buffers()]
+            )
     attributes.disregard_new()
     return Prepared(model, layout, synchronisers, attributes, forwards_may_write)
 
 
 def _state_factor(job: Job, model: torch.nn.Module) -> float:
-    from paceline.model.cost.trace import state_factor  # which takes a moment to load, and few plans ask for
+    from paceline.model.cost.trace import (
+        state_factor,
+    )  # which takes a moment to load, and few plans ask for
 
     return state_factor(job, model)
 
@@ -178,28 +224,38 @@ def _evaluation_batch(job: Job, plan: Plan, mesh: Mesh, device: torch.device) ->
     """The first micro-batch of an evaluation on this rank, where replicas have equal shares."""
     part = DataShard((1,) * plan.replicas, mesh.replica, plan.num_microbatches)
     with kept_streams():
-        batch = next(evaluation_feed(job.validation, batch=job.batch, part=part, seed=job.seed,
-                                     collate=job.collate))
+        batch = next(
+            evaluation_feed(
+                job.validation, batch=job.batch, part=part, seed=job.seed, collate=job.collate
+            )
+        )
     return batch.to(device, torch.float64 if job.precision == "float64" else None)
 
 
-def _refuse_unseen_state(job: Job, plan: Plan, model: torch.nn.Module, spill: Spill | None,
-                         device: torch.device) -> None:
+def _refuse_unseen_state(
+    job: Job, plan: Plan, model: torch.nn.Module, spill: Spill | None, device: torch.device
+) -> None:
     """
     Raises:
         PlanRefused: running a part of the model a second time would change a state that the model doesn't show.
     """
     run_device = torch.device("cpu") if spill is not None else device
-    batch = example_batch(job, 2).to(run_device, torch.float64 if job.precision == "float64" else None)
+    batch = example_batch(job, 2).to(
+        run_device, torch.float64 if job.precision == "float64" else None
+    )
     path, running = None, spill.running if spill else nullcontext
-    with suppress(Exception), autocast(job, run_device):  # what fails here fails in the first step, too
+    with (
+        suppress(Exception),
+        autocast(job, run_device),
+    ):  # what fails here fails in the first step, too
         path = module_with_unseen_state(model.train(), *batch.arguments(), running=running)
     if path is not None:
         refuse_unseen_state(model, plan, path)
 
 
-def observe(job: Job, plan: Plan, model: torch.nn.Module, spill: Spill | None,
-            device: torch.device) -> tuple[Observed, bool]:
+def observe(
+    job: Job, plan: Plan, model: torch.nn.Module, spill: Spill | None, device: torch.device
+) -> tuple[Observed, bool]:
     """What the model's forward does, as far as a plan must know of it beforehand, and whether the model was run for
     that: it is not fit for use then.
 
@@ -211,20 +267,41 @@ def observe(job: Job, plan: Plan, model: torch.nn.Module, spill: Spill | None,
     is_run = compares or may_write(model)
     if is_run:
         dtype = torch.float64 if job.precision == "float64" else None
-        batches = [example_batch(job, 2, first=2 * k).to(device, dtype) for k in range(4 if compares else 2)]
-        is_elsewhere, running = (spill.holds, spill.running) if spill else (lambda tensor: False, nullcontext)
-        with suppress(Exception), autocast(job, device), running():  # what fails here fails in the first step, too
+        batches = [
+            example_batch(job, 2, first=2 * k).to(device, dtype)
+            for k in range(4 if compares else 2)
+        ]
+        is_elsewhere, running = (
+            (spill.holds, spill.running) if spill else (lambda tensor: False, nullcontext)
+        )
+        with (
+            suppress(Exception),
+            autocast(job, device),
+            running(),
+        ):  # what fails here fails in the first step, too
             edited |= written_by(lambda: batches[0].call(model.train()), model, is_elsewhere)
-            in_memory = [name for name, p in model.named_parameters() if name in edited and not is_elsewhere(p)]
+            in_memory = [
+                name
+                for name, p in model.named_parameters()
+                if name in edited and not is_elsewhere(p)
+            ]
             if in_memory and "writes to parts" in observed_of(plan):
-                edited -= followers(in_memory, model, find_units(model),
-                                    (partial(batches[0].call, model), partial(batches[1].call, model)))
+                edited -= followers(
+                    in_memory,
+                    model,
+                    find_units(model),
+                    (partial(batches[0].call, model), partial(batches[1].call, model)),
+                )
             if compares:
-                chooses = choosing(model, find_units(model), [partial(batch.call, model) for batch in batches])
+                chooses = choosing(
+                    model, find_units(model), [partial(batch.call, model) for batch in batches]
+                )
     if edited and (why := no_edits(plan)):
-        raise PlanRefused(f"a forward changes the parameter '{min(edited)}' in place, and {why}",
-                          hint="use a data=N plan if all replicas change it alike, or one that doesn't cut the batch: "
-                               "single or tensor=N")
+        raise PlanRefused(
+            f"a forward changes the parameter '{min(edited)}' in place, and {why}",
+            hint="use a data=N plan if all replicas change it alike, or one that doesn't cut the batch: "
+            "single or tensor=N",
+        )
     return Observed(edited, chooses), is_run
 
 
@@ -239,14 +316,19 @@ def build_in_files(job: Job, device: torch.device) -> tuple[Spill | None, torch.
         raise
     except Exception as error:  # of the user's own code, too: then it comes again
         first = (str(error).splitlines() or [""])[0]
-        logger.warning("every rank takes memory for the whole model to begin with: it could not be built in files (%s)",
-                       first if isinstance(error, CannotSpill) else f"{type(error).__name__}: {first}")
+        logger.warning(
+            "every rank takes memory for the whole model to begin with: it could not be built in files (%s)",
+            first if isinstance(error, CannotSpill) else f"{type(error).__name__}: {first}",
+        )
         return None, build_model(job, device)
     tensors = [*model.parameters(), *model.buffers()]
     if sum(tensor.nbytes for tensor in tensors) <= spill.resident_bytes:
         spill.bring_in(tensors)
         return None, model
     if (left_bytes := spill.in_memory_bytes(model.parameters())) > spill.resident_bytes:
-        logger.warning("every rank takes %.0f MB for the whole model to begin with: that much of it was not made by "
-                       "torch on the thread that calls model()", left_bytes / 1e6)
+        logger.warning(
+            "every rank takes %.0f MB for the whole model to begin with: that much of it was not made by "
+            "torch on the thread that calls model()",
+            left_bytes / 1e6,
+        )
     return spill, model

@@ -24,8 +24,10 @@ def float32_products(job: Job, context: RankContext) -> Iterator[None]:
         return
     if context.device.type != "cuda":
         if context.rank == 0:
-            logger.warning('precision="tf32" computes in float32 on a %s device: GPUs alone have TF32',
-                           context.device.type)
+            logger.warning(
+                'precision="tf32" computes in float32 on a %s device: GPUs alone have TF32',
+                context.device.type,
+            )
         yield
         return
     products, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32

@@ -14,7 +14,9 @@ from paceline.training.loss import Tally
 from paceline.training.parts.spikes import Spike
 
 
-def check_loss(loss: float, count: float, tallies: Sequence[Tally], step: int, *, is_updated: bool = False) -> None:
+def check_loss(
+    loss: float, count: float, tallies: Sequence[Tally], step: int, *, is_updated: bool = False
+) -> None:
     """Refuse a window's loss that no update can be made from.
 
     tallies: those of this rank; if none of them is at fault, another rank's report comes first. is_updated: whether the
@@ -23,14 +25,17 @@ def check_loss(loss: float, count: float, tallies: Sequence[Tally], step: int, *
     if math.isfinite(loss) and count > 0:
         return
     if math.isfinite(loss):
-        raise TrainingError(f"the loss counts nothing in step {step + 1}: its count is {count:g}",
-                            hint="every target of the window is ignored; a larger batch makes this unlikely")
+        raise TrainingError(
+            f"the loss counts nothing in step {step + 1}: its count is {count:g}",
+            hint="every target of the window is ignored; a larger batch makes this unlikely",
+        )
     is_of_this_rank = not all(bool(torch.isfinite(tally.value)) for tally in tallies)
     raise Spike(
         f"the loss is {'infinite' if math.isinf(loss) else 'not a number (NaN)'} in step {step + 1}; "
         f"{'nothing of this step is saved' if is_updated else 'the weights of the step before are kept'}",
         hint="a lower learning rate, clip=1.0, or a look at the samples of this step",
-        heard=not is_of_this_rank)
+        heard=not is_of_this_rank,
+    )
 
 
 def check_used(users: Mapping[str, float], step: int) -> None:
@@ -42,12 +47,16 @@ def check_used(users: Mapping[str, float], step: int) -> None:
     """
     unused = [name for name, count in users.items() if not count]
     if len(unused) == len(users):
-        raise TrainingError("the loss does not depend on the model: no parameter has a gradient",
-                            hint="compute it from the model's output, and let no hook in backward take gradients away")
+        raise TrainingError(
+            "the loss does not depend on the model: no parameter has a gradient",
+            hint="compute it from the model's output, and let no hook in backward take gradients away",
+        )
     family = lambda name: re.sub(r"\.\d+\.", ".*.", name)  # noqa: E731
     alive = {family(name) for name, count in users.items() if count}
     unused = [name for name in unused if family(name) == name or family(name) not in alive]
     if unused:
         shown = ", ".join(unused[:5]) + (f" and {len(unused) - 5} more" if len(unused) > 5 else "")
-        logger.info(f"the loss of step {step + 1} does not depend on {len(unused)} of {len(users)} parameters: "
-                    f"{shown}. A step updates only what its loss depends on, as under PyTorch alone")
+        logger.info(
+            f"the loss of step {step + 1} does not depend on {len(unused)} of {len(users)} parameters: "
+            f"{shown}. A step updates only what its loss depends on, as under PyTorch alone"
+        )

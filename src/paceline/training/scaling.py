@@ -30,7 +30,12 @@ class LossScale:
     """
 
     def __init__(self) -> None:
-        self.scale, self.grown_steps, self.skipped_steps, self.skipped_in_a_row = FIRST_SCALE, 0, 0, 0
+        self.scale, self.grown_steps, self.skipped_steps, self.skipped_in_a_row = (
+            FIRST_SCALE,
+            0,
+            0,
+            0,
+        )
         self.count: float | None = None
 
     def expected_count(self, samples: int) -> float:
@@ -47,7 +52,9 @@ class LossScale:
         Returns:
             Whether one of them is infinite or NaN, as a scalar on the device that is above 0 then.
         """
-        overflow, factor = (torch.full((1,), value, device=device) for value in (0.0, 1.0 / self.scale))
+        overflow, factor = (
+            torch.full((1,), value, device=device) for value in (0.0, 1.0 / self.scale)
+        )
         plain = [gradient._values() if gradient.is_sparse else gradient for gradient in gradients]
         real = [torch.view_as_real(values) if values.is_complex() else values for values in plain]
         if real:
@@ -71,26 +78,41 @@ class LossScale:
                 self.scale, self.grown_steps = min(self.scale * GROWTH, _LARGEST_SCALE), 0
             return
         self.skipped_steps, self.skipped_in_a_row, self.grown_steps = (
-            self.skipped_steps + 1, self.skipped_in_a_row + 1, 0)
+            self.skipped_steps + 1,
+            self.skipped_in_a_row + 1,
+            0,
+        )
         if self.scale <= LEAST_SCALE:
-            problem = ("gradients are infinite or not a number (NaN)" if math.isfinite(loss) else
-                       f"the loss is {'infinite' if math.isinf(loss) else 'not a number (NaN)'}")
+            problem = (
+                "gradients are infinite or not a number (NaN)"
+                if math.isfinite(loss)
+                else f"the loss is {'infinite' if math.isinf(loss) else 'not a number (NaN)'}"
+            )
             raise TrainingError(
                 f"{problem} in step {step + 1} at a loss scale of {self.scale:g}, the smallest; "
                 f"{self.skipped_in_a_row} steps in a row were skipped, and the weights are those from before them",
                 hint='precision="bf16", which has the range of float32; a lower learning rate, clip=1.0, or a look at '
-                     "the samples of these steps")
+                "the samples of these steps",
+            )
         self.scale = max(self.scale * BACKOFF, LEAST_SCALE)
 
     def to_dict(self) -> dict[str, Any]:
         """For a checkpoint."""
-        return {"scale": self.scale, "grown_steps": self.grown_steps, "skipped_steps": self.skipped_steps,
-                "skipped_in_a_row": self.skipped_in_a_row, "count": self.count}
+        return {
+            "scale": self.scale,
+            "grown_steps": self.grown_steps,
+            "skipped_steps": self.skipped_steps,
+            "skipped_in_a_row": self.skipped_in_a_row,
+            "count": self.count,
+        }
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Go on from `to_dict`."""
         self.scale, self.grown_steps = float(saved["scale"]), int(saved["grown_steps"])
-        self.skipped_steps, self.skipped_in_a_row = int(saved["skipped_steps"]), int(saved["skipped_in_a_row"])
+        self.skipped_steps, self.skipped_in_a_row = (
+            int(saved["skipped_steps"]),
+            int(saved["skipped_in_a_row"]),
+        )
         self.count = None if saved["count"] is None else float(saved["count"])
 
 

@@ -22,12 +22,18 @@ def smallest_cut(order: Order, steps: int, part: DataShard) -> tuple[int, int]:
     """The fewest samples of any rank's micro-batch in so many steps, and of any window. A rank that gets none runs
     the window's first sample."""
     counts = {order.window(0).count, order.fewest(steps)}
-    cuts = [len(cut) for count in counts for replica in range(len(part.shares))
-            for cut in DataShard(part.shares, replica, part.num_microbatches).cuts(count)]
+    cuts = [
+        len(cut)
+        for count in counts
+        for replica in range(len(part.shares))
+        for cut in DataShard(part.shares, replica, part.num_microbatches).cuts(count)
+    ]
     return max(1, min(cuts)), min(counts)
 
 
-def refuse_single_samples(job: Job, plan: Plan, shares: tuple[int, ...], device: torch.device) -> None:
+def refuse_single_samples(
+    job: Job, plan: Plan, shares: tuple[int, ...], device: torch.device
+) -> None:
     """Refuse a plan that cuts a window down to single samples, for a model that fails on one, as BatchNorm does.
 
     Raises:
@@ -43,12 +49,24 @@ def refuse_single_samples(job: Job, plan: Plan, shares: tuple[int, ...], device:
     with kept_streams():
         # No device need have room for the whole model.
         run_device = torch.device("cpu") if holds_parts(plan) else device
-        spill, model = build_in_files(job, run_device) if holds_parts(plan) else (None, build_model(job, run_device))
-        if not any(isinstance(module, nn.modules.batchnorm._NormBase) for module in model.modules()):
+        spill, model = (
+            build_in_files(job, run_device)
+            if holds_parts(plan)
+            else (None, build_model(job, run_device))
+        )
+        if not any(
+            isinstance(module, nn.modules.batchnorm._NormBase) for module in model.modules()
+        ):
             return
-        batch = example_batch(job, 1).to(run_device, torch.float64 if job.precision == "float64" else None)
+        batch = example_batch(job, 1).to(
+            run_device, torch.float64 if job.precision == "float64" else None
+        )
         try:
-            with torch.no_grad(), autocast(job, run_device), spill.running() if spill is not None else nullcontext():
+            with (
+                torch.no_grad(),
+                autocast(job, run_device),
+                spill.running() if spill is not None else nullcontext(),
+            ):
                 batch.call(model.train())
         except Exception as error:
             if not isinstance(error, ValueError) or "more than 1" not in str(error):
@@ -57,4 +75,5 @@ def refuse_single_samples(job: Job, plan: Plan, shares: tuple[int, ...], device:
                 f"'{plan}' cuts a window of {window} samples into micro-batches of which the smallest has 1, and the "
                 f"model can't be trained on one sample: {error}",
                 hint="drop_last=True, a batch that leaves no short last window, GroupNorm in place of BatchNorm, or a "
-                     "plan with fewer replicas and micro-batches") from error
+                "plan with fewer replicas and micro-batches",
+            ) from error

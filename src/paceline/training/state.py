@@ -112,10 +112,14 @@ class StateOwner(Protocol):
 
 def is_for_updates(stepper: Stepper, name: str) -> bool:
     """Whether nothing but an update writes to a tensor of a checkpoint: no forward, and no room of the plan."""
-    return name.startswith("optimizer/") or (name.startswith("parameters/") and not stepper.forwards_may_write)
+    return name.startswith("optimizer/") or (
+        name.startswith("parameters/") and not stepper.forwards_may_write
+    )
 
 
-def pieces(stepper: StateOwner, *, of_others: bool = False, host_ranks: int | None = None) -> Iterator[TensorPiece]:
+def pieces(
+    stepper: StateOwner, *, of_others: bool = False, host_ranks: int | None = None
+) -> Iterator[TensorPiece]:
     """What this rank writes of what it owns: its part of a tensor, if it is the one that does so of those that hold
     that part. Each of these writes about as many bytes.
 
@@ -125,13 +129,16 @@ def pieces(stepper: StateOwner, *, of_others: bool = False, host_ranks: int | No
     owners = Owners(stepper.mesh, host_ranks=host_ranks)
     for name, tensor, alike, extent in _tensors(stepper, owners):
         cut_along = axes_cut(tensor)
-        if of_others or owners.owns(tuple(axis for axis in alike if axis not in cut_along), _whole_bytes(tensor)):
+        if of_others or owners.owns(
+            tuple(axis for axis in alike if axis not in cut_along), _whole_bytes(tensor)
+        ):
             yield from pieces_of(name, tensor.detach(), extent)
     for kept in stepper.kept():
         cut_along = axes_cut(stepper.local_parameters[kept.like]) if kept.like else ()
         alike = stepper.mesh.part_axes if kept.replica else stepper.mesh.alike_axes
-        if not of_others and not owners.owns(tuple(axis for axis in alike if axis not in cut_along),
-                                             _whole_bytes(kept.tensor)):
+        if not of_others and not owners.owns(
+            tuple(axis for axis in alike if axis not in cut_along), _whole_bytes(kept.tensor)
+        ):
             continue
         if not kept.like:
             yield from pieces_of(kept.name, kept.tensor)
@@ -147,27 +154,43 @@ def _whole_bytes(tensor: torch.Tensor) -> int:
 
 def alike_along(stepper: StateOwner, axis: str) -> dict[str, torch.Tensor]:
     """Tensors of the optimizer's state that ranks along an axis of copies should hold alike, by name."""
-    return {name: tensor for name, tensor, alike, _ in _tensors(stepper, Owners(stepper.mesh))
-            if name.startswith("optimizer/") and not name.endswith("/.values")
-            and axis in alike and axis not in axes_cut(tensor)}
+    return {
+        name: tensor
+        for name, tensor, alike, _ in _tensors(stepper, Owners(stepper.mesh))
+        if name.startswith("optimizer/")
+        and not name.endswith("/.values")
+        and axis in alike
+        and axis not in axes_cut(tensor)
+    }
 
 
 def weights_of(pieces: Iterable[TensorPiece]) -> Iterator[TensorPiece]:
     """Those of the model alone, without what belongs to its training."""
-    return (piece for piece in pieces if piece.name.startswith(("parameters/", "buffers/", "attributes/")))
+    return (
+        piece
+        for piece in pieces
+        if piece.name.startswith(("parameters/", "buffers/", "attributes/"))
+    )
 
 
-def _tensors(stepper: StateOwner, owners: Owners) -> Iterator[tuple[str, torch.Tensor, tuple[str, ...], Extent | None]]:
+def _tensors(
+    stepper: StateOwner, owners: Owners
+) -> Iterator[tuple[str, torch.Tensor, tuple[str, ...], Extent | None]]:
     """Names, tensors, along which axes ranks hold them alike, and where they lie if they are a part."""
     mesh, owned, extents = stepper.mesh, stepper.layout.owned, stepper.layout.extents
     stepper.optimizer_state.look()
     everywhere = mesh.alike_axes
     shared = stepper.step_sync.global_weights(stepper.local_parameters)
-    yield from ((f"parameters/{name}", parameter, everywhere, extents.get(name)) for name, parameter in shared.items()
-                if name in owned)
-    yield from ((f"buffers/{name}", buffer, everywhere, None)
-                for name, buffer in persistent_buffers(stepper.model).items()
-                if name in stepper.layout.owned_buffers)
+    yield from (
+        (f"parameters/{name}", parameter, everywhere, extents.get(name))
+        for name, parameter in shared.items()
+        if name in owned
+    )
+    yield from (
+        (f"buffers/{name}", buffer, everywhere, None)
+        for name, buffer in persistent_buffers(stepper.model).items()
+        if name in stepper.layout.owned_buffers
+    )
     own_steps = stepper.step_sync.has_own_steps
     prefix = _own_prefix(mesh.copy) if own_steps else ""
     for name, parameter in stepper.optimizer_state.local_parameters().items():
@@ -179,13 +202,22 @@ def _tensors(stepper: StateOwner, owners: Owners) -> Iterator[tuple[str, torch.T
             alike = () if own_steps else mesh.copy_axes  # one rank of several updates it whole
         for key, value in _stored_state(stepper.optimizer_state, name).items():
             # Laid out like its parameter if it has its shape, else whole.
-            yield (f"{prefix}optimizer/{name}/{key}", value, alike,
-                   extents.get(name) if value.shape == parameter.shape else None)
+            yield (
+                f"{prefix}optimizer/{name}/{key}",
+                value,
+                alike,
+                extents.get(name) if value.shape == parameter.shape else None,
+            )
     if stepper.attributes is not None and owners.is_first(everywhere):
         persistent = persistent_buffers(stepper.model)
-        stored = stepper.attributes.stored(mesh.coordinates[mesh.stage_axis], {
-            name: buffer for name, buffer in stepper.model.named_buffers()
-            if name in stepper.layout.owned_buffers and name not in persistent})
+        stored = stepper.attributes.stored(
+            mesh.coordinates[mesh.stage_axis],
+            {
+                name: buffer
+                for name, buffer in stepper.model.named_buffers()
+                if name in stepper.layout.owned_buffers and name not in persistent
+            },
+        )
         yield from ((name, tensor, (), None) for name, tensor in stored.items())
     if stepper.job_state is not None and stepper.speaks_for_job:
         yield from ((name, tensor, (), None) for name, tensor in stepper.job_state.stored().items())
@@ -209,7 +241,10 @@ def _stored_state(state: OptimizerState, name: str) -> dict[str, torch.Tensor]:
 
 def _packed_attributes(state: OptimizerState, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     """The optimizer's attributes as JSON holds them; their tensors are added to `tensors`, by their stored names."""
-    return {path: pack(value, f"optimizer-attributes/{path}", tensors) for path, value in state.attributes().items()}
+    return {
+        path: pack(value, f"optimizer-attributes/{path}", tensors)
+        for path, value in state.attributes().items()
+    }
 
 
 def _own_prefix(replica: int) -> str:
@@ -237,20 +272,33 @@ def stored_names(model: torch.nn.Module) -> dict[str, str]:
 
 def ties(model: torch.nn.Module) -> dict[str, str]:
     """For each further name that the model has for a tensor the one in a checkpoint."""
-    return {name: stored for name, stored in stored_names(model).items() if stored.partition("/")[2] != name}
+    return {
+        name: stored
+        for name, stored in stored_names(model).items()
+        if stored.partition("/")[2] != name
+    }
 
 
 def export(model: torch.nn.Module, run_dir: Path, *, step: int) -> None:
-    """The trained model under its own names: tensor by tensor from the checkpoint of this step, as far as it has them.
-    """
+    """The trained model under its own names: tensor by tensor from the checkpoint of this step, as
+    far as it has them."""
     checkpoint = open_checkpoint(run_dir / "checkpoints" / f"step-{step}", checksums=False)
-    stored = {name: key for name, key in stored_names(model).items() if key not in left_out(checkpoint)}
-    write_model(run_dir / MODEL,
-                {name: (checkpoint.tensors[key].dtype, checkpoint.tensors[key].shape) for name, key in stored.items()},
-                lambda name, offsets, shape: checkpoint.read(stored[name], offsets, shape))
+    stored = {
+        name: key for name, key in stored_names(model).items() if key not in left_out(checkpoint)
+    }
+    write_model(
+        run_dir / MODEL,
+        {
+            name: (checkpoint.tensors[key].dtype, checkpoint.tensors[key].shape)
+            for name, key in stored.items()
+        },
+        lambda name, offsets, shape: checkpoint.read(stored[name], offsets, shape),
+    )
 
 
-def document(stepper: StateOwner, *, step: int, samples: int, left_out: Collection[str] = ()) -> dict[str, Any]:
+def document(
+    stepper: StateOwner, *, step: int, samples: int, left_out: Collection[str] = ()
+) -> dict[str, Any]:
     """What is not a tensor: the cursor, the optimizer's groups, the schedule.
 
     left_out: tensors of the model that are not stored.
@@ -259,8 +307,9 @@ def document(stepper: StateOwner, *, step: int, samples: int, left_out: Collecti
         JobError: a schedule or optimizer keeps something that JSON can't hold.
         PlanRefused: the optimizer keeps something that this rank's part can't be told from.
     """
-    return joined_document(fixed_document(stepper), changing_document(stepper, step=step, samples=samples)) | (
-        {"left_out": sorted(left_out)} if left_out else {})
+    return joined_document(
+        fixed_document(stepper), changing_document(stepper, step=step, samples=samples)
+    ) | ({"left_out": sorted(left_out)} if left_out else {})
 
 
 def fixed_document(stepper: StateOwner) -> dict[str, Any]:
@@ -278,11 +327,15 @@ def fixed_document(stepper: StateOwner) -> dict[str, Any]:
         "ties": ties(stepper.model),
         "made": stepper.made,
         "replicas": stepper.mesh.num_copies if stepper.step_sync.has_own_steps else 1,
-        "optimizer": {"kind": type(stepper.optimizer).__name__,
-                      "groups": [{"parameters": names} for names in stepper.groups],
-                      "wrapped": {path: [options(group) for group in wrapped]
-                                  for path, wrapped in state.wrapped_groups().items()},
-                      "attributes": _packed_attributes(state, {})},
+        "optimizer": {
+            "kind": type(stepper.optimizer).__name__,
+            "groups": [{"parameters": names} for names in stepper.groups],
+            "wrapped": {
+                path: [options(group) for group in wrapped]
+                for path, wrapped in state.wrapped_groups().items()
+            },
+            "attributes": _packed_attributes(state, {}),
+        },
     }
 
 
@@ -305,7 +358,10 @@ def changing_document(stepper: StateOwner, *, step: int, samples: int) -> dict[s
 
 def joined_document(fixed: Mapping[str, Any], changing: Mapping[str, Any]) -> dict[str, Any]:
     """The document. changing: its groups become the optimizer's."""
-    groups = [options | names for options, names in zip(changing["groups"], fixed["optimizer"]["groups"], strict=True)]
+    groups = [
+        options | names
+        for options, names in zip(changing["groups"], fixed["optimizer"]["groups"], strict=True)
+    ]
     others = {key: value for key, value in changing.items() if key != "groups"}
     return {**fixed, **others, "optimizer": fixed["optimizer"] | {"groups": groups}}
 
@@ -333,9 +389,11 @@ def refuse_unsaveable(stepper: StateOwner) -> None:
         for _ in pieces(stepper):
             pass
     except ValueError as error:
-        raise JobError(f"a run could not be saved: {error}",
-                       hint="use dense tensors; a buffer that the model makes anew can be registered with "
-                            "persistent=False") from error
+        raise JobError(
+            f"a run could not be saved: {error}",
+            hint="use dense tensors; a buffer that the model makes anew can be registered with "
+            "persistent=False",
+        ) from error
 
 
 def model_mismatch(model: torch.nn.Module, checkpoint: Checkpoint) -> str | None:
@@ -343,11 +401,19 @@ def model_mismatch(model: torch.nn.Module, checkpoint: Checkpoint) -> str | None
     wanted = {f"parameters/{name}": tuple(p.shape) for name, p in model.named_parameters()}
     wanted |= {f"buffers/{name}": tuple(b.shape) for name, b in persistent_buffers(model).items()}
     wanted = {name: shape for name, shape in wanted.items() if name not in left_out(checkpoint)}
-    stored = {name: tuple(entry.shape) for name, entry in checkpoint.tensors.items()
-              if name.startswith(("parameters/", "buffers/"))}
-    for kind, names in (("lacks", wanted.keys() - stored.keys()), ("has unknown", stored.keys() - wanted.keys())):
+    stored = {
+        name: tuple(entry.shape)
+        for name, entry in checkpoint.tensors.items()
+        if name.startswith(("parameters/", "buffers/"))
+    }
+    for kind, names in (
+        ("lacks", wanted.keys() - stored.keys()),
+        ("has unknown", stored.keys() - wanted.keys()),
+    ):
         if names:
-            return f"it {kind} {min(names)}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+            return f"it {kind} {min(names)}" + (
+                f" and {len(names) - 1} more" if len(names) > 1 else ""
+            )
     for name, shape in wanted.items():
         if stored[name] != shape:
             return f"{name} has shape {stored[name]} there and {shape} in this job"
@@ -367,8 +433,9 @@ def mismatch(stepper: StateOwner, checkpoint: Checkpoint) -> str | None:
     return f"its optimizer was {then} and this job's is {kind}" if kind != then else None
 
 
-def choose_checkpoint(context: RankContext, run_dir: Path,
-                      accept: Callable[[Checkpoint], str | None]) -> Checkpoint | None:
+def choose_checkpoint(
+    context: RankContext, run_dir: Path, accept: Callable[[Checkpoint], str | None]
+) -> Checkpoint | None:
     """The newest valid checkpoint that is accepted; None if there is none. Rank 0 checks and chooses for all ranks.
 
     Raises:
@@ -384,8 +451,12 @@ def choose_checkpoint(context: RankContext, run_dir: Path,
     return open_checkpoint(run_dir / "checkpoints" / name, checksums=False) if name else None
 
 
-def load_weights(model: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter], checkpoint: Checkpoint,
-                 extents: Mapping[str, Extent] = MappingProxyType({})) -> None:
+def load_weights(
+    model: torch.nn.Module,
+    parameters: Mapping[str, torch.nn.Parameter],
+    checkpoint: Checkpoint,
+    extents: Mapping[str, Extent] = MappingProxyType({}),
+) -> None:
     """Read parameters, buffers and attributes into the model; each rank reads only the parts it holds."""
     with torch.no_grad():
         for name, parameter in parameters.items():
@@ -406,7 +477,9 @@ class _Saved:
         return name in self.checkpoint.tensors
 
     def replicas(self, kind: str) -> int:
-        numbers = (name.split("/")[1] for name in self.checkpoint.tensors if name.startswith(f"{kind}/"))
+        numbers = (
+            name.split("/")[1] for name in self.checkpoint.tensors if name.startswith(f"{kind}/")
+        )
         return max((int(number) + 1 for number in numbers), default=0)
 
     def read(self, name: str, like: str = "") -> torch.Tensor:
@@ -433,9 +506,13 @@ def restore(stepper: StateOwner, checkpoint: Checkpoint) -> list[str]:
     load_weights(stepper.model, stepper.local_parameters, checkpoint, stepper.layout.extents)
     notes = _restore_optimizer(stepper, checkpoint)
     if stepper.job_state is not None:
-        notes += [f"what was saved of {name} has no place in this job"
-                  for name in stepper.job_state.restore(checkpoint)]
-    if stepper.scaling is not None and "loss_scale" in checkpoint.document:  # else the run was in another precision
+        notes += [
+            f"what was saved of {name} has no place in this job"
+            for name in stepper.job_state.restore(checkpoint)
+        ]
+    if (
+        stepper.scaling is not None and "loss_scale" in checkpoint.document
+    ):  # else the run was in another precision
         stepper.scaling.restore(checkpoint.document["loss_scale"])
     return list(dict.fromkeys(notes)) + _restore_rooms(stepper, _Saved(stepper, checkpoint))
 
@@ -450,17 +527,32 @@ def _restore_optimizer(stepper: StateOwner, checkpoint: Checkpoint) -> list[str]
     notes = list(settings_notes(then.get("job", {}), now["job"]))
     schedules = checkpoint.document["schedule"], then.get("schedules", {}), now["schedules"]
     begun = other_schedules(*schedules)
-    rescheduled = {id(group) for name in begun for group in (
-        optimizer.members[name] if name else optimizer).param_groups}
+    rescheduled = {
+        id(group)
+        for name in begun
+        for group in (optimizer.members[name] if name else optimizer).param_groups
+    }
     for group, options_then, made_then, made_now in zip(
-            optimizer.param_groups, saved["groups"], then.get("groups", [{}] * len(now["groups"])),
-            now["groups"], strict=True):
-        notes += load_options(group, options_then, made_then, made_now, is_rescheduled=id(group) in rescheduled)
+        optimizer.param_groups,
+        saved["groups"],
+        then.get("groups", [{}] * len(now["groups"])),
+        now["groups"],
+        strict=True,
+    ):
+        notes += load_options(
+            group, options_then, made_then, made_now, is_rescheduled=id(group) in rescheduled
+        )
     wrapped, made_of_wrapped = state.wrapped_groups(), then.get("wrapped", {})
     for path, groups in saved.get("wrapped", {}).items():
-        for number, (group, options_then) in enumerate(zip(wrapped.get(path, ()), groups, strict=True)):
-            notes += load_options(group, options_then, made_of_wrapped[path][number] if path in made_of_wrapped else {},
-                                  now["wrapped"][path][number])
+        for number, (group, options_then) in enumerate(
+            zip(wrapped.get(path, ()), groups, strict=True)
+        ):
+            notes += load_options(
+                group,
+                options_then,
+                made_of_wrapped[path][number] if path in made_of_wrapped else {},
+                now["wrapped"][path][number],
+            )
     notes += load_schedules(stepper.schedule, *schedules, begun=begun, step=checkpoint.step)
     state.load_attributes(saved.get("attributes", {}), lambda name, like: checkpoint.read(name))
     of_groups = {id(p): group for group in groups_of(stepper.optimizer) for p in group["params"]}
@@ -470,10 +562,23 @@ def _restore_optimizer(stepper: StateOwner, checkpoint: Checkpoint) -> list[str]
         name, key = _name_and_key(full_name, every)
         stored.setdefault(name, {})[key] = names
     for name, parameter in state.local_parameters().items():
-        values = {key: unplain(value, None) for key, value in saved.get("values", {}).get(name, {}).items()}
-        _restore_state(_Reader(checkpoint, parameter, stored.get(name, {}), stepper.layout.extents.get(name),
-                               of_groups.get(id(state.parameters[name]), {}), is_plain=name in state.distributed),
-                       state, name, values)
+        values = {
+            key: unplain(value, None)
+            for key, value in saved.get("values", {}).get(name, {}).items()
+        }
+        _restore_state(
+            _Reader(
+                checkpoint,
+                parameter,
+                stored.get(name, {}),
+                stepper.layout.extents.get(name),
+                of_groups.get(id(state.parameters[name]), {}),
+                is_plain=name in state.distributed,
+            ),
+            state,
+            name,
+            values,
+        )
     return notes
 
 
@@ -486,7 +591,9 @@ def _take_order(stepper: StateOwner, saved: list[list[str]]) -> None:
     places = in_order(stepper.groups, saved)
     if stepper.groups == saved:
         return
-    rank = {id(stepper.optimizer.param_groups[place]): number for number, place in enumerate(places)}
+    rank = {
+        id(stepper.optimizer.param_groups[place]): number for number, place in enumerate(places)
+    }
     name_of = {id(p): name for name, p in stepper.optimizer_state.parameters.items()}
     for part in parts_of(stepper.optimizer).optimizers.values():
         part.param_groups.sort(key=lambda group: rank.get(id(group), 0))
@@ -507,18 +614,25 @@ def _name_and_key(full_name: str, parameters: Collection[str]) -> tuple[str, str
     slash = full_name.rfind("/")
     while slash > 0 and full_name[:slash] not in parameters:
         slash = full_name.rfind("/", 0, slash)
-    name, _, key = (full_name[:slash], "/", full_name[slash + 1:]) if slash > 0 else full_name.partition("/")
+    name, _, key = (
+        (full_name[:slash], "/", full_name[slash + 1 :]) if slash > 0 else full_name.partition("/")
+    )
     return name, key
 
 
 def state_of_parameter(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
     """What an optimizer had for a parameter, whole, on the CPU."""
     prefix = f"optimizer/{name}/"
-    stored = {full_name.removeprefix(prefix): full_name for full_name in checkpoint.tensors
-              if full_name.startswith(prefix)}
+    stored = {
+        full_name.removeprefix(prefix): full_name
+        for full_name in checkpoint.tensors
+        if full_name.startswith(prefix)
+    }
     packed = from_text_tensor(checkpoint.read(stored.pop(_VALUES))) if _VALUES in stored else {}
-    values = {key: unpack(value, lambda key, like: checkpoint.read(stored.pop(key)), None)
-              for key, value in packed.items()}
+    values = {
+        key: unpack(value, lambda key, like: checkpoint.read(stored.pop(key)), None)
+        for key, value in packed.items()
+    }
     return values | {key: checkpoint.read(full_name) for key, full_name in stored.items()}
 
 
@@ -550,27 +664,44 @@ class _Reader:
 
     def take(self, key: str, like: Any = None) -> torch.Tensor:
         """Each is read once."""
-        values = [_read_like(self.parameter, name, self.checkpoint, self.extent) for name in self.stored.pop(key)]
+        values = [
+            _read_like(self.parameter, name, self.checkpoint, self.extent)
+            for name in self.stored.pop(key)
+        ]
         value = values[0] if len(values) == 1 else _mean(values)
-        return placed(as_plain(value) if self.is_plain else value, self.parameter, key, self.options)
+        return placed(
+            as_plain(value) if self.is_plain else value, self.parameter, key, self.options
+        )
 
 
-def _restore_state(reader: _Reader, state: OptimizerState, name: str, values: dict[str, Any]) -> None:
+def _restore_state(
+    reader: _Reader, state: OptimizerState, name: str, values: dict[str, Any]
+) -> None:
     """values: numbers of this parameter that the document has, as older versions wrote them."""
     if _VALUES in reader.stored:
-        for key, packed in from_text_tensor(reader.checkpoint.read(reader.stored.pop(_VALUES)[0])).items():
+        for key, packed in from_text_tensor(
+            reader.checkpoint.read(reader.stored.pop(_VALUES)[0])
+        ).items():
             place = state.place(name, key)
-            values[key] = unpack(packed, reader.take, place[0].get(place[1]) if place is not None else None)
+            values[key] = unpack(
+                packed, reader.take, place[0].get(place[1]) if place is not None else None
+            )
     values |= {key: reader.take(key) for key in list(reader.stored)}
     for key, value in values.items():
         place = state.place(name, key)
         if place is None:
-            raise CheckpointError(f"the optimizer of the checkpoint keeps '{key}' of '{name}', and this job's doesn't",
-                                  hint="resume with the job that wrote the checkpoint")
+            raise CheckpointError(
+                f"the optimizer of the checkpoint keeps '{key}' of '{name}', and this job's doesn't",
+                hint="resume with the job that wrote the checkpoint",
+            )
         holder, inner = place
         current = holder.get(inner)
-        if isinstance(value, torch.Tensor) and isinstance(current, torch.Tensor) and type(current) is type(value) and (
-                current.shape == value.shape and current.dtype == value.dtype):
+        if (
+            isinstance(value, torch.Tensor)
+            and isinstance(current, torch.Tensor)
+            and type(current) is type(value)
+            and (current.shape == value.shape and current.dtype == value.dtype)
+        ):
             current.detach().copy_(value)
         else:
             holder[inner] = value
@@ -596,20 +727,29 @@ def _mean(values: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _restore_rooms(stepper: StateOwner, saved: _Saved) -> list[str]:
-    replicas, is_local = saved.checkpoint.document.get("replicas", 1), stepper.step_sync.has_own_steps
+    replicas, is_local = (
+        saved.checkpoint.document.get("replicas", 1),
+        stepper.step_sync.has_own_steps,
+    )
     notes = []
     if replicas > 1 and not (is_local and replicas == stepper.mesh.num_copies):
         notes.append(f"the optimizer states of {replicas} replicas are averaged")
     if "outer/order" in saved and not is_local:
         notes.append("the outer steps' momentum is dropped")
-    notes += [words for synchroniser in stepper.synchronisers for words in synchroniser.restore(saved)]
+    notes += [
+        words for synchroniser in stepper.synchronisers for words in synchroniser.restore(saved)
+    ]
     kinds = {kept.name.partition("/")[0] for kept in stepper.kept()}
     if saved.replicas("residuals") and "residuals" not in kinds:
-        notes.append("what replicas had not sent yet of their gradients is dropped: this plan leaves nothing out")
+        notes.append(
+            "what replicas had not sent yet of their gradients is dropped: this plan leaves nothing out"
+        )
     return list(dict.fromkeys(notes))  # rooms of several models say the same
 
 
-def _read_like(parameter: torch.nn.Parameter, name: str, checkpoint: Checkpoint, extent: Extent | None) -> torch.Tensor:
+def _read_like(
+    parameter: torch.nn.Parameter, name: str, checkpoint: Checkpoint, extent: Extent | None
+) -> torch.Tensor:
     """A state tensor: laid out like its parameter if it has its shape, else whole."""
     entry = checkpoint.tensors[name]
     if extent is not None and tuple(entry.shape) == extent.shape:

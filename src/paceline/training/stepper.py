@@ -58,7 +58,9 @@ from paceline.training.trace import TraceRecorder
 from paceline.training.upload import uploaded
 from paceline.training.window import WindowWork
 
-_CHANGED = STEP_FIGURES + 2  # where a step's figures say whether forwards changed state that is not met yet
+_CHANGED = (
+    STEP_FIGURES + 2
+)  # where a step's figures say whether forwards changed state that is not met yet
 _OVERFLOW = STEP_FIGURES + 5  # where they say whether a gradient overflowed
 
 
@@ -130,21 +132,37 @@ class Stepper:
     before_update: called before what only updates write to is written to; in each step, and at times more than once.
     """
 
-    def __init__(self, job: Job, plan: Plan, mesh: Mesh, device: torch.device, *,
-                 devices: Sequence[Device] = (), shares: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        job: Job,
+        plan: Plan,
+        mesh: Mesh,
+        device: torch.device,
+        *,
+        devices: Sequence[Device] = (),
+        shares: Sequence[int] = (),
+    ) -> None:
         """shares: of each replica in the global batch; equal ones if there are none."""
         self.job, self.mesh, self.device = job, mesh, device
         self.loss_number = mesh.loss_number
-        self.named_update: Callable[[str, Mapping[str, torch.nn.Parameter]], None] = self.step_optimizer
+        self.named_update: Callable[[str, Mapping[str, torch.nn.Parameter]], None] = (
+            self.step_optimizer
+        )
         self.before_update: Callable[[], None] = lambda: None
         self.replica = mesh.replica
         self.part = DataShard(shares or (1,) * plan.replicas, mesh.replica, plan.num_microbatches)
         self.parts: dict[str, ModelPart] = {}
         if job.models:
-            prepared, self.parts = prepare_models(job, plan=plan, mesh=mesh, device=device, devices=devices)
+            prepared, self.parts = prepare_models(
+                job, plan=plan, mesh=mesh, device=device, devices=devices
+            )
         else:
             prepared = prepare_job(job, plan=plan, mesh=mesh, device=device, devices=devices)
-        self.model, self.layout, self.synchronisers = prepared.model, prepared.layout, prepared.synchronisers
+        self.model, self.layout, self.synchronisers = (
+            prepared.model,
+            prepared.layout,
+            prepared.synchronisers,
+        )
         self.attributes, self.forwards_may_write = prepared.attributes, prepared.forwards_may_write
         self.step_sync = step_sync_of(self.synchronisers, mesh)
         self.freezing = Freezing(job, self.model)
@@ -152,8 +170,10 @@ class Stepper:
         self._begin_from(plan)
         self.model.train()
         if job.precision == "fp8" and mesh.rank == 0 and (reasons := left_in_bf16(self.model)):
-            logger.info("linear layers that stay in bf16: %s",
-                        "; ".join(f"'{path}' {reason}" for path, reason in reasons.items()))
+            logger.info(
+                "linear layers that stay in bf16: %s",
+                "; ".join(f"'{path}' {reason}" for path, reason in reasons.items()),
+            )
         self.trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self.local_parameters = dict(self.layout.module.named_parameters())
         self.parameters = {name: p for name, p in self.local_parameters.items() if p.requires_grad}
@@ -162,27 +182,44 @@ class Stepper:
         built = build_optimizer(job, self.trainable, self.parameters, mesh=mesh, sparse=sparse)
         refuse_kinds(built, plan)
         self.optimizer: Any
-        self.optimizer, self.groups, self.optimizer_state = built.optimizer, built.groups, built.state
+        self.optimizer, self.groups, self.optimizer_state = (
+            built.optimizer,
+            built.groups,
+            built.state,
+        )
         self.gathered, self.own_parts = built.gathered, built.own_parts
         self.needs_closure = built.behaviour.needs_closure
         # The loss is computed here, for the first samples of each step.
-        self.speaks_for_job = (not mesh.replica and mesh.is_first_of_same_loss and self.layout.has_output
-                               and not (job.models and mesh.coordinates[mesh.stage_axis]))
+        self.speaks_for_job = (
+            not mesh.replica
+            and mesh.is_first_of_same_loss
+            and self.layout.has_output
+            and not (job.models and mesh.coordinates[mesh.stage_axis])
+        )
         self.job_state = JobState(job, self.model)
         self.has_modes, self.trains = has_modes(self.optimizer), True
         self.scaling = LossScale() if job.precision == "fp16" else None
         if self.scaling is not None and self.needs_closure:
-            raise JobError(f"{type(self.optimizer).__name__} evaluates the loss itself, and a step of loss scaling has "
-                           "one evaluation", hint='precision="bf16" or "float32", or an optimizer without a closure')
+            raise JobError(
+                f"{type(self.optimizer).__name__} evaluates the loss itself, and a step of loss scaling has "
+                "one evaluation",
+                hint='precision="bf16" or "float32", or an optimizer without a closure',
+            )
         self.schedule = build_schedule(job, self.optimizer)
         self.made = as_made(job, self.optimizer_state, self.schedule)
         refuse_apart(job.followers, self.local_parameters)
         self.buffers = ChangingBuffers(self.model, with_frozen=self.step_sync.has_own_steps)
-        self.edits = Edits({name: p for name, p in self.local_parameters.items() if not is_sharded(p)})
+        self.edits = Edits(
+            {name: p for name, p in self.local_parameters.items() if not is_sharded(p)}
+        )
         self.has_begun = False
-        self.note_verb: Callable[[int, str], None] | None = None  # leaves word of each verb of a step of one's own
+        self.note_verb: Callable[[int, str], None] | None = (
+            None  # leaves word of each verb of a step of one's own
+        )
         self.saw_unused = False
-        self.written: set[str] = set()  # parameters that the first step wrote to before its update: hooks may update
+        self.written: set[str] = (
+            set()
+        )  # parameters that the first step wrote to before its update: hooks may update
         self.untrained = set(job.models)  # by no loss so far
         self.gradient_norm: float | None = None  # of the last step, before clipping
         self.trace: TraceRecorder | None = None
@@ -196,12 +233,16 @@ class Stepper:
             PlanRefused: replicas take steps of their own. JobError: the optimizer evaluates the loss itself.
         """
         if self.step_sync.has_own_steps:
-            raise PlanRefused(f"--on-spike {spikes.action}: under this plan replicas take steps of their own",
-                              hint="data=N and shard=N decide about each step together")
+            raise PlanRefused(
+                f"--on-spike {spikes.action}: under this plan replicas take steps of their own",
+                hint="data=N and shard=N decide about each step together",
+            )
         if self.needs_closure:
-            raise JobError(f"--on-spike {spikes.action}: {type(self.optimizer).__name__} evaluates the loss itself, "
-                           "several times in a step",
-                           hint="leave --on-spike out, or take an optimizer without a closure")
+            raise JobError(
+                f"--on-spike {spikes.action}: {type(self.optimizer).__name__} evaluates the loss itself, "
+                "several times in a step",
+                hint="leave --on-spike out, or take an optimizer without a closure",
+            )
         self.spikes = spikes
 
     def _begin_from(self, plan: Plan) -> None:
@@ -209,18 +250,35 @@ class Stepper:
         if self.job.init is None:
             return
         if self.parts:
-            load_models(self.job, self.model, dict(self.layout.module.named_parameters()), self.layout.extents)
+            load_models(
+                self.job,
+                self.model,
+                dict(self.layout.module.named_parameters()),
+                self.layout.extents,
+            )
         else:
             module = self.layout.module
             elsewhere = held_elsewhere(plan, module)
-            load_initial(Weights.of(self.job.init), self.model,
-                         {name: p for name, p in module.named_parameters() if p not in elsewhere}, self.layout.extents)
+            load_initial(
+                Weights.of(self.job.init),
+                self.model,
+                {name: p for name, p in module.named_parameters() if p not in elsewhere},
+                self.layout.extents,
+            )
         for synchroniser in self.synchronisers:
             synchroniser.restore(NOTHING_SAVED)
 
-    def step(self, window: Window, batches: list[MicroBatch], *, step: int, stop: Callable[[], bool] = lambda: False,
-             beat: Callable[[str], None] = lambda phase: None, on_launched: Callable[[], None] = lambda: None,
-             observe: Callable[[Stepper], None] | None = None) -> StepResult:
+    def step(
+        self,
+        window: Window,
+        batches: list[MicroBatch],
+        *,
+        step: int,
+        stop: Callable[[], bool] = lambda: False,
+        beat: Callable[[str], None] = lambda phase: None,
+        on_launched: Callable[[], None] = lambda: None,
+        observe: Callable[[Stepper], None] | None = None,
+    ) -> StepResult:
         """Forward and backward of every micro-batch, reduction, clipping, update.
 
         Collectives: those of the plan's rooms, and one small all-reduce of the loss over all ranks where they meet.
@@ -238,9 +296,25 @@ class Stepper:
         """
         sample_share = sum(batch.samples for batch in batches) / window.count
         if self.job.models:
-            return self._own_step(window, batches, sample_share=sample_share, step=step, stop=stop, beat=beat,
-                                  on_launched=on_launched, observe=observe)
-        evaluate = partial(self._evaluate, window, batches, step=step, stop=stop, beat=beat, on_launched=on_launched)
+            return self._own_step(
+                window,
+                batches,
+                sample_share=sample_share,
+                step=step,
+                stop=stop,
+                beat=beat,
+                on_launched=on_launched,
+                observe=observe,
+            )
+        evaluate = partial(
+            self._evaluate,
+            window,
+            batches,
+            step=step,
+            stop=stop,
+            beat=beat,
+            on_launched=on_launched,
+        )
         try:
             evaluation = evaluate(observe=observe)
         except EditsDifferError:
@@ -250,39 +324,67 @@ class Stepper:
             evaluation = evaluate(observe=observe)
         norm = self.gradient_norm = evaluation.norm
         if self.needs_closure:
-            evaluation = self._update_with_closure(evaluation, evaluate, sample_share=sample_share, step=step)
+            evaluation = self._update_with_closure(
+                evaluation, evaluate, sample_share=sample_share, step=step
+            )
         elif not evaluation.is_skipped:
             self.update(self.optimizer)
         if self.merges_edits:
             self.edits.updated()
         if not evaluation.is_skipped:
             step_schedule(self.schedule)
-        synced = self.step_sync.end_step(step + 1, evaluation.figures, evaluation.host_figures, beat)
+        synced = self.step_sync.end_step(
+            step + 1, evaluation.figures, evaluation.host_figures, beat
+        )
         if synced is None:
             return StepResult((), 0, norm, is_settled=False)
         sample_share = synced.weight if self.step_sync.has_own_steps else sample_share
-        return replace(self._step_result(synced, sample_share=sample_share, norm=norm, step=step),
-                       is_skipped=evaluation.is_skipped, spike=evaluation.spike)
+        return replace(
+            self._step_result(synced, sample_share=sample_share, norm=norm, step=step),
+            is_skipped=evaluation.is_skipped,
+            spike=evaluation.spike,
+        )
 
-    def _evaluate(self, window: Window, batches: list[MicroBatch], *, step: int, stop: Callable[[], bool],
-                  beat: Callable[[str], None], on_launched: Callable[[], None],
-                  observe: Callable[[Stepper], None] | None = None,
-                  is_first: bool = True) -> Evaluation:
+    def _evaluate(
+        self,
+        window: Window,
+        batches: list[MicroBatch],
+        *,
+        step: int,
+        stop: Callable[[], bool],
+        beat: Callable[[str], None],
+        on_launched: Callable[[], None],
+        observe: Callable[[Stepper], None] | None = None,
+        is_first: bool = True,
+    ) -> Evaluation:
         """Forward and backward of every micro-batch, reduction, clipping: leaves the gradients of an update.
 
         is_first: of the step; of others a loss that is not finite is the optimizer's affair.
         """
         part = self.loss_number
-        versions = {} if self.has_begun else {name: p._version for name, p in self.parameters.items()}
+        versions = (
+            {} if self.has_begun else {name: p._version for name, p in self.parameters.items()}
+        )
         self._before_forwards()
         tallies, used = self.backward(window, batches, step=step, part=part, beat=beat)
-        self.written |= {name for name, version in versions.items() if self.parameters[name]._version != version}
+        self.written |= {
+            name for name, version in versions.items() if self.parameters[name]._version != version
+        }
         self.freezing.let_go(self.parameters, step, window.epoch)
-        overflow = None if self.scaling is None else self.scaling.unscale(
-            [local_part(p.grad) for p in self.parameters.values() if p.grad is not None], self.device)
-        squares = squared_norm(self.job.clip, self.parameters, self.layout.owned, self.mesh, self.device)
+        overflow = (
+            None
+            if self.scaling is None
+            else self.scaling.unscale(
+                [local_part(p.grad) for p in self.parameters.values() if p.grad is not None],
+                self.device,
+            )
+        )
+        squares = squared_norm(
+            self.job.clip, self.parameters, self.layout.owned, self.mesh, self.device
+        )
         figures = self.step_sync.all_reduce_figures(
-            self._figures(tallies, used, stop(), overflow, self._digest(batches)))
+            self._figures(tallies, used, stop(), overflow, self._digest(batches))
+        )
         combined = torch.cat([figures, squares.reshape(1)])
         self.before_update()
         on_launched()
@@ -291,8 +393,11 @@ class Stepper:
         loss, count, _, summed, _, edited, unknown, overflowed, _, *users = host_figures
         if edited and self.merges_edits:
             self.edits.merge(self.mesh.group("replicas"), has_unknown=bool(unknown), step=step)
-        mean = (1.0 if self.scaling is None else self.scaling.expected_count(window.count)) / count if summed and (
-            count) else float(count != 0)
+        mean = (
+            (1.0 if self.scaling is None else self.scaling.expected_count(window.count)) / count
+            if summed and (count)
+            else float(count != 0)
+        )
         is_skipped = self.scaling is not None and (bool(overflowed) or not math.isfinite(loss))
         has_overflowed, spike = is_skipped, ""
         if self.spikes is not None and count and not has_overflowed:
@@ -300,8 +405,12 @@ class Stepper:
             spike = self.spikes.judge(loss / count, norm)
             is_skipped = bool(spike)
         if is_first:  # whether anything counts is known of all replicas together
-            check_loss(0.0 if is_skipped else loss, max(count, 1.0) if self.step_sync.has_own_steps else count, tallies,
-                       step)
+            check_loss(
+                0.0 if is_skipped else loss,
+                max(count, 1.0) if self.step_sync.has_own_steps else count,
+                tallies,
+                step,
+            )
         self._drop_unused(users)
         if not count:
             self._clear_gradients()  # a replica without samples of its own takes no step
@@ -329,14 +438,30 @@ class Stepper:
         set_once(self)
         self.buffers.look()
 
-    def _own_step(self, window: Window, batches: list[MicroBatch], *, sample_share: float, step: int,
-                  stop: Callable[[], bool], beat: Callable[[str], None], on_launched: Callable[[], None],
-                  observe: Callable[[Stepper], None] | None) -> StepResult:
+    def _own_step(
+        self,
+        window: Window,
+        batches: list[MicroBatch],
+        *,
+        sample_share: float,
+        step: int,
+        stop: Callable[[], bool],
+        beat: Callable[[str], None],
+        on_launched: Callable[[], None],
+        observe: Callable[[Stepper], None] | None,
+    ) -> StepResult:
         """The step that the job brings, and then its followers."""
         if step and not self.has_begun:
             self.untrained.clear()  # a resumed run was looked at when it began
-        verbs = Verbs(self, window, batches, step, beat, keeps_gradients=observe is not None,
-                      is_first=not self.has_begun)
+        verbs = Verbs(
+            self,
+            window,
+            batches,
+            step,
+            beat,
+            keeps_gradients=observe is not None,
+            is_first=not self.has_begun,
+        )
         self._before_forwards()
         verbs.take()
         if observe:
@@ -346,23 +471,47 @@ class Stepper:
             self._clear_gradients()
         if self.step_sync.has_own_steps:  # followers meet as buffers do
             self._follow(step)
-        flags = torch.tensor([0.0, 0.0, float(stop()), 0.0, float(self._changes()[0]), self._digest(batches)],
-                             dtype=torch.float64)
+        flags = torch.tensor(
+            [0.0, 0.0, float(stop()), 0.0, float(self._changes()[0]), self._digest(batches)],
+            dtype=torch.float64,
+        )
         flags = self.step_sync.all_reduce_figures(uploaded(flags, self.device))
         on_launched()
         _, _, stops, _, changed, digest = verbs.end(flags)
         # A step's loss is known on all ranks, or else of so many samples.
         weight = sample_share * window.count if self.step_sync.has_own_steps else 1.0
-        host_figures = [verbs.loss * weight, weight, stops, 0.0, changed, 0.0, 0.0, 0.0, digest, *verbs.users.values()]
-        synced = self.step_sync.end_step(step + 1, torch.tensor(host_figures, dtype=torch.float64), host_figures, beat)
+        host_figures = [
+            verbs.loss * weight,
+            weight,
+            stops,
+            0.0,
+            changed,
+            0.0,
+            0.0,
+            0.0,
+            digest,
+            *verbs.users.values(),
+        ]
+        synced = self.step_sync.end_step(
+            step + 1, torch.tensor(host_figures, dtype=torch.float64), host_figures, beat
+        )
         if synced is None:
             return StepResult((), 0, None, is_settled=False)
         sample_share = synced.weight if self.step_sync.has_own_steps else sample_share
         if not self.step_sync.has_own_steps and (first := self.untrained & verbs.trained):
-            check_used({name: count for name, count in verbs.users.items() if name.partition(".")[0] in first}, step)
+            check_used(
+                {
+                    name: count
+                    for name, count in verbs.users.items()
+                    if name.partition(".")[0] in first
+                },
+                step,
+            )
             self.untrained -= first
-        result = replace(self._step_result(synced, sample_share=sample_share, norm=None, step=step),
-                         is_skipped=verbs.has_overflowed)
+        result = replace(
+            self._step_result(synced, sample_share=sample_share, norm=None, step=step),
+            is_skipped=verbs.has_overflowed,
+        )
         if not self.step_sync.has_own_steps:
             self._follow(step)
         if self.merges_edits:
@@ -372,7 +521,9 @@ class Stepper:
     def _follow(self, step: int) -> None:
         """Move followers after a step, numbered from 0."""
         self.before_update()
-        follow(self.job.followers, self.local_parameters, dict(self.model.named_buffers()), step + 1)
+        follow(
+            self.job.followers, self.local_parameters, dict(self.model.named_buffers()), step + 1
+        )
         for name in self.job.followers:
             end_evaluation(self.parts[name].synchronisers)
 
@@ -391,7 +542,10 @@ class Stepper:
         end_evaluation(self.synchronisers)
         if not meets:
             return
-        changes, group = uploaded(torch.tensor(self._changes()).float(), self.device), self.mesh.group("replicas")
+        changes, group = (
+            uploaded(torch.tensor(self._changes()).float(), self.device),
+            self.mesh.group("replicas"),
+        )
         dist.all_reduce(changes, dist.ReduceOp.MAX, group=group)
         changed, edited, unknown = map(bool, changes.tolist())
         if edited:
@@ -409,24 +563,42 @@ class Stepper:
             return None
         return self._step_result(synced, sample_share=synced.weight, norm=None, step=step - 1)
 
-    def _step_result(self, synced: SyncedFigures, *, sample_share: float, norm: float | None, step: int) -> StepResult:
+    def _step_result(
+        self, synced: SyncedFigures, *, sample_share: float, norm: float | None, step: int
+    ) -> StepResult:
         """What follows from a meeting. sample_share: this replica's, of the samples that it was about."""
         stops, _, changed, _, _, _, digest, *users = synced.flags
         first = step + 2 - len(synced.figures)
         for number, (_, count) in enumerate(synced.figures):
             if not count:
-                raise TrainingError(f"the loss counts nothing in step {first + number}: its count is {count:g}",
-                                    hint="every target of the window is ignored; a larger batch makes this unlikely")
-        if first == 1 and self.step_sync.has_own_steps and not self.job.models:  # whose steps may differ
+                raise TrainingError(
+                    f"the loss counts nothing in step {first + number}: its count is {count:g}",
+                    hint="every target of the window is ignored; a larger batch makes this unlikely",
+                )
+        if (
+            first == 1 and self.step_sync.has_own_steps and not self.job.models
+        ):  # whose steps may differ
             self._check_used(users, step)
         if len(self.mesh.replicas) > 1:
             self.buffers.meet(sample_share, self.mesh.group("replicas"), has_unsynced=bool(changed))
-        return StepResult(tuple(loss / count for loss, count in synced.figures), int(stops), norm, is_settled=True,
-                          digest=int(digest))
+        return StepResult(
+            tuple(loss / count for loss, count in synced.figures),
+            int(stops),
+            norm,
+            is_settled=True,
+            digest=int(digest),
+        )
 
-    def backward(self, window: Window, batches: list[MicroBatch], *, step: int, part: int,
-                 beat: Callable[[str], None] = lambda phase: None,
-                 tell: Callable[[list[Tally]], None] = lambda tallies: None) -> tuple[list[Tally], set[str]]:
+    def backward(
+        self,
+        window: Window,
+        batches: list[MicroBatch],
+        *,
+        step: int,
+        part: int,
+        beat: Callable[[str], None] = lambda phase: None,
+        tell: Callable[[list[Tally]], None] = lambda tallies: None,
+    ) -> tuple[list[Tally], set[str]]:
         """The gradients of a window, as far as the plan's synchronisers bring them together. Collective as they are.
 
         Args:
@@ -443,7 +615,9 @@ class Stepper:
         self.freezing.refuse_thawed(self.local_parameters, self.parameters, step)
         work.drop_rows_of_stand_in()
         unused = set().union(*(synchroniser.unused() for synchroniser in self.synchronisers))
-        used = {name for name, p in self.parameters.items() if p.grad is not None and name not in unused}
+        used = {
+            name for name, p in self.parameters.items() if p.grad is not None and name not in unused
+        }
         beat("reduce")
         for synchroniser in reversed(self.synchronisers):
             synchroniser.finish()
@@ -454,10 +628,20 @@ class Stepper:
 
     def _digest(self, batches: Sequence[MicroBatch]) -> float:
         """Of the samples that this rank is to tell of: one rank of a replica tells of the replica's."""
-        return float(sum(batch.digest for batch in batches)) if self.mesh.is_first_of_same_samples else 0.0
+        return (
+            float(sum(batch.digest for batch in batches))
+            if self.mesh.is_first_of_same_samples
+            else 0.0
+        )
 
-    def _figures(self, tallies: list[Tally], used: set[str], stop: bool, overflow: torch.Tensor | None,
-                 digest: float) -> torch.Tensor:
+    def _figures(
+        self,
+        tallies: list[Tally],
+        used: set[str],
+        stop: bool,
+        overflow: torch.Tensor | None,
+        digest: float,
+    ) -> torch.Tensor:
         """This rank's loss sum, its count, whether it was asked to stop, whether the loss is a sum, whether its
         forwards changed state that is not met yet, a parameter, and one that is not known yet, whether a gradient
         overflowed, the digest of its samples, and for each parameter whether it was used; float64.
@@ -467,27 +651,45 @@ class Stepper:
         overflow: on the device; see `LossScale.unscale`.
         """
         sums = sum(not tally.is_mean for tally in tallies) if self.mesh.is_first_of_same_loss else 0
-        figures = self._with_loss(tallies, [float(stop), float(sums), *map(float, self._changes()), 0.0,
-                                            digest, *(float(name in used) for name in self.trainable)])
+        figures = self._with_loss(
+            tallies,
+            [
+                float(stop),
+                float(sums),
+                *map(float, self._changes()),
+                0.0,
+                digest,
+                *(float(name in used) for name in self.trainable),
+            ],
+        )
         if overflow is not None:
             figures[_OVERFLOW] = overflow
         return figures
 
-    def loss_figures(self, tallies: list[Tally], flags: Sequence[float], used: set[str],
-                     trainable: Sequence[str]) -> torch.Tensor:
+    def loss_figures(
+        self, tallies: list[Tally], flags: Sequence[float], used: set[str], trainable: Sequence[str]
+    ) -> torch.Tensor:
         """This rank's loss sum, its count, whether the loss is a sum, flags, and for each of these parameters whether
         it was used; float64."""
         sums = sum(not tally.is_mean for tally in tallies) if self.mesh.is_first_of_same_loss else 0
-        return self._with_loss(tallies, [float(sums), *flags, *(float(name in used) for name in trainable)])
+        return self._with_loss(
+            tallies, [float(sums), *flags, *(float(name in used) for name in trainable)]
+        )
 
     def _with_loss(self, tallies: list[Tally], figures: Sequence[float]) -> torch.Tensor:
         """This rank's loss sum and its count before other figures; float64."""
         if not self.mesh.is_first_of_same_loss:
             tallies = []
-        on_device = [tally.count for tally in tallies
-                     if isinstance(tally.count, torch.Tensor) and tally.count.device.type != "cpu"]
-        count = sum(float(tally.count) for tally in tallies
-                    if not isinstance(tally.count, torch.Tensor) or tally.count.device.type == "cpu")
+        on_device = [
+            tally.count
+            for tally in tallies
+            if isinstance(tally.count, torch.Tensor) and tally.count.device.type != "cpu"
+        ]
+        count = sum(
+            float(tally.count)
+            for tally in tallies
+            if not isinstance(tally.count, torch.Tensor) or tally.count.device.type == "cpu"
+        )
         combined = uploaded(torch.tensor([0.0, count, *figures], dtype=torch.float64), self.device)
         if tallies:
             combined[0] += torch.stack([tally.total.to(self.device) for tally in tallies]).sum()
@@ -540,10 +742,18 @@ class Stepper:
         if not self.saw_unused and not all(users):
             self.saw_unused = True
             if any(users) or not self.written:
-                check_used({name: count for name, count in zip(self.trainable, users, strict=True)
-                            if count or name not in self.written}, step)
+                check_used(
+                    {
+                        name: count
+                        for name, count in zip(self.trainable, users, strict=True)
+                        if count or name not in self.written
+                    },
+                    step,
+                )
 
-    def scale_gradients(self, factor: float | torch.Tensor, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    def scale_gradients(
+        self, factor: float | torch.Tensor, parameters: Mapping[str, torch.nn.Parameter]
+    ) -> None:
         """Of these parameters, in place. factor: may be on the device, as a scalar in float64."""
         gradients = [local_part(p.grad) for p in parameters.values() if p.grad is not None]
         if not gradients:
@@ -565,11 +775,12 @@ class Stepper:
         except (RuntimeError, NotImplementedError) as error:
             if not is_about_parts(error):
                 raise
-            raise JobError(f"{type(optimizer).__name__} can't update sharded parameters: "
-                           f"{str(error).splitlines()[0]}",
-                           hint="use an optimizer that treats every element alike (AdamW, SGD; fused=True and "
-                                "foreach=True work with them), or a data=N plan, which keeps parameters whole"
-                           ) from error
+            raise JobError(
+                f"{type(optimizer).__name__} can't update sharded parameters: "
+                f"{str(error).splitlines()[0]}",
+                hint="use an optimizer that treats every element alike (AdamW, SGD; fused=True and "
+                "foreach=True work with them), or a data=N plan, which keeps parameters whole",
+            ) from error
         self.own_parts.after_update()
         if self.gathered is not None:
             self.gathered.after_update()
@@ -602,8 +813,14 @@ class Stepper:
         if self.schedule is not None:
             step_schedule(self.schedule.of(name))
 
-    def _update_with_closure(self, first: Evaluation, evaluate: Callable[..., Evaluation], *, sample_share: float,
-                             step: int) -> Evaluation:
+    def _update_with_closure(
+        self,
+        first: Evaluation,
+        evaluate: Callable[..., Evaluation],
+        *,
+        sample_share: float,
+        step: int,
+    ) -> Evaluation:
         """The update of an optimizer that evaluates the loss as often as it likes. Collective as `_evaluate` is.
 
         Args:
@@ -621,8 +838,11 @@ class Stepper:
         def evaluate_again() -> float:
             nonlocal last
             if len(self.mesh.replicas) > 1:
-                self.buffers.meet(sample_share, self.mesh.group("replicas"),
-                                  has_unsynced=bool(last.host_figures[_CHANGED]))
+                self.buffers.meet(
+                    sample_share,
+                    self.mesh.group("replicas"),
+                    has_unsynced=bool(last.host_figures[_CHANGED]),
+                )
             if self.merges_edits:
                 self.edits.updated()  # the optimizer's writes are no forward's
             last = evaluate(is_first=False)
@@ -640,7 +860,11 @@ class Stepper:
         if not all(map(math.isfinite, losses)):
             self._refuse_weights_that_are_not_finite(losses, step)
         figures = torch.cat([first.figures[:STEP_FIGURES], last.figures[STEP_FIGURES:]])
-        return Evaluation(figures, [*first.host_figures[:STEP_FIGURES], *last.host_figures[STEP_FIGURES:]], first.norm)
+        return Evaluation(
+            figures,
+            [*first.host_figures[:STEP_FIGURES], *last.host_figures[STEP_FIGURES:]],
+            first.norm,
+        )
 
     def _let_optimizer_keep_gradients(self) -> None:
         """Replicas sum gradients in memory that the next evaluation overwrites; those of one device stay."""
@@ -650,20 +874,28 @@ class Stepper:
 
     def _refuse_weights_that_are_not_finite(self, losses: Sequence[float], step: int) -> None:
         """Collective over all ranks. losses: of the step's evaluations, of which some are not finite."""
-        is_finite = all(bool(local_part(p.detach()).isfinite().all()) for p in self.parameters.values())
+        is_finite = all(
+            bool(local_part(p.detach()).isfinite().all()) for p in self.parameters.values()
+        )
         is_bad = torch.tensor(float(not is_finite), device=self.device)
         if self.mesh.world_size > 1:
             dist.all_reduce(is_bad, dist.ReduceOp.MAX)
         if bool(is_bad):
-            number = next(number for number, loss in enumerate(losses, 1) if not math.isfinite(loss))
-            raise TrainingError(f"the loss is {losses[number - 1]} in evaluation {number} of step {step + 1}, and "
-                                f"{type(self.optimizer).__name__} makes weights of it that are not finite",
-                                hint="a lower learning rate, a line search, or clip=1.0")
+            number = next(
+                number for number, loss in enumerate(losses, 1) if not math.isfinite(loss)
+            )
+            raise TrainingError(
+                f"the loss is {losses[number - 1]} in evaluation {number} of step {step + 1}, and "
+                f"{type(self.optimizer).__name__} makes weights of it that are not finite",
+                hint="a lower learning rate, a line search, or clip=1.0",
+            )
 
     @property
     def sent_bytes(self) -> float:
         """What this rank has sent to other replicas so far: gradients or weights, and what they agree on."""
-        return self.step_sync.met_bytes + sum(synchroniser.sent_bytes for synchroniser in self.synchronisers)
+        return self.step_sync.met_bytes + sum(
+            synchroniser.sent_bytes for synchroniser in self.synchronisers
+        )
 
     def kept(self) -> Iterator[StateTensor]:
         """State of the plan's rooms."""

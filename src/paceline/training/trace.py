@@ -10,8 +10,15 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 TRACE, PICTURE = "trace.json", "schedule.svg"
-COLOURS = {"forward": "#4c8bf5", "backward": "#f29900", "input gradients": "#f29900", "weight gradients": "#b06000",
-           "reduce": "#9aa0a6", "optimizer": "#34a853", "input": "#d7aefb"}
+COLOURS = {
+    "forward": "#4c8bf5",
+    "backward": "#f29900",
+    "input gradients": "#f29900",
+    "weight gradients": "#b06000",
+    "reduce": "#9aa0a6",
+    "optimizer": "#34a853",
+    "input": "#d7aefb",
+}
 # Of the phases that a rank tells as signs of life, those that are work of their own.
 PHASES = ("input", "reduce", "optimizer")
 _WIDTH, _ROW, _LEFT = 1000, 26, 70  # pixels
@@ -51,10 +58,14 @@ class TraceRecorder:
     def add(self, kind: str, label: str, start_s: float, end_s: float) -> None:
         """Times are of `time.perf_counter`."""
         if self.step in self.steps:
-            self.spans.append(TraceSpan(self.rank, kind, label, start_s + self._offset_s, end_s + self._offset_s))
+            self.spans.append(
+                TraceSpan(self.rank, kind, label, start_s + self._offset_s, end_s + self._offset_s)
+            )
 
     def write(self, folder: Path) -> None:
-        (folder / f"trace-rank-{self.rank}.json").write_text(json.dumps([asdict(span) for span in self.spans]))
+        (folder / f"trace-rank-{self.rank}.json").write_text(
+            json.dumps([asdict(span) for span in self.spans])
+        )
 
 
 def bring_together(folder: Path, run_dir: Path, world_size: int) -> None:
@@ -69,13 +80,29 @@ def bring_together(folder: Path, run_dir: Path, world_size: int) -> None:
 
 def chrome_trace(spans: Sequence[TraceSpan]) -> dict[str, object]:
     """The Trace Event Format, complete events in microseconds: Perfetto and chrome://tracing open it."""
-    names = [{"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
-             for rank in sorted({span.rank for span in spans})]
+    names = [
+        {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
+        for rank in sorted({span.rank for span in spans})
+    ]
     first_s = min((span.start_s for span in spans), default=0.0)
-    return {"traceEvents": [*names, *({
-        "ph": "X", "name": f"{span.what} {span.label}".strip(), "cat": span.what, "pid": span.rank, "tid": 0,
-        "ts": 1e6 * (span.start_s - first_s), "dur": 1e6 * (span.end_s - span.start_s)} for span in spans)],
-        "displayTimeUnit": "ms"}
+    return {
+        "traceEvents": [
+            *names,
+            *(
+                {
+                    "ph": "X",
+                    "name": f"{span.what} {span.label}".strip(),
+                    "cat": span.what,
+                    "pid": span.rank,
+                    "tid": 0,
+                    "ts": 1e6 * (span.start_s - first_s),
+                    "dur": 1e6 * (span.end_s - span.start_s),
+                }
+                for span in spans
+            ),
+        ],
+        "displayTimeUnit": "ms",
+    }
 
 
 def idle_fraction(spans: Sequence[TraceSpan], *, world_size: int) -> float:
@@ -93,23 +120,39 @@ def picture(spans: Sequence[TraceSpan], *, world_size: int) -> str:
     scale = _WIDTH / max(total_s, 1e-9)
     used = [kind for kind in COLOURS if any(span.what == kind for span in spans)]
     height = _ROW * (world_size + 2)
-    lines = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{_LEFT + _WIDTH + 10}" height="{height}" '
-             'font-family="sans-serif" font-size="11">', f'<rect width="100%" height="{height}" fill="white"/>']
-    lines += [f'<text x="4" y="{_ROW * rank + 17}">rank {rank}</text>' for rank in range(world_size)]
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_LEFT + _WIDTH + 10}" height="{height}" '
+        'font-family="sans-serif" font-size="11">',
+        f'<rect width="100%" height="{height}" fill="white"/>',
+    ]
+    lines += [
+        f'<text x="4" y="{_ROW * rank + 17}">rank {rank}</text>' for rank in range(world_size)
+    ]
     for span in spans:
-        x, width = _LEFT + scale * (span.start_s - first_s), max(scale * (span.end_s - span.start_s), 0.5)
+        x, width = (
+            _LEFT + scale * (span.start_s - first_s),
+            max(scale * (span.end_s - span.start_s), 0.5),
+        )
         y = _ROW * span.rank + 3
-        lines.append(f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_ROW - 6}" fill="{COLOURS[span.what]}" '
-                     f'stroke="white" stroke-width="0.5"><title>{escape(f"{span.what} {span.label}")} '
-                     f'{1e3 * (span.end_s - span.start_s):.2f} ms</title></rect>')
+        lines.append(
+            f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_ROW - 6}" fill="{COLOURS[span.what]}" '
+            f'stroke="white" stroke-width="0.5"><title>{escape(f"{span.what} {span.label}")} '
+            f"{1e3 * (span.end_s - span.start_s):.2f} ms</title></rect>"
+        )
         if width > 7 * len(span.label) and span.label:
-            lines.append(f'<text x="{x + width / 2:.2f}" y="{y + 14}" fill="white" text-anchor="middle">'
-                         f"{escape(span.label)}</text>")
+            lines.append(
+                f'<text x="{x + width / 2:.2f}" y="{y + 14}" fill="white" text-anchor="middle">'
+                f"{escape(span.label)}</text>"
+            )
     for place, kind in enumerate(used):
         x, y = _LEFT + 130 * place, _ROW * world_size + 8
-        lines.append(f'<rect x="{x}" y="{y}" width="12" height="12" fill="{COLOURS[kind]}"/>'
-                     f'<text x="{x + 16}" y="{y + 10}">{kind}</text>')
+        lines.append(
+            f'<rect x="{x}" y="{y}" width="12" height="12" fill="{COLOURS[kind]}"/>'
+            f'<text x="{x + 16}" y="{y + 10}">{kind}</text>'
+        )
     idle = idle_fraction(spans, world_size=world_size)
-    lines.append(f'<text x="{_LEFT}" y="{_ROW * (world_size + 1) + 17}">{1e3 * total_s:.1f} ms, idle {100 * idle:.1f} '
-                 "% (white)</text></svg>")
+    lines.append(
+        f'<text x="{_LEFT}" y="{_ROW * (world_size + 1) + 17}">{1e3 * total_s:.1f} ms, idle {100 * idle:.1f} '
+        "% (white)</text></svg>"
+    )
     return "\n".join(lines)

@@ -27,10 +27,28 @@ class WindowWork:
     beside the step, the part and the micro-batch.
     """
 
-    def __init__(self, stepper: Stepper, window: Window, batches: list[MicroBatch], step: int, part: int,
-                 beat: Callable[[str], None], tell: Callable[[list[Tally]], None]) -> None:
-        self.stepper, self.window, self.step, self.part, self.beat = stepper, window, step, part, beat
-        self.tell, self.criterion, self.synchronisers = tell, stepper.job.criterion, stepper.synchronisers
+    def __init__(
+        self,
+        stepper: Stepper,
+        window: Window,
+        batches: list[MicroBatch],
+        step: int,
+        part: int,
+        beat: Callable[[str], None],
+        tell: Callable[[list[Tally]], None],
+    ) -> None:
+        self.stepper, self.window, self.step, self.part, self.beat = (
+            stepper,
+            window,
+            step,
+            part,
+            beat,
+        )
+        self.tell, self.criterion, self.synchronisers = (
+            tell,
+            stepper.job.criterion,
+            stepper.synchronisers,
+        )
         self.place: tuple[int, ...] = ()
         dtype = torch.float64 if stepper.job.precision == "float64" else None
         self.batches = [batch.to(stepper.device, dtype) for batch in batches]
@@ -41,7 +59,9 @@ class WindowWork:
         scaling = stepper.scaling
         self.scale = 1.0 if scaling is None else scaling.scale
         self.latest = 0  # the micro-batch whose forward began last
-        self.sum_scale = 1.0 if scaling is None else self.scale / scaling.expected_count(window.count)
+        self.sum_scale = (
+            1.0 if scaling is None else self.scale / scaling.expected_count(window.count)
+        )
 
     def before_forward(self, microbatch: int, stage: int) -> None:
         self.latest = microbatch
@@ -54,13 +74,20 @@ class WindowWork:
         with autocast(job, self.stepper.device):
             tally = read_tally(self._explained_loss(output, microbatch), samples=batch.samples or 1)
             tally = with_gradient(tally, output, backward_goes_on=self.stepper.all_go_back)
-        self.tallies.append(tally if batch.samples else Tally(torch.zeros_like(tally.value), 0.0, tally.is_mean))
+        self.tallies.append(
+            tally if batch.samples else Tally(torch.zeros_like(tally.value), 0.0, tally.is_mean)
+        )
         # A mean over samples has its weight known before backward; (sum, count) is divided when the count of all the
         # samples is known: the window's, or this replica's own where it takes steps of its own. A stand-in weighs
         # nothing.
-        weight = (batch.samples / self.samples * self.scale if tally.is_mean
-                  else float(batch.samples > 0) * self.sum_scale)
-        value = tally.value.float() if tally.value.dtype == torch.float16 else tally.value  # which a scale may not fit
+        weight = (
+            batch.samples / self.samples * self.scale
+            if tally.is_mean
+            else float(batch.samples > 0) * self.sum_scale
+        )
+        value = (
+            tally.value.float() if tally.value.dtype == torch.float16 else tally.value
+        )  # which a scale may not fit
         return value * weight
 
     def _explained_loss(self, output: Any, microbatch: int) -> Any:
@@ -68,11 +95,18 @@ class WindowWork:
         try:
             value = self.criterion(output, self.batches[microbatch].target)
         except Exception as error:
-            if isinstance(error, RuntimeError) and is_about_parts(error):  # NotImplementedError is one
+            if isinstance(error, RuntimeError) and is_about_parts(
+                error
+            ):  # NotImplementedError is one
                 raise _reads_shards(str(error).splitlines()[0]) from error
             if not self.stepper.job.models:
-                note_sample(error, self.criterion, output, self.batches[microbatch].target, sample_names(
-                    self.stepper.job, self.stepper.part, self.window, microbatch))
+                note_sample(
+                    error,
+                    self.criterion,
+                    output,
+                    self.batches[microbatch].target,
+                    sample_names(self.stepper.job, self.stepper.part, self.window, microbatch),
+                )
             raise
         for part in value if isinstance(value, tuple | list) else [value]:
             if hasattr(part, "device_mesh"):
@@ -104,7 +138,9 @@ class WindowWork:
 
 
 def _reads_shards(evidence: str) -> PlanRefused:
-    return PlanRefused("the loss uses parameters of the model, and under this plan a rank holds parts of them where "
-                       f"it is computed ({evidence})",
-                       hint="use a data=N plan, or shard=N zero=2, which keeps parameters whole between forward and "
-                            "backward")
+    return PlanRefused(
+        "the loss uses parameters of the model, and under this plan a rank holds parts of them where "
+        f"it is computed ({evidence})",
+        hint="use a data=N plan, or shard=N zero=2, which keeps parameters whole between forward and "
+        "backward",
+    )

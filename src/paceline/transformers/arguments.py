@@ -14,34 +14,65 @@ from paceline.transformers.rank import generates
 
 # Why an argument is refused where it is not what it is by default.
 _REFUSED = {
-    "fsdp": "the plan says how a model is sharded: plan=\"shard=N\"",
-    "deepspeed": "the plan says how a model is sharded: plan=\"shard=N\"",
-    "parallelism_config": "the plan says how a model is split: plan=\"tensor=N\" and its like",
+    "fsdp": 'the plan says how a model is sharded: plan="shard=N"',
+    "deepspeed": 'the plan says how a model is sharded: plan="shard=N"',
+    "parallelism_config": 'the plan says how a model is split: plan="tensor=N" and its like',
     "ddp_find_unused_parameters": "replicas are not DistributedDataParallel; unused parameters are found by themselves",
     "ddp_static_graph": "replicas are not DistributedDataParallel",
-    "torch_compile": "compiling belongs to the plan: plan=\"... compile=blocks\"",
+    "torch_compile": 'compiling belongs to the plan: plan="... compile=blocks"',
     "torch_empty_cache_steps": "ranks keep the allocator's cache",
     "ignore_data_skip": "a resumed run goes on where the data was left",
-    "full_determinism": "the plan says so: plan=\"... deterministic=yes\"",
+    "full_determinism": 'the plan says so: plan="... deterministic=yes"',
     "debug": "its hooks would look at a model that is not trained here",
 }
-_WITHOUT_EFFECT = ("ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_backend", "ddp_timeout",
-                   "eval_accumulation_steps", "eval_use_gather_object", "average_tokens_across_devices",
-                   "dataloader_persistent_workers",
-                   "dataloader_prefetch_factor", "dataloader_multiprocessing_context", "dataloader_in_order",
-                   "logging_nan_inf_filter", "save_on_each_node", "log_on_each_node")
-_OPTIMIZERS = ("galore", "apollo", "lomo", "layerwise")  # they step in hooks of backward, or see the whole model
+_WITHOUT_EFFECT = (
+    "ddp_bucket_cap_mb",
+    "ddp_broadcast_buffers",
+    "ddp_backend",
+    "ddp_timeout",
+    "eval_accumulation_steps",
+    "eval_use_gather_object",
+    "average_tokens_across_devices",
+    "dataloader_persistent_workers",
+    "dataloader_prefetch_factor",
+    "dataloader_multiprocessing_context",
+    "dataloader_in_order",
+    "logging_nan_inf_filter",
+    "save_on_each_node",
+    "log_on_each_node",
+)
+_OPTIMIZERS = (
+    "galore",
+    "apollo",
+    "lomo",
+    "layerwise",
+)  # they step in hooks of backward, or see the whole model
 _SCHEDULES = ("greedy",)
 _METHODS = {  # that are not called, and what to do in their place
-    "training_step": "compute_loss", "get_batch_samples": "a data collator", "_prepare_inputs": "a data collator",
-    "_prepare_input": "a data collator", "_prepare_context_parallel_inputs": "a data collator",
-    "compute_loss_context_manager": "compute_loss", "autocast_smart_context_manager": "bf16 or fp16",
-    "_clip_grad_norm": "max_grad_norm", "_get_grad_norm": "a callback that reads the log",
-    "_wrap_model": "model_init", "_run_epoch": "callbacks", "_inner_training_loop": "callbacks",
-    "_prepare_for_training": "create_optimizer or create_scheduler", "evaluation_loop": "compute_metrics",
+    "training_step": "compute_loss",
+    "get_batch_samples": "a data collator",
+    "_prepare_inputs": "a data collator",
+    "_prepare_input": "a data collator",
+    "_prepare_context_parallel_inputs": "a data collator",
+    "compute_loss_context_manager": "compute_loss",
+    "autocast_smart_context_manager": "bf16 or fp16",
+    "_clip_grad_norm": "max_grad_norm",
+    "_get_grad_norm": "a callback that reads the log",
+    "_wrap_model": "model_init",
+    "_run_epoch": "callbacks",
+    "_inner_training_loop": "callbacks",
+    "_prepare_for_training": "create_optimizer or create_scheduler",
+    "evaluation_loop": "compute_metrics",
     "_track_num_input_tokens": "include_num_input_tokens_seen",
-    "_load_optimizer_and_scheduler": "callbacks", "_load_rng_state": "callbacks", "_load_scaler": "callbacks"}
-_AT_STEPS = ("log", "_maybe_log_save_evaluate", "_get_learning_rate")  # that are called between steps
+    "_load_optimizer_and_scheduler": "callbacks",
+    "_load_rng_state": "callbacks",
+    "_load_scaler": "callbacks",
+}
+_AT_STEPS = (
+    "log",
+    "_maybe_log_save_evaluate",
+    "_get_learning_rate",
+)  # that are called between steps
 _LIBRARIES = ("paceline", "transformers", "trl", "builtins")
 
 
@@ -51,7 +82,14 @@ def refuse(trainer: Any) -> None:
     Raises:
         UsageError: an argument, callback or overridden method that is not honoured.
     """
-    _raise([*_arguments(trainer.args), *_methods(trainer), *_callbacks(trainer), *_best_metric(trainer)])
+    _raise(
+        [
+            *_arguments(trainer.args),
+            *_methods(trainer),
+            *_callbacks(trainer),
+            *_best_metric(trainer),
+        ]
+    )
 
 
 def refuse_model(trainer: Any) -> None:
@@ -64,7 +102,9 @@ def refuse_model(trainer: Any) -> None:
 
 def _raise(problems: list[str]) -> None:
     if problems:
-        raise UsageError("; ".join(problems), hint="docs/transformers.md lists what this Trainer takes")
+        raise UsageError(
+            "; ".join(problems), hint="docs/transformers.md lists what this Trainer takes"
+        )
 
 
 def refuse_plan(trainer: Any, plan: Plan) -> None:
@@ -74,15 +114,22 @@ def refuse_plan(trainer: Any, plan: Plan) -> None:
             predictions or noise are to be generated, and no rank has the whole model.
     """
     if not updates_on_ranks(plan):
-        raise UsageError(f"under the plan '{plan}' servers update the weights, and a Trainer's ranks must do so",
-                         hint=f"plan='data={plan.replicas}' trains as many replicas; a Job can train under servers")
+        raise UsageError(
+            f"under the plan '{plan}' servers update the weights, and a Trainer's ranks must do so",
+            hint=f"plan='data={plan.replicas}' trains as many replicas; a Job can train under servers",
+        )
     is_cut = plan.axes.num_ranks(lambda axis: not axis.copies_weights) > 1
     if generates(trainer) and is_cut:
-        raise UsageError(f"predict_with_generate=True needs the whole model on each rank, and the plan is '{plan}'",
-                         hint="plan='data=N', or evaluate the loss and generate after training")
+        raise UsageError(
+            f"predict_with_generate=True needs the whole model on each rank, and the plan is '{plan}'",
+            hint="plan='data=N', or evaluate the loss and generate after training",
+        )
     if trainer.args.neftune_noise_alpha is not None and is_cut:
-        raise UsageError(f"neftune_noise_alpha={trainer.args.neftune_noise_alpha}: its hook needs the whole embedding "
-                         f"on each rank, and the plan is '{plan}'", hint="plan='data=N'")
+        raise UsageError(
+            f"neftune_noise_alpha={trainer.args.neftune_noise_alpha}: its hook needs the whole embedding "
+            f"on each rank, and the plan is '{plan}'",
+            hint="plan='data=N'",
+        )
 
 
 def updates_on_ranks(plan: Plan) -> bool:
@@ -105,7 +152,8 @@ def _default(arguments: Any, name: str) -> Any:
 def _is_set(arguments: Any, name: str) -> bool:
     value = getattr(arguments, name, None)
     return value not in (None, False, "", [], {}, _default(arguments, name)) or (
-        value is False and _default(arguments, name) is True)
+        value is False and _default(arguments, name) is True
+    )
 
 
 def _arguments(arguments: Any) -> Iterator[str]:
@@ -141,10 +189,15 @@ def _home(trainer: Any, name: str) -> str:
 
 def _callbacks(trainer: Any) -> Iterator[str]:
     for callback in trainer.callback_handler.callbacks:
-        if trainer.args.gradient_accumulation_steps > 1 and _is_of_user(callback) and overrides(
-                callback, "on_substep_end"):
-            yield (f"{type(callback).__name__}.on_substep_end: the plan says how a batch is cut, and ranks don't stop "
-                   "between micro-batches; use on_step_end")
+        if (
+            trainer.args.gradient_accumulation_steps > 1
+            and _is_of_user(callback)
+            and overrides(callback, "on_substep_end")
+        ):
+            yield (
+                f"{type(callback).__name__}.on_substep_end: the plan says how a batch is cut, and ranks don't stop "
+                "between micro-batches; use on_step_end"
+            )
 
 
 def _is_of_user(callback: Any) -> bool:
@@ -162,11 +215,16 @@ def must_wait(trainer: Any, events: tuple[str, ...]) -> bool:
     """Whether code may want something of ranks at one of these events, so that they wait for it there: a callback of
     the user's, an overridden method that is called there, or Trainer itself."""
     args = trainer.args
-    if args.enable_jit_checkpoint or args.include_num_input_tokens_seen != "no" or any(
-            _home(trainer, name) not in _LIBRARIES for name in _AT_STEPS):
+    if (
+        args.enable_jit_checkpoint
+        or args.include_num_input_tokens_seen != "no"
+        or any(_home(trainer, name) not in _LIBRARIES for name in _AT_STEPS)
+    ):
         return True
-    return any(_is_of_user(callback) and any(overrides(callback, event) for event in events)
-               for callback in trainer.callback_handler.callbacks)
+    return any(
+        _is_of_user(callback) and any(overrides(callback, event) for event in events)
+        for callback in trainer.callback_handler.callbacks
+    )
 
 
 def _model(model: Any) -> Iterator[str]:
@@ -187,4 +245,6 @@ def _best_metric(trainer: Any) -> Iterator[str]:
     is_told = trainer.compute_metrics is not None or _home(trainer, "evaluate") not in _LIBRARIES
     is_told |= _text(trainer.args.eval_strategy) == "no"
     if metric is not None and not is_told and str(metric).removeprefix("eval_") not in known:
-        yield (f"metric_for_best_model={metric!r}: without compute_metrics an evaluation gives {', '.join(known)}")
+        yield (
+            f"metric_for_best_model={metric!r}: without compute_metrics an evaluation gives {', '.join(known)}"
+        )

@@ -30,12 +30,14 @@ def keep(run_dir: Path, checkpoint: Path, *, step: int) -> None:
     """Put the run's checkpoint of this step into Trainer's folder."""
     place = checkpoint / _PLACE / folder.CHECKPOINTS
     place.mkdir(parents=True, exist_ok=True)
-    shutil.copytree(_of_step(run_dir, step), place / f"step-{step}", copy_function=_link, dirs_exist_ok=True)
+    shutil.copytree(
+        _of_step(run_dir, step), place / f"step-{step}", copy_function=_link, dirs_exist_ok=True
+    )
 
 
 def frozen_record(model: torch.nn.Module) -> str:
-    """Of weights that are not trained, and so are in no checkpoint: what tells whether a model has the same, as JSON.
-    """
+    """Of weights that are not trained, and so are in no checkpoint: what tells whether a model has
+    the same, as JSON."""
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     return json.dumps({"names": frozen, "sha256": _digest(model, frozen)})
 
@@ -54,7 +56,8 @@ def check_frozen(model: torch.nn.Module, checkpoint: Path) -> None:
     if then["names"] and _digest(model, then["names"]) != then["sha256"]:
         raise CheckpointError(
             f"{checkpoint} was trained on other frozen weights than this model's, and holds only what was trained",
-            hint="give the Trainer the model that the run began with, of the same from_pretrained and dtype")
+            hint="give the Trainer the model that the run began with, of the same from_pretrained and dtype",
+        )
 
 
 def _digest(model: torch.nn.Module, names: Sequence[str]) -> str:
@@ -81,8 +84,10 @@ def bring_schedule(schedule: Any, checkpoint: Path) -> None:
     """
     path = checkpoint / _PLACE / _SCHEDULE
     if not path.exists():
-        raise CheckpointError(f"{checkpoint} was written without a ReduceLROnPlateau",
-                              hint="resume with the lr_scheduler_type that the run began with")
+        raise CheckpointError(
+            f"{checkpoint} was written without a ReduceLROnPlateau",
+            hint="resume with the lr_scheduler_type that the run began with",
+        )
     schedule.load_state_dict(json.loads(path.read_text()))
     for group, rate in zip(schedule.optimizer.param_groups, schedule.get_last_lr(), strict=True):
         group["lr"] = rate
@@ -96,9 +101,11 @@ def bring(checkpoint: Path, run_dir: Path, *, step: int) -> None:
     """
     source = _of_step(checkpoint / _PLACE, step)
     if not source.is_dir():
-        raise CheckpointError(f"{checkpoint} has no checkpoint of a run under a plan",
-                              hint="transformers.Trainer goes on from its own checkpoints; to begin anew with these "
-                                   "weights, load them by from_pretrained and leave out resume_from_checkpoint")
+        raise CheckpointError(
+            f"{checkpoint} has no checkpoint of a run under a plan",
+            hint="transformers.Trainer goes on from its own checkpoints; to begin anew with these "
+            "weights, load them by from_pretrained and leave out resume_from_checkpoint",
+        )
     shutil.copytree(source, _of_step(run_dir, step), copy_function=_link)
 
 
@@ -109,18 +116,26 @@ def drop(run_dir: Path, *, step: int) -> None:
 
 def load_weights(model: torch.nn.Module, run_dir: Path, *, prefix: str) -> None:
     """Put what a run has saved last into the model. prefix: of its names on ranks."""
-    weights = {name.removeprefix(prefix): tensor for name, tensor in load_file(run_dir / folder.MODEL).items()}
+    weights = {
+        name.removeprefix(prefix): tensor
+        for name, tensor in load_file(run_dir / folder.MODEL).items()
+    }
     missing: Any = model.load_state_dict(weights, strict=False)
     assert not missing.unexpected_keys, missing.unexpected_keys
 
 
-def optimizer_state(model: torch.nn.Module, run_dir: Path, *, step: int, prefix: str) -> dict[Any, dict[str, Any]]:
+def optimizer_state(
+    model: torch.nn.Module, run_dir: Path, *, step: int, prefix: str
+) -> dict[Any, dict[str, Any]]:
     """What a run has saved of its optimizer in a step, by parameter of the model; empty before the first."""
     if not _of_step(run_dir, step).is_dir():
         return {}
     checkpoint = open_checkpoint(_of_step(run_dir, step), checksums=False)
-    return {parameter: kept for name, parameter in model.named_parameters()
-            if (kept := state.state_of_parameter(checkpoint, prefix + name))}
+    return {
+        parameter: kept
+        for name, parameter in model.named_parameters()
+        if (kept := state.state_of_parameter(checkpoint, prefix + name))
+    }
 
 
 def _of_step(run_dir: Path, step: int) -> Path:

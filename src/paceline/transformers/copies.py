@@ -54,8 +54,13 @@ def _twin(value: Any, memo: Mapping[int, Any]) -> Any:
         twins = [_twin(item, memo) for item in contents]
         if all(twin is item or twin == item for twin, item in zip(twins, contents, strict=True)):
             return value
-        made = FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__,
-                            tuple(map(CellType, twins)))
+        made = FunctionType(
+            value.__code__,
+            value.__globals__,
+            value.__name__,
+            value.__defaults__,
+            tuple(map(CellType, twins)),
+        )
         made.__kwdefaults__ = value.__kwdefaults__
         made.__dict__.update(value.__dict__)
         return made

@@ -26,8 +26,10 @@ def batch_size(batch: Mapping[str, Any]) -> int:
     for item in batch.values():
         if isinstance(item, Mapping):
             return batch_size(item)
-    raise UsageError(f"a batch has neither a tensor nor a list with a part for each sample: it has {list(batch)}",
-                     hint="let the collator give one, so that the batch can be cut")
+    raise UsageError(
+        f"a batch has neither a tensor nor a list with a part for each sample: it has {list(batch)}",
+        hint="let the collator give one, so that the batch can be cut",
+    )
 
 
 def is_cut_by_sample(batch: Any, size: int) -> bool:
@@ -48,4 +50,4 @@ def samples_of(batch: Any, part: range, size: int) -> Any:
     if isinstance(batch, Mapping):
         return {key: samples_of(item, part, size) for key, item in batch.items()}
     is_shared = isinstance(batch, _NOT_CUT) or getattr(batch, "ndim", 1) == 0
-    return batch if is_shared else batch[part.start:part.stop]
+    return batch if is_shared else batch[part.start : part.stop]

@@ -33,22 +33,30 @@ def job_of(trainer: Any, loader: Any, *, steps: int) -> Job:
     if not is_stream:
         drawn = loader.batch_sampler.sampler
         batch, drops_last = loader.batch_sampler.batch_size, loader.batch_sampler.drop_last
-        sampler = EpochSampler(drawn, len(loader) * batch if drops_last else len(drawn), seed=args.seed)
+        sampler = EpochSampler(
+            drawn, len(loader) * batch if drops_last else len(drawn), seed=args.seed
+        )
     return Job(
-        **parts, sampler=sampler, steps=steps,
+        **parts,
+        sampler=sampler,
+        steps=steps,
         optimizer=Recipe.of(trainer.optimizer, trainer.model, prefix=prefix_of(trainer)),
-        lr_schedule=None if follows_evaluations(trainer) else (
-            lambda optimizer: schedule_of(trainer, optimizer, steps=steps)),
+        lr_schedule=None
+        if follows_evaluations(trainer)
+        else (lambda optimizer: schedule_of(trainer, optimizer, steps=steps)),
         batch=_batch(args, loader),
         clip=args.max_grad_norm if args.max_grad_norm and args.max_grad_norm > 0 else _NO_LIMIT,
-        drop_last=isinstance(parts["data"], CountedStream) and parts["data"].drop_last)
+        drop_last=isinstance(parts["data"], CountedStream) and parts["data"].drop_last,
+    )
 
 
 def evaluation_of(trainer: Any, loader: Any) -> Job:
     """A job to evaluate with, never to train. loader: what `get_eval_dataloader` made."""
     parts, batch = _parts(trainer, loader), trainer.args.per_device_train_batch_size
     data = parts["data"]
-    if not isinstance(data, IterableDataset) and 0 < len(data) < batch:  # a plan wants a sample for each replica
+    if (
+        not isinstance(data, IterableDataset) and 0 < len(data) < batch
+    ):  # a plan wants a sample for each replica
         parts["data"] = Subset(data, [place % len(data) for place in range(batch)])
     return Job(**parts, optimizer=torch.optim.SGD, batch=batch, steps=1)
 
@@ -56,8 +64,13 @@ def evaluation_of(trainer: Any, loader: Any) -> Job:
 def _parts(trainer: Any, loader: Any) -> dict[str, Any]:
     """What training and evaluation have in common."""
     separates = separates_labels(trainer)
-    loss = (CallersLoss() if computes_own_loss(trainer) else SeparateLoss(trainer) if separates else
-            ModelsLoss(trainer))
+    loss = (
+        CallersLoss()
+        if computes_own_loss(trainer)
+        else SeparateLoss(trainer)
+        if separates
+        else ModelsLoss(trainer)
+    )
     data: Any
     if _draws_batches(loader):
         data, collate = LoaderStream(loader, trainer.args), joined
@@ -65,15 +78,24 @@ def _parts(trainer: Any, loader: Any) -> dict[str, Any]:
         data, collate = loader.dataset, loader.collate_fn
     if isinstance(data, IterableDataset) and not isinstance(data, LoaderStream):
         data = CountedStream(data, batch=_batch(trainer.args, loader), drop_last=loader.drop_last)
-    return {"model": ModelOf(trainer), "data": data, "collate": Collated(collate, separates),
-            "loss": loss, "precision": precision_of(trainer.args), "seed": trainer.args.seed}
+    return {
+        "model": ModelOf(trainer),
+        "data": data,
+        "collate": Collated(collate, separates),
+        "loss": loss,
+        "precision": precision_of(trainer.args),
+        "seed": trainer.args.seed,
+    }
 
 
 def _batch(args: Any, loader: Any) -> int:
     """The global batch: the number of devices is not part of the experiment."""
     sampler = getattr(loader, "batch_sampler", None)
-    size = (getattr(sampler, "batch_size", None) or getattr(loader, "batch_size", None)
-            or args.per_device_train_batch_size)
+    size = (
+        getattr(sampler, "batch_size", None)
+        or getattr(loader, "batch_size", None)
+        or args.per_device_train_batch_size
+    )
     return int(size * args.gradient_accumulation_steps)
 
 
@@ -83,7 +105,9 @@ def _draws_batches(loader: Any) -> bool:
         return True
     if isinstance(loader.dataset, IterableDataset):
         return loader.batch_size is None
-    return not hasattr(loader.batch_sampler, "sampler") or not hasattr(loader.batch_sampler, "batch_size")
+    return not hasattr(loader.batch_sampler, "sampler") or not hasattr(
+        loader.batch_sampler, "batch_size"
+    )
 
 
 def precision_of(args: Any) -> Precision:
@@ -141,11 +165,17 @@ class LoaderStream(IterableDataset[Any]):
     """
 
     def __init__(self, loader: Any, args: Any) -> None:
-        self.loader, self.accumulated, self.seed = loader, args.gradient_accumulation_steps, args.seed
+        self.loader, self.accumulated, self.seed = (
+            loader,
+            args.gradient_accumulation_steps,
+            args.seed,
+        )
         self.most, self.step, self._read = _batch(args, loader), 0, 0
         if hasattr(loader, "__next__"):
-            raise UsageError(f"the {type(loader).__name__} that get_train_dataloader gives can be read once",
-                             hint="each epoch, and each rank, reads it: give what has an __iter__")
+            raise UsageError(
+                f"the {type(loader).__name__} that get_train_dataloader gives can be read once",
+                hint="each epoch, and each rank, reads it: give what has an __iter__",
+            )
         self._steps, self._latest = self._by_steps(), list[dict[str, Any]]()
 
     def set_epoch(self, epoch: int) -> None:
@@ -157,14 +187,18 @@ class LoaderStream(IterableDataset[Any]):
             self._latest, self._read = next(self._steps), self._read + 1
         sizes = [batch_size(batch) for batch in self._latest]
         if sum(sizes) > self.most:
-            raise UsageError(f"the {type(self.loader).__name__} gives batches of {sizes} samples for a step, more than "
-                             f"{self.most}, which per_device_train_batch_size and gradient_accumulation_steps say",
-                             hint="let per_device_train_batch_size be that of its largest batch")
+            raise UsageError(
+                f"the {type(self.loader).__name__} gives batches of {sizes} samples for a step, more than "
+                f"{self.most}, which per_device_train_batch_size and gradient_accumulation_steps say",
+                hint="let per_device_train_batch_size be that of its largest batch",
+            )
         for batch, size in zip(self._latest, sizes, strict=True):
             if not is_cut_by_sample(batch, size):
-                raise UsageError(f"a batch of the {type(self.loader).__name__} has an item without a part for each of "
-                                 f"its {size} samples, and a plan cuts batches",
-                                 hint="a DataLoader with a data set and a collate_fn collates what each rank has")
+                raise UsageError(
+                    f"a batch of the {type(self.loader).__name__} has an item without a part for each of "
+                    f"its {size} samples, and a plan cuts batches",
+                    hint="a DataLoader with a data set and a collate_fn collates what each rank has",
+                )
             yield from (samples_of(batch, range(place, place + 1), size) for place in range(size))
 
     def _by_steps(self) -> Iterator[list[dict[str, Any]]]:
@@ -177,11 +211,16 @@ class LoaderStream(IterableDataset[Any]):
             while True:
                 before = torch.get_rng_state()
                 torch.set_rng_state(drawn)
-                batches = islice(iter(self.loader), length) if batches is None else batches  # no further, as Trainer
+                batches = (
+                    islice(iter(self.loader), length) if batches is None else batches
+                )  # no further, as Trainer
                 batch = next(batches, None)
                 drawn = torch.get_rng_state()
                 torch.set_rng_state(before)
-                of_step, is_empty = [*of_step, *([] if batch is None else [dict(batch)])], is_empty and batch is None
+                of_step, is_empty = (
+                    [*of_step, *([] if batch is None else [dict(batch)])],
+                    is_empty and batch is None,
+                )
                 if of_step and (batch is None or len(of_step) == self.accumulated):
                     yield of_step
                     of_step = []
@@ -205,8 +244,10 @@ def joined(samples: list[Any]) -> Any:
     if not isinstance(first, torch.Tensor) or not first.ndim:
         return first
     if len({sample.shape[1:] for sample in samples}) > 1:
-        raise UsageError(f"batches of one step have samples of {first.shape[1:]} and of other sizes",
-                         hint="gradient_accumulation_steps=1, or a DataLoader with a data set and a collate_fn")
+        raise UsageError(
+            f"batches of one step have samples of {first.shape[1:]} and of other sizes",
+            hint="gradient_accumulation_steps=1, or a DataLoader with a data set and a collate_fn",
+        )
     return torch.cat(samples)
 
 
@@ -254,8 +295,11 @@ class ModelOf:
         from torch._guards import detect_fake_mode
 
         trainer = self.trainer
-        model = trainer.model if detect_fake_mode() is not None else copied(
-            trainer.model, shares_frozen=os.getpid() != self.process)
+        model = (
+            trainer.model
+            if detect_fake_mode() is not None
+            else copied(trainer.model, shares_frozen=os.getpid() != self.process)
+        )
         model.train()
         return OwnLossModel(trainer, model) if computes_own_loss(trainer) else model
 
@@ -275,7 +319,11 @@ def prefix_of(trainer: Any) -> str:
 def frozen_names(trainer: Any) -> list[str]:
     """Weights that are not trained, by their names on ranks."""
     prefix = prefix_of(trainer)
-    return [prefix + name for name, parameter in trainer.model.named_parameters() if not parameter.requires_grad]
+    return [
+        prefix + name
+        for name, parameter in trainer.model.named_parameters()
+        if not parameter.requires_grad
+    ]
 
 
 def separates_labels(trainer: Any) -> bool:
@@ -312,7 +360,11 @@ def count_items(trainer: Any, batch: Mapping[str, Any]) -> torch.Tensor | None:
 def _shifts(trainer: Any) -> bool:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
-    model = trainer.model.get_base_model() if hasattr(trainer.model, "get_base_model") else trainer.model
+    model = (
+        trainer.model.get_base_model()
+        if hasattr(trainer.model, "get_base_model")
+        else trainer.model
+    )
     return type(model).__name__ in CAUSAL.values()
 
 
@@ -353,24 +405,33 @@ class SeparateLoss:
         if count is not None and not count:
             return _nothing(output), count
         if trainer.compute_loss_func is None:
-            loss = trainer.label_smoother(output, batch.get("labels"), shift_labels=_shifts(trainer))
+            loss = trainer.label_smoother(
+                output, batch.get("labels"), shift_labels=_shifts(trainer)
+            )
         else:
             loss = self._given(output, batch, count)
             if _is_training(loss) and self.mean.is_due(samples := _samples(batch)):
-                self.mean.look(loss, samples, lambda part: self._of_part(output, batch, part, samples))
+                self.mean.look(
+                    loss, samples, lambda part: self._of_part(output, batch, part, samples)
+                )
         return loss if count is None else (loss * count, count)
 
     def _given(self, output: Any, batch: Mapping[str, Any], count: torch.Tensor | None) -> Any:
         return self.trainer.compute_loss_func(output, batch.get("labels"), num_items_in_batch=count)
 
-    def _of_part(self, output: Any, batch: Mapping[str, Any], part: range, samples: int) -> tuple[Any, Any]:
+    def _of_part(
+        self, output: Any, batch: Mapping[str, Any], part: range, samples: int
+    ) -> tuple[Any, Any]:
         cut = rows(batch, part, samples)
         count = count_items(self.trainer, cut)
         return self._given(rows(output, part, samples), cut, count), count
 
 
 def _samples(batch: Mapping[str, Any]) -> int:
-    return next((len(value) for value in batch.values() if isinstance(value, torch.Tensor) and value.ndim), 0)
+    return next(
+        (len(value) for value in batch.values() if isinstance(value, torch.Tensor) and value.ndim),
+        0,
+    )
 
 
 def _is_training(loss: Any) -> bool:
@@ -407,33 +468,58 @@ class OwnLossModel(torch.nn.Module):
     def __init__(self, trainer: Any, model: torch.nn.Module) -> None:
         super().__init__()
         self.model, self._trainer = model, [trainer]  # not a module, and not to be copied
-        self._mean = MeanCheck(trainer, f"compute_loss of {type(trainer).__name__}", precision_of(trainer.args))
+        self._mean = MeanCheck(
+            trainer, f"compute_loss of {type(trainer).__name__}", precision_of(trainer.args)
+        )
 
     def forward(self, **inputs: Any) -> dict[str, Any]:
         (trainer,) = self._trainer
         count, seen, samples = count_items(trainer, inputs), list[Any](), _samples(inputs)
-        handle = (self.model.register_forward_hook(lambda model, args, output: seen.append(output))
-                  if self._mean.is_due(samples) else None)
+        handle = (
+            self.model.register_forward_hook(lambda model, args, output: seen.append(output))
+            if self._mean.is_due(samples)
+            else None
+        )
         try:
-            made = type(trainer).compute_loss(trainer, self.model, dict(inputs), return_outputs=self.wants_outputs,
-                                              num_items_in_batch=count)
+            made = type(trainer).compute_loss(
+                trainer,
+                self.model,
+                dict(inputs),
+                return_outputs=self.wants_outputs,
+                num_items_in_batch=count,
+            )
         finally:
             if handle is not None:
                 handle.remove()
         loss, outputs = made if self.wants_outputs else (made, {})
         if len(seen) == 1 and _is_training(loss):
-            self._mean.look(loss, samples, lambda part: self._of_part(inputs, seen[0], part, samples))
-        named = outputs if isinstance(outputs, Mapping) else {f"output {i}": item for i, item in enumerate(outputs)}
-        return {**{key: item for key, item in named.items() if key != "loss"}, "loss": loss,
-                **({} if count is None else {"count": count})}
+            self._mean.look(
+                loss, samples, lambda part: self._of_part(inputs, seen[0], part, samples)
+            )
+        named = (
+            outputs
+            if isinstance(outputs, Mapping)
+            else {f"output {i}": item for i, item in enumerate(outputs)}
+        )
+        return {
+            **{key: item for key, item in named.items() if key != "loss"},
+            "loss": loss,
+            **({} if count is None else {"count": count}),
+        }
 
-    def _of_part(self, inputs: Mapping[str, Any], output: Any, part: range, samples: int) -> tuple[Any, Any]:
+    def _of_part(
+        self, inputs: Mapping[str, Any], output: Any, part: range, samples: int
+    ) -> tuple[Any, Any]:
         """What `compute_loss` makes of some samples, and what that is a mean over; the model does not run again."""
         (trainer,) = self._trainer
         cut = rows(inputs, part, samples)
         count = count_items(trainer, cut)
-        return type(trainer).compute_loss(trainer, _Replayed(self.model, rows(output, part, samples)), dict(cut),
-                                          num_items_in_batch=count), count
+        return type(trainer).compute_loss(
+            trainer,
+            _Replayed(self.model, rows(output, part, samples)),
+            dict(cut),
+            num_items_in_batch=count,
+        ), count
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OwnLossModel:
         return OwnLossModel(self._trainer[0], copy.deepcopy(self.model, memo))

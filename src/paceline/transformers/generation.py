@@ -20,18 +20,28 @@ def told_generation(options: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         UsageError: names one that can't be told.
     """
-    encoded = {name: {_CONFIG: option.to_json_string(use_diff=False)} if isinstance(option, GenerationConfig)
-               else option for name, option in options.items()}
+    encoded = {
+        name: {_CONFIG: option.to_json_string(use_diff=False)}
+        if isinstance(option, GenerationConfig)
+        else option
+        for name, option in options.items()
+    }
     for name, option in encoded.items():
         try:
             encode(option)
         except TypeError as error:
-            raise UsageError(f"while ranks train, they can't be told of {name}= for `generate`: {error}",
-                             hint="evaluate() and predict() after the training take it") from error
+            raise UsageError(
+                f"while ranks train, they can't be told of {name}= for `generate`: {error}",
+                hint="evaluate() and predict() after the training take it",
+            ) from error
     return encoded
 
 
 def heard_generation(encoded: Mapping[str, Any]) -> dict[str, Any]:
     """The options that `told_generation` was given."""
-    return {name: GenerationConfig.from_dict(json.loads(option[_CONFIG]))
-            if isinstance(option, Mapping) and _CONFIG in option else option for name, option in encoded.items()}
+    return {
+        name: GenerationConfig.from_dict(json.loads(option[_CONFIG]))
+        if isinstance(option, Mapping) and _CONFIG in option
+        else option
+        for name, option in encoded.items()
+    }

@@ -28,20 +28,30 @@ def stand_alone() -> int | None:
         UsageError: they are on several hosts, or Slurm's.
     """
     launcher = current()
-    if launcher is None or launcher.launcher != "torchrun" or launcher.local_world_size < launcher.world_size:
+    if (
+        launcher is None
+        or launcher.launcher != "torchrun"
+        or launcher.local_world_size < launcher.world_size
+    ):
         if launcher is not None and launcher.world_size > 1:
             raise UsageError(
                 f"{launcher.launcher} started {launcher.world_size} processes, {launcher.local_world_size} of them "
                 "here, and this Trainer starts its own ranks, on one host",
-                hint=f"start one process: PACELINE_PLAN=data={launcher.local_world_size} python {sys.argv[0]}")
+                hint=f"start one process: PACELINE_PLAN=data={launcher.local_world_size} python {sys.argv[0]}",
+            )
         return None
     if dist.is_initialized():
-        if "gloo" in dist.get_backend_config():  # leaving while another process still connects would end that one
+        if (
+            "gloo" in dist.get_backend_config()
+        ):  # leaving while another process still connects would end that one
             dist.all_reduce(torch.zeros(1))
         dist.destroy_process_group()
     if launcher.rank:
-        print(f"process {launcher.rank} of {launcher.world_size} ends here: the first one starts all ranks",
-              file=sys.stderr, flush=True)
+        print(
+            f"process {launcher.rank} of {launcher.world_size} ends here: the first one starts all ranks",
+            file=sys.stderr,
+            flush=True,
+        )
         raise SystemExit(0)
     for name in _OF_LAUNCHER:
         os.environ.pop(name, None)

@@ -20,12 +20,40 @@ from paceline.model.attributes import AttributeSnapshot
 from paceline.training import state
 
 _T = torch.Tensor
-_READ_NO_VALUES: frozenset[Any] = frozenset({
-    *(getattr(_T, name).__get__ for name in (
-        "shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "is_meta", "is_cuda",
-        "is_sparse", "is_quantized", "_version", "_backward_hooks")),
-    _T.requires_grad.__set__, _T.requires_grad_, _T.size, _T.dim, _T.numel, _T.nelement, _T.element_size,  # type: ignore[attr-defined]
-    _T.is_floating_point, _T.is_complex, _T.register_hook, _T.register_post_accumulate_grad_hook})
+_READ_NO_VALUES: frozenset[Any] = frozenset(
+    {
+        *(
+            getattr(_T, name).__get__
+            for name in (
+                "shape",
+                "dtype",
+                "device",
+                "layout",
+                "ndim",
+                "requires_grad",
+                "is_leaf",
+                "grad_fn",
+                "is_meta",
+                "is_cuda",
+                "is_sparse",
+                "is_quantized",
+                "_version",
+                "_backward_hooks",
+            )
+        ),
+        _T.requires_grad.__set__,  # type: ignore[attr-defined]
+        _T.requires_grad_,
+        _T.size,
+        _T.dim,
+        _T.numel,
+        _T.nelement,
+        _T.element_size,
+        _T.is_floating_point,
+        _T.is_complex,
+        _T.register_hook,
+        _T.register_post_accumulate_grad_hook,
+    }
+)
 _OF_GRADIENTS = (_T.grad.__get__, _T.grad.__set__)  # type: ignore[union-attr]
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_OPTIMIZER = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -37,7 +65,9 @@ class _Weight(torch.nn.Parameter):
     lent: ClassVar[Lent | None] = None
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if cls.lent is not None and os.getpid() == cls.lent.process:
             cls.lent.attend(function)
         with torch._C.DisableTorchFunctionSubclass():
@@ -54,11 +84,22 @@ class Lent:
         schedule: That ranks step, too; None if they are told its rates.
     """
 
-    def __init__(self, model: torch.nn.Module, optimizer: Any, schedule: Any, *, bring: Callable[[], None],
-                 read_state: Callable[[], dict[Any, dict[str, Any]]]) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: Any,
+        schedule: Any,
+        *,
+        bring: Callable[[], None],
+        read_state: Callable[[], dict[Any, dict[str, Any]]],
+    ) -> None:
         self.model, self.schedule, self._bring = model, schedule, bring
         self.optimizer = getattr(optimizer, "optimizer", optimizer)
-        self.scaling, self.has_modes, self.process = None, False, os.getpid()  # ranks have the first two
+        self.scaling, self.has_modes, self.process = (
+            None,
+            False,
+            os.getpid(),
+        )  # ranks have the first two
         self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
         self._is_busy = self._is_updating = self._is_changed = False
@@ -75,7 +116,9 @@ class Lent:
         try:
             self.optimizer.state = self._state
             if has_modes(self.optimizer):
-                vars(self.optimizer).update(dict.fromkeys(("train", "eval"), lambda: None))  # ranks do it
+                vars(self.optimizer).update(
+                    dict.fromkeys(("train", "eval"), lambda: None)
+                )  # ranks do it
             for p in self._trained.values():
                 if type(p) is torch.nn.Parameter:
                     p.__class__ = _Weight
@@ -102,12 +145,16 @@ class Lent:
         if self._is_busy or function in _READ_NO_VALUES:
             return
         if function in _OF_GRADIENTS:
-            raise UsageError("code of the script looks at a gradient while ranks train, and gradients stay on ranks",
-                             hint="a hook of the parameter (register_hook) before train() sees it; the log has their "
-                                  "norm as grad_norm")
+            raise UsageError(
+                "code of the script looks at a gradient while ranks train, and gradients stay on ranks",
+                hint="a hook of the parameter (register_hook) before train() sees it; the log has their "
+                "norm as grad_norm",
+            )
         if self._is_updating:
-            raise UsageError("on_pre_optimizer_step looks at a weight, and ranks have updated it already",
-                             hint="on_step_begin sees the weights before a step, on_step_end those after it")
+            raise UsageError(
+                "on_pre_optimizer_step looks at a weight, and ranks have updated it already",
+                hint="on_step_begin sees the weights before a step, on_step_end those after it",
+            )
         self._bring()
 
     @contextmanager
@@ -133,8 +180,10 @@ class Lent:
         finally:
             self._is_updating = False
         if self._options() != before:
-            raise UsageError("on_pre_optimizer_step changes what the update follows, and ranks have made it already",
-                             hint="on_step_begin comes before it")
+            raise UsageError(
+                "on_pre_optimizer_step changes what the update follows, and ranks have made it already",
+                hint="on_step_begin comes before it",
+            )
 
     def step(self, options: Mapping[str, Any], *, is_skipped: bool) -> None:
         """Ranks have made an update and stepped their schedule. options: of both since then."""
@@ -157,8 +206,16 @@ class Lent:
         options, attributes = self._options(), self._attributes.changed()
         if not (self._is_changed or attributes or options != self._told):
             return None
-        values = {name: value for name, value in AttributeSnapshot(self.model).values.items() if name in attributes}
-        self._is_changed, self._told, self._attributes = False, options, AttributeSnapshot(self.model)
+        values = {
+            name: value
+            for name, value in AttributeSnapshot(self.model).values.items()
+            if name in attributes
+        }
+        self._is_changed, self._told, self._attributes = (
+            False,
+            options,
+            AttributeSnapshot(self.model),
+        )
         return {**options, "attributes": values}
 
     def _options(self) -> dict[str, Any]:
@@ -166,27 +223,46 @@ class Lent:
         return {**state.changing_document(cast(Any, self), step=0, samples=0), "frozen": frozen}
 
     def _refuse(self) -> None:
-        written = [name for name, tensor in self._tensors() if tensor._version != self._versions.get(name)]
+        written = [
+            name for name, tensor in self._tensors() if tensor._version != self._versions.get(name)
+        ]
         if written:
-            raise UsageError(f"code of the script has written to '{written[0]}' while ranks train, which have it in "
-                             "other memory",
-                             hint="let the model's forward do it (torch.nn.utils.parametrize), or the optimizer that "
-                                  "create_optimizer makes")
+            raise UsageError(
+                f"code of the script has written to '{written[0]}' while ranks train, which have it in "
+                "other memory",
+                hint="let the model's forward do it (torch.nn.utils.parametrize), or the optimizer that "
+                "create_optimizer makes",
+            )
         if self.optimizer.state is not self._state or self._state.is_written():
-            raise UsageError("code of the script has written to the optimizer's state while ranks train, which have it "
-                             "in other memory", hint="end the training, and begin another with a new optimizer")
-        if [list(map(id, group["params"])) for group in self.optimizer.param_groups] != self._groups:
-            raise UsageError("the optimizer was given other parameters while ranks train",
-                             hint="give it all of them before train() and freeze some: requires_grad_(False) in a "
-                                  "callback is followed")
-        thawed = [name for name, p in self.model.named_parameters() if p.requires_grad and name in self._frozen]
+            raise UsageError(
+                "code of the script has written to the optimizer's state while ranks train, which have it "
+                "in other memory",
+                hint="end the training, and begin another with a new optimizer",
+            )
+        if [
+            list(map(id, group["params"])) for group in self.optimizer.param_groups
+        ] != self._groups:
+            raise UsageError(
+                "the optimizer was given other parameters while ranks train",
+                hint="give it all of them before train() and freeze some: requires_grad_(False) in a "
+                "callback is followed",
+            )
+        thawed = [
+            name
+            for name, p in self.model.named_parameters()
+            if p.requires_grad and name in self._frozen
+        ]
         if thawed:
-            raise UsageError(f"'{thawed[0]}' was frozen when train() began and is to be trained now, but the optimizer "
-                             "does not have it",
-                             hint="let it be trained when train() begins, and freeze it in on_train_begin")
+            raise UsageError(
+                f"'{thawed[0]}' was frozen when train() began and is to be trained now, but the optimizer "
+                "does not have it",
+                hint="let it be trained when train() begins, and freeze it in on_train_begin",
+            )
         if self._all_hooks() != self._hooks:
-            raise UsageError("hooks were registered or removed while ranks train, whose modules don't have them",
-                             hint="register them before train()")
+            raise UsageError(
+                "hooks were registered or removed while ranks train, whose modules don't have them",
+                hint="register them before train()",
+            )
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._trained.items()
@@ -199,7 +275,11 @@ class Lent:
         of_modules = (getattr(module, name) for module in self.model.modules() for name in _HOOKS)
         of_weights = (p._backward_hooks or {} for p in self._trained.values())
         of_optimizer = (getattr(self.optimizer, name) for name in _OF_OPTIMIZER)
-        return [id(hook) for hooks in (*of_modules, *of_weights, *of_optimizer) for hook in hooks.values()]
+        return [
+            id(hook)
+            for hooks in (*of_modules, *of_weights, *of_optimizer)
+            for hook in hooks.values()
+        ]
 
 
 def give_back(model: torch.nn.Module) -> None:
@@ -228,8 +308,12 @@ class _StateOnRanks(Mapping[Any, dict[str, Any]]):
         return self._seen
 
     def _written(self) -> list[int]:
-        return [value._version for of_parameter in self._seen.values() for value in of_parameter.values()
-                if isinstance(value, torch.Tensor)]
+        return [
+            value._version
+            for of_parameter in self._seen.values()
+            for value in of_parameter.values()
+            if isinstance(value, torch.Tensor)
+        ]
 
     def __getitem__(self, key: Any) -> dict[str, Any]:
         return self._now()[key]

@@ -10,7 +10,12 @@ import torch
 from paceline.base.errors import PlanRefused
 
 _LOOKED_AT = 4  # micro-batches of a run; labels of one may weigh alike by chance
-_NEAR = {"float32": 1e-4, "tf32": 1e-3, "bf16": 2e-2, "fp16": 2e-3}  # relative: of sums in another order
+_NEAR = {
+    "float32": 1e-4,
+    "tf32": 1e-3,
+    "bf16": 2e-2,
+    "fp16": 2e-3,
+}  # relative: of sums in another order
 
 
 class MeanCheck:
@@ -31,7 +36,9 @@ class MeanCheck:
         return self.looks_left > 0 and samples > 1 and is_cut
 
     @torch.no_grad()
-    def look(self, loss: torch.Tensor, samples: int, of_part: Callable[[range], tuple[Any, Any]]) -> None:
+    def look(
+        self, loss: torch.Tensor, samples: int, of_part: Callable[[range], tuple[Any, Any]]
+    ) -> None:
         """
         Args:
             loss: Of all samples. of_part: The loss of some of them, and what it is a mean over: a count, or None for
@@ -54,7 +61,10 @@ class MeanCheck:
             total = counted = 0.0
             for part, (value, count) in zip(parts, values, strict=True):
                 number = float(len(part) if count is None else count)
-                total, counted = total + (float(value) * number if number else 0.0), counted + number
+                total, counted = (
+                    total + (float(value) * number if number else 0.0),
+                    counted + number,
+                )
             mixed = total / counted if counted else float(loss)
             if not abs(mixed - float(loss)) <= self.near * max(1.0, abs(float(loss))):
                 raise PlanRefused(
@@ -62,5 +72,6 @@ class MeanCheck:
                     f"once, {mixed:.6g} as the mean of its parts. Class weights do this, as torch divides by the sum "
                     f"of the weights. Under '{self._trainer._plan_in_use}' a batch is computed in parts",
                     hint="divide by what counts in every part alike: torch.nn.CrossEntropyLoss(weight=..., "
-                         "reduction=\"sum\")(...) / num_items_in_batch, or / len(labels). plan=\"single\" and tensor=N "
-                         "compute the loss as it is")
+                    'reduction="sum")(...) / num_items_in_batch, or / len(labels). plan="single" and tensor=N '
+                    "compute the loss as it is",
+                )

@@ -18,7 +18,8 @@ def follows_evaluations(trainer: Any) -> bool:
     scheduler = trainer.lr_scheduler
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
     return isinstance(scheduler, plateau) or (
-        scheduler is None and trainer.args.lr_scheduler_type == "reduce_lr_on_plateau")
+        scheduler is None and trainer.args.lr_scheduler_type == "reduce_lr_on_plateau"
+    )
 
 
 @dataclass(frozen=True)
@@ -39,41 +40,67 @@ class Recipe:
         """
         optimizer = getattr(optimizer, "optimizer", optimizer)  # what Accelerate has wrapped
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise UsageError(f"the optimizer is a {type(optimizer).__name__} and not a torch.optim.Optimizer")
+            raise UsageError(
+                f"the optimizer is a {type(optimizer).__name__} and not a torch.optim.Optimizer"
+            )
         if any(float(state.get("step", 1)) for state in optimizer.state.values()):
-            raise UsageError(f"the {type(optimizer).__name__} has taken steps already, and ranks would begin without "
-                             "its state", hint="resume_from_checkpoint= goes on from a checkpoint")
+            raise UsageError(
+                f"the {type(optimizer).__name__} has taken steps already, and ranks would begin without "
+                "its state",
+                hint="resume_from_checkpoint= goes on from a checkpoint",
+            )
         if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-            raise UsageError(f"the {type(optimizer).__name__} has step hooks, and ranks make it again without them",
-                             hint="a callback's on_optimizer_step sees each update; a create_optimizer that returns a "
-                                  "subclass of the optimizer has its step() on ranks")
+            raise UsageError(
+                f"the {type(optimizer).__name__} has step hooks, and ranks make it again without them",
+                hint="a callback's on_optimizer_step sees each update; a create_optimizer that returns a "
+                "subclass of the optimizer has its step() on ranks",
+            )
         names = {id(p): prefix + name for name, p in model.named_parameters()}
-        unknown = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in names]
+        unknown = [
+            p for group in optimizer.param_groups for p in group["params"] if id(p) not in names
+        ]
         if unknown:
-            raise UsageError(f"the {type(optimizer).__name__} has {len(unknown)} parameters that are not of the model",
-                             hint="make it of model.parameters() of the model that the Trainer has")
+            raise UsageError(
+                f"the {type(optimizer).__name__} has {len(unknown)} parameters that are not of the model",
+                hint="make it of model.parameters() of the model that the Trainer has",
+            )
         accepted = inspect.signature(type(optimizer)).parameters
         takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in accepted.values())
-        arguments = {key: value for key, value in optimizer.defaults.items() if takes_any or key in accepted}
-        groups = tuple(({key: value for key, value in group.items() if key not in ("params", "param_names")},
-                        tuple(names[id(p)] for p in group["params"])) for group in optimizer.param_groups)
+        arguments = {
+            key: value for key, value in optimizer.defaults.items() if takes_any or key in accepted
+        }
+        groups = tuple(
+            (
+                {
+                    key: value
+                    for key, value in group.items()
+                    if key not in ("params", "param_names")
+                },
+                tuple(names[id(p)] for p in group["params"]),
+            )
+            for group in optimizer.param_groups
+        )
         return cls(type(optimizer), arguments, groups)
 
     def __call__(self, named: Iterable[tuple[str, Any]]) -> torch.optim.Optimizer:
         parameters = dict(named)
-        groups = [{**options, "params": [parameters[name] for name in names if name in parameters]}
-                  for options, names in self.groups]
+        groups = [
+            {**options, "params": [parameters[name] for name in names if name in parameters]}
+            for options, names in self.groups
+        ]
         return self.kind(groups, **self.arguments)
 
 
 def schedule_of(trainer: Any, optimizer: torch.optim.Optimizer, *, steps: int) -> Any:
-    """The Trainer's learning-rate schedule of this optimizer: as `create_scheduler` makes it, or a copy of a given one.
-    """
+    """The Trainer's learning-rate schedule of this optimizer: as `create_scheduler` makes it, or a
+    copy of a given one."""
     scheduler = trainer.lr_scheduler
     if scheduler is not None and not trainer._created_lr_scheduler:
         if type(scheduler) is torch.optim.lr_scheduler.LambdaLR:
             return torch.optim.lr_scheduler.LambdaLR(optimizer, scheduler.lr_lambdas)
-        torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0, 0)  # marks the optimizer, as a copy doesn't, and else warns
+        torch.optim.lr_scheduler.ConstantLR(
+            optimizer, 1.0, 0
+        )  # marks the optimizer, as a copy doesn't, and else warns
         return copy.deepcopy(scheduler, {id(scheduler.optimizer): optimizer})
     trainer.lr_scheduler = None
     try:

@@ -68,8 +68,15 @@ class TrainerRank:
         "abandon": leave at once; it may come at any time.
     """
 
-    def __init__(self, trainer: Any, context: RankContext, connection: Connection, run_dir: Path,
-                 shares: tuple[int, ...], prepare: Callable[[Any, Any], Any] | None) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        context: RankContext,
+        connection: Connection,
+        run_dir: Path,
+        shares: tuple[int, ...],
+        prepare: Callable[[Any, Any], Any] | None,
+    ) -> None:
         self.trainer, self.context, self.connection = trainer, context, connection
         self.run_dir, self.shares = run_dir, shares
         self.until, self.is_over = 0, False
@@ -103,10 +110,20 @@ class TrainerRank:
         data = stepper.job.data
         place = data.place(step + 1) if isinstance(data, CountedStream) else None
         if self.context.rank == 0:
-            self._say({"step": step + 1, "loss": loss, "grad_norm": stepper.gradient_norm,
-                       "place": place and asdict(place),
-                       "options": state.changing_document(stepper, step=0, samples=0)})
-        if step + 1 >= self.until or (place is not None and place.is_last) or self.connection.poll():
+            self._say(
+                {
+                    "step": step + 1,
+                    "loss": loss,
+                    "grad_norm": stepper.gradient_norm,
+                    "place": place and asdict(place),
+                    "options": state.changing_document(stepper, step=0, samples=0),
+                }
+            )
+        if (
+            step + 1 >= self.until
+            or (place is not None and place.is_last)
+            or self.connection.poll()
+        ):
             self._obey(stepper, step + 1)
         return self.is_over
 
@@ -128,7 +145,9 @@ class TrainerRank:
                 case "count":
                     is_counted = stepper.mesh.is_first_of_same_loss
                     tokens = self.trainer.state.num_input_tokens_seen
-                    self._say({"operations": self._operations, "tokens": tokens} if is_counted else {})
+                    self._say(
+                        {"operations": self._operations, "tokens": tokens} if is_counted else {}
+                    )
                 case "change":
                     self._change(stepper, order["told"])
                 case "end":
@@ -170,10 +189,16 @@ class TrainerRank:
         context.beat("save")
         self._rest(stepper)
         if self._writer is None:
-            self._writer = Writer(self.run_dir, rank=context.rank, world_size=context.world_size,
-                                  attempt=f"{context.attempt}-trainer")
+            self._writer = Writer(
+                self.run_dir,
+                rank=context.rank,
+                world_size=context.world_size,
+                attempt=f"{context.attempt}-trainer",
+            )
         frozen = {f"parameters/{name}" for name in frozen_names(self.trainer)}
-        document = state.document(stepper, step=step, samples=samples_until(stepper.job, step), left_out=frozen)
+        document = state.document(
+            stepper, step=step, samples=samples_until(stepper.job, step), left_out=frozen
+        )
         del document["batch"], document["num_samples"]  # Trainer goes on by steps, whatever one has
         pieces = (piece for piece in state.pieces(stepper) if piece.name not in frozen)
         self._writer.save(step, pieces, document, snapshot=False)
@@ -186,7 +211,9 @@ class TrainerRank:
         inputs, layout, mesh = order["inputs"], stepper.layout, stepper.mesh
         total = batch_size(inputs)
         can_be_cut = is_cut_by_sample(inputs, total)
-        (cut,) = DataShard(self.shares if can_be_cut else (1,), mesh.replica if can_be_cut else 0, 1).cuts(total)
+        (cut,) = DataShard(
+            self.shares if can_be_cut else (1,), mesh.replica if can_be_cut else 0, 1
+        ).cuts(total)
         if not cut and not layout.meets_in_forward:
             return {}
         part = samples_of(inputs, cut or range(1), total)
@@ -205,33 +232,45 @@ class TrainerRank:
         answers = mesh.is_first_of_same_loss and (can_be_cut or mesh.replica == 0)
         return answer if cut and answers else {}
 
-    def _predicted(self, calls: _Calls, part: dict[str, Any], order: Mapping[str, Any]) -> dict[str, Any]:
+    def _predicted(
+        self, calls: _Calls, part: dict[str, Any], order: Mapping[str, Any]
+    ) -> dict[str, Any]:
         """Loss, logits and labels by Trainer's own rules."""
         trainer, size, count = self.trainer, batch_size(part), count_items(self.trainer, part)
         model = trainer.model
         if order["generation"] is not None:
             trainer._gen_kwargs = heard_generation(order["generation"])
         if generates(trainer):
-            trainer.model = calls.stepper.model  # its `generate` is called, with the weights of the moment
+            trainer.model = (
+                calls.stepper.model
+            )  # its `generate` is called, with the weights of the moment
         accepts, loss_of_job = trainer.model_accepts_loss_kwargs, calls.stepper.job.loss
         if isinstance(calls.stepper.model, OwnLossModel):  # of this rank's trainer alone
             trainer.compute_loss = calls.own_loss
         elif isinstance(loss_of_job, SeparateLoss) or (
-                isinstance(loss_of_job, ModelsLoss) and not loss_of_job.counts_itself):
+            isinstance(loss_of_job, ModelsLoss) and not loss_of_job.counts_itself
+        ):
             trainer.compute_loss = calls.loss_of_job
         else:
-            trainer.model_accepts_loss_kwargs = False  # the model's own mean, which a layout computes as in training
+            trainer.model_accepts_loss_kwargs = (
+                False  # the model's own mean, which a layout computes as in training
+            )
         try:
             loss, logits, labels = type(trainer).prediction_step(
-                trainer, calls, part, order["prediction_loss_only"], order["ignore_keys"])
+                trainer, calls, part, order["prediction_loss_only"], order["ignore_keys"]
+            )
         finally:
             trainer.model, trainer.model_accepts_loss_kwargs = model, accepts
             vars(trainer).pop("compute_loss", None)
         if logits is not None and self._prepare is not None:
             logits = self._prepare(logits, labels)
         weight = size if count is None else int(count)
-        return {"loss": None if loss is None else float(loss.detach().double()) if weight else 0.0, "weight": weight,
-                "logits": logits, "labels": labels}
+        return {
+            "loss": None if loss is None else float(loss.detach().double()) if weight else 0.0,
+            "weight": weight,
+            "logits": logits,
+            "labels": labels,
+        }
 
 
 def generates(trainer: Any) -> bool:
@@ -252,13 +291,17 @@ class _Calls:
         batch = MicroBatch(inputs, inputs, self.samples).to(stepper.device, dtype)
         with autocast(stepper.job, stepper.device):
             output = stepper.layout.forward(batch)
-        return map_tensors(lambda tensor: tensor.float() if tensor.dtype in _HALVES else tensor, output)
+        return map_tensors(
+            lambda tensor: tensor.float() if tensor.dtype in _HALVES else tensor, output
+        )
 
     def __getattr__(self, name: str) -> Any:
         model = self.stepper.model
         return getattr(model.model if isinstance(model, OwnLossModel) else model, name)
 
-    def own_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, **_: Any) -> Any:
+    def own_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, **_: Any
+    ) -> Any:
         """What a subclass computes in the forward of `OwnLossModel`."""
         wrapped: Any = self.stepper.model
         wrapped.wants_outputs = return_outputs
@@ -270,12 +313,18 @@ class _Calls:
         outputs.pop("count", None)
         return (loss, outputs) if return_outputs else loss
 
-    def loss_of_job(self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, **_: Any) -> Any:
+    def loss_of_job(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, **_: Any
+    ) -> Any:
         """What training computes from outputs and labels. The model isn't given the latter if the loss is separate."""
         job = self.stepper.job
         separates = isinstance(job.loss, SeparateLoss)
-        outputs = self(**{key: value for key, value in inputs.items() if key != "labels" or not separates})
-        loss = job.criterion(outputs, map_tensors(lambda tensor: tensor.to(self.stepper.device), inputs))
+        outputs = self(
+            **{key: value for key, value in inputs.items() if key != "labels" or not separates}
+        )
+        loss = job.criterion(
+            outputs, map_tensors(lambda tensor: tensor.to(self.stepper.device), inputs)
+        )
         if isinstance(loss, tuple):
             loss = loss[0] / loss[1].clamp(min=1)
         return (loss, outputs) if return_outputs else loss

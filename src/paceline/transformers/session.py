@@ -45,8 +45,13 @@ def serve(job: Job, resolved: Resolved, follow: Follow) -> None:
         mesh = Mesh.of(resolved.plan, context.rank)
         mesh.connect()
         with float32_products(job, context):
-            prepared = prepare_job(job, plan=resolved.plan, mesh=mesh, device=context.device,
-                                   devices=devices_of(resolved.plan, resolved.cluster))
+            prepared = prepare_job(
+                job,
+                plan=resolved.plan,
+                mesh=mesh,
+                device=context.device,
+                devices=devices_of(resolved.plan, resolved.cluster),
+            )
             evaluated = Evaluated(job, prepared.model, prepared.layout, mesh, context.device)
             follow(context, Path()).serve(evaluated)
 
@@ -67,7 +72,9 @@ class _Ranks:
 
     def __call__(self, connections: Sequence[Connection]) -> None:
         def follow(context: RankContext, run_dir: Path) -> TrainerRank:
-            return TrainerRank(self.trainer, context, connections[context.rank], run_dir, self.shares, self.prepare)
+            return TrainerRank(
+                self.trainer, context, connections[context.rank], run_dir, self.shares, self.prepare
+            )
 
         self.run(follow)
 
@@ -80,8 +87,15 @@ class Session:
         schedule when they began; None of ranks that only evaluate.
     """
 
-    def __init__(self, trainer: Any, run: Callable[[Follow], Any], *, shares: tuple[int, ...],
-                 world_size: int, step: int) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        run: Callable[[Follow], Any],
+        *,
+        shares: tuple[int, ...],
+        world_size: int,
+        step: int,
+    ) -> None:
         self._pipes = [multiprocessing.Pipe() for _ in range(world_size)]
         self._error: BaseException | None = None
         self._trainer, self._generation = trainer, _generation(trainer)
@@ -123,11 +137,14 @@ class Session:
         return [answer for answer in self._hear(range(len(self._pipes))) if answer]
 
     def counts(self) -> dict[str, float]:
-        """Floating-point operations and input tokens of the steps since the ranks were started, as Trainer counts them.
-        """
+        """Floating-point operations and input tokens of the steps since the ranks were started, as
+        Trainer counts them."""
         self._tell({"do": "count"})
         answers = self._hear(range(len(self._pipes)))
-        return {name: sum(answer.get(name, 0) for answer in answers) for name in ("operations", "tokens")}
+        return {
+            name: sum(answer.get(name, 0) for answer in answers)
+            for name in ("operations", "tokens")
+        }
 
     def change(self, told: dict[str, Any]) -> None:
         """What `Lent.changes` gives holds from the next step on."""

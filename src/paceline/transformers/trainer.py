@@ -27,7 +27,13 @@ from paceline.planner.resolve import resolve
 from paceline.strategies.plan import Plan
 from paceline.transformers import arguments, checkpoints
 from paceline.transformers.devices import bring_to_cpu, use_cpu
-from paceline.transformers.experiment import EpochPlace, LoaderStream, evaluation_of, job_of, prefix_of
+from paceline.transformers.experiment import (
+    EpochPlace,
+    LoaderStream,
+    evaluation_of,
+    job_of,
+    prefix_of,
+)
 from paceline.transformers.launched import stand_alone
 from paceline.transformers.lent import Lent
 from paceline.transformers.optimizers import follows_evaluations
@@ -38,7 +44,13 @@ if TYPE_CHECKING:
 else:
     _AnyTrainer = object  # a Trainer comes after it among the bases of a class
 
-_STEP_EVENTS = ("on_step_begin", "on_pre_optimizer_step", "on_optimizer_step", "on_step_end", "on_log")
+_STEP_EVENTS = (
+    "on_step_begin",
+    "on_pre_optimizer_step",
+    "on_optimizer_step",
+    "on_step_end",
+    "on_log",
+)
 _PLAN = "PACELINE_PLAN"
 
 
@@ -65,11 +77,20 @@ class PlannedTraining(_AnyTrainer):
     _created_lr_scheduler: bool
     run_dir: Path
 
-    def __init__(self, *args: Any, plan: Any = None, devices: str | None = None, run: str | Path | None = None,
-                 **options: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        plan: Any = None,
+        devices: str | None = None,
+        run: str | Path | None = None,
+        **options: Any,
+    ) -> None:
         num_launched = stand_alone()
-        self.plan: str | Plan | None = plan if plan is not None else os.environ.get(
-            _PLAN, None if num_launched is None else f"data={num_launched}")
+        self.plan: str | Plan | None = (
+            plan
+            if plan is not None
+            else os.environ.get(_PLAN, None if num_launched is None else f"data={num_launched}")
+        )
         self.devices, self.run = devices, run
         self._session: Session | None = None
         self._lent: Lent | None = None
@@ -79,7 +100,8 @@ class PlannedTraining(_AnyTrainer):
         self._counted = 0.0  # operations that ranks have told of
         self._frozen: str | None = None  # the record of weights that are in no checkpoint
         training_args = options.get("args") or next(
-            (each for each in args if isinstance(each, TrainingArguments)), None)
+            (each for each in args if isinstance(each, TrainingArguments)), None
+        )
         if training_args is not None:
             use_cpu(training_args)
         with cuda_left_alone():
@@ -88,7 +110,9 @@ class PlannedTraining(_AnyTrainer):
             use_cpu(self.args)
             self.create_accelerator_and_postprocess()
         bring_to_cpu(self.model)
-        self.current_gradient_accumulation_steps = 1  # a micro-batch on a rank is told of its own labels alone
+        self.current_gradient_accumulation_steps = (
+            1  # a micro-batch on a rank is told of its own labels alone
+        )
         arguments.refuse(self)
         arguments.name_idle(self.args)
 
@@ -96,7 +120,9 @@ class PlannedTraining(_AnyTrainer):
         """What ranks need in a process that is no fork of this one: neither events nor what ranks are told through."""
         stays = ("callback_handler", "_session", "_lent")
         return {name: value for name, value in vars(self).items() if name not in stays} | {
-            "_session": None, "_lent": None}
+            "_session": None,
+            "_lent": None,
+        }
 
     def _build_accelerator_args(self, **options: Any) -> dict[str, Any]:
         """Nothing is computed in this process, so it needs no autocast."""
@@ -105,16 +131,23 @@ class PlannedTraining(_AnyTrainer):
 
     # --- Training -----------------------------------------------------------------------------------------------
 
-    def _inner_training_loop(self, batch_size: int | None = None, args: Any = None,
-                             resume_from_checkpoint: str | None = None, trial: Any = None,
-                             ignore_keys_for_eval: list[str] | None = None) -> TrainOutput:
+    def _inner_training_loop(
+        self,
+        batch_size: int | None = None,
+        args: Any = None,
+        resume_from_checkpoint: str | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
         """Train under the plan; events, logs and checkpoints in the order that Trainer has them."""
         arguments.refuse(self)  # callbacks may have been added
         arguments.refuse_model(self)
         if args.auto_find_batch_size:
             self._update_auto_batch_size(batch_size)
         loader = self.get_train_dataloader()
-        epochs, steps_per_epoch, _, num_samples, _, batches, steps = self.set_initial_training_values(args, loader)
+        epochs, steps_per_epoch, _, num_samples, _, batches, steps = (
+            self.set_initial_training_values(args, loader)
+        )
         self._init_training_state(steps, steps_per_epoch, epochs, resume_from_checkpoint, trial)
         if self._created_lr_scheduler:
             self.lr_scheduler, self._created_lr_scheduler = None, False
@@ -130,12 +163,23 @@ class PlannedTraining(_AnyTrainer):
         self._tr_loss, self._total_loss_scalar = torch.tensor(0.0, dtype=torch.float64), 0.0
         self._globalstep_last_logged = self.state.global_step
         logger.info(f"***** Running training *****\n  Total optimization steps = {steps:,}")
-        with self._ranks(job, resume_from_checkpoint) if self.state.global_step < steps else nullcontext():
+        with (
+            self._ranks(job, resume_from_checkpoint)
+            if self.state.global_step < steps
+            else nullcontext()
+        ):
             self.control = self.callback_handler.on_train_begin(args, self.state, self.control)
             if args.eval_on_start:
                 self._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)
-            _Progress(self, steps=steps, steps_per_epoch=steps_per_epoch, batches=batches, trial=trial,
-                      ignore_keys=ignore_keys_for_eval, began_s=began_s).run()
+            _Progress(
+                self,
+                steps=steps,
+                steps_per_epoch=steps_per_epoch,
+                batches=batches,
+                trial=trial,
+                ignore_keys=ignore_keys_for_eval,
+                began_s=began_s,
+            ).run()
             self.store_flos()
             self._bring_weights()
         output: TrainOutput = self._finalize_training(trial, num_samples, began_s)
@@ -147,7 +191,9 @@ class PlannedTraining(_AnyTrainer):
         request = TrainRequest.of(job, None, self._named_plan(job), devices=self.devices)
         if is_auto(self.plan) and not arguments.updates_on_ranks(plan := request.resolved.plan):
             request = TrainRequest.of(job, None, f"data={plan.replicas}", devices=self.devices)
-        run_dir = self.run_dir = Path(self.run) if self.run is not None else _new_run_dir(Path(self.args.output_dir))
+        run_dir = self.run_dir = (
+            Path(self.run) if self.run is not None else _new_run_dir(Path(self.args.output_dir))
+        )
         step = self.state.global_step
         if resume_from_checkpoint is not None:
             checkpoints.check_frozen(self.model, Path(resume_from_checkpoint))
@@ -155,18 +201,37 @@ class PlannedTraining(_AnyTrainer):
             if follows_evaluations(self):
                 checkpoints.bring_schedule(self.lr_scheduler, Path(resume_from_checkpoint))
         arguments.refuse_plan(self, request.resolved.plan)
-        self._counted, self._weights_step, self._plan_in_use, self._frozen = 0.0, step, request.resolved.plan, None
+        self._counted, self._weights_step, self._plan_in_use, self._frozen = (
+            0.0,
+            step,
+            request.resolved.plan,
+            None,
+        )
         self._saved_step = step if resume_from_checkpoint is not None else None
         workers = 0 if isinstance(job.data, LoaderStream) else self.args.dataloader_num_workers
         session = Session(
-            self, lambda follow: request.train(
-                run_dir, follow=follow, resume=resume_from_checkpoint is not None, keep=lambda: False,
-                loader_workers=workers, restarts=0),  # new ranks would ask the script for what it has said
-            shares=request.resolved.shares, world_size=request.resolved.plan.world_size, step=step)
+            self,
+            lambda follow: request.train(
+                run_dir,
+                follow=follow,
+                resume=resume_from_checkpoint is not None,
+                keep=lambda: False,
+                loader_workers=workers,
+                restarts=0,
+            ),  # new ranks would ask the script for what it has said
+            shares=request.resolved.shares,
+            world_size=request.resolved.plan.world_size,
+            step=step,
+        )
         with self._at_work(session):
             assert session.options is not None
-            self._lent = Lent(self.model, self.optimizer, None if follows_evaluations(self) else self.lr_scheduler,
-                              bring=self._bring_weights, read_state=self._read_state)
+            self._lent = Lent(
+                self.model,
+                self.optimizer,
+                None if follows_evaluations(self) else self.lr_scheduler,
+                bring=self._bring_weights,
+                read_state=self._read_state,
+            )
             try:
                 with self._lent.lent(session.options):
                     yield
@@ -178,7 +243,9 @@ class PlannedTraining(_AnyTrainer):
         if not is_auto(self.plan) or forks_can_use_cuda():
             return self.plan
         devices = self.devices
-        named: str = in_a_fresh_process(lambda _: str(TrainRequest.of(job, None, None, devices=devices).resolved.plan))
+        named: str = in_a_fresh_process(
+            lambda _: str(TrainRequest.of(job, None, None, devices=devices).resolved.plan)
+        )
         return named
 
     @contextmanager
@@ -189,8 +256,13 @@ class PlannedTraining(_AnyTrainer):
             session.end()
         except BaseException as error:
             session.abandon()
-            if self.args.auto_find_batch_size and getattr(error, "exit_code", None) == OutOfMemory.exit_code:
-                raise RuntimeError("CUDA out of memory.") from error  # Trainer tries again with a smaller batch
+            if (
+                self.args.auto_find_batch_size
+                and getattr(error, "exit_code", None) == OutOfMemory.exit_code
+            ):
+                raise RuntimeError(
+                    "CUDA out of memory."
+                ) from error  # Trainer tries again with a smaller batch
             raise
         finally:
             self._session = None
@@ -207,8 +279,15 @@ class PlannedTraining(_AnyTrainer):
         resolved = resolve(job, plan, devices=self.devices, environment=current())
         arguments.refuse_plan(self, resolved.plan)
         self._weights_step = self.state.global_step
-        with self._at_work(Session(self, lambda follow: serve(job, resolved, follow), shares=resolved.shares,
-                                   world_size=resolved.plan.world_size, step=self.state.global_step)):
+        with self._at_work(
+            Session(
+                self,
+                lambda follow: serve(job, resolved, follow),
+                shares=resolved.shares,
+                world_size=resolved.plan.world_size,
+                step=self.state.global_step,
+            )
+        ):
             yield
 
     def store_flos(self) -> None:
@@ -248,8 +327,9 @@ class PlannedTraining(_AnyTrainer):
     def _read_state(self) -> dict[Any, dict[str, Any]]:
         """The optimizer's state that ranks have now, by parameter."""
         self._bring_weights()
-        return checkpoints.optimizer_state(self.model, self.run_dir, step=self.state.global_step,
-                                           prefix=prefix_of(self))
+        return checkpoints.optimizer_state(
+            self.model, self.run_dir, step=self.state.global_step, prefix=prefix_of(self)
+        )
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         """As Trainer does; a figure that is not there does not cost the steps so far."""
@@ -257,9 +337,11 @@ class PlannedTraining(_AnyTrainer):
             is_best: bool = super()._determine_best_metric(metrics, trial)
         except KeyError as error:
             self._save_checkpoint(self.model, trial)
-            raise UsageError(f"metric_for_best_model={self.args.metric_for_best_model!r} is not among the figures of "
-                             f"the evaluation: {', '.join(metrics)}; checkpoint-{self.state.global_step} is saved",
-                             hint="name one of them, and go on with resume_from_checkpoint=True") from error
+            raise UsageError(
+                f"metric_for_best_model={self.args.metric_for_best_model!r} is not among the figures of "
+                f"the evaluation: {', '.join(metrics)}; checkpoint-{self.state.global_step} is saved",
+                hint="name one of them, and go on with resume_from_checkpoint=True",
+            ) from error
         return is_best
 
     # --- Checkpoints --------------------------------------------------------------------------------------------
@@ -294,7 +376,10 @@ class PlannedTraining(_AnyTrainer):
         if not self.is_in_train and (self.args.fp16_full_eval or self.args.bf16_full_eval):
             self.model.to(torch.float16 if self.args.fp16_full_eval else torch.bfloat16)
         with self._evaluating(dataloader):
-            prepare, self.preprocess_logits_for_metrics = self.preprocess_logits_for_metrics, None  # ranks do it
+            prepare, self.preprocess_logits_for_metrics = (
+                self.preprocess_logits_for_metrics,
+                None,
+            )  # ranks do it
             self.prediction_step = self._told_prediction_step
             try:
                 return super().evaluation_loop(dataloader, *args, **options)
@@ -302,16 +387,30 @@ class PlannedTraining(_AnyTrainer):
                 self.preprocess_logits_for_metrics = prepare
                 del self.prediction_step
 
-    def _told_prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool,
-                              ignore_keys: list[str] | None = None) -> tuple[Any, Any, Any]:
+    def _told_prediction_step(
+        self,
+        model: Any,
+        inputs: Any,
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Any, Any, Any]:
         """Loss, logits and labels of a batch, each rank computing its part by `prediction_step`."""
         assert self._session is not None
-        answers = self._session.evaluate(dict(inputs), prediction_loss_only=prediction_loss_only,
-                                         ignore_keys=ignore_keys)
+        answers = self._session.evaluate(
+            dict(inputs), prediction_loss_only=prediction_loss_only, ignore_keys=ignore_keys
+        )
         weight = sum(answer["weight"] for answer in answers)
-        loss = None if answers[0]["loss"] is None else torch.tensor(
-            sum(answer["loss"] * answer["weight"] for answer in answers) / max(weight, 1), dtype=torch.float32)
-        return loss, *(_joined([answer[name] for answer in answers]) for name in ("logits", "labels"))
+        loss = (
+            None
+            if answers[0]["loss"] is None
+            else torch.tensor(
+                sum(answer["loss"] * answer["weight"] for answer in answers) / max(weight, 1),
+                dtype=torch.float32,
+            )
+        )
+        return loss, *(
+            _joined([answer[name] for answer in answers]) for name in ("logits", "labels")
+        )
 
 
 class Trainer(PlannedTraining, transformers.Trainer):
@@ -321,9 +420,23 @@ class Trainer(PlannedTraining, transformers.Trainer):
 class _Progress:
     """Follows the ranks step by step and lets Trainer's events happen, as its own loop does."""
 
-    def __init__(self, trainer: Any, *, steps: int, steps_per_epoch: int, batches: int, trial: Any,
-                 ignore_keys: list[str] | None, began_s: float) -> None:
-        self.trainer, self.steps, self.steps_per_epoch, self.batches = trainer, steps, steps_per_epoch, batches
+    def __init__(
+        self,
+        trainer: Any,
+        *,
+        steps: int,
+        steps_per_epoch: int,
+        batches: int,
+        trial: Any,
+        ignore_keys: list[str] | None,
+        began_s: float,
+    ) -> None:
+        self.trainer, self.steps, self.steps_per_epoch, self.batches = (
+            trainer,
+            steps,
+            steps_per_epoch,
+            batches,
+        )
         self.trial, self.ignore_keys, self.began_s = trial, ignore_keys, began_s
         self.waits_each_step = arguments.must_wait(trainer, _STEP_EVENTS)
         self.gradient_norm: float | None = None
@@ -341,8 +454,10 @@ class _Progress:
                 if trainer.control.should_training_stop:
                     break
                 if trainer.control.should_epoch_stop:
-                    raise UsageError("a callback set should_epoch_stop: an epoch under a plan has its samples once",
-                                     hint="should_training_stop ends the run")
+                    raise UsageError(
+                        "a callback set should_epoch_stop: an epoch under a plan has its samples once",
+                        hint="should_training_stop ends the run",
+                    )
             trainer.control = handler.on_epoch_end(args, state, trainer.control)
             self._log_save_evaluate(place.epoch)
 
@@ -363,9 +478,14 @@ class _Progress:
         lent.step(report["options"], is_skipped=report["grad_norm"] is None)
         state.global_step += 1
         if args.include_num_input_tokens_seen != "no":
-            state.num_input_tokens_seen = trainer._initial_num_input_tokens_seen + session.counts()["tokens"]
+            state.num_input_tokens_seen = (
+                trainer._initial_num_input_tokens_seen + session.counts()["tokens"]
+            )
         place = report["place"] or self._place(state.global_step)
-        state.epoch = place.epoch + min(place.step * args.gradient_accumulation_steps, self.batches) / self.batches
+        state.epoch = (
+            place.epoch
+            + min(place.step * args.gradient_accumulation_steps, self.batches) / self.batches
+        )
         trainer.control = handler.on_step_end(args, state, trainer.control)
         self._log_save_evaluate(place.epoch)
         return place
@@ -378,8 +498,15 @@ class _Progress:
     def _log_save_evaluate(self, epoch: int) -> None:
         trainer = self.trainer
         trainer._maybe_log_save_evaluate(
-            trainer._tr_loss, self.gradient_norm, trainer.model, self.trial, epoch, self.ignore_keys, self.began_s,
-            learning_rate=self.learning_rate)
+            trainer._tr_loss,
+            self.gradient_norm,
+            trainer.model,
+            self.trial,
+            epoch,
+            self.ignore_keys,
+            self.began_s,
+            learning_rate=self.learning_rate,
+        )
 
     def _next_pause(self, step: int) -> int:
         """The step after which ranks wait: the next at which this process may want something of them."""
@@ -387,7 +514,10 @@ class _Progress:
         if self.waits_each_step:
             return step + 1
         pauses = [self.steps, (step // self.steps_per_epoch + 1) * self.steps_per_epoch]
-        for strategy, every in ((args.eval_strategy, state.eval_steps), (args.save_strategy, state.save_steps)):
+        for strategy, every in (
+            (args.eval_strategy, state.eval_steps),
+            (args.save_strategy, state.save_steps),
+        ):
             if strategy == SaveStrategy.STEPS.value and every:
                 pauses.append((step // every + 1) * every)
         return int(min(pauses))

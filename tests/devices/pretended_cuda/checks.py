@@ -48,16 +48,24 @@ class _Recurrent(nn.Module):
 def means() -> dict[str, Any]:
     """How far layers without their draws are from layers that don't draw, with what was switched off or left on."""
     observed = {}
-    for name, model in (("dropout", nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3), nn.Linear(8, 2))),
-                        ("attention", _Attention()), ("recurrent", _Recurrent())):
+    for name, model in (
+        ("dropout", nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3), nn.Linear(8, 2))),
+        ("attention", _Attention()),
+        ("recurrent", _Recurrent()),
+    ):
         model, x = model.cuda(), torch.randn(4, 5, 8, device="cuda")
         with WithoutRandomness() as random:
             drawn = _figures(model, x)
         plain = _figures(model.eval(), x)
-        observed[name] = {"off": max(float((figure - other).abs().max())
-                                     for figure, other in zip(drawn, plain, strict=True)),
-                          "switched_off": sorted({name for names in random.off.values() for name in names}),
-                          "left_on": sorted(random.left_on), "draws": len(random.drawn)}
+        observed[name] = {
+            "off": max(
+                float((figure - other).abs().max())
+                for figure, other in zip(drawn, plain, strict=True)
+            ),
+            "switched_off": sorted({name for names in random.off.values() for name in names}),
+            "left_on": sorted(random.left_on),
+            "draws": len(random.drawn),
+        }
     return observed
 
 
@@ -70,9 +78,14 @@ def _figures(model: nn.Module, x: Tensor) -> list[Tensor]:
 
 def device() -> dict[str, Any]:
     """What torch says of a device, its streams, its memory and its refusals."""
-    observed: dict[str, Any] = {"count": torch.cuda.device_count(),
-                                "accelerator": str(torch.accelerator.current_accelerator())}
-    stream, before, after = torch.cuda.Stream(), *(torch.cuda.Event(enable_timing=True) for _ in range(2))
+    observed: dict[str, Any] = {
+        "count": torch.cuda.device_count(),
+        "accelerator": str(torch.accelerator.current_accelerator()),
+    }
+    stream, before, after = (
+        torch.cuda.Stream(),
+        *(torch.cuda.Event(enable_timing=True) for _ in range(2)),
+    )
     x = torch.ones(4, 4, device="cuda:1")
     with torch.cuda.stream(stream):
         before.record()
@@ -80,13 +93,19 @@ def device() -> dict[str, Any]:
         after.record()
     torch.cuda.current_stream().wait_event(after)
     observed["elapsed"] = before.elapsed_time(after) >= 0
-    observed["allocated"] = torch.cuda.memory_allocated("cuda:1"), torch.accelerator.memory_allocated("cuda:1")
+    observed["allocated"] = (
+        torch.cuda.memory_allocated("cuda:1"),
+        torch.accelerator.memory_allocated("cuda:1"),
+    )
     observed["free"] = torch.cuda.mem_get_info("cuda:1")
     observed["pinned"] = torch.ones(3).pin_memory().is_pinned(), torch.ones(3).is_pinned()
-    for name, work in (("mixed", lambda: x + torch.ones(4, 4)), ("two", lambda: x + torch.ones(4, 4, device="cuda:0")),
-                       ("index", lambda: torch.ones(1, device="cuda:9")),
-                       ("generator", lambda: torch.rand(1, device="cuda:1", generator=torch.Generator())),
-                       ("memory", lambda: torch.empty(1 << 40, device="cuda:1"))):
+    for name, work in (
+        ("mixed", lambda: x + torch.ones(4, 4)),
+        ("two", lambda: x + torch.ones(4, 4, device="cuda:0")),
+        ("index", lambda: torch.ones(1, device="cuda:9")),
+        ("generator", lambda: torch.rand(1, device="cuda:1", generator=torch.Generator())),
+        ("memory", lambda: torch.empty(1 << 40, device="cuda:1")),
+    ):
         try:
             work()
         except Exception as error:
@@ -94,9 +113,16 @@ def device() -> dict[str, Any]:
     torch.manual_seed(5)
     draws = [torch.rand(3, device="cuda:1") for _ in range(2)]
     torch.manual_seed(5)
-    observed["draws"] = [torch.equal(draws[0], torch.rand(3, device="cuda:1")), torch.equal(draws[0], draws[1])]
+    observed["draws"] = [
+        torch.equal(draws[0], torch.rand(3, device="cuda:1")),
+        torch.equal(draws[0], draws[1]),
+    ]
     with torch.autocast("cuda", dtype=torch.bfloat16):
-        observed["autocast"] = str((x @ x).dtype), str(x.sum().dtype), str(F.softmax((x @ x), 0).dtype)
+        observed["autocast"] = (
+            str((x @ x).dtype),
+            str(x.sum().dtype),
+            str(F.softmax((x @ x), 0).dtype),
+        )
     return observed
 
 
@@ -106,11 +132,14 @@ def generated() -> dict[str, Any]:
     from paceline.training.own_step.step_draws import MakesOn
 
     draws: dict[str, Callable[[torch.Generator], Tensor]] = {
-        "randn": lambda g: torch.randn(3, 2, generator=g), "randint": lambda g: torch.randint(9, (5,), generator=g),
+        "randn": lambda g: torch.randn(3, 2, generator=g),
+        "randint": lambda g: torch.randint(9, (5,), generator=g),
         "randperm": lambda g: torch.randperm(7, generator=g),
         "normal of a size": lambda g: torch.normal(0.0, 2.0, (3,), generator=g),
         "named": lambda g: torch.randn(3, generator=g, device="cpu"),
-        "split": lambda g: torch.tensor(random_split(range(9), [4, 5], generator=g)[0].indices, device="cpu"),
+        "split": lambda g: torch.tensor(
+            random_split(range(9), [4, 5], generator=g)[0].indices, device="cpu"
+        ),
         "in place": lambda g: torch.empty(5).normal_(generator=g),
         "a view": lambda g: torch.zeros(2, 3).t().uniform_(generator=g),
         "initial": lambda g: nn.init.xavier_uniform_(torch.empty(3, 3), generator=g),
@@ -119,8 +148,13 @@ def generated() -> dict[str, Any]:
         "multinomial": lambda g: torch.multinomial(torch.ones(4), 3, generator=g),
         "out": lambda g: torch.randn(4, generator=g, out=torch.empty(4)),
         "sampler": lambda g: torch.tensor(list(RandomSampler(range(9), generator=g)), device="cpu"),
-        "drawn sampler": lambda g: torch.tensor(list(RandomSampler(range(9), True, 4, generator=g)), device="cpu"),
-        "loader": lambda g: next(iter(DataLoader(torch.arange(6, device="cpu"), 6, True, generator=g)))}
+        "drawn sampler": lambda g: torch.tensor(
+            list(RandomSampler(range(9), True, 4, generator=g)), device="cpu"
+        ),
+        "loader": lambda g: next(
+            iter(DataLoader(torch.arange(6, device="cpu"), 6, True, generator=g))
+        ),
+    }
     observed = {}
     for name, draw in draws.items():
         expected = draw(torch.Generator().manual_seed(3))
@@ -129,7 +163,10 @@ def generated() -> dict[str, Any]:
         observed[name] = [str(drawn.device), torch.equal(drawn.cpu(), expected)]
     with MakesOn(torch.device("cuda", 1), "float32"):
         observed["own"] = [str(torch.rand(3, generator=torch.Generator("cuda:1")).device), True]
-        observed["NumPy"] = [str(torch.tensor(np.random.default_rng(0).normal(size=3)).device), True]
+        observed["NumPy"] = [
+            str(torch.tensor(np.random.default_rng(0).normal(size=3)).device),
+            True,
+        ]
         observed["shared"] = [str(torch.from_numpy(np.zeros(3)).device), True]
     return observed
 
@@ -141,11 +178,16 @@ def shared() -> dict[str, Any]:
     from paceline.model.copy_on_write import SeenValue
 
     observed: dict[str, Any] = {}
-    writes = {"nothing": lambda x: x.sum() + x[1:].exp(), "in place": lambda x: x.add_(1),
-              "a view": lambda x: x[1:].zero_(), "data": lambda x: x.data.mul_(2),
-              "out=": lambda x: torch.add(x, 1, out=x),
-              "a list": lambda x: torch._foreach_mul_([x], 2.0), "a copy": lambda x: x.copy_(torch.zeros(8)),
-              "an upload": lambda x: x.copy_(torch.zeros(8).pin_memory(), non_blocking=True)}
+    writes = {
+        "nothing": lambda x: x.sum() + x[1:].exp(),
+        "in place": lambda x: x.add_(1),
+        "a view": lambda x: x[1:].zero_(),
+        "data": lambda x: x.data.mul_(2),
+        "out=": lambda x: torch.add(x, 1, out=x),
+        "a list": lambda x: torch._foreach_mul_([x], 2.0),
+        "a copy": lambda x: x.copy_(torch.zeros(8)),
+        "an upload": lambda x: x.copy_(torch.zeros(8).pin_memory(), non_blocking=True),
+    }
     for name, write in writes.items():
         x = torch.ones(8, device="cuda:1")
         used = torch.cuda.memory_allocated("cuda:1")
@@ -153,8 +195,12 @@ def shared() -> dict[str, Any]:
         allocated_bytes = torch.cuda.memory_allocated("cuda:1") - used
         write(x)
         is_written = seen.is_written()
-        observed[name] = [allocated_bytes, is_written, counting.counts()["reads"] - before,
-                          seen.value.tolist() == [1.0] * 8]
+        observed[name] = [
+            allocated_bytes,
+            is_written,
+            counting.counts()["reads"] - before,
+            seen.value.tolist() == [1.0] * 8,
+        ]
         del x, seen
     return observed
 
@@ -166,15 +212,24 @@ def counts() -> dict[str, Any]:
     observed: dict[str, Any] = {}
     x, host = torch.ones(8, device="cuda"), torch.ones(8)
     pinned = host.pin_memory()
-    for name, work in (("item", lambda: x.sum().item()), ("list", x.tolist), ("if", lambda: bool(x.any())),
-                       ("mask", lambda: x[x > 0]), ("arithmetic", lambda: (x * 2).exp().sum()),
-                       ("upload", host.cuda), ("upload later", lambda: pinned.to("cuda", non_blocking=True)),
-                       ("numbers", lambda: torch.tensor([1.0, 2.0], device="cuda")),
-                       ("wait", torch.cuda.synchronize)):
+    for name, work in (
+        ("item", lambda: x.sum().item()),
+        ("list", x.tolist),
+        ("if", lambda: bool(x.any())),
+        ("mask", lambda: x[x > 0]),
+        ("arithmetic", lambda: (x * 2).exp().sum()),
+        ("upload", host.cuda),
+        ("upload later", lambda: pinned.to("cuda", non_blocking=True)),
+        ("numbers", lambda: torch.tensor([1.0, 2.0], device="cuda")),
+        ("wait", torch.cuda.synchronize),
+    ):
         before = counting.counts()
         work()
-        observed[name] = {key: value - before[key] for key, value in counting.counts().items()
-                          if value != before[key] and key != "kernels"}
+        observed[name] = {
+            key: value - before[key]
+            for key, value in counting.counts().items()
+            if value != before[key] and key != "kernels"
+        }
     return observed
 
 
@@ -185,8 +240,10 @@ def poisoned() -> dict[str, Any]:
     fork._is_apart = False
     torch.ones(2, requires_grad=True).sum().backward()
     observed = {}
-    for name, work in (("use", lambda: float(torch.ones(1, device="cuda"))),
-                       ("backward", lambda: torch.ones(2, requires_grad=True).sum().backward())):
+    for name, work in (
+        ("use", lambda: float(torch.ones(1, device="cuda"))),
+        ("backward", lambda: torch.ones(2, requires_grad=True).sum().backward()),
+    ):
         try:
             fork.in_a_fork(work)
         except RuntimeError as error:
@@ -234,8 +291,17 @@ def kept() -> list[int]:
     for device in ("cpu", "cuda"):
         model = nn.Sequential(_Positions(), _Positions()).to(device)
         captured = capture(model, (torch.randn(4, 6, 8, device=device),), {})
-        kept_by_device_bytes.append(sum(kept_bytes(piece, captured.values, dict(model.named_parameters()),
-                                                   dict(model.named_buffers())) for piece in captured.pieces))
+        kept_by_device_bytes.append(
+            sum(
+                kept_bytes(
+                    piece,
+                    captured.values,
+                    dict(model.named_parameters()),
+                    dict(model.named_buffers()),
+                )
+                for piece in captured.pieces
+            )
+        )
     return kept_by_device_bytes
 
 
@@ -258,7 +324,10 @@ def tasks() -> list[dict[str, int]]:
 
     def body(context: Any, num_mib: int, line: Any) -> dict[str, int]:
         gc.disable()
-        memory_bytes = {"allocated": torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved()}
+        memory_bytes = {
+            "allocated": torch.cuda.memory_allocated(),
+            "reserved": torch.cuda.memory_reserved(),
+        }
         model = nn.Linear(num_mib << 9, 512, bias=False, device=context.device)
         model.itself = [model]  # a cycle
         return {**memory_bytes, "peak": torch.cuda.max_memory_allocated()}
@@ -270,7 +339,11 @@ def tasks() -> list[dict[str, int]]:
             pool.start(num_mib, [0], fault_policy=ALL_NEEDED)
             while not (events := pool.wait(1.0)):
                 pass
-            results.append(events[0].value if events[0].failure is None else {"failed": events[0].failure.message})
+            results.append(
+                events[0].value
+                if events[0].failure is None
+                else {"failed": events[0].failure.message}
+            )
     return results
 
 
@@ -280,16 +353,31 @@ def ahead() -> dict[str, Any]:
     made: list[int] = []
 
     def feed() -> Iterator[tuple[Window, list[MicroBatch]]]:
-        job = Job(model=torch.nn.Identity, loss=min, optimizer=torch.optim.SGD, data=Drawing(samples), batch=5, steps=4)
-        windows = training_feed(job, order=Order(20, 5, 0, False), part=DataShard((1,), 0, 1), steps=range(4),
-                                loader_workers=0)
+        job = Job(
+            model=torch.nn.Identity,
+            loss=min,
+            optimizer=torch.optim.SGD,
+            data=Drawing(samples),
+            batch=5,
+            steps=4,
+        )
+        windows = training_feed(
+            job,
+            order=Order(20, 5, 0, False),
+            part=DataShard((1,), 0, 1),
+            steps=range(4),
+            loader_workers=0,
+        )
         for window in windows:
             made.append(len(made) + 1)
             yield window
 
     expected = [batch.input.tolist() for _, (batch,) in feed()]
     made.clear()
-    prefetch, observed = Prefetch(feed(), torch.device("cuda:0"), torch.float64), dict[str, Any](made=[0])
+    prefetch, observed = (
+        Prefetch(feed(), torch.device("cuda:0"), torch.float64),
+        dict[str, Any](made=[0]),
+    )
     drawn = [random.getstate(), np.random.get_state()[2], torch.get_rng_state()]
     fed = []
     for calls in ("n", "a", "n", "a", "n", "an"):
@@ -303,11 +391,18 @@ def ahead() -> dict[str, Any]:
         if calls == "n" and len(fed) == 1:
             drawn = [random.getstate(), np.random.get_state()[2], torch.get_rng_state()]
         if len(fed) == 1 and calls == "a":
-            observed["draws"] = [random.getstate() == drawn[0], np.random.get_state()[2] == drawn[1],
-                                 torch.equal(torch.get_rng_state(), drawn[2])]
+            observed["draws"] = [
+                random.getstate() == drawn[0],
+                np.random.get_state()[2] == drawn[1],
+                torch.equal(torch.get_rng_state(), drawn[2]),
+            ]
     assert prefetch.next() is None
-    return {**observed, "samples": [window.placed[0].input.tolist() for window in fed if window], "expected": expected,
-            "devices": sorted({str(window.placed[0].input.device) for window in fed if window})}
+    return {
+        **observed,
+        "samples": [window.placed[0].input.tolist() for window in fed if window],
+        "expected": expected,
+        "devices": sorted({str(window.placed[0].input.device) for window in fed if window}),
+    }
 
 
 class Drawing:
@@ -343,8 +438,14 @@ def _regression(model: Callable[[], nn.Module]) -> Any:
     from paceline.job import Job
 
     x = torch.randn(12, 8)
-    return Job(model=model, data=TensorDataset(x, x), loss=F.mse_loss, batch=2, steps=1,
-               optimizer=lambda named: torch.optim.SGD(named, lr=0.1))
+    return Job(
+        model=model,
+        data=TensorDataset(x, x),
+        loss=F.mse_loss,
+        batch=2,
+        steps=1,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+    )
 
 
 def profiled() -> dict[str, Any]:
@@ -355,14 +456,19 @@ def profiled() -> dict[str, Any]:
 
     fork._is_apart = False
     with tempfile.TemporaryDirectory() as folder:
-        with_kernels = profile_job(_regression(lambda: _WithKernels(Path(folder) / "seen")), device="cuda:1")
+        with_kernels = profile_job(
+            _regression(lambda: _WithKernels(Path(folder) / "seen")), device="cuda:1"
+        )
         seen = [line.split() for line in (Path(folder) / "seen").read_text().splitlines()]
     plain = profile_job(_regression(lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU())))
-    return {"here": [kind for pid, kind, _ in seen if int(pid) == os.getpid()],
-            "elsewhere": [ran for pid, *ran in seen if int(pid) != os.getpid()],
-            "flops": [with_kernels.forward_flops_per_sample, plain.forward_flops_per_sample],
-            "notes": list(with_kernels.notes), "parameters": with_kernels.parameter_bytes,
-            "used": torch.cuda.is_initialized()}
+    return {
+        "here": [kind for pid, kind, _ in seen if int(pid) == os.getpid()],
+        "elsewhere": [ran for pid, *ran in seen if int(pid) != os.getpid()],
+        "flops": [with_kernels.forward_flops_per_sample, plain.forward_flops_per_sample],
+        "notes": list(with_kernels.notes),
+        "parameters": with_kernels.parameter_bytes,
+        "used": torch.cuda.is_initialized(),
+    }
 
 
 def planned() -> dict[str, Any]:
@@ -372,8 +478,9 @@ def planned() -> dict[str, Any]:
     from paceline.cluster.cluster import Cluster
 
     fork._is_apart = False
-    answer = paceline.plan(_regression(lambda: nn.Linear(8, 8)), Cluster.local("cuda:0-1"),
-                           calibrate_s=0.1)  # the best plan alone is tried
+    answer = paceline.plan(
+        _regression(lambda: nn.Linear(8, 8)), Cluster.local("cuda:0-1"), calibrate_s=0.1
+    )  # the best plan alone is tried
     used = torch.cuda.is_initialized()
 
     def work() -> float:
@@ -406,9 +513,15 @@ def staging() -> dict[str, Any]:
     """In which order copies of a checkpoint are waited for, what they hold, and whether the host waited."""
     import pretended_cuda_device as counted
 
-    on_gpu = {"parameters/a": torch.randn(4, 6, device="cuda").t(), "buffers/b": torch.arange(3, device="cuda"),
-              "optimizer/a/c": torch.randn(5, device="cuda", dtype=torch.complex64).conj()}
-    pieces = [TensorPiece(name, tuple(tensor.shape), (0,) * tensor.ndim, tensor) for name, tensor in on_gpu.items()]
+    on_gpu = {
+        "parameters/a": torch.randn(4, 6, device="cuda").t(),
+        "buffers/b": torch.arange(3, device="cuda"),
+        "optimizer/a/c": torch.randn(5, device="cuda", dtype=torch.complex64).conj(),
+    }
+    pieces = [
+        TensorPiece(name, tuple(tensor.shape), (0,) * tensor.ndim, tensor)
+        for name, tensor in on_gpu.items()
+    ]
     expected = {name: tensor.cpu().resolve_conj() for name, tensor in on_gpu.items()}
     event, torch.cuda.Event = torch.cuda.Event, Note  # type: ignore[misc]
     try:
@@ -428,8 +541,10 @@ def staging() -> dict[str, Any]:
         Note.told.append("update")
         observed["reads"].append(counted.counts()["reads"] - before)
         staged.wait()
-        observed["same"] += [torch.equal(copy, expected[piece.name]) and copy.is_pinned() and copy.is_contiguous()
-                             for piece, copy in zip(pieces, copies, strict=True)]
+        observed["same"] += [
+            torch.equal(copy, expected[piece.name]) and copy.is_pinned() and copy.is_contiguous()
+            for piece, copy in zip(pieces, copies, strict=True)
+        ]
         observed["pointers"].append([copy.data_ptr() for copy in copies])
     return {**observed, "told": list(Note.told)}
 
@@ -443,8 +558,14 @@ def examined() -> dict[str, Any]:
 
     fork._is_apart = False
     doctor_gpus.COPIED_BYTES = 2**20
-    observed = {name: check() for name, check in {
-        "GPUs": doctor_gpus.check_gpus, **doctor_gpus.CHECKS, "NCCL": doctor_gpus.check_nccl}.items()}
+    observed = {
+        name: check()
+        for name, check in {
+            "GPUs": doctor_gpus.check_gpus,
+            **doctor_gpus.CHECKS,
+            "NCCL": doctor_gpus.check_nccl,
+        }.items()
+    }
 
     def hang(*_: Any) -> None:
         time.sleep(60)

@@ -52,25 +52,47 @@ class Workshop:
     end: ends it, once for all, and returns its exit code.
     """
 
-    def __init__(self, connection: socket.socket, answers: TextIO, folder: Path, end: Callable[[], int]) -> None:
+    def __init__(
+        self, connection: socket.socket, answers: TextIO, folder: Path, end: Callable[[], int]
+    ) -> None:
         self.folder, self.end, self._count, self._known = folder, end, 0, {}
         self._connection, self._answers = connection, answers
 
-    def ask(self, job: str, plan: str, devices: str, *, timeout_s: float = 240.0, run: Path | None = None,
-            **options: Any) -> dict[str, Any]:
+    def ask(
+        self,
+        job: str,
+        plan: str,
+        devices: str,
+        *,
+        timeout_s: float = 240.0,
+        run: Path | None = None,
+        **options: Any,
+    ) -> dict[str, Any]:
         """What came of a request; see `workshop.py`."""
         self._count += 1
         folder = self.folder / str(self._count)
         folder.mkdir()
-        request = {"job": job, "plan": plan, "devices": devices, "run": str(run or folder / "run"), "options": options}
+        request = {
+            "job": job,
+            "plan": plan,
+            "devices": devices,
+            "run": str(run or folder / "run"),
+            "options": options,
+        }
         return {**self._answer(request, timeout_s), "folder": folder, "run": Path(request["run"])}
 
-    def verify(self, job: str, *plans: str, devices: str | None, timeout_s: float = 300.0,
-               **options: Any) -> dict[str, Any]:
+    def verify(
+        self, job: str, *plans: str, devices: str | None, timeout_s: float = 300.0, **options: Any
+    ) -> dict[str, Any]:
         """What `paceline verify` says, or its error; see `workshop.py`."""
         self._count += 1
-        request = {"job": job, "plans": plans, "devices": devices, "run": str(self.folder / str(self._count)),
-                   "options": options}
+        request = {
+            "job": job,
+            "plans": plans,
+            "devices": devices,
+            "run": str(self.folder / str(self._count)),
+            "options": options,
+        }
         return self._answer(request, timeout_s)
 
     def check(self, name: str) -> Any:
@@ -99,7 +121,9 @@ class Workshop:
         except ConnectionError:  # it did not live to read the request
             line = ""
         if not line:
-            raise RuntimeError(f"the workshop ended with {self.end()} and printed: {self.printed()[-2000:]}")
+            raise RuntimeError(
+                f"the workshop ended with {self.end()} and printed: {self.printed()[-2000:]}"
+            )
         return json.loads(line)
 
     def train(self, job: str, plan: str, devices: str, **options: Any) -> Trained:
@@ -108,14 +132,23 @@ class Workshop:
         if not options and key in self._known:
             return self._known[key]
         answer = self.ask(job, plan, devices, **options)
-        assert "error" not in answer, f"{job} under {plan} on {devices}: {answer['error']}\n{self.printed()[-1500:]}"
+        assert "error" not in answer, (
+            f"{job} under {plan} on {devices}: {answer['error']}\n{self.printed()[-1500:]}"
+        )
         run = answer["run"]
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         trained = Trained(
-            answer["summary"], [row["loss"] for row in rows if "loss" in row], load_file(run / "model.safetensors"),
+            answer["summary"],
+            [row["loss"] for row in rows if "loss" in row],
+            load_file(run / "model.safetensors"),
             [json.loads(file.read_text()) for file in sorted(run.parent.glob("measured-*.json"))],
-            answer["first_use"], {int(file.stem.rpartition("-")[2]): json.loads(file.read_text())
-                                  for file in run.parent.glob("on-cpu-*.json")}, run)
+            answer["first_use"],
+            {
+                int(file.stem.rpartition("-")[2]): json.loads(file.read_text())
+                for file in run.parent.glob("on-cpu-*.json")
+            },
+            run,
+        )
         if not options:
             self._known[key] = trained
         return trained
@@ -127,17 +160,29 @@ class Workshop:
 class Workshops:
     """A process whose forks are workshops."""
 
-    def __init__(self, process: subprocess.Popen[str], control: socket.socket, printed: Path) -> None:
+    def __init__(
+        self, process: subprocess.Popen[str], control: socket.socket, printed: Path
+    ) -> None:
         self.process, self.printed, self._control = process, printed, control
 
     @contextmanager
-    def open(self, folder: Path, *, devices: int = 4, memory_bytes: int = 80 << 30,
-             taken_bytes: int = 0) -> Iterator[Workshop]:
+    def open(
+        self, folder: Path, *, devices: int = 4, memory_bytes: int = 80 << 30, taken_bytes: int = 0
+    ) -> Iterator[Workshop]:
         """A workshop for tests. taken_bytes: of each device, that others are said to hold."""
-        environment = {"PRETENDED_CUDA_DEVICES": str(devices), "PRETENDED_CUDA_MEMORY_BYTES": str(memory_bytes),
-                       "PRETENDED_CUDA_TAKEN_BYTES": str(taken_bytes), "XDG_CACHE_HOME": str(folder / "cache")}
+        environment = {
+            "PRETENDED_CUDA_DEVICES": str(devices),
+            "PRETENDED_CUDA_MEMORY_BYTES": str(memory_bytes),
+            "PRETENDED_CUDA_TAKEN_BYTES": str(taken_bytes),
+            "XDG_CACHE_HOME": str(folder / "cache"),
+        }
         client, server = socket.socketpair()
-        with client, server, client.makefile("r") as answers, open(folder / "printed.txt", "w") as printed:
+        with (
+            client,
+            server,
+            client.makefile("r") as answers,
+            open(folder / "printed.txt", "w") as printed,
+        ):
             pid = self._ask({"environment": environment}, [server.fileno(), printed.fileno()])
             server.close()
             end = cache(lambda: self._ask({"end": pid}))
@@ -152,8 +197,10 @@ class Workshops:
             socket.send_fds(self._control, [f"{json.dumps(order)}\n".encode()], descriptors)
             answer = self._control.recv(64)
         if not answer:
-            raise RuntimeError(f"the process that opens workshops ended with {self.process.wait()} and printed: "
-                               f"{self.printed.read_text()[-2000:]}")
+            raise RuntimeError(
+                f"the process that opens workshops ended with {self.process.wait()} and printed: "
+                f"{self.printed.read_text()[-2000:]}"
+            )
         return json.loads(answer)
 
 
@@ -167,15 +214,38 @@ def workshops(folder: Path) -> Iterator[Workshops]:
     here, library, site = Path(__file__).parent.parent, build(), folder / "site"
     site.mkdir()
     (site / "sitecustomize.py").write_text(SITE)
-    others = {name: value for name, value in os.environ.items() if name != "KERAS_TORCH_DEVICE"}  # of a job's file
-    environment = {**others, "OMP_NUM_THREADS": "1", "PRETENDED_CUDA_SITE": str(site),
-                   "PRETENDED_CUDA_LIBRARY": str(library),
-                   "PYTHONPATH": os.pathsep.join([str(here), *filter(None, sys.path)])}
-    command = [sys.executable, "-m", "pretended_cuda.pretend", str(library), "-m", "pretended_cuda.workshop"]
+    others = {
+        name: value for name, value in os.environ.items() if name != "KERAS_TORCH_DEVICE"
+    }  # of a job's file
+    environment = {
+        **others,
+        "OMP_NUM_THREADS": "1",
+        "PRETENDED_CUDA_SITE": str(site),
+        "PRETENDED_CUDA_LIBRARY": str(library),
+        "PYTHONPATH": os.pathsep.join([str(here), *filter(None, sys.path)]),
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "pretended_cuda.pretend",
+        str(library),
+        "-m",
+        "pretended_cuda.workshop",
+    ]
     client, server = socket.socketpair()
-    with client, open(folder / "printed.txt", "w") as printed, subprocess.Popen(
-            command, env=environment, stdin=server, stdout=printed, stderr=printed, text=True,
-            start_new_session=True) as process:
+    with (
+        client,
+        open(folder / "printed.txt", "w") as printed,
+        subprocess.Popen(
+            command,
+            env=environment,
+            stdin=server,
+            stdout=printed,
+            stderr=printed,
+            text=True,
+            start_new_session=True,
+        ) as process,
+    ):
         server.close()
         try:
             yield Workshops(process, client, folder / "printed.txt")

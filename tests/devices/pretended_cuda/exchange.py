@@ -22,7 +22,11 @@ Exchange = Callable[[torch.device, torch.dtype], list[Tensor]]
 def _numbers_of_rank(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
     """Other numbers on each rank."""
     count = int(torch.Size(shape).numel())
-    return (torch.arange(count, dtype=dtype) * (dist.get_rank() + 1) + dist.get_rank()).view(shape).to(device)
+    return (
+        (torch.arange(count, dtype=dtype) * (dist.get_rank() + 1) + dist.get_rank())
+        .view(shape)
+        .to(device)
+    )
 
 
 def _reduced(op: Any = dist.ReduceOp.SUM, *, later: bool = False) -> Exchange:
@@ -32,6 +36,7 @@ def _reduced(op: Any = dist.ReduceOp.SUM, *, later: bool = False) -> Exchange:
         if work is not None:
             work.wait()
         return [tensor]
+
     return exchange
 
 
@@ -59,13 +64,19 @@ def _gathered(device: torch.device, dtype: torch.dtype) -> list[Tensor]:
 
 
 def _scattered(device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    parts, part = list(_numbers_of_rank(device, dtype, SIZE, 3)), torch.zeros(3, dtype=dtype, device=device)
+    parts, part = (
+        list(_numbers_of_rank(device, dtype, SIZE, 3)),
+        torch.zeros(3, dtype=dtype, device=device),
+    )
     dist.scatter(part, parts if dist.get_rank() == 0 else None, 0)
     return [part]
 
 
 def _reduce_scattered(device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    whole, part, other = _numbers_of_rank(device, dtype, SIZE * 3), *torch.zeros(2, 3, dtype=dtype, device=device)
+    whole, part, other = (
+        _numbers_of_rank(device, dtype, SIZE * 3),
+        *torch.zeros(2, 3, dtype=dtype, device=device),
+    )
     dist.reduce_scatter(part, list(whole.view(SIZE, 3)))
     dist.reduce_scatter_tensor(other, whole)
     return [part, other]
@@ -91,9 +102,13 @@ def _together(device: torch.device, dtype: torch.dtype) -> list[Tensor]:
 def _functional(device: torch.device, dtype: torch.dtype) -> list[Tensor]:
     """As DTensor asks."""
     tensor, group = _numbers_of_rank(device, dtype, 4), dist.group.WORLD
-    pending = [functional.all_reduce(tensor, "sum", group), functional.all_gather_tensor(tensor, 0, group),
-               functional.reduce_scatter_tensor(tensor, "sum", 0, group), functional.broadcast(tensor, 1, group),
-               functional.all_to_all_single(tensor, None, None, group)]
+    pending = [
+        functional.all_reduce(tensor, "sum", group),
+        functional.all_gather_tensor(tensor, 0, group),
+        functional.reduce_scatter_tensor(tensor, "sum", 0, group),
+        functional.broadcast(tensor, 1, group),
+        functional.all_to_all_single(tensor, None, None, group),
+    ]
     return [functional.wait_tensor(each) for each in pending]
 
 
@@ -102,21 +117,40 @@ def _crossing(device: torch.device, dtype: torch.dtype) -> list[Tensor]:
     rank, tensors = dist.get_rank(), [torch.zeros(3, dtype=dtype, device=device) for _ in range(4)]
     expected = [dist.irecv(tensor, 1 - rank) for tensor in tensors[:2]]
     sent = [dist.isend(_numbers_of_rank(device, dtype, 3) + k, 1 - rank) for k in range(2)]
-    batch = dist.batch_isend_irecv([dist.P2POp(dist.irecv, tensors[2], 1 - rank),
-                                    dist.P2POp(dist.isend, tensors[0], 1 - rank)]) if rank else []
+    batch = (
+        dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.irecv, tensors[2], 1 - rank),
+                dist.P2POp(dist.isend, tensors[0], 1 - rank),
+            ]
+        )
+        if rank
+        else []
+    )
     for work in (*expected, *sent):
         work.wait()
     if not rank:
-        batch = dist.batch_isend_irecv([dist.P2POp(dist.isend, tensors[0], 1), dist.P2POp(dist.irecv, tensors[3], 1)])
+        batch = dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, tensors[0], 1), dist.P2POp(dist.irecv, tensors[3], 1)]
+        )
     for work in batch:
         work.wait()
     return tensors
 
 
 EXCHANGES: dict[str, Exchange] = {
-    "sum": _reduced(), "most": _reduced(dist.ReduceOp.MAX), "sum, waited for later": _reduced(later=True),
-    "not contiguous": _not_contiguous, "sum on one rank": _reduce, "gathered": _gathered, "scattered": _scattered,
-    "sum in parts": _reduce_scattered, "swapped": _swapped, "together": _together, "functional": _functional}
+    "sum": _reduced(),
+    "most": _reduced(dist.ReduceOp.MAX),
+    "sum, waited for later": _reduced(later=True),
+    "not contiguous": _not_contiguous,
+    "sum on one rank": _reduce,
+    "gathered": _gathered,
+    "scattered": _scattered,
+    "sum in parts": _reduce_scattered,
+    "swapped": _swapped,
+    "together": _together,
+    "functional": _functional,
+}
 
 
 class _Seen:
@@ -129,6 +163,7 @@ class _Seen:
         def ask(*given: Any) -> Any:
             self._note(given)
             return getattr(self.group, name)(*given)
+
         return ask
 
     def _note(self, given: Any) -> None:
@@ -143,10 +178,13 @@ def _refusals(group: Any, device: torch.device) -> dict[str, str]:
     """What gloo's own group says to tensors of a GPU."""
     x, y = torch.ones(SIZE, device=device), torch.ones(SIZE, device=device)
     operations: dict[str, Callable[[], Any]] = {
-        "allreduce": lambda: group.allreduce([x]), "broadcast": lambda: group.broadcast([x]),
-        "allgather": lambda: group.allgather([[x, y]], [x]), "send": lambda: group.send([x], 1 - dist.get_rank(), 0),
+        "allreduce": lambda: group.allreduce([x]),
+        "broadcast": lambda: group.broadcast([x]),
+        "allgather": lambda: group.allgather([[x, y]], [x]),
+        "send": lambda: group.send([x], 1 - dist.get_rank(), 0),
         "recv": lambda: group.recv([x], 1 - dist.get_rank(), 0),
-        "gather": lambda: group._allgather_base(torch.ones(SIZE * SIZE, device=device), x)}
+        "gather": lambda: group._allgather_base(torch.ones(SIZE * SIZE, device=device), x),
+    }
     refusals = {}
     for name, ask in operations.items():
         try:
@@ -164,23 +202,40 @@ def _rank(context: RankContext) -> dict[str, Any]:
     is_alike: dict[str, Any] = {}
     for dtype in (torch.float64, torch.bfloat16, torch.int64):
         for name, exchange in EXCHANGES.items():
-            on_gpu, on_cpu = (exchange(torch.device(kind), dtype) for kind in (context.device, "cpu"))
-            alike = [a.device == context.device and torch.equal(a.cpu(), b)
-                     for a, b in zip(on_gpu, on_cpu, strict=True)]
+            on_gpu, on_cpu = (
+                exchange(torch.device(kind), dtype) for kind in (context.device, "cpu")
+            )
+            alike = [
+                a.device == context.device and torch.equal(a.cpu(), b)
+                for a, b in zip(on_gpu, on_cpu, strict=True)
+            ]
             is_alike[f"{name}, {dtype}"] = all(alike)
     for kind in (context.device, torch.device("cpu")):
-        mean, part = _numbers_of_rank(kind, torch.float64, SIZE), torch.zeros(1, dtype=torch.float64, device=kind)
+        mean, part = (
+            _numbers_of_rank(kind, torch.float64, SIZE),
+            torch.zeros(1, dtype=torch.float64, device=kind),
+        )
         dist.reduce_scatter_tensor(part, mean, dist.ReduceOp.AVG)
         dist.all_reduce(mean, dist.ReduceOp.AVG)
-        is_alike[f"mean on {kind.type}"] = mean.tolist() == [0.5, 2.0] and part.item() == [0.5, 2.0][dist.get_rank()]
+        is_alike[f"mean on {kind.type}"] = (
+            mean.tolist() == [0.5, 2.0] and part.item() == [0.5, 2.0][dist.get_rank()]
+        )
     crossed = _crossing(context.device, torch.float64)
-    expected = _numbers_of_rank(torch.device("cpu"), torch.float64, 3) * 0 + torch.arange(3) * (2 - dist.get_rank()) \
-        + 1 - dist.get_rank()
-    is_alike["crossing"] = torch.equal(crossed[0].cpu(), expected) and torch.equal(crossed[1].cpu(), expected + 1)
+    expected = (
+        _numbers_of_rank(torch.device("cpu"), torch.float64, 3) * 0
+        + torch.arange(3) * (2 - dist.get_rank())
+        + 1
+        - dist.get_rank()
+    )
+    is_alike["crossing"] = torch.equal(crossed[0].cpu(), expected) and torch.equal(
+        crossed[1].cpu(), expected + 1
+    )
     saved = _numbers_of_rank(context.device, torch.float64, 3).requires_grad_()
     product, version = saved * saved, saved._version
     dist.broadcast(saved.detach(), 0)
-    is_alike["no change to autograd"] = saved._version == version and product.sum().backward() is None
+    is_alike["no change to autograd"] = (
+        saved._version == version and product.sum().backward() is None
+    )
     later = torch.ones(2, device=context.device)
     work = dist.all_reduce(later, async_op=True)
     assert work is not None
@@ -189,7 +244,12 @@ def _rank(context: RankContext) -> dict[str, Any]:
     is_alike["polled"] = later.tolist() == [SIZE, SIZE]
     dist.barrier()
     group.over_gloo = gloo_group
-    return {"alike": is_alike, "devices": sorted(devices), "refusals": refusals, "backend": dist.get_backend()}
+    return {
+        "alike": is_alike,
+        "devices": sorted(devices),
+        "refusals": refusals,
+        "backend": dist.get_backend(),
+    }
 
 
 def exchanged() -> list[dict[str, Any]]:

@@ -21,11 +21,22 @@ import paceline
 class Blocks(nn.Module):
     """Blocks with a skip over all of them and a parameter without dimensions, which FSDP leaves whole."""
 
-    def __init__(self, *, drop: float = 0.0, width: int = 16, depth: int = 4, outputs: int = 4) -> None:
+    def __init__(
+        self, *, drop: float = 0.0, width: int = 16, depth: int = 4, outputs: int = 4
+    ) -> None:
         super().__init__()
         self.first = nn.Linear(8, width)
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width),
-                                                   nn.Dropout(drop)) for _ in range(depth)])
+        self.blocks = nn.ModuleList(
+            [
+                nn.Sequential(
+                    nn.Linear(width, 2 * width),
+                    nn.GELU(),
+                    nn.Linear(2 * width, width),
+                    nn.Dropout(drop),
+                )
+                for _ in range(depth)
+            ]
+        )
         self.gain = nn.Parameter(torch.ones(()))
         self.last = nn.Linear(width, outputs)
 
@@ -41,8 +52,10 @@ class Branches(nn.Module):
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
-        self.left, self.right = (nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh())
-                                 for _ in range(2))
+        self.left, self.right = (
+            nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh())
+            for _ in range(2)
+        )
         self.last = nn.Linear(2 * width, 4)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -74,16 +87,27 @@ class Attention(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.table(tokens)
         for mix, out in zip(self.mixes, self.outs, strict=True):
-            q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in mix(x).chunk(3, -1))
-            x = x + out(F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, dropout_p=self.drop if self.training else 0.0).transpose(1, 2).flatten(2))
+            q, k, v = (
+                part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in mix(x).chunk(3, -1)
+            )
+            x = x + out(
+                F.scaled_dot_product_attention(
+                    q, k, v, is_causal=True, dropout_p=self.drop if self.training else 0.0
+                )
+                .transpose(1, 2)
+                .flatten(2)
+            )
         return self.last(self.norm(x)).transpose(1, 2)
 
 
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.table, self.rnn, self.last = nn.Embedding(11, 8), nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 11)
+        self.table, self.rnn, self.last = (
+            nn.Embedding(11, 8),
+            nn.LSTM(8, 8, batch_first=True),
+            nn.Linear(8, 11),
+        )
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.last(self.rnn(self.table(tokens))[0]).transpose(1, 2)
@@ -134,7 +158,9 @@ class Put(Blocks):
 
     def forward(self, x: Tensor) -> Tensor:
         x = super().forward(x)
-        return x + 0.0 * x.clone().put_(torch.zeros(1, dtype=torch.int64, device=x.device), x.new_zeros(1))
+        return x + 0.0 * x.clone().put_(
+            torch.zeros(1, dtype=torch.int64, device=x.device), x.new_zeros(1)
+        )
 
 
 class Reused(Blocks):
@@ -165,14 +191,24 @@ class Hungry(nn.Module):
 
 
 def images() -> nn.Module:
-    return nn.Sequential(nn.Unflatten(1, (2, 2, 2)), nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(),
-                         nn.Conv2d(4, 4, 3, padding=1, groups=4), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(),
-                         nn.Linear(16, 4))
+    return nn.Sequential(
+        nn.Unflatten(1, (2, 2, 2)),
+        nn.Conv2d(2, 4, 3, padding=1),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Conv2d(4, 4, 3, padding=1, groups=4),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(16, 4),
+    )
 
 
 def numbers(samples: int) -> TensorDataset:
     generator = torch.Generator().manual_seed(1)
-    return TensorDataset(torch.randn(samples, 8, generator=generator), torch.randn(samples, 4, generator=generator))
+    return TensorDataset(
+        torch.randn(samples, 8, generator=generator), torch.randn(samples, 4, generator=generator)
+    )
 
 
 class Augmented(Dataset[Any]):
@@ -205,7 +241,9 @@ class Restless(torch.optim.SGD):
         super().step(closure)
         for group in self.param_groups:
             for p in group["params"]:
-                p.data.add_(1e-3 * (random.random() + float(np.random.rand()) + torch.rand(1).item()))
+                p.data.add_(
+                    1e-3 * (random.random() + float(np.random.rand()) + torch.rand(1).item())
+                )
 
 
 def words(samples: int) -> TensorDataset:
@@ -220,8 +258,14 @@ def furthest(output: Tensor, target: Tensor) -> float:
 
 def regression(model: Callable[[], nn.Module], **changes: Any) -> paceline.Job:
     fields: dict[str, Any] = {
-        "model": model, "data": numbers(48), "loss": F.mse_loss, "batch": 12, "steps": 4, "precision": "float64",
-        "optimizer": lambda named: torch.optim.AdamW(named, lr=1e-2)}
+        "model": model,
+        "data": numbers(48),
+        "loss": F.mse_loss,
+        "batch": 12,
+        "steps": 4,
+        "precision": "float64",
+        "optimizer": lambda named: torch.optim.AdamW(named, lr=1e-2),
+    }
     return paceline.Job(**{**fields, **changes})
 
 
@@ -232,12 +276,13 @@ def language(model: Callable[[], nn.Module], **changes: Any) -> paceline.Job:
 def penalty(critic: Callable[[Tensor], Tensor], real: Tensor, fake: Tensor, mix: Tensor) -> Tensor:
     """For each sample, of a slope between a real and a drawn one that differs from 1; uses second derivatives."""
     between = (mix * real + (1 - mix) * fake).requires_grad_()
-    slope, = torch.autograd.grad(critic(between).sum(), between, create_graph=True)
+    (slope,) = torch.autograd.grad(critic(between).sum(), between, create_graph=True)
     return (slope.norm(dim=1) - 1) ** 2
 
 
 def gan() -> paceline.Job:
     """Two backwards, an update that clips and one that doesn't, an average and a copy."""
+
     def step(ctx: paceline.StepContext, batch: Any) -> None:
         x, _ = batch
         noise = torch.randn(len(x), 8, dtype=x.dtype)
@@ -245,7 +290,9 @@ def gan() -> paceline.Job:
 
         def of_critic(real: Tensor, batch: Any, fake: Tensor, mix: Tensor) -> tuple[Tensor, int]:
             critic = lambda given: ctx.run("critic", given)  # noqa: E731
-            return (critic(fake) - real).sum() + penalty(critic, batch.input, fake, mix).sum(), len(real)
+            return (critic(fake) - real).sum() + penalty(critic, batch.input, fake, mix).sum(), len(
+                real
+            )
 
         ctx.backward("critic", x, of_critic, fake, mix)
         ctx.update("critic")
@@ -254,65 +301,114 @@ def gan() -> paceline.Job:
 
     adam = lambda named: torch.optim.Adam(named, lr=1e-2, eps=1e-3)  # noqa: E731
     return paceline.Job(
-        models={"generator": lambda: Blocks(depth=2, outputs=8), "critic": lambda: Blocks(depth=2, outputs=1)},
-        optimizers={"generator": adam, "critic": paceline.Optimizer(adam, clip=0.5)}, step=step,
-        followers={"average": paceline.ema("generator", 0.9), "renewed": paceline.copy_every("critic", 2)},
-        data=numbers(48), batch=12, steps=4, precision="float64")
+        models={
+            "generator": lambda: Blocks(depth=2, outputs=8),
+            "critic": lambda: Blocks(depth=2, outputs=1),
+        },
+        optimizers={"generator": adam, "critic": paceline.Optimizer(adam, clip=0.5)},
+        step=step,
+        followers={
+            "average": paceline.ema("generator", 0.9),
+            "renewed": paceline.copy_every("critic", 2),
+        },
+        data=numbers(48),
+        batch=12,
+        steps=4,
+        precision="float64",
+    )
 
 
 def distillation() -> paceline.Job:
     """A student and a teacher that never changes, whose soft targets a loss is given; no optimizer but one."""
+
     def step(ctx: paceline.StepContext, batch: Any) -> None:
         soft = ctx.run("teacher", batch)
-        ctx.backward("student", batch, lambda output, batch, soft: F.mse_loss(output, batch.target + soft), soft)
+        ctx.backward(
+            "student",
+            batch,
+            lambda output, batch, soft: F.mse_loss(output, batch.target + soft),
+            soft,
+        )
         ctx.backward("student", batch, lambda output, batch: output.square().mean())  # adds up
         ctx.update("student")
 
-    return paceline.Job(models={"student": lambda: Blocks(depth=2)}, step=step,
-                        optimizers={"student": lambda named: torch.optim.AdamW(named, lr=1e-2)},
-                        followers={"teacher": paceline.frozen(lambda: Blocks(depth=1))},
-                        data=numbers(48), batch=12, steps=4, precision="float64")
+    return paceline.Job(
+        models={"student": lambda: Blocks(depth=2)},
+        step=step,
+        optimizers={"student": lambda named: torch.optim.AdamW(named, lr=1e-2)},
+        followers={"teacher": paceline.frozen(lambda: Blocks(depth=1))},
+        data=numbers(48),
+        batch=12,
+        steps=4,
+        precision="float64",
+    )
 
 
 def of_a_generator() -> paceline.Job:
     """The example of a step of one's own, whose `validate` draws from a generator of the CPU."""
-    example = paceline.load(str(Path(__file__).parents[3] / "examples" / "06_own_step.py"), {"steps": 3})
+    example = paceline.load(
+        str(Path(__file__).parents[3] / "examples" / "06_own_step.py"), {"steps": 3}
+    )
     return replace(example, precision="float64")
 
 
 def refused_generator() -> paceline.Job:
     """Its step does so, which is refused on every device."""
+
     def step(ctx: paceline.StepContext, batch: Any) -> None:
         noise = torch.randn(len(batch), 8, generator=torch.Generator().manual_seed(1))
         ctx.backward("critic", noise, lambda output, batch: output.square().mean())
         ctx.update("critic")
 
-    return paceline.Job(models={"critic": lambda: Blocks(depth=1)}, step=step, data=numbers(48), batch=12, steps=2,
-                        optimizers={"critic": lambda named: torch.optim.SGD(named, lr=1e-2)})
+    return paceline.Job(
+        models={"critic": lambda: Blocks(depth=1)},
+        step=step,
+        data=numbers(48),
+        batch=12,
+        steps=2,
+        optimizers={"critic": lambda named: torch.optim.SGD(named, lr=1e-2)},
+    )
 
 
 def llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return LlamaForCausalLM(LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, pad_token_id=0,
-        attn_implementation="eager"))  # before "sdpa" Transformers reads twice in a forward whether anything is padded
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=32,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            pad_token_id=0,
+            attn_implementation="eager",
+        )
+    )  # before "sdpa" Transformers reads twice in a forward whether anything is padded
 
 
 def padded(samples: list[list[int]]) -> dict[str, Tensor]:
     """Lists of tokens as long as the longest; padding has no label and is not looked at."""
     width = max(map(len, samples))
-    filled = {fill: torch.tensor([sample + [fill] * (width - len(sample)) for sample in samples]) for fill in (0, -100)}
-    return {"input_ids": filled[0], "labels": filled[-100], "attention_mask": (filled[-100] >= 0).long()}
+    filled = {
+        fill: torch.tensor([sample + [fill] * (width - len(sample)) for sample in samples])
+        for fill in (0, -100)
+    }
+    return {
+        "input_ids": filled[0],
+        "labels": filled[-100],
+        "attention_mask": (filled[-100] >= 0).long(),
+    }
 
 
 def padded_llama() -> paceline.Job:
     """A model of Transformers on lists of tokens, with given weights, two optimizers, an average and callbacks."""
+
     def of_tokens(output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
         ahead = labels[:, 1:]
-        return F.cross_entropy(output.logits[:, :-1].flatten(0, 1), ahead.flatten(), reduction="sum"), (
-            ahead != -100).sum()
+        return F.cross_entropy(
+            output.logits[:, :-1].flatten(0, 1), ahead.flatten(), reduction="sum"
+        ), (ahead != -100).sum()
 
     def step(ctx: paceline.StepContext, batch: Any) -> None:
         ctx.backward("llama", batch, lambda output, batch: of_tokens(output, batch.input["labels"]))
@@ -323,26 +419,49 @@ def padded_llama() -> paceline.Job:
         return {"loss": of_tokens(ctx.run("llama", batch), batch.input["labels"])}
 
     draws = torch.Generator().manual_seed(1)
-    tokens = [torch.randint(3, 32, (length,), generator=draws).tolist()
-              for length in torch.randint(3, 9, (26,), generator=draws).tolist()]
+    tokens = [
+        torch.randint(3, 32, (length,), generator=draws).tolist()
+        for length in torch.randint(3, 9, (26,), generator=draws).tolist()
+    ]
 
     def weights() -> dict[str, Tensor]:  # on the ranks: Transformers asks for GPUs
         draws = torch.Generator().manual_seed(2)
-        return {name: torch.randn(value.shape, generator=draws) * 0.1 for name, value in llama().state_dict().items()}
+        return {
+            name: torch.randn(value.shape, generator=draws) * 0.1
+            for name, value in llama().state_dict().items()
+        }
 
     return paceline.Job(
-        models={"llama": llama}, step=step, validate=validate, init={"llama": weights},
+        models={"llama": llama},
+        step=step,
+        validate=validate,
+        init={"llama": weights},
         optimizers={
-            "matrices": paceline.Optimizer(lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9),
-                                           parameters=lambda name, p: p.ndim == 2, clip=0.5),
-            "rest": paceline.Optimizer(lambda named: torch.optim.AdamW(named, lr=1e-2),
-                                       parameters=lambda name, p: p.ndim != 2)},
-        followers={"average": paceline.ema("llama", 0.9)}, data=tokens, validation=tokens[:7], collate=padded,
-        batch=8, epochs=1, precision="float64", callbacks=[Watcher(), paceline.KeepBest("validation_loss")])
+            "matrices": paceline.Optimizer(
+                lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9),
+                parameters=lambda name, p: p.ndim == 2,
+                clip=0.5,
+            ),
+            "rest": paceline.Optimizer(
+                lambda named: torch.optim.AdamW(named, lr=1e-2),
+                parameters=lambda name, p: p.ndim != 2,
+            ),
+        },
+        followers={"average": paceline.ema("llama", 0.9)},
+        data=tokens,
+        validation=tokens[:7],
+        collate=padded,
+        batch=8,
+        epochs=1,
+        precision="float64",
+        callbacks=[Watcher(), paceline.KeepBest("validation_loss")],
+    )
 
 
 def plateau(optimizer: Any) -> Any:
-    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5, threshold=0.5)
+    return torch.optim.lr_scheduler.ReduceLROnPlateau(
+        optimizer, patience=0, factor=0.5, threshold=0.5
+    )
 
 
 class Watcher(paceline.Callback):
@@ -369,7 +488,9 @@ class FailsOnOneGpu(Blocks):
     def forward(self, x: Tensor) -> Tensor:
         FailsOnOneGpu.calls += 1
         if FailsOnOneGpu.calls > 3 and str(x.device) == "cuda:1":
-            raise RuntimeError("CUDA error: uncorrectable ECC error encountered\nCompile with TORCH_USE_CUDA_DSA")
+            raise RuntimeError(
+                "CUDA error: uncorrectable ECC error encountered\nCompile with TORCH_USE_CUDA_DSA"
+            )
         return super().forward(x)
 
 
@@ -380,27 +501,52 @@ JOBS: dict[str, Callable[[], paceline.Job]] = {
     "of a generator": of_a_generator,
     "refused generator": refused_generator,
     "padded llama": padded_llama,
-    "begun": lambda: regression(Blocks, init={name: torch.linspace(-0.2, 0.2, value.numel()).view_as(value)
-                                              for name, value in Blocks().state_dict().items()}),
-    "phases": lambda: regression(Blocks, batch=paceline.by_step({0: 12, 2: 6}), steps=6,
-                                 freeze=paceline.by_step({0: ("first.*", "blocks.0.*"), 3: ()})),
-    "plateau": lambda: regression(Blocks, lr_schedule=plateau, validation=numbers(20), epochs=2, steps=None),
-    "watched": lambda: regression(Blocks, validation=numbers(20), epochs=3, steps=None, callbacks=[
-        Watcher(), paceline.EarlyStopping("validation_loss", patience=1, min_delta=1e9)]),
+    "begun": lambda: regression(
+        Blocks,
+        init={
+            name: torch.linspace(-0.2, 0.2, value.numel()).view_as(value)
+            for name, value in Blocks().state_dict().items()
+        },
+    ),
+    "phases": lambda: regression(
+        Blocks,
+        batch=paceline.by_step({0: 12, 2: 6}),
+        steps=6,
+        freeze=paceline.by_step({0: ("first.*", "blocks.0.*"), 3: ()}),
+    ),
+    "plateau": lambda: regression(
+        Blocks, lr_schedule=plateau, validation=numbers(20), epochs=2, steps=None
+    ),
+    "watched": lambda: regression(
+        Blocks,
+        validation=numbers(20),
+        epochs=3,
+        steps=None,
+        callbacks=[Watcher(), paceline.EarlyStopping("validation_loss", patience=1, min_delta=1e9)],
+    ),
     "blocks": lambda: regression(Blocks),
     "few blocks": lambda: regression(lambda: Blocks(depth=2)),
     "few in float32": lambda: regression(lambda: Blocks(depth=2), precision="float32"),
     "wide": lambda: regression(lambda: Blocks(width=256, depth=2), precision="float32", steps=2),
-    "clip and validation": lambda: regression(Blocks, clip=0.1, validation=numbers(20),
-                                              metrics={"furthest": furthest}),
-    "augmented": lambda: regression(Blocks, data=Augmented(), optimizer=lambda named: Restless(named, lr=1e-2)),
+    "clip and validation": lambda: regression(
+        Blocks, clip=0.1, validation=numbers(20), metrics={"furthest": furthest}
+    ),
+    "augmented": lambda: regression(
+        Blocks, data=Augmented(), optimizer=lambda named: Restless(named, lr=1e-2)
+    ),
     "broken sample": lambda: regression(Blocks, data=Augmented(broken=7)),
-    "stream": lambda: regression(Blocks, data=Stream(), optimizer=lambda named: Restless(named, lr=1e-2), steps=7),
+    "stream": lambda: regression(
+        Blocks, data=Stream(), optimizer=lambda named: Restless(named, lr=1e-2), steps=7
+    ),
     "dropout": lambda: regression(lambda: Blocks(drop=0.2, depth=2)),
     "half": lambda: regression(Blocks, precision="bf16"),
     "float32 in bf16": lambda: regression(
-        lambda: nn.Sequential(nn.Linear(8, 16), InFloat32(), InFloat32(), InFloat32(), nn.Linear(16, 4)),
-        precision="bf16", optimizer=lambda named: torch.optim.SGD(named, lr=0.1)),
+        lambda: nn.Sequential(
+            nn.Linear(8, 16), InFloat32(), InFloat32(), InFloat32(), nn.Linear(16, 4)
+        ),
+        precision="bf16",
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+    ),
     "float32": lambda: regression(Blocks, precision="float32"),
     "statistics": lambda: regression(images),
     "attention": lambda: language(Attention),
@@ -417,11 +563,23 @@ JOBS: dict[str, Callable[[], paceline.Job]] = {
     "recurrent in float32": lambda: language(Recurrent, precision="float32"),
     "images in float32": lambda: regression(images, precision="float32"),
     "hungry": lambda: regression(Hungry, precision="float32"),
-    "huge on GPUs alone": lambda: regression(lambda: OnGpusAlone(width=768, depth=8), precision="float32", steps=2,
-                                             optimizer=lambda named: torch.optim.SGD(named, lr=1e-2)),
-    "huge": lambda: regression(lambda: Blocks(width=768, depth=8), precision="float32", steps=2,
-                               optimizer=lambda named: torch.optim.SGD(named, lr=1e-2)),
-    "thick": lambda: regression(lambda: Blocks(width=184), precision="float32", steps=2,
-                                optimizer=lambda named: torch.optim.SGD(named, lr=1e-2)),
+    "huge on GPUs alone": lambda: regression(
+        lambda: OnGpusAlone(width=768, depth=8),
+        precision="float32",
+        steps=2,
+        optimizer=lambda named: torch.optim.SGD(named, lr=1e-2),
+    ),
+    "huge": lambda: regression(
+        lambda: Blocks(width=768, depth=8),
+        precision="float32",
+        steps=2,
+        optimizer=lambda named: torch.optim.SGD(named, lr=1e-2),
+    ),
+    "thick": lambda: regression(
+        lambda: Blocks(width=184),
+        precision="float32",
+        steps=2,
+        optimizer=lambda named: torch.optim.SGD(named, lr=1e-2),
+    ),
     "large": lambda: regression(lambda: Blocks(width=128, depth=8), precision="float32", steps=2),
 }

@@ -42,7 +42,9 @@ from pretended_cuda.jobs import JOBS
 
 _measured: dict[str, Any] = {}
 _notes_collectives = False  # whether ranks note those of CPU tensors in each step
-_killed: dict[str, int] = {}  # a rank's number and the step after which it is killed, the first time it is started
+_killed: dict[
+    str, int
+] = {}  # a rank's number and the step after which it is killed, the first time it is started
 
 
 class _OfCpuTensors(TorchDispatchMode):
@@ -54,7 +56,11 @@ class _OfCpuTensors(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
-            tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            tensors = [
+                leaf
+                for leaf in pytree.tree_leaves((args, kwargs))
+                if isinstance(leaf, torch.Tensor)
+            ]
             if any(tensor.device.type == "cpu" for tensor in tensors):
                 self.names.append(func._schema.name.partition("::")[2])
         return func(*args, **(kwargs or {}))
@@ -68,18 +74,30 @@ def _measure(device: Any) -> None:
         build(stepper, *args, **options)
         if stepper.device.type == "cuda":
             stats = torch.cuda.memory_stats(stepper.device)
-            _measured.update(built_peak_bytes=stats["requested_bytes.all.peak"], steps=[], backwards=[], copies=[],
-                             updates_beside_copies=0,
-                             built_bytes=stats["requested_bytes.all.current"],
-                             devices=sorted({str(p.device) for p in stepper.local_parameters.values()
-                                             if p.device.type != "meta"}))
+            _measured.update(
+                built_peak_bytes=stats["requested_bytes.all.peak"],
+                steps=[],
+                backwards=[],
+                copies=[],
+                updates_beside_copies=0,
+                built_bytes=stats["requested_bytes.all.current"],
+                devices=sorted(
+                    {
+                        str(p.device)
+                        for p in stepper.local_parameters.values()
+                        if p.device.type != "meta"
+                    }
+                ),
+            )
 
     def stepped(stepper: Stepper, *args: Any, **options: Any) -> Any:
         before = device.counts()
         with _OfCpuTensors() if _notes_collectives else nullcontext() as collectives:
             result = step(stepper, *args, **options)
         if "steps" in _measured:
-            _measured["steps"].append({name: count - before[name] for name, count in device.counts().items()})
+            _measured["steps"].append(
+                {name: count - before[name] for name, count in device.counts().items()}
+            )
             _measured["steps"][-1]["cpu_collectives"] = collectives.names if collectives else []
         return result
 
@@ -87,7 +105,9 @@ def _measure(device: Any) -> None:
         before = device.counts()
         result = backward(stepper, *args, **options)
         if "backwards" in _measured:
-            _measured["backwards"].append({name: count - before[name] for name, count in device.counts().items()})
+            _measured["backwards"].append(
+                {name: count - before[name] for name, count in device.counts().items()}
+            )
         return result
 
     copy = Copier.copy
@@ -96,8 +116,13 @@ def _measure(device: Any) -> None:
         before = device.counts()
         copy(copier, step, *args, **options)
         if "copies" in _measured:
-            _measured["copies"].append({name: count - before[name] for name, count in device.counts().items()})
-        if _killed == {"rank": copier.context.rank, "step": step} and copier.context.num_starts == 1:
+            _measured["copies"].append(
+                {name: count - before[name] for name, count in device.counts().items()}
+            )
+        if (
+            _killed == {"rank": copier.context.rank, "step": step}
+            and copier.context.num_starts == 1
+        ):
             copier.wait()  # else no copy may be there yet
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -110,7 +135,9 @@ def _measure(device: Any) -> None:
 
     def updated(stepper: Stepper, *args: Any, **options: Any) -> None:
         if "steps" in _measured:
-            _measured["updates_beside_copies"] += sum(staging._holds_up_update for staging in stagings)
+            _measured["updates_beside_copies"] += sum(
+                staging._holds_up_update for staging in stagings
+            )
         update(stepper, *args, **options)
 
     Staging.__init__, Stepper.update = made, updated  # type: ignore[method-assign]
@@ -150,10 +177,20 @@ def _written(folder: Path, device: Any) -> Iterator[None]:
 @contextmanager
 def _unpriced() -> Iterator[None]:
     """Runs are not priced before they start, nor predicted: beside short runs that takes longer than they do."""
-    with (patch.object(sys.modules["paceline.api.train"], "price",
-                       lambda job, resolved, chosen, snapshot: prediction.Priced(job, resolved, snapshot)),
-          patch.object(prediction, "_predict", lambda priced, run_dir: write_json(
-              run_dir / "predicted.json", {"step_s": None, "peak_memory_bytes": None}))):
+    with (
+        patch.object(
+            sys.modules["paceline.api.train"],
+            "price",
+            lambda job, resolved, chosen, snapshot: prediction.Priced(job, resolved, snapshot),
+        ),
+        patch.object(
+            prediction,
+            "_predict",
+            lambda priced, run_dir: write_json(
+                run_dir / "predicted.json", {"step_s": None, "peak_memory_bytes": None}
+            ),
+        ),
+    ):
         yield
 
 
@@ -161,18 +198,35 @@ def _train(request: dict[str, Any], device: Any) -> dict[str, Any]:
     global _notes_collectives
     run = Path(request["run"])
     _notes_collectives = request["options"].pop("notes_collectives", False)
-    is_priced, is_large, lacks_memory = (request["options"].pop(name, False)
-                                         for name in ("priced", "large", "lacks_memory"))
+    is_priced, is_large, lacks_memory = (
+        request["options"].pop(name, False) for name in ("priced", "large", "lacks_memory")
+    )
     _killed.clear()
     _killed.update(request["options"].pop("killed", {}))
     try:
-        with _written(run.parent, device), nullcontext() if is_priced else _unpriced(), (
-                patch.object(compare, "MAX_BYTES", 0) if is_large else nullcontext()), (
-                patch.object(Writer, "has_memory_for", lambda *args: False) if lacks_memory else nullcontext()):
-            summary = paceline.train(JOBS[request["job"]](), request["plan"], devices=request["devices"], run=run,
-                                     timeout_s=120, **{"check": False, **request["options"]})
-        return {"summary": summary.figures, "measured": len([*run.parent.glob("gpu-*")]),
-                "measured_beside": len([*run.parent.glob("gpu-beside-*")])}
+        with (
+            _written(run.parent, device),
+            nullcontext() if is_priced else _unpriced(),
+            patch.object(compare, "MAX_BYTES", 0) if is_large else nullcontext(),
+            (
+                patch.object(Writer, "has_memory_for", lambda *args: False)
+                if lacks_memory
+                else nullcontext()
+            ),
+        ):
+            summary = paceline.train(
+                JOBS[request["job"]](),
+                request["plan"],
+                devices=request["devices"],
+                run=run,
+                timeout_s=120,
+                **{"check": False, **request["options"]},
+            )
+        return {
+            "summary": summary.figures,
+            "measured": len([*run.parent.glob("gpu-*")]),
+            "measured_beside": len([*run.parent.glob("gpu-beside-*")]),
+        }
     except PacelineError as error:
         return {"error": str(error), "kind": type(error).__name__, "exit_code": error.exit_code}
     except Exception:
@@ -183,12 +237,20 @@ def _verify(request: dict[str, Any]) -> dict[str, Any]:
     """Certificates of plans for the job, and the document that they are in."""
     run = Path(request["run"])
     try:
-        certificates = paceline.verify(JOBS[request["job"]](), request["plans"], devices=request["devices"], run=run,
-                                       timeout_s=120, **request["options"])
-        return {"certificates": [each.to_dict() for each in certificates],
-                "described": [each.describe() for each in certificates],
-                "document": json.loads((run / "certificate.json").read_text()),
-                "table": (run / "certificate.txt").read_text()}
+        certificates = paceline.verify(
+            JOBS[request["job"]](),
+            request["plans"],
+            devices=request["devices"],
+            run=run,
+            timeout_s=120,
+            **request["options"],
+        )
+        return {
+            "certificates": [each.to_dict() for each in certificates],
+            "described": [each.describe() for each in certificates],
+            "document": json.loads((run / "certificate.json").read_text()),
+            "table": (run / "certificate.txt").read_text(),
+        }
     except PacelineError as error:
         return {"error": str(error), "kind": type(error).__name__, "exit_code": error.exit_code}
     except Exception:
@@ -204,6 +266,7 @@ def _check(name: str) -> dict[str, Any]:
 
 def _script(path: str, words: Sequence[str]) -> dict[str, Any]:
     """What a script prints. It may use CUDA, and Python that it starts has the devices, too."""
+
     def run() -> str:
         fork._is_apart = False
         sys.path.insert(0, os.environ["PRETENDED_CUDA_SITE"])
@@ -227,14 +290,22 @@ def _work(connection: socket.socket, device: Any) -> None:
     with connection.makefile("r") as requests, connection.makefile("w") as answers:
         for line in requests:
             request = json.loads(line)
-            answer = (_check(request["check"]) if "check" in request else
-                      _script(request["script"], request["words"]) if "script" in request else
-                      _verify(request) if "plans" in request else _train(request, device))
+            answer = (
+                _check(request["check"])
+                if "check" in request
+                else _script(request["script"], request["words"])
+                if "script" in request
+                else _verify(request)
+                if "plans" in request
+                else _train(request, device)
+            )
             answer["first_use"] = device.first_use()
             print(json.dumps(answer, default=str), file=answers, flush=True)
 
 
-def _begin(environment: dict[str, str], connection: socket.socket, printed: int, device: Any) -> None:
+def _begin(
+    environment: dict[str, str], connection: socket.socket, printed: int, device: Any
+) -> None:
     """In a fork: be a workshop, in a process group of its own. The device reads its sizes when it is first used."""
     code = 1
     try:
@@ -267,8 +338,13 @@ def main() -> None:
     use_huge_pages()
     torch.set_num_threads(1)
     # A pretended device gives tensors all that it has.
-    accelerators.CONTEXT_BYTES = cluster.CONTEXT_BYTES = cluster.KERNEL_BYTES = accelerators.WORKSPACES = 0
-    rates.MATRIX_SIDES["cuda"], rates.STREAM_BYTES["cuda"] = rates.MATRIX_SIDES["cpu"], rates.STREAM_BYTES["cpu"]
+    accelerators.CONTEXT_BYTES = cluster.CONTEXT_BYTES = cluster.KERNEL_BYTES = (
+        accelerators.WORKSPACES
+    ) = 0
+    rates.MATRIX_SIDES["cuda"], rates.STREAM_BYTES["cuda"] = (
+        rates.MATRIX_SIDES["cpu"],
+        rates.STREAM_BYTES["cpu"],
+    )
     _measure(device)
     control = socket.socket(fileno=0)
     while order := (given := socket.recv_fds(control, 1 << 16, 2))[0]:

@@ -63,8 +63,14 @@ def job_file(tmp_path: Path) -> Path:
 
 
 def environ(index: int, num_hosts: int, address: str, port: int) -> dict[str, str]:
-    return {**os.environ, "PET_NNODES": str(num_hosts), "PET_NODE_RANK": str(index), "PET_MASTER_ADDR": address,
-            "PET_MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    return {
+        **os.environ,
+        "PET_NNODES": str(num_hosts),
+        "PET_NODE_RANK": str(index),
+        "PET_MASTER_ADDR": address,
+        "PET_MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
 
 
 def starts(run: Path) -> list[tuple[int, str]]:
@@ -78,7 +84,9 @@ def difference(run: Path, other: Path) -> float:
     return max(float((weights[name] - other_weights[name]).abs().max()) for name in weights)
 
 
-def wait_until(condition: Callable[[], bool], describe: Callable[[], Any], *, timeout_s: float = 60.0) -> None:
+def wait_until(
+    condition: Callable[[], bool], describe: Callable[[], Any], *, timeout_s: float = 60.0
+) -> None:
     until_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < until_s, describe()
@@ -88,10 +96,30 @@ def wait_until(condition: Callable[[], bool], describe: Callable[[], Any], *, ti
 def train_on_two_hosts(tmp_path: Path, job_file: Path, plan: str) -> list[str]:
     """Rank 1 is killed in its eighth step; what both hosts said. There is no checkpoint."""
     port = free_port()
-    words = ["train", str(job_file), "--run", str(tmp_path / "run"), "--plan", plan, "--hosts", "2:2",
-             "--patience", "20", "--set", f"mark={tmp_path / 'killed'}", "--set", "pause_s=0.05"]
-    hosts = [Command(words, environ(index, 2, "127.0.0.1", port) | {"PACELINE_SECRET": SECRET},
-                     tmp_path / f"host-{index}") for index in range(2)]
+    words = [
+        "train",
+        str(job_file),
+        "--run",
+        str(tmp_path / "run"),
+        "--plan",
+        plan,
+        "--hosts",
+        "2:2",
+        "--patience",
+        "20",
+        "--set",
+        f"mark={tmp_path / 'killed'}",
+        "--set",
+        "pause_s=0.05",
+    ]
+    hosts = [
+        Command(
+            words,
+            environ(index, 2, "127.0.0.1", port) | {"PACELINE_SECRET": SECRET},
+            tmp_path / f"host-{index}",
+        )
+        for index in range(2)
+    ]
     seen: dict[str, bytes] = {}
     stranger = threading.Thread(target=read_store, args=(port, seen))
     stranger.start()
@@ -99,10 +127,14 @@ def train_on_two_hosts(tmp_path: Path, job_file: Path, plan: str) -> list[str]:
     stranger.join()
     stderr_texts = [host.stderr.read_text() for host in hosts]
     assert codes == [0, 0], stderr_texts
-    assert all("rank 1 on" in text and "killed by SIGKILL; all ranks start again" in text
-               for text in stderr_texts), stderr_texts
+    assert all(
+        "rank 1 on" in text and "killed by SIGKILL; all ranks start again" in text
+        for text in stderr_texts
+    ), stderr_texts
     assert pl.audit(tmp_path / "run").passed
-    pl.train(JobFile.parse(str(job_file), {}), plan, run=tmp_path / "whole", check=False, table=False)
+    pl.train(
+        JobFile.parse(str(job_file), {}), plan, run=tmp_path / "whole", check=False, table=False
+    )
     assert difference(tmp_path / "run", tmp_path / "whole") == 0.0
     assert seen and not [key for key, value in seen.items() if SECRET.encode() in value]
     return stderr_texts
@@ -113,8 +145,14 @@ def read_store(port: int, seen: dict[str, bytes]) -> None:
     store = None
     for _ in range(1000):
         try:
-            store = store or dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=1))
-            seen |= {key: store.get(key) for key in store.list_keys() if key not in seen and store.check([key])}
+            store = store or dist.TCPStore(
+                "127.0.0.1", port, is_master=False, timeout=timedelta(seconds=1)
+            )
+            seen |= {
+                key: store.get(key)
+                for key in store.list_keys()
+                if key not in seen and store.check([key])
+            }
         except (RuntimeError, dist.DistError):
             if seen:
                 return
@@ -122,24 +160,36 @@ def read_store(port: int, seen: dict[str, bytes]) -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("plan", ["shard=2", pytest.param("data=2", marks=(pytest.mark.slow, CHECKED))])
+@pytest.mark.parametrize(
+    "plan", ["shard=2", pytest.param("data=2", marks=(pytest.mark.slow, CHECKED))]
+)
 def test_a_rank_that_is_killed_on_one_of_two_hosts(tmp_path: Path, job_file: Path, plan: str):
     """All ranks start again from their copies in memory; the weights are those of an undisturbed run bit by bit, and
     each host says who died."""
     stderr_texts = train_on_two_hosts(tmp_path, job_file, plan)
     (first, _), (again, same_plan) = starts(tmp_path / "run")
-    assert first == 0 < again < 8 and same_plan == plan and f"resumed from copy-{again}" in "".join(stderr_texts)
+    assert (
+        first == 0 < again < 8
+        and same_plan == plan
+        and f"resumed from copy-{again}" in "".join(stderr_texts)
+    )
 
 
 @pytest.mark.slow
 @CHECKED
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("plan", ["shard=2", "data=2", "pipeline=2 microbatches=2"])
-def test_the_state_itself_on_two_hosts(tmp_path: Path, job_file: Path, plan: str, monkeypatch: pytest.MonkeyPatch):
+def test_the_state_itself_on_two_hosts(
+    tmp_path: Path, job_file: Path, plan: str, monkeypatch: pytest.MonkeyPatch
+):
     """The ranks leave it, and no step is computed again."""
-    for place, name, value in ((live, "SEARCH_S", 0.0), (live, "MOVE_TENSOR_S", 0.0),
-                               (live, "MOVE_BYTES_PER_S", math.inf), (loop, "NOTE_SHARE", math.inf),
-                               (Copier, "affordable_every", lambda self, step_s, **share: 1000)):
+    for place, name, value in (
+        (live, "SEARCH_S", 0.0),
+        (live, "MOVE_TENSOR_S", 0.0),
+        (live, "MOVE_BYTES_PER_S", math.inf),
+        (loop, "NOTE_SHARE", math.inf),
+        (Copier, "affordable_every", lambda self, step_s, **share: 1000),
+    ):
         monkeypatch.setattr(place, name, value)
     stderr_texts = train_on_two_hosts(tmp_path, job_file, plan)
     killed_at = 4 if plan.startswith("pipeline") else 8  # of two micro-batches a step
@@ -154,10 +204,27 @@ def test_the_first_host_comes_back(tmp_path: Path, job_file: Path):
     port, run = free_port(), tmp_path / "run"
 
     def start(index: int) -> subprocess.Popen[bytes]:
-        command = [*PACELINE, str(job_file), "--run", str(run), "--plan", "shard=2", "--hosts", "2:2",
-                   "--patience", "5", "--set", "pause_s=0.1", "--steps", "80", "--resume"]
+        command = [
+            *PACELINE,
+            str(job_file),
+            "--run",
+            str(run),
+            "--plan",
+            "shard=2",
+            "--hosts",
+            "2:2",
+            "--patience",
+            "5",
+            "--set",
+            "pause_s=0.1",
+            "--steps",
+            "80",
+            "--resume",
+        ]
         with (tmp_path / f"host-{index}").open("a") as stderr:
-            return subprocess.Popen(command, env=environ(index, 2, "127.0.0.1", port), stderr=stderr)
+            return subprocess.Popen(
+                command, env=environ(index, 2, "127.0.0.1", port), stderr=stderr
+            )
 
     def stderr_texts() -> list[str]:
         return [(tmp_path / f"host-{index}").read_text()[-2000:] for index in range(2)]
@@ -172,23 +239,35 @@ def test_the_first_host_comes_back(tmp_path: Path, job_file: Path):
         hosts[0].kill()
         hosts[0].wait()
         hosts[0] = start(0)
-        wait_until(lambda: all(host.poll() is not None for host in hosts), stderr_texts, timeout_s=120)
+        wait_until(
+            lambda: all(host.poll() is not None for host in hosts), stderr_texts, timeout_s=120
+        )
     finally:
         for host in hosts:
             host.kill()
             host.wait()
     assert [host.returncode for host in hosts] == [0, 0], stderr_texts()
     assert 0 < starts(run)[1][0] <= 45 and pl.audit(run).passed
-    pl.train(JobFile.parse(str(job_file), {}), "shard=2", run=tmp_path / "whole", check=False, table=False, steps=80)
+    pl.train(
+        JobFile.parse(str(job_file), {}),
+        "shard=2",
+        run=tmp_path / "whole",
+        check=False,
+        table=False,
+        steps=80,
+    )
     assert difference(run, tmp_path / "whole") == 0.0
 
 
 # --- Three hosts in namespaces --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("command", "hint"), [(None, "apt install iproute2"), ("false", "--privileged")])
+@pytest.mark.parametrize(
+    ("command", "hint"), [(None, "apt install iproute2"), ("false", "--privileged")]
+)
 def test_why_there_are_no_hosts(monkeypatch: pytest.MonkeyPatch, command: str | None, hint: str):
     """Without the command ip, and where it is not allowed: what to do is said."""
+
     def run(words: list[str], **options: Any) -> Any:
         return subprocess.CompletedProcess(words, 1, stderr="Operation not permitted")
 
@@ -214,17 +293,36 @@ def three_hosts() -> Iterator[list[NetworkHost]]:
 @pytest.mark.root
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("plan", ["data=3", "shard=3"])
-def test_a_host_is_cut_off_and_comes_back(three_hosts: list[NetworkHost], tmp_path: Path, job_file: Path, plan: str):
+def test_a_host_is_cut_off_and_comes_back(
+    three_hosts: list[NetworkHost], tmp_path: Path, job_file: Path, plan: str
+):
     """The run goes on with two hosts from copies in memory, as there is no checkpoint, and takes the third back. The
     journal has every sample once."""
     run = tmp_path / "run"
 
     def start(index: int) -> subprocess.Popen[bytes]:
-        command = [*PACELINE, str(job_file), "--run", str(run), "--plan", plan, "--hosts", "2:3", "--patience", "4",
-                   "--steps", "400", "--set", "pause_s=0.1"]
+        command = [
+            *PACELINE,
+            str(job_file),
+            "--run",
+            str(run),
+            "--plan",
+            plan,
+            "--hosts",
+            "2:3",
+            "--patience",
+            "4",
+            "--steps",
+            "400",
+            "--set",
+            "pause_s=0.1",
+        ]
         with (tmp_path / f"host-{index}").open("w") as stderr:
-            return subprocess.Popen(["ip", "netns", "exec", three_hosts[index].name, *command], stderr=stderr,
-                                    env=environ(index, 3, three_hosts[0].address, 29500))
+            return subprocess.Popen(
+                ["ip", "netns", "exec", three_hosts[index].name, *command],
+                stderr=stderr,
+                env=environ(index, 3, three_hosts[0].address, 29500),
+            )
 
     def stderr_texts() -> list[str]:
         return [(tmp_path / f"host-{index}").read_text()[-2000:] for index in range(3)]
@@ -239,7 +337,10 @@ def test_a_host_is_cut_off_and_comes_back(three_hosts: list[NetworkHost], tmp_pa
         three_hosts[2].cut()
         wait_until(lambda: len(starts(run)) == 2, stderr_texts)
         assert starts(run)[1][0] > 0 and "resumed from copy-" in "".join(stderr_texts())
-        assert "rank 2 on " in stderr_texts()[0] and "(10.78.0.3): it can't be reached" in stderr_texts()[0]
+        assert (
+            "rank 2 on " in stderr_texts()[0]
+            and "(10.78.0.3): it can't be reached" in stderr_texts()[0]
+        )
         wait_until(lambda: recorded() >= 25, stderr_texts)
         three_hosts[2].heal()
         wait_until(lambda: starts(run)[-1][1] == plan, stderr_texts)
@@ -252,13 +353,32 @@ def test_a_host_is_cut_off_and_comes_back(three_hosts: list[NetworkHost], tmp_pa
             host.wait()
     assert hosts[0].returncode == 5, stderr_texts()
     assert {text for _, text in starts(run)[1:-1]} == {plan.replace("3", "2")}
-    subprocess.run([*PACELINE, str(job_file), "--run", str(run), "--plan", plan, "--steps", "400", "--resume"],
-                   check=True, timeout=100, capture_output=True)
+    subprocess.run(
+        [*PACELINE, str(job_file), "--run", str(run), "--plan", plan, "--steps", "400", "--resume"],
+        check=True,
+        timeout=100,
+        capture_output=True,
+    )
     audit = pl.audit(run)
     assert audit.passed, audit.describe()
     assert audit.updates == 400
-    subprocess.run([*PACELINE, str(job_file), "--run", str(tmp_path / "whole"), "--plan", plan, "--steps", "400",
-                    "--check", "no"], check=True, timeout=100, capture_output=True)
+    subprocess.run(
+        [
+            *PACELINE,
+            str(job_file),
+            "--run",
+            str(tmp_path / "whole"),
+            "--plan",
+            plan,
+            "--steps",
+            "400",
+            "--check",
+            "no",
+        ],
+        check=True,
+        timeout=100,
+        capture_output=True,
+    )
     assert difference(run, tmp_path / "whole") < 1e-9
 
 
@@ -268,12 +388,35 @@ def test_a_host_is_cut_off_and_comes_back(three_hosts: list[NetworkHost], tmp_pa
 class Hosts:
     """The same command on several hosts: namespaces, or processes of this one."""
 
-    def __init__(self, tmp_path: Path, job_file: Path, plan: str, hosts: str, *, steps: int,
-                 networks: Sequence[NetworkHost] = (), paceline: Sequence[str] = PACELINE) -> None:
+    def __init__(
+        self,
+        tmp_path: Path,
+        job_file: Path,
+        plan: str,
+        hosts: str,
+        *,
+        steps: int,
+        networks: Sequence[NetworkHost] = (),
+        paceline: Sequence[str] = PACELINE,
+    ) -> None:
         self.tmp_path, self.run, self.networks = tmp_path, tmp_path / "run", networks
         self.count = int(hosts[-1])
-        self.command = [*paceline, str(job_file), "--run", str(self.run), "--plan", plan, "--hosts", hosts,
-                        "--patience", "4", "--steps", str(steps), "--set", "pause_s=0.1"]
+        self.command = [
+            *paceline,
+            str(job_file),
+            "--run",
+            str(self.run),
+            "--plan",
+            plan,
+            "--hosts",
+            hosts,
+            "--patience",
+            "4",
+            "--steps",
+            str(steps),
+            "--set",
+            "pause_s=0.1",
+        ]
         self.port = free_port()
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
 
@@ -291,11 +434,16 @@ class Hosts:
         enter = ["ip", "netns", "exec", self.networks[index].name] if self.networks else []
         address = self.networks[0].address if self.networks else "127.0.0.1"
         with (self.tmp_path / f"host-{index}").open("a") as stderr:
-            self.processes[index] = subprocess.Popen([*enter, *self.command], stderr=stderr,
-                                                     env=environ(index, self.count, address, self.port))
+            self.processes[index] = subprocess.Popen(
+                [*enter, *self.command],
+                stderr=stderr,
+                env=environ(index, self.count, address, self.port),
+            )
 
     def stderr_texts(self) -> list[str]:
-        return [(self.tmp_path / f"host-{index}").read_text()[-3000:] for index in range(self.count)]
+        return [
+            (self.tmp_path / f"host-{index}").read_text()[-3000:] for index in range(self.count)
+        ]
 
     def recorded(self) -> int:
         metrics = self.run / "metrics.jsonl"
@@ -315,10 +463,19 @@ class Hosts:
         entries = [json.loads(path.read_text()) for path in sorted(log.folder.glob("0*.json"))]
         return [sorted(entry["hosts"]) for entry in entries if entry["kind"] == "start"]
 
-    def check(self, tmp_path: Path, job_file: Path, plan: str, *, steps: int, within: float) -> None:
+    def check(
+        self, tmp_path: Path, job_file: Path, plan: str, *, steps: int, within: float
+    ) -> None:
         """Each sample counts once, and the weights are those of an undisturbed run."""
         assert pl.audit(self.run).passed
-        pl.train(JobFile.parse(str(job_file), {}), plan, run=tmp_path / "whole", check=False, table=False, steps=steps)
+        pl.train(
+            JobFile.parse(str(job_file), {}),
+            plan,
+            run=tmp_path / "whole",
+            check=False,
+            table=False,
+            steps=steps,
+        )
         assert difference(self.run, tmp_path / "whole") <= within
 
 
@@ -326,8 +483,9 @@ class Hosts:
 @pytest.mark.root
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("plan", ["data=3", "shard=3"])
-def test_the_first_host_is_cut_off_and_comes_back(three_hosts: list[NetworkHost], tmp_path: Path, job_file: Path,
-                                                  plan: str):
+def test_the_first_host_is_cut_off_and_comes_back(
+    three_hosts: list[NetworkHost], tmp_path: Path, job_file: Path, plan: str
+):
     """The other two go on under the second host, the first one does not go on alone, though one host would do, and is
     taken back."""
     with Hosts(tmp_path, job_file, plan, "1:3", steps=160, networks=three_hosts) as hosts:
@@ -347,7 +505,9 @@ def test_the_first_host_is_cut_off_and_comes_back(three_hosts: list[NetworkHost]
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_the_process_of_the_first_host_is_lost(tmp_path: Path, job_file: Path, number: signal.Signals):
+def test_the_process_of_the_first_host_is_lost(
+    tmp_path: Path, job_file: Path, number: signal.Signals
+):
     """The others go on; the same command on the first host, or the process itself, is taken back."""
     with Hosts(tmp_path, job_file, "data=3", "2:3", steps=160) as hosts:
         hosts.wait(lambda: hosts.recorded() >= 12)
@@ -383,6 +543,8 @@ def test_one_of_two_hosts_without_the_first(tmp_path: Path, job_file: Path, numb
         hosts.check(tmp_path, job_file, "data=2", steps=60, within=1e-9)
     else:
         assert ended == {0: -9, 1: 4} and hosts.members == [[0, 1]], hosts.stderr_texts()
-        assert ("without it host 1 may not go on: no majority of the 2 hosts of the last start"
-                in hosts.stderr_texts()[1])
+        assert (
+            "without it host 1 may not go on: no majority of the 2 hosts of the last start"
+            in hosts.stderr_texts()[1]
+        )
         assert "--resume on those that are left" in hosts.stderr_texts()[1]

@@ -14,10 +14,24 @@ from paceline.launch.hosts.environment import Environment, current, interface_to
 from paceline.launch.local.launcher import Launcher
 from paceline.planner.resolve import resolve
 
-TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "gpu03",
-            "MASTER_PORT": "29500"}
-SLURM = {"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "123", "SLURM_NTASKS": "7", "SLURM_PROCID": "6", "SLURM_LOCALID": "0",
-         "SLURM_NODEID": "3", "SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_STEP_NODELIST": "gpu[03-05,9]"}
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "gpu03",
+    "MASTER_PORT": "29500",
+}
+SLURM = {
+    "SLURM_STEP_ID": "0",
+    "SLURM_JOB_ID": "123",
+    "SLURM_NTASKS": "7",
+    "SLURM_PROCID": "6",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "3",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
+    "SLURM_STEP_NODELIST": "gpu[03-05,9]",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +42,9 @@ def no_scontrol(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_by_hand():
     """A process that nothing launched runs its own ranks."""
     assert current({}) is None
-    assert current({"PATH": "/bin", "SLURM_JOB_ID": "1", "SLURM_NTASKS": "4"}) is None  # inside sbatch, without srun
+    assert (
+        current({"PATH": "/bin", "SLURM_JOB_ID": "1", "SLURM_NTASKS": "4"}) is None
+    )  # inside sbatch, without srun
     assert current({**SLURM, "SLURM_NTASKS": "1"}) is None  # an interactive shell of one task
 
 
@@ -49,12 +65,21 @@ def test_slurm():
     """Slurm's are read from its lists: the seventh of seven tasks, alone on the fourth host."""
     detected = current(SLURM)
     assert detected == Environment("Slurm", 6, 7, 0, 1, "gpu03", 20000 + 123 * 7 % 20000)
-    assert current({**SLURM, "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NODEID": "1"}).local_world_size == 2
+    assert (
+        current(
+            {**SLURM, "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NODEID": "1"}
+        ).local_world_size
+        == 2
+    )
 
 
 def test_slurm_steps_of_one_job_meet_at_different_ports():
     """Two steps of a job, and the jobs beside it, don't meet at one port."""
-    given = [{**SLURM, "SLURM_STEP_ID": str(step), "SLURM_JOB_ID": str(job)} for job in (123, 124) for step in (0, 1)]
+    given = [
+        {**SLURM, "SLURM_STEP_ID": str(step), "SLURM_JOB_ID": str(job)}
+        for job in (123, 124)
+        for step in (0, 1)
+    ]
     assert len({current(each).master_port for each in given}) == 4
 
 
@@ -64,11 +89,18 @@ def test_the_user_may_name_the_meeting_place():
     assert (detected.master_address, detected.master_port) == ("head", 4000)
 
 
-@pytest.mark.parametrize(("nodes", "first"), [
-    ("gpu03", "gpu03"), ("a,b", "a"), ("gpu[03-05,9]", "gpu03"), ("gpu[7,9]", "gpu7"),
-    ("rack[1-2]-gpu[03-05],x", "rack1-gpu03"), ("node-a.example.org,node-b[1-2]", "node-a.example.org"),
-    ("n[001]-ib,n2", "n001-ib"),
-])
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("gpu03", "gpu03"),
+        ("a,b", "a"),
+        ("gpu[03-05,9]", "gpu03"),
+        ("gpu[7,9]", "gpu7"),
+        ("rack[1-2]-gpu[03-05],x", "rack1-gpu03"),
+        ("node-a.example.org,node-b[1-2]", "node-a.example.org"),
+        ("n[001]-ib,n2", "n001-ib"),
+    ],
+)
 def test_the_first_host_of_a_node_list(nodes: str, first: str):
     """Slurm's list is read without Slurm's tools."""
     assert current({**SLURM, "SLURM_STEP_NODELIST": nodes}).master_address == first
@@ -76,6 +108,7 @@ def test_the_first_host_of_a_node_list(nodes: str, first: str):
 
 def test_scontrol_is_asked_where_it_is(monkeypatch: pytest.MonkeyPatch):
     """Where Slurm's own tool is installed it reads the list."""
+
     class Answer:
         returncode, stdout = 0, "login1\ngpu03\n"
 
@@ -88,14 +121,23 @@ def test_scontrol_is_asked_where_it_is(monkeypatch: pytest.MonkeyPatch):
     assert current({**SLURM, "SLURM_STEP_NODELIST": "strange{1}"}).master_address == "login1"
 
 
-@pytest.mark.parametrize(("change", "words"), [
-    ({"MASTER_ADDR": None, "MASTER_PORT": None}, r"MASTER_ADDR, MASTER_PORT is not(?s:.*)unset RANK"),
-    ({"RANK": "8"}, r"torchrun says this is rank 8 of 8, 1 of 4 on its host, which contradicts itself"),
-    ({"LOCAL_RANK": "4"}, r"rank 5 of 8, 4 of 4 on its host"),
-    ({"LOCAL_WORLD_SIZE": "9"}, r"1 of 9 on its host"),
-    ({"WORLD_SIZE": "two"}, r"WORLD_SIZE=two is not a whole number"),
-    ({"RANK": "-1"}, r"RANK=-1 is not a whole number"),
-])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            {"MASTER_ADDR": None, "MASTER_PORT": None},
+            r"MASTER_ADDR, MASTER_PORT is not(?s:.*)unset RANK",
+        ),
+        (
+            {"RANK": "8"},
+            r"torchrun says this is rank 8 of 8, 1 of 4 on its host, which contradicts itself",
+        ),
+        ({"LOCAL_RANK": "4"}, r"rank 5 of 8, 4 of 4 on its host"),
+        ({"LOCAL_WORLD_SIZE": "9"}, r"1 of 9 on its host"),
+        ({"WORLD_SIZE": "two"}, r"WORLD_SIZE=two is not a whole number"),
+        ({"RANK": "-1"}, r"RANK=-1 is not a whole number"),
+    ],
+)
 def test_a_contradiction_of_torchrun(change: dict[str, str | None], words: str):
     """Variables that are missing, no numbers, or out of range are refused with their names."""
     given = {name: value for name, value in {**TORCHRUN, **change}.items() if value is not None}
@@ -103,11 +145,17 @@ def test_a_contradiction_of_torchrun(change: dict[str, str | None], words: str):
         current(given)
 
 
-@pytest.mark.parametrize(("change", "words"), [
-    ({"SLURM_PROCID": None}, "SLURM_PROCID is not set"),
-    ({"SLURM_PROCID": "7"}, "Slurm says this is rank 7 of 7"),
-    ({"SLURM_STEP_NODELIST": ""}, "can't read the first host of Slurm's node list ''(?s:.*)hint: set MASTER_ADDR"),
-])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"SLURM_PROCID": None}, "SLURM_PROCID is not set"),
+        ({"SLURM_PROCID": "7"}, "Slurm says this is rank 7 of 7"),
+        (
+            {"SLURM_STEP_NODELIST": ""},
+            "can't read the first host of Slurm's node list ''(?s:.*)hint: set MASTER_ADDR",
+        ),
+    ],
+)
 def test_a_contradiction_of_slurm(change: dict[str, str | None], words: str):
     """The same for Slurm."""
     given = {name: value for name, value in {**SLURM, **change}.items() if value is not None}
@@ -119,12 +167,23 @@ class Small:
     num_samples, batch, precision, models = 100, 100, "float32", {}
 
 
-@pytest.mark.parametrize(("plan", "options", "words"), [
-    ("data=4", {}, r"plan 'data=4' needs 4 ranks and torchrun started 8"),
-    ("data=8", {"procs": 4}, r"plan 'data=8' needs 8 ranks and --procs says 4"),
-    ("pipeline=3 data=2 tensor=2", {}, r"plan 'pipeline=3 data=2 tensor=2' needs 12 ranks and torchrun started 8"),
-    ("data=8", {"devices": "cpu:0,cpu:1"}, r"plan 'data=8' needs 4 devices here and --devices names 2"),
-])
+@pytest.mark.parametrize(
+    ("plan", "options", "words"),
+    [
+        ("data=4", {}, r"plan 'data=4' needs 4 ranks and torchrun started 8"),
+        ("data=8", {"procs": 4}, r"plan 'data=8' needs 8 ranks and --procs says 4"),
+        (
+            "pipeline=3 data=2 tensor=2",
+            {},
+            r"plan 'pipeline=3 data=2 tensor=2' needs 12 ranks and torchrun started 8",
+        ),
+        (
+            "data=8",
+            {"devices": "cpu:0,cpu:1"},
+            r"plan 'data=8' needs 4 devices here and --devices names 2",
+        ),
+    ],
+)
 def test_counts_are_checked_before_joining(plan: str, options: dict[str, Any], words: str):
     """A plan that contradicts the launcher is refused by every rank by itself, so none waits for others."""
     with pytest.raises(PlanError, match=words):
@@ -142,13 +201,17 @@ def test_a_plan_that_agrees_with_the_launcher():
 def test_the_interface_towards_an_address():
     """The loopback address is reached by the loopback interface; an address that can't be read by none."""
     name = interface_towards("127.0.0.1")
-    assert any(interface_address.address == "127.0.0.1" and interface_address.family == socket.AF_INET
-               for interface_address in psutil.net_if_addrs()[str(name)])
+    assert any(
+        interface_address.address == "127.0.0.1" and interface_address.family == socket.AF_INET
+        for interface_address in psutil.net_if_addrs()[str(name)]
+    )
     assert interface_towards("no host") is None
 
 
 def test_a_launcher_starts_its_ranks_itself():
     """Restarts are its business: said before any rank is met."""
     place = Launcher(Environment("torchrun", 0, 2, 0, 2, "127.0.0.1", 1), [], timeout_s=1.0)
-    with pytest.raises(UsageError, match=r"restarts=2: torchrun started this rank(?s:.*)--max-restarts"):
+    with pytest.raises(
+        UsageError, match=r"restarts=2: torchrun started this rank(?s:.*)--max-restarts"
+    ):
         place.run(lambda context: None, run_dir=None, restarts=2)

@@ -34,7 +34,9 @@ def address_of(host: HostCopies) -> CopyAddress:
 
 def copy(host: HostCopies, step: int, size: int = 1000) -> None:
     for rank in range(2):
-        host.memory.write(rank, step, [memoryview(bytes([step, rank]) * size)], b'{"rank": %d}' % rank)
+        host.memory.write(
+            rank, step, [memoryview(bytes([step, rank]) * size)], b'{"rank": %d}' % rank
+        )
     host.offer(step)
 
 
@@ -51,10 +53,15 @@ def kept(host: HostCopies, step: int, rank: int, size: int = 1000) -> bool:
     if step not in host.memory.steps(slot):
         return False
     host.memory.read_into(slot, step, 0, memoryview(buffer))
-    return buffer == bytes([step, rank]) * size and host.memory.index(slot, step) == b'{"rank": %d}' % rank
+    return (
+        buffer == bytes([step, rank]) * size
+        and host.memory.index(slot, step) == b'{"rank": %d}' % rank
+    )
 
 
-def test_a_host_takes_over_copies_of_the_one_before_it(hosts: list[HostCopies], monkeypatch: pytest.MonkeyPatch):
+def test_a_host_takes_over_copies_of_the_one_before_it(
+    hosts: list[HostCopies], monkeypatch: pytest.MonkeyPatch
+):
     """In pieces, as all its ranks have made them, and it says so."""
     monkeypatch.setattr(step_slots, "PIECE_BYTES", 700)
     first, second = hosts
@@ -66,14 +73,17 @@ def test_a_host_takes_over_copies_of_the_one_before_it(hosts: list[HostCopies], 
     for step in (4, 7, 8):
         copy(first, step)
         wait_until(lambda step=step: first.taken_step == step)
-        assert all(kept(second, step, rank) for rank in range(2)) and (first.took_s > 0) == (step == 8)
+        assert all(kept(second, step, rank) for rank in range(2)) and (first.took_s > 0) == (
+            step == 8
+        )
     assert set(second.memory.steps(2)) == {7, 8} and second.taken_step == -1
     second.give_back_kept()
     assert second.memory.newest([2, 3]) is None
 
 
-def test_a_host_that_is_lost_while_it_is_copied_leaves_its_last_copies(hosts: list[HostCopies],
-                                                                      monkeypatch: pytest.MonkeyPatch):
+def test_a_host_that_is_lost_while_it_is_copied_leaves_its_last_copies(
+    hosts: list[HostCopies], monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(step_slots, "PIECE_BYTES", 700)
     first, second = hosts
     second.keep_for(address_of(first))
@@ -90,15 +100,25 @@ def test_a_host_that_is_lost_while_it_is_copied_leaves_its_last_copies(hosts: li
 def test_copies_that_were_sent_stay(hosts: list[HostCopies]):
     """Beside those that are being sent, and newer ones; without any, two slots are used."""
     memory = hosts[0].memory
-    for step, keep, expected in ((1, (), {1}), (2, (), {1, 2}), (3, (), {2, 3}), (4, (2,), {2, 3, 4}),
-                                 (5, (2, 4), {2, 4, 5}), (6, (2, 4), {2, 4, 6}), (7, (4,), {4, 6, 7})):
+    for step, keep, expected in (
+        (1, (), {1}),
+        (2, (), {1, 2}),
+        (3, (), {2, 3}),
+        (4, (2,), {2, 3, 4}),
+        (5, (2, 4), {2, 4, 5}),
+        (6, (2, 4), {2, 4, 6}),
+        (7, (4,), {4, 6, 7}),
+    ):
         memory.write(0, step, [memoryview(b"1")], b"{}", keep=keep)
         assert set(memory.steps(0)) == expected
 
 
 def half_of(fill: Callable[..., None]) -> Callable[..., None]:
     """Its peer is gone after the first piece."""
-    def torn(rank: int, step: int, extent: tuple[int, int], fetch: Callable[[int, memoryview], None]) -> None:
+
+    def torn(
+        rank: int, step: int, extent: tuple[int, int], fetch: Callable[[int, memoryview], None]
+    ) -> None:
         def fetch_first(offset: int, target: memoryview) -> None:
             if offset:
                 raise ConnectionResetError("the host is lost")
@@ -147,6 +167,7 @@ def test_nobody_reads_copies_without_the_secret(hosts: list[HostCopies]):
 def test_a_host_proves_itself_to_its_peer():
     """What has taken a host's port gets no proof that it could pass on, and gives nothing."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
+
         def answer() -> None:
             sock = listener.accept()[0]
             with sock:
@@ -161,9 +182,13 @@ def test_a_host_proves_itself_to_its_peer():
         thread.join()
 
 
-@pytest.mark.parametrize(("slot", "step", "offset", "count"), [(0, 1, 1990, 100), (0, 1, -1, 4), (0, 2, 0, 4),
-                                                               (9, 1, 0, 4), (-1, 1, 0, 4)])
-def test_only_what_is_there_is_given(hosts: list[HostCopies], slot: int, step: int, offset: int, count: int):
+@pytest.mark.parametrize(
+    ("slot", "step", "offset", "count"),
+    [(0, 1, 1990, 100), (0, 1, -1, 4), (0, 2, 0, 4), (9, 1, 0, 4), (-1, 1, 0, 4)],
+)
+def test_only_what_is_there_is_given(
+    hosts: list[HostCopies], slot: int, step: int, offset: int, count: int
+):
     copy(hosts[0], 1)
     with closing(CopyReader(address_of(hosts[0]), timeout_s=5)) as reader:
         with pytest.raises(ConnectionError, match="no more"):

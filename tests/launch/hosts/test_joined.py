@@ -32,6 +32,7 @@ def _environment(port: int, *, launcher: str = "torchrun", rank: int = 0) -> Env
 def taken() -> Iterator[int]:
     """A port at which something listens that knows nothing of ranks and hangs up on whoever comes."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
+
         def hang_up() -> None:
             with suppress(OSError):
                 while True:
@@ -53,7 +54,10 @@ def launched(monkeypatch: pytest.MonkeyPatch, taken: int) -> None:
 @pytest.mark.parametrize("launcher", ["torchrun", "Slurm"])
 def test_a_port_in_use(launcher: str, taken: int):
     """Rank 0 says which, and what to set."""
-    with pytest.raises(ClusterError, match=rf"MASTER_PORT={taken}, where the ranks meet, is in use(.|\n)*hint: MASTER"):
+    with pytest.raises(
+        ClusterError,
+        match=rf"MASTER_PORT={taken}, where the ranks meet, is in use(.|\n)*hint: MASTER",
+    ):
         join(_environment(taken, launcher=launcher), timeout_s=2)
 
 
@@ -61,7 +65,9 @@ def test_nobody_is_there():
     """A rank that finds nobody says where it looked."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    with pytest.raises(PeerLost, match=rf"rank 1 can't meet the 2 ranks of this run at 127.0.0.1:{port}"):
+    with pytest.raises(
+        PeerLost, match=rf"rank 1 can't meet the 2 ranks of this run at 127.0.0.1:{port}"
+    ):
         join(_environment(port, launcher="Slurm", rank=1), timeout_s=1)
 
 
@@ -84,6 +90,7 @@ def _agreed(make: Callable[[], str], *, timeout_s: float) -> str:
 
 def test_rank_0_may_take_longer_than_a_rank_may_hang():
     """It gives signs of life meanwhile."""
+
     def make() -> str:
         time.sleep(1.8)
         return "made"
@@ -92,12 +99,15 @@ def test_rank_0_may_take_longer_than_a_rank_may_hang():
 
 
 def test_a_rank_0_that_gives_no_sign_is_lost():
-    with pytest.raises(PeerLost, match=r"rank 1 has waited 0\.2 s for rank 0, which gave no sign of life"):
+    with pytest.raises(
+        PeerLost, match=r"rank 1 has waited 0\.2 s for rank 0, which gave no sign of life"
+    ):
         agree(dist.HashStore(), _environment(1, rank=1), "key", str, timeout_s=0.2)
 
 
 def test_what_rank_0_refuses_ends_the_others():
     """They leave with the exit code of a refusal, and say nothing."""
+
     def make() -> str:
         raise ClusterError("refused")
 
@@ -112,7 +122,9 @@ def test_what_rank_0_refuses_ends_the_others():
 APART, TOGETHER = FaultPolicy(uses_process_group=False), FaultPolicy()
 
 
-def _request_tls(monkeypatch: pytest.MonkeyPatch, *, secret: str | None = "s" * 64, text: str = "1") -> None:
+def _request_tls(
+    monkeypatch: pytest.MonkeyPatch, *, secret: str | None = "s" * 64, text: str = "1"
+) -> None:
     monkeypatch.setenv("PACELINE_TLS", text)
     monkeypatch.delenv("PACELINE_SECRET", raising=False)
     if secret:
@@ -140,12 +152,20 @@ def test_a_host_that_others_may_join_counts_as_several(monkeypatch: pytest.Monke
         tls.is_used(_host_of(3), TOGETHER)
 
 
-@pytest.mark.parametrize(("secret", "fault_policy", "why"), [
-    ("s" * 64, TOGETHER, r"gloo or NCCL here, which encrypt nothing(.|\n)*server=S(.|\n)*WireGuard"),
-    (None, APART, r"no PACELINE_SECRET: whoever reaches (.|\n)*openssl rand -hex 32"),
-])
-def test_encryption_that_is_asked_for_and_can_not_be_had(monkeypatch: pytest.MonkeyPatch, secret: str | None,
-                                                         fault_policy: FaultPolicy, why: str):
+@pytest.mark.parametrize(
+    ("secret", "fault_policy", "why"),
+    [
+        (
+            "s" * 64,
+            TOGETHER,
+            r"gloo or NCCL here, which encrypt nothing(.|\n)*server=S(.|\n)*WireGuard",
+        ),
+        (None, APART, r"no PACELINE_SECRET: whoever reaches (.|\n)*openssl rand -hex 32"),
+    ],
+)
+def test_encryption_that_is_asked_for_and_can_not_be_had(
+    monkeypatch: pytest.MonkeyPatch, secret: str | None, fault_policy: FaultPolicy, why: str
+):
     """The run is refused before ranks meet, and never goes on without."""
     _request_tls(monkeypatch, secret=secret)
     with pytest.raises(UsageError, match=why):
@@ -157,7 +177,9 @@ def test_a_node_that_was_not_told_to_encrypt(monkeypatch: pytest.MonkeyPatch, tm
     files: Any = SimpleNamespace(check=lambda: None)
     greeting = TrainingGreeting(files, str(tmp_path), encrypts=True)
     monkeypatch.delenv("PACELINE_TLS", raising=False)
-    with pytest.raises(UsageError, match=r"PACELINE_TLS=1 is set where the command runs, and not on this node"):
+    with pytest.raises(
+        UsageError, match=r"PACELINE_TLS=1 is set where the command runs, and not on this node"
+    ):
         greeting.check()
     _request_tls(monkeypatch)
     greeting.check()

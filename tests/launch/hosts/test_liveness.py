@@ -102,7 +102,10 @@ def test_strangers_are_no_ranks(data: bytes, is_one_by_one: bool):
     with closing(_Closing(Hub(secret=SECRET))) as opened:
         hub = opened.hub
         member = Spoke(1, ("127.0.0.1", hub.port), secret=SECRET)
-        with socket.create_connection(("127.0.0.1", hub.port), timeout=5) as stranger, suppress(OSError):
+        with (
+            socket.create_connection(("127.0.0.1", hub.port), timeout=5) as stranger,
+            suppress(OSError),
+        ):
             assert len(stranger.recv(16)) == 16
             for part in struct.unpack(f"{len(data)}c", data) if is_one_by_one else [data]:
                 stranger.sendall(part)
@@ -128,6 +131,7 @@ def test_rank_0_proves_itself_too():
     with closing(_Closing(Hub(secret=b"another"))) as opened, pytest.raises(ConnectionError):
         Spoke(1, ("127.0.0.1", opened.hub.port), secret=SECRET)
     with socket.create_server(("127.0.0.1", 0)) as impostor, ThreadPoolExecutor(1) as pool:
+
         def answers() -> None:
             with impostor.accept()[0] as sock:
                 sock.sendall(bytes(16))
@@ -143,16 +147,22 @@ def test_rank_0_proves_itself_too():
 WORD_BYTES = 4 + 32
 
 
-@pytest.mark.parametrize("change", [
-    lambda words: words[:WORD_BYTES] * 2,  # one that is repeated
-    lambda words: words[WORD_BYTES:],  # left out
-    lambda words: struct.pack(">i", -1) + words[4:WORD_BYTES],  # changed
-])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda words: words[:WORD_BYTES] * 2,  # one that is repeated
+        lambda words: words[WORD_BYTES:],  # left out
+        lambda words: struct.pack(">i", -1) + words[4:WORD_BYTES],  # changed
+    ],
+)
 def test_who_is_between_two_can_only_part_them(change: Callable[[bytes], bytes]):
     hub, peer = socket.socketpair()
     with hub, peer:
         peer.setblocking(False)
-        says, hears = (liveness._Link(sock, b"key", is_hub=is_hub) for sock, is_hub in ((hub, True), (peer, False)))
+        says, hears = (
+            liveness._Link(sock, b"key", is_hub=is_hub)
+            for sock, is_hub in ((hub, True), (peer, False))
+        )
         for number in (5, 6):
             says.say(number)
         says.sock.sendall(change(peer.recv(1000)))
@@ -178,7 +188,12 @@ class _Closing:
 @pytest.fixture
 def start_ranks(start_child: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
     """`start_ranks(n, body)` runs `body(context)` as n ranks of a Slurm step, processes that nobody looks after."""
-    for module, name in ((watchdog, "_ANSWER_S"), (watchdog, "_STORE_S"), (joined, "_HEARD_S"), (joined, "_LEAVE_S")):
+    for module, name in (
+        (watchdog, "_ANSWER_S"),
+        (watchdog, "_STORE_S"),
+        (joined, "_HEARD_S"),
+        (joined, "_LEAVE_S"),
+    ):
         monkeypatch.setattr(module, name, 1.0)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -189,8 +204,15 @@ def start_ranks(start_child: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[.
         def rank(number: int) -> None:
             environment = Environment("Slurm", number, count, number, count, "127.0.0.1", port)
             store = joined.join(environment, timeout_s=30)
-            joined.run_joined(body, environment, device, store=store, attempt="first", run_dir=None,
-                              timeout_s=timeout_s)
+            joined.run_joined(
+                body,
+                environment,
+                device,
+                store=store,
+                attempt="first",
+                run_dir=None,
+                timeout_s=timeout_s,
+            )
 
         return [start_child(lambda number=number: rank(number)) for number in range(count)]
 
@@ -204,6 +226,7 @@ def in_a_collective_of_nccl() -> None:
 
 def body_of(misbehave: dict[int, Callable[[], Any]]) -> Callable[[Any], None]:
     """Two steps with gloo, in the third of which these ranks misbehave while the others wait as NCCL lets them."""
+
     def body(context: Any) -> None:
         for context.step in (1, 2):
             context.beat("reduce")
@@ -229,10 +252,14 @@ def test_others_end_when_a_rank_is_killed(start_ranks: Any, culprit: int):
     """Long before the timeout, with the exit code of a lost peer and its name. Rank 0 takes the store with it."""
     ranks = start_ranks(3, body_of({culprit: die}), timeout_s=600.0)
     codes = [rank.exit_code(30) for rank in ranks]
-    assert codes == [-signal.SIGKILL if number == culprit else PeerLost.exit_code for number in range(3)]
+    assert codes == [
+        -signal.SIGKILL if number == culprit else PeerLost.exit_code for number in range(3)
+    ]
     stderr_text = "".join(rank.stderr for rank in ranks)
-    assert (f"rank {culprit} is gone: its process or its host ended while this rank was in step 3 (reduce)"
-            in stderr_text)
+    assert (
+        f"rank {culprit} is gone: its process or its host ended while this rank was in step 3 (reduce)"
+        in stderr_text
+    )
 
 
 @pytest.mark.sweep(1)
@@ -253,6 +280,7 @@ def test_others_end_when_one_is_stopped_and_another_killed(start_ranks: Any):
 
 def test_forks_of_a_rank_do_not_hide_its_death(start_ranks: Any):
     """A loader's workers outlive their rank for some seconds, with all that they inherited."""
+
     def die_before_a_fork() -> None:
         if os.fork():
             die()
@@ -265,6 +293,7 @@ def test_forks_of_a_rank_do_not_hide_its_death(start_ranks: Any):
 
 def test_others_end_when_a_rank_fails(start_ranks: Any):
     """It says why, and they need not."""
+
     def fail() -> None:
         raise MemoryError("CUDA out of memory")
 
@@ -276,22 +305,29 @@ def test_others_end_when_a_rank_fails(start_ranks: Any):
 
 def test_who_leaves_as_it_should_ends_nobody(start_ranks: Any):
     """One is done and one was asked to stop; the others have still something to write."""
+
     def be_asked_to_stop() -> None:
         raise Preempted("asked to stop")
 
-    ranks = start_ranks(3, body_of({0: lambda: time.sleep(5), 1: be_asked_to_stop, 2: lambda: None}))
+    ranks = start_ranks(
+        3, body_of({0: lambda: time.sleep(5), 1: be_asked_to_stop, 2: lambda: None})
+    )
     assert [rank.exit_code(30) for rank in ranks] == [0, Preempted.exit_code, 0]
 
 
 def test_a_hub_that_can_not_be_reached_is_told(start_ranks: Any, monkeypatch: pytest.MonkeyPatch):
     """The run goes on, and notices deaths later."""
+
     def refuse(*args: Any, **options: Any) -> None:
         raise ConnectionRefusedError("no")
 
     monkeypatch.setattr(joined, "Spoke", refuse)
     ranks = start_ranks(2, body_of({0: lambda: None, 1: lambda: None}))
     assert [rank.exit_code(30) for rank in ranks] == [0, 0]
-    assert "rank 1 can't reach rank 0" in ranks[1].stderr and "after --patience 60 s" in ranks[1].stderr
+    assert (
+        "rank 1 can't reach rank 0" in ranks[1].stderr
+        and "after --patience 60 s" in ranks[1].stderr
+    )
 
 
 @pytest.mark.parametrize("patience_s", [1.0, 2.0, 4.0, 5.0, 9.0, 10.0, 37.5, 60.0, 300.0])
@@ -301,9 +337,15 @@ def test_a_dead_host_is_given_up(patience_s: float):
         pytest.skip("needs a system with TCP_KEEPCNT, such as Linux")
     with socket.socket() as sock:
         liveness._watch_host(sock, liveness.silence_s(patience_s))
-        idle, interval, count = (sock.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in (
-            "TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT"))
-        assert abs(idle + interval * count - min(60, max(2, patience_s))) <= 1.5, (idle, interval, count)
+        idle, interval, count = (
+            sock.getsockopt(socket.IPPROTO_TCP, getattr(socket, name))
+            for name in ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT")
+        )
+        assert abs(idle + interval * count - min(60, max(2, patience_s))) <= 1.5, (
+            idle,
+            interval,
+            count,
+        )
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
 
 
@@ -311,8 +353,10 @@ def test_a_silent_host_is_told_apart_from_a_process_that_ended(hub: Hub, join: A
     join(1)._sock.shutdown(socket.SHUT_RDWR)
     wait_until(lambda: hub.lost == [1])
     assert hub.unreachable == []
-    assert [liveness._is_silence(error) for error in (
-        ConnectionResetError(), TimeoutError(), OSError(113, "No route to host"))] == [False, True, True]
+    assert [
+        liveness._is_silence(error)
+        for error in (ConnectionResetError(), TimeoutError(), OSError(113, "No route to host"))
+    ] == [False, True, True]
 
 
 JOB = """
@@ -338,15 +382,48 @@ def test_runs_of_users_in_slurm(tmp_path: Path, dies: int):
     (tmp_path / "job.py").write_text(JOB)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    slurm = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "3", "SLURM_STEP_TASKS_PER_NODE": "3",
-             "SLURM_STEP_NODELIST": "localhost", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    command = [sys.executable, "-m", "paceline", "train", str(tmp_path / "job.py"), "--plan", "data=3", "--run",
-               str(tmp_path / "run"), "--check", "no", "--set", f"dies={dies}"]
-    ranks = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={
-        **os.environ, **slurm, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "OMP_NUM_THREADS": "1"})
-        for rank in range(3)]
+    slurm = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_ID": "0",
+        "SLURM_NTASKS": "3",
+        "SLURM_STEP_TASKS_PER_NODE": "3",
+        "SLURM_STEP_NODELIST": "localhost",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "paceline",
+        "train",
+        str(tmp_path / "job.py"),
+        "--plan",
+        "data=3",
+        "--run",
+        str(tmp_path / "run"),
+        "--check",
+        "no",
+        "--set",
+        f"dies={dies}",
+    ]
+    ranks = [
+        subprocess.Popen(
+            command,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={
+                **os.environ,
+                **slurm,
+                "SLURM_PROCID": str(rank),
+                "SLURM_LOCALID": str(rank),
+                "OMP_NUM_THREADS": "1",
+            },
+        )
+        for rank in range(3)
+    ]
     stderr_texts = [rank.communicate(timeout=200)[1] for rank in ranks]
     good = 0 if dies < 0 else PeerLost.exit_code
     assert [rank.returncode for rank in ranks] == [
-        -signal.SIGKILL if rank == dies else good for rank in range(3)], stderr_texts
+        -signal.SIGKILL if rank == dies else good for rank in range(3)
+    ], stderr_texts
     assert dies < 0 or f"rank {dies} is gone" in "".join(stderr_texts)

@@ -26,7 +26,8 @@ class Wire:
         self.dropped: list[int] = []
         self.lines: list[tuple[int, str | None]] = [
             (node, json.dumps({"devices": [f"cpu:{index}" for index in range(count)]}))
-            for node, count in reversed([*enumerate(devices)])]
+            for node, count in reversed([*enumerate(devices)])
+        ]
 
     def tell(self, node: int, line: str) -> None:
         self.told.append((node, json.loads(line)))
@@ -53,14 +54,31 @@ def made(*devices: int) -> tuple[Wire, NodesPool]:
 def test_slots_are_numbered_node_by_node_and_a_task_has_those_of_one():
     """Of the node with the fewest to spare, under the numbers that the node itself has for them."""
     wire, pool = made(3, 2)
-    assert pool.nodes == [range(3), range(3, 5)] and list(pool.free) == [0, 1, 2, 3, 4] and largest(pool) == 3
-    assert pool.place(4) == "node1 cpu:1" and pool.describe() == "node0 (cpu:0 cpu:1 cpu:2), node1 (cpu:0 cpu:1)"
-    assert room(pool, 1) == (3,) and room(pool, 2) == (3, 4) and room(pool, 3) == (0, 1, 2) and room(pool, 4) is None
+    assert (
+        pool.nodes == [range(3), range(3, 5)]
+        and list(pool.free) == [0, 1, 2, 3, 4]
+        and largest(pool) == 3
+    )
+    assert (
+        pool.place(4) == "node1 cpu:1"
+        and pool.describe() == "node0 (cpu:0 cpu:1 cpu:2), node1 (cpu:0 cpu:1)"
+    )
+    assert (
+        room(pool, 1) == (3,)
+        and room(pool, 2) == (3, 4)
+        and room(pool, 3) == (0, 1, 2)
+        and room(pool, 4) is None
+    )
     assert node_of(pool, 4) == range(3, 5)
     task = pool.start({"do": "train"}, (3, 4), fault_policy=ALL_NEEDED)
-    (node, told), = wire.told
+    ((node, told),) = wire.told
     assert (node, told["kind"], told["task"]) == (1, "start", task)
-    assert told["value"] == {"payload": {"do": "train"}, "slots": [0, 1], "uses_process_group": True, "log_dir": None}
+    assert told["value"] == {
+        "payload": {"do": "train"},
+        "slots": [0, 1],
+        "uses_process_group": True,
+        "log_dir": None,
+    }
     assert pool.free == [0, 1, 2] and room(pool, 3) == (0, 1, 2)
 
 
@@ -96,12 +114,20 @@ def test_the_tasks_of_a_node_that_goes_are_lost_and_its_slots_gone():
         pool.wait(1)
 
 
-@pytest.mark.parametrize(("line", "message"), [
-    (json.dumps({"error": "no such file", "hint": "share it"}), "(?s)node1: no such file.*share it"),
-    ("", "node1 gave no devices within 0 s: nothing started there"),
-    (json.dumps(STARTED), "node1 started and gave no devices within 0 s"),
-])
-def test_a_node_that_can_not_start_is_named(line: str, message: str, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            json.dumps({"error": "no such file", "hint": "share it"}),
+            "(?s)node1: no such file.*share it",
+        ),
+        ("", "node1 gave no devices within 0 s: nothing started there"),
+        (json.dumps(STARTED), "node1 started and gave no devices within 0 s"),
+    ],
+)
+def test_a_node_that_can_not_start_is_named(
+    line: str, message: str, monkeypatch: pytest.MonkeyPatch
+):
     """With what it said, if it said anything."""
     monkeypatch.setattr(nodes, "LOAD_S", 0.05)
     wire = Wire(1)

@@ -25,10 +25,17 @@ TIMES = st.datetimes(timezones=st.just(UTC))
 @st.composite
 def states(draw: Any) -> _RendezvousState:
     state = _RendezvousState()
-    state.round, state.complete, state.closed = draw(st.integers(0, 9)), draw(st.booleans()), draw(st.booleans())
+    state.round, state.complete, state.closed = (
+        draw(st.integers(0, 9)),
+        draw(st.booleans()),
+        draw(st.booleans()),
+    )
     state.deadline = draw(st.none() | TIMES)
     state.participants = draw(st.dictionaries(NODES, st.integers(0, 99), max_size=3))
-    state.wait_list, state.redundancy_list = draw(st.sets(NODES, max_size=2)), draw(st.sets(NODES, max_size=2))
+    state.wait_list, state.redundancy_list = (
+        draw(st.sets(NODES, max_size=2)),
+        draw(st.sets(NODES, max_size=2)),
+    )
     state.last_heartbeats = draw(st.dictionaries(NODES, TIMES, max_size=3))
     return state
 
@@ -41,8 +48,16 @@ def test_a_state_comes_back(state: _RendezvousState):
 
 def test_torch_has_no_other_fields():
     """A release that adds one would lose it here."""
-    assert set(vars(_RendezvousState())) == {"round", "complete", "deadline", "closed", "participants", "wait_list",
-                                             "redundancy_list", "last_heartbeats"}
+    assert set(vars(_RendezvousState())) == {
+        "round",
+        "complete",
+        "deadline",
+        "closed",
+        "participants",
+        "wait_list",
+        "redundancy_list",
+        "last_heartbeats",
+    }
 
 
 @given(st.text() | st.recursive(st.none() | st.integers() | st.text(), st.lists).map(repr))

@@ -18,11 +18,19 @@ from paceline.launch.hosts.rendezvous_server import MeetingPlace, RunOver
 
 HOSTS = range(5)
 GROUPS = st.frozensets(st.sampled_from(HOSTS))
-STANDINGS = st.builds(Standing, epoch=st.just(3), keeper=st.sampled_from(HOSTS), members=GROUPS, num_starts=st.just(2),
-                      has_ended=st.just(False))
+STANDINGS = st.builds(
+    Standing,
+    epoch=st.just(3),
+    keeper=st.sampled_from(HOSTS),
+    members=GROUPS,
+    num_starts=st.just(2),
+    has_ended=st.just(False),
+)
 
 
-def opened(host: int, epoch: int, voters: tuple[int, ...] = (), *, is_anew: bool = False) -> HostEntry:
+def opened(
+    host: int, epoch: int, voters: tuple[int, ...] = (), *, is_anew: bool = False
+) -> HostEntry:
     return HostEntry(kind="open", host=host, epoch=epoch, hosts=voters, is_anew=is_anew)
 
 
@@ -42,7 +50,9 @@ THREE = opened(0, 1, is_anew=True), started(1, 0, 1, 2)
 
 
 @given(STANDINGS, GROUPS, GROUPS)
-def test_of_two_groups_one_at_most_goes_on(standing: Standing, group: frozenset[int], other: frozenset[int]):
+def test_of_two_groups_one_at_most_goes_on(
+    standing: Standing, group: frozenset[int], other: frozenset[int]
+):
     """A minority never does, and half of the hosts with the keeper alone."""
     other -= group
     members = standing.members
@@ -50,8 +60,11 @@ def test_of_two_groups_one_at_most_goes_on(standing: Standing, group: frozenset[
         assert not (standing.is_enough(group) and standing.is_enough(other))
         assert not standing.is_enough(group) or 2 * len(group & members) >= len(members)
         assert standing.is_enough(members)
-        assert standing.is_enough(sorted(members)[:standing.least_hosts] if standing.keeper not in members else
-                                  [standing.keeper, *sorted(members - {standing.keeper})][:standing.least_hosts])
+        assert standing.is_enough(
+            sorted(members)[: standing.least_hosts]
+            if standing.keeper not in members
+            else [standing.keeper, *sorted(members - {standing.keeper})][: standing.least_hosts]
+        )
 
 
 @given(STANDINGS, GROUPS)
@@ -62,17 +75,25 @@ def test_the_lowest_of_a_majority_comes_first(standing: Standing, voters: frozen
 
 
 @settings(max_examples=200)
-@given(st.lists(st.tuples(st.sampled_from(HOSTS), st.sampled_from(["open", "start", "leave", "look"]), GROUPS),
-                max_size=40))
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(HOSTS), st.sampled_from(["open", "start", "leave", "look"]), GROUPS
+        ),
+        max_size=40,
+    )
+)
 def test_each_start_has_a_majority_of_the_one_before(acts: list[tuple[int, str, frozenset[int]]]):
     """Whatever hosts do that have read an old part of the log: the rules allow their next entry, or it is none."""
     log = [after(opened(0, 1, is_anew=True), started(1, *HOSTS))]
     sides = dict.fromkeys(HOSTS, log[0])
     for host, act, group in acts:
         seen = sides[host]
-        entry = {"open": opened(host, seen.epoch + 1, tuple(group)),
-                 "leave": HostEntry(kind="leave", host=host, epoch=seen.epoch),
-                 "start": started(seen.epoch, *sorted(group | {host}))}.get(act)
+        entry = {
+            "open": opened(host, seen.epoch + 1, tuple(group)),
+            "leave": HostEntry(kind="leave", host=host, epoch=seen.epoch),
+            "start": started(seen.epoch, *sorted(group | {host})),
+        }.get(act)
         sides[host] = log[-1]
         if entry is None or not log[-1].allows(entry):
             continue
@@ -86,7 +107,9 @@ def test_each_start_has_a_majority_of_the_one_before(acts: list[tuple[int, str, 
 
 def test_three_hosts_without_the_first():
     standing = after(*THREE)
-    assert successor(standing, [2]) == () == successor(standing, [0, 4]) and successor(standing, [2, 1]) == (1, 2)
+    assert successor(standing, [2]) == () == successor(standing, [0, 4]) and successor(
+        standing, [2, 1]
+    ) == (1, 2)
     assert not standing.allows(opened(2, 2, (2,))) and not standing.allows(started(1, 0))
     moved = after(*THREE, opened(1, 2, (1, 2)))
     assert not moved.allows(started(1, 0, 1, 2)) and not moved.allows(opened(2, 2, (1, 2)))
@@ -130,8 +153,16 @@ def test_one_of_many_writes_the_next_entry(tmp_path: Path):
     assert [path.name for path in logs[0].folder.iterdir()] == ["000001.json"]
 
 
-@pytest.mark.parametrize("damage", [b"", b"{", b'{"kind":"open","host":-1,"epoch":1}', b"\x80\x04K\x01.",
-                                    b'{"kind":"rule","host":0,"epoch":1}'])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"",
+        b"{",
+        b'{"kind":"open","host":-1,"epoch":1}',
+        b"\x80\x04K\x01.",
+        b'{"kind":"rule","host":0,"epoch":1}',
+    ],
+)
 def test_a_damaged_entry_is_refused(tmp_path: Path, damage: bytes):
     log = HostLog(tmp_path)
     log.append(THREE[0])
@@ -152,8 +183,10 @@ def test_signs_of_life(tmp_path: Path):
 
 def test_the_meeting_place_moves(tmp_path: Path):
     """Without the first host's, the second opens one; the first learns of it before its next word, and comes too."""
-    host_0, host_1, host_2 = (MeetingPlace(Host("test", index, 3, 1, "127.0.0.1", 1, 1), tmp_path, patience_s=1)
-                              for index in range(3))
+    host_0, host_1, host_2 = (
+        MeetingPlace(Host("test", index, 3, 1, "127.0.0.1", 1, 1), tmp_path, patience_s=1)
+        for index in range(3)
+    )
     with pytest.raises(RendezvousConnectionError, match="host 0 has opened no meeting place yet"):
         host_1.meet()
     host_0.meet()
@@ -161,7 +194,9 @@ def test_the_meeting_place_moves(tmp_path: Path):
         host.meet().set("word", "kept")
     assert host_0.start([0, 1, 2]) == 1 and host_0.start([0]) == 0
     host_0._kept_store = None  # its process is gone, and the store with it
-    with pytest.raises(RendezvousConnectionError, match="the others go on without it, once more than half"):
+    with pytest.raises(
+        RendezvousConnectionError, match="the others go on without it, once more than half"
+    ):
         host_2.meet()  # it says so, and waits for host 1
     assert not host_1.meet().check(["word"])
     host_2.meet()

@@ -39,7 +39,9 @@ def sockets() -> Iterator[tuple[socket.socket, socket.socket]]:
     there.close()
 
 
-def _met(here: socket.socket, there: socket.socket, identity: Identity) -> tuple[TlsSocket, TlsSocket]:
+def _met(
+    here: socket.socket, there: socket.socket, identity: Identity
+) -> tuple[TlsSocket, TlsSocket]:
     """A server and a client, after the handshake."""
     server, client = TlsSocket(here, identity), TlsSocket(there, None)
     with ThreadPoolExecutor(1) as pool:
@@ -50,17 +52,24 @@ def _met(here: socket.socket, there: socket.socket, identity: Identity) -> tuple
     return server, client
 
 
-def test_the_certificate_is_this_launch_s_own(sockets: tuple[socket.socket, socket.socket], identity: Identity):
+def test_the_certificate_is_this_launch_s_own(
+    sockets: tuple[socket.socket, socket.socket], identity: Identity
+):
     server, client = _met(*sockets, identity)
     assert server._tls.version() == client._tls.version() == "TLSv1.3"
     assert Identity.make().fingerprint != identity.fingerprint
     assert client._outgoing.pending == server._incoming.pending == 0
 
 
-@given(st.lists(st.integers(1, 400_000), min_size=1, max_size=4), st.lists(st.integers(1, 400_000), max_size=4),
-       st.integers(0, 2**32))
+@given(
+    st.lists(st.integers(1, 400_000), min_size=1, max_size=4),
+    st.lists(st.integers(1, 400_000), max_size=4),
+    st.integers(0, 2**32),
+)
 @settings(max_examples=15)
-def test_both_send_and_receive_at_once(identity: Identity, here_sizes: list[int], there_sizes: list[int], seed: int):
+def test_both_send_and_receive_at_once(
+    identity: Identity, here_sizes: list[int], there_sizes: list[int], seed: int
+):
     """Frames of any sizes, in any pieces, arrive as they were sent."""
     here, there = socket.socketpair()
     ends, draw = _met(here, there, identity), random.Random(seed)
@@ -90,7 +99,9 @@ def test_both_send_and_receive_at_once(identity: Identity, here_sizes: list[int]
     there.close()
 
 
-def test_nobody_waits_for_whoever_sends(sockets: tuple[socket.socket, socket.socket], identity: Identity):
+def test_nobody_waits_for_whoever_sends(
+    sockets: tuple[socket.socket, socket.socket], identity: Identity
+):
     """Both send more than the system takes, and neither has begun to receive."""
     ends, size = _met(*sockets, identity), 8 * 2**20
     data = memoryview(random.Random(0).randbytes(size))
@@ -112,8 +123,13 @@ def test_new_keys_in_the_middle(identity: Identity):
         pytest.skip("openssl is not installed: apt install openssl")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        client = subprocess.Popen(["openssl", "s_client", "-connect", f"127.0.0.1:{port}", "-tls1_3"], text=True,
-                                  stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        client = subprocess.Popen(
+            ["openssl", "s_client", "-connect", f"127.0.0.1:{port}", "-tls1_3"],
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
         assert client.stdin and client.stdout
         sock = listener.accept()[0]
     server = TlsSocket(sock, identity)
@@ -147,7 +163,9 @@ def _heard(server: TlsSocket, size: int) -> bytes:
 
 
 @pytest.mark.parametrize("is_server", [True, False])
-def test_a_peer_without_tls(sockets: tuple[socket.socket, socket.socket], identity: Identity, is_server: bool):
+def test_a_peer_without_tls(
+    sockets: tuple[socket.socket, socket.socket], identity: Identity, is_server: bool
+):
     sockets[1].sendall(b"PLps and so on")
     with pytest.raises(PlainPeer):
         TlsSocket(sockets[0], identity if is_server else None).handshake()
@@ -167,7 +185,9 @@ def test_an_older_tls(sockets: tuple[socket.socket, socket.socket], identity: Id
 
 
 @pytest.mark.parametrize("drips", [False, True])
-def test_a_handshake_has_an_end(sockets: tuple[socket.socket, socket.socket], identity: Identity, drips: bool):
+def test_a_handshake_has_an_end(
+    sockets: tuple[socket.socket, socket.socket], identity: Identity, drips: bool
+):
     """Whoever says nothing, or a byte now and then, is not waited for."""
     sockets[0].settimeout(0.3)
     is_over = threading.Event()
@@ -188,10 +208,16 @@ def test_a_handshake_has_an_end(sockets: tuple[socket.socket, socket.socket], id
         assert time.monotonic() - began_s < 5
 
 
-@pytest.mark.parametrize(("change", "size"), [
-    (lambda data: data[:-20], 0), (lambda data: data[:-1] + bytes([data[-1] ^ 1]), -1)])
-def test_bytes_that_are_cut_off_or_changed(sockets: tuple[socket.socket, socket.socket], identity: Identity, size: int,
-                                           change: Callable[[bytes], bytes]):
+@pytest.mark.parametrize(
+    ("change", "size"),
+    [(lambda data: data[:-20], 0), (lambda data: data[:-1] + bytes([data[-1] ^ 1]), -1)],
+)
+def test_bytes_that_are_cut_off_or_changed(
+    sockets: tuple[socket.socket, socket.socket],
+    identity: Identity,
+    size: int,
+    change: Callable[[bytes], bytes],
+):
     """Nothing of a record is handed out before all of it is there and proves right."""
     server, client = _met(*sockets, identity)
     with client._calling:
@@ -221,5 +247,7 @@ def test_a_value_that_is_neither():
 
 def test_without_the_package_for_certificates(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(MissingPackage, match=r"PACELINE_TLS=1 needs the package 'cryptography'(.|\n)*'\.\[tls\]'"):
+    with pytest.raises(
+        MissingPackage, match=r"PACELINE_TLS=1 needs the package 'cryptography'(.|\n)*'\.\[tls\]'"
+    ):
         Identity.make()

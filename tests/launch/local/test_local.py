@@ -59,13 +59,21 @@ def steps_until_stopped(context: Any) -> None:
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_results_come_in_rank_order(run_ranks: Callable[..., Any], count: int):
     """Each rank knows its place; results are JSON and stand in rank order, whoever is first."""
+
     def body(context: Any) -> dict[str, Any]:
         time.sleep(0.05 * (count - context.rank))
-        return {"rank": context.rank, "of": context.world_size, "here": context.local_world_size,
-                "device": str(context.device), "sum": meet(context) if count > 1 else 1.0}
+        return {
+            "rank": context.rank,
+            "of": context.world_size,
+            "here": context.local_world_size,
+            "device": str(context.device),
+            "sum": meet(context) if count > 1 else 1.0,
+        }
 
     assert run_ranks(body, count) == [
-        {"rank": rank, "of": count, "here": count, "device": "cpu", "sum": float(count)} for rank in range(count)]
+        {"rank": rank, "of": count, "here": count, "device": "cpu", "sum": float(count)}
+        for rank in range(count)
+    ]
 
 
 def test_a_result_larger_than_a_pipe(run_ranks: Callable[..., Any]):
@@ -80,7 +88,9 @@ def test_all_ranks_of_a_launch_share_its_name(run_ranks: Callable[..., Any]):
     assert first != second
 
 
-def test_cores_are_cut_over_the_ranks(run_ranks: Callable[..., Any], monkeypatch: pytest.MonkeyPatch):
+def test_cores_are_cut_over_the_ranks(
+    run_ranks: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+):
     """Ranks share the cores evenly, one thread at least; OMP_NUM_THREADS wins."""
     monkeypatch.setattr("paceline.cluster.cluster.usable_cores", lambda: 5)
     monkeypatch.delenv("OMP_NUM_THREADS")
@@ -92,6 +102,7 @@ def test_cores_are_cut_over_the_ranks(run_ranks: Callable[..., Any], monkeypatch
 
 def test_ranks_of_a_parent_that_used_threads(run_ranks: Callable[..., Any]):
     """A parent that computed with two threads can still fork ranks that do."""
+
     def body(context: Any) -> float:
         torch.set_num_threads(2)
         return float((torch.ones(600, 600) @ torch.ones(600, 600))[0, 0])
@@ -114,7 +125,9 @@ def test_ranks_are_started_from_any_thread(run_ranks: Callable[..., Any]):
     assert results == [[2.0, 2.0]]
 
 
-def test_the_first_process_of_a_container(run_ranks: Callable[..., Any], monkeypatch: pytest.MonkeyPatch):
+def test_the_first_process_of_a_container(
+    run_ranks: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+):
     """A parent with process id 1, as in a container, is not taken for one that died."""
     with monkeypatch.context() as patched:
         patched.setattr(os, "getpid", lambda: 1)
@@ -134,6 +147,7 @@ def test_signals_are_as_before_when_the_ranks_have_ended(run_ranks: Callable[...
 
 def test_the_rank_that_raised_is_reported(run_ranks: Callable[..., Any], tmp_path: Path):
     """Others only hear that a peer left; the message is that of the rank that raised, with its log."""
+
     def body(context: Any) -> None:
         context.step = 9
         context.beat("backward")
@@ -146,9 +160,16 @@ def test_the_rank_that_raised_is_reported(run_ranks: Callable[..., Any], tmp_pat
         run_ranks(body, 3, run_dir=tmp_path)
     assert time.monotonic() - began_s < PATIENCE_S
     failure = raised.value.failure
-    assert (failure.rank, failure.step, failure.phase, failure.kind) == (2, 9, "backward", "KeyError")
+    assert (failure.rank, failure.step, failure.phase, failure.kind) == (
+        2,
+        9,
+        "backward",
+        "KeyError",
+    )
     assert failure.where.startswith(f"{__file__}:")
-    assert str(raised.value).count("KeyError") == 2  # in the line of code that raised it, and in the message
+    assert (
+        str(raised.value).count("KeyError") == 2
+    )  # in the line of code that raised it, and in the message
     assert str(raised.value).endswith(f"full log: {tmp_path}/logs/rank-2.log")
     assert "KeyError: 'weights'" in (tmp_path / "logs" / "rank-2.log").read_text()
 
@@ -159,14 +180,22 @@ def hang_up() -> None:
     os.kill(os.getpid(), signal.SIGHUP)
 
 
-@pytest.mark.parametrize(("end", "words"), [
-    (lambda: os.kill(os.getpid(), signal.SIGKILL), "it was killed by SIGKILL"),
-    (hang_up, "it was killed by SIGHUP"),
-    (lambda: os._exit(7), "it ended with exit code 7 and no exception"),
-    (lambda: os._exit(0), "it ended with exit code 0 and no exception"),
-], ids=["SIGKILL", "SIGHUP", "exit 7", "exit 0"])
-def test_a_rank_that_dies(run_ranks: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, end: Callable[[], None],
-                          words: str):
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "it was killed by SIGKILL"),
+        (hang_up, "it was killed by SIGHUP"),
+        (lambda: os._exit(7), "it ended with exit code 7 and no exception"),
+        (lambda: os._exit(0), "it ended with exit code 0 and no exception"),
+    ],
+    ids=["SIGKILL", "SIGHUP", "exit 7", "exit 0"],
+)
+def test_a_rank_that_dies(
+    run_ranks: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    end: Callable[[], None],
+    words: str,
+):
     """A rank that dies without a word is named with the step it was in. The others end at once: they hear who died,
     and do not wait for what each of them has to say."""
     monkeypatch.setattr(watchdog, "_ANSWER_S", 2 * PATIENCE_S)
@@ -189,11 +218,17 @@ def test_a_rank_that_dies(run_ranks: Callable[..., Any], monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
-def test_a_rank_is_preempted_before_it_can_save(run_ranks: Callable[..., Any], number: signal.Signals):
+def test_a_rank_is_preempted_before_it_can_save(
+    run_ranks: Callable[..., Any], number: signal.Signals
+):
     """A scheduler's signal to one rank is no failure, and nobody starts it again."""
-    with pytest.raises(RankFailed, match=rf"rank 0 was stopped by {number.name} in start") as raised:
+    with pytest.raises(
+        RankFailed, match=rf"rank 0 was stopped by {number.name} in start"
+    ) as raised:
         run_ranks(lambda context: os.kill(os.getpid(), number), 1)
-    assert raised.value.exit_code == Preempted.exit_code and raised.value.failure.reason == "preempted"
+    assert (
+        raised.value.exit_code == Preempted.exit_code and raised.value.failure.reason == "preempted"
+    )
 
 
 @pytest.mark.timeout(100)
@@ -214,18 +249,25 @@ def test_a_process_group_that_nothing_refers_to(run_ranks: Callable[..., Any]):
 
 def test_the_only_rank_dies(run_ranks: Callable[..., Any]):
     """One rank alone is a process of its own too."""
-    with pytest.raises(RankFailed, match=r"rank 0 on .* failed in start \(start\):\nit was killed by SIGKILL"):
+    with pytest.raises(
+        RankFailed, match=r"rank 0 on .* failed in start \(start\):\nit was killed by SIGKILL"
+    ):
         run_ranks(lambda context: os.kill(os.getpid(), signal.SIGKILL), 1)
 
 
 @pytest.mark.parametrize("restarts", [0, 3])
-def test_the_process_that_forks_ranks_dies(run_ranks: Callable[..., Any], capfd: Any, restarts: int):
+def test_the_process_that_forks_ranks_dies(
+    run_ranks: Callable[..., Any], capfd: Any, restarts: int
+):
     """Its ranks die with it, and nothing can start them again: the run says so, and how to go on."""
+
     def body(context: Any) -> None:
         os.kill(os.getppid(), signal.SIGKILL)
         time.sleep(1000)
 
-    with pytest.raises(RankFailed, match=r"(?s)the process that forks ranks was killed, .*hint: .*--resume goes on"):
+    with pytest.raises(
+        RankFailed, match=r"(?s)the process that forks ranks was killed, .*hint: .*--resume goes on"
+    ):
         run_ranks(body, 2, restarts=restarts)
     assert "start again" not in capfd.readouterr().err
 
@@ -236,8 +278,9 @@ def test_a_program_that_ends_itself(run_ranks: Callable[..., Any]):
         run_ranks(lambda context: sys.exit(0), 1)
 
 
-def test_a_rank_that_ignores_everything_is_killed(run_ranks: Callable[..., Any], monkeypatch: pytest.MonkeyPatch,
-                                                  tmp_path: Path):
+def test_a_rank_that_ignores_everything_is_killed(
+    run_ranks: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
     """A rank that neither hears of the failure nor stops when asked does not keep the others from ending; nor do its
     own forks, which keep its ends of pipes open."""
     monkeypatch.setattr(local, "_GRACE_S", 1.0)
@@ -261,8 +304,11 @@ def test_a_rank_that_ignores_everything_is_killed(run_ranks: Callable[..., Any],
 
 
 @pytest.mark.predicted_runs
-def test_work_beside_a_run_is_in_a_process_of_its_own(run_ranks: Callable[..., Any], tmp_path: Path):
+def test_work_beside_a_run_is_in_a_process_of_its_own(
+    run_ranks: Callable[..., Any], tmp_path: Path
+):
     """A thread of the parent might hold a lock of a library in the moment of a fork: the fork would wait for ever."""
+
     def beside(board: Any) -> None:
         while not board.over:
             time.sleep(0.01)
@@ -285,20 +331,28 @@ def test_a_failure_does_not_wait_for_work_beside_it(run_ranks: Callable[..., Any
 def test_work_beside_a_run_sees_its_signs_of_life(tmp_path: Path):
     """The board is shared, and the block does not end before the work did."""
     board = HeartbeatTable(1)
-    with run_beside(lambda b: (time.sleep(0.2), (tmp_path / "step").write_text(str(b.read(0).step)), None)[2], board):
+    with run_beside(
+        lambda b: (time.sleep(0.2), (tmp_path / "step").write_text(str(b.read(0).step)), None)[2],
+        board,
+    ):
         board.write(0, 3, "forward")
     assert (tmp_path / "step").read_text() == "3"
 
 
-def test_a_spare_takes_the_place_of_a_device_that_fails(monkeypatch: pytest.MonkeyPatch, capfd: Any):
+def test_a_spare_takes_the_place_of_a_device_that_fails(
+    monkeypatch: pytest.MonkeyPatch, capfd: Any
+):
     """Once for each spare. Then the run ends with the error, as it does where a program is at fault."""
+
     def used(device: Any, local_world_size: int) -> torch.device:
         monkeypatch.setenv("USED", str(device))
         return torch.device("cpu")
 
     def body(context: Any) -> str:
         if os.environ["USED"] in failing:
-            raise RuntimeError("CUDA error: uncorrectable ECC error encountered\nCompile with TORCH_USE_CUDA_DSA")
+            raise RuntimeError(
+                "CUDA error: uncorrectable ECC error encountered\nCompile with TORCH_USE_CUDA_DSA"
+            )
         return os.environ["USED"]
 
     monkeypatch.setattr(local, "set_up_device", used)
@@ -307,8 +361,11 @@ def test_a_spare_takes_the_place_of_a_device_that_fails(monkeypatch: pytest.Monk
     options: dict[str, Any] = {"fault_policy": FaultPolicy(spares=devices[2:]), "restarts": 5}
     assert local.run_local(body, devices[:2], **options) == ["cpu:0", "cpu:3"]
     stderr_text = capfd.readouterr().err
-    assert "rank 1: its GPU failed: RuntimeError: CUDA error: uncorrectable ECC error encountered; " \
-        "cpu:2 takes the place of cpu:1 (1 spare left); all ranks start again (4 restarts left)" in stderr_text
+    assert (
+        "rank 1: its GPU failed: RuntimeError: CUDA error: uncorrectable ECC error encountered; "
+        "cpu:2 takes the place of cpu:1 (1 spare left); all ranks start again (4 restarts left)"
+        in stderr_text
+    )
     failing = {"cpu:1", "cpu:2", "cpu:3"}
     with pytest.raises(RankFailed, match="its GPU failed") as raised:
         local.run_local(body, devices[:2], **options)
@@ -328,12 +385,19 @@ def test_cuda_in_use_is_refused(run_ranks: Callable[..., Any], monkeypatch: pyte
 
 def test_all_ranks_start_again(run_ranks: Callable[..., Any], capfd: pytest.CaptureFixture[str]):
     """Under another name, without what the others left in the store, and each knows who died."""
+
     def body(context: Any) -> list[Any]:
         assert context.store.add("ranks", 1) <= 2
         meet(context)
         if context.rank == 1 and context.num_starts < 3:
             os.kill(os.getpid(), signal.SIGKILL)
-        return [context.num_starts, list(context.deaths), context.restarts, context.attempt[-1], meet(context)]
+        return [
+            context.num_starts,
+            list(context.deaths),
+            context.restarts,
+            context.attempt[-1],
+            meet(context),
+        ]
 
     assert run_ranks(body, 2, restarts=3) == [[3, [0, 2], 1, "3", 2.0]] * 2
     assert "rank 1: it was killed by SIGKILL; all ranks start again" in capfd.readouterr().err
@@ -342,18 +406,23 @@ def test_all_ranks_start_again(run_ranks: Callable[..., Any], capfd: pytest.Capt
     assert raised.value.exit_code == 4
 
 
-def test_a_hung_rank_is_named_once_when_all_start_again(run_ranks: Callable[..., Any],
-                                                        capfd: pytest.CaptureFixture[str]):
+def test_a_hung_rank_is_named_once_when_all_start_again(
+    run_ranks: Callable[..., Any], capfd: pytest.CaptureFixture[str]
+):
     def body(context: Any) -> None:
         if context.num_starts == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
 
     run_ranks(body, 1, restarts=1, timeout_s=1.0)
-    assert capfd.readouterr().err.startswith("rank 0: it gave no sign of life for 1 s (its process is stopped")
+    assert capfd.readouterr().err.startswith(
+        "rank 0: it gave no sign of life for 1 s (its process is stopped"
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_starts_again_alone(run_ranks: Callable[..., Any], number: int, monkeypatch: pytest.MonkeyPatch):
+def test_a_rank_starts_again_alone(
+    run_ranks: Callable[..., Any], number: int, monkeypatch: pytest.MonkeyPatch
+):
     """One that the others go on without, whether it dies or says nothing more."""
     monkeypatch.setattr(local, "_SPEAK_S", 0.5)
 
@@ -368,7 +437,10 @@ def test_a_rank_starts_again_alone(run_ranks: Callable[..., Any], number: int, m
         return [context.num_starts, list(context.deaths)]
 
     fault_policy = FaultPolicy(uses_process_group=False, optional_ranks=frozenset({1}))
-    assert run_ranks(body, 2, restarts=1, fault_policy=fault_policy, timeout_s=2.0) == [[1, [0, 0]], [1, [0, 1]]]
+    assert run_ranks(body, 2, restarts=1, fault_policy=fault_policy, timeout_s=2.0) == [
+        [1, [0, 0]],
+        [1, [0, 1]],
+    ]
 
 
 def test_an_error_is_not_tried_again(run_ranks: Callable[..., Any]):
@@ -376,12 +448,19 @@ def test_an_error_is_not_tried_again(run_ranks: Callable[..., Any]):
     fault_policy = FaultPolicy(uses_process_group=False, optional_ranks=frozenset({1}))
     for policy in (ALL_NEEDED, fault_policy):
         with pytest.raises(RankFailed, match="ValueError"):
-            run_ranks(lambda context: int("x") if context.rank == 1 else 0, 2, restarts=9, fault_policy=policy)
+            run_ranks(
+                lambda context: int("x") if context.rank == 1 else 0,
+                2,
+                restarts=9,
+                fault_policy=policy,
+            )
 
 
-def test_signals_reach_ranks_that_were_started_again(start_child: Any, run_ranks: Callable[..., Any],
-                                                     wait_for: Callable[..., None], tmp_path: Path):
+def test_signals_reach_ranks_that_were_started_again(
+    start_child: Any, run_ranks: Callable[..., Any], wait_for: Callable[..., None], tmp_path: Path
+):
     """A request to stop ends them, and starts nothing."""
+
     def body(context: Any) -> None:
         if context.rank == 1 and context.num_starts == 1:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -402,23 +481,41 @@ def test_signals_reach_ranks_that_were_started_again(start_child: Any, run_ranks
 
 def test_what_a_rank_makes_of_signals(run_ranks: Callable[..., Any]):
     """Ctrl-C is the parent's to answer, SIGTERM ends a rank unless it asks for more, and no signal is held back."""
+
     def body(context: Any) -> list[bool]:
-        return [signal.getsignal(signal.SIGINT) == signal.SIG_IGN, signal.getsignal(signal.SIGTERM) == signal.SIG_DFL,
-                not signal.pthread_sigmask(signal.SIG_BLOCK, [])]
+        return [
+            signal.getsignal(signal.SIGINT) == signal.SIG_IGN,
+            signal.getsignal(signal.SIGTERM) == signal.SIG_DFL,
+            not signal.pthread_sigmask(signal.SIG_BLOCK, []),
+        ]
 
     assert run_ranks(body, 2) == [[True] * 3] * 2
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
-STOPS = pytest.mark.parametrize(("number", "kill", "exit_code"), [
-    (signal.SIGTERM, os.kill, Preempted.exit_code), (signal.SIGINT, os.killpg, 130), (signal.SIGINT, os.kill, 130)],
-    ids=["SIGTERM", "Ctrl-C", "SIGINT to the parent alone"])
+STOPS = pytest.mark.parametrize(
+    ("number", "kill", "exit_code"),
+    [
+        (signal.SIGTERM, os.kill, Preempted.exit_code),
+        (signal.SIGINT, os.killpg, 130),
+        (signal.SIGINT, os.kill, 130),
+    ],
+    ids=["SIGTERM", "Ctrl-C", "SIGINT to the parent alone"],
+)
 
 
 @STOPS
-def test_a_request_to_stop(start_child: Any, run_ranks: Callable[..., Any], wait_for: Callable[..., None],
-                           tmp_path: Path, number: int, kill: Callable[[int, int], None], exit_code: int):
+def test_a_request_to_stop(
+    start_child: Any,
+    run_ranks: Callable[..., Any],
+    wait_for: Callable[..., None],
+    tmp_path: Path,
+    number: int,
+    kill: Callable[[int, int], None],
+    exit_code: int,
+):
     """A signal to the parent, and Ctrl-C, which a terminal sends to all, stop every rank after the same step."""
+
     def body(context: Any) -> None:
         (tmp_path / f"up-{context.rank}").touch()
         steps_until_stopped(context)
@@ -434,10 +531,17 @@ def test_a_request_to_stop(start_child: Any, run_ranks: Callable[..., Any], wait
 
 
 @STOPS
-def test_a_request_to_stop_before_the_first_step(start_child: Any, run_ranks: Callable[..., Any],
-                                                 wait_for: Callable[..., None], tmp_path: Path, number: int,
-                                                 kill: Callable[[int, int], None], exit_code: int):
+def test_a_request_to_stop_before_the_first_step(
+    start_child: Any,
+    run_ranks: Callable[..., Any],
+    wait_for: Callable[..., None],
+    tmp_path: Path,
+    number: int,
+    kill: Callable[[int, int], None],
+    exit_code: int,
+):
     """Where no step can be finished the ranks end at once, and the signal is called by its name."""
+
     def body(context: Any) -> None:
         context.beat("build")
         (tmp_path / f"up-{context.rank}").touch()
@@ -448,12 +552,17 @@ def test_a_request_to_stop_before_the_first_step(start_child: Any, run_ranks: Ca
     kill(child.pid, number)
     assert child.exit_code() == exit_code
     name = signal.Signals(number).name
-    assert f"error: stopped by {name} in start (build), where no checkpoint can be saved" in child.stderr
+    assert (
+        f"error: stopped by {name} in start (build), where no checkpoint can be saved"
+        in child.stderr
+    )
 
 
-def test_the_second_request_ends_ranks_at_once(start_child: Any, run_ranks: Callable[..., Any],
-                                               wait_for: Callable[..., None], tmp_path: Path):
+def test_the_second_request_ends_ranks_at_once(
+    start_child: Any, run_ranks: Callable[..., Any], wait_for: Callable[..., None], tmp_path: Path
+):
     """A rank that doesn't come to the end of its step can be ended by asking again."""
+
     def body(context: Any) -> None:
         with context.stoppable():
             context.step = 4
@@ -474,9 +583,11 @@ def test_the_second_request_ends_ranks_at_once(start_child: Any, run_ranks: Call
     assert "stopped by SIGTERM in step 4 (forward)" in child.stderr
 
 
-def test_one_request_comes_several_times(start_child: Any, run_ranks: Callable[..., Any], wait_for: Callable[..., None],
-                                         tmp_path: Path):
+def test_one_request_comes_several_times(
+    start_child: Any, run_ranks: Callable[..., Any], wait_for: Callable[..., None], tmp_path: Path
+):
     """timeout(1) signals the command twice and all ranks, to which the command passes it on: they have time to save."""
+
     def body(context: Any) -> None:
         with context.stoppable():
             (tmp_path / f"up-{os.getpid()}").touch()
@@ -508,13 +619,21 @@ def test_a_request_that_comes_again_later_is_another_one():
     assert heard == [signal.SIGUSR1] * 2
 
 
-def test_ranks_die_with_their_parent(start_child: Any, run_ranks: Callable[..., Any], wait_for: Callable[..., None],
-                                     nothing_left: Path):
+def test_ranks_die_with_their_parent(
+    start_child: Any,
+    run_ranks: Callable[..., Any],
+    wait_for: Callable[..., None],
+    nothing_left: Path,
+):
     """A parent that is killed takes its ranks with it, in whatever they are."""
     child = start_child(lambda: run_ranks(lambda context: time.sleep(1000), 3))
     ranks = child.ranks(3)
     os.kill(child.pid, signal.SIGKILL)
     assert child.exit_code() == -signal.SIGKILL
-    wait_for(lambda: not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks))
+    wait_for(
+        lambda: (
+            not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks)
+        )
+    )
     for folder in nothing_left.glob("paceline-*"):  # a killed parent can't clean up
         shutil.rmtree(folder)

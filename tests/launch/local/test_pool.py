@@ -72,8 +72,9 @@ def make_pool(nothing_left: Path) -> Iterator[Callable[[int], Pool]]:
         pool.close()
 
 
-def until_end(pool: Pool, tasks: set[int], heard: Callable[[Message], None] = lambda event: None) -> dict[int,
-                                                                                                            Message]:
+def until_end(
+    pool: Pool, tasks: set[int], heard: Callable[[Message], None] = lambda event: None
+) -> dict[int, Message]:
     """The end of each task; `heard` gets all else."""
     ends: dict[int, Message] = {}
     deadline_s = time.monotonic() + 60
@@ -104,8 +105,10 @@ def test_processes_stay_warm_over_tasks_of_one_and_of_many_ranks(make_pool: Call
 def test_tasks_run_at_the_same_time(make_pool: Callable[[int], Pool]):
     """What one is asked and told is not another's."""
     pool = make_pool(3)
-    both = {pool.start({"does": "ask"}, [0, 2], fault_policy=ALL_NEEDED),
-            pool.start({"does": "ask"}, [1], fault_policy=ALL_NEEDED)}
+    both = {
+        pool.start({"does": "ask"}, [0, 2], fault_policy=ALL_NEEDED),
+        pool.start({"does": "ask"}, [1], fault_policy=ALL_NEEDED),
+    }
     assert pool.free == []
     answers: list[Any] = []
 
@@ -120,7 +123,9 @@ def test_tasks_run_at_the_same_time(make_pool: Callable[[int], Pool]):
 
 
 @pytest.mark.parametrize(("does", "kind"), [("fail", "ValueError"), ("die", "PeerLost")])
-def test_a_failure_is_told_and_its_slots_get_fresh_processes(make_pool: Callable[[int], Pool], does: str, kind: str):
+def test_a_failure_is_told_and_its_slots_get_fresh_processes(
+    make_pool: Callable[[int], Pool], does: str, kind: str
+):
     """All ranks of the task are replaced, as what they hold is not known; those of others stay."""
     pool = make_pool(3)
     before = [run(pool, [slot], does="sum").value[0] for slot in range(3)]
@@ -128,12 +133,17 @@ def test_a_failure_is_told_and_its_slots_get_fresh_processes(make_pool: Callable
     assert end.failure is not None and (end.failure.kind, end.failure.rank) == (kind, 1)
     assert pool.free == [0, 1, 2]
     after = [run(pool, [slot], does="sum").value[0] for slot in range(3)]
-    assert (before[0] != after[0], before[1] != after[1], before[2] == after[2]) == (True, True, True)
+    assert (before[0] != after[0], before[1] != after[1], before[2] == after[2]) == (
+        True,
+        True,
+        True,
+    )
     assert run(pool, [0, 1, 2], does="sum").value[1] == 6.0
 
 
-def test_a_process_that_died_between_tasks_is_replaced(make_pool: Callable[[int], Pool],
-                                                       wait_for: Callable[..., None]):
+def test_a_process_that_died_between_tasks_is_replaced(
+    make_pool: Callable[[int], Pool], wait_for: Callable[..., None]
+):
     """The next task there doesn't notice."""
     pool = make_pool(1)
     pid = run(pool, [0], does="sum").value[0]
@@ -162,9 +172,14 @@ def test_each_task_has_its_log(make_pool: Callable[[int], Pool], tmp_path: Path)
     """What a rank prints goes there and nowhere else."""
     pool = make_pool(1)
     for word in ("one", "two"):
-        number = pool.start({"does": "print", "word": word}, [0], fault_policy=ALL_NEEDED, log_dir=tmp_path / word)
+        number = pool.start(
+            {"does": "print", "word": word}, [0], fault_policy=ALL_NEEDED, log_dir=tmp_path / word
+        )
         until_end(pool, {number})
-    assert [(tmp_path / word / "rank-0.log").read_text() for word in ("one", "two")] == ["heard one\n", "heard two\n"]
+    assert [(tmp_path / word / "rank-0.log").read_text() for word in ("one", "two")] == [
+        "heard one\n",
+        "heard two\n",
+    ]
 
 
 def test_ranks_end_with_the_pool(make_pool: Callable[[int], Pool]):
@@ -187,4 +202,7 @@ def test_a_rank_alone_that_computes_nothing_is_ended(nothing_left: Path):
             if does == "compute":
                 assert (end.value, end.failure) == ("computed", None)
             else:
-                assert end.failure is not None and "rank 0 did not go on for 1 s" in end.failure.message
+                assert (
+                    end.failure is not None
+                    and "rank 0 did not go on for 1 s" in end.failure.message
+                )

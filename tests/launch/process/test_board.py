@@ -21,7 +21,9 @@ def test_a_sign_is_read_by_the_parent_after_its_rank_died():
     sign = board.read(1)
     assert (sign.step, sign.phase) == (7, "backward")
     assert sign.time_s >= board.read(2).time_s
-    assert [(board.read(rank).step, board.read(rank).phase) for rank in (0, 2)] == [(0, "start")] * 2
+    assert [(board.read(rank).step, board.read(rank).phase) for rank in (0, 2)] == [
+        (0, "start")
+    ] * 2
 
 
 def test_a_sign_is_never_half_written():
@@ -33,7 +35,10 @@ def test_a_sign_is_never_half_written():
     try:
         while board.read(1).step == 0:
             pass
-        signs = {(sign.step, sign.phase, sign.time_s >= started_s) for sign in (board.read(1) for _ in range(100_000))}
+        signs = {
+            (sign.step, sign.phase, sign.time_s >= started_s)
+            for sign in (board.read(1) for _ in range(100_000))
+        }
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)

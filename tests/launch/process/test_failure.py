@@ -24,7 +24,14 @@ from paceline.base.errors import (
 )
 from paceline.base.user_code import is_users
 from paceline.launch.process import failure
-from paceline.launch.process.failure import Failure, RankFailed, cause_of, failure_of, killed, stopped
+from paceline.launch.process.failure import (
+    Failure,
+    RankFailed,
+    cause_of,
+    failure_of,
+    killed,
+    stopped,
+)
 from paceline.launch.process.heartbeats import Heartbeat
 
 SIGN = Heartbeat(4, "forward", 0.0)
@@ -39,21 +46,30 @@ def raised(work: Any) -> BaseException:
 
 
 def report(error: BaseException | Any, rank: int = 1) -> Failure:
-    return failure_of(error if isinstance(error, BaseException) else raised(error), rank=rank, sign=SIGN)
+    return failure_of(
+        error if isinstance(error, BaseException) else raised(error), rank=rank, sign=SIGN
+    )
 
 
 def test_an_exception_of_the_user():
     """The report says rank, host, step, phase, the user's file and line, and shows the user's frames alone."""
     rank_failure = report(lambda: torch.nn.Linear(3, 2)(torch.zeros(5)))
-    assert (rank_failure.rank, rank_failure.step, rank_failure.phase, rank_failure.exit_code, rank_failure.heard) == (
-        1, 4, "forward", 1, False)
+    assert (
+        rank_failure.rank,
+        rank_failure.step,
+        rank_failure.phase,
+        rank_failure.exit_code,
+        rank_failure.heard,
+    ) == (1, 4, "forward", 1, False)
     assert rank_failure.where.startswith(f"{__file__}:")
     shown = rank_failure.describe(Path("logs/rank-1.log"))
     assert "\n\nTraceback (most recent call last, your code only):\n" in shown
     assert "torch.nn.Linear(3, 2)" in shown
     assert "site-packages" not in shown
-    assert shown.startswith(f"rank 1 on {socket.gethostname()} failed in step 4 (forward), at {rank_failure.where}:\n"
-                            "RuntimeError: ")
+    assert shown.startswith(
+        f"rank 1 on {socket.gethostname()} failed in step 4 (forward), at {rank_failure.where}:\n"
+        "RuntimeError: "
+    )
     assert shown.endswith("\n\nfull log: logs/rank-1.log")
 
 
@@ -67,6 +83,7 @@ def test_an_exception_of_ours_speaks_for_itself():
 
 def test_the_line_behind_an_error_of_ours():
     """Where our error stands for one of the user's code, that code's line is told."""
+
     def users_code() -> int:
         return int("x")
 
@@ -88,17 +105,31 @@ def test_a_line_survives_the_way_from_a_loader_worker():
     error = TrainingError("sample 3", hint="look at it")
     error.where = "data.py:7"  # type: ignore[attr-defined]
     rank_failure = report(pickle.loads(pickle.dumps(error)))
-    assert (rank_failure.where, rank_failure.message) == ("data.py:7", "sample 3\n\nhint: look at it")
+    assert (rank_failure.where, rank_failure.message) == (
+        "data.py:7",
+        "sample 3\n\nhint: look at it",
+    )
 
 
-@pytest.mark.parametrize("error", [
-    MemoryError(), RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"),
-    RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"), torch.OutOfMemoryError("Tried to allocate 2 GiB"),
-    RuntimeError("CUDA error: out of memory"), RuntimeError("HIP out of memory. Tried to allocate 2 GiB"),
-    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-    RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
-    RuntimeError("NCCL error in: NCCLUtils.cpp:94, unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'"),
-], ids=str)
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"
+        ),
+        RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"),
+        torch.OutOfMemoryError("Tried to allocate 2 GiB"),
+        RuntimeError("CUDA error: out of memory"),
+        RuntimeError("HIP out of memory. Tried to allocate 2 GiB"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+        RuntimeError(
+            "NCCL error in: NCCLUtils.cpp:94, unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'"
+        ),
+    ],
+    ids=str,
+)
 def test_out_of_memory(error: Exception):
     """Memory that ran out has an exit code and a hint of its own."""
     rank_failure = report(error)
@@ -106,10 +137,20 @@ def test_out_of_memory(error: Exception):
     assert "hint: accumulate=K or recompute=full" in rank_failure.message
 
 
-@pytest.mark.parametrize(("error", "is_late"), [
-    (RuntimeError("CUDA error: device-side assert triggered\nCompile with TORCH_USE_CUDA_DSA"), True),
-    (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), True),
-    (AssertionError("device-side assert"), False), (RuntimeError("CUDA error: invalid device ordinal"), False)])
+@pytest.mark.parametrize(
+    ("error", "is_late"),
+    [
+        (
+            RuntimeError(
+                "CUDA error: device-side assert triggered\nCompile with TORCH_USE_CUDA_DSA"
+            ),
+            True,
+        ),
+        (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), True),
+        (AssertionError("device-side assert"), False),
+        (RuntimeError("CUDA error: invalid device ordinal"), False),
+    ],
+)
 def test_an_error_of_a_kernel_may_show_a_wrong_line(error: Exception, is_late: bool):
     """The host hears of it at a later call."""
     rank_failure = report(error)
@@ -118,30 +159,52 @@ def test_an_error_of_a_kernel_may_show_a_wrong_line(error: Exception, is_late: b
     assert ("CUDA_LAUNCH_BLOCKING=1 makes each line wait" in rank_failure.message) == is_late
 
 
-@pytest.mark.parametrize("text", [
-    "[../third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:41233",
-    "Application timeout caused pair closure", "NCCL error: ncclRemoteError", "Timed out waiting 60000ms for recv",
-    "Gloo connectFullMesh failed with Connection refused, remote=[127.0.0.1]:55",
-])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[../third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:41233",
+        "Application timeout caused pair closure",
+        "NCCL error: ncclRemoteError",
+        "Timed out waiting 60000ms for recv",
+        "Gloo connectFullMesh failed with Connection refused, remote=[127.0.0.1]:55",
+    ],
+)
 def test_what_a_rank_hears_of_a_peer(text: str):
     """A broken collective is another rank's doing."""
     rank_failure = report(RuntimeError(text))
     assert (rank_failure.heard, rank_failure.exit_code) == (True, PeerLost.exit_code)
 
 
-@pytest.mark.parametrize("text", [
-    "DataLoader worker (pid 123) is killed by signal: Killed. ", "DataLoader worker (pid(s) 4355) exited unexpectedly"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "DataLoader worker (pid 123) is killed by signal: Killed. ",
+        "DataLoader worker (pid(s) 4355) exited unexpectedly",
+    ],
+)
 def test_a_loader_worker_that_is_killed_is_a_lost_process(text: str):
     """Nothing raised an error, so the rank may start again as if it had been killed itself."""
     rank_failure = report(RuntimeError(text))
     assert (rank_failure.kind, rank_failure.heard, rank_failure.exit_code, rank_failure.trace) == (
-        "PeerLost", False, PeerLost.exit_code, "")
-    assert (rank_failure.message.startswith("a process that reads its data was killed")
-            and "--loader-workers" in rank_failure.message)
+        "PeerLost",
+        False,
+        PeerLost.exit_code,
+        "",
+    )
+    assert (
+        rank_failure.message.startswith("a process that reads its data was killed")
+        and "--loader-workers" in rank_failure.message
+    )
 
 
-@pytest.mark.parametrize("error", [ConnectionRefusedError("Connection refused"), TimeoutError("timed out after 9 s"),
-                                   BrokenPipeError("Broken pipe")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConnectionRefusedError("Connection refused"),
+        TimeoutError("timed out after 9 s"),
+        BrokenPipeError("Broken pipe"),
+    ],
+)
 def test_the_users_own_network_is_not_a_peer(error: Exception):
     """A data set that can't reach its server is a failure of this rank, though the words are alike."""
     rank_failure = report(error)
@@ -180,33 +243,59 @@ def test_a_rank_that_we_stopped():
     """A request to stop that comes where no checkpoint can be saved is no failure of the rank."""
     rank_failure = stopped(0, signal.SIGTERM, Heartbeat(0, "build", 0.0))
     assert (rank_failure.kind, rank_failure.exit_code) == ("Preempted", Preempted.exit_code)
-    assert rank_failure.describe().startswith("stopped by SIGTERM in start (build), where no checkpoint can be saved")
+    assert rank_failure.describe().startswith(
+        "stopped by SIGTERM in start (build), where no checkpoint can be saved"
+    )
 
 
 def test_a_preempted_run_did_not_fail():
     """The message of a run that stopped as it was asked to says nothing of failure."""
-    assert report(Preempted("stopped by SIGTERM after step 4")).describe(Path("log")) == \
-        "stopped by SIGTERM after step 4"
+    assert (
+        report(Preempted("stopped by SIGTERM after step 4")).describe(Path("log"))
+        == "stopped by SIGTERM after step 4"
+    )
 
 
 def test_the_error_that_is_raised():
     """RankFailed keeps message, hint, exit code and report apart."""
     error = RankFailed(report(OutOfMemory("no room", hint="buy some")))
     assert isinstance(error, PacelineError)
-    assert (error.exit_code, error.failure.rank, error.hint) == (OutOfMemory.exit_code, 1, "buy some")
+    assert (error.exit_code, error.failure.rank, error.hint) == (
+        OutOfMemory.exit_code,
+        1,
+        "buy some",
+    )
     assert str(error).count("hint:") == 1
 
 
-@pytest.mark.parametrize("name", ["/usr/src/app/job.py", "/home/me/paceline/examples/01_digits.py", "/opt/ml/train.py",
-                                  "job.py", __file__])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "/usr/src/app/job.py",
+        "/home/me/paceline/examples/01_digits.py",
+        "/opt/ml/train.py",
+        "job.py",
+        __file__,
+    ],
+)
 def test_files_of_the_user(name: str):
     """Wherever the user's code lies, a clone of this project and a container's /usr/src too."""
     assert is_users(name)
 
 
-@pytest.mark.parametrize("name", [torch.__file__, pytest.__file__, failure.__file__, signal.__file__, "<string>",
-                                  "<frozen importlib._bootstrap>", f"{sysconfig.get_path('scripts')}/paceline",
-                                  "/usr/lib/python3/dist-packages/numpy/core.py"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        torch.__file__,
+        pytest.__file__,
+        failure.__file__,
+        signal.__file__,
+        "<string>",
+        "<frozen importlib._bootstrap>",
+        f"{sysconfig.get_path('scripts')}/paceline",
+        "/usr/lib/python3/dist-packages/numpy/core.py",
+    ],
+)
 def test_files_that_are_not_the_users(name: str):
     """Libraries, Python itself, what is made from text, and our own code."""
     assert not is_users(name)
@@ -228,15 +317,28 @@ def test_a_stop_is_called_by_the_signal_that_asked_for_it():
     """Ranks hear of each request as SIGTERM, and the report names what the command received."""
     rank_failure = stopped(0, signal.SIGTERM, Heartbeat(3, "forward", 0.0))
 
-    assert rank_failure.asked_by(signal.SIGINT).message == rank_failure.message.replace("SIGTERM", "SIGINT")
+    assert rank_failure.asked_by(signal.SIGINT).message == rank_failure.message.replace(
+        "SIGTERM", "SIGINT"
+    )
     assert rank_failure.asked_by(signal.SIGTERM) == rank_failure
 
 
-@pytest.mark.parametrize(("error", "reason", "exit_code"), [
-    (ValueError("no"), "exception", 1), (TrainingError("nan"), "training_error", 1),
-    (MemoryError(), "out_of_memory", 3),
-    (RuntimeError("Connection closed by peer"), "peer_lost", 4), (JobError("no"), "job_error", 2)])
+@pytest.mark.parametrize(
+    ("error", "reason", "exit_code"),
+    [
+        (ValueError("no"), "exception", 1),
+        (TrainingError("nan"), "training_error", 1),
+        (MemoryError(), "out_of_memory", 3),
+        (RuntimeError("Connection closed by peer"), "peer_lost", 4),
+        (JobError("no"), "job_error", 2),
+    ],
+)
 def test_a_failure_has_a_reason_for_programs(error: Exception, reason: str, exit_code: int):
     document = failure_of(error, rank=3, sign=Heartbeat(7, "forward", 0.0)).to_dict()
-    assert (document["reason"], document["exit_code"], document["rank"], document["step"]) == (reason, exit_code, 3, 7)
+    assert (document["reason"], document["exit_code"], document["rank"], document["step"]) == (
+        reason,
+        exit_code,
+        3,
+        7,
+    )
     assert "hint" not in document["message"]

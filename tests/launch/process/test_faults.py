@@ -16,20 +16,42 @@ from paceline.launch.process.faults import ON_ONE_HOST, Fault, FaultInjector, dr
 
 
 def injector(run_dir: Path, *faults: str, rank: int = 0) -> FaultInjector:
-    return FaultInjector([Fault.read(fault) for fault in faults], rank=rank, run_dir=run_dir, launcher_pid=1)
+    return FaultInjector(
+        [Fault.read(fault) for fault in faults], rank=rank, run_dir=run_dir, launcher_pid=1
+    )
 
 
-@pytest.mark.parametrize("text", ["kill 2@50", "stop 1@80:save", "slow 0:3x", "disk_full 0@1:input", "cut 2@5",
-                                  "cut 2@5:reduce+20", "flip 1@6:gradients"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "kill 2@50",
+        "stop 1@80:save",
+        "slow 0:3x",
+        "disk_full 0@1:input",
+        "cut 2@5",
+        "cut 2@5:reduce+20",
+        "flip 1@6:gradients",
+    ],
+)
 def test_text_is_read_as_it_is_written(text):
     assert str(Fault.read(text)) == text
 
 
-@pytest.mark.parametrize(("text", "says"), [
-    ("kil 2@50", "did you mean 'kill'"), ("kill 2", "RANK@STEP"), ("kill 2@0", "begin with 1"),
-    ("kill 2@5:nap", "input"), ("slow 0@3", "RANK:TIMESx"), ("slow 0:0.5x", "at least 1x"), ("kill 2@5+3", "RANK@STEP"),
-    ("cut 2@x", r"HOST@STEP:PHASE, or with \+SECONDS"), ("kill -1@3", "RANK@STEP"),
-    ("kill 2@5:gradients", "RANK@STEP")])
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("kil 2@50", "did you mean 'kill'"),
+        ("kill 2", "RANK@STEP"),
+        ("kill 2@0", "begin with 1"),
+        ("kill 2@5:nap", "input"),
+        ("slow 0@3", "RANK:TIMESx"),
+        ("slow 0:0.5x", "at least 1x"),
+        ("kill 2@5+3", "RANK@STEP"),
+        ("cut 2@x", r"HOST@STEP:PHASE, or with \+SECONDS"),
+        ("kill -1@3", "RANK@STEP"),
+        ("kill 2@5:gradients", "RANK@STEP"),
+    ],
+)
 def test_what_is_no_fault_is_refused(text, says):
     with pytest.raises(UsageError, match=says):
         Fault.read(text)
@@ -37,8 +59,12 @@ def test_what_is_no_fault_is_refused(text, says):
 
 def test_random_faults_follow_the_seed():
     drawn = draw(40, seed=3, world_size=4, steps=9)
-    assert drawn == draw(40, seed=3, world_size=4, steps=9) != draw(40, seed=4, world_size=4, steps=9)
-    assert {fault.kind for fault in drawn} == set(ON_ONE_HOST) and {fault.rank for fault in drawn} == set(range(4))
+    assert (
+        drawn == draw(40, seed=3, world_size=4, steps=9) != draw(40, seed=4, world_size=4, steps=9)
+    )
+    assert {fault.kind for fault in drawn} == set(ON_ONE_HOST) and {
+        fault.rank for fault in drawn
+    } == set(range(4))
     assert all(2 <= fault.step <= 9 for fault in drawn if fault.kind != "slow")
 
 
@@ -50,7 +76,9 @@ def test_a_fault_strikes_its_rank_once_in_its_phase(tmp_path):
         faults.strike(4, "backward")
     faults.strike(5, "backward")
     injector(tmp_path, "raise 0@3:backward").strike(5, "backward")  # the rank was started again
-    assert {number: (each["step"], each["phase"]) for number, each in struck(tmp_path).items()} == {0: (4, "backward")}
+    assert {number: (each["step"], each["phase"]) for number, each in struck(tmp_path).items()} == {
+        0: (4, "backward")
+    }
 
 
 def test_a_bit_of_the_next_update_flips(tmp_path):
@@ -122,7 +150,10 @@ def test_the_newest_checkpoint_is_torn(tmp_path, monkeypatch):
         (folder / "COMMIT").write_text("{}")
         (folder / "rank-00000.safetensors").write_bytes(bytes(100))
     faults.strike(11, "input")
-    sizes = [(tmp_path / "checkpoints" / f"step-{step}" / "rank-00000.safetensors").stat().st_size for step in (5, 10)]
+    sizes = [
+        (tmp_path / "checkpoints" / f"step-{step}" / "rank-00000.safetensors").stat().st_size
+        for step in (5, 10)
+    ]
     assert sizes == [100, 50] and signals == [(1, signal.SIGKILL)]
 
 

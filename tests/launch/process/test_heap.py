@@ -39,7 +39,12 @@ class Rank:
     def __init__(self, *looks: int, kind: str = "cpu", trim_s: float = 0.0) -> None:
         self.now_s, self.trims, self.trim_s = 0.0, [], trim_s
         self.looks = list(looks)
-        self.heap = KeptHeap(kind, resident_bytes=lambda: self.looks.pop(0), trim=self._trim, clock=lambda: self.now_s)
+        self.heap = KeptHeap(
+            kind,
+            resident_bytes=lambda: self.looks.pop(0),
+            trim=self._trim,
+            clock=lambda: self.now_s,
+        )
 
     def _trim(self) -> None:
         self.trims.append(self.now_s)
@@ -103,29 +108,50 @@ def test_gpu_ranks_have_no_such_heap():
 class Mallinfo(ctypes.Structure):
     """What glibc's `mallinfo2` says."""
 
-    _fields_ = [(name, ctypes.c_size_t) for name in (
-        "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")]
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        )
+    ]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's heap: run on Linux")
 @pytest.mark.parametrize("keep", [True, False])
-@pytest.mark.parametrize("num_bytes", [GIVEN_BACK_BLOCK_BYTES // 2, 2 * GIVEN_BACK_BLOCK_BYTES, 2 * KEPT_BLOCK_BYTES])
+@pytest.mark.parametrize(
+    "num_bytes", [GIVEN_BACK_BLOCK_BYTES // 2, 2 * GIVEN_BACK_BLOCK_BYTES, 2 * KEPT_BLOCK_BYTES]
+)
 def test_blocks_beyond_the_threshold_have_pages_of_their_own(keep: bool, num_bytes: int):
     def own_pages() -> bool:
         set_up_heap(keep=keep)
         libc = ctypes.CDLL("libc.so.6")
         libc.malloc.restype, libc.malloc.argtypes, libc.mallinfo2.restype = (
-            ctypes.c_void_p, [ctypes.c_size_t], Mallinfo)
+            ctypes.c_void_p,
+            [ctypes.c_size_t],
+            Mallinfo,
+        )
         before = libc.mallinfo2().hblkhd
         assert libc.malloc(num_bytes)
         return bool(libc.mallinfo2().hblkhd - before >= num_bytes)
 
-    assert in_a_fork(own_pages) == (num_bytes >= (KEPT_BLOCK_BYTES if keep else GIVEN_BACK_BLOCK_BYTES))
+    assert in_a_fork(own_pages) == (
+        num_bytes >= (KEPT_BLOCK_BYTES if keep else GIVEN_BACK_BLOCK_BYTES)
+    )
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's heap: run on Linux")
 def test_holes_are_given_back_to_the_system():
     """Every second block of 256 KiB is freed: no hole is at the heap's end."""
+
     def hold_holes() -> list[int]:
         set_up_heap(keep=True)
         libc = ctypes.CDLL(None)
@@ -155,8 +181,14 @@ def test_ranks_look_after_every_step(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
     monkeypatch.setattr(KeptHeap, "poll", poll)
     data = TensorDataset(torch.ones(8, 2), torch.ones(8, 1))
-    job = Job(model=lambda: nn.Linear(2, 1), data=data, loss=nn.functional.mse_loss, batch=2, steps=3,
-              optimizer=lambda named: torch.optim.SGD(named, lr=0.1))
+    job = Job(
+        model=lambda: nn.Linear(2, 1),
+        data=data,
+        loss=nn.functional.mse_loss,
+        batch=2,
+        steps=3,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+    )
     train(job, plan=plan, run=tmp_path / "run", check=False)
 
     assert len(looks.read_text().splitlines()) >= 3

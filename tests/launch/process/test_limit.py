@@ -21,6 +21,7 @@ MIB = 2**20
 
 def takes(*num_bytes: int) -> Any:
     """A body whose ranks each take so much memory, and give it back."""
+
     def body(context: Any) -> int:
         return int(torch.ones(num_bytes[context.rank], dtype=torch.uint8).numel())
 
@@ -36,13 +37,16 @@ def test_a_rank_within_its_limit():
 def test_a_rank_beyond_its_limit():
     """It fails with the exit code of memory, and its message has limit and way out."""
     devices = Cluster.local("cpu:0-1", memory="512MiB,64MiB").devices
-    with pytest.raises(RankFailed, match=r"more than its limit of 64 MiB(?s:.*)hint: .*--memory") as caught:
+    with pytest.raises(
+        RankFailed, match=r"more than its limit of 64 MiB(?s:.*)hint: .*--memory"
+    ) as caught:
         run_local(takes(500 * MIB, 100 * MIB + STACKS_BYTES), devices)
     assert (caught.value.exit_code, caught.value.failure.rank) == (OutOfMemory.exit_code, 1)
 
 
 def test_what_python_takes_counts_too():
     """Memory is limited whoever asks for it."""
+
     def body(context: Any) -> int:
         return len(bytearray(200 * MIB))
 
@@ -53,7 +57,10 @@ def test_what_python_takes_counts_too():
 def test_other_errors_pass_and_the_limit_ends():
     """The limit changes nothing about errors of another kind, and does not outlive its block."""
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    with pytest.raises(ValueError, match="no"), limited_to(Cluster.local("cpu:0", memory="1GiB").devices[0]):
+    with (
+        pytest.raises(ValueError, match="no"),
+        limited_to(Cluster.local("cpu:0", memory="1GiB").devices[0]),
+    ):
         assert resource.getrlimit(resource.RLIMIT_DATA) != before
         raise ValueError("no")
     assert resource.getrlimit(resource.RLIMIT_DATA) == before

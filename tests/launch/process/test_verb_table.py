@@ -16,11 +16,15 @@ from paceline.launch.process.verb_table import VerbTable
 
 def test_the_first_verb_that_differs_is_named():
     table = VerbTable(3)
-    for rank, verbs in enumerate((["run a", "update a"], ["run a", "update a"], ["run a", "backward b"])):
+    for rank, verbs in enumerate(
+        (["run a", "update a"], ["run a", "update a"], ["run a", "backward b"])
+    ):
         for verb in verbs:
             table.note(rank, 4, verb)
-    assert table.mismatch(0, 4) == ("ranks call different verbs in step 4: as number 2, rank 0 came to update a and "
-                                    "rank 2 to backward b")
+    assert table.mismatch(0, 4) == (
+        "ranks call different verbs in step 4: as number 2, rank 0 came to update a and "
+        "rank 2 to backward b"
+    )
     assert table.mismatch(0, 3) == table.mismatch(0, 5) == ""
 
 
@@ -35,7 +39,9 @@ def test_a_rank_may_have_begun_the_next_step():
     assert 10 < len(table.of(1, 1)) < 1000 and set(table.of(1, 1)) == {"update a long name"}
 
 
-def test_ranks_that_somebody_else_started_share_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_ranks_that_somebody_else_started_share_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Each opens it; none is left behind, and what they opened goes on."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     tables = [VerbTable.of_launch("abc", 2) for _ in range(2)]
@@ -65,9 +71,19 @@ def test_a_condition_on_a_rank_s_own_samples(tmp_path: Path):
     def sgd(named: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(named, lr=0.1)
 
-    job = pl.Job(models={"a": lambda: torch.nn.Linear(4, 2),
-                         "b": lambda: torch.nn.Sequential(torch.nn.Linear(4, 7), torch.nn.Linear(7, 2))},
-                 optimizers={"a": sgd, "b": sgd}, step=step, data=(inputs, torch.ones(32, 2)), batch=8, epochs=1)
-    with pytest.raises(RankFailed, match=r"different verbs in step \d: as number 2, rank \d came to ctx\.") as failed:
+    job = pl.Job(
+        models={
+            "a": lambda: torch.nn.Linear(4, 2),
+            "b": lambda: torch.nn.Sequential(torch.nn.Linear(4, 7), torch.nn.Linear(7, 2)),
+        },
+        optimizers={"a": sgd, "b": sgd},
+        step=step,
+        data=(inputs, torch.ones(32, 2)),
+        batch=8,
+        epochs=1,
+    )
+    with pytest.raises(
+        RankFailed, match=r"different verbs in step \d: as number 2, rank \d came to ctx\."
+    ) as failed:
         pl.train(job, "data=2", run=tmp_path / "run", check=False)
     assert "ctx.backward('b')" in str(failed.value) and "ctx.update('a')" in str(failed.value)

@@ -29,7 +29,14 @@ pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("nothing_left")]
 
 
 def at(*, waits: bool, step: int = 5, phase: str = "reduce", where: str = "") -> dict[str, Any]:
-    return {"step": step, "phase": phase, "waits": waits, "where": where, "host": "node", "stack": "  File x, line 1\n"}
+    return {
+        "step": step,
+        "phase": phase,
+        "waits": waits,
+        "where": where,
+        "host": "node",
+        "stack": "  File x, line 1\n",
+    }
 
 
 # --- What is concluded from what the ranks say ------------------------------------------------------------------
@@ -37,12 +44,23 @@ def at(*, waits: bool, step: int = 5, phase: str = "reduce", where: str = "") ->
 
 def test_a_rank_stuck_in_its_own_code():
     """The rank that doesn't wait is the culprit; its place and its stack are told, whoever writes the report."""
-    heard = {0: at(waits=True), 1: at(waits=False, phase="input", where="data.py:9"), 2: at(waits=True)}
+    heard = {
+        0: at(waits=True),
+        1: at(waits=False, phase="input", where="data.py:9"),
+        2: at(waits=True),
+    }
     for rank in heard:
         failure = hang_failure(heard, world_size=3, rank=rank, timeout_s=60)
-        assert (failure.rank, failure.step, failure.phase, failure.where) == (1, 5, "input", "data.py:9")
-        assert failure.message.startswith("rank 1 did not reach the collective that the others wait for in 60 s; "
-                                          "rank 0, 2 waited for it\n\nhint: --patience SECONDS")
+        assert (failure.rank, failure.step, failure.phase, failure.where) == (
+            1,
+            5,
+            "input",
+            "data.py:9",
+        )
+        assert failure.message.startswith(
+            "rank 1 did not reach the collective that the others wait for in 60 s; "
+            "rank 0, 2 waited for it\n\nhint: --patience SECONDS"
+        )
         assert failure.trace == "Stack of rank 1:\n  File x, line 1"
         assert (failure.exit_code, failure.heard) == (PeerLost.exit_code, False)
 
@@ -55,8 +73,12 @@ def test_a_rank_that_says_nothing():
 
 def test_collectives_that_do_not_match():
     """Where all wait, each rank's step and phase are told."""
-    failure = hang_failure({0: at(waits=True), 1: at(waits=True, step=6, phase="evaluate")}, world_size=2, rank=1,
-                           timeout_s=60)
+    failure = hang_failure(
+        {0: at(waits=True), 1: at(waits=True, step=6, phase="evaluate")},
+        world_size=2,
+        rank=1,
+        timeout_s=60,
+    )
     assert "all ranks wait in collectives that don't match for 60 s" in failure.message
     assert "rank 0: step 5 (reduce), rank 1: step 6 (evaluate)" in failure.message
 
@@ -64,14 +86,19 @@ def test_collectives_that_do_not_match():
 def test_a_peer_that_sent_what_it_may_not(monkeypatch: pytest.MonkeyPatch):
     """Its words are told too: that it left is only concluded."""
     monkeypatch.setattr(watchdog, "_ANSWER_S", 0.1)
-    context = RankContext(0, 2, 2, torch.device("cpu"), dist.HashStore(), HeartbeatTable(2), 0, "attempt")
+    context = RankContext(
+        0, 2, 2, torch.device("cpu"), dist.HashStore(), HeartbeatTable(2), 0, "attempt"
+    )
     failure = watchdog.peer_loss(context, WireError("a peer sent a frame of unknown kind 99"))
-    assert failure.message.startswith("rank 1 is gone: it closed its connections while this rank was in ")
+    assert failure.message.startswith(
+        "rank 1 is gone: it closed its connections while this rank was in "
+    )
     assert "(a peer sent a frame of unknown kind 99)\n\nhint: " in failure.message
 
 
 def test_a_stack_inside_a_collective_waits():
     """A frame of torch.distributed near the end of a stack is a wait; one that called the user's code is not."""
+
     def frame_in(outer: str, inner: str) -> Any:
         scope: dict[str, Any] = {"sys": sys}
         exec(compile("def inner(): return sys._getframe()", inner, "exec"), scope)
@@ -118,31 +145,47 @@ def test_a_rank_that_hangs(run_ranks: Any):
     failure = raised.value.failure
     line = sleep_in_user_code.__code__.co_firstlineno + 1
     assert raised.value.exit_code == PeerLost.exit_code
-    assert (failure.rank, failure.step, failure.phase, failure.where) == (1, 3, "input", f"{__file__}:{line}")
-    assert "rank 1 did not reach the collective that the others wait for in 3 s; rank 0 waited for it" in \
-        str(raised.value)
+    assert (failure.rank, failure.step, failure.phase, failure.where) == (
+        1,
+        3,
+        "input",
+        f"{__file__}:{line}",
+    )
+    assert (
+        "rank 1 did not reach the collective that the others wait for in 3 s; rank 0 waited for it"
+        in str(raised.value)
+    )
     assert "time.sleep(1000)" in str(raised.value)
 
 
 @pytest.mark.usefixtures("quick_answers")
 def test_a_rank_that_is_stopped(run_ranks: Any):
     """A rank that the kernel holds is named by the others and ended with them."""
-    expected = r"rank 1 gave no sign of life for 2 s \(its process is stopped.*; rank 0 waited for it"
+    expected = (
+        r"rank 1 gave no sign of life for 2 s \(its process is stopped.*; rank 0 waited for it"
+    )
     with pytest.raises(RankFailed, match=expected) as raised:
-        run_ranks(lambda context: step_forever(context, lambda: os.kill(os.getpid(), signal.SIGSTOP)), 2, timeout_s=2.0)
+        run_ranks(
+            lambda context: step_forever(context, lambda: os.kill(os.getpid(), signal.SIGSTOP)),
+            2,
+            timeout_s=2.0,
+        )
     assert raised.value.exit_code == PeerLost.exit_code
 
 
 @pytest.mark.usefixtures("quick_answers")
 def test_a_rank_that_skips_a_collective(run_ranks: Any):
     """A rank that waits in another collective than the others is found by nobody reaching the end."""
+
     def body(context: Any) -> None:
         other = dist.new_group([0, 1])
         context.step = 1
         context.beat("forward" if context.rank else "evaluate")
         dist.all_reduce(torch.ones(1), group=other if context.rank else None)
 
-    with pytest.raises(RankFailed, match=r"don't match for 2 s: rank 0: .*\(evaluate\), rank 1: .*\(forward\)"):
+    with pytest.raises(
+        RankFailed, match=r"don't match for 2 s: rank 0: .*\(evaluate\), rank 1: .*\(forward\)"
+    ):
         run_ranks(body, 2, timeout_s=2.0)
 
 
@@ -154,8 +197,11 @@ def hold_the_interpreter() -> None:
 def test_a_rank_in_a_native_call_that_holds_the_interpreter(run_ranks: Any):
     """No thread of the rank can speak; its stack and its line are told all the same, in time."""
     began_s = time.monotonic()
-    with pytest.raises(RankFailed, match="rank 1 did not reach the collective that the others wait for in 2 s; rank 0 "
-                                         "waited for it") as raised:
+    with pytest.raises(
+        RankFailed,
+        match="rank 1 did not reach the collective that the others wait for in 2 s; rank 0 "
+        "waited for it",
+    ) as raised:
         run_ranks(lambda context: step_forever(context, hold_the_interpreter), 2, timeout_s=2.0)
     failure = raised.value.failure
     line = hold_the_interpreter.__code__.co_firstlineno + 1
@@ -165,8 +211,11 @@ def test_a_rank_in_a_native_call_that_holds_the_interpreter(run_ranks: Any):
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_ranks_that_nobody_waits_for_are_told_of(run_ranks: Any, capfd: pytest.CaptureFixture[str], num_ranks: int):
+def test_ranks_that_nobody_waits_for_are_told_of(
+    run_ranks: Any, capfd: pytest.CaptureFixture[str], num_ranks: int
+):
     """A rank alone, or all ranks in a long step, go on; where they were silent is told once."""
+
     def body(context: Any) -> int:
         context.step = 1
         context.beat("forward")
@@ -177,16 +226,21 @@ def test_ranks_that_nobody_waits_for_are_told_of(run_ranks: Any, capfd: pytest.C
             time.sleep(5)
         return 7
 
-    silent_s = 1 if num_ranks == 1 else 3  # also the longest that two ranks may end apart on a busy machine
+    silent_s = (
+        1 if num_ranks == 1 else 3
+    )  # also the longest that two ranks may end apart on a busy machine
     assert run_ranks(body, num_ranks, timeout_s=silent_s) == [7] * num_ranks
     told = capfd.readouterr().err
-    assert re.search(rf"warning: rank [01](, 1)? did not go on for {silent_s} s in step 1 \(forward\), at {__file__}:",
-                     told)
+    assert re.search(
+        rf"warning: rank [01](, 1)? did not go on for {silent_s} s in step 1 \(forward\), at {__file__}:",
+        told,
+    )
     assert told.count("nobody waits for it, so the run goes on") == 1
 
 
 def test_a_rank_alone_that_computes_nothing_is_ended(run_ranks: Any):
     """It waits for what doesn't come, so the run would never end."""
+
     def body(context: Any) -> None:
         context.beat("input")
         threading.Event().wait()
@@ -195,14 +249,19 @@ def test_a_rank_alone_that_computes_nothing_is_ended(run_ranks: Any):
         run_ranks(body, 1, timeout_s=1.0)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /proc, which says what a process does")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="needs Linux's /proc, which says what a process does"
+)
 def test_a_rank_alone_that_is_stopped_is_ended(run_ranks: Any):
     """It can't go on by itself, so the run would never end."""
+
     def body(context: Any) -> None:
         context.beat("input")
         os.kill(os.getpid(), signal.SIGSTOP)
 
-    with pytest.raises(RankFailed, match=r"rank 0 gave no sign of life for 1 s \(its process is stopped"):
+    with pytest.raises(
+        RankFailed, match=r"rank 0 gave no sign of life for 1 s \(its process is stopped"
+    ):
         run_ranks(body, 1, timeout_s=1.0)
 
 
@@ -234,6 +293,7 @@ def test_a_run_that_was_paused_as_a_whole_is_not_stuck(monkeypatch: pytest.Monke
 
 def test_slow_is_not_stuck(run_ranks: Any):
     """A rank that gives signs of life may be far slower than the timeout."""
+
     def body(context: Any) -> int:
         for _ in range(9):
             context.beat("evaluate")
@@ -246,6 +306,7 @@ def test_slow_is_not_stuck(run_ranks: Any):
 
 def test_the_watch_ends_with_the_run(run_ranks: Any):
     """The process that starts ranks here watches them, and no thread of theirs."""
+
     def threads() -> list[str]:
         return [thread.name for thread in threading.enumerate() if thread.name == "paceline-watch"]
 

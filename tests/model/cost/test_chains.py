@@ -99,7 +99,10 @@ class OneMask(Long):
     """Gives its last blocks another mask, by their place."""
 
     def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        seen, all_seen = mask[:, None, None, :].bool(), torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool)
+        seen, all_seen = (
+            mask[:, None, None, :].bool(),
+            torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool),
+        )
         x = self.embed(ids)
         for number, layer in enumerate(self.layers):
             x = layer(x, seen if number < LAYERS - 2 else all_seen)
@@ -115,32 +118,52 @@ def planned(job: Job, *, leave_out: bool) -> PlanningProblem:
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize(("model", "chains"), [
-    (partial(Long, LAYERS, block=Small), (Chain("layers", LAYERS, 4, 1),)),
-    (partial(Long, LAYERS), (Chain("layers", LAYERS, 4, 1),)),
-    (partial(Long, LAYERS, rank=4), (Chain("layers", LAYERS, 4, 1),)),
-    (partial(TakingTurns, 23), (Chain("layers", 23, 11, 3),)),
-    (partial(Last, LAYERS), (Chain("layers", LAYERS, 4, 1), Chain("more", LAYERS, 4, 1)))])
+@pytest.mark.parametrize(
+    ("model", "chains"),
+    [
+        (partial(Long, LAYERS, block=Small), (Chain("layers", LAYERS, 4, 1),)),
+        (partial(Long, LAYERS), (Chain("layers", LAYERS, 4, 1),)),
+        (partial(Long, LAYERS, rank=4), (Chain("layers", LAYERS, 4, 1),)),
+        (partial(TakingTurns, 23), (Chain("layers", 23, 11, 3),)),
+        (partial(Last, LAYERS), (Chain("layers", LAYERS, 4, 1), Chain("more", LAYERS, 4, 1))),
+    ],
+)
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
-def test_the_price_is_that_of_the_whole_list(model: Callable[[], nn.Module], chains: tuple[Chain, ...],
-                                             precision: str):
+def test_the_price_is_that_of_the_whole_list(
+    model: Callable[[], nn.Module], chains: tuple[Chain, ...], precision: str
+):
     """To the byte and FLOP: whole, cut, by operator, and what a plan costs."""
     job = make_job(model, precision=precision)
     short, whole = (planned(job, leave_out=leave_out) for leave_out in (True, False))
     assert short.pieces.built is not None and short.pieces.built.chains == chains
     same(short.profile, whole.profile)
     for mine, other in zip(short.profile.segments, whole.profile.segments, strict=True):
-        assert (mine.forward.calls, mine.backward.calls) == (other.forward.calls, other.backward.calls)
+        assert (mine.forward.calls, mine.backward.calls) == (
+            other.forward.calls,
+            other.backward.calls,
+        )
     assert short.profile.update.calls == whole.profile.update.calls
     same(short.pieces.layers(), whole.pieces.layers())
     assert short.pieces.count(each=False) == whole.pieces.count(each=False)
     assert short.pieces.count() == whole.pieces.count()
-    rankings = [[(candidate.plan, candidate.estimate) for candidate in problem.search(Cluster.parse("4xH100")).ranked]
-                for problem in (short, whole)]
+    rankings = [
+        [
+            (candidate.plan, candidate.estimate)
+            for candidate in problem.search(Cluster.parse("4xH100")).ranked
+        ]
+        for problem in (short, whole)
+    ]
     assert rankings[0] == rankings[1]
 
 
-NO_CHAINS = [Between, Collecting, Skipping, Counting, OneMask, partial(Llama, scales=(1.0,) * LAYERS)]
+NO_CHAINS = [
+    Between,
+    Collecting,
+    Skipping,
+    Counting,
+    OneMask,
+    partial(Llama, scales=(1.0,) * LAYERS),
+]
 
 
 @pytest.mark.parametrize("model", NO_CHAINS)
@@ -160,8 +183,11 @@ def test_blocks_that_are_left_out_are_called_once(monkeypatch: pytest.MonkeyPatc
     def counts(layers: int) -> tuple[int, int]:
         job = make_job(lambda: Long(layers, block=Small), precision="bf16")
         with monkeypatch.context() as patch:
-            patch.setattr(Small, "__call__", lambda self, *args, **more: calls.append(self) or plain(
-                self, *args, **more))
+            patch.setattr(
+                Small,
+                "__call__",
+                lambda self, *args, **more: calls.append(self) or plain(self, *args, **more),
+            )
             calls.clear()
             problem = planned(job, leave_out=True)
         captured = SplitJob(job, problem.profile, each=False, built=problem.pieces.built)
@@ -180,4 +206,6 @@ def test_the_model_has_all_its_blocks_afterwards():
     problem.pieces.layers()
     assert problem.pieces.built is not None and problem.pieces.built.chains
     assert len(built) == 1 and len(built[0].layers) == LAYERS  # type: ignore[arg-type]
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in built[0].modules())
+    assert not any(
+        module._forward_hooks or module._forward_pre_hooks for module in built[0].modules()
+    )

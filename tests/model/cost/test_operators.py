@@ -25,20 +25,31 @@ from paceline.simulate.program import Compute
 from paceline.strategies.costs import compute
 
 MATRIX = Operand((64, 64), (64, 1), "float32", 0.0)
-PRODUCT, UNHEARD_OF = OperatorCall("aten.mm.default", (MATRIX, MATRIX)), OperatorCall("aten.mm.unheard_of", (MATRIX,))
+PRODUCT, UNHEARD_OF = (
+    OperatorCall("aten.mm.default", (MATRIX, MATRIX)),
+    OperatorCall("aten.mm.unheard_of", (MATRIX,)),
+)
 
 
 def perceptron_job(batch: int = 8) -> Job:
     data = [(torch.randn(32), torch.tensor(k % 3)) for k in range(batch)]
-    return Job(model=lambda: nn.Sequential(nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 3)), data=data,
-               loss=nn.functional.cross_entropy, optimizer=lambda named: torch.optim.SGD(named, lr=0.1), batch=batch,
-               steps=1)
+    return Job(
+        model=lambda: nn.Sequential(nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 3)),
+        data=data,
+        loss=nn.functional.cross_entropy,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+        batch=batch,
+        steps=1,
+    )
 
 
 def test_a_profile_names_the_operators_of_each_number_of_samples():
     """Traced with 2 and 8 samples; with 5 the products have 5 rows."""
-    calls = [call for segment in profile_job(perceptron_job()).segments
-             for call, _ in compute(segment.forward, 5).calls]
+    calls = [
+        call
+        for segment in profile_job(perceptron_job()).segments
+        for call, _ in compute(segment.forward, 5).calls
+    ]
     products = [call for call in calls if call.operator == "aten.addmm.default"]
 
     assert [call.arguments[1].shape for call in products] == [(5, 32), (5, 16)]
@@ -47,8 +58,12 @@ def test_a_profile_names_the_operators_of_each_number_of_samples():
 
 def test_an_operand_is_as_far_away_as_what_was_touched_since():
     """A weight was last used in another pass; what the layer before has made is at hand."""
-    forward = [call for segment in profile_job(perceptron_job()).segments
-               for call, _ in compute(segment.forward, 8).calls if call.operator == "aten.addmm.default"]
+    forward = [
+        call
+        for segment in profile_job(perceptron_job()).segments
+        for call, _ in compute(segment.forward, 8).calls
+        if call.operator == "aten.addmm.default"
+    ]
     _, activation, weight = forward[1].arguments
 
     assert activation.distance_bytes == 0 and weight.distance_bytes > 1000
@@ -56,7 +71,11 @@ def test_an_operand_is_as_far_away_as_what_was_touched_since():
 
 def test_what_is_far_is_spread_over_more_memory():
     assert [Operand((), (), "float32", distance).window for distance in (0.0, 2e6, 1e7, 1e9)] == [
-        0, 4 * 2**20, 16 * 2**20, FAR]
+        0,
+        4 * 2**20,
+        16 * 2**20,
+        FAR,
+    ]
 
 
 def test_calls_between_which_there_is_no_line_are_not_known():
@@ -77,11 +96,19 @@ class Machine:
         monkeypatch.setattr(operators, "session", self._session)
         monkeypatch.setattr(OperatorTimes, "_has_warned", False)
 
-    def _session(self, calls: Sequence[OperatorCall], *_: object, beside: Sequence[OperatorCall],
-                 **__: object) -> TimedCalls:
+    def _session(
+        self,
+        calls: Sequence[OperatorCall],
+        *_: object,
+        beside: Sequence[OperatorCall],
+        **__: object,
+    ) -> TimedCalls:
         self.timed.append(list(calls))
         self.beside.append(list(beside))
-        return TimedCalls([10 * self.seconds if call in self.odd else self.seconds for call in calls], self.cpu_share)
+        return TimedCalls(
+            [10 * self.seconds if call in self.odd else self.seconds for call in calls],
+            self.cpu_share,
+        )
 
     def later(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """So much later that the machine's pace may be another one."""
@@ -111,12 +138,19 @@ def test_what_was_timed_beside_other_work_is_used_and_not_kept(monkeypatch, tmp_
     machine.cpu_share = 1.0
     busy.measure([UNHEARD_OF])
 
-    assert busy.seconds(PRODUCT) == 0.5 and "other work had this machine's cores" in capsys.readouterr().err
+    assert (
+        busy.seconds(PRODUCT) == 0.5
+        and "other work had this machine's cores" in capsys.readouterr().err
+    )
     assert OperatorTimes(1).seconds(PRODUCT) is None and OperatorTimes(1).seconds(UNHEARD_OF) == 0.5
 
 
-@pytest.mark.parametrize(("new_s", "is_timed_again"), [(0.45, False), (0.5, False), (0.3, True), (0.8, True)])
-def test_operators_are_timed_again_once_the_machine_has_another_pace(monkeypatch, tmp_path, new_s, is_timed_again):
+@pytest.mark.parametrize(
+    ("new_s", "is_timed_again"), [(0.45, False), (0.5, False), (0.3, True), (0.8, True)]
+)
+def test_operators_are_timed_again_once_the_machine_has_another_pace(
+    monkeypatch, tmp_path, new_s, is_timed_again
+):
     """Some of those that are wanted are timed anew after a while, once; a process that may not measure takes what there
     is."""
     machine = Machine(monkeypatch, tmp_path)
@@ -183,8 +217,10 @@ def test_a_busy_machine_says_nothing_of_its_pace(monkeypatch, tmp_path):
     assert times.seconds(PRODUCT) == 0.5
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"seconds": 1}',
-                                     '{"seconds": {"key": "fast"}, "compared_s": null}'])
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", "{}", '{"seconds": 1}', '{"seconds": {"key": "fast"}, "compared_s": null}'],
+)
 def test_damaged_times_are_taken_again(monkeypatch, tmp_path, content):
     machine = Machine(monkeypatch, tmp_path)
     OperatorTimes(1).measure([PRODUCT])
@@ -202,13 +238,18 @@ def test_ranks_with_a_memory_limit_are_timed_on_the_heap_that_they_have(monkeypa
     monkeypatch.setattr(heap, "set_up_heap", lambda *, keep: kept.append(keep))
     monkeypatch.setattr(session, "in_a_fork", lambda run, **_: run())
     operators._operator_times.cache_clear()
-    free, limited = (measured_rates(Cluster.local("cpu:0", memory=memory), waiting=False, times_operators=True)
-                     for memory in (None, "1GiB"))
+    free, limited = (
+        measured_rates(Cluster.local("cpu:0", memory=memory), waiting=False, times_operators=True)
+        for memory in (None, "1GiB")
+    )
     taken = Compute(new_blocks=(2.0 * 2**20, 64.0 * 2**20))
     new_page_s = 1 / 2**20
 
     assert kept == [True] * (len(kept) // 2) + [False] * (len(kept) // 2) and kept
-    assert [replace(rates, new_page_s=new_page_s).seconds(taken, "float32")[0] for rates in (free, limited)] == [64, 66]
+    assert [
+        replace(rates, new_page_s=new_page_s).seconds(taken, "float32")[0]
+        for rates in (free, limited)
+    ] == [64, 66]
 
 
 def test_operators_have_as_many_threads_as_ranks_will(monkeypatch):
@@ -216,7 +257,9 @@ def test_operators_have_as_many_threads_as_ranks_will(monkeypatch):
     monkeypatch.setattr(cluster, "usable_cores", lambda: 4)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     shares = [OperatorTimes(num_ranks).threads for num_ranks in (1, 2, 8)]
-    monkeypatch.setenv("PACELINE_HOSTS_HERE", "2")  # containers of this machine, each of which sees all cores
+    monkeypatch.setenv(
+        "PACELINE_HOSTS_HERE", "2"
+    )  # containers of this machine, each of which sees all cores
     of_two = [OperatorTimes(num_ranks).threads for num_ranks in (1, 2, 8)]
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
@@ -231,6 +274,7 @@ def test_operators_have_as_many_threads_as_ranks_will(monkeypatch):
 
 def test_timed_operators_count_and_others_are_priced_by_what_they_move():
     """Twice 0.5 s; 2 MB at 1 MB/s; both longer in a step; and what autograd adds to each of three launches."""
+
     class Timed:
         launch_s = 0.1
 

@@ -55,9 +55,14 @@ def _linear() -> nn.Module:
 PRODUCT = 2 * WIDTH * WIDTH * WIDTH  # of a sample, which has so many tokens
 # A block, and how many of such products it does again.
 BLOCKS: dict[str, tuple[Callable[[], nn.Module], float]] = {
-    "a product alone": (_linear, 0), "a product last": (_of(_linear, nn.GELU, _linear), 1),
-    "a function last": (_of(_linear, nn.ReLU), 1), "a norm last": (_of(_linear, lambda: nn.LayerNorm(WIDTH)), 1),
-    "dropout last": (_of(_linear, lambda: nn.Dropout(0.5)), 1), "a sum last": (Gated, 2), "attention": (Attention, 5)}
+    "a product alone": (_linear, 0),
+    "a product last": (_of(_linear, nn.GELU, _linear), 1),
+    "a function last": (_of(_linear, nn.ReLU), 1),
+    "a norm last": (_of(_linear, lambda: nn.LayerNorm(WIDTH)), 1),
+    "dropout last": (_of(_linear, lambda: nn.Dropout(0.5)), 1),
+    "a sum last": (Gated, 2),
+    "attention": (Attention, 5),
+}
 
 
 class Offloaded(nn.Module):
@@ -86,10 +91,22 @@ class Chain(nn.Module):
 
 def _units(make: Callable[[], nn.Module]) -> list[Segment]:
     x = torch.ones(BATCH, WIDTH, WIDTH)
-    profile = profile_job(Job(model=make, data=TensorDataset(x, x), loss=F.mse_loss, batch=BATCH, steps=1,
-                              optimizer=lambda named: torch.optim.AdamW(named)))
+    profile = profile_job(
+        Job(
+            model=make,
+            data=TensorDataset(x, x),
+            loss=F.mse_loss,
+            batch=BATCH,
+            steps=1,
+            optimizer=lambda named: torch.optim.AdamW(named),
+        )
+    )
     assert profile.exact
-    return [segment for segment in profile.segments if segment.unit in ("blocks.0", "blocks.1", "blocks.2")]
+    return [
+        segment
+        for segment in profile.segments
+        if segment.unit in ("blocks.0", "blocks.1", "blocks.2")
+    ]
 
 
 def _step_flops(model: nn.Module) -> int:
@@ -117,7 +134,9 @@ def test_tensors_are_counted_that_autograd_keeps(name: str):
     """Parameters among them: each passes two hooks where a block is recomputed."""
     kept: list[torch.Tensor] = []
     block = BLOCKS[name][0]()
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor
+    ):
         block(torch.ones(BATCH, WIDTH, WIDTH, requires_grad=True))
 
     assert _units(lambda: Chain(BLOCKS[name][0]))[-1].kept_tensors == len(kept) > 0
@@ -129,6 +148,7 @@ def test_all_of_a_block_is_priced_that_decides_what_autograd_keeps():
 
 def test_blocks_that_are_frozen_do_nothing_again():
     """Adapters behind them alone are trained."""
+
     def half_frozen() -> nn.Module:
         model = Chain(_of(_linear, nn.GELU, _linear))
         for block in model.blocks[:2]:

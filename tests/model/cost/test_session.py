@@ -25,8 +25,11 @@ def test_operators_are_timed_and_one_that_fails_is_left_out(processes: int):
 def test_an_operator_that_ends_its_process_is_left_out(monkeypatch):
     """The others are timed all the same."""
     prepared = session.prepared
-    monkeypatch.setattr(session, "prepared", lambda call, arena: (
-        os._exit(9) if call is UNHEARD_OF else prepared(call, arena)))
+    monkeypatch.setattr(
+        session,
+        "prepared",
+        lambda call, arena: os._exit(9) if call is UNHEARD_OF else prepared(call, arena),
+    )
 
     times = session.session([PRODUCT, UNHEARD_OF, PRODUCT], 1, 1)
 
@@ -36,8 +39,11 @@ def test_an_operator_that_ends_its_process_is_left_out(monkeypatch):
 
 def test_an_operator_beside_that_ends_its_process_is_let_go(monkeypatch):
     prepared = session.prepared
-    monkeypatch.setattr(session, "prepared", lambda call, arena: (
-        os._exit(9) if call is UNHEARD_OF else prepared(call, arena)))
+    monkeypatch.setattr(
+        session,
+        "prepared",
+        lambda call, arena: os._exit(9) if call is UNHEARD_OF else prepared(call, arena),
+    )
 
     assert session.session([PRODUCT], 1, 1, beside=[UNHEARD_OF]).seconds[0] > 0
 
@@ -50,8 +56,11 @@ def test_operators_take_turns_in_groups_of_alike_length(monkeypatch):
     """None is timed alone because there is one more than take turns."""
     lengths: list[int] = []
     monkeypatch.setattr(session, "in_a_fork", lambda run, **_: run())
-    monkeypatch.setattr(Timing, "seconds", lambda self, turns, threads: (
-        lengths.append(len(turns)) or dict.fromkeys(turns, 1.0)))
+    monkeypatch.setattr(
+        Timing,
+        "seconds",
+        lambda self, turns, threads: lengths.append(len(turns)) or dict.fromkeys(turns, 1.0),
+    )
 
     assert session.session([PRODUCT] * (TURNS + 1), 1, 1).seconds == [1.0] * (TURNS + 1)
     assert lengths == [TURNS // 2 + 1, TURNS // 2]
@@ -79,7 +88,11 @@ def test_operators_take_turns(monkeypatch):
     """A slow one until it was timed, a brief one as long as any other is, and so are those that are not timed."""
     clock = Clock(monkeypatch)
     brief_s = [2**-12] * 20
-    turns = {0: clock.operator("a", 1.0, 1.0), 1: clock.operator("b", *brief_s), 2: clock.operator("c", *brief_s)}
+    turns = {
+        0: clock.operator("a", 1.0, 1.0),
+        1: clock.operator("b", *brief_s),
+        2: clock.operator("c", *brief_s),
+    }
 
     assert Timing(num_timed=2).seconds(turns, 1) == {0: 1.0, 1: 2**-12}
     assert clock.called == "abcabc" + (session.MOST - 2) * "bc"
@@ -88,8 +101,9 @@ def test_operators_take_turns(monkeypatch):
 def test_an_operator_that_fails_later_does_not_stop_the_others(monkeypatch):
     clock = Clock(monkeypatch)
 
-    assert Timing(num_timed=2).seconds({0: clock.operator("a", 1.0), 1: clock.operator("b", 1.0, 1.0)}, 1) == {
-        0: session.CANT, 1: pytest.approx(1.0)}
+    assert Timing(num_timed=2).seconds(
+        {0: clock.operator("a", 1.0), 1: clock.operator("b", 1.0, 1.0)}, 1
+    ) == {0: session.CANT, 1: pytest.approx(1.0)}
 
 
 def test_what_was_called_once_in_time_is_not_timed(monkeypatch):
@@ -100,6 +114,7 @@ def test_what_was_called_once_in_time_is_not_timed(monkeypatch):
 
 def test_few_calls_are_repeated_until_the_fastest_is_no_accident(monkeypatch):
     """A slow operator is called twice; where both calls were disturbed, up to five times."""
+
     def timed(*seconds: float) -> tuple[float, int]:
         clock = Clock(monkeypatch)
         (result,) = Timing(num_timed=1).seconds({0: clock.operator("a", *seconds)}, 1).values()

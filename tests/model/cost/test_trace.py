@@ -24,7 +24,12 @@ WIDTH, BATCH, FLOAT = 16, 8, 4
 def make_job(model, *, inputs=None, targets=None, loss=F.mse_loss, **fields) -> Job:
     inputs = torch.ones(32, WIDTH) if inputs is None else inputs
     targets = torch.ones(32, WIDTH) if targets is None else targets
-    fields = {"optimizer": lambda named: torch.optim.AdamW(named), "steps": 1, "batch": BATCH, **fields}
+    fields = {
+        "optimizer": lambda named: torch.optim.AdamW(named),
+        "steps": 1,
+        "batch": BATCH,
+        **fields,
+    }
     return Job(model=model, data=TensorDataset(inputs, targets), loss=loss, **fields)
 
 
@@ -47,15 +52,22 @@ def test_flops_and_parameters_are_those_of_the_layers():
 
 def test_a_float64_job_is_profiled_on_fake_tensors():
     """Its weights take twice as many bytes; one that two layers share is counted once."""
+
     def tied() -> nn.Module:
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
         model[2].weight = model[0].weight
         return model
 
-    narrow, wide = (profile_job(make_job(tied, precision=precision)) for precision in ("float32", "float64"))
+    narrow, wide = (
+        profile_job(make_job(tied, precision=precision)) for precision in ("float32", "float64")
+    )
 
     assert wide.notes == () and wide.exact
-    assert wide.parameter_bytes == 2 * narrow.parameter_bytes == 2 * FLOAT * (WIDTH * WIDTH + 2 * WIDTH)
+    assert (
+        wide.parameter_bytes
+        == 2 * narrow.parameter_bytes
+        == 2 * FLOAT * (WIDTH * WIDTH + 2 * WIDTH)
+    )
 
 
 class Recurrent(nn.Module):
@@ -76,7 +88,9 @@ def test_recurrent_layers_of_a_float64_job_are_profiled_on_fake_tensors():
 
 def test_kept_activations_are_what_backward_needs():
     """Each layer's output is alive at the end of forward; the ReLU keeps its own output and no second copy."""
-    kept = {segment.unit: segment.kept_bytes for segment in profile_job(make_job(two_layers)).segments}
+    kept = {
+        segment.unit: segment.kept_bytes for segment in profile_job(make_job(two_layers)).segments
+    }
 
     assert kept["0"].at(BATCH) == BATCH * 4 * WIDTH * FLOAT
     assert kept["2"].at(BATCH) == BATCH * WIDTH * FLOAT
@@ -84,7 +98,10 @@ def test_kept_activations_are_what_backward_needs():
 
 def test_every_gradient_is_completed_once_in_its_layer():
     """Backward makes a layer's gradients in the layer's own segment."""
-    made = {segment.unit: set(segment.gradients) for segment in profile_job(make_job(two_layers)).segments}
+    made = {
+        segment.unit: set(segment.gradients)
+        for segment in profile_job(make_job(two_layers)).segments
+    }
 
     assert made["0"] == {"0.weight", "0.bias"}
     assert made["2"] == {"2.weight", "2.bias"}
@@ -92,23 +109,35 @@ def test_every_gradient_is_completed_once_in_its_layer():
 
 def test_units_that_follow_each_other_are_told_apart():
     """Nothing lies between two layers, forward or backward."""
-    chain = profile_job(make_job(lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))))
+    chain = profile_job(
+        make_job(lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))))
+    )
     product = 2 * WIDTH * WIDTH
 
     assert {s.unit: s.backward.flops.per_sample for s in chain.segments if s.unit} == {
-        "0": product, "1": 2 * product, "2": 2 * product}
+        "0": product,
+        "1": 2 * product,
+        "2": 2 * product,
+    }
 
 
 def test_gradients_are_no_activations():
     """A layer's backward holds its weight's gradient, which is counted apart."""
-    profile = profile_job(make_job(lambda: nn.Sequential(nn.Linear(WIDTH, 64 * WIDTH), nn.Linear(64 * WIDTH, WIDTH))))
+    profile = profile_job(
+        make_job(lambda: nn.Sequential(nn.Linear(WIDTH, 64 * WIDTH), nn.Linear(64 * WIDTH, WIDTH)))
+    )
 
-    assert all(segment.backward_peak_bytes.at(2) < 64 * WIDTH * WIDTH * FLOAT for segment in profile.segments)
+    assert all(
+        segment.backward_peak_bytes.at(2) < 64 * WIDTH * WIDTH * FLOAT
+        for segment in profile.segments
+    )
 
 
 def test_the_update_counted_is_not_the_first():
     """Momentum: the buffer times 0.9 (2 transfers), plus the gradient (3), and the parameter's own sum (3)."""
-    profile = profile_job(make_job(two_layers, optimizer=lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9)))
+    profile = profile_job(
+        make_job(two_layers, optimizer=lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9))
+    )
 
     assert profile.update.moved_bytes.fixed == 8 * profile.parameter_bytes
 
@@ -138,10 +167,15 @@ def test_adapters_on_a_base_that_is_there():
     assert profile.exact and all(seen)
     assert all(torch.equal(base.weight, weight) for base, weight in zip(bases, kept, strict=True))
     frozen = [p for p in profile.parameters if ".base." in p.name]
-    assert len(frozen) == 6 and not any(p.trainable or p.gradient_bytes or p.state_bytes for p in frozen)
+    assert len(frozen) == 6 and not any(
+        p.trainable or p.gradient_bytes or p.state_bytes for p in frozen
+    )
     adapter, layer = 2 * WIDTH * 4, 2 * WIDTH * WIDTH
     assert [s.backward.flops.per_sample for s in profile.segments if s.unit] == [
-        3 * adapter, 4 * adapter + layer, 4 * adapter + layer]  # nothing goes back to the first layer's input
+        3 * adapter,
+        4 * adapter + layer,
+        4 * adapter + layer,
+    ]  # nothing goes back to the first layer's input
 
 
 class Halves(nn.Module):
@@ -162,18 +196,25 @@ def test_recurrent_layers_multiply(precision: str):
     flops = 2 * 2 * 4 * WIDTH * (WIDTH // 2 + WIDTH)
 
     assert profile.forward_flops_per_sample == flops
-    assert flops < profile.backward_flops_per_sample <= 2 * flops  # inputs and first states may need no gradients
+    assert (
+        flops < profile.backward_flops_per_sample <= 2 * flops
+    )  # inputs and first states may need no gradients
     products = [product for segment in profile.segments for product in segment.forward.products]
     assert sum(product.flops for product in products) == flops
 
 
 def test_recurrent_layers_keep_a_workspace():
     """The kernel's own memory is in no fake tensor: 8 MiB of 64 steps, 8 samples and 256 values, as measured."""
-    job = make_job(lambda: Steps(nn.LSTM(256, 256, batch_first=True)), inputs=torch.ones(8, 64, 256),
-                   targets=torch.ones(8, 64, 256))
+    job = make_job(
+        lambda: Steps(nn.LSTM(256, 256, batch_first=True)),
+        inputs=torch.ones(8, 64, 256),
+        targets=torch.ones(8, 64, 256),
+    )
 
     kept = sum(segment.kept_bytes.at(8) for segment in profile_job(job).segments)
-    assert 8_220_672 * 0.98 < kept < 8_220_672 + 4 * 8 * 64 * 256 * FLOAT  # and its output, and what the loss keeps
+    assert (
+        8_220_672 * 0.98 < kept < 8_220_672 + 4 * 8 * 64 * 256 * FLOAT
+    )  # and its output, and what the loss keeps
 
 
 class Steps(nn.Module):
@@ -203,19 +244,32 @@ def test_the_update_is_run_once():
 
     alone = profile_job(replace(job, precision="bf16"))
     assert (other.update, other.update_peak_bytes, other.parameters, other.segments) == (
-        alone.update, alone.update_peak_bytes, alone.parameters, alone.segments)
+        alone.update,
+        alone.update_peak_bytes,
+        alone.parameters,
+        alone.segments,
+    )
 
 
-@pytest.mark.parametrize("kernel", ["flash_attention", "efficient_attention", "cudnn_attention",
-                                    "flash_attention_for_cpu"])
+@pytest.mark.parametrize(
+    "kernel",
+    ["flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu"],
+)
 def test_heads_that_share_keys_are_counted_as_if_each_had_its_own(kernel: str):
     """On whichever device: the kernels read them so."""
     query, shared, full = (torch.empty(2, heads, 5, 4, device="meta") for heads in (6, 2, 6))
-    for name, first in ((f"_scaled_dot_product_{kernel}", ()), (f"_scaled_dot_product_{kernel}_backward", (query,))):
+    for name, first in (
+        (f"_scaled_dot_product_{kernel}", ()),
+        (f"_scaled_dot_product_{kernel}_backward", (query,)),
+    ):
         formula = recorder._FORMULAS[getattr(torch.ops.aten, name)]
         products = 5 if first else 2
-        assert formula(*first, query, shared, shared, out_val=None) == formula(*first, query, full, full, out_val=None)
-        assert formula(*first, query, shared, shared, out_val=None) == products * 2 * 2 * 6 * 5 * 5 * 4
+        assert formula(*first, query, shared, shared, out_val=None) == formula(
+            *first, query, full, full, out_val=None
+        )
+        assert (
+            formula(*first, query, shared, shared, out_val=None) == products * 2 * 2 * 6 * 5 * 5 * 4
+        )
 
 
 def test_attention_on_the_cpu_is_counted():
@@ -236,11 +290,14 @@ def test_attention_on_the_cpu_is_counted():
     assert profile.forward_flops_per_sample == heads * 2 * 2 * places * places * width
 
 
-@pytest.mark.parametrize(("optimizer", "factor"), [
-    (lambda named: torch.optim.SGD(named, lr=0.1), 0),
-    (lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9), 1),
-    (lambda named: torch.optim.AdamW(named), 2),
-])
+@pytest.mark.parametrize(
+    ("optimizer", "factor"),
+    [
+        (lambda named: torch.optim.SGD(named, lr=0.1), 0),
+        (lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9), 1),
+        (lambda named: torch.optim.AdamW(named), 2),
+    ],
+)
 def test_optimizer_state_is_that_of_the_jobs_optimizer(optimizer, factor):
     """No state for plain SGD, one copy for momentum, two (and a step count) for Adam."""
     profile = profile_job(make_job(two_layers, optimizer=optimizer))
@@ -252,6 +309,7 @@ def test_optimizer_state_is_that_of_the_jobs_optimizer(optimizer, factor):
 
 def test_frozen_parameters_have_neither_gradient_nor_state():
     """Only what is trained is counted."""
+
     def half_frozen():
         model = two_layers()
         model[0].requires_grad_(False)
@@ -265,7 +323,9 @@ def test_frozen_parameters_have_neither_gradient_nor_state():
 
 def test_bf16_halves_what_products_keep():
     """Under autocast a linear layer's output is bfloat16, its weight stays float32."""
-    wide, half = (profile_job(make_job(two_layers, precision=precision)) for precision in ("float32", "bf16"))
+    wide, half = (
+        profile_job(make_job(two_layers, precision=precision)) for precision in ("float32", "bf16")
+    )
 
     assert half.segments[0].output_bytes.at(BATCH) == wide.segments[0].output_bytes.at(BATCH) / 2
     assert half.parameter_bytes == wide.parameter_bytes
@@ -274,8 +334,12 @@ def test_bf16_halves_what_products_keep():
 def test_a_large_model_costs_no_memory():
     """A layer of 64 GiB is profiled in a process that is allowed 16 GiB of address space above its own."""
     side = 2**17
-    job = make_job(lambda: nn.Linear(side, side, bias=False), batch=2,
-                   inputs=torch.ones(2, side), targets=torch.ones(2, side))
+    job = make_job(
+        lambda: nn.Linear(side, side, bias=False),
+        batch=2,
+        inputs=torch.ones(2, side),
+        targets=torch.ones(2, side),
+    )
 
     def limited() -> tuple[bool, int]:
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -288,6 +352,7 @@ def test_a_large_model_costs_no_memory():
 
 def test_random_generators_are_left_alone():
     """Profiling draws numbers (dropout, initial weights, the data's own) and puts everything back."""
+
     class Noisy(TensorDataset):
         def __getitem__(self, index):
             random.random(), np.random.rand(), torch.rand(1)
@@ -299,7 +364,11 @@ def test_random_generators_are_left_alone():
 
     profile_job(job)
 
-    assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == before
+    assert (
+        random.getstate(),
+        np.random.get_state()[1].tolist(),
+        torch.get_rng_state().tolist(),
+    ) == before
 
 
 def test_a_module_made_outside_keeps_no_trace():
@@ -343,6 +412,7 @@ def test_a_model_that_fails_is_priced_by_its_parameters():
 
 def test_an_iterator_is_not_read():
     """Samples that can be read only once are left to the training."""
+
     class Once(IterableDataset):
         read = 0
 

@@ -25,11 +25,15 @@ class OwnAdam(torch.optim.AdamW):
 
 def parameters(dtype: torch.dtype = torch.float64) -> list[nn.Parameter]:
     drawn = torch.Generator().manual_seed(0)
-    return [nn.Parameter(torch.randn(*shape, generator=drawn, dtype=torch.float64).to(dtype))
-            for shape in ((3, 5), (7,))]
+    return [
+        nn.Parameter(torch.randn(*shape, generator=drawn, dtype=torch.float64).to(dtype))
+        for shape in ((3, 5), (7,))
+    ]
 
 
-def chosen(make: Callable[..., torch.optim.Optimizer], given: list[nn.Parameter], **options: Any) -> list[Any]:
+def chosen(
+    make: Callable[..., torch.optim.Optimizer], given: list[nn.Parameter], **options: Any
+) -> list[Any]:
     optimizer = make(given, lr=0.01, **options)
     let_fuse(optimizer)
     return [group.get("fused") for group in optimizer.param_groups]
@@ -39,8 +43,13 @@ def chosen(make: Callable[..., torch.optim.Optimizer], given: list[nn.Parameter]
 @pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.AdamW])
 def test_updates_are_fused_where_torch_chooses(make: Callable[..., torch.optim.Optimizer]):
     assert chosen(make, parameters()) == [True]
-    for options in ({"foreach": True}, {"foreach": False}, {"fused": False}, {"capturable": True},
-                    {"differentiable": True}):
+    for options in (
+        {"foreach": True},
+        {"foreach": False},
+        {"fused": False},
+        {"capturable": True},
+        {"differentiable": True},
+    ):
         assert chosen(make, parameters(), **options) == [options.get("fused")]
 
 
@@ -66,13 +75,17 @@ def test_fused_updates_are_the_same_whatever_lies_in_the_gradients_place():
     made = []
     for is_fused in (True, False):
         given = parameters()
-        optimizer = torch.optim.AdamW(given, lr=0.01, weight_decay=0.1, foreach=None if is_fused else False)
+        optimizer = torch.optim.AdamW(
+            given, lr=0.01, weight_decay=0.1, foreach=None if is_fused else False
+        )
         let_fuse(optimizer)
         assert optimizer.param_groups[0]["fused"] is (True if is_fused else None)
         drawn = torch.Generator().manual_seed(1)
         for step in range(4):
             given[0].grad = torch.randn(5, 3, generator=drawn, dtype=torch.float64).T
-            given[1].grad = torch.randn(7, generator=drawn, dtype=torch.float64) if step != 1 else None
+            given[1].grad = (
+                torch.randn(7, generator=drawn, dtype=torch.float64) if step != 1 else None
+            )
             optimizer.step()
         made.append(given)
     for actual, expected in zip(*made, strict=True):

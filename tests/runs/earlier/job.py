@@ -49,7 +49,18 @@ def job(own_step: bool = False) -> pl.Job:
     """A usual job, or one whose step is its own."""
     common: dict[str, Any] = {"data": data(), "batch": 12, "steps": STEPS, "precision": "float64"}
     if own_step:
-        return pl.Job(models={"net": Net}, step=step, optimizers={"net": pl.Optimizer(adamw, lr_schedule=schedule)},
-                      **common)
-    return pl.Job(model=Net, loss=F.mse_loss, optimizer=adamw, lr_schedule=schedule, clip=1.0, validation=data(),
-                  **common)
+        return pl.Job(
+            models={"net": Net},
+            step=step,
+            optimizers={"net": pl.Optimizer(adamw, lr_schedule=schedule)},
+            **common,
+        )
+    return pl.Job(
+        model=Net,
+        loss=F.mse_loss,
+        optimizer=adamw,
+        lr_schedule=schedule,
+        clip=1.0,
+        validation=data(),
+        **common,
+    )

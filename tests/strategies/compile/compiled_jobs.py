@@ -18,9 +18,15 @@ from paceline.model.randomness import means
 class Block(nn.Module):
     """A feed-forward block of a transformer with dropout, and a buffer that each forward of training changes."""
 
-    def __init__(self, width: int = 6, hidden: int = 12, drop: float = 0.2, counts: bool = True) -> None:
+    def __init__(
+        self, width: int = 6, hidden: int = 12, drop: float = 0.2, counts: bool = True
+    ) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, hidden), nn.Linear(hidden, width)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(width),
+            nn.Linear(width, hidden),
+            nn.Linear(hidden, width),
+        )
         self.drop = nn.Dropout(drop)
         self.calls: Tensor | None
         self.register_buffer("calls", torch.zeros(1) if counts else None)
@@ -38,7 +44,8 @@ class Net(nn.Module):
         super().__init__()
         self.enter = nn.Linear(6, 6)
         self.blocks = nn.ModuleList(
-            Block(hidden=hidden, drop=drop, counts=counts) for hidden in (12, 12, last_hidden))
+            Block(hidden=hidden, drop=drop, counts=counts) for hidden in (12, 12, last_hidden)
+        )
         self.out = nn.Linear(6, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -97,8 +104,13 @@ def fails(module: OfOne, x: Tensor) -> Tensor:
 def make_job(model: Any = Net, **changes: Any) -> paceline.Job:
     x = torch.randn(25, 6, generator=torch.Generator().manual_seed(1))
     fields = {
-        "model": model, "data": TensorDataset(x, (x[:, 0] > 0).long() + (x[:, 1] > 0).long()),
-        "loss": F.cross_entropy, "optimizer": lambda named: torch.optim.SGD(named, lr=0.1), "batch": 8, "steps": 3}
+        "model": model,
+        "data": TensorDataset(x, (x[:, 0] > 0).long() + (x[:, 1] > 0).long()),
+        "loss": F.cross_entropy,
+        "optimizer": lambda named: torch.optim.SGD(named, lr=0.1),
+        "batch": 8,
+        "steps": 3,
+    }
     return paceline.Job(**{**fields, **changes})
 
 

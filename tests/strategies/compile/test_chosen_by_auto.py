@@ -65,7 +65,9 @@ def test_steps_in_turns_say_what_compiled_code_gains(monkeypatch: pytest.MonkeyP
     """In seconds that the rank computed, which other processes move by less than half."""
     monkeypatch.setattr(calibration, "FEWEST_IN_TURNS", 16)
     monkeypatch.setattr(calibration, "IN_TURNS_S", 0.1)
-    measured = calibration.calibrate(a_job(LONG), Cluster.local("cpu:0"), Plan.parse("single compile=blocks"), 0.1)
+    measured = calibration.calibrate(
+        a_job(LONG), Cluster.local("cpu:0"), Plan.parse("single compile=blocks"), 0.1
+    )
     assert measured.gain is not None and 0.5 * EAGER_S < measured.gain.seconds < 2 * EAGER_S
     assert measured.gain.low_s <= measured.gain.seconds <= measured.gain.high_s
     assert measured.start_s > EAGER_S  # to be traced takes longer than a step
@@ -75,19 +77,30 @@ def test_a_plan_that_starts_at_once_has_nothing_to_leave_out() -> None:
     assert calibration.calibrate(a_job(LONG), Cluster.local("cpu:0"), Plan(), 0.1).gain is None
 
 
-def test_a_long_run_is_planned_and_trained_with_compiled_blocks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-                                                                ) -> None:
+def test_a_long_run_is_planned_and_trained_with_compiled_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
     """What calibrations measure is given, as it depends on the machine: steps a third shorter, after 20 seconds."""
+
     def calibrated(job: Job, where: Cluster, plan: Plan, expected_s: float) -> Calibration:
-        if plan.modifiers.compile == "none" or "server" in plan.values():  # a run of servers sums up no compilations
+        if (
+            plan.modifiers.compile == "none" or "server" in plan.values()
+        ):  # a run of servers sums up no compilations
             return Calibration(0.03, 10, start_s=1.0)
         return Calibration(0.02, 10, start_s=20.0, gain=Gain(0.01, 0.009, 0.011, 15))
 
     monkeypatch.setattr(auto, "calibrate", calibrated)
     monkeypatch.setattr(rank, "GAIN_SPREAD", 0.0)
-    chosen = auto.choose(a_job(LONG), None, devices="cpu:0-1", procs=None, memory=None, environment=None)
+    chosen = auto.choose(
+        a_job(LONG), None, devices="cpu:0-1", procs=None, memory=None, environment=None
+    )
     assert chosen.plan.modifiers.compile == "blocks"
-    assert chosen.estimate is not None and chosen.estimate.is_measured and chosen.estimate.start_s == 20.0
+    assert (
+        chosen.estimate is not None
+        and chosen.estimate.is_measured
+        and chosen.estimate.start_s == 20.0
+    )
 
     monkeypatch.setattr("paceline.api.auto.choose", lambda *args, **options: chosen)
     summary = paceline.train(a_job(3), run=tmp_path)
@@ -96,5 +109,7 @@ def test_a_long_run_is_planned_and_trained_with_compiled_blocks(monkeypatch: pyt
 
 def test_a_short_run_is_not_compiled() -> None:
     """Compiling takes longer than all its steps together gain."""
-    chosen = auto.choose(a_job(1000), None, devices="cpu:0-1", procs=None, memory=None, environment=None)
+    chosen = auto.choose(
+        a_job(1000), None, devices="cpu:0-1", procs=None, memory=None, environment=None
+    )
     assert chosen.plan.modifiers.compile == "none"

@@ -34,13 +34,20 @@ COMPILED = Plan.parse("single compile=blocks")
 
 def segment(unit: str, operators: int) -> Segment:
     """Fusing leaves half of its operators as kernels."""
-    work = Work(flops=Affine(0, 10), moved_bytes=Affine(4, 2), function_bytes=Affine(0, 6), operators=operators,
-                fused=Fused(Affine(1, 4), spared_operators=operators / 2, kernels=operators / 2))
+    work = Work(
+        flops=Affine(0, 10),
+        moved_bytes=Affine(4, 2),
+        function_bytes=Affine(0, 6),
+        operators=operators,
+        fused=Fused(Affine(1, 4), spared_operators=operators / 2, kernels=operators / 2),
+    )
     return Segment(unit, work, replace(work, operators=2 * operators))
 
 
-PROFILE = Profile(parameters=tuple(Parameter(name, name, 4, rows=1) for name in ("a", "b", "c")),
-                  segments=(segment("a", 10), segment("b", 10), segment("c", 20), segment("", 5)))
+PROFILE = Profile(
+    parameters=tuple(Parameter(name, name, 4, rows=1) for name in ("a", "b", "c")),
+    segments=(segment("a", 10), segment("b", 10), segment("c", 20), segment("", 5)),
+)
 
 
 def test_blocks_that_are_alike_are_compiled_once():
@@ -69,7 +76,10 @@ def test_all_of_a_compiled_block_is_recomputed():
 
 def test_a_compiled_block_keeps_a_tensor_of_each_operator_at_most():
     """Five operators are left of ten. Hooks of kept tensors take time where it is recomputed."""
-    kept = tuple(replace(each, kept_tensors=count) for each, count in zip(PROFILE.segments, (3, 8, 8, 8), strict=True))
+    kept = tuple(
+        replace(each, kept_tensors=count)
+        for each, count in zip(PROFILE.segments, (3, 8, 8, 8), strict=True)
+    )
 
     narrowed = narrow(replace(PROFILE, segments=kept), COMPILED, PACELINE).segments
 
@@ -81,8 +91,12 @@ def test_blocks_that_torch_does_not_take_stay_as_they_are():
     Pieces of a model that is split are compiled, as a recurrent layer is one operator in their graphs."""
     recurrent = replace(PROFILE, recurrent=("c",))
 
-    assert [before == after for before, after in zip(
-        PROFILE.segments, narrow(recurrent, COMPILED, PACELINE).segments, strict=True)] == [False, False, True, True]
+    assert [
+        before == after
+        for before, after in zip(
+            PROFILE.segments, narrow(recurrent, COMPILED, PACELINE).segments, strict=True
+        )
+    ] == [False, False, True, True]
     assert start_s(recurrent, COMPILED) == pytest.approx(FIRST_S + KERNEL_S * (5 + 5))
     alone = replace(PROFILE, recurrent=("a", "b", "c"))
     with pytest.raises(PlanError, match=r"no nn\.RNN"):
@@ -91,14 +105,28 @@ def test_blocks_that_torch_does_not_take_stay_as_they_are():
     assert narrow(alone, stages, PACELINE).segments == narrow(PROFILE, stages, PACELINE).segments
 
 
-@pytest.mark.parametrize(("model", "recurrent"), [
-    (lambda: nn.Sequential(nn.Linear(6, 6), Recurrent(nn.GRU(6, 6))), ("1",)),
-    (lambda: Recurrent(nn.LSTM(6, 6)), ("",)),
-    (lambda: nn.Sequential(nn.Linear(6, 6), nn.RNNCell(6, 6)), ())])
-def test_a_profile_names_blocks_that_torch_does_not_take(model: Callable[[], nn.Module], recurrent: tuple[str, ...]):
+@pytest.mark.parametrize(
+    ("model", "recurrent"),
+    [
+        (lambda: nn.Sequential(nn.Linear(6, 6), Recurrent(nn.GRU(6, 6))), ("1",)),
+        (lambda: Recurrent(nn.LSTM(6, 6)), ("",)),
+        (lambda: nn.Sequential(nn.Linear(6, 6), nn.RNNCell(6, 6)), ()),
+    ],
+)
+def test_a_profile_names_blocks_that_torch_does_not_take(
+    model: Callable[[], nn.Module], recurrent: tuple[str, ...]
+):
     x = torch.zeros(4, 6)
-    profile = profile_job(Job(model=model, data=TensorDataset(x, x), loss=F.mse_loss, batch=2, steps=1,
-                              optimizer=lambda named: torch.optim.SGD(named)))
+    profile = profile_job(
+        Job(
+            model=model,
+            data=TensorDataset(x, x),
+            loss=F.mse_loss,
+            batch=2,
+            steps=1,
+            optimizer=lambda named: torch.optim.SGD(named),
+        )
+    )
     assert profile.recurrent == recurrent
 
 
@@ -107,16 +135,30 @@ def price(plan: Plan) -> Estimate:
     compiles = plan.modifiers.compile == "blocks"
     step_s = (0.5 if compiles else 1.0) * (1.0 if plan.world_size == 1 else 1.5)
     need = MemoryNeed("each rank", Device("cpu", 0, 100), {"parameters": 10})
-    return Estimate(step_s, 10, need.ledger, {"compute": step_s}, needs=(need,), low_s=step_s / 1.01,
-                    high_s=1.01 * step_s, start_s=40.0 if compiles else 0.0)
+    return Estimate(
+        step_s,
+        10,
+        need.ledger,
+        {"compute": step_s},
+        needs=(need,),
+        low_s=step_s / 1.01,
+        high_s=1.01 * step_s,
+        start_s=40.0 if compiles else 0.0,
+    )
 
 
-@pytest.mark.parametrize(("steps", "chosen"), [(None, "single"), (50, "single"), (90, "single compile=blocks")])
+@pytest.mark.parametrize(
+    ("steps", "chosen"), [(None, "single"), (50, "single"), (90, "single compile=blocks")]
+)
 def test_compiling_is_proposed_for_long_runs_alone(steps: int | None, chosen: str):
     """Half a second of each step makes up for 40 after 80 steps."""
-    ranked_plans = search(price, Limits(8, compiled_steps=steps), DeviceCounts(2, 2, may_be_fewer=True))
+    ranked_plans = search(
+        price, Limits(8, compiled_steps=steps), DeviceCounts(2, 2, may_be_fewer=True)
+    )
     assert ranked_plans.chosen is not None and str(ranked_plans.chosen.plan) == chosen
-    proposed = [candidate for candidate in ranked_plans.ranked if candidate.plan.modifiers.compile != "none"]
+    proposed = [
+        candidate for candidate in ranked_plans.ranked if candidate.plan.modifiers.compile != "none"
+    ]
     assert bool(proposed) == (chosen != "single")
     assert all(candidate.plan.relaxed is None for candidate in proposed)
 
@@ -147,7 +189,9 @@ def test_the_gain_is_that_of_steps_in_turns():
     assert known.apply(COMPILED, price(COMPILED)).gain == Gain(0.1, 0.08, 0.12, 15)
 
 
-@pytest.mark.parametrize(("gain", "step_s"), [(Gain(0.1, -0.02, 0.22, 9), 1.1), (Gain(-0.2, -0.3, -0.1, 9), 1.3)])
+@pytest.mark.parametrize(
+    ("gain", "step_s"), [(Gain(0.1, -0.02, 0.22, 9), 1.1), (Gain(-0.2, -0.3, -0.1, 9), 1.3)]
+)
 def test_a_gain_that_is_not_sure_is_none(gain: Gain, step_s: float):
     """What compiled code loses counts."""
     known = Corrections()
@@ -158,17 +202,27 @@ def test_a_gain_that_is_not_sure_is_none(gain: Gain, step_s: float):
 
 def test_the_planner_says_where_compiling_does_not_pay():
     """A gain of 2 % by its price may be none; one of a half pays after 80 steps, and what was measured goes first."""
+
     def hardly(plan: Plan) -> Estimate:
         estimate = price(plan)
-        return replace(estimate, step_s=0.98 * price(Plan()).step_s) if estimate.start_s else estimate
+        return (
+            replace(estimate, step_s=0.98 * price(Plan()).step_s) if estimate.start_s else estimate
+        )
 
     def ranked_plans(price: Callable[[Plan], Estimate]) -> RankedPlans:
         return search(price, Limits(8, compiled_steps=10_000), DeviceCounts(1, 1))
 
-    assert "does not pay here" in compiling(ranked_plans(hardly)) and ranked_plans(hardly).chosen.plan == Plan()
+    assert (
+        "does not pay here" in compiling(ranked_plans(hardly))
+        and ranked_plans(hardly).chosen.plan == Plan()
+    )
     assert "pays from 80 steps on" in compiling(ranked_plans(price))
-    measured = replace(ranked_plans(price).chosen.estimate, is_measured=True, start_s=20.0,
-                       gain=Gain(-0.1, -0.2, 0.01, 30))
+    measured = replace(
+        ranked_plans(price).chosen.estimate,
+        is_measured=True,
+        start_s=20.0,
+        gain=Gain(-0.1, -0.2, 0.01, 30),
+    )
     tried = replace(ranked_plans(price), ranked=[Candidate(COMPILED, measured)])
     assert "does not pay here" in compiling(tried) and "30 pairs" in compiling(tried)
     assert compiling(search(price, Limits(8), DeviceCounts(1, 1))) == ""

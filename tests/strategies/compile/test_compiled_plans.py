@@ -10,7 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from compiled_jobs import Block, Breaking, Net, Recurrent, counts, fails, make_job, prints, traced, traced_with_means
+from compiled_jobs import (
+    Block,
+    Breaking,
+    Net,
+    Recurrent,
+    counts,
+    fails,
+    make_job,
+    prints,
+    traced,
+    traced_with_means,
+)
 from safetensors.torch import load_file
 from torch import nn
 
@@ -24,10 +35,21 @@ from paceline.strategies.plan import Plan
 # torch looks at the gradient of every input that it traces, and warns of it.
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore:The .grad attribute")]
 
-PLANS = ["single", "data=2 accumulate=2", "shard=2 recompute=full", "shard=2 zero=1 accumulate=2",
-         "pipeline=2 recompute=full", "place=auto parts=2", "server=1 workers=2", "data=2 recompute=full",
-         "shard=2 zero=2", "data=2 shard=2", "pipeline=2 shard=2", "pipeline=2 data=2 schedule=interleaved",
-         "server=2 workers=2 colocate=yes recompute=full"]
+PLANS = [
+    "single",
+    "data=2 accumulate=2",
+    "shard=2 recompute=full",
+    "shard=2 zero=1 accumulate=2",
+    "pipeline=2 recompute=full",
+    "place=auto parts=2",
+    "server=1 workers=2",
+    "data=2 recompute=full",
+    "shard=2 zero=2",
+    "data=2 shard=2",
+    "pipeline=2 shard=2",
+    "pipeline=2 data=2 schedule=interleaved",
+    "server=2 workers=2 colocate=yes recompute=full",
+]
 
 
 @pytest.fixture
@@ -61,15 +83,22 @@ def test_every_kind_of_plan(plan: str, tmp_path: Path, without_compiler: None) -
     compiled once, and for training alone."""
     # Servers keep no buffers that change; where a rank cuts its samples, a block counts each piece.
     counts_alike = not any(word in plan for word in ("server", "accumulate", "pipeline"))
-    summary = train(f"{plan} compile=blocks", tmp_path / "run", precision="float64",
-                    model=lambda: Net(counts=counts_alike), validation=make_job().data)
+    summary = train(
+        f"{plan} compile=blocks",
+        tmp_path / "run",
+        precision="float64",
+        model=lambda: Net(counts=counts_alike),
+        validation=make_job().data,
+    )
 
     assert summary["check"]["verdict"] == "passed", summary["check"]
     logs = "".join(path.read_text() for path in (tmp_path / "run" / "logs").glob("rank-*.log"))
     assert "compiled 'blocks.0'" in logs and "compiled 'blocks.2'" in logs
     if "server" not in plan:  # whose summary has nothing of compiling
         assert summary["compile"]["compiled"] >= 2
-    if plan == "single":  # two blocks are alike and one is wider; an evaluation would need compilations of its own
+    if (
+        plan == "single"
+    ):  # two blocks are alike and one is wider; an evaluation would need compilations of its own
         assert summary["compile"]["compiled"] == 2 and not summary["compile"]["recompiled"]
         assert summary["validation_loss"] is not None
 
@@ -77,12 +106,14 @@ def test_every_kind_of_plan(plan: str, tmp_path: Path, without_compiler: None) -
 @pytest.mark.slow
 def test_all_steps_and_a_resumed_run_are_one_device_s(without_compiler: None) -> None:
     """By `verify`, in float32 and float64, over an epoch with a short last batch."""
-    certificate, = paceline.verify(make_job(), ["data=2 recompute=full compile=blocks"], steps=4)
+    (certificate,) = paceline.verify(make_job(), ["data=2 recompute=full compile=blocks"], steps=4)
     assert certificate.passed, certificate.describe()
 
 
 @pytest.mark.slow
-def test_real_kernels_leave_names_alone_and_name_what_is_compiled_again(tmp_path: Path, cache: None) -> None:
+def test_real_kernels_leave_names_alone_and_name_what_is_compiled_again(
+    tmp_path: Path, cache: None
+) -> None:
     """torch's compiler itself: two ranks, a batch of another size in the fourth step, an evaluation, and a run that
     goes on without compiling. Without dropout it ends where one device does."""
     job = make_job(lambda: Net(drop=0.0, last_hidden=12), validation=make_job().data)
@@ -95,9 +126,14 @@ def test_real_kernels_leave_names_alone_and_name_what_is_compiled_again(tmp_path
     # Of the last sample, rank 1 has none.
     assert {(entry["rank"], entry["block"]) for entry in again} == {(0, "blocks.0")}
     assert all("size mismatch" in entry["again"] for entry in again)
-    assert all(f"compiled '{entry['block']}' again in" in (
-        tmp_path / "compiled" / "logs" / f"rank-{entry['rank']}.log").read_text() for entry in again)
-    plain, compiled = (load_file(tmp_path / name / "model.safetensors") for name in ("plain", "compiled"))
+    assert all(
+        f"compiled '{entry['block']}' again in"
+        in (tmp_path / "compiled" / "logs" / f"rank-{entry['rank']}.log").read_text()
+        for entry in again
+    )
+    plain, compiled = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("plain", "compiled")
+    )
     torch.testing.assert_close(compiled, plain, rtol=1e-5, atol=1e-6)
 
     paceline.train(job, "data=2", run=tmp_path / "compiled", steps=5, resume=True)
@@ -105,10 +141,13 @@ def test_real_kernels_leave_names_alone_and_name_what_is_compiled_again(tmp_path
 
 def test_means_of_dropout_have_the_gradient_of_no_dropout() -> None:
     """In compiled code alone, where nothing else replaces what the backward runs."""
-    block, x = Block(drop=0.2, counts=False).double(), torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+    block, x = (
+        Block(drop=0.2, counts=False).double(),
+        torch.randn(4, 6, dtype=torch.float64, requires_grad=True),
+    )
     compiled = torch.compile(block.forward, fullgraph=True, backend=traced_with_means)
-    gradient, = torch.autograd.grad(compiled(x).sum(), x)
-    expected, = torch.autograd.grad(block.eval()(x).sum(), x)
+    (gradient,) = torch.autograd.grad(compiled(x).sum(), x)
+    (expected,) = torch.autograd.grad(block.eval()(x).sum(), x)
     torch.testing.assert_close(gradient, expected)
 
 
@@ -121,8 +160,12 @@ def test_real_kernels_pass_the_check_with_dropout(tmp_path: Path, cache: None) -
 
 def test_recomputation_draws_the_same_again(tmp_path: Path, without_compiler: None) -> None:
     """With dropout on, a run with recomputation ends where one without it does."""
-    losses = [train(plan, tmp_path / str(number), precision="float64")["final_loss"] for number, plan in enumerate(
-        ("single compile=blocks", "single compile=blocks recompute=full"))]
+    losses = [
+        train(plan, tmp_path / str(number), precision="float64")["final_loss"]
+        for number, plan in enumerate(
+            ("single compile=blocks", "single compile=blocks recompute=full")
+        )
+    ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
 
 
@@ -143,6 +186,7 @@ def test_a_buffer_that_torch_would_lose_keeps_its_block_as_it_is() -> None:
 
 def test_a_block_with_a_recurrent_layer_stays_as_it_is() -> None:
     """torch.compile takes no nn.GRU; a model of such blocks alone is refused before it runs."""
+
     def model(*blocks: nn.Module) -> Any:
         return _prepared(nn.Sequential(*blocks))
 
@@ -153,10 +197,14 @@ def test_a_block_with_a_recurrent_layer_stays_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("plan", ["single compile=blocks", "pipeline=2 compile=blocks"])
-def test_blocks_beside_recurrent_ones_are_compiled(plan: str, tmp_path: Path, without_compiler: None) -> None:
+def test_blocks_beside_recurrent_ones_are_compiled(
+    plan: str, tmp_path: Path, without_compiler: None
+) -> None:
     """Those too, where a model is split: a graph of a piece holds the layer as one operator."""
     summary = train(plan, tmp_path / "run", model=_WithRecurrent)
-    assert list(summary["compile"]["uncompiled"]) == (["blocks.1"] if plan.startswith("single") else [])
+    assert list(summary["compile"]["uncompiled"]) == (
+        ["blocks.1"] if plan.startswith("single") else []
+    )
     assert summary["compile"]["compiled"]
 
 
@@ -194,16 +242,22 @@ class _WithNumpy(nn.Module):
         return self.out(x)
 
 
-@pytest.mark.parametrize(("forward", "steps", "message"), [
-    (prints, 1, "torch.compile can't compile 'layers.0' as a whole (Unsupported"),
-    (counts, 12, "'layers.0' had to be compiled too often"),
-    (fails, 1, "mat1 and mat2 shapes cannot be multiplied"),
-])
-def test_what_can_t_be_compiled_is_refused_by_name(forward: Any, steps: int, message: str, tmp_path: Path,
-                                                   without_compiler: None) -> None:
+@pytest.mark.parametrize(
+    ("forward", "steps", "message"),
+    [
+        (prints, 1, "torch.compile can't compile 'layers.0' as a whole (Unsupported"),
+        (counts, 12, "'layers.0' had to be compiled too often"),
+        (fails, 1, "mat1 and mat2 shapes cannot be multiplied"),
+    ],
+)
+def test_what_can_t_be_compiled_is_refused_by_name(
+    forward: Any, steps: int, message: str, tmp_path: Path, without_compiler: None
+) -> None:
     """And a block that fails by itself fails with its own error."""
     with pytest.raises(RankFailed) as failed:
-        train("single compile=blocks", tmp_path / "run", model=lambda: Breaking(forward), steps=steps)
+        train(
+            "single compile=blocks", tmp_path / "run", model=lambda: Breaking(forward), steps=steps
+        )
     assert message in str(failed.value)
     assert ("leave out compile=blocks" in str(failed.value)) == (forward is not fails)
 

@@ -18,9 +18,12 @@ def fresh_compiler() -> None:
 
 
 @WAYS
-@pytest.mark.parametrize("most_ways", [2, 10])  # below torch's setting for all functions, which is 8, and above it
-def test_a_function_is_compiled_so_often_and_then_refused(has_keyword: bool, most_ways: int,
-                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "most_ways", [2, 10]
+)  # below torch's setting for all functions, which is 8, and above it
+def test_a_function_is_compiled_so_often_and_then_refused(
+    has_keyword: bool, most_ways: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not has_keyword:
         monkeypatch.setattr(limit, "has_limit_of_its_own", lambda: False)
     compiled: list[int] = []
@@ -36,7 +39,9 @@ def test_a_function_is_compiled_so_often_and_then_refused(has_keyword: bool, mos
     before = torch._dynamo.config.recompile_limit
     run = limit.compile_whole(power, backend=backend, most_ways=most_ways)
     for exponent in range(most_ways):
-        torch.testing.assert_close(run(torch.tensor([2.0]), str(exponent)), torch.tensor([2.0 ** exponent]))
+        torch.testing.assert_close(
+            run(torch.tensor([2.0]), str(exponent)), torch.tensor([2.0**exponent])
+        )
         assert torch._dynamo.config.recompile_limit == before
     with pytest.raises(FailOnRecompileLimitHit):
         run(torch.tensor([2.0]), str(most_ways))

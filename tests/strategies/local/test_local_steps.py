@@ -47,16 +47,25 @@ def adamw(named: Any) -> torch.optim.Optimizer:
 
 def make_job(**changes: Any) -> paceline.Job:
     x = torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(1))
-    fields = {"model": Net, "data": TensorDataset(x, (x[:, 0] > 0).long() + (x[:, 1] > 0).long()),
-              "loss": F.cross_entropy, "optimizer": sgd, "batch": BATCH, "steps": 12, "precision": "float64"}
+    fields = {
+        "model": Net,
+        "data": TensorDataset(x, (x[:, 0] > 0).long() + (x[:, 1] > 0).long()),
+        "loss": F.cross_entropy,
+        "optimizer": sgd,
+        "batch": BATCH,
+        "steps": 12,
+        "precision": "float64",
+    }
     return paceline.Job(**{**fields, **changes})
 
 
-def train(run: Path, plan: str, *, save_every: int | None = None, resume: bool = False,
-          **changes: Any) -> dict[str, Any]:
+def train(
+    run: Path, plan: str, *, save_every: int | None = None, resume: bool = False, **changes: Any
+) -> dict[str, Any]:
     devices = f"cpu:0-{paceline.Plan.parse(plan).world_size - 1}"
-    return paceline.train(make_job(**changes), plan, devices=devices, run=run, save_every=save_every,
-                          resume=resume).to_dict()
+    return paceline.train(
+        make_job(**changes), plan, devices=devices, run=run, save_every=save_every, resume=resume
+    ).to_dict()
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
@@ -68,16 +77,25 @@ def recorded(run: Path, figure: str = "loss") -> list[float]:
     return [line[figure] for line in lines if figure in line]
 
 
-def same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], off: float = 1e-12) -> None:
+def same(
+    actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], off: float = 1e-12
+) -> None:
     for name, tensor in expected.items():
-        torch.testing.assert_close(actual[name], tensor, rtol=0, atol=off,
-                                   msg=lambda message, name=name: f"{name}: {message}")
+        torch.testing.assert_close(
+            actual[name],
+            tensor,
+            rtol=0,
+            atol=off,
+            msg=lambda message, name=name: f"{name}: {message}",
+        )
 
 
 class ByHand:
     """DiLoCo and local SGD as in the papers, whole models on one device: `replicas` of them, one after the other."""
 
-    def __init__(self, job: paceline.Job, *, replicas: int, local: int, outer: str, fragments: int = 1) -> None:
+    def __init__(
+        self, job: paceline.Job, *, replicas: int, local: int, outer: str, fragments: int = 1
+    ) -> None:
         self.job, self.local, self.outer = job, local, outer
         seed_streams(job.seed, "model")
         first = job.model().double()
@@ -91,8 +109,10 @@ class ByHand:
             self.optimizers.append(job.optimizer(list(model.named_parameters())))
         self.losses: list[float] = []
         names = list(self.shared)
-        self.fragments = [[names[i] for i in part]
-                          for part in assign([p.nbytes for p in self.shared.values()], fragments)]
+        self.fragments = [
+            [names[i] for i in part]
+            for part in assign([p.nbytes for p in self.shared.values()], fragments)
+        ]
         self.delay = delay_steps(local=local, fragments=fragments)
         self.ways: dict[str, torch.Tensor] = {}
         self.arrives = 0
@@ -106,7 +126,10 @@ class ByHand:
                     continue
                 model, optimizer = self.models[number], self.optimizers[number]
                 optimizer.zero_grad()
-                loss = self.job.loss(model(batch.input[share.start:share.stop]), batch.target[share.start:share.stop])
+                loss = self.job.loss(
+                    model(batch.input[share.start : share.stop]),
+                    batch.target[share.start : share.stop],
+                )
                 loss.backward()
                 if self.job.clip is not None:
                     nn.utils.clip_grad_norm_(model.parameters(), self.job.clip)
@@ -134,8 +157,10 @@ class ByHand:
     def leave(self, fragment: int, counts: list[int], arrives: int) -> None:
         every, self.arrives = sum(counts), arrives
         for name in self.fragments[fragment]:
-            self.ways[name] = sum(count / every * (self.shared[name] - dict(model.named_parameters())[name])
-                                  for count, model in zip(counts, self.models, strict=True))
+            self.ways[name] = sum(
+                count / every * (self.shared[name] - dict(model.named_parameters())[name])
+                for count, model in zip(counts, self.models, strict=True)
+            )
         counts[:] = [0] * len(counts)
 
     @torch.no_grad()
@@ -161,20 +186,28 @@ def test_fragments_hold_every_parameter_once(sizes: list[int], fragments: int) -
 
     assert len(groups) == fragments and all(groups)
     assert [index for group in groups for index in group] == list(range(len(sizes)))
-    assert all(sum(sizes[i] for i in group) <= sum(sizes) / fragments + 2 * max(sizes) for group in groups)
+    assert all(
+        sum(sizes[i] for i in group) <= sum(sizes) / fragments + 2 * max(sizes) for group in groups
+    )
 
 
 @given(st.integers(1, 60), st.data())
 def test_every_fragment_leaves_once_a_round(local: int, data: st.DataObject) -> None:
     """The last one as the round ends; each has arrived before the next leaves."""
     fragments = data.draw(st.integers(1, local))
-    leaving = [fragment_after(step, local=local, fragments=fragments) for step in range(1, local + 1)]
+    leaving = [
+        fragment_after(step, local=local, fragments=fragments) for step in range(1, local + 1)
+    ]
     places = [place for place, number in enumerate(leaving, 1) if number is not None]
     delay = delay_steps(local=local, fragments=fragments)
 
-    assert [number for number in leaving if number is not None] == list(range(fragments)) and places[-1] == local
-    assert all(later - earlier >= delay for earlier, later in zip(places, [*places[1:], places[0] + local],
-                                                                  strict=True))
+    assert [number for number in leaving if number is not None] == list(
+        range(fragments)
+    ) and places[-1] == local
+    assert all(
+        later - earlier >= delay
+        for earlier, later in zip(places, [*places[1:], places[0] + local], strict=True)
+    )
     assert delay >= (fragments > 1)
 
 
@@ -183,7 +216,9 @@ def test_bytes_of_diloco_by_hand() -> None:
     a byte GPT of 3.2 million parameters in 53 tensors on 8 replicas."""
     shapes, ranks, steps = [(3_200_000,)], 8, 100
     every_step = all_reduce_bytes(8 * (4 + 53), ranks) + sent_bytes("none", shapes, 4, ranks)
-    outer_step = all_reduce_bytes(8 * (2 * steps + 2 + 53 + 1), ranks) + sent_bytes("int8", shapes, 4, ranks)
+    outer_step = all_reduce_bytes(8 * (2 * steps + 2 + 53 + 1), ranks) + sent_bytes(
+        "int8", shapes, 4, ranks
+    )
 
     assert steps * every_step / outer_step >= 380
 
@@ -191,24 +226,40 @@ def test_bytes_of_diloco_by_hand() -> None:
 @pytest.mark.parametrize("precision", [pytest.param("float32", marks=pytest.mark.slow), "float64"])
 def test_one_local_step_is_data_parallel(precision: str) -> None:
     """`local=1` with a plain outer step equals one device, with AdamW and clipping."""
-    certificate, = paceline.verify(make_job(optimizer=adamw, clip=0.5, precision=precision), ["data=2 local=1"],
-                                   steps=3)
+    (certificate,) = paceline.verify(
+        make_job(optimizer=adamw, clip=0.5, precision=precision), ["data=2 local=1"], steps=3
+    )
 
     assert certificate.passed, certificate.describe()
 
 
-@pytest.mark.parametrize(("plan", "optimizer", "clip"), [
-    ("data=2 local=4", sgd, None), ("data=2 local=4 outer=diloco", adamw, 0.1),
-    ("data=3 local=4 fragments=4", sgd, None),
-    *(pytest.param(plan, optimizer, None, marks=pytest.mark.slow) for plan, optimizer in (
-        ("data=3 local=5 outer=diloco", sgd), ("data=2 local=5 outer=diloco fragments=2", adamw),
-        ("data=2 local=1 outer=diloco", sgd)))])
+@pytest.mark.parametrize(
+    ("plan", "optimizer", "clip"),
+    [
+        ("data=2 local=4", sgd, None),
+        ("data=2 local=4 outer=diloco", adamw, 0.1),
+        ("data=3 local=4 fragments=4", sgd, None),
+        *(
+            pytest.param(plan, optimizer, None, marks=pytest.mark.slow)
+            for plan, optimizer in (
+                ("data=3 local=5 outer=diloco", sgd),
+                ("data=2 local=5 outer=diloco fragments=2", adamw),
+                ("data=2 local=1 outer=diloco", sgd),
+            )
+        ),
+    ],
+)
 def test_a_loop_by_hand(tmp_path: Path, plan: str, optimizer: Any, clip: float | None) -> None:
     """Twelve steps over uneven batches, the last round cut short: losses and weights in float64."""
     parsed = paceline.Plan.parse(plan)
     assert parsed.outer_steps is not None
-    hand = ByHand(make_job(optimizer=optimizer, clip=clip), replicas=parsed.axes.data, local=parsed.outer_steps.local,
-                  outer=parsed.outer_steps.outer, fragments=parsed.outer_steps.fragments)
+    hand = ByHand(
+        make_job(optimizer=optimizer, clip=clip),
+        replicas=parsed.axes.data,
+        local=parsed.outer_steps.local,
+        outer=parsed.outer_steps.outer,
+        fragments=parsed.outer_steps.fragments,
+    )
     expected = hand.run(12)
 
     figures = train(tmp_path / "run", plan, optimizer=optimizer, clip=clip)
@@ -227,16 +278,27 @@ def test_replicas_weigh_by_what_they_counted(tmp_path: Path) -> None:
     """A round of one step of plain SGD is one device's, though targets are ignored unevenly."""
     train(tmp_path, "data=2 local=2", loss=token_loss, batch=9, steps=1)
 
-    plain, = PlainRun(make_job(loss=token_loss, batch=9, steps=1)).steps(1)
+    (plain,) = PlainRun(make_job(loss=token_loss, batch=9, steps=1)).steps(1)
     same(weights(tmp_path), plain.weights)
 
 
-@pytest.mark.parametrize(("plan", "save_every"), [
-    ("data=2 local=4 outer=diloco fragments=2 compress=bf16", 2), *(
-        pytest.param(plan, save_every, marks=pytest.mark.slow) for plan, save_every in (
-            ("data=2 local=4 outer=diloco", 3), ("data=3 local=4 compress=int8", 4),
-            ("data=2 local=6 outer=diloco fragments=3", 4)))])
-def test_a_resumed_run_is_the_whole_one_bit_by_bit(tmp_path: Path, plan: str, save_every: int) -> None:
+@pytest.mark.parametrize(
+    ("plan", "save_every"),
+    [
+        ("data=2 local=4 outer=diloco fragments=2 compress=bf16", 2),
+        *(
+            pytest.param(plan, save_every, marks=pytest.mark.slow)
+            for plan, save_every in (
+                ("data=2 local=4 outer=diloco", 3),
+                ("data=3 local=4 compress=int8", 4),
+                ("data=2 local=6 outer=diloco fragments=3", 4),
+            )
+        ),
+    ],
+)
+def test_a_resumed_run_is_the_whole_one_bit_by_bit(
+    tmp_path: Path, plan: str, save_every: int
+) -> None:
     """Saved when a round ends, and with fragments when one leaves: in the middle of a round."""
     changes = {"optimizer": adamw, "precision": "float32", "steps": 14}
     cut = tmp_path / "cut"
@@ -255,13 +317,25 @@ def test_a_resumed_run_is_the_whole_one_bit_by_bit(tmp_path: Path, plan: str, sa
         assert torch.equal(tensor, weights(cut)[name]), name
 
 
-@pytest.mark.parametrize(("before", "after", "message"), [
-    ("data=2 local=4 outer=diloco", "data=2", "the optimizer states of 2 replicas are averaged; the outer steps' "
-                                              "momentum is dropped"),
-    pytest.param("data=2", "data=3 local=2", "resumed from step-8\n", marks=pytest.mark.slow),
-    ("data=2 local=4 fragments=2", "data=3 local=4", "averaged; replicas start from the weights that they shared")])
-def test_a_run_goes_on_under_another_plan(tmp_path: Path, capfd: pytest.CaptureFixture[str], before: str, after: str,
-                                          message: str) -> None:
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        (
+            "data=2 local=4 outer=diloco",
+            "data=2",
+            "the optimizer states of 2 replicas are averaged; the outer steps' momentum is dropped",
+        ),
+        pytest.param("data=2", "data=3 local=2", "resumed from step-8\n", marks=pytest.mark.slow),
+        (
+            "data=2 local=4 fragments=2",
+            "data=3 local=4",
+            "averaged; replicas start from the weights that they shared",
+        ),
+    ],
+)
+def test_a_run_goes_on_under_another_plan(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], before: str, after: str, message: str
+) -> None:
     """And says what it could not take over."""
     run = tmp_path / "run"
     train(run, before, steps=8, optimizer=adamw)
@@ -274,7 +348,12 @@ def test_a_run_goes_on_under_another_plan(tmp_path: Path, capfd: pytest.CaptureF
 def test_what_is_due_waits_for_the_round(tmp_path: Path) -> None:
     """Saving, comparing and evaluating come when replicas hold one model."""
     x = torch.randn(9, 6, generator=torch.Generator().manual_seed(2))
-    train(tmp_path / "run", "data=2 local=4", save_every=3, validation=TensorDataset(x, torch.arange(9) % 3))
+    train(
+        tmp_path / "run",
+        "data=2 local=4",
+        save_every=3,
+        validation=TensorDataset(x, torch.arange(9) % 3),
+    )
     lines = list(map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()))
 
     assert [line["step"] for line in lines if "saved" in line] == [4, 8, 12]
@@ -293,7 +372,9 @@ def test_a_replica_without_samples_takes_no_step(tmp_path: Path) -> None:
     """AdamW would move weights by decay alone; its way counts nothing besides."""
     hand = ByHand(make_job(optimizer=adamw, batch=12), replicas=2, local=3, outer="average")
 
-    train(tmp_path / "run", "data=2 local=3", optimizer=adamw, batch=12)  # the last window of an epoch has 1 sample
+    train(
+        tmp_path / "run", "data=2 local=3", optimizer=adamw, batch=12
+    )  # the last window of an epoch has 1 sample
 
     same(weights(tmp_path / "run"), hand.run(12))
 
@@ -306,6 +387,7 @@ def test_more_fragments_than_parameters_are_refused(tmp_path: Path) -> None:
 
 def test_buffers_are_met_when_replicas_meet(tmp_path: Path) -> None:
     """BatchNorm's statistics are the replicas' mean; the run's replicas agree in the end."""
+
     class Normed(Net):
         def __init__(self) -> None:
             super().__init__()
@@ -326,7 +408,9 @@ def digits() -> paceline.Job:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", ["data=2 local=8", "data=2 local=8 outer=diloco fragments=2 compress=int8"])
+@pytest.mark.parametrize(
+    "plan", ["data=2 local=8", "data=2 local=8 outer=diloco fragments=2 compress=int8"]
+)
 def test_digits_reach_97_percent(tmp_path: Path, digits: paceline.Job, plan: str) -> None:
     """Fifteen epochs on two replicas."""
     figures = paceline.train(digits, plan, devices="cpu:0-1", run=tmp_path / "run")

@@ -26,32 +26,50 @@ def sgd(named: Any) -> torch.optim.Optimizer:
 def step(ctx: paceline.StepContext, batch: Any) -> None:
     """Two models, of which one learns in two updates, and an average that a loss looks at."""
     soft = ctx.run("average", batch)
-    ctx.backward("body", batch, lambda out, batch, soft: F.mse_loss(out, batch.target) + F.mse_loss(out, soft), soft)
+    ctx.backward(
+        "body",
+        batch,
+        lambda out, batch, soft: F.mse_loss(out, batch.target) + F.mse_loss(out, soft),
+        soft,
+    )
     ctx.update("body")
     y = ctx.run("body", batch)
-    ctx.backward("head", y, lambda out, batch: (F.mse_loss(out, batch.target, reduction="sum"), out.numel()))
+    ctx.backward(
+        "head", y, lambda out, batch: (F.mse_loss(out, batch.target, reduction="sum"), out.numel())
+    )
     ctx.update("head")
 
 
 def job(**changes: Any) -> paceline.Job:
-    return paceline.Job(models={"body": small(), "head": small(3)}, optimizers={"body": sgd, "head": sgd}, step=step,
-                        followers={"average": paceline.ema("body", 0.9)}, **fields(**{"steps": 6, **changes}))
+    return paceline.Job(
+        models={"body": small(), "head": small(3)},
+        optimizers={"body": sgd, "head": sgd},
+        step=step,
+        followers={"average": paceline.ema("body", 0.9)},
+        **fields(**{"steps": 6, **changes}),
+    )
 
 
 def by_hand(job: paceline.Job, replicas: int, local: int) -> dict[str, torch.Tensor]:
     """Each replica has all models; every so many steps their weights become the mean by samples."""
     models = NamedModels.of(job.models, job.followers, job.seed).double()
     mine = [copy.deepcopy(models) for _ in range(replicas)]
-    optimizers = [{name: sgd(m.get_submodule(name).named_parameters()) for name in job.models} for m in mine]
+    optimizers = [
+        {name: sgd(m.get_submodule(name).named_parameters()) for name in job.models} for m in mine
+    ]
     counts = [0.0] * replicas
     for number, batch in enumerate(whole_batches(job, job.total_steps or 0), 1):
         parts = split(len(batch.input), [1] * replicas)
         for k, part in enumerate(parts):
-            x, y = batch.input[part.start:part.stop], batch.target[part.start:part.stop]
+            x, y = batch.input[part.start : part.stop], batch.target[part.start : part.stop]
             counts[k] += len(x)
-            body, head, average = (mine[k].get_submodule(name) for name in ("body", "head", "average"))
+            body, head, average = (
+                mine[k].get_submodule(name) for name in ("body", "head", "average")
+            )
             out = body(x)
-            _update(optimizers[k]["body"], F.mse_loss(out, y) + F.mse_loss(out, average(x).detach()))
+            _update(
+                optimizers[k]["body"], F.mse_loss(out, y) + F.mse_loss(out, average(x).detach())
+            )
             _update(optimizers[k]["head"], F.mse_loss(head(body(x).detach()), y))
             with torch.no_grad():
                 for a, p in zip(average.parameters(), body.parameters(), strict=True):
@@ -71,7 +89,10 @@ def _update(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
 @torch.no_grad()
 def _meet(models: list[nn.Module], counts: list[float]) -> None:
     for same in zip(*(model.parameters() for model in models), strict=True):
-        mean = sum((p * count / sum(counts) for p, count in zip(same, counts, strict=True)), torch.zeros_like(same[0]))
+        mean = sum(
+            (p * count / sum(counts) for p, count in zip(same, counts, strict=True)),
+            torch.zeros_like(same[0]),
+        )
         for p in same:
             p.copy_(mean)
 
@@ -85,4 +106,6 @@ def test_all_models_and_followers_meet(tmp_path: Path, local: int) -> None:
 
     weights = load_file(tmp_path / "run" / "model.safetensors")
     assert weights.keys() == expected.keys()
-    assert all(torch.allclose(weights[name], expected[name], rtol=0, atol=1e-12) for name in expected)
+    assert all(
+        torch.allclose(weights[name], expected[name], rtol=0, atol=1e-12) for name in expected
+    )

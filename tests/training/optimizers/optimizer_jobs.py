@@ -36,11 +36,21 @@ class Net(nn.Module):
         return self.out(x) * self.scale
 
 
-def make_job(optimizer: Callable[[Named], torch.optim.Optimizer], model: Callable[[], nn.Module] = Net,
-             **changes: Any) -> paceline.Job:
+def make_job(
+    optimizer: Callable[[Named], torch.optim.Optimizer],
+    model: Callable[[], nn.Module] = Net,
+    **changes: Any,
+) -> paceline.Job:
     x = torch.randn(SAMPLES, 8, generator=torch.Generator().manual_seed(1))
-    fields = {"model": model, "data": TensorDataset(x, x[:, :3].sin()), "loss": F.mse_loss, "optimizer": optimizer,
-              "batch": BATCH, "steps": STEPS, "precision": "float64"}
+    fields = {
+        "model": model,
+        "data": TensorDataset(x, x[:, :3].sin()),
+        "loss": F.mse_loss,
+        "optimizer": optimizer,
+        "batch": BATCH,
+        "steps": STEPS,
+        "precision": "float64",
+    }
     return paceline.Job(**{**fields, **changes})
 
 
@@ -51,7 +61,9 @@ def train(job: paceline.Job, plan: str, run: Path, **options: Any) -> dict[str, 
     return load_file(run / "model.safetensors")
 
 
-def train_in_legs(job: paceline.Job, legs: Iterable[tuple[str, int]], run: Path) -> dict[str, Tensor]:
+def train_in_legs(
+    job: paceline.Job, legs: Iterable[tuple[str, int]], run: Path
+) -> dict[str, Tensor]:
     """The weights after legs under different plans, each up to a step, each resumed from the one before."""
     weights: dict[str, Tensor] = {}
     for number, (plan, steps) in enumerate(legs):
@@ -72,7 +84,9 @@ class Wrapped(torch.optim.Optimizer):
         super().__init__([p for _, p in named], {})
         self.muon = torch.optim.Muon([p for _, p in named if p.ndim == 2], lr=0.02)
         self.others = [torch.optim.AdamW([p for _, p in named if p.ndim != 2], lr=0.01)]
-        self.param_groups = [group for part in (self.muon, *self.others) for group in part.param_groups]
+        self.param_groups = [
+            group for part in (self.muon, *self.others) for group in part.param_groups
+        ]
 
     def step(self, closure: Any = None) -> None:
         for part in (self.muon, *self.others):
@@ -85,8 +99,10 @@ class Unshared(torch.optim.Optimizer):
     def __init__(self, named: Named) -> None:
         named = list(named)
         super().__init__([p for _, p in named], {})  # no rate of its own
-        self.parts = {"matrices": torch.optim.SGD([p for _, p in named if p.ndim == 2], lr=0.1, momentum=0.9),
-                      "rest": torch.optim.Adam([p for _, p in named if p.ndim != 2], lr=0.01)}
+        self.parts = {
+            "matrices": torch.optim.SGD([p for _, p in named if p.ndim == 2], lr=0.1, momentum=0.9),
+            "rest": torch.optim.Adam([p for _, p in named if p.ndim != 2], lr=0.01),
+        }
 
     def step(self, closure: Any = None) -> None:
         for part in self.parts.values():
@@ -109,11 +125,16 @@ class OwnAverages(torch.optim.Optimizer):
                 if p.grad is None:
                     continue
                 self.averages.setdefault(p, torch.zeros_like(p)).lerp_(p.grad, 0.1)
-                history = self.state[p].setdefault("history", [torch.zeros_like(p), torch.zeros_like(p), 0.5])
+                history = self.state[p].setdefault(
+                    "history", [torch.zeros_like(p), torch.zeros_like(p), 0.5]
+                )
                 history[0].add_(p.grad)
                 history[1].add_(history[0])
                 history[2] *= 0.9
-                p.sub_(self.averages[p] / self.count + 0.01 * history[1] * history[2], alpha=group["lr"])
+                p.sub_(
+                    self.averages[p] / self.count + 0.01 * history[1] * history[2],
+                    alpha=group["lr"],
+                )
 
 
 class Seldom(torch.optim.Optimizer):
@@ -145,7 +166,9 @@ class GlobalNorm(torch.optim.SGD):
     """Divides every gradient by the norm over all of them."""
 
     def step(self, closure: Any = None) -> None:
-        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        gradients = [
+            p.grad for group in self.param_groups for p in group["params"] if p.grad is not None
+        ]
         norm = sum(float(g.square().sum()) for g in gradients) ** 0.5
         for g in gradients:
             g.div_(norm)
@@ -156,7 +179,9 @@ class StackedNorm(torch.optim.SGD):
     """The same, as torch writes it, for tensors of one kind."""
 
     def step(self, closure: Any = None) -> None:
-        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        gradients = [
+            p.grad for group in self.param_groups for p in group["params"] if p.grad is not None
+        ]
         norm = torch.stack([g.norm() for g in gradients]).norm()
         for g in gradients:
             g.div_(norm)
@@ -192,7 +217,9 @@ class Shampoo(torch.optim.Optimizer):
                 if p.ndim != 2:
                     p.sub_(p.grad, alpha=group["lr"])
                     continue
-                sides = self.state[p].setdefault("sides", [torch.eye(n, dtype=p.dtype) * 1e-2 for n in p.shape])
+                sides = self.state[p].setdefault(
+                    "sides", [torch.eye(n, dtype=p.dtype) * 1e-2 for n in p.shape]
+                )
                 sides[0].add_(p.grad @ p.grad.T)
                 sides[1].add_(p.grad.T @ p.grad)
                 roots = []
@@ -243,8 +270,11 @@ class ByPosition(torch.optim.Optimizer):
         rest = dict(state_dict)
         averages = rest.pop("averages")
         super().load_state_dict(rest)
-        self.averages = {id(p): average for p, average in zip(self._all(), averages, strict=True)
-                         if average is not None}
+        self.averages = {
+            id(p): average
+            for p, average in zip(self._all(), averages, strict=True)
+            if average is not None
+        }
 
 
 class Sam(torch.optim.Optimizer):
@@ -258,7 +288,9 @@ class Sam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        assert closure is not None, "Sharpness Aware Minimization requires closure, but it was not provided"
+        assert closure is not None, (
+            "Sharpness Aware Minimization requires closure, but it was not provided"
+        )
         trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         norm = torch.stack([p.grad.norm() for p in trained]).norm()
         for p in trained:

@@ -29,7 +29,9 @@ def lbfgs(named: Any) -> torch.optim.Optimizer:
 
 
 def wolfe(named: Any) -> torch.optim.Optimizer:
-    return torch.optim.LBFGS([p for _, p in named], lr=1.0, max_iter=5, history_size=4, line_search_fn="strong_wolfe")
+    return torch.optim.LBFGS(
+        [p for _, p in named], lr=1.0, max_iter=5, history_size=4, line_search_fn="strong_wolfe"
+    )
 
 
 class Noisy(Net):
@@ -56,13 +58,20 @@ def counted(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 JOBS: dict[str, Any] = {
-    "lbfgs": lambda: make_job(lbfgs), "wolfe": lambda: make_job(wolfe), "sam": lambda: make_job(Sam),
-    "extragradient": lambda: make_job(Extragradient), "clipped": lambda: make_job(Sam, clip=0.05),
-    "counted": lambda: make_job(wolfe, loss=counted), "noisy": lambda: make_job(wolfe, Noisy),
+    "lbfgs": lambda: make_job(lbfgs),
+    "wolfe": lambda: make_job(wolfe),
+    "sam": lambda: make_job(Sam),
+    "extragradient": lambda: make_job(Extragradient),
+    "clipped": lambda: make_job(Sam, clip=0.05),
+    "counted": lambda: make_job(wolfe, loss=counted),
+    "noisy": lambda: make_job(wolfe, Noisy),
     "normed": lambda: make_job(wolfe, Normed, drop_last=True),
     "normed-sam": lambda: make_job(Sam, Normed, drop_last=True),
     "scheduled": lambda: make_job(
-        lbfgs, lr_schedule=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5))}
+        lbfgs,
+        lr_schedule=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5),
+    ),
+}
 
 
 @cache
@@ -80,8 +89,12 @@ def by_hand(name: str) -> tuple[dict[str, Tensor], list[float]]:
         x, target = (torch.stack(part).double() for part in zip(*items, strict=True))
         evaluated: list[float] = []
 
-        def closure(step: int = step, x: Tensor = x, target: Tensor = target,
-                    evaluated: list[float] = evaluated) -> Tensor:
+        def closure(
+            step: int = step,
+            x: Tensor = x,
+            target: Tensor = target,
+            evaluated: list[float] = evaluated,
+        ) -> Tensor:
             optimizer.zero_grad()
             seed_streams(job.seed, "step", step, 0, 0)
             loss = job.loss(model(x), target)
@@ -145,16 +158,39 @@ def test_one_device_runs_the_documented_loop(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.sweep(1)
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(("name", "plan"), [
-    ("lbfgs", "data=2"), ("wolfe", "data=3 shares=3:1:2"), ("sam", "data=2"), ("extragradient", "data=2"),
-    ("clipped", "data=2 accumulate=2"), ("counted", "data=2"), ("scheduled", "single accumulate=4"),
-    ("noisy", "single recompute=full"), ("normed", "single recompute=full"),
-    ("lbfgs", "pipeline=2"), ("sam", "place=auto parts=2"), ("normed", "pipeline=2 microbatches=1"),
-    ("lbfgs", "shard=2"), ("wolfe", "tensor=2"), ("sam", "shard=2 zero=1"), ("extragradient", "shard=2"),
-    *(pytest.param(name, plan, marks=pytest.mark.slow)
-      for name in ("lbfgs", "wolfe", "sam", "clipped", "counted")
-      for plan in ("data=2 recompute=full accumulate=2", "shard=3 zero=2", "data=2 shard=2", "shard=2 tensor=2",
-                   "pipeline=2 shard=2", "data=2 pipeline=2"))])
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        ("lbfgs", "data=2"),
+        ("wolfe", "data=3 shares=3:1:2"),
+        ("sam", "data=2"),
+        ("extragradient", "data=2"),
+        ("clipped", "data=2 accumulate=2"),
+        ("counted", "data=2"),
+        ("scheduled", "single accumulate=4"),
+        ("noisy", "single recompute=full"),
+        ("normed", "single recompute=full"),
+        ("lbfgs", "pipeline=2"),
+        ("sam", "place=auto parts=2"),
+        ("normed", "pipeline=2 microbatches=1"),
+        ("lbfgs", "shard=2"),
+        ("wolfe", "tensor=2"),
+        ("sam", "shard=2 zero=1"),
+        ("extragradient", "shard=2"),
+        *(
+            pytest.param(name, plan, marks=pytest.mark.slow)
+            for name in ("lbfgs", "wolfe", "sam", "clipped", "counted")
+            for plan in (
+                "data=2 recompute=full accumulate=2",
+                "shard=3 zero=2",
+                "data=2 shard=2",
+                "shard=2 tensor=2",
+                "pipeline=2 shard=2",
+                "data=2 pipeline=2",
+            )
+        ),
+    ],
+)
 def test_plans_end_where_one_device_ends(name: str, plan: str, tmp_path: Path) -> None:
     """All ranks evaluate together and take the same decisions."""
     weights, losses = by_hand(name)
@@ -164,18 +200,37 @@ def test_plans_end_where_one_device_ends(name: str, plan: str, tmp_path: Path) -
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(("name", "legs"), [("extragradient", [("data=2", 3), ("shard=2", 7)]), *(
-    pytest.param(name, [("data=2", 1), ("single", 3), ("shard=2", 4), ("pipeline=2", 5), ("data=3", 7)],
-                 marks=pytest.mark.slow) for name in ("extragradient", "lbfgs", "wolfe", "sam"))])
-def test_it_goes_on_under_other_plans(name: str, legs: list[tuple[str, int]], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "legs"),
+    [
+        ("extragradient", [("data=2", 3), ("shard=2", 7)]),
+        *(
+            pytest.param(
+                name,
+                [("data=2", 1), ("single", 3), ("shard=2", 4), ("pipeline=2", 5), ("data=3", 7)],
+                marks=pytest.mark.slow,
+            )
+            for name in ("extragradient", "lbfgs", "wolfe", "sam")
+        ),
+    ],
+)
+def test_it_goes_on_under_other_plans(
+    name: str, legs: list[tuple[str, int]], tmp_path: Path
+) -> None:
     """Lists of tensors, floats and counters of evaluations are in a checkpoint, whoever reads it."""
     weights = train_in_legs(JOBS[name](), legs, tmp_path / "run")
 
     assert furthest(weights, by_hand(name)[0]) < (EXACT, "")
 
 
-@pytest.mark.parametrize("plan", ["server=1 workers=2 staleness=1 colocate=yes", "data=2 local=2", pytest.param(
-    "server=1 workers=2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "server=1 workers=2 staleness=1 colocate=yes",
+        "data=2 local=2",
+        pytest.param("server=1 workers=2", marks=pytest.mark.slow),
+    ],
+)
 def test_plans_without_a_common_evaluation_are_refused(plan: str, tmp_path: Path) -> None:
     """Before the first step, with the optimizer and plans that work."""
     with pytest.raises((RankFailed, JobError)) as failed:
@@ -197,14 +252,19 @@ def test_a_line_search_may_step_back_from_an_infinite_loss(tmp_path: Path) -> No
 @pytest.mark.parametrize("plan", ["shard=2", pytest.param("data=2", marks=pytest.mark.slow)])
 def test_weights_that_are_not_finite_end_the_run(plan: str, tmp_path: Path) -> None:
     """On all ranks, with the evaluation that they come from."""
-    with pytest.raises(RankFailed, match="evaluation 2 of step 1, and Backtracking makes weights of it"):
+    with pytest.raises(
+        RankFailed, match="evaluation 2 of step 1, and Backtracking makes weights of it"
+    ):
         train(make_job(lambda named: Backtracking(named, stays=True)), plan, tmp_path / "run")
 
 
-@pytest.mark.parametrize(("name", "plan", "shares", "microbatches"), [
-    ("normed", "data=2", (1,), 1), ("normed-sam", "data=2 accumulate=2", (1, 1), 2)])
-def test_buffers_meet_after_every_evaluation(name: str, plan: str, shares: tuple[int, ...], microbatches: int,
-                                             tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "plan", "shares", "microbatches"),
+    [("normed", "data=2", (1,), 1), ("normed-sam", "data=2 accumulate=2", (1, 1), 2)],
+)
+def test_buffers_meet_after_every_evaluation(
+    name: str, plan: str, shares: tuple[int, ...], microbatches: int, tmp_path: Path
+) -> None:
     """Where samples are coupled, a plan equals one device that cuts each batch alike, in every evaluation. Replicas
     with one micro-batch join their statistics, and equal one device that cuts nothing."""
     run = PlainRun(JOBS[name](), shares=shares, microbatches=microbatches)
@@ -216,8 +276,16 @@ def test_buffers_meet_after_every_evaluation(name: str, plan: str, shares: tuple
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("name", "plans", "steps"), [("wolfe", ["shard=2"], 2), *(
-    pytest.param(name, ["data=2", "shard=2"], 4, marks=pytest.mark.slow) for name in ("wolfe", "sam"))])
+@pytest.mark.parametrize(
+    ("name", "plans", "steps"),
+    [
+        ("wolfe", ["shard=2"], 2),
+        *(
+            pytest.param(name, ["data=2", "shard=2"], 4, marks=pytest.mark.slow)
+            for name in ("wolfe", "sam")
+        ),
+    ],
+)
 def test_such_jobs_are_verified(name: str, plans: list[str], steps: int, tmp_path: Path) -> None:
     """Gradients of the first evaluation, weights, the history in the optimizer's state, and a resume."""
     certificates = paceline.verify(JOBS[name](), plans, steps=steps, run=tmp_path / "run")
@@ -229,8 +297,13 @@ def test_such_jobs_are_verified(name: str, plans: list[str], steps: int, tmp_pat
 def test_which_optimizers_need_a_closure() -> None:
     """Those whose step requires one, by its signature or by failing; not those that take one if they get it."""
     parameters = dict(Net().named_parameters())
-    for build, expected in ((lbfgs, True), (Sam, True), (Extragradient, True), (torch.optim.AdamW, False),
-                            (lambda named: type("Mine", (torch.optim.SGD,), {})(named, lr=0.1), False)):
+    for build, expected in (
+        (lbfgs, True),
+        (Sam, True),
+        (Extragradient, True),
+        (torch.optim.AdamW, False),
+        (lambda named: type("Mine", (torch.optim.SGD,), {})(named, lr=0.1), False),
+    ):
         assert needs_closure(build(list(parameters.items())), build, parameters) is expected
         assert observe(build, parameters).needs_closure is expected
     assert set(observe(Sam, parameters).reach.values()) == {Reach.PARAMETERS}
@@ -252,8 +325,12 @@ def test_the_first_call_is_answered_if_nothing_was_touched() -> None:
 
     p, call = closure()
     assert call().item() == 1.0 and not evaluated and call().item() == 2.0 and evaluated
-    for touch in (lambda p: p.data.add_(1), lambda p: p.grad.data.zero_(), lambda p: setattr(p, "grad", None),
-                  lambda p: setattr(p, "data", torch.zeros(3))):
+    for touch in (
+        lambda p: p.data.add_(1),
+        lambda p: p.grad.data.zero_(),
+        lambda p: setattr(p, "grad", None),
+        lambda p: setattr(p, "data", torch.zeros(3)),
+    ):
         p, call = closure()
         touch(p)
         assert call().item() == 2.0 and len(evaluated) == 1

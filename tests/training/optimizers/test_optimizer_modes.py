@@ -89,7 +89,7 @@ def by_hand(job: paceline.Job) -> tuple[dict[str, Tensor], float]:
     for step in range(STEPS):
         start = step % -(-SAMPLES // BATCH) * BATCH
         optimizer.zero_grad()
-        F.mse_loss(model(x[start:start + BATCH]), y[start:start + BATCH]).backward()
+        F.mse_loss(model(x[start : start + BATCH]), y[start : start + BATCH]).backward()
         optimizer.step()
     teller.eval()
     return model.state_dict(), float(F.mse_loss(model(x[:9]), y[:9]).detach())
@@ -105,17 +105,31 @@ class Weights(paceline.Callback):
 
 
 @pytest.mark.sweep(4)
-@pytest.mark.parametrize(("build", "legs"), [
-    (averaging, [("single", 7)]), (schedule_free, [("data=2", 4), ("shard=2", 6), ("single", 7)]),
-    (averaging, [("shard=2", 2), ("data=2", 5), ("pipeline=2", 7)]), (Wrapping, [("tensor=2", 3), ("data=2", 7)]),
-    (Wrapping, [("shard=2", 7)]), (schedule_free, [("tensor=2", 7)]), (schedule_free, [("pipeline=2", 7)]),
-    (schedule_free, [("shard=2 zero=1", 3), ("data=2 accumulate=2", 7)])])
+@pytest.mark.parametrize(
+    ("build", "legs"),
+    [
+        (averaging, [("single", 7)]),
+        (schedule_free, [("data=2", 4), ("shard=2", 6), ("single", 7)]),
+        (averaging, [("shard=2", 2), ("data=2", 5), ("pipeline=2", 7)]),
+        (Wrapping, [("tensor=2", 3), ("data=2", 7)]),
+        (Wrapping, [("shard=2", 7)]),
+        (schedule_free, [("tensor=2", 7)]),
+        (schedule_free, [("pipeline=2", 7)]),
+        (schedule_free, [("shard=2 zero=1", 3), ("data=2 accumulate=2", 7)]),
+    ],
+)
 def test_what_is_evaluated_and_saved_is_what_eval_puts_in_place(
-        build: Callable[[Named], torch.optim.Optimizer], legs: list[tuple[str, int]], tmp_path: Path) -> None:
+    build: Callable[[Named], torch.optim.Optimizer], legs: list[tuple[str, int]], tmp_path: Path
+) -> None:
     """And the run goes on with what `train()` does, also after a resume under another plan."""
     callback, data = Weights(), make_job(build).data
-    job = make_job(build, seeded, callbacks=[callback], sampler=SequentialSampler(data),
-                   validation=TensorDataset(*(tensor[:9] for tensor in data.tensors)))
+    job = make_job(
+        build,
+        seeded,
+        callbacks=[callback],
+        sampler=SequentialSampler(data),
+        validation=TensorDataset(*(tensor[:9] for tensor in data.tensors)),
+    )
     expected, loss = by_hand(job)
     weights = train_in_legs(job, legs, tmp_path)
     result = paceline.open(tmp_path, job=job)
@@ -128,9 +142,14 @@ def test_what_is_evaluated_and_saved_is_what_eval_puts_in_place(
 
 @pytest.mark.parametrize("plan", ["server=1 workers=1", "data=2 local=2"])
 def test_it_is_refused_where_ranks_hold_only_what_is_trained(plan: str, tmp_path: Path) -> None:
-    with pytest.raises(paceline.PacelineError, match=r"has train\(\) and eval\(\), that is, other weights"):
+    with pytest.raises(
+        paceline.PacelineError, match=r"has train\(\) and eval\(\), that is, other weights"
+    ):
         paceline.train(make_job(averaging), plan, devices="cpu:0-1", run=tmp_path)
 
 
 def test_verify_compares_evaluations_of_it(tmp_path: Path) -> None:
-    assert all(each.passed for each in paceline.verify(make_job(averaging), ["data=2"], steps=2, resume="no"))
+    assert all(
+        each.passed
+        for each in paceline.verify(make_job(averaging), ["data=2"], steps=2, resume="no")
+    )

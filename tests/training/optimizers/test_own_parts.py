@@ -19,9 +19,10 @@ EXACT = 1e-12
 pytestmark = pytest.mark.timeout(120)
 
 OPTIMIZERS: dict[str, Any] = {
-    "fused adam": partial(torch.optim.Adam, fused=True), "foreach sgd": partial(torch.optim.SGD, momentum=0.9,
-                                                                                foreach=True),
-    "rprop": torch.optim.Rprop}
+    "fused adam": partial(torch.optim.Adam, fused=True),
+    "foreach sgd": partial(torch.optim.SGD, momentum=0.9, foreach=True),
+    "rprop": torch.optim.Rprop,
+}
 
 
 @pytest.mark.sweep(1)
@@ -30,11 +31,21 @@ OPTIMIZERS: dict[str, Any] = {
 def test_the_update_is_that_of_one_device(name: str, plan: str, tmp_path: Path) -> None:
     """torch's distributed tensors refuse these updates."""
     job = make_job(lambda named: OPTIMIZERS[name](named, lr=1e-2))
-    assert furthest(train(job, plan, tmp_path / "run"), train(job, "single", tmp_path / "one")) < (EXACT, "")
+    assert furthest(train(job, plan, tmp_path / "run"), train(job, "single", tmp_path / "one")) < (
+        EXACT,
+        "",
+    )
 
 
-@pytest.mark.parametrize("legs", [[("shard=2", 3), ("single", 7)], pytest.param(
-    [("shard=2", 1), ("tensor=2", 3), ("shard=3", 5), ("single", 7)], marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "legs",
+    [
+        [("shard=2", 3), ("single", 7)],
+        pytest.param(
+            [("shard=2", 1), ("tensor=2", 3), ("shard=3", 5), ("single", 7)], marks=pytest.mark.slow
+        ),
+    ],
+)
 def test_it_goes_on_under_other_plans(legs: list[tuple[str, int]], tmp_path: Path) -> None:
     """A rank writes its part of the state, and reads whatever part it has then."""
     job = make_job(lambda named: torch.optim.Adam(named, lr=1e-2, fused=True))
@@ -52,7 +63,9 @@ def test_state_inside_lists_is_found() -> None:
     part, count = torch.ones(2, 3), torch.zeros(())
     dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
     try:
-        parameter = DTensor.from_local(torch.zeros(2, 3), init_device_mesh("cpu", (2,)), [Shard(0)], run_check=False)
+        parameter = DTensor.from_local(
+            torch.zeros(2, 3), init_device_mesh("cpu", (2,)), [Shard(0)], run_check=False
+        )
         distributed = as_distributed([part, {"a": (count, part, 3)}], parameter)
         plain = as_plain(distributed)
     finally:
@@ -62,7 +75,11 @@ def test_state_inside_lists_is_found() -> None:
         assert isinstance(tensor, DTensor) and tensor.shape == (4, 3)
     assert distributed[1]["a"][0] is count and distributed[1]["a"][2] == 3
     for tensor in (plain[0], plain[1]["a"][1]):
-        assert not isinstance(tensor, DTensor) and tensor.data_ptr() == part.data_ptr() and tensor.shape == (2, 3)
+        assert (
+            not isinstance(tensor, DTensor)
+            and tensor.data_ptr() == part.data_ptr()
+            and tensor.shape == (2, 3)
+        )
     assert plain[1]["a"][0] is count and isinstance(plain[1]["a"], tuple) and plain[1]["a"][2] == 3
     assert isinstance(as_plain(nn.Parameter(torch.ones(2))), nn.Parameter)
 

@@ -28,9 +28,18 @@ from paceline.training.optimizers.probe import Reach, no_optimizer, observe
 
 ELEMENT, TENSOR, PARAMETERS = Reach.ELEMENT, Reach.TENSOR, Reach.PARAMETERS
 # Names and shapes only: nobody may need the memory of the real ones.
-PARAMETERS_OF_A_MODEL = {name: nn.Parameter(torch.empty(shape, device="meta")) for name, shape in {
-    "embedding.weight": (50_000, 4096), "layers.0.weight": (4096, 11_000), "layers.0.bias": (11_000,),
-    "layers.1.weight": (11_000, 4096), "norm.weight": (4096,), "scale": (), "row.weight": (1, 512)}.items()}
+PARAMETERS_OF_A_MODEL = {
+    name: nn.Parameter(torch.empty(shape, device="meta"))
+    for name, shape in {
+        "embedding.weight": (50_000, 4096),
+        "layers.0.weight": (4096, 11_000),
+        "layers.0.bias": (11_000,),
+        "layers.1.weight": (11_000, 4096),
+        "norm.weight": (4096,),
+        "scale": (),
+        "row.weight": (1, 512),
+    }.items()
+}
 MATRICES = {"embedding.weight", "layers.0.weight", "layers.1.weight", "row.weight"}
 
 
@@ -42,8 +51,9 @@ def reach_of(optimizer: Any) -> dict[str, Reach]:
     return dict(observe(optimizer, PARAMETERS_OF_A_MODEL).reach)
 
 
-@pytest.mark.parametrize("optimizer", [adamw_by_another_name, torch.optim.SGD, torch.optim.NAdam, Unshared,
-                                       OwnAverages])
+@pytest.mark.parametrize(
+    "optimizer", [adamw_by_another_name, torch.optim.SGD, torch.optim.NAdam, Unshared, OwnAverages]
+)
 def test_updates_of_single_elements(optimizer: Any) -> None:
     """An optimizer of any name whose updates look at one element is known as such."""
     assert set(reach_of(optimizer).values()) == {ELEMENT}
@@ -58,15 +68,23 @@ def test_updates_of_whole_matrices_in_a_mixed_optimizer(optimizer: Any) -> None:
 
 def test_norms_of_a_tensor_and_of_all() -> None:
     """A norm of each tensor is told from a norm over all of them."""
-    assert {name for name, reach in reach_of(Lamb).items() if reach is TENSOR} == set(PARAMETERS_OF_A_MODEL) - {"scale"}
+    assert {name for name, reach in reach_of(Lamb).items() if reach is TENSOR} == set(
+        PARAMETERS_OF_A_MODEL
+    ) - {"scale"}
     for optimizer in (GlobalNorm, StackedNorm):
-        assert set(reach_of(lambda named, kind=optimizer: kind(named, lr=0.1)).values()) == {PARAMETERS}
+        assert set(reach_of(lambda named, kind=optimizer: kind(named, lr=0.1)).values()) == {
+            PARAMETERS
+        }
 
 
 def by_name(rest: Any) -> Any:
     """Muon for matrices and another optimizer for the rest, as a step of one's own has them."""
-    specs = {"matrices": Optimizer(lambda named: torch.optim.Muon(named, lr=0.02), parameters=lambda _, p: p.ndim == 2),
-             "rest": Optimizer(rest, parameters=lambda _, p: p.ndim != 2)}
+    specs = {
+        "matrices": Optimizer(
+            lambda named: torch.optim.Muon(named, lr=0.02), parameters=lambda _, p: p.ndim == 2
+        ),
+        "rest": Optimizer(rest, parameters=lambda _, p: p.ndim != 2),
+    }
     return lambda named: NamedOptimizers.of(specs, list(named), ["model"])
 
 
@@ -85,6 +103,7 @@ def test_optimizers_by_name_are_known_as_their_members_are(monkeypatch: pytest.M
 
 def test_a_weight_that_depends_on_another_weight() -> None:
     """Dependence on values is seen as well as dependence on gradients, and so is one that begins after some steps."""
+
     class Follows(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:
             super().step()
@@ -101,6 +120,7 @@ def test_a_weight_that_depends_on_another_weight() -> None:
 
 def test_step_hooks_count() -> None:
     """A hook on torch's own optimizer is a part of its update."""
+
     def normalise(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for p in optimizer.param_groups[0]["params"]:
             p.grad.div_(p.grad.norm())
@@ -127,6 +147,7 @@ def test_the_job_is_not_disturbed() -> None:
 
 def test_a_function_that_wants_the_real_shapes() -> None:
     """Small models are tried in full where the job's function doesn't take the stand-ins."""
+
     def picky(named: Any) -> torch.optim.Optimizer:
         named = dict(named)
         assert named["a"].shape == (30, 20)
@@ -160,7 +181,9 @@ def test_owners_are_balanced_by_size() -> None:
 
     owners = deal_out(sizes, 3)
 
-    owned_sizes = [sum(size for name, size in sizes.items() if owners[name] == place) for place in range(3)]
+    owned_sizes = [
+        sum(size for name, size in sizes.items() if owners[name] == place) for place in range(3)
+    ]
     assert max(owned_sizes) - min(owned_sizes) <= 1
 
 

@@ -30,17 +30,32 @@ CRITERION, NET = Weighted(), nn.Linear(3, 2)
 
 
 def build(loss: Any, optimizer: Any = None) -> None:
-    job = paceline.Job(model=lambda: NET, data=[(torch.zeros(3), torch.zeros(2))], loss=loss, batch=1, steps=1,
-                       optimizer=optimizer or (lambda named: torch.optim.SGD(named, lr=0.1)))
+    job = paceline.Job(
+        model=lambda: NET,
+        data=[(torch.zeros(3), torch.zeros(2))],
+        loss=loss,
+        batch=1,
+        steps=1,
+        optimizer=optimizer or (lambda named: torch.optim.SGD(named, lr=0.1)),
+    )
     _built(job, dict(NET.named_parameters()), dict(NET.named_parameters()))
 
 
-@pytest.mark.parametrize("loss", [CRITERION, CRITERION.forward, partial(CRITERION),
-                                  partial(lambda c, o, t: c(o, t), Weighted()),
-                                  lambda output, target: CRITERION(output, target),
-                                  (lambda inside: lambda output, target: inside(output, target))(Weighted())])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        CRITERION,
+        CRITERION.forward,
+        partial(CRITERION),
+        partial(lambda c, o, t: c(o, t), Weighted()),
+        lambda output, target: CRITERION(output, target),
+        (lambda inside: lambda output, target: inside(output, target))(Weighted()),
+    ],
+)
 def test_weights_that_nobody_trains_are_named(loss: Any) -> None:
-    with pytest.warns(UserWarning, match="the loss has trainable weights of its own, such as 'log_variances'"):
+    with pytest.warns(
+        UserWarning, match="the loss has trainable weights of its own, such as 'log_variances'"
+    ):
         build(loss)
 
 
@@ -48,10 +63,19 @@ def test_a_loss_may_hold_frozen_weights_and_look_at_the_model() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         build(Weighted().requires_grad_(False))
-        build(lambda output, target: nn.functional.mse_loss(output, target) + NET.weight.square().sum())
+        build(
+            lambda output, target: (
+                nn.functional.mse_loss(output, target) + NET.weight.square().sum()
+            )
+        )
 
 
 def test_an_optimizer_that_holds_them_is_refused_with_the_form_that_trains_them() -> None:
     with pytest.raises(JobError, match="1 parameters that are not the model's") as refused:
-        build(CRITERION, lambda named: torch.optim.SGD([*(p for _, p in named), *CRITERION.parameters()], lr=0.1))
+        build(
+            CRITERION,
+            lambda named: torch.optim.SGD(
+                [*(p for _, p in named), *CRITERION.parameters()], lr=0.1
+            ),
+        )
     assert "second model" in refused.value.hint

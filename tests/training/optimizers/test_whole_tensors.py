@@ -37,7 +37,9 @@ def adafactor(named: Any) -> torch.optim.Optimizer:
 
 def muon_alone(named: Any) -> torch.optim.Optimizer:
     """torch's own Muon on matrices; vectors are frozen."""
-    return torch.optim.Muon([(name, p) for name, p in named if p.ndim == 2], lr=0.02, weight_decay=0.1)
+    return torch.optim.Muon(
+        [(name, p) for name, p in named if p.ndim == 2], lr=0.02, weight_decay=0.1
+    )
 
 
 def muon_by_options(named: Any) -> torch.optim.Optimizer:
@@ -80,14 +82,20 @@ class Tied(Net):
 def job_of(name: str) -> paceline.Job:
     halved = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)  # noqa: E731
     return {
-        "wrapped": lambda: make_job(Wrapped), "adafactor": lambda: make_job(adafactor),
+        "wrapped": lambda: make_job(Wrapped),
+        "adafactor": lambda: make_job(adafactor),
         "clipped": lambda: make_job(muon_by_options, clip=0.1, lr_schedule=halved),
-        "muon": lambda: make_job(muon_alone, Matrices), "idle": lambda: make_job(Wrapped, Idle),
-        "shampoo": lambda: make_job(Shampoo), "lamb": lambda: make_job(Lamb),
+        "muon": lambda: make_job(muon_alone, Matrices),
+        "idle": lambda: make_job(Wrapped, Idle),
+        "shampoo": lambda: make_job(Shampoo),
+        "lamb": lambda: make_job(Lamb),
         "norm": lambda: make_job(lambda named: GlobalNorm(named, lr=0.1)),
-        "idle-norm": lambda: make_job(lambda named: GlobalNorm(named, lr=0.1, momentum=0.9, weight_decay=0.1), Idle),
+        "idle-norm": lambda: make_job(
+            lambda named: GlobalNorm(named, lr=0.1, momentum=0.9, weight_decay=0.1), Idle
+        ),
         "tied-norm": lambda: make_job(lambda named: GlobalNorm(named, lr=0.1, momentum=0.9), Tied),
-        "stacked": lambda: make_job(lambda named: StackedNorm(named, lr=0.1), clip=1.0)}[name]()
+        "stacked": lambda: make_job(lambda named: StackedNorm(named, lr=0.1), clip=1.0),
+    }[name]()
 
 
 @cache
@@ -98,25 +106,62 @@ def on_one_device(name: str) -> dict[str, Tensor]:
 
 @pytest.mark.sweep(1)
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(("name", "plan"), [
-    ("wrapped", "shard=2"), ("wrapped", "tensor=2"), ("adafactor", "shard=3"), ("clipped", "shard=2 zero=1"),
-    ("muon", "tensor=2"), ("idle", "shard=2"), ("shampoo", "data=2 shard=2"), ("lamb", "shard=2"),
-    ("norm", "shard=2"), ("norm", "tensor=2"), ("stacked", "data=2 shard=2"), ("norm", "data=2"),
-    ("norm", "pipeline=2"), ("norm", "place=auto parts=2"), ("idle-norm", "pipeline=2"), ("tied-norm", "pipeline=2"),
-    *(pytest.param(name, plan, marks=pytest.mark.slow)
-      for name in ("wrapped", "adafactor", "clipped", "muon", "shampoo", "norm")
-      for plan in ("shard=2 tensor=2", "pipeline=2 shard=2", "tensor=2 pipeline=2", "shard=2 accumulate=2",
-                   "place=auto parts=2", "data=2 tensor=2"))])
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        ("wrapped", "shard=2"),
+        ("wrapped", "tensor=2"),
+        ("adafactor", "shard=3"),
+        ("clipped", "shard=2 zero=1"),
+        ("muon", "tensor=2"),
+        ("idle", "shard=2"),
+        ("shampoo", "data=2 shard=2"),
+        ("lamb", "shard=2"),
+        ("norm", "shard=2"),
+        ("norm", "tensor=2"),
+        ("stacked", "data=2 shard=2"),
+        ("norm", "data=2"),
+        ("norm", "pipeline=2"),
+        ("norm", "place=auto parts=2"),
+        ("idle-norm", "pipeline=2"),
+        ("tied-norm", "pipeline=2"),
+        *(
+            pytest.param(name, plan, marks=pytest.mark.slow)
+            for name in ("wrapped", "adafactor", "clipped", "muon", "shampoo", "norm")
+            for plan in (
+                "shard=2 tensor=2",
+                "pipeline=2 shard=2",
+                "tensor=2 pipeline=2",
+                "shard=2 accumulate=2",
+                "place=auto parts=2",
+                "data=2 tensor=2",
+            )
+        ),
+    ],
+)
 def test_the_update_is_that_of_one_device(name: str, plan: str, tmp_path: Path) -> None:
     """Whatever ranks hold, each tensor is updated by what all of it is."""
     assert furthest(train(job_of(name), plan, tmp_path / "run"), on_one_device(name)) < (EXACT, "")
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(("name", "legs"), [("wrapped", [("shard=2", 3), ("data=2", 7)]), *(
-    pytest.param(name, [("shard=2", 1), ("single", 3), ("tensor=2", 5), ("data=2", 7)], marks=pytest.mark.slow)
-    for name in ("wrapped", "adafactor", "norm"))])
-def test_it_goes_on_under_other_plans(name: str, legs: list[tuple[str, int]], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "legs"),
+    [
+        ("wrapped", [("shard=2", 3), ("data=2", 7)]),
+        *(
+            pytest.param(
+                name,
+                [("shard=2", 1), ("single", 3), ("tensor=2", 5), ("data=2", 7)],
+                marks=pytest.mark.slow,
+            )
+            for name in ("wrapped", "adafactor", "norm")
+        ),
+    ],
+)
+def test_it_goes_on_under_other_plans(
+    name: str, legs: list[tuple[str, int]], tmp_path: Path
+) -> None:
     """Owners write what they hold whole, and whoever needs it reads it: other owners, or ranks with all of it."""
     weights = train_in_legs(job_of(name), legs, tmp_path / "run")
 
@@ -129,7 +174,9 @@ def test_coupled_parameters_are_refused_where_no_rank_has_all(tmp_path: Path) ->
         train(job_of("norm"), "server=2 workers=2", tmp_path / "run")
 
     assert "GlobalNorm updates 'scale' by other parameters' gradients" in str(failed.value)
-    assert "server=2" in str(failed.value) and "hint: use a data=N, shard=N or tensor=N plan" in str(failed.value)
+    assert "server=2" in str(
+        failed.value
+    ) and "hint: use a data=N, shard=N or tensor=N plan" in str(failed.value)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
@@ -137,7 +184,9 @@ def test_tensors_travel_in_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """However few at a time."""
     monkeypatch.setattr(gather, "ROUND_BYTES", 3000)
 
-    assert furthest(train(job_of("wrapped"), "shard=2", tmp_path / "run"), on_one_device("wrapped")) < (EXACT, "")
+    assert furthest(
+        train(job_of("wrapped"), "shard=2", tmp_path / "run"), on_one_device("wrapped")
+    ) < (EXACT, "")
 
 
 def test_state_is_held_by_one_rank_of_each(run_ranks: Callable[..., list[Any]]) -> None:
@@ -145,9 +194,13 @@ def test_state_is_held_by_one_rank_of_each(run_ranks: Callable[..., list[Any]]) 
     state_by_rank = run_ranks(_held_state, 2)
 
     assert sorted(state_by_rank[0]["whole"] + state_by_rank[1]["whole"]) == sorted(
-        name for name, p in Net().named_parameters() if p.ndim == 2)
-    assert state_by_rank[0]["parts"] == state_by_rank[1]["parts"] == sorted(
-        name for name, p in Net().named_parameters() if p.ndim != 2)
+        name for name, p in Net().named_parameters() if p.ndim == 2
+    )
+    assert (
+        state_by_rank[0]["parts"]
+        == state_by_rank[1]["parts"]
+        == sorted(name for name, p in Net().named_parameters() if p.ndim != 2)
+    )
 
 
 def _held_state(context: Any) -> dict[str, list[str]]:
@@ -160,4 +213,7 @@ def _held_state(context: Any) -> dict[str, list[str]]:
     stepper = Stepper(make_job(Wrapped), plan, mesh, context.device)
     assert stepper.gathered is not None
     updated: dict[str, nn.Parameter] = stepper.optimizer_state.parameters
-    return {"whole": sorted(stepper.gathered.whole), "parts": sorted(updated.keys() - stepper.gathered.whole.keys())}
+    return {
+        "whole": sorted(stepper.gathered.whole),
+        "parts": sorted(updated.keys() - stepper.gathered.whole.keys()),
+    }

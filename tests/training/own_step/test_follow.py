@@ -12,7 +12,11 @@ from paceline.training.own_step.followers import follow
 
 def test_followers_move_after_the_steps_that_they_name():
     """An average moves after each step, a copy after each third one, a frozen one never; buffers are copied."""
-    followers = {"average": pl.ema("net", 0.75), "copy": pl.copy_every("net", 3), "still": pl.frozen("net")}
+    followers = {
+        "average": pl.ema("net", 0.75),
+        "copy": pl.copy_every("net", 3),
+        "still": pl.frozen("net"),
+    }
     tensors = {f"{name}.w": torch.zeros(2, dtype=torch.float64) for name in ("net", *followers)}
     buffers = {f"{name}.count": torch.tensor(0) for name in ("net", *followers)}
     average, copied = 0.0, 0
@@ -29,6 +33,7 @@ def test_followers_move_after_the_steps_that_they_name():
 
 def test_a_momentum_may_be_a_function_of_the_step():
     """The mean of the weights after the third step and every second one that follows; before, nothing moves."""
+
     def momentum(step: int) -> float:
         return 1.0 if step < 2 or step % 2 else (step - 2) / step
 
@@ -40,7 +45,14 @@ def test_a_momentum_may_be_a_function_of_the_step():
         follow(followers, tensors, {}, step)
         moved.append(tensors["mean.w"].item())
     assert moved == [0, 0, 3, 3, 4, 4, 5]
-    assert pl.Job(models={"net": torch.nn.Module}, optimizers={"net": torch.optim.SGD}, followers=followers,
-                  step=lambda ctx, batch: None, data=[torch.zeros(1)], batch=1, steps=1)
+    assert pl.Job(
+        models={"net": torch.nn.Module},
+        optimizers={"net": torch.optim.SGD},
+        followers=followers,
+        step=lambda ctx, batch: None,
+        data=[torch.zeros(1)],
+        batch=1,
+        steps=1,
+    )
     with pytest.raises(TrainingError, match=r"a follower of 'net' .* returned 1.5 for step 3"):
         follow({"mean": pl.ema("net", lambda step: step / 2)}, tensors, {}, 4)

@@ -36,8 +36,15 @@ def job(step: Any = None) -> pl.Job:
         ctx.backward("net", noise, lambda out, batch: (out + torch.zeros(1)).mean())
         ctx.update("net")
 
-    return pl.Job(models={"net": lambda: nn.Linear(4, 2), "board": Board}, optimizers={"net": torch.optim.SGD},
-                  step=step or usual, data=[torch.ones(4)] * 9, batch=3, steps=1, precision="float64")
+    return pl.Job(
+        models={"net": lambda: nn.Linear(4, 2), "board": Board},
+        optimizers={"net": torch.optim.SGD},
+        step=step or usual,
+        data=[torch.ones(4)] * 9,
+        batch=3,
+        steps=1,
+        precision="float64",
+    )
 
 
 def test_inputs_that_are_no_samples_are_kept_whole() -> None:
@@ -64,7 +71,9 @@ def test_a_step_that_fails_where_it_is_tried_is_named_as_that() -> None:
     def fails(ctx: pl.StepContext, batch: Any) -> None:
         ctx.run("net", torch.zeros(len(batch), 7))
 
-    with pytest.raises(TrainingError, match=r"the job's step was tried on 3 samples, .* RuntimeError: mat1"):
+    with pytest.raises(
+        TrainingError, match=r"the job's step was tried on 3 samples, .* RuntimeError: mat1"
+    ):
         recorded(job(fails), 4)
 
     def has_the_size_of_a_batch(ctx: pl.StepContext, batch: Any) -> None:

@@ -52,7 +52,9 @@ def sent(value: Any) -> Any:
 
 def test_an_output_arrives_with_its_class():
     boxes = Boxes(torch.ones(2, 4), torch.arange(2))
-    value = sent([Detections(boxes, "left"), (None, 0.5), {1: boxes.scores, "b": OrderedDict(c=True)}])
+    value = sent(
+        [Detections(boxes, "left"), (None, 0.5), {1: boxes.scores, "b": OrderedDict(c=True)}]
+    )
     first, numbers, by_key = value
     assert isinstance(first, Detections) and isinstance(first.boxes, Boxes)
     assert (first.name, first.width, numbers) == ("left", 3, (None, 0.5))
@@ -63,7 +65,9 @@ def test_an_output_arrives_with_its_class():
 def test_an_output_that_is_more_than_its_items_stays_so():
     first, second = (ModelOutput(logits=torch.full((rows, 3), float(rows))) for rows in (1, 2))
     for output in (sent(first), joined([first, second], [1, 2])):
-        assert isinstance(output, ModelOutput) and output.loss is None and list(output) == ["logits"]
+        assert (
+            isinstance(output, ModelOutput) and output.loss is None and list(output) == ["logits"]
+        )
         assert output.logits is output["logits"]
     assert len(joined([first, second], [1, 2]).logits) == 3 and len(first.logits) == 1
 

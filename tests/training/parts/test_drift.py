@@ -25,8 +25,13 @@ from paceline.training.parts.drift import check_replicas, fingerprint
 
 pytestmark = pytest.mark.timeout(60)
 
-TENSORS = [torch.randn(7, 5, generator=torch.Generator().manual_seed(0)), torch.arange(6), torch.tensor(1.5),
-           torch.zeros(3, dtype=torch.bfloat16), torch.zeros(5, dtype=torch.bool)]
+TENSORS = [
+    torch.randn(7, 5, generator=torch.Generator().manual_seed(0)),
+    torch.arange(6),
+    torch.tensor(1.5),
+    torch.zeros(3, dtype=torch.bfloat16),
+    torch.zeros(5, dtype=torch.bool),
+]
 
 
 @pytest.mark.parametrize("tensor", TENSORS, ids=str)
@@ -47,17 +52,27 @@ def test_the_order_of_elements_counts():
     assert fingerprint(torch.tensor([1.0, 2.0, 3.0])) != fingerprint(torch.tensor([2.0, 1.0, 3.0]))
 
 
-@pytest.mark.parametrize("view", [
-    torch.arange(8.0).view(2, 4).t(), torch.arange(9, dtype=torch.bfloat16)[1:], torch.arange(9, dtype=torch.int8)[3:],
-    torch.zeros(0), torch.arange(8.0).requires_grad_(),
-], ids=["transposed", "odd bfloat16", "odd int8", "empty", "parameter"])
+@pytest.mark.parametrize(
+    "view",
+    [
+        torch.arange(8.0).view(2, 4).t(),
+        torch.arange(9, dtype=torch.bfloat16)[1:],
+        torch.arange(9, dtype=torch.int8)[3:],
+        torch.zeros(0),
+        torch.arange(8.0).requires_grad_(),
+    ],
+    ids=["transposed", "odd bfloat16", "odd int8", "empty", "parameter"],
+)
 def test_any_layout_of_memory_will_do(view: torch.Tensor):
     """A view has the fingerprint of its copy."""
     assert fingerprint(view) == fingerprint(view.detach().clone())
 
 
-def differing(run_ranks: Callable[..., Any], sizes: dict[str, int], change: dict[int, int], step: int = 4) -> list[str]:
+def differing(
+    run_ranks: Callable[..., Any], sizes: dict[str, int], change: dict[int, int], step: int = 4
+) -> list[str]:
     """What each rank says when element `change[rank]` of tensor "b" is another on these ranks."""
+
     def body(context: Any) -> str:
         tensors = {"a": torch.ones(5), "b": torch.ones(4), "c": torch.ones(3)}
         if context.rank in change:
@@ -85,14 +100,19 @@ def test_the_rank_that_differs_is_named(run_ranks: Any, odd: int):
     """Every rank names the first tensor that differs, and the rank that is in the minority, also when it is 0."""
     messages = differing(run_ranks, {"data": 3, "shard": 1}, {odd: 2})
     assert len(set(messages)) == 1
-    assert f"replicas differ after step 4: 'b' on rank {odd} is not what the others hold" in messages[0]
+    assert (
+        f"replicas differ after step 4: 'b' on rank {odd} is not what the others hold"
+        in messages[0]
+    )
     assert "2 of 3 tensors differ" in messages[0]
 
 
 def test_initial_weights_are_spoken_of_as_such(run_ranks: Any):
     """Before the first step the cause is another than after it."""
-    assert "replicas differ before the first step: 'b' differs between rank 0 and rank 1, and nothing shows" in \
-        differing(run_ranks, {"data": 2, "shard": 1}, {1: 0}, step=0)[0]
+    assert (
+        "replicas differ before the first step: 'b' differs between rank 0 and rank 1, and nothing shows"
+        in differing(run_ranks, {"data": 2, "shard": 1}, {1: 0}, step=0)[0]
+    )
 
 
 def test_shards_are_compared_with_the_same_shards(run_ranks: Any):
@@ -107,12 +127,23 @@ def test_no_replicas_nothing_to_compare(run_ranks: Any):
     assert differing(run_ranks, {"data": 1, "shard": 2}, {1: 0}) == ["", ""]
 
 
-def reported(run_ranks: Callable[..., Any], disturb: Callable[[Any, int, int], None], *, steps: int = 3,
-             settings: Settings | None = None) -> str:
+def reported(
+    run_ranks: Callable[..., Any],
+    disturb: Callable[[Any, int, int], None],
+    *,
+    steps: int = 3,
+    settings: Settings | None = None,
+) -> str:
     """What a run of two replicas ends with in which `disturb(stepper, step, rank)` is called after each update."""
     x = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
-    job = Job(model=lambda: torch.nn.Linear(4, 4), data=TensorDataset(x, x), loss=torch.nn.functional.mse_loss,
-              optimizer=lambda named: torch.optim.AdamW(named, lr=0.1), batch=8, steps=steps)
+    job = Job(
+        model=lambda: torch.nn.Linear(4, 4),
+        data=TensorDataset(x, x),
+        loss=torch.nn.functional.mse_loss,
+        optimizer=lambda named: torch.optim.AdamW(named, lr=0.1),
+        batch=8,
+        steps=steps,
+    )
 
     class Disturbing:
         def initial(self, stepper: Any) -> None: ...
@@ -127,8 +158,12 @@ def reported(run_ranks: Callable[..., Any], disturb: Callable[[Any, int, int], N
 
     def body(context: Any) -> str:
         try:
-            train_rank(context, job, Plan.parse("data=2"),
-                       replace(settings or Settings(None, (1, 1)), observer=Disturbing()))
+            train_rank(
+                context,
+                job,
+                Plan.parse("data=2"),
+                replace(settings or Settings(None, (1, 1)), observer=Disturbing()),
+            )
         except DriftError as error:
             return str(error)
         return ""
@@ -140,8 +175,9 @@ def reported(run_ranks: Callable[..., Any], disturb: Callable[[Any, int, int], N
 
 
 @pytest.mark.parametrize("is_beside", [True, False])
-def test_no_checkpoint_holds_what_replicas_do_not_agree_on(run_ranks: Any, tmp_path: Path, is_beside: bool,
-                                                           monkeypatch: pytest.MonkeyPatch):
+def test_no_checkpoint_holds_what_replicas_do_not_agree_on(
+    run_ranks: Any, tmp_path: Path, is_beside: bool, monkeypatch: pytest.MonkeyPatch
+):
     """A bit of the optimizer's state that flips before a save is found by it, though no weight has changed yet, and
     before the next update, also if the state is read beside the next step."""
     finish = drift.ReplicaComparison.finish
@@ -159,8 +195,13 @@ def test_no_checkpoint_holds_what_replicas_do_not_agree_on(run_ranks: Any, tmp_p
         if rank == 0 and step == 3:
             stepper.optimizer.state[stepper.model.weight]["exp_avg"].view(torch.int32)[1, 2] ^= 1
 
-    message = reported(run_ranks, disturb, steps=6, settings=Settings(tmp_path, (1, 1), save_every=2))
-    assert "replicas differ after step 4: 'optimizer/weight/exp_avg' differs between rank 0 and rank 1" in message
+    message = reported(
+        run_ranks, disturb, steps=6, settings=Settings(tmp_path, (1, 1), save_every=2)
+    )
+    assert (
+        "replicas differ after step 4: 'optimizer/weight/exp_avg' differs between rank 0 and rank 1"
+        in message
+    )
     assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-2"]
     assert open_checkpoint(tmp_path / "checkpoints" / "step-2").document["compared"] == 2
     assert len(list(tmp_path.glob("updated-*"))) == 4
@@ -168,6 +209,7 @@ def test_no_checkpoint_holds_what_replicas_do_not_agree_on(run_ranks: Any, tmp_p
 
 def test_a_write_between_steps_is_blamed(run_ranks: Any):
     """With the rank that made it."""
+
     def disturb(stepper: Any, step: int, rank: int) -> None:
         if rank == 1 and step == 1:
             stepper.model.weight.add_(1)
@@ -184,7 +226,9 @@ def test_the_first_step_is_compared(run_ranks: Any):
     assert "nothing but updates was seen to change this tensor" in message
 
 
-def test_a_comparison_reads_on_another_thread_what_stays(run_ranks: Any, monkeypatch: pytest.MonkeyPatch):
+def test_a_comparison_reads_on_another_thread_what_stays(
+    run_ranks: Any, monkeypatch: pytest.MonkeyPatch
+):
     """And no other tensor, which may be written to as soon as the comparison is made."""
     monkeypatch.setattr(drift, "_BESIDE_BYTES", 1)
 
@@ -204,8 +248,9 @@ def test_a_comparison_reads_on_another_thread_what_stays(run_ranks: Any, monkeyp
             return read(tensor)
 
         drift.fingerprint = waits  # type: ignore[assignment]  # in this fork
-        comparison = drift.ReplicaComparison(tensors, mesh=mesh, step=4,
-                                             stays=lambda name: name.startswith("optimizer/"))
+        comparison = drift.ReplicaComparison(
+            tensors, mesh=mesh, step=4, stays=lambda name: name.startswith("optimizer/")
+        )
         assert began.wait(20)
         tensors["weight"] += context.rank  # as a forward may
         goes_on.set()
@@ -216,7 +261,13 @@ def test_a_comparison_reads_on_another_thread_what_stays(run_ranks: Any, monkeyp
         return "", {}
 
     (message, first), (other_message, second) = run_ranks(body, 2)
-    assert (message == other_message and "'optimizer/mean' differs between" in message
-            and "(1 of 2 tensors differ)" in message)
-    assert first.keys() == second.keys() == {"0,1"} and first["0,1"]["weight"] == second["0,1"]["weight"]
+    assert (
+        message == other_message
+        and "'optimizer/mean' differs between" in message
+        and "(1 of 2 tensors differ)" in message
+    )
+    assert (
+        first.keys() == second.keys() == {"0,1"}
+        and first["0,1"]["weight"] == second["0,1"]["weight"]
+    )
     assert first["0,1"]["optimizer/mean"] != second["0,1"]["optimizer/mean"]

@@ -50,15 +50,35 @@ def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def stepper_of(axes: dict[str, int], rank: int, *, has_own_steps: bool = False) -> Any:
-    return SimpleNamespace(mesh=Mesh(axes, rank), kept=list, step_sync=SimpleNamespace(has_own_steps=has_own_steps))
+    return SimpleNamespace(
+        mesh=Mesh(axes, rank), kept=list, step_sync=SimpleNamespace(has_own_steps=has_own_steps)
+    )
 
 
-def context_of(host: HostCopies, rank: int, world_size: int, store: Any, attempt: str = "first") -> Any:
-    return SimpleNamespace(rank=rank, slot=0, world_size=world_size, local_world_size=1, attempt=attempt, store=store,
-                           host_copies=host, timeout_s=5.0)
+def context_of(
+    host: HostCopies, rank: int, world_size: int, store: Any, attempt: str = "first"
+) -> Any:
+    return SimpleNamespace(
+        rank=rank,
+        slot=0,
+        world_size=world_size,
+        local_world_size=1,
+        attempt=attempt,
+        store=store,
+        host_copies=host,
+        timeout_s=5.0,
+    )
 
 
-def copy(host: HostCopies, axes: dict[str, int], rank: int, step: int, *, slot: int = 0, flip: bool = False) -> None:
+def copy(
+    host: HostCopies,
+    axes: dict[str, int],
+    rank: int,
+    step: int,
+    *,
+    slot: int = 0,
+    flip: bool = False,
+) -> None:
     """What a rank copies of a tensor that shard cuts, with the step in it. slot: 1 for that of the neighbour."""
     num_parts = axes.get("shard", 1)
     rows = len(WHOLE) // num_parts
@@ -68,18 +88,28 @@ def copy(host: HostCopies, axes: dict[str, int], rank: int, step: int, *, slot: 
     context.slot = slot
     replicas = ",".join(map(str, stepper.mesh.ranks_along("data"))) if "data" in axes else "0"
     row = torch.tensor([[7 + int(flip), 8]])
-    pieces = [TensorPiece("parameters/w", (6, 4), (first, 0), WHOLE[first:first + rows] + step),
-              TensorPiece(f"fingerprints/{replicas}", (axes.get("data", 1), 2), (0, 0), row)]
+    pieces = [
+        TensorPiece("parameters/w", (6, 4), (first, 0), WHOLE[first : first + rows] + step),
+        TensorPiece(f"fingerprints/{replicas}", (axes.get("data", 1), 2), (0, 0), row),
+    ]
     Copier(context, host.memory, 1, origin_of(stepper, context)).copy(step, pieces, {"step": step})
 
 
 def newest(hosts: list[HostCopies], run: Path, *, rank: int = 0, recorded: int = 100) -> Any:
     """What a rank goes on from with these hosts."""
-    (run / "journal.jsonl").write_text(f'{{"launch":1,"step":{recorded},"epoch":0,"start":0,"count":1}}\n{{"torn')
+    (run / "journal.jsonl").write_text(
+        f'{{"launch":1,"step":{recorded},"epoch":0,"start":0,"count":1}}\n{{"torn'
+    )
     store = dist.HashStore()
     with ThreadPoolExecutor() as ranks:
-        opened = list(ranks.map(lambda number: open_newest(
-            context_of(hosts[number], number, len(hosts), store), run, lambda copied: None), range(len(hosts))))
+        opened = list(
+            ranks.map(
+                lambda number: open_newest(
+                    context_of(hosts[number], number, len(hosts), store), run, lambda copied: None
+                ),
+                range(len(hosts)),
+            )
+        )
     _opened.extend(copied for copied in opened if copied is not None)
     return opened[rank]
 
@@ -90,7 +120,11 @@ def test_a_replica_reads_its_own_host(hosts: list[HostCopies], tmp_path: Path, w
         copy(host, {"data": 3}, rank, 4)
     copy(hosts[2], {"data": 3}, 2, 5)
     copied = newest(hosts, tmp_path, rank=1, recorded=4)
-    assert copied.step == 4 and copied.document == {"step": 4} and torch.equal(copied.read("parameters/w"), WHOLE + 4)
+    assert (
+        copied.step == 4
+        and copied.document == {"step": 4}
+        and torch.equal(copied.read("parameters/w"), WHOLE + 4)
+    )
     assert not copied.memory._readers and "fingerprints/0,1,2" not in copied.tensors
     assert warnings == ["the copies in memory of step 5 are passed over: that step is not recorded"]
 
@@ -103,7 +137,9 @@ def test_a_new_host_reads_what_another_one_has(hosts: list[HostCopies], tmp_path
     assert set(copied.memory._readers) == {0}
 
 
-def test_a_lost_host_is_read_from_its_neighbour(hosts: list[HostCopies], tmp_path: Path, warnings: list[str]):
+def test_a_lost_host_is_read_from_its_neighbour(
+    hosts: list[HostCopies], tmp_path: Path, warnings: list[str]
+):
     """The step that all have; what the two that are left hold of a later one is not the whole."""
     for rank, host in enumerate(hosts):
         copy(host, {"shard": 3}, rank, 4)
@@ -112,11 +148,19 @@ def test_a_lost_host_is_read_from_its_neighbour(hosts: list[HostCopies], tmp_pat
     for rank in range(2):
         copied = newest(hosts[:2], tmp_path, rank=rank)
         assert copied.step == 4 and torch.equal(copied.read("parameters/w"), WHOLE + 4)
-    assert warnings == ["the copies in memory of step 6 are passed over: hosts that are here have 2 of its 3 parts"] * 2
+    assert (
+        warnings
+        == [
+            "the copies in memory of step 6 are passed over: hosts that are here have 2 of its 3 parts"
+        ]
+        * 2
+    )
     assert newest(hosts, tmp_path).step == 6
 
 
-def test_parts_of_two_starts_are_not_put_together(hosts: list[HostCopies], tmp_path: Path, warnings: list[str]):
+def test_parts_of_two_starts_are_not_put_together(
+    hosts: list[HostCopies], tmp_path: Path, warnings: list[str]
+):
     for rank, host in enumerate(hosts[:2]):
         copy(host, {"shard": 2}, rank, 4)
     index = json.loads(hosts[1].memory.index(0, 4))
@@ -128,22 +172,30 @@ def test_parts_of_two_starts_are_not_put_together(hosts: list[HostCopies], tmp_p
     assert newest(hosts[:2], tmp_path) is None and len(warnings) == 2
 
 
-def test_copies_of_a_rank_that_differ_are_passed_over(hosts: list[HostCopies], tmp_path: Path, warnings: list[str]):
+def test_copies_of_a_rank_that_differ_are_passed_over(
+    hosts: list[HostCopies], tmp_path: Path, warnings: list[str]
+):
     """Its own and that of its neighbour, which is read where the rank's host is lost."""
     for rank, host in enumerate(hosts):
         copy(host, {"shard": 3}, rank, 4)
         copy(host, {"shard": 3}, (rank - 1) % 3, 4, slot=1, flip=rank == 2)
     assert newest(hosts, tmp_path) is None
-    assert warnings == ["the copies in memory of step 4 are passed over: "
-                        "two hosts have copies of rank 1's state that differ"]
+    assert warnings == [
+        "the copies in memory of step 4 are passed over: "
+        "two hosts have copies of rank 1's state that differ"
+    ]
 
 
-def test_replicas_that_differ_are_passed_over(hosts: list[HostCopies], tmp_path: Path, warnings: list[str]):
+def test_replicas_that_differ_are_passed_over(
+    hosts: list[HostCopies], tmp_path: Path, warnings: list[str]
+):
     for rank, host in enumerate(hosts):
         copy(host, {"data": 3}, rank, 4, flip=rank == 1)
     assert newest(hosts, tmp_path) is None
-    assert warnings == ["the copies in memory of step 4 are passed over: "
-                        "the state on rank 1 is not what the others hold"]
+    assert warnings == [
+        "the copies in memory of step 4 are passed over: "
+        "the state on rank 1 is not what the others hold"
+    ]
 
 
 def test_older_copies_than_the_checkpoint_do_not_count(hosts: list[HostCopies], tmp_path: Path):
@@ -167,22 +219,38 @@ def test_a_host_that_is_lost_meanwhile_is_a_lost_rank(hosts: list[HostCopies], t
     assert error.value.rank in (1, 2)
 
 
-def leave(host: HostCopies, axes: dict[str, int], rank: int, step: int, *, flip: bool = False) -> None:
+def leave(
+    host: HostCopies, axes: dict[str, int], rank: int, step: int, *, flip: bool = False
+) -> None:
     """What a rank that is lost leaves of its state itself."""
     num_parts = axes.get("shard", 1)
     rows = len(WHOLE) // num_parts
     first, states = rank % num_parts * rows, host.memory.live
-    part = (WHOLE[first:first + rows] + step).contiguous()
+    part = (WHOLE[first : first + rows] + step).contiguous()
     states.arena(0, part.nbytes)[:] = part.numpy().tobytes()
     if flip:
         os.pwrite(states._arenas[0], b"\1", 5)
     stepper = stepper_of(axes, rank)
     origin = origin_of(stepper, context_of(host, rank, stepper.mesh.world_size, None))
-    tensors = {"parameters/w": {"shape": [6, 4], "dtype": "F32", "pieces": [["arena", 0, [first, 0], [rows, 4]]]},
-               "buffers/n": {"shape": [1], "dtype": "F32", "pieces": [["note", 0, [0], [1]]]}}
-    states.describe(0, step, json.dumps({"part": rank % num_parts, "origin": origin, "tensors": tensors}).encode())
-    states.note(0, step, memoryview(torch.tensor([7.0]).numpy().tobytes()), json.dumps(
-        {"step": step, "optimizer": {}}).encode())
+    tensors = {
+        "parameters/w": {
+            "shape": [6, 4],
+            "dtype": "F32",
+            "pieces": [["arena", 0, [first, 0], [rows, 4]]],
+        },
+        "buffers/n": {"shape": [1], "dtype": "F32", "pieces": [["note", 0, [0], [1]]]},
+    }
+    states.describe(
+        0,
+        step,
+        json.dumps({"part": rank % num_parts, "origin": origin, "tensors": tensors}).encode(),
+    )
+    states.note(
+        0,
+        step,
+        memoryview(torch.tensor([7.0]).numpy().tobytes()),
+        json.dumps({"step": step, "optimizer": {}}).encode(),
+    )
 
 
 def test_the_state_itself_that_ranks_have_left(hosts: list[HostCopies], tmp_path: Path):
@@ -199,7 +267,9 @@ def test_the_state_itself_that_ranks_have_left(hosts: list[HostCopies], tmp_path
         assert set(host.memory.steps(0)) == {4, 8} and host.memory.live.index(0) is None
 
 
-def test_the_state_itself_that_is_not_whole(hosts: list[HostCopies], tmp_path: Path, warnings: list[str]):
+def test_the_state_itself_that_is_not_whole(
+    hosts: list[HostCopies], tmp_path: Path, warnings: list[str]
+):
     """A rank was lost in an update: all ranks read copies, and the others' state is left as it is."""
     for rank, host in enumerate(hosts):
         copy(host, {"shard": 3}, rank, 4)
@@ -207,10 +277,14 @@ def test_the_state_itself_that_is_not_whole(hosts: list[HostCopies], tmp_path: P
     hosts[1].memory.live.change(0)
     copied = newest(hosts, tmp_path, rank=2)
     assert copied.step == 4 and torch.equal(copied.read("parameters/w"), WHOLE + 4)
-    assert warnings == ["the state in memory of step 8 is passed over: hosts that are here have 2 of its 3 parts"]
+    assert warnings == [
+        "the state in memory of step 8 is passed over: hosts that are here have 2 of its 3 parts"
+    ]
 
 
-def test_a_replica_that_was_whole_is_enough(hosts: list[HostCopies], tmp_path: Path, warnings: list[str]):
+def test_a_replica_that_was_whole_is_enough(
+    hosts: list[HostCopies], tmp_path: Path, warnings: list[str]
+):
     for rank, host in enumerate(hosts):
         leave(host, {"data": 3}, rank, 8, flip=rank == 1)
     assert newest(hosts, tmp_path) is None and "rank 1 is not what the others hold" in warnings[0]
@@ -255,12 +329,25 @@ def test_what_was_sent_stays_until_the_next_is(hosts: list[HostCopies]):
     assert (made.sent, host.sent_step) == (-1, -1) and not host.memory.steps(0)
 
 
-@pytest.mark.parametrize(("axes", "host_ranks", "has_own_steps", "expected"), [
-    ({"data": 2}, 1, False, False), ({"shard": 2}, 1, False, True), ({"shard": 2}, 2, False, False),
-    ({"data": 2, "shard": 2}, 2, False, False), ({"data": 2, "shard": 2}, 1, False, False),
-    ({"pipeline": 2, "data": 2}, 2, False, True), ({"data": 2}, 1, True, True)])
-def test_where_a_neighbour_is_needed(axes: dict[str, int], host_ranks: int, has_own_steps: bool, expected: bool):
+@pytest.mark.parametrize(
+    ("axes", "host_ranks", "has_own_steps", "expected"),
+    [
+        ({"data": 2}, 1, False, False),
+        ({"shard": 2}, 1, False, True),
+        ({"shard": 2}, 2, False, False),
+        ({"data": 2, "shard": 2}, 2, False, False),
+        ({"data": 2, "shard": 2}, 1, False, False),
+        ({"pipeline": 2, "data": 2}, 2, False, True),
+        ({"data": 2}, 1, True, True),
+    ],
+)
+def test_where_a_neighbour_is_needed(
+    axes: dict[str, int], host_ranks: int, has_own_steps: bool, expected: bool
+):
     """Where only one host has some part."""
     for rank in range(Mesh(axes, 0).world_size):
         context: Any = SimpleNamespace(rank=rank, local_world_size=host_ranks)
-        assert needs_neighbour(stepper_of(axes, rank, has_own_steps=has_own_steps), context) == expected
+        assert (
+            needs_neighbour(stepper_of(axes, rank, has_own_steps=has_own_steps), context)
+            == expected
+        )

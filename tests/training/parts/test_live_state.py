@@ -54,7 +54,11 @@ def train(run: Path, plan: str, job: pl.Job) -> Any:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The undisturbed run under a plan, which tests share."""
-    return cache(lambda plan: Path(train(tmp_path_factory.mktemp("whole") / "run", plan, job_of(None, 0)).run))
+    return cache(
+        lambda plan: Path(
+            train(tmp_path_factory.mktemp("whole") / "run", plan, job_of(None, 0)).run
+        )
+    )
 
 
 def gone_on_from(run: Path) -> list[int]:
@@ -64,7 +68,10 @@ def gone_on_from(run: Path) -> list[int]:
 
 
 def equal_weights(tmp_path: Path, whole: Path | None = None) -> bool:
-    expected, actual = (load_file(run / "model.safetensors") for run in (whole or tmp_path / "whole", tmp_path / "run"))
+    expected, actual = (
+        load_file(run / "model.safetensors")
+        for run in (whole or tmp_path / "whole", tmp_path / "run")
+    )
     return all(torch.equal(expected[name], actual[name]) for name in expected)
 
 
@@ -80,11 +87,20 @@ class Normed(nn.Module):
 
 
 PLANS = ["single", "data=2", "shard=2"]
-SLOW_PLANS = ["pipeline=2 microbatches=2", "tensor=2", "place=auto parts=2", "data=2 accumulate=2", "shard=2 zero=1",
-              "data=2 compress=powersgd", "data=2 shard=2"]
+SLOW_PLANS = [
+    "pipeline=2 microbatches=2",
+    "tensor=2",
+    "place=auto parts=2",
+    "data=2 accumulate=2",
+    "shard=2 zero=1",
+    "data=2 compress=powersgd",
+    "data=2 shard=2",
+]
 
 
-@pytest.mark.parametrize("plan", [*PLANS, *(pytest.param(plan, marks=pytest.mark.slow) for plan in SLOW_PLANS)])
+@pytest.mark.parametrize(
+    "plan", [*PLANS, *(pytest.param(plan, marks=pytest.mark.slow) for plan in SLOW_PLANS)]
+)
 def test_no_step_is_computed_again(tmp_path: Path, plan: str, whole: Callable[[str], Path]) -> None:
     """A rank is killed while it reads the samples of a step; weights are those of the undisturbed run, bit by bit."""
     replicas = {"data=2 shard=2": 4}.get(plan, 2 if plan.startswith(("data", "shard")) else 1)
@@ -93,11 +109,14 @@ def test_no_step_is_computed_again(tmp_path: Path, plan: str, whole: Callable[[s
     lines = list(map(json.loads, (tmp_path / "run" / "journal.jsonl").read_text().splitlines()))
     applied = max(line["step"] for line in lines if line["launch"] == 1 and "step" in line)
     assert gone_on_from(tmp_path / "run") == [0, applied] and applied >= KILLED_AT - 2
-    assert equal_weights(tmp_path, whole(plan)) and steps_of(tmp_path / "run") == list(range(1, STEPS + 1))
+    assert equal_weights(tmp_path, whole(plan)) and steps_of(tmp_path / "run") == list(
+        range(1, STEPS + 1)
+    )
 
 
 def test_buffers_are_those_of_the_step_before(tmp_path: Path) -> None:
     """Forwards of the step that was not taken had changed them."""
+
     def job(mark: Path | None) -> pl.Job:
         def net() -> nn.Module:
             model = Normed().double()
@@ -122,6 +141,7 @@ def test_buffers_are_those_of_the_step_before(tmp_path: Path) -> None:
 
 def test_ranks_that_are_lost_again_at_once(tmp_path: Path, whole: Callable[[str], Path]) -> None:
     """Before the first copy of the next launch: what the one before has left is still there."""
+
     def job(marks: Path) -> pl.Job:
         def net() -> nn.Module:
             model = job_of(None, 0).model()
@@ -144,7 +164,9 @@ def test_ranks_that_are_lost_again_at_once(tmp_path: Path, whole: Callable[[str]
     train(tmp_path / "run", "data=2", job(tmp_path / "marks"))
     begun = gone_on_from(tmp_path / "run")
     assert len(list((tmp_path / "marks").iterdir())) == 3 and begun[1] >= 3
-    assert begun == [0, begun[1], begun[1], begun[1] + 1] and equal_weights(tmp_path, whole("data=2"))
+    assert begun == [0, begun[1], begun[1], begun[1] + 1] and equal_weights(
+        tmp_path, whole("data=2")
+    )
 
 
 def rank() -> int:
@@ -183,12 +205,22 @@ def tear_in_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "_build", build_run)
 
 
-@pytest.mark.parametrize(("plan", "victim", "steps"), [
-    ("data=2", 1, [0, KILLED_AT]), ("data=2", 0, [0, 2]),
-    *(pytest.param(plan, victim, [0, 2], marks=pytest.mark.slow) for plan, victim in (("single", 0), ("shard=2", 1)))])
-def test_a_rank_that_dies_in_an_update(tmp_path: Path, plan: str, victim: int, steps: list[int],
-                                       monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("plan", "victim", "steps"),
+    [
+        ("data=2", 1, [0, KILLED_AT]),
+        ("data=2", 0, [0, 2]),
+        *(
+            pytest.param(plan, victim, [0, 2], marks=pytest.mark.slow)
+            for plan, victim in (("single", 0), ("shard=2", 1))
+        ),
+    ],
+)
+def test_a_rank_that_dies_in_an_update(
+    tmp_path: Path, plan: str, victim: int, steps: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its replica has the whole state after the update; without one, the copy in memory is taken."""
+
     def job(mark: Path | None) -> pl.Job:
         def optimizer(named: Any) -> Torn:
             built = Torn(named, lr=0.03, momentum=0.9)
@@ -206,8 +238,8 @@ def test_a_rank_that_dies_in_an_update(tmp_path: Path, plan: str, victim: int, s
 
 
 def test_what_a_torn_rank_left_is_kept_until_the_next_copy() -> None:
-    """Its replica was read; if it is lost again at once, the replica is read again, and copies before are still there.
-    """
+    """Its replica was read; if it is lost again at once, the replica is read again, and copies
+    before are still there."""
     copies = StateCopies(2)
     for rank_ in range(2):
         copies.write(rank_, 2, [memoryview(b"2")], b'{"document": {}, "tensors": {}}')
@@ -228,9 +260,12 @@ def test_what_a_torn_rank_left_is_kept_until_the_next_copy() -> None:
 
 def test_a_step_of_ones_own_is_torn_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its first update is before the ranks agree on anything."""
+
     def job(mark: Path | None) -> pl.Job:
         def step(ctx: pl.StepContext, batch: Any) -> None:
-            ctx.backward("net", batch, lambda output, batch: (output - batch.target).square().mean())
+            ctx.backward(
+                "net", batch, lambda output, batch: (output - batch.target).square().mean()
+            )
             ctx.update("net")
 
         def optimizer(named: Any) -> Torn:
@@ -239,8 +274,17 @@ def test_a_step_of_ones_own_is_torn_too(tmp_path: Path, monkeypatch: pytest.Monk
             return built
 
         plain = job_of(None, 0)
-        return replace(plain, model=None, loss=None, optimizer=None, lr_schedule=None, clip=None, step=step,
-                       models={"net": plain.model}, optimizers={"net": optimizer})
+        return replace(
+            plain,
+            model=None,
+            loss=None,
+            optimizer=None,
+            lr_schedule=None,
+            clip=None,
+            step=step,
+            models={"net": plain.model},
+            optimizers={"net": optimizer},
+        )
 
     tear_in_runs(monkeypatch)
     train(tmp_path / "whole", "single", job(None))
@@ -249,7 +293,9 @@ def test_a_step_of_ones_own_is_torn_too(tmp_path: Path, monkeypatch: pytest.Monk
     assert gone_on_from(tmp_path / "run") == [0, 2] and equal_weights(tmp_path)
 
 
-def test_ranks_that_have_not_ended_a_step_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_have_not_ended_a_step_are_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rank 1 is killed as it reads for the next step, while rank 0 is still busy with what follows the update."""
     after_step = loop._after_step
 
@@ -273,13 +319,16 @@ def _kills_rank_1(data: Fatal, index: int) -> Any:
     return SAMPLES[index]
 
 
-def test_a_move_is_no_write_of_somebody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_move_is_no_write_of_somebody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An error about replicas that differ would name it."""
     finish = loop._finish
 
     def told(run: Any, started_s: float) -> Any:
-        (tmp_path / f"outside-{run.context.rank}").write_text(json.dumps(
-            [sorted(run.stepper.edits.outside), run.live.num_bytes]))
+        (tmp_path / f"outside-{run.context.rank}").write_text(
+            json.dumps([sorted(run.stepper.edits.outside), run.live.num_bytes])
+        )
         return finish(run, started_s)
 
     monkeypatch.setattr(loop, "_finish", told)
@@ -294,7 +343,10 @@ class WritesToItself(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net, self.slow = nn.Linear(8, 600).double(), nn.Parameter(torch.zeros(600, dtype=torch.float64))
+        self.net, self.slow = (
+            nn.Linear(8, 600).double(),
+            nn.Parameter(torch.zeros(600, dtype=torch.float64)),
+        )
         self.last = nn.Linear(600, 1).double()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -316,7 +368,9 @@ def test_what_is_moved() -> None:
     states = LiveStates(1)
     weight, known = torch.arange(4096.0), torch.arange(4096.0)
     view = weight[10:20]
-    unseen = known.view(4, 16, 64) @ nn.Parameter(torch.ones(64, 8))  # autograd has a view that Python never saw
+    unseen = known.view(4, 16, 64) @ nn.Parameter(
+        torch.ones(64, 8)
+    )  # autograd has a view that Python never saw
     arena = states.arena(0, 2 * 4 * 4096)
     states.reserve(0, 0, 2 * 4 * 4096)
     for place, tensor in ((0, weight), (4 * 4096, known)):
@@ -343,22 +397,50 @@ def test_memory_that_numpy_looks_into_stays() -> None:
         states.reserve(0, 0, storage.nbytes())
         aliases = live._tensors_of_python([storage._cdata])[storage._cdata]
         live._move(storage, aliases, arena, 0)
-        assert (torch.frombuffer(arena, dtype=torch.float32).data_ptr() == tensor.data_ptr()) is is_moved
+        assert (
+            torch.frombuffer(arena, dtype=torch.float32).data_ptr() == tensor.data_ptr()
+        ) is is_moved
         states.close()
 
 
-def note(states: LiveStates, rank: int, step: int, document: Any, values: torch.Tensor, *, part: int = 0,
-         is_whole: bool = True) -> None:
+def note(
+    states: LiveStates,
+    rank: int,
+    step: int,
+    document: Any,
+    values: torch.Tensor,
+    *,
+    part: int = 0,
+    is_whole: bool = True,
+) -> None:
     """A rank that holds one tensor in its arena and a number in its note."""
     if states.index(rank) is None:
         states.arena(rank, values.nbytes)[:] = values.numpy().tobytes()
-    entry = {"shape": [2 * len(values)], "dtype": "F32", "pieces": [["arena", 0, [part * len(values)], [len(values)]]]}
+    entry = {
+        "shape": [2 * len(values)],
+        "dtype": "F32",
+        "pieces": [["arena", 0, [part * len(values)], [len(values)]]],
+    }
     number = {"shape": [], "dtype": "F32", "pieces": [["note", 0, [], []]]}
     fixed = {"seed": 1, "optimizer": {"kind": "SGD", "groups": [{"parameters": ["w"]}]}}
-    states.describe(rank, step, json.dumps({"part": part, "document": fixed, "tensors": {
-        "parameters/w": entry, "buffers/n": number}}).encode())
-    states.note(rank, step, memoryview(torch.tensor(float(step)).numpy().tobytes()), json.dumps(document).encode(),
-                is_whole=is_whole)
+    states.describe(
+        rank,
+        step,
+        json.dumps(
+            {
+                "part": part,
+                "document": fixed,
+                "tensors": {"parameters/w": entry, "buffers/n": number},
+            }
+        ).encode(),
+    )
+    states.note(
+        rank,
+        step,
+        memoryview(torch.tensor(float(step)).numpy().tobytes()),
+        json.dumps(document).encode(),
+        is_whole=is_whole,
+    )
 
 
 def test_which_state_is_read() -> None:
@@ -367,7 +449,14 @@ def test_which_state_is_read() -> None:
     parts = [torch.arange(0.0, 4.0), torch.arange(4.0, 8.0)]
     assert live_step(states, range(4)) is None
     for rank_, part in ((0, 0), (1, 1), (2, 0)):
-        note(states, rank_, 5, {"step": 5, "groups": [{"lr": 0.5}]} if not rank_ else None, parts[part], part=part)
+        note(
+            states,
+            rank_,
+            5,
+            {"step": 5, "groups": [{"lr": 0.5}]} if not rank_ else None,
+            parts[part],
+            part=part,
+        )
     assert live_step(states, range(4)) is None  # nobody knows what rank 3 held
     note(states, 3, 5, None, parts[1], part=1)
     assert live_step(states, range(4)) == 5
@@ -376,7 +465,10 @@ def test_which_state_is_read() -> None:
     checkpoint = open_live(states, range(4), 5)
     assert torch.equal(checkpoint.read("parameters/w"), torch.arange(8.0))
     assert checkpoint.document == {
-        "step": 5, "seed": 1, "optimizer": {"kind": "SGD", "groups": [{"lr": 0.5, "parameters": ["w"]}]}}
+        "step": 5,
+        "seed": 1,
+        "optimizer": {"kind": "SGD", "groups": [{"lr": 0.5, "parameters": ["w"]}]},
+    }
     assert checkpoint.read("buffers/n") == 5.0
     states.forget(1)  # rank 1 goes on already, and rank 2 reads: what rank 0 chose holds
     assert torch.equal(open_live(states, range(4), 5).read("parameters/w"), torch.arange(8.0))
@@ -402,10 +494,13 @@ def test_replicas_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     assert live_disagreement(states, range(2), 3) is None
     note(states, 1, 3, {}, torch.arange(4.0))
     os.pwrite(states._arenas[1], b"\1", 5)
-    assert live_disagreement(states, range(2), 3) == "'parameters/w' differs between rank 0 and rank 1"
+    assert (
+        live_disagreement(states, range(2), 3) == "'parameters/w' differs between rank 0 and rank 1"
+    )
     assert _newest(copies, range(2), least=0) == (None, False)
     assert warnings == [
-        "the state in memory of step 3 is passed over: 'parameters/w' differs between rank 0 and rank 1"]
+        "the state in memory of step 3 is passed over: 'parameters/w' differs between rank 0 and rank 1"
+    ]
     states.change(1)
     assert live_disagreement(states, range(2), 3) is None  # which is not read
     copies.close()
@@ -433,8 +528,12 @@ def test_memory_in_use_stays() -> None:
     states.close()
 
 
-@pytest.mark.parametrize(("words", "waits"), [((4, 4), False), ((4, None), True), ((5, 4), True), ((4, 5), True)])
-def test_who_is_waited_for(words: tuple[int | None, ...], waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("words", "waits"), [((4, 4), False), ((4, None), True), ((5, 4), True), ((4, 5), True)]
+)
+def test_who_is_waited_for(
+    words: tuple[int | None, ...], waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rank 1 runs, rank 0 is lost. A rank in an update, or one that is a step behind, is waited for."""
     states, slept = LiveStates(2), []
     for rank_, step in enumerate(words):
@@ -454,14 +553,21 @@ def live_time() -> Any:
 
 def test_no_memory_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is given up, and the run goes on."""
+
     def full(*args: Any) -> None:
         raise OSError(28, "No space left on device")
 
     states = LiveStates(1)
-    stepper = SimpleNamespace(mesh=SimpleNamespace(rank=0), edits=SimpleNamespace(names=[]), local_parameters={},
-                              optimizer=SimpleNamespace(state={}))
+    stepper = SimpleNamespace(
+        mesh=SimpleNamespace(rank=0),
+        edits=SimpleNamespace(names=[]),
+        local_parameters={},
+        optimizer=SimpleNamespace(state={}),
+    )
     state = live.LiveState(states, stepper, 0)  # type: ignore[arg-type]
-    monkeypatch.setattr(live.LiveState, "_movable", lambda self: {1: torch.zeros(2000).untyped_storage()})
+    monkeypatch.setattr(
+        live.LiveState, "_movable", lambda self: {1: torch.zeros(2000).untyped_storage()}
+    )
     monkeypatch.setattr(os, "posix_fallocate", full)
     stepper.edits.updated = lambda: None
     state.move()
@@ -475,14 +581,25 @@ def test_memory_for_the_move(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes that of the largest tensor and of what is not given back yet, and the next ranks need all of it again;
     without that it is not begun."""
     storages = {place: torch.zeros(2**20).untyped_storage() for place in range(3)}
-    stepper = SimpleNamespace(mesh=SimpleNamespace(rank=0), edits=SimpleNamespace(names=[]), local_parameters={},
-                              optimizer=SimpleNamespace(state={}))
+    stepper = SimpleNamespace(
+        mesh=SimpleNamespace(rank=0),
+        edits=SimpleNamespace(names=[]),
+        local_parameters={},
+        optimizer=SimpleNamespace(state={}),
+    )
     state = live.LiveState(SimpleNamespace(), stepper, 0)  # type: ignore[arg-type]
     monkeypatch.setattr(live.LiveState, "_movable", lambda self: storages)
     monkeypatch.setattr(live, "GIVEN_BACK_BYTES", 2**20)
-    for share, available, possible in ((0.5, 24, True), (0.5, 23, False), (0.25, 40, True), (0.25, 39, False)):
+    for share, available, possible in (
+        (0.5, 24, True),
+        (0.5, 23, False),
+        (0.25, 40, True),
+        (0.25, 39, False),
+    ):
         monkeypatch.setattr(live, "MEMORY_SHARE", share)
-        monkeypatch.setattr(live, "free_memory_bytes", lambda available=available: available * 2**20)
+        monkeypatch.setattr(
+            live, "free_memory_bytes", lambda available=available: available * 2**20
+        )
         assert math.isfinite(state.move_s(2)) is possible
     stepper.edits.names = ["w"]
     assert state.move_s(1) == math.inf
@@ -524,11 +641,17 @@ def test_what_is_given_up_is_forgotten(tmp_path: Path, monkeypatch: pytest.Monke
     assert "True" in there and there[-1] == "False"
 
 
-def test_copies_are_closer_again_without_notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_are_closer_again_without_notes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Beside notes they have a smaller share of the time. That must not last until some later copy."""
     monkeypatch.setattr(live, "_ENOUGH", 1)
     monkeypatch.setattr(loop, "NOTE_SHARE", 0.0)
-    monkeypatch.setattr(Copier, "affordable_every", lambda self, step_s, *, share: 2 if share == TIME_SHARE else 1000)
+    monkeypatch.setattr(
+        Copier,
+        "affordable_every",
+        lambda self, step_s, *, share: 2 if share == TIME_SHARE else 1000,
+    )
     copy, seen = Copier.copy, tmp_path / "seen"
 
     def seen_copy(self: Copier, step: int, *args: Any, **kwargs: Any) -> None:

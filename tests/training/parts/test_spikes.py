@@ -24,7 +24,12 @@ from paceline.job.order import Order
 from paceline.launch.process.failure import RankFailed
 from paceline.training.parts.spikes import LATEST_STEPS, MOST_IN_A_ROW, SIGMAS, Spike, Spikes
 
-BATCH, STEPS, BAD_STEP, EVERY = 6, 18, 14, 5  # BAD_STEP counts from 1, and is behind half of FEW_STEPS
+BATCH, STEPS, BAD_STEP, EVERY = (
+    6,
+    18,
+    14,
+    5,
+)  # BAD_STEP counts from 1, and is behind half of FEW_STEPS
 FEW_STEPS = 16  # that runs are judged by, in the place of LATEST_STEPS
 SIZE = BATCH * 20
 
@@ -115,9 +120,13 @@ def make(*, value=1e4, **fields):
     y = x.sum(1, keepdim=True) / 8 + noise
     options = {
         "model": lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)).double(),
-        "loss": nn.functional.mse_loss, "precision": "float64", "batch": BATCH, "steps": STEPS,
+        "loss": nn.functional.mse_loss,
+        "precision": "float64",
+        "batch": BATCH,
+        "steps": STEPS,
         "optimizer": lambda named: torch.optim.AdamW(named, lr=1e-2),
-        "lr_schedule": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.9)}
+        "lr_schedule": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.9),
+    }
     job = pl.Job(data=torch.utils.data.TensorDataset(x, y), **options | fields)
     order = Order.of(job)
     window = order.window(BAD_STEP - 1)
@@ -185,7 +194,10 @@ def by_hand(job, *, bad_step, back_to=None):
             continue
         window = order.window(step)
         indices = order.indices(window.epoch, range(window.start, window.start + window.count))
-        x, y = (torch.stack(column) for column in zip(*(job.data[index] for index in indices), strict=True))
+        x, y = (
+            torch.stack(column)
+            for column in zip(*(job.data[index] for index in indices), strict=True)
+        )
         optimizer.zero_grad()
         job.loss(model(x), y).backward()
         optimizer.step()
@@ -204,11 +216,21 @@ def assert_weights(run, expected):
 
 
 def kept_of(run, step=BAD_STEP):
-    return [json.loads(path.read_text()) for path in sorted((run / "spikes" / f"step-{step}").glob("*.json"))]
+    return [
+        json.loads(path.read_text())
+        for path in sorted((run / "spikes" / f"step-{step}").glob("*.json"))
+    ]
 
 
-@pytest.mark.parametrize("plan", ["data=2", "shard=2", "pipeline=2 microbatches=2", *(
-    pytest.param(plan, marks=pytest.mark.slow) for plan in ("single", "single accumulate=3"))])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "data=2",
+        "shard=2",
+        "pipeline=2 microbatches=2",
+        *(pytest.param(plan, marks=pytest.mark.slow) for plan in ("single", "single accumulate=3")),
+    ],
+)
 def test_a_spike_is_skipped_under_every_plan(tmp_path, plan, judged_by_few):
     """The weights are those of a plain loop that leaves the step out. The run folder says which samples it had."""
     job, bad = make()
@@ -221,8 +243,14 @@ def test_a_spike_is_skipped_under_every_plan(tmp_path, plan, judged_by_few):
     report = audit(tmp_path)
     assert report.passed and report.skipped_updates == 1
     assert any(bad in samples for document in kept_of(tmp_path) for samples in document["samples"])
-    tensors = [load_tensors(path) for path in (tmp_path / "spikes" / f"step-{BAD_STEP}").glob("*.safetensors")]
-    assert sum(len(tensor) for file in tensors for name, tensor in file.items() if "target" in name) == BATCH
+    tensors = [
+        load_tensors(path)
+        for path in (tmp_path / "spikes" / f"step-{BAD_STEP}").glob("*.safetensors")
+    ]
+    assert (
+        sum(len(tensor) for file in tensors for name, tensor in file.items() if "target" in name)
+        == BATCH
+    )
     assert max(float(tensor.max()) for file in tensors for tensor in file.values()) == 1e4
 
 
@@ -246,10 +274,21 @@ def test_a_rank_that_is_lost_changes_no_decision(tmp_path):
     job, _ = make()
     order = Order.of(job)
     window = order.window(BAD_STEP - 3)
-    lethal = Lethal(job.data, order.indices(window.epoch, [window.start])[0], tmp_path / "killed",
-                    tmp_path / "checkpoints" / f"step-{BAD_STEP // EVERY * EVERY}")
-    pl.train(replace(job, data=lethal), "data=2", run=tmp_path, on_spike="rewind", save_every=EVERY, check=False,
-             table=False)
+    lethal = Lethal(
+        job.data,
+        order.indices(window.epoch, [window.start])[0],
+        tmp_path / "killed",
+        tmp_path / "checkpoints" / f"step-{BAD_STEP // EVERY * EVERY}",
+    )
+    pl.train(
+        replace(job, data=lethal),
+        "data=2",
+        run=tmp_path,
+        on_spike="rewind",
+        save_every=EVERY,
+        check=False,
+        table=False,
+    )
 
     assert (tmp_path / "killed").exists() and audit(tmp_path).launches >= 3
     assert_weights(tmp_path, by_hand(job, bad_step=BAD_STEP, back_to=BAD_STEP // EVERY * EVERY))
@@ -262,28 +301,45 @@ def test_a_stopped_run_names_the_module_and_keeps_the_samples(tmp_path, plan):
     """Also without --on-spike, where the loss is not finite."""
     job, bad = make(value=math.nan)
     with pytest.raises(RankFailed) as caught:
-        pl.train(replace(job, data=Pairs(job.data), loss=None, model=Scored, init=None), plan, run=tmp_path,
-                 check=False, table=False)
+        pl.train(
+            replace(job, data=Pairs(job.data), loss=None, model=Scored, init=None),
+            plan,
+            run=tmp_path,
+            check=False,
+            table=False,
+        )
 
     assert f"not a number (NaN) in step {BAD_STEP}" in str(caught.value)
     assert "the first module that returns such numbers is 'score'" in str(caught.value)
     assert any(bad in samples for document in kept_of(tmp_path) for samples in document["samples"])
 
 
-@pytest.mark.parametrize(("options", "error", "says"), [
-    ({"plan": "data=2 local=4"}, PlanRefused, "local=H"), ({"plan": "server=1 workers=2"}, PlanRefused, "server"),
-    ({"on_spike": "rewind"}, UsageError, "--save-every"), ({"on_spike": "leap"}, UsageError, "stop, skip or rewind")])
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"plan": "data=2 local=4"}, PlanRefused, "local=H"),
+        ({"plan": "server=1 workers=2"}, PlanRefused, "server"),
+        ({"on_spike": "rewind"}, UsageError, "--save-every"),
+        ({"on_spike": "leap"}, UsageError, "stop, skip or rewind"),
+    ],
+)
 def test_what_cannot_be_watched_is_refused(tmp_path, options, error, says):
     """Before anything is written."""
     job, _ = make()
     with pytest.raises(error, match=says):
-        pl.train(job, **{"plan": "single", "on_spike": "skip", "run": tmp_path / "run", "table": False} | options)
+        pl.train(
+            job,
+            **{"plan": "single", "on_spike": "skip", "run": tmp_path / "run", "table": False}
+            | options,
+        )
     assert not (tmp_path / "run").exists()
 
 
 def test_an_optimizer_with_a_closure_is_refused(tmp_path):
     """It makes its update while it evaluates the loss."""
-    job, _ = make(optimizer=lambda named: torch.optim.LBFGS([p for _, p in named]), lr_schedule=None)
+    job, _ = make(
+        optimizer=lambda named: torch.optim.LBFGS([p for _, p in named]), lr_schedule=None
+    )
     with pytest.raises(RankFailed, match="LBFGS evaluates the loss itself"):
         pl.train(job, "single", run=tmp_path, on_spike="skip", check=False, table=False)
 
@@ -298,8 +354,15 @@ def own_step(ctx, batch):
 def test_a_step_of_ones_own_ends_with_its_samples(tmp_path, plan):
     """A loss of it that is not finite ends all ranks at once, and leaves the samples."""
     job, bad = make(value=math.nan)
-    own_step_job = pl.Job(models={"net": job.model}, step=own_step, data=job.data, batch=BATCH, steps=STEPS,
-                          precision="float64", optimizers={"net": lambda named: torch.optim.SGD(named, lr=1e-2)})
+    own_step_job = pl.Job(
+        models={"net": job.model},
+        step=own_step,
+        data=job.data,
+        batch=BATCH,
+        steps=STEPS,
+        precision="float64",
+        optimizers={"net": lambda named: torch.optim.SGD(named, lr=1e-2)},
+    )
     with pytest.raises(RankFailed, match="not a number") as caught:
         pl.train(own_step_job, plan, run=tmp_path, check=False, table=False, timeout_s=60)
 
@@ -328,9 +391,19 @@ def test_state_of_forwards_goes_back_too(tmp_path):
     """As if the steps since the checkpoint had not been: under replicas as on one device."""
     job, _ = make(model=Counting)
     for name, plan in (("one", "single"), ("two", "data=2")):
-        pl.train(job, plan, run=tmp_path / name, on_spike="rewind", save_every=EVERY, check=False, table=False)
+        pl.train(
+            job,
+            plan,
+            run=tmp_path / name,
+            on_spike="rewind",
+            save_every=EVERY,
+            check=False,
+            table=False,
+        )
 
-    single, data_parallel = (load_tensors(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    single, data_parallel = (
+        load_tensors(tmp_path / name / "model.safetensors") for name in ("one", "two")
+    )
     order, passed = Order.of(job), range(BAD_STEP // EVERY * EVERY, BAD_STEP)
     sums = torch.zeros(8, dtype=torch.float64)
     for step in (step for step in range(STEPS) if step not in passed):
@@ -339,4 +412,6 @@ def test_state_of_forwards_goes_back_too(tmp_path):
         sums += torch.stack([job.data[index][0] for index in indices]).mean(0)
     for tensors in (single, data_parallel):
         torch.testing.assert_close(tensors["sums"], sums, rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(single["body.weight"], data_parallel["body.weight"], rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(
+        single["body.weight"], data_parallel["body.weight"], rtol=1e-9, atol=1e-12
+    )

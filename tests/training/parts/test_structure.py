@@ -44,8 +44,14 @@ class Net(nn.Module):
 
 def stepped(optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW) -> Stepper:
     """After a step, so that the optimizer has its state."""
-    job = pl.Job(model=Net, data=[(torch.ones(4), torch.ones(4))] * 8, loss=nn.functional.mse_loss, batch=8, steps=1,
-                 optimizer=lambda named: optimizer(named, lr=0.1))
+    job = pl.Job(
+        model=Net,
+        data=[(torch.ones(4), torch.ones(4))] * 8,
+        loss=nn.functional.mse_loss,
+        batch=8,
+        steps=1,
+        optimizer=lambda named: optimizer(named, lr=0.1),
+    )
     plan = Plan.parse("single")
     stepper = Stepper(job, plan, Mesh.of(plan, 0), torch.device("cpu"), devices=(CPU,), shares=(1,))
     update(stepper)
@@ -80,17 +86,25 @@ def test_updates_change_values_alone(stepper: Stepper) -> None:
     for piece, again in zip(structure.pieces, state.pieces(stepper, of_others=True), strict=True):
         assert piece.name == again.name and torch.equal(piece.tensor, again.tensor)
     changing = state.changing_document(stepper, step=3, samples=24)
-    assert state.joined_document(structure.fixed_document, changing) == state.document(stepper, step=3, samples=24)
+    assert state.joined_document(structure.fixed_document, changing) == state.document(
+        stepper, step=3, samples=24
+    )
 
 
 CHANGES: dict[str, Callable[[Stepper], Any]] = {
     "memory of a parameter": lambda s: setattr(weight(s), "data", weight(s).data.clone()),
-    "memory of optimizer state": lambda s: setattr(moments(s)["exp_avg"], "data", torch.zeros(4, 4)),
+    "memory of optimizer state": lambda s: setattr(
+        moments(s)["exp_avg"], "data", torch.zeros(4, 4)
+    ),
     "optimizer state": lambda s: moments(s).update(exp_avg=moments(s)["exp_avg"].clone()),
     "more optimizer state": lambda s: moments(s).update(more=torch.zeros(4, 4)),
     "less optimizer state": lambda s: moments(s).pop("exp_avg"),
-    "an entry of optimizer state": lambda s: s.optimizer.state.update({weight(s): dict(moments(s))}),
-    "all optimizer state": lambda s: s.optimizer.load_state_dict(copy.deepcopy(s.optimizer.state_dict())),
+    "an entry of optimizer state": lambda s: s.optimizer.state.update(
+        {weight(s): dict(moments(s))}
+    ),
+    "all optimizer state": lambda s: s.optimizer.load_state_dict(
+        copy.deepcopy(s.optimizer.state_dict())
+    ),
     "a buffer": lambda s: setattr(s.model.norm, "running_mean", torch.zeros(4)),
     "memory of a buffer": lambda s: setattr(s.model.norm.running_mean, "data", torch.zeros(4)),
     "another buffer": lambda s: s.model.register_buffer("late", torch.zeros(2)),
@@ -142,7 +156,9 @@ def test_where_it_cannot_be_told(optimizer: Any) -> None:
 
 def test_state_of_a_plans_room(stepper: Stepper, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rooms make theirs as they please."""
-    monkeypatch.setattr(Stepper, "kept", lambda self: iter([StateTensor("outer/step", torch.zeros(1))]))
+    monkeypatch.setattr(
+        Stepper, "kept", lambda self: iter([StateTensor("outer/step", torch.zeros(1))])
+    )
     assert not Structure(stepper).is_current()
 
 
@@ -157,7 +173,9 @@ class Anew(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self.state[parameter]["mean"] = 0.9 * self.state[parameter].get("mean", 0.0) + parameter.grad
+                    self.state[parameter]["mean"] = (
+                        0.9 * self.state[parameter].get("mean", 0.0) + parameter.grad
+                    )
                     parameter -= group["lr"] * self.state[parameter]["mean"]
 
 

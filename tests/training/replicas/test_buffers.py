@@ -40,6 +40,7 @@ class Counting(nn.Module):
 
 def test_the_mean_is_weighted_by_samples(run_ranks: Callable[..., Any]):
     """Floats become the mean by samples, whole numbers the maximum, and what no step changes is let alone."""
+
     def body(context: Any) -> list[Any]:
         model = Counting()
         model.constant += context.rank  # differs, but training doesn't change it
@@ -61,6 +62,7 @@ def test_the_mean_is_weighted_by_samples(run_ranks: Callable[..., Any]):
 
 def test_many_buffers_meet_together(run_ranks: Callable[..., Any]):
     """One collective for all floats and one for all whole numbers, whatever the number of layers."""
+
     def body(context: Any) -> int:
         model = nn.Sequential(*(Counting() for _ in range(5)))
         buffers = ChangingBuffers(model)
@@ -79,6 +81,7 @@ def test_many_buffers_meet_together(run_ranks: Callable[..., Any]):
 
 def test_what_one_rank_changes_all_ranks_meet(run_ranks: Callable[..., Any]):
     """A buffer that changed on one rank only is met by all, so that none waits alone."""
+
     def body(context: Any) -> list[float]:
         model = Counting()
         buffers = ChangingBuffers(model)
@@ -109,17 +112,36 @@ class Watching:
 
     def weights(self, step: int, stepper: Any, loss: float) -> None:
         norm = stepper.model[1]
-        self.seen.append([*norm.running_mean.tolist(), *norm.running_var.tolist(), norm.num_batches_tracked.item()])
+        self.seen.append(
+            [
+                *norm.running_mean.tolist(),
+                *norm.running_var.tolist(),
+                norm.num_batches_tracked.item(),
+            ]
+        )
 
 
-@pytest.mark.parametrize(("plan", "shares"), [("data=2 accumulate=2", (1, 1)), ("shard=2", (1, 1)), pytest.param(
-    "data=3", (2, 1, 1), marks=pytest.mark.slow)])
-def test_running_statistics_of_a_batch_norm(run_ranks: Callable[..., Any], plan: str, shares: tuple[int, ...]):
+@pytest.mark.parametrize(
+    ("plan", "shares"),
+    [
+        ("data=2 accumulate=2", (1, 1)),
+        ("shard=2", (1, 1)),
+        pytest.param("data=3", (2, 1, 1), marks=pytest.mark.slow),
+    ],
+)
+def test_running_statistics_of_a_batch_norm(
+    run_ranks: Callable[..., Any], plan: str, shares: tuple[int, ...]
+):
     """BatchNorm's running statistics are equal on all ranks after every step, a short last batch too."""
     x = torch.randn(23, 4, generator=torch.Generator().manual_seed(0))
-    job = Job(model=lambda: nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2)),
-              data=TensorDataset(x, (x.sum(1) > 0).long()), loss=F.cross_entropy,
-              optimizer=lambda named: torch.optim.SGD(named, lr=0.1), batch=15, steps=3)
+    job = Job(
+        model=lambda: nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2)),
+        data=TensorDataset(x, (x.sum(1) > 0).long()),
+        loss=F.cross_entropy,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+        batch=15,
+        steps=3,
+    )
 
     def body(context: Any) -> list[list[float]]:
         watching = Watching()
@@ -146,7 +168,12 @@ class Late(nn.Module):
         self.register_buffer("constant", torch.full((4,), -torch.inf))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.linear(x) * (1 + self.level) - self.center + self.mean.sum() + self.phase.abs().sum()
+        y = (
+            self.linear(x) * (1 + self.level)
+            - self.center
+            + self.mean.sum()
+            + self.phase.abs().sum()
+        )
         self.seen += 1
         self.steps += 1
         self.cache = y  # a part of a graph, which is nobody's state
@@ -158,13 +185,28 @@ class Late(nn.Module):
         return y
 
 
-@pytest.mark.parametrize(("plan", "shares"), [("data=3", (2, 1, 1)), ("shard=2", (1, 1)), pytest.param(
-    "data=2", (1, 1), marks=pytest.mark.slow)])
-def test_state_that_changes_late_is_one_devices(run_ranks: Callable[..., Any], plan: str, shares: tuple[int, ...]):
+@pytest.mark.parametrize(
+    ("plan", "shares"),
+    [
+        ("data=3", (2, 1, 1)),
+        ("shard=2", (1, 1)),
+        pytest.param("data=2", (1, 1), marks=pytest.mark.slow),
+    ],
+)
+def test_state_that_changes_late_is_one_devices(
+    run_ranks: Callable[..., Any], plan: str, shares: tuple[int, ...]
+):
     """In whatever step a buffer or an attribute first changes, replicas hold what one device does from then on."""
     x = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
-    job = Job(model=Late, data=TensorDataset(x, x[:, :2].clone()), loss=F.mse_loss, precision="float64",
-              optimizer=lambda named: torch.optim.SGD(named, lr=0.1), batch=8, steps=6)
+    job = Job(
+        model=Late,
+        data=TensorDataset(x, x[:, :2].clone()),
+        loss=F.mse_loss,
+        precision="float64",
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+        batch=8,
+        steps=6,
+    )
 
     def body(context: Any) -> list[Any]:
         seen: list[Any] = []
@@ -172,29 +214,48 @@ def test_state_that_changes_late_is_one_devices(run_ranks: Callable[..., Any], p
         class Noting(Watching):
             def weights(self, step: int, stepper: Any, loss: float) -> None:
                 model = stepper.model
-                seen.append([float(model.seen), model.steps, model.level, *model.mean.tolist(), *model.center.tolist(),
-                             *torch.view_as_real(model.phase).flatten().tolist()])
+                seen.append(
+                    [
+                        float(model.seen),
+                        model.steps,
+                        model.level,
+                        *model.mean.tolist(),
+                        *model.center.tolist(),
+                        *torch.view_as_real(model.phase).flatten().tolist(),
+                    ]
+                )
 
         mine = Plan.parse("single") if context.world_size == 1 else Plan.parse(plan)
-        train_rank(context, job, mine, Settings(None, shares if context.world_size > 1 else (1,), observer=Noting()))
+        train_rank(
+            context,
+            job,
+            mine,
+            Settings(None, shares if context.world_size > 1 else (1,), observer=Noting()),
+        )
         return seen
 
     load(Plan.parse(plan))
-    expected, = run_ranks(body, 1)
+    (expected,) = run_ranks(body, 1)
     for seen in run_ranks(body, len(shares)):
-        torch.testing.assert_close(torch.tensor(seen, dtype=torch.float64),
-                                   torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-13)
+        torch.testing.assert_close(
+            torch.tensor(seen, dtype=torch.float64),
+            torch.tensor(expected, dtype=torch.float64),
+            rtol=1e-12,
+            atol=1e-13,
+        )
         assert [row[:2] for row in seen] == [row[:2] for row in expected]  # counters to the bit
 
 
 def test_attributes_that_differ_are_named_once(run_ranks: Callable[..., Any], caplog: Any):
     """A whole number becomes the greatest, text stays as it is; each is told once by its name, and the run goes on."""
+
     def body(context: Any) -> list[str]:
         warnings: list[str] = []
         model = nn.Linear(2, 2)
         model.tokens, model.last = 0, ""
         buffers = ChangingBuffers(model)
         from paceline.base.logs import logger
+
         logger.warning = lambda text, *args: warnings.append(text % args)  # type: ignore[method-assign]
         for _ in range(2):
             model.tokens += 5 + context.rank
@@ -205,12 +266,15 @@ def test_attributes_that_differ_are_named_once(run_ranks: Callable[..., Any], ca
     for rank, (tokens, last, *warnings) in enumerate(run_ranks(body, 2)):
         assert (tokens, last) == ("12", f"of {rank}")
         assert len(warnings) == 2
-        assert "attribute 'tokens', which forwards change: all go on with the greatest" in warnings[0]
+        assert (
+            "attribute 'tokens', which forwards change: all go on with the greatest" in warnings[0]
+        )
         assert "attribute 'last', which forwards change: each goes on with its own" in warnings[1]
 
 
 def test_a_cache_that_grows_with_its_inputs_is_left_alone(run_ranks: Callable[..., Any]):
     """Its shape differs over the ranks; once it is the same everywhere it is met again."""
+
     def body(context: Any) -> list[Any]:
         model, seen = Counting(), []
         buffers = ChangingBuffers(model)
@@ -221,5 +285,7 @@ def test_a_cache_that_grows_with_its_inputs_is_left_alone(run_ranks: Callable[..
             seen += [model.in_place.tolist(), model.replaced.tolist()]
         return seen
 
-    assert run_ranks(body, 2) == [[[2.5] * 2, [0.0] * 2, [6.25] * 2, [0.5] * 3],
-                                  [[2.5] * 2, [1.0] * 3, [6.25] * 2, [0.5] * 3]]
+    assert run_ranks(body, 2) == [
+        [[2.5] * 2, [0.0] * 2, [6.25] * 2, [0.5] * 3],
+        [[2.5] * 2, [1.0] * 3, [6.25] * 2, [0.5] * 3],
+    ]

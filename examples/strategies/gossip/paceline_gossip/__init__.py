@@ -39,19 +39,30 @@ def enter(step: Step) -> Hooks:
 
     def update(point: HookPoint) -> Iterable[Event]:
         # A ring's all-reduce of B bytes sends 2 B (N - 1) / N from each rank; two neighbours are sent 2 B.
-        yield Collective("all_reduce", weights_bytes * replicas / (replicas - 1), replicas, name="gossip",
-                         stream=COMPUTE)
+        yield Collective(
+            "all_reduce",
+            weights_bytes * replicas / (replicas - 1),
+            replicas,
+            name="gossip",
+            stream=COMPUTE,
+        )
         yield Compute(moved_bytes=2 * (BUFFERS + 1) * weights_bytes, part="optimizer")
 
     return {"start": start, "update": update}
 
 
 def problems(plan: Plan) -> list[str]:
-    others = [f"{axis}={size}" for axis, size in plan.axes.sizes().items() if axis != AXIS.name and size > 1]
+    others = [
+        f"{axis}={size}"
+        for axis, size in plan.axes.sizes().items()
+        if axis != AXIS.name and size > 1
+    ]
     if not others:
         return []
-    return [f"gossip={num_replicas(plan)} and {' '.join(others)} don't compose: a step is taken by one rank, which "
-            "holds the whole model and averages all of it"]
+    return [
+        f"gossip={num_replicas(plan)} and {' '.join(others)} don't compose: a step is taken by one rank, which "
+        "holds the whole model and averages all of it"
+    ]
 
 
 def relaxed_plans(limits: Limits, shape: DeviceCounts) -> Iterator[Plan]:
@@ -66,12 +77,24 @@ def exact(plan: Plan) -> Plan:
 STRATEGY = Strategy(
     name="gossip=N",
     is_active=lambda plan: num_replicas(plan) > 1,
-    keys=PlanKeys(axes=(AXIS,), problems=problems, exact=exact, relaxes=lambda plan: (
-        "replicas take steps on their own samples and average with two neighbours after each")),
-    precision_conflicts={"fp16": (
-        Conflict("gossip=N", "each replica would skip steps of its own, at a loss scale of its own",
-                 'data=N, or precision="bf16" in the job', lambda plan: num_replicas(plan) > 1),
-    )},
+    keys=PlanKeys(
+        axes=(AXIS,),
+        problems=problems,
+        exact=exact,
+        relaxes=lambda plan: (
+            "replicas take steps on their own samples and average with two neighbours after each"
+        ),
+    ),
+    precision_conflicts={
+        "fp16": (
+            Conflict(
+                "gossip=N",
+                "each replica would skip steps of its own, at a loss scale of its own",
+                'data=N, or precision="bf16" in the job',
+                lambda plan: num_replicas(plan) > 1,
+            ),
+        )
+    },
     relaxed_plans=relaxed_plans,
     cost=CostModel(enter),
     run="paceline_gossip.run",

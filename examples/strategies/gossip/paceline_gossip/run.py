@@ -49,16 +49,23 @@ class Ring:
         return figures
 
     @torch.no_grad()
-    def end_step(self, step: int, figures: torch.Tensor, host_figures: list[float],
-                 beat: Callable[[str], None]) -> SyncedFigures:
+    def end_step(
+        self,
+        step: int,
+        figures: torch.Tensor,
+        host_figures: list[float],
+        beat: Callable[[str], None],
+    ) -> SyncedFigures:
         """Average with the neighbours; then all ranks learn of each other's losses. Collective over the replicas."""
         beat("reduce")
         for alike in self._by_kind():
             flat = torch.cat([p.flatten() for p in alike])
             received = [torch.empty_like(flat) for _ in self.neighbours]
             sends = [dist.P2POp(dist.isend, flat, rank, self.group) for rank in self.neighbours]
-            receives = [dist.P2POp(dist.irecv, buffer, rank, self.group)
-                        for buffer, rank in zip(received, self.neighbours, strict=True)]
+            receives = [
+                dist.P2POp(dist.irecv, buffer, rank, self.group)
+                for buffer, rank in zip(received, self.neighbours, strict=True)
+            ]
             for work in dist.batch_isend_irecv([*sends, *receives]):
                 work.wait()
             self.sent_bytes += flat.nbytes * len(self.neighbours)
@@ -68,7 +75,9 @@ class Ring:
         summed = torch.tensor(host_figures, dtype=torch.float64)
         dist.all_reduce(summed, group=self.group)
         loss, count, *flags = summed.tolist()
-        return SyncedFigures([[loss, count]], flags, host_figures[STEP_FIGURES - 1] / count if count else 0.0)
+        return SyncedFigures(
+            [[loss, count]], flags, host_figures[STEP_FIGURES - 1] / count if count else 0.0
+        )
 
     def finalize(self, step: int) -> None:
         """The run ends with the mean of all replicas."""
@@ -96,7 +105,9 @@ class Ring:
         """Each replica's own weights."""
         yield StateTensor("gossip/replicas", torch.tensor([self.num_replicas]))
         for name, p in self.parameters.items():
-            yield StateTensor(f"replicas/{self.place}/parameters/{name}", p.detach(), like=name, replica=True)
+            yield StateTensor(
+                f"replicas/{self.place}/parameters/{name}", p.detach(), like=name, replica=True
+            )
 
     def restore(self, saved: SavedState) -> list[str]:
         """Bit by bit on as many replicas; else all of them start from the mean."""
@@ -104,7 +115,12 @@ class Ring:
             return []
         if saved.read("gossip/replicas").tolist() != [self.num_replicas]:
             return ["replicas start from the mean of their weights"]
-        self._take({name: saved.read(f"replicas/{self.place}/parameters/{name}", name) for name in self.parameters})
+        self._take(
+            {
+                name: saved.read(f"replicas/{self.place}/parameters/{name}", name)
+                for name in self.parameters
+            }
+        )
         return []
 
     @torch.no_grad()

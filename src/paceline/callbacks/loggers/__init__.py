@@ -48,7 +48,9 @@ def of_cluster(environ: Mapping[str, str] = os.environ) -> list[Callback]:
 def _logger(text: str) -> Logger:
     kind, _, where = text.partition(":")
     if kind not in _KINDS:
-        raise UsageError(f"--log {text}: {nearest(kind, _KINDS)}", hint="--log tensorboard, or --log mlflow:URI")
+        raise UsageError(
+            f"--log {text}: {nearest(kind, _KINDS)}", hint="--log tensorboard, or --log mlflow:URI"
+        )
     module, name, package = _KINDS[kind]
     if importlib.util.find_spec(package) is None:
         raise MissingPackage(f"--log {kind}", package, install=with_extra(kind))

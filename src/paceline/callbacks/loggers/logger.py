@@ -38,15 +38,26 @@ class Logger(Callback, ABC):
         if self._is_open:  # ranks were started again
             return
         path = run.folder / LOGGERS
-        noted = json.loads(path.read_text()).get(self.kind, {}) if run.step and path.exists() else {}
+        noted = (
+            json.loads(path.read_text()).get(self.kind, {}) if run.step and path.exists() else {}
+        )
         self.run_id, self._logged = noted.get("run_id"), noted.get("logged", {})
-        self.begin(run, {"plan": run.plan, "batch": run.job.batch, "seed": run.job.seed,
-                         "precision": run.job.precision})
+        self.begin(
+            run,
+            {
+                "plan": run.plan,
+                "batch": run.job.batch,
+                "seed": run.job.seed,
+                "precision": run.job.precision,
+            },
+        )
         self._is_open = True
         self._note(run)
 
     def on_step(self, run: RunHandle, step: StepReport) -> None:
-        figures = {name: step.figures[name] for name in _OF_STEPS if step.figures.get(name) is not None}
+        figures = {
+            name: step.figures[name] for name in _OF_STEPS if step.figures.get(name) is not None
+        }
         if self._is_new("step", step.step):
             self.scalars(step.step, {**figures, "epoch": step.epoch})
 
@@ -57,7 +68,14 @@ class Logger(Callback, ABC):
         self._note(run)
 
     def on_log(self, run: RunHandle, step: int, values: Mapping[str, Any]) -> None:
-        self.scalars(step, {name: float(value) for name, value in values.items() if isinstance(value, int | float)})
+        self.scalars(
+            step,
+            {
+                name: float(value)
+                for name, value in values.items()
+                if isinstance(value, int | float)
+            },
+        )
         for name, value in values.items():
             if isinstance(value, str):
                 self.text(step, name, value)
@@ -70,7 +88,9 @@ class Logger(Callback, ABC):
     def on_failure(self, run: RunHandle, error: BaseException) -> None:
         from paceline.launch.process.failure import RankFailed
 
-        is_stop = isinstance(error, Preempted) or (isinstance(error, RankFailed) and error.failure.is_stop)
+        is_stop = isinstance(error, Preempted) or (
+            isinstance(error, RankFailed) and error.failure.is_stop
+        )
         self._close(run, "interrupted" if is_stop else "failed")
 
     def _close(self, run: RunHandle, status: Status) -> None:

@@ -52,8 +52,10 @@ class MLflow(Logger):
             reason = getattr(error, "reason", error)
             if not isinstance(reason, ssl.SSLError):
                 shown = re.sub("//[^/@]*@", "//", address)  # it may hold a password
-                raise UsageError(f"--log mlflow: no server answers at {shown}: {reason}",
-                                 hint="start it, name another with --log mlflow:URI, or leave --log out") from error
+                raise UsageError(
+                    f"--log mlflow: no server answers at {shown}: {reason}",
+                    hint="start it, name another with --log mlflow:URI, or leave --log out",
+                ) from error
 
     def begin(self, run: RunHandle, facts: Mapping[str, Any]) -> None:
         from mlflow import MlflowClient
@@ -68,7 +70,11 @@ class MLflow(Logger):
             return
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "paceline")
         experiment = self.client.get_experiment_by_name(name)
-        number = experiment.experiment_id if experiment is not None else self.client.create_experiment(name)
+        number = (
+            experiment.experiment_id
+            if experiment is not None
+            else self.client.create_experiment(name)
+        )
         self.run_id = self.client.create_run(number, run_name=run.folder.name).info.run_id
         for fact, value in facts.items():
             self.client.log_param(self.run_id, fact, value)
@@ -77,13 +83,17 @@ class MLflow(Logger):
         from mlflow.entities import Metric
 
         now_ms = int(1000 * time.time())
-        self.kept += [Metric(_name(name), float(value), now_ms, step) for name, value in figures.items()]
+        self.kept += [
+            Metric(_name(name), float(value), now_ms, step) for name, value in figures.items()
+        ]
         if time.monotonic() - self.sent_s > _KEPT_S:
             self.flush()
 
     def text(self, step: int, name: str, text: str) -> None:
-        self._send(f"the text {name} of step {step} is lost",
-                   lambda: self.client.log_text(self.run_id, text, f"{_name(name)}/step-{step}.txt"))
+        self._send(
+            f"the text {name} of step {step} is lost",
+            lambda: self.client.log_text(self.run_id, text, f"{_name(name)}/step-{step}.txt"),
+        )
 
     def image(self, step: int, name: str, image: Image) -> None:
         import tempfile
@@ -92,13 +102,20 @@ class MLflow(Logger):
         with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
             path = Path(folder) / f"step-{step}.png"
             path.write_bytes(image.data)
-            self._send(f"the image {name} of step {step} is lost",
-                       lambda: self.client.log_artifact(self.run_id, str(path), _name(name)))
+            self._send(
+                f"the image {name} of step {step} is lost",
+                lambda: self.client.log_artifact(self.run_id, str(path), _name(name)),
+            )
 
     def flush(self) -> None:
-        while self.kept and not self._is_lost() and self._send(
+        while (
+            self.kept
+            and not self._is_lost()
+            and self._send(
                 f"{len(self.kept)} figures are kept for later",
-                lambda: self.client.log_batch(self.run_id, metrics=self.kept[:_BATCH])):
+                lambda: self.client.log_batch(self.run_id, metrics=self.kept[:_BATCH]),
+            )
+        ):
             self.kept = self.kept[_BATCH:]
         self.sent_s = time.monotonic()
 
@@ -106,8 +123,15 @@ class MLflow(Logger):
         self.lost_s = -math.inf
         self.flush()
         lost = f"{len(self.kept)} figures and the status {status} are lost"
-        self._send(lost, lambda: self.client.set_terminated(self.run_id, status={
-            "finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}[status]))
+        self._send(
+            lost,
+            lambda: self.client.set_terminated(
+                self.run_id,
+                status={"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}[
+                    status
+                ],
+            ),
+        )
 
     def _is_lost(self) -> bool:
         return time.monotonic() - self.lost_s < _LOST_S
@@ -126,7 +150,9 @@ class MLflow(Logger):
                 return True
             except (MlflowException, OSError) as error:
                 self.lost_s, reason = time.monotonic(), str(error)
-        print(printable(f"warning: --log mlflow: {otherwise}: {reason}"), file=sys.stderr, flush=True)
+        print(
+            printable(f"warning: --log mlflow: {otherwise}: {reason}"), file=sys.stderr, flush=True
+        )
         return False
 
 

@@ -21,7 +21,9 @@ class TensorBoard(Logger):
 
         self.run_id = str(Path(self.where) if self.where else run.folder / "tensorboard")
         self.writer: Any = SummaryWriter(self.run_id)
-        self.writer.add_text("run", "\n".join(f"    {name}: {value}" for name, value in facts.items()))
+        self.writer.add_text(
+            "run", "\n".join(f"    {name}: {value}" for name, value in facts.items())
+        )
 
     def scalars(self, step: int, figures: Mapping[str, float]) -> None:
         for name, value in figures.items():
@@ -33,9 +35,15 @@ class TensorBoard(Logger):
     def image(self, step: int, name: str, image: Image) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        picture = Summary.Image(height=image.height, width=image.width, colorspace=image.channels,
-                                encoded_image_string=image.data)
-        self.writer._get_file_writer().add_summary(Summary(value=[Summary.Value(tag=name, image=picture)]), step)
+        picture = Summary.Image(
+            height=image.height,
+            width=image.width,
+            colorspace=image.channels,
+            encoded_image_string=image.data,
+        )
+        self.writer._get_file_writer().add_summary(
+            Summary(value=[Summary.Value(tag=name, image=picture)]), step
+        )
 
     def flush(self) -> None:
         self.writer.flush()

@@ -20,8 +20,9 @@ class Trackio(Logger):
         import trackio
 
         self.run_id = self.run_id or run.folder.name
-        self.client: Any = trackio.init(project=self.where or "paceline", name=self.run_id, config=dict(facts),
-                                        resume="allow")
+        self.client: Any = trackio.init(
+            project=self.where or "paceline", name=self.run_id, config=dict(facts), resume="allow"
+        )
 
     def scalars(self, step: int, figures: Mapping[str, float]) -> None:
         self.client.log(dict(figures), step=step)

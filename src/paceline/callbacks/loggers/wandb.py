@@ -19,8 +19,14 @@ class WeightsAndBiases(Logger):
     def begin(self, run: RunHandle, facts: Mapping[str, Any]) -> None:
         import wandb
 
-        self.client: Any = wandb.init(project=self.where or "paceline", name=run.folder.name, dir=str(run.folder),
-                                      id=self.run_id, resume="allow", config=dict(facts))
+        self.client: Any = wandb.init(
+            project=self.where or "paceline",
+            name=run.folder.name,
+            dir=str(run.folder),
+            id=self.run_id,
+            resume="allow",
+            config=dict(facts),
+        )
         self.run_id = self.client.id
 
     def scalars(self, step: int, figures: Mapping[str, float]) -> None:

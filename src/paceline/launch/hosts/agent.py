@@ -1,8 +1,8 @@
 """torch's agent, which starts and watches the ranks of one of several hosts, with the exit code of its ranks.
 
-`python -m paceline.launch.hosts.agent` takes the arguments of `python -m torch.distributed.run`, which ends with exit code 1
-whatever its ranks ended with. A cluster's scheduler starts a run again by that code.
-"""
+`python -m paceline.launch.hosts.agent` takes the arguments of `python -m torch.distributed.run`,
+which ends with exit code 1 whatever its ranks ended with. A cluster's scheduler starts a run again
+by that code."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ def exit_code(of_ranks: Iterable[int]) -> int:
     """Of a host, from those of its ranks: a culprit's before `PeerLost`, with which its followers end. A negative code
     is the signal that ended a rank, and counts as `PeerLost`."""
     codes = [code for code in of_ranks if code > 0]
-    return next((code for code in codes if code != PeerLost.exit_code), codes[0] if codes else PeerLost.exit_code)
+    return next(
+        (code for code in codes if code != PeerLost.exit_code),
+        codes[0] if codes else PeerLost.exit_code,
+    )
 
 
 if __name__ == "__main__":

@@ -59,8 +59,11 @@ class CopyServer:
 
     def __init__(self, slots: StepSlots, offers: Offers, key: bytes) -> None:
         self._slots, self._offers, self._key = slots, offers, key
-        self._listener = (socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
-                          if socket.has_dualstack_ipv6() else socket.create_server(("", 0), backlog=1024))
+        self._listener = (
+            socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+            if socket.has_dualstack_ipv6()
+            else socket.create_server(("", 0), backlog=1024)
+        )
         self.port: int = self._listener.getsockname()[1]
         self._unproven = Unproven()
         _started(self._accept)
@@ -76,7 +79,9 @@ class CopyServer:
                 sock = self._listener.accept()[0]
             except OSError:
                 return
-            self._unproven.add(sock)  # who loses a place for it is shut down, and its thread closes it
+            self._unproven.add(
+                sock
+            )  # who loses a place for it is shut down, and its thread closes it
             _started(partial(self._serve, sock))
 
     def _serve(self, sock: socket.socket) -> None:
@@ -96,12 +101,16 @@ class CopyServer:
         nonce = secrets.token_bytes(_NONCE_BYTES)
         sock.sendall(nonce)
         peer_nonce = _exactly(sock, _NONCE_BYTES)
-        if not hmac.compare_digest(_exactly(sock, _PROOF_BYTES), _proof(self._key, b"peer", nonce, peer_nonce)):
+        if not hmac.compare_digest(
+            _exactly(sock, _PROOF_BYTES), _proof(self._key, b"peer", nonce, peer_nonce)
+        ):
             return False
         sock.sendall(_proof(self._key, b"host", nonce, peer_nonce))
         return True
 
-    def _answer(self, sock: socket.socket, request: int, slot: int, step: int, offset: int, count: int) -> bool:
+    def _answer(
+        self, sock: socket.socket, request: int, slot: int, step: int, offset: int, count: int
+    ) -> bool:
         """Returns whether the peer may ask again."""
         if request == _OFFER:
             offered = self._offers.offered()
@@ -143,8 +152,12 @@ class CopyReader:
             key, nonce = address.key, secrets.token_bytes(_NONCE_BYTES)
             host_nonce = _exactly(self._sock, _NONCE_BYTES)
             self._sock.sendall(nonce + _proof(key, b"peer", host_nonce, nonce))
-            if not hmac.compare_digest(_exactly(self._sock, _PROOF_BYTES), _proof(key, b"host", host_nonce, nonce)):
-                raise ConnectionError(f"what answers at {address.host}:{address.port} is no host of this run")
+            if not hmac.compare_digest(
+                _exactly(self._sock, _PROOF_BYTES), _proof(key, b"host", host_nonce, nonce)
+            ):
+                raise ConnectionError(
+                    f"what answers at {address.host}:{address.port} is no host of this run"
+                )
         except BaseException:
             self._sock.close()
             raise
@@ -173,7 +186,7 @@ class CopyReader:
     def read_into(self, slot: int, step: int, offset: int, target: memoryview) -> None:
         """Fill the target from a place in a copy on, in bounded pieces."""
         for start in range(0, len(target), PIECE_BYTES):
-            piece, is_whole = target[start:start + PIECE_BYTES], bytearray(1)
+            piece, is_whole = target[start : start + PIECE_BYTES], bytearray(1)
             with self._lock:
                 self._sock.sendall(_REQUEST.pack(_READ, slot, step, offset + start, len(piece)))
                 _fill(self._sock, piece)

@@ -32,7 +32,10 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousGracefulExitError,
     RendezvousTimeoutError,
 )
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousTimeout,
+)
 
 from paceline.base import signals
 from paceline.base.errors import PacelineError, PeerLost, Preempted
@@ -54,15 +57,23 @@ _SOON_S = 3.0  # for other hosts, after enough of them are there and the run has
 _MONITOR_S = 0.1  # between looks at the ranks; torch's own default
 _HEARD_S = 1.5  # for a host to say what its ranks ended of, if others only heard
 _RETRY_S = 0.5  # between attempts to reach the meeting place
-_SETTLE_S = 1.0  # after a rank was lost, for others on its host to end an update or what follows a step
+_SETTLE_S = (
+    1.0  # after a rank was lost, for others on its host to end an update or what follows a step
+)
 _PARTED_S = 5.0  # the host with the store leaves after the others have
 _RUN = "paceline"
 _ENDED = (RunOver, RendezvousClosedError, RendezvousGracefulExitError)
 _UNREACHED = (RendezvousConnectionError, dist.DistError)
 
 
-def run_host(meeting: MeetingPlace, num_ranks: int, body: Callable[[], None], *, patience_s: float,
-             restarts: int) -> None:
+def run_host(
+    meeting: MeetingPlace,
+    num_ranks: int,
+    body: Callable[[], None],
+    *,
+    patience_s: float,
+    restarts: int,
+) -> None:
     """Run `body()` as the ranks of this host until the run has ended; ranks find their place in the environment, as
     under torchrun.
 
@@ -81,13 +92,18 @@ def run_host(meeting: MeetingPlace, num_ranks: int, body: Callable[[], None], *,
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     shared = _Shared(HeartbeatTable(num_ranks), HostCopies(num_ranks) if restarts else None)
     with ExitStack() as stack:
-        watch = stack.enter_context(closing(OutsideWatch(shared.board, num_ranks, patience_s=patience_s,
-                                                         sees_all=False)))
-        processes = stack.enter_context(closing(Supervisor(partial(_be_rank, body, shared, watch, interface))))
+        watch = stack.enter_context(
+            closing(OutsideWatch(shared.board, num_ranks, patience_s=patience_s, sees_all=False))
+        )
+        processes = stack.enter_context(
+            closing(Supervisor(partial(_be_rank, body, shared, watch, interface)))
+        )
         if shared.copies is not None:
             shared.copies.serve()
             stack.callback(shared.copies.close)
-        _ElasticHost(meeting, num_ranks, shared, watch, processes, patience_s=patience_s, restarts=restarts).run()
+        _ElasticHost(
+            meeting, num_ranks, shared, watch, processes, patience_s=patience_s, restarts=restarts
+        ).run()
 
 
 @dataclass(frozen=True)
@@ -98,8 +114,14 @@ class _Shared:
     copies: HostCopies | None
 
 
-def _be_rank(body: Callable[[], None], shared: _Shared, watch: OutsideWatch, interface: str | None, slot: int,
-             line: Line) -> None:
+def _be_rank(
+    body: Callable[[], None],
+    shared: _Shared,
+    watch: OutsideWatch,
+    interface: str | None,
+    slot: int,
+    line: Line,
+) -> None:
     """In a rank's process."""
     if interface is None:
         os.environ.pop("GLOO_SOCKET_IFNAME", None)  # forks that serve one host have loopback there
@@ -132,7 +154,9 @@ class _Timeouts(RendezvousTimeout):
 
     @property
     def last_call(self) -> timedelta:
-        return timedelta(seconds=min(_SOON_S, self.patience_s) if self.has_begun else self.patience_s)
+        return timedelta(
+            seconds=min(_SOON_S, self.patience_s) if self.has_begun else self.patience_s
+        )
 
 
 class _ElasticHost:
@@ -141,8 +165,17 @@ class _ElasticHost:
     interrupted: signals that asked it to leave. lost_s: since when it finds no meeting place; None once ranks start.
     """
 
-    def __init__(self, meeting: MeetingPlace, num_ranks: int, shared: _Shared, watch: OutsideWatch,
-                 processes: Supervisor, *, patience_s: float, restarts: int) -> None:
+    def __init__(
+        self,
+        meeting: MeetingPlace,
+        num_ranks: int,
+        shared: _Shared,
+        watch: OutsideWatch,
+        processes: Supervisor,
+        *,
+        patience_s: float,
+        restarts: int,
+    ) -> None:
         self.meeting, self.place, self.num_ranks = meeting, meeting.place, num_ranks
         self.watch, self.processes = watch, processes
         self.board, self.copies = shared.board, shared.copies
@@ -159,7 +192,9 @@ class _ElasticHost:
                     self._be_agent(self.meeting.meet())
                     return
                 except _ENDED:
-                    print(f"host {self.place.index}: the run has ended", file=sys.stderr, flush=True)
+                    print(
+                        f"host {self.place.index}: the run has ended", file=sys.stderr, flush=True
+                    )
                     return
                 except _UNREACHED as error:
                     self._note_unreached(error)
@@ -180,24 +215,45 @@ class _ElasticHost:
         now_s = time.monotonic()
         if self.lost_s is None:
             self.lost_s = now_s
-            print(f"host {self.place.index}: {why}; it tries for {JOIN_S:g} s", file=sys.stderr, flush=True)
+            print(
+                f"host {self.place.index}: {why}; it tries for {JOIN_S:g} s",
+                file=sys.stderr,
+                flush=True,
+            )
         if now_s - self.lost_s > JOIN_S:
-            raise PeerLost(f"host {self.place.index} found no meeting place for {JOIN_S:g} s: {why}",
-                           hint="the same command on the host that is lost, or on this one, joins the run again; if a "
-                                "host is lost for good, --resume on those that are left, numbered from 0, goes on from "
-                                "the newest checkpoint") from error
+            raise PeerLost(
+                f"host {self.place.index} found no meeting place for {JOIN_S:g} s: {why}",
+                hint="the same command on the host that is lost, or on this one, joins the run again; if a "
+                "host is lost for good, --resume on those that are left, numbered from 0, goes on from "
+                "the newest checkpoint",
+            ) from error
         time.sleep(_RETRY_S)
 
     def _be_agent(self, store: Any) -> None:
         """Take part until the run has ended, or the others can't be reached."""
         least_hosts = self.place.least_hosts or self.place.num_hosts
         handler = DynamicRendezvousHandler.from_backend(
-            _RUN, store, JsonBackend(store, self.meeting.check, timeout_s=self.meeting.answer_s), least_hosts,
-            self.place.num_hosts, self.meeting.address, self.timeouts,
+            _RUN,
+            store,
+            JsonBackend(store, self.meeting.check, timeout_s=self.meeting.answer_s),
+            least_hosts,
+            self.place.num_hosts,
+            self.meeting.address,
+            self.timeouts,
             keep_alive_interval=self.silence_s / 5,  # type: ignore[arg-type]  # it becomes a timedelta
-            keep_alive_max_attempt=5)
-        agent = _Agent(WorkerSpec(_RUN, self.num_ranks, handler, entrypoint=_RUN, max_restarts=self.restarts,
-                                  monitor_interval=_MONITOR_S), self)
+            keep_alive_max_attempt=5,
+        )
+        agent = _Agent(
+            WorkerSpec(
+                _RUN,
+                self.num_ranks,
+                handler,
+                entrypoint=_RUN,
+                max_restarts=self.restarts,
+                monitor_interval=_MONITOR_S,
+            ),
+            self,
+        )
         try:
             result = agent.run(_RUN)
             ends_run = not result.is_failed() or not agent.may_go_on_without
@@ -210,8 +266,10 @@ class _ElasticHost:
                 assert agent.cause is not None
                 raise RankFailed(agent.cause)
         except RendezvousTimeoutError as error:
-            raise PeerLost(f"fewer than {agent.least_hosts} hosts have come within {JOIN_S:g} s",
-                           hint="each host runs the same command") from error
+            raise PeerLost(
+                f"fewer than {agent.least_hosts} hosts have come within {JOIN_S:g} s",
+                hint="each host runs the same command",
+            ) from error
         finally:
             handler._stop_heartbeats()  # its thread says that this host is there; what torch has for it ends the run
 
@@ -219,7 +277,9 @@ class _ElasticHost:
         """Keep the store until the others need it no more."""
         with suppress(RuntimeError):
             num_left, deadline_s = store.add(f"{_RUN}/left", 1), time.monotonic() + _PARTED_S
-            while self.meeting.is_kept_here and num_left < num_hosts and time.monotonic() < deadline_s:
+            while (
+                self.meeting.is_kept_here and num_left < num_hosts and time.monotonic() < deadline_s
+            ):
                 time.sleep(_MONITOR_S)
                 num_left = store.add(f"{_RUN}/left", 0)
 
@@ -255,7 +315,9 @@ class _Agent(SimpleElasticAgent):
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         settings = worker_group.spec.rdzv_handler.settings  # type: ignore[attr-defined]
-        object.__setattr__(settings, "min_nodes", self.least_hosts)  # frozen, and each start has a majority of its own
+        object.__setattr__(
+            settings, "min_nodes", self.least_hosts
+        )  # frozen, and each start has a majority of its own
         super()._rendezvous(worker_group)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -268,8 +330,12 @@ class _Agent(SimpleElasticAgent):
         self._first_rank = worker_group.workers[0].global_rank
         host.timeouts.has_begun, host.lost_s = True, None
         host.watch.number_from(self._first_rank)
-        print(f"host {place.index} ({address}): start {number} of the run, with "
-              f"{self.num_hosts} of {place.num_hosts} hosts", file=sys.stderr, flush=True)
+        print(
+            f"host {place.index} ({address}): start {number} of the run, with "
+            f"{self.num_hosts} of {place.num_hosts} hosts",
+            file=sys.stderr,
+            flush=True,
+        )
         copies = host.copies and asdict(replace(host.copies.address, host=address))
         pids: dict[int, Any] = {}
         with signals.blocked():
@@ -278,11 +344,28 @@ class _Agent(SimpleElasticAgent):
                 host.board.write(slot, 0, "start")
                 host.board.set_waits(slot, False)
                 host.processes.start(slot)
-                host.processes.tell(slot, Message(0, "start", slot, {"copies": copies, "environ": {
-                    "RANK": str(worker.global_rank), "WORLD_SIZE": str(worker.world_size), "LOCAL_RANK": str(slot),
-                    "LOCAL_WORLD_SIZE": str(host.num_ranks), "GROUP_RANK": str(worker_group.group_rank),
-                    "MASTER_ADDR": standing.address, "MASTER_PORT": str(standing.port),
-                    "TORCHELASTIC_USE_AGENT_STORE": str(True), "TORCHELASTIC_RESTART_COUNT": str(number - 1)}}))
+                host.processes.tell(
+                    slot,
+                    Message(
+                        0,
+                        "start",
+                        slot,
+                        {
+                            "copies": copies,
+                            "environ": {
+                                "RANK": str(worker.global_rank),
+                                "WORLD_SIZE": str(worker.world_size),
+                                "LOCAL_RANK": str(slot),
+                                "LOCAL_WORLD_SIZE": str(host.num_ranks),
+                                "GROUP_RANK": str(worker_group.group_rank),
+                                "MASTER_ADDR": standing.address,
+                                "MASTER_PORT": str(standing.port),
+                                "TORCHELASTIC_USE_AGENT_STORE": str(True),
+                                "TORCHELASTIC_RESTART_COUNT": str(number - 1),
+                            },
+                        },
+                    ),
+                )
                 pids[slot] = host.processes.pid(slot)
             if host.interrupted:
                 host.processes.signal(signal.SIGTERM)
@@ -296,17 +379,25 @@ class _Agent(SimpleElasticAgent):
         """
         store.set(f"host/{group_rank}", str(self.host.place.index))
         if group_rank == 0:
-            host_indices = [int(text) for text in store.multi_get([f"host/{rank}" for rank in range(self.num_hosts)])]
+            host_indices = [
+                int(text)
+                for text in store.multi_get([f"host/{rank}" for rank in range(self.num_hosts)])
+            ]
             store.set("start", str(self.host.meeting.start(host_indices)))
         if not (number := int(store.get("start"))):
-            raise RendezvousConnectionError(f"{self.num_hosts} hosts are here, and may not go on without the others")
+            raise RendezvousConnectionError(
+                f"{self.num_hosts} hosts are here, and may not go on without the others"
+            )
         return number
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         """Ranks that work save at their step's end, because a host joins the run; others have lost one, and end."""
         if worker_group.state == WorkerState.HEALTHY:
-            print(f"host {self.host.place.index}: another host joins; ranks save and start again", file=sys.stderr,
-                  flush=True)
+            print(
+                f"host {self.host.place.index}: another host joins; ranks save and start again",
+                file=sys.stderr,
+                flush=True,
+            )
             self.host.processes.signal(signal.SIGTERM)
             until_s = time.monotonic() + self.host.patience_s
             while self._unfinished_slots() and time.monotonic() < until_s:
@@ -318,8 +409,11 @@ class _Agent(SimpleElasticAgent):
 
     def _end_ranks(self) -> None:
         if self.host.copies is not None:
-            running = [slot for slot in self._unfinished_slots()
-                       if self.host.processes.pid(slot) and slot not in self._failures]
+            running = [
+                slot
+                for slot in self._unfinished_slots()
+                if self.host.processes.pid(slot) and slot not in self._failures
+            ]
             self.host.copies.memory.live.settle(running, patience_s=_SETTLE_S)
         for slot in range(self.host.num_ranks):
             self.host.processes.end(slot)
@@ -334,9 +428,14 @@ class _Agent(SimpleElasticAgent):
             return RunResult(WorkerState.SUCCEEDED, dict.fromkeys(ranks))
         store: Any = worker_group.store
         if not all(failure.is_stop for failure in self._failures.values()) or self._ask(
-                lambda: [store.check(["failed"])]) == [True]:
+            lambda: [store.check(["failed"])]
+        ) == [True]:
             return self._failed(self._cause(store))
-        return self._stopped() if self._failures and not self._unfinished_slots() else RunResult(WorkerState.HEALTHY)
+        return (
+            self._stopped()
+            if self._failures and not self._unfinished_slots()
+            else RunResult(WorkerState.HEALTHY)
+        )
 
     def _unfinished_slots(self) -> list[int]:
         return [slot for slot in range(self.host.num_ranks) if slot not in self._finished]
@@ -359,8 +458,13 @@ class _Agent(SimpleElasticAgent):
         return failure
 
     def _look_for_hangs(self) -> None:
-        pids = {slot: pid for slot in self._unfinished_slots() if (pid := self.host.processes.pid(slot)) is not None
-                and slot not in self._failures and self.host.board.read(slot).phase != "start"}
+        pids = {
+            slot: pid
+            for slot in self._unfinished_slots()
+            if (pid := self.host.processes.pid(slot)) is not None
+            and slot not in self._failures
+            and self.host.board.read(slot).phase != "start"
+        }
         if pids and (hang := self.host.watch.look(pids)) is not None:
             self._failures[hang.rank - self._first_rank] = hang
 
@@ -382,7 +486,10 @@ class _Agent(SimpleElasticAgent):
             self._ask(lambda: store.set(key, local_cause.to_json()) or True)
         until_s = time.monotonic() + _HEARD_S
         while all(failure.heard for failure in failures) and time.monotonic() < until_s:
-            failures = [*self._failures.values(), *self._ask(lambda: _reported_failures(store, self.num_hosts))]
+            failures = [
+                *self._failures.values(),
+                *self._ask(lambda: _reported_failures(store, self.num_hosts)),
+            ]
             time.sleep(_MONITOR_S / 2)
         self._ask(lambda: store.set("failed", "1") or True)
         return cause_of(failures)
@@ -391,17 +498,30 @@ class _Agent(SimpleElasticAgent):
         """Let torch's loop start the ranks again, if that can help."""
         self.cause = cause
         is_further = cause.step > self._furthest
-        self._furthest, self._fruitless = max(cause.step, self._furthest), 0 if is_further else self._fruitless + 1
-        if cause.exit_code != PeerLost.exit_code or self._fruitless > FRUITLESS_RESTARTS or self.host.interrupted:
+        self._furthest, self._fruitless = (
+            max(cause.step, self._furthest),
+            0 if is_further else self._fruitless + 1,
+        )
+        if (
+            cause.exit_code != PeerLost.exit_code
+            or self._fruitless > FRUITLESS_RESTARTS
+            or self.host.interrupted
+        ):
             self._remaining_restarts = 0
         if self._remaining_restarts:
             restarts_left = self._remaining_restarts - 1
             if cause.trace:
                 print(cause.describe(), file=sys.stderr)
-            culprit = "" if cause.heard else f"rank {cause.rank} on {cause.host}: "  # who only heard names the other
+            culprit = (
+                "" if cause.heard else f"rank {cause.rank} on {cause.host}: "
+            )  # who only heard names the other
             why = cause.message.partition("\n")[0]
-            print(f"{culprit}{why}; all ranks start again "
-                  f"({restarts_left} restart{'s' * (restarts_left != 1)} left)", file=sys.stderr, flush=True)
+            print(
+                f"{culprit}{why}; all ranks start again "
+                f"({restarts_left} restart{'s' * (restarts_left != 1)} left)",
+                file=sys.stderr,
+                flush=True,
+            )
         return RunResult(WorkerState.FAILED)
 
     def _stopped(self) -> RunResult:

@@ -35,7 +35,10 @@ def current(environ: Mapping[str, str] = os.environ) -> Environment | None:
     """
     if "RANK" in environ and "WORLD_SIZE" in environ:
         return _checked(_of_torchrun(environ))
-    if environ.get("SLURM_STEP_ID", "").isdigit() and whole_number(environ, "SLURM_NTASKS", "1") > 1:
+    if (
+        environ.get("SLURM_STEP_ID", "").isdigit()
+        and whole_number(environ, "SLURM_NTASKS", "1") > 1
+    ):
         return _checked(_of_slurm(environ))
     return None
 
@@ -44,21 +47,35 @@ def _of_torchrun(environ: Mapping[str, str]) -> Environment:
     defaults = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     if missing := [name for name in names if not environ.get(name, defaults.get(name))]:
-        raise ClusterError(f"RANK and WORLD_SIZE are set and {', '.join(missing)} is not",
-                           hint="start the ranks with torchrun, or unset RANK and WORLD_SIZE to run by hand")
+        raise ClusterError(
+            f"RANK and WORLD_SIZE are set and {', '.join(missing)} is not",
+            hint="start the ranks with torchrun, or unset RANK and WORLD_SIZE to run by hand",
+        )
     rank, world_size, local_rank, local_world_size = (
-        whole_number(environ, name, defaults.get(name)) for name in names[:4])
+        whole_number(environ, name, defaults.get(name)) for name in names[:4]
+    )
     num_starts = 1 + whole_number(environ, "TORCHELASTIC_RESTART_COUNT", "0")
-    return Environment(environ.get("PACELINE_LAUNCHER", "torchrun"), rank, world_size, local_rank, local_world_size,
-                       environ["MASTER_ADDR"], whole_number(environ, "MASTER_PORT"), num_starts)
+    return Environment(
+        environ.get("PACELINE_LAUNCHER", "torchrun"),
+        rank,
+        world_size,
+        local_rank,
+        local_world_size,
+        environ["MASTER_ADDR"],
+        whole_number(environ, "MASTER_PORT"),
+        num_starts,
+    )
 
 
 def _of_slurm(environ: Mapping[str, str]) -> Environment:
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
     job = whole_number(environ, "SLURM_JOB_ID", "0") * 7 + whole_number(environ, "SLURM_STEP_ID")
     return Environment(
-        "Slurm", whole_number(environ, "SLURM_PROCID"), whole_number(environ, "SLURM_NTASKS"),
-        whole_number(environ, "SLURM_LOCALID", "0"), _tasks_here(environ),
+        "Slurm",
+        whole_number(environ, "SLURM_PROCID"),
+        whole_number(environ, "SLURM_NTASKS"),
+        whole_number(environ, "SLURM_LOCALID", "0"),
+        _tasks_here(environ),
         environ.get("MASTER_ADDR") or _first_host(nodes),
         whole_number(environ, "MASTER_PORT", str(20000 + job % 20000)),
     )
@@ -71,17 +88,26 @@ def whole_number(environ: Mapping[str, str], name: str, default: str | None = No
     """
     text = environ.get(name, default)
     if text is None or not re.fullmatch(r"\d+", text):
-        raise ClusterError(f"{name} is not set" if text is None else f"{name}={text} is not a whole number",
-                           hint="a launcher sets it; outside of one, unset its variables")
+        raise ClusterError(
+            f"{name} is not set" if text is None else f"{name}={text} is not a whole number",
+            hint="a launcher sets it; outside of one, unset its variables",
+        )
     return int(text)
 
 
 def _checked(started: Environment) -> Environment:
-    place = (f"rank {started.rank} of {started.world_size}, {started.local_rank} of {started.local_world_size} "
-             "on its host")
-    if not (started.rank < started.world_size and started.local_rank < started.local_world_size <= started.world_size):
-        raise ClusterError(f"{started.launcher} says this is {place}, which contradicts itself",
-                           hint="ranks count from 0; check the launcher's numbers of nodes and of processes a node")
+    place = (
+        f"rank {started.rank} of {started.world_size}, {started.local_rank} of {started.local_world_size} "
+        "on its host"
+    )
+    if not (
+        started.rank < started.world_size
+        and started.local_rank < started.local_world_size <= started.world_size
+    ):
+        raise ClusterError(
+            f"{started.launcher} says this is {place}, which contradicts itself",
+            hint="ranks count from 0; check the launcher's numbers of nodes and of processes a node",
+        )
     return started
 
 
@@ -96,12 +122,16 @@ def _tasks_here(environ: Mapping[str, str]) -> int:
 def _first_host(nodes: str) -> str:
     """The first host of a Slurm node list such as `gpu[03-05,9]`."""
     if shutil.which("scontrol"):
-        listed = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, timeout=30)
+        listed = subprocess.run(
+            ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, timeout=30
+        )
         if listed.returncode == 0 and listed.stdout.strip():
             return listed.stdout.split()[0]
     match = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)  # up to the first comma outside brackets
     if not match:
-        raise ClusterError(f"can't read the first host of Slurm's node list '{nodes}'", hint="set MASTER_ADDR")
+        raise ClusterError(
+            f"can't read the first host of Slurm's node list '{nodes}'", hint="set MASTER_ADDR"
+        )
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", match[0])
 
 
@@ -126,7 +156,9 @@ def address_towards(address: str) -> str | None:
     """The address of this host that others see when it talks to `address`; None if it can't."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((address, 9))  # a datagram socket sends nothing here: it only picks a route
+            probe.connect(
+                (address, 9)
+            )  # a datagram socket sends nothing here: it only picks a route
             return str(probe.getsockname()[0])
         except OSError:
             return None

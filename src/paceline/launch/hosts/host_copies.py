@@ -24,11 +24,16 @@ from paceline.launch.process.memory_store import SLOTS
 from paceline.launch.process.state_copies import StateCopies
 
 _WORD_BYTES, _NUM_WORDS = 8, 5
-_SENT, _OFFERED, _TAKEN, _TOOK_US, _ORDER = range(_NUM_WORDS)  # words; the last says how long the text of the order is
+_SENT, _OFFERED, _TAKEN, _TOOK_US, _ORDER = range(
+    _NUM_WORDS
+)  # words; the last says how long the text of the order is
 _ORDER_BYTES = 1024
 _NOTHING, _FAILED = -1, -2
 _LOOK_S = 0.1  # between looks for an order, and for copies to take over
-_REMEMBERED, _KNOWN = 5, 3  # copies that were taken over: whose time counts, and from how many on it is known
+_REMEMBERED, _KNOWN = (
+    5,
+    3,
+)  # copies that were taken over: whose time counts, and from how many on it is known
 _TIMEOUT_S = 30.0  # for an answer of the neighbour
 
 
@@ -41,11 +46,13 @@ class HostCopies:
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
-        self.memory = StateCopies(2 * num_ranks, num_slots=SLOTS + 1)  # one more, for what is being sent
+        self.memory = StateCopies(
+            2 * num_ranks, num_slots=SLOTS + 1
+        )  # one more, for what is being sent
         self.address = CopyAddress("", 0, secrets.token_hex(16))
         shared = mmap.mmap(-1, _NUM_WORDS * _WORD_BYTES + _ORDER_BYTES)
-        self._words = memoryview(shared)[:_NUM_WORDS * _WORD_BYTES].cast("q")
-        self._text = memoryview(shared)[_NUM_WORDS * _WORD_BYTES:]
+        self._words = memoryview(shared)[: _NUM_WORDS * _WORD_BYTES].cast("q")
+        self._text = memoryview(shared)[_NUM_WORDS * _WORD_BYTES :]
         self._server: CopyServer | None = None
         self._keeper: CopyReader | None = None
         self._rounds, self._is_closed = 0, False
@@ -78,7 +85,9 @@ class HostCopies:
 
     def offered(self) -> int | None:
         step = self._words[_OFFERED]
-        return step if all(step in self.memory.steps(slot) for slot in range(self.num_ranks)) else None
+        return (
+            step if all(step in self.memory.steps(slot) for slot in range(self.num_ranks)) else None
+        )
 
     def taken(self, step: int, took_us: int) -> None:
         self._words[_TOOK_US], self._words[_TAKEN] = took_us, step
@@ -89,7 +98,9 @@ class HostCopies:
             time.sleep(_LOOK_S)
             rounds, length = self._rounds, self._words[_ORDER]
             if length and rounds != done:
-                with suppress(OSError):  # the neighbour is lost, which others will say, or was not to be reached yet
+                with suppress(
+                    OSError
+                ):  # the neighbour is lost, which others will say, or was not to be reached yet
                     self._keep_for(CopyAddress(**json.loads(bytes(self._text[:length]))), rounds)
                     done = rounds
 
@@ -116,12 +127,18 @@ class HostCopies:
                 kept_step = step
                 latest_s.append(time.perf_counter() - began_s)
                 # The first ones are slow, and what other work on a machine delays is no cost of the run.
-                reader.tell_taken(step, round(1e6 * min(latest_s)) if len(latest_s) >= _KNOWN else 0)
+                reader.tell_taken(
+                    step, round(1e6 * min(latest_s)) if len(latest_s) >= _KNOWN else 0
+                )
 
     def _take(self, reader: CopyReader, step: int) -> None:
         for rank in range(self.num_ranks):
-            self.memory.fill(self.num_ranks + rank, step, reader.extent(rank, step),
-                             partial(reader.read_into, rank, step))
+            self.memory.fill(
+                self.num_ranks + rank,
+                step,
+                reader.extent(rank, step),
+                partial(reader.read_into, rank, step),
+            )
 
     # --- In ranks ---------------------------------------------------------------------------------------------------
 
@@ -141,7 +158,7 @@ class HostCopies:
     def keep_for(self, neighbour: CopyAddress) -> None:
         """Have the host's process keep copies for that host."""
         text = json.dumps(asdict(neighbour)).encode()
-        self._text[:len(text)] = text
+        self._text[: len(text)] = text
         self._words[_ORDER] = len(text)
 
     def give_back_kept(self) -> None:

@@ -1,4 +1,5 @@
-"""Files of the run folder in which its hosts say what they do: the log of `launch/hosts/leader_log.py`, and signs of life.
+"""Files of the run folder in which its hosts say what they do: the log of
+`launch/hosts/leader_log.py`, and signs of life.
 
 An entry of the log is a file of its own. A host writes it under another name and links it to the number that is next:
 of several hosts that do so, one succeeds, also on file systems of a network.
@@ -58,8 +59,10 @@ class HostLog:
                 try:
                     self.standing = self.standing.after(msgspec.json.decode(data, type=HostEntry))
                 except msgspec.DecodeError as error:
-                    raise ClusterError(f"{self._path(self.standing.num_entries + 1)} is damaged: {error}",
-                                       hint=f"when no host of the run is left, remove {self.folder}") from error
+                    raise ClusterError(
+                        f"{self._path(self.standing.num_entries + 1)} is damaged: {error}",
+                        hint=f"when no host of the run is left, remove {self.folder}",
+                    ) from error
 
     def append(self, entry: HostEntry) -> bool:
         """Returns whether it is in the log now; it is not where the rules forbid it by then.
@@ -78,11 +81,16 @@ class HostLog:
         try:
             os.link(temp, path)
         except FileExistsError:
-            return temp.stat().st_nlink == 2  # a network may lose the answer to a request that succeeded
+            return (
+                temp.stat().st_nlink == 2
+            )  # a network may lose the answer to a request that succeeded
         except OSError as error:
             if error.errno in _NO_LINKS:
-                raise ClusterError(f"the file system of {self.folder} has no hard links, by which hosts agree who goes "
-                                   "on", hint="--run DIR on another one, such as NFS") from error
+                raise ClusterError(
+                    f"the file system of {self.folder} has no hard links, by which hosts agree who goes "
+                    "on",
+                    hint="--run DIR on another one, such as NFS",
+                ) from error
             raise
         finally:
             temp.unlink()
@@ -97,7 +105,9 @@ class HostLog:
         signs = {}
         for path in self.folder.glob("host-*.json"):
             with suppress(OSError, ValueError):  # msgspec's errors are ValueErrors
-                signs[int(path.stem.removeprefix("host-"))] = msgspec.json.decode(_read(path), type=HostSign)
+                signs[int(path.stem.removeprefix("host-"))] = msgspec.json.decode(
+                    _read(path), type=HostSign
+                )
         return signs
 
     def _path(self, number: int) -> Path:

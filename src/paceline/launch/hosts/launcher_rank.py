@@ -51,11 +51,22 @@ def join(environment: Environment, *, timeout_s: float) -> Any:
             os.environ["GLOO_SOCKET_IFNAME"] = interface
     try:
         if environment.launcher == "Slurm":
-            store = dist.TCPStore(environment.master_address, environment.master_port, environment.world_size,
-                                  is_master=environment.rank == 0, timeout=timedelta(seconds=timeout_s))
+            store = dist.TCPStore(
+                environment.master_address,
+                environment.master_port,
+                environment.world_size,
+                is_master=environment.rank == 0,
+                timeout=timedelta(seconds=timeout_s),
+            )
         else:
-            store, _, _ = next(dist.rendezvous("env://", environment.rank, environment.world_size,
-                                               timeout=timedelta(seconds=timeout_s)))
+            store, _, _ = next(
+                dist.rendezvous(
+                    "env://",
+                    environment.rank,
+                    environment.world_size,
+                    timeout=timedelta(seconds=timeout_s),
+                )
+            )
     except dist.DistError as error:
         raise _unmet(environment, str(error).partition("\n")[0]) from error
     return dist.PrefixStore(f"paceline/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
@@ -65,15 +76,21 @@ def _unmet(environment: Environment, why: str) -> PacelineError:
     """What a rank says that can't meet the others."""
     port = environment.master_port
     if "EADDRINUSE" in why:
-        return ClusterError(f"MASTER_PORT={port}, where the ranks meet, is in use by another program on this host",
-                            hint="MASTER_PORT=N with another N, the same for every rank; 1024 to 65535 are allowed")
-    return PeerLost(f"rank {environment.rank} can't meet the {environment.world_size} ranks of this run at "
-                    f"{environment.master_address}:{port}: {why}",
-                    hint="MASTER_ADDR must be the host of rank 0 and MASTER_PORT free there before the start; "
-                         "--patience SECONDS waits longer for ranks that start late")
+        return ClusterError(
+            f"MASTER_PORT={port}, where the ranks meet, is in use by another program on this host",
+            hint="MASTER_PORT=N with another N, the same for every rank; 1024 to 65535 are allowed",
+        )
+    return PeerLost(
+        f"rank {environment.rank} can't meet the {environment.world_size} ranks of this run at "
+        f"{environment.master_address}:{port}: {why}",
+        hint="MASTER_ADDR must be the host of rank 0 and MASTER_PORT free there before the start; "
+        "--patience SECONDS waits longer for ranks that start late",
+    )
 
 
-def agree(store: Any, environment: Environment, key: str, make: Callable[[], str], *, timeout_s: float) -> str:
+def agree(
+    store: Any, environment: Environment, key: str, make: Callable[[], str], *, timeout_s: float
+) -> str:
     """A text that rank 0 makes and every rank learns. What rank 0 raises, the others learn as a failure too.
 
     timeout_s: how long the others wait without a sign of rank 0, which may take longer than that.
@@ -81,6 +98,7 @@ def agree(store: Any, environment: Environment, key: str, make: Callable[[], str
     Raises:
         PeerLost: on the others, there was none.
     """
+
     def count() -> None:
         with suppress(RuntimeError):  # the store's, of which the others hear too
             store.add(f"{key}/signs", 1)
@@ -108,13 +126,25 @@ def _wait(store: Any, environment: Environment, key: str, *, timeout_s: float) -
             if (signs := store.add(f"{key}/signs", 0)) != latest_signs:
                 latest_signs, deadline_s = signs, time.monotonic() + timeout_s
             elif time.monotonic() > deadline_s:
-                raise PeerLost(f"rank {environment.rank} has waited {timeout_s:g} s for rank 0, which gave no sign of "
-                               "life", hint="its own log says why, if it has ended; --patience SECONDS waits longer")
+                raise PeerLost(
+                    f"rank {environment.rank} has waited {timeout_s:g} s for rank 0, which gave no sign of "
+                    "life",
+                    hint="its own log says why, if it has ended; --patience SECONDS waits longer",
+                )
             time.sleep(_POLL_S)
 
 
-def run_joined(body: Body, environment: Environment, device: Device, *, store: Any, attempt: str,
-               run_dir: Path | None, timeout_s: float, fault_policy: FaultPolicy = ALL_NEEDED) -> Any:
+def run_joined(
+    body: Body,
+    environment: Environment,
+    device: Device,
+    *,
+    store: Any,
+    attempt: str,
+    run_dir: Path | None,
+    timeout_s: float,
+    fault_policy: FaultPolicy = ALL_NEEDED,
+) -> Any:
     """Run `body(context)` as this rank and return its result.
 
     Raises:
@@ -135,33 +165,61 @@ def run_joined(body: Body, environment: Environment, device: Device, *, store: A
         report(failure := explained(failure, context, context.verb_row))
         if hosted_rank is not None:
             return
-        is_told = (_cause_elsewhere(store, environment, _HEARD_S) if failure.heard
-                   else within(_HEARD_S, lambda: store.add("hang told", 1) != 1))
+        is_told = (
+            _cause_elsewhere(store, environment, _HEARD_S)
+            if failure.heard
+            else within(_HEARD_S, lambda: store.add("hang told", 1) != 1)
+        )
         if not is_told:
             # Rank 0 writes to its log and to the terminal at once; what others print goes to their logs alone.
             for stream in (sys.stderr,) if environment.rank == 0 else (terminal, sys.stderr):
                 print(f"error: {failure.describe()}", file=stream, flush=True)
 
-    nonce = agree(store, environment, f"nonce/{attempt}", lambda: secrets.token_hex(16), timeout_s=timeout_s)
+    nonce = agree(
+        store, environment, f"nonce/{attempt}", lambda: secrets.token_hex(16), timeout_s=timeout_s
+    )
     # Servers and their workers, who form no group, hear of each other's death by themselves, and may go on.
     need_each_other = fault_policy.uses_process_group and environment.world_size > 1
-    liveness = _join_liveness(store, environment, attempt, nonce, timeout_s) if need_each_other else None
-    board, slot = (hosted_rank.board, hosted_rank.slot) if hosted_rank is not None else (HeartbeatTable(1), 0)
+    liveness = (
+        _join_liveness(store, environment, attempt, nonce, timeout_s) if need_each_other else None
+    )
+    board, slot = (
+        (hosted_rank.board, hosted_rank.slot) if hosted_rank is not None else (HeartbeatTable(1), 0)
+    )
     board.write(slot, 0, "build")  # it is watched from here on
     if shares_verbs := hosted_rank is None and environment.local_world_size > 1:
         board.verbs = VerbTable.of_launch(attempt, environment.world_size)
     context = RankContext(
-        environment.rank, environment.world_size, environment.local_world_size,
-        set_up_device(device, environment.local_world_size), None, board, slot, attempt, timeout_s=timeout_s,
-        secret=run_key("servers", nonce), encrypts=encrypts,
+        environment.rank,
+        environment.world_size,
+        environment.local_world_size,
+        set_up_device(device, environment.local_world_size),
+        None,
+        board,
+        slot,
+        attempt,
+        timeout_s=timeout_s,
+        secret=run_key("servers", nonce),
+        encrypts=encrypts,
         host=address_towards(environment.master_address) or "127.0.0.1",
-        num_starts=environment.num_starts, deaths=(0,) * environment.world_size,
-        lost=liveness.lost if liveness else [], unreachable=liveness.unreachable if liveness else [],
-        hosts=_hosts_of_ranks(store, environment, attempt), verb_row=environment.rank if shares_verbs else None)
+        num_starts=environment.num_starts,
+        deaths=(0,) * environment.world_size,
+        lost=liveness.lost if liveness else [],
+        unreachable=liveness.unreachable if liveness else [],
+        hosts=_hosts_of_ranks(store, environment, attempt),
+        verb_row=environment.rank if shares_verbs else None,
+    )
     if fault_policy.uses_process_group and not device.is_limit:
         _give_copies(context)
-    result, failure, log = run_rank(body, context, device, make_store=lambda: store, run_dir=run_dir,
-                                    report=report_end, fault_policy=fault_policy)
+    result, failure, log = run_rank(
+        body,
+        context,
+        device,
+        make_store=lambda: store,
+        run_dir=run_dir,
+        report=report_end,
+        fault_policy=fault_policy,
+    )
     if failure is not None:
         report(failure := explained(failure, context, context.verb_row))
     board.verbs.remove()
@@ -181,23 +239,40 @@ def _give_copies(context: RankContext) -> None:
         context.host_copies, context.copies = hosted_rank.copies, hosted_rank.copies.memory
 
 
-def _join_liveness(store: Any, environment: Environment, attempt: str, nonce: str,
-                   timeout_s: float) -> Liveness | None:
+def _join_liveness(
+    store: Any, environment: Environment, attempt: str, nonce: str, timeout_s: float
+) -> Liveness | None:
     """Hear of ranks that die. None where rank 0 can't be reached for it, which is told."""
     hubs: list[Hub] = []
 
     def make() -> str:
         hubs.append(Hub(secret=run_key("liveness", nonce), patience_s=timeout_s))
-        return json.dumps([address_towards(environment.master_address) or environment.master_address, hubs[0].port])
+        return json.dumps(
+            [
+                address_towards(environment.master_address) or environment.master_address,
+                hubs[0].port,
+            ]
+        )
 
-    address, port = json.loads(agree(store, environment, f"liveness/{attempt}", make, timeout_s=timeout_s))
+    address, port = json.loads(
+        agree(store, environment, f"liveness/{attempt}", make, timeout_s=timeout_s)
+    )
     if hubs:
         return hubs[0]
     try:
-        return Spoke(environment.rank, (address, port), secret=run_key("liveness", nonce), patience_s=timeout_s)
+        return Spoke(
+            environment.rank,
+            (address, port),
+            secret=run_key("liveness", nonce),
+            patience_s=timeout_s,
+        )
     except OSError as error:
-        print(f"warning: rank {environment.rank} can't reach rank 0 at {address}:{port} ({error}): "
-              f"it notices after --patience {timeout_s:g} s, not at once, if a rank dies", file=sys.stderr, flush=True)
+        print(
+            f"warning: rank {environment.rank} can't reach rank 0 at {address}:{port} ({error}): "
+            f"it notices after --patience {timeout_s:g} s, not at once, if a rank dies",
+            file=sys.stderr,
+            flush=True,
+        )
         return None
 
 
@@ -225,7 +300,9 @@ def _cause_elsewhere(store: Any, environment: Environment, patience_s: float) ->
                     if not failure.heard:
                         return True
             time.sleep(0.2)
-        return bool(store.add("loss told", 1) != 1)  # nobody knows the cause: the first says what all saw
+        return bool(
+            store.add("loss told", 1) != 1
+        )  # nobody knows the cause: the first says what all saw
 
     is_known = within(2 * patience_s, ask)
     if environment.rank == 0:
@@ -238,6 +315,8 @@ def _tell_elastic_agent(failure: Failure) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         with suppress(OSError):
-            message = {"message": failure.describe(), "extraInfo": {"py_callstack": failure.trace,
-                                                                    "timestamp": str(int(failure.time_s))}}
+            message = {
+                "message": failure.describe(),
+                "extraInfo": {"py_callstack": failure.trace, "timestamp": str(int(failure.time_s))},
+            }
             Path(path).write_text(json.dumps({"message": message}))

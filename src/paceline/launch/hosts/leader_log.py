@@ -1,9 +1,9 @@
 """Which hosts of a run may go on, and who keeps the place where they meet: rules over a log that all hosts see.
 
-The log is in the run folder (`launch/hosts/host_log.py`). Each entry follows from all before it, and one host alone can write
-the next one. So starts of the ranks have an order: of two groups of hosts that do not reach each other, one at most
-goes on, as each start takes more than half of the hosts of the start before it.
-"""
+The log is in the run folder (`launch/hosts/host_log.py`). Each entry follows from all before it,
+and one host alone can write the next one. So starts of the ranks have an order: of two groups of
+hosts that do not reach each other, one at most goes on, as each start takes more than half of the
+hosts of the start before it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ import msgspec
 Index = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class HostEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+class HostEntry(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
+):
     """What a host did.
 
     kind: it opened the meeting place of an epoch, began a start of the ranks there, left the run, or ended it.
@@ -77,18 +79,30 @@ class Standing:
         """Whether this may be the next entry."""
         if entry.kind == "open":
             return entry.epoch == self.epoch + 1 and (
-                entry.is_anew or (not self.is_over and (entry.host == self.keeper or self.is_enough(entry.hosts))))
+                entry.is_anew
+                or (not self.is_over and (entry.host == self.keeper or self.is_enough(entry.hosts)))
+            )
         if entry.kind == "leave":
             return not self.is_over and entry.host in self.members
-        return entry.epoch == self.epoch and not self.is_over and (
-            entry.kind == "end" or (bool(entry.hosts) and self.is_enough(entry.hosts)))
+        return (
+            entry.epoch == self.epoch
+            and not self.is_over
+            and (entry.kind == "end" or (bool(entry.hosts) and self.is_enough(entry.hosts)))
+        )
 
     def after(self, entry: HostEntry) -> Standing:
         """With one entry more."""
         now = replace(self, num_entries=self.num_entries + 1)
         if entry.kind == "open":
-            now = replace(now, epoch=entry.epoch, keeper=entry.host, address=entry.address, port=entry.port,
-                          token=entry.token, has_ended=False)
+            now = replace(
+                now,
+                epoch=entry.epoch,
+                keeper=entry.host,
+                address=entry.address,
+                port=entry.port,
+                token=entry.token,
+                has_ended=False,
+            )
             return replace(now, members=frozenset(), num_starts=0) if entry.is_anew else now
         if entry.kind == "start":
             return replace(now, members=frozenset(entry.hosts), num_starts=self.num_starts + 1)

@@ -91,8 +91,14 @@ class _Link:
         self._partial_word += data
         if len(self._partial_word) < _NUMBER.size + _PROOF_BYTES:
             return None
-        word, proof, self._partial_word = self._partial_word[:_NUMBER.size], self._partial_word[_NUMBER.size:], b""
-        if not hmac.compare_digest(proof, self._proof(self._receives_from, self._num_received, word)):
+        word, proof, self._partial_word = (
+            self._partial_word[: _NUMBER.size],
+            self._partial_word[_NUMBER.size :],
+            b"",
+        )
+        if not hmac.compare_digest(
+            proof, self._proof(self._receives_from, self._num_received, word)
+        ):
             raise ConnectionError("what came was not signed by the other rank")
         self._num_received += 1
         number: int = _NUMBER.unpack(word)[0]
@@ -160,7 +166,9 @@ class Hub:
             sock.send(nonce)  # into an empty buffer
             if (loser := self._unproven.add(sock)) is not None:
                 self._drop(loser)
-            self._selector.register(sock, selectors.EVENT_READ, lambda: self._greet(sock, nonce, claim))
+            self._selector.register(
+                sock, selectors.EVENT_READ, lambda: self._greet(sock, nonce, claim)
+            )
 
     def _greet(self, sock: socket.socket, nonce: bytes, claim: bytearray) -> None:
         """Take what a peer says of itself, as far as it has come."""
@@ -172,13 +180,16 @@ class Hub:
             return
         self._unproven.remove(sock)
         statement = bytes(claim[:_CLAIM_BYTES])
-        if not data or not hmac.compare_digest(bytes(claim[_CLAIM_BYTES:]),
-                                               _keyed(self._secret, b"liveness", nonce, statement)):
+        if not data or not hmac.compare_digest(
+            bytes(claim[_CLAIM_BYTES:]), _keyed(self._secret, b"liveness", nonce, statement)
+        ):
             self._drop(sock)
             return
-        number, = _NUMBER.unpack(statement[:_NUMBER.size])
+        (number,) = _NUMBER.unpack(statement[: _NUMBER.size])
         _watch_host(sock, self._silence_s)
-        self._members[number] = link = _Link(sock, _keyed(self._secret, b"words", nonce, statement), is_hub=True)
+        self._members[number] = link = _Link(
+            sock, _keyed(self._secret, b"words", nonce, statement), is_hub=True
+        )
         self._selector.modify(sock, selectors.EVENT_READ, lambda: self._hear(number, link))
         for word in (_WELCOME, *self.lost):
             link.say(word)
@@ -215,8 +226,14 @@ class Spoke:
         OSError: it can't be reached there, or does not know the secret.
     """
 
-    def __init__(self, rank: int, address: tuple[str, int], *, secret: bytes,
-                 patience_s: float = MOST_SILENCE_S) -> None:
+    def __init__(
+        self,
+        rank: int,
+        address: tuple[str, int],
+        *,
+        secret: bytes,
+        patience_s: float = MOST_SILENCE_S,
+    ) -> None:
         self.lost: list[int] = []
         self.unreachable: list[int] = []
         self._sock = _registered(socket.create_connection(address, timeout=_HANDSHAKE_S))
@@ -259,7 +276,9 @@ class Spoke:
 def _listen() -> socket.socket:
     """On all addresses of this host: peers come to the one at which they found rank 0's store."""
     if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+        return socket.create_server(
+            ("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024
+        )
     return socket.create_server(("", 0), backlog=1024)
 
 
@@ -278,8 +297,12 @@ def _watch_host(sock: socket.socket, silence_s: float) -> None:
     """Have the kernel end a connection whose other host gives no answer for so long, in whole seconds."""
     idle_s = max(1, round(silence_s / 2))
     interval_s = max(1, round(silence_s - idle_s) // 5)
-    probes = {"TCP_KEEPIDLE": idle_s, "TCP_KEEPALIVE": idle_s, "TCP_KEEPINTVL": interval_s,
-              "TCP_KEEPCNT": max(1, round(silence_s - idle_s) // interval_s)}
+    probes = {
+        "TCP_KEEPIDLE": idle_s,
+        "TCP_KEEPALIVE": idle_s,
+        "TCP_KEEPINTVL": interval_s,
+        "TCP_KEEPCNT": max(1, round(silence_s - idle_s) // interval_s),
+    }
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in probes.items():
         if hasattr(socket, name):

@@ -56,10 +56,16 @@ def ip(*arguments: str) -> None:
     Raises:
         NoNamespaces: the command `ip` says no.
     """
-    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=_COMMAND_S, check=False)
+    done = subprocess.run(
+        ["ip", *arguments], capture_output=True, text=True, timeout=_COMMAND_S, check=False
+    )
     if done.returncode:
-        raise NoNamespaces(f"ip {' '.join(arguments)}: {done.stderr.strip()}", hint=(
-            "the kernel must have network namespaces, bridges and veth; a container needs --privileged"))
+        raise NoNamespaces(
+            f"ip {' '.join(arguments)}: {done.stderr.strip()}",
+            hint=(
+                "the kernel must have network namespaces, bridges and veth; a container needs --privileged"
+            ),
+        )
 
 
 @contextmanager
@@ -70,11 +76,15 @@ def network_hosts(count: int, *, network: str = "10.78.0") -> Iterator[list[Netw
         NoNamespaces: not Linux, not root, or the kernel lacks a part.
     """
     if sys.platform != "linux" or os.geteuid() or shutil.which("ip") is None:
-        raise NoNamespaces("hosts of their own are network namespaces, which need Linux, root and the command ip",
-                           hint="run as root on Linux, after apt install iproute2")
+        raise NoNamespaces(
+            "hosts of their own are network namespaces, which need Linux, root and the command ip",
+            hint="run as root on Linux, after apt install iproute2",
+        )
     tag = uuid.uuid4().hex[:6]
     switch = f"pl{tag}s"
-    hosts = [NetworkHost(f"pl{tag}h{i}", f"{network}.{i}", switch, f"p{i}") for i in range(1, count + 1)]
+    hosts = [
+        NetworkHost(f"pl{tag}h{i}", f"{network}.{i}", switch, f"p{i}") for i in range(1, count + 1)
+    ]
     try:
         ip("netns", "add", switch)
         ip("-n", switch, "link", "add", "br0", "type", "bridge")
@@ -82,11 +92,26 @@ def network_hosts(count: int, *, network: str = "10.78.0") -> Iterator[list[Netw
         for host in hosts:
             ip("netns", "add", host.name)
             ip("-n", host.name, "link", "set", "lo", "up")
-            ip("-n", switch, "link", "add", host.port, "type", "veth", "peer", "name", NIC, "netns", host.name)
+            ip(
+                "-n",
+                switch,
+                "link",
+                "add",
+                host.port,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                NIC,
+                "netns",
+                host.name,
+            )
             ip("-n", switch, "link", "set", host.port, "master", "br0", "up")
             ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", NIC)
             ip("-n", host.name, "link", "set", NIC, "up")
         yield hosts
     finally:
         for name in (*(host.name for host in hosts), switch):
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False, timeout=_COMMAND_S)
+            subprocess.run(
+                ["ip", "netns", "del", name], capture_output=True, check=False, timeout=_COMMAND_S
+            )

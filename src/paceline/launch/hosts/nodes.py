@@ -75,15 +75,23 @@ class NodesPool:
         self.names = [name for node in sorted(devices) for name in devices[node]]
         self._homes = [node for node in sorted(devices) for _ in devices[node]]
         counts = itertools.accumulate((len(devices[node]) for node in sorted(devices)), initial=0)
-        self._slots = {node: range(first, last)
-                       for node, (first, last) in enumerate(itertools.pairwise(counts))
-                       if last > first}  # of nodes that are there
+        self._slots = {
+            node: range(first, last)
+            for node, (first, last) in enumerate(itertools.pairwise(counts))
+            if last > first
+        }  # of nodes that are there
 
     def _greetings(self, timeout_s: float) -> dict[int, list[str]]:
-        devices = {node: answer["devices"] if answer is not None else []
-                   for node, answer in answers_to_greetings(self._wire, timeout_s, expected="devices").items()}
+        devices = {
+            node: answer["devices"] if answer is not None else []
+            for node, answer in answers_to_greetings(
+                self._wire, timeout_s, expected="devices"
+            ).items()
+        }
         if not any(devices.values()):
-            raise NodeRefused("all nodes were lost while they started", hint="Ray's logs of its workers say why")
+            raise NodeRefused(
+                "all nodes were lost while they started", hint="Ray's logs of its workers say why"
+            )
         return devices
 
     @property
@@ -99,18 +107,34 @@ class NodesPool:
         return f"{self._wire.names[self._homes[slot]]} {self.names[slot]}"
 
     def describe(self) -> str:
-        return ", ".join(f"{self._wire.names[node]} ({' '.join(self.names[slot] for slot in slots)})"
-                         for node, slots in self._slots.items())
+        return ", ".join(
+            f"{self._wire.names[node]} ({' '.join(self.names[slot] for slot in slots)})"
+            for node, slots in self._slots.items()
+        )
 
-    def start(self, payload: Any, slots: Sequence[int], *, fault_policy: FaultPolicy,
-              log_dir: Path | None = None) -> int:
+    def start(
+        self,
+        payload: Any,
+        slots: Sequence[int],
+        *,
+        fault_policy: FaultPolicy,
+        log_dir: Path | None = None,
+    ) -> int:
         node, home = next((node, home) for node, home in self._slots.items() if slots[0] in home)
         assert set(slots) <= set(home) and set(slots) <= set(self.free)
         number = next(self._numbers)
         self._tasks[number] = _Task(node, tuple(slots))
-        self._tell(number, "start", 0, {
-            "payload": payload, "slots": [home.index(slot) for slot in slots],
-            "uses_process_group": fault_policy.uses_process_group, "log_dir": str(log_dir) if log_dir else None})
+        self._tell(
+            number,
+            "start",
+            0,
+            {
+                "payload": payload,
+                "slots": [home.index(slot) for slot in slots],
+                "uses_process_group": fault_policy.uses_process_group,
+                "log_dir": str(log_dir) if log_dir else None,
+            },
+        )
         return number
 
     def answer(self, question: Message, value: Any) -> None:
@@ -131,9 +155,15 @@ class NodesPool:
             PeerLost: no node is left.
         """
         if not self._slots:
-            raise PeerLost("all nodes are lost", hint="the same command with --resume goes on when nodes are there")
-        return [event for node, line in self._wire.hear(timeout_s)
-                for event in (self._lose(node) if line is None else self._hear(Message.decode(line)))]
+            raise PeerLost(
+                "all nodes are lost",
+                hint="the same command with --resume goes on when nodes are there",
+            )
+        return [
+            event
+            for node, line in self._wire.hear(timeout_s)
+            for event in (self._lose(node) if line is None else self._hear(Message.decode(line)))
+        ]
 
     def _hear(self, message: Message) -> list[Message]:
         if message.task not in self._tasks:
@@ -143,8 +173,11 @@ class NodesPool:
         return [message]
 
     def _lose(self, node: int) -> list[Message]:
-        print(f"node {self._wire.names[node]} is lost; its trials start again on those that are left", file=sys.stderr,
-              flush=True)
+        print(
+            f"node {self._wire.names[node]} is lost; its trials start again on those that are left",
+            file=sys.stderr,
+            flush=True,
+        )
         self._wire.drop(node)
         self._slots.pop(node, None)
         lost = [number for number, task in self._tasks.items() if task.node == node]
@@ -153,7 +186,9 @@ class NodesPool:
         return [Message(number, "lost", 0) for number in lost]
 
 
-def answers_to_greetings(wire: NodeTransport, timeout_s: float, *, expected: str) -> dict[int, dict[str, Any] | None]:
+def answers_to_greetings(
+    wire: NodeTransport, timeout_s: float, *, expected: str
+) -> dict[int, dict[str, Any] | None]:
     """What each node answers to what it was told first; None of one that was lost, which is dropped.
 
     timeout_s: for the nodes' programs to start; each then has `LOAD_S` to answer.
@@ -169,7 +204,11 @@ def answers_to_greetings(wire: NodeTransport, timeout_s: float, *, expected: str
         left_s = min([*starting.values(), *loading.values()]) - time.monotonic()
         if left_s <= 0:
             names = " and ".join(wire.names[node] for node in starting or loading)
-            raise _not_started(names, expected, timeout_s) if starting else _not_loaded(names, expected)
+            raise (
+                _not_started(names, expected, timeout_s)
+                if starting
+                else _not_loaded(names, expected)
+            )
         for node, line in wire.hear(left_s):
             answer = None if line is None else json.loads(line)
             starting.pop(node, None)
@@ -178,8 +217,11 @@ def answers_to_greetings(wire: NodeTransport, timeout_s: float, *, expected: str
                 continue
             loading.pop(node, None)
             if answer is None:
-                print(f"node {wire.names[node]} was lost while it started, and is left out", file=sys.stderr,
-                      flush=True)
+                print(
+                    f"node {wire.names[node]} was lost while it started, and is left out",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 wire.drop(node)
             elif "error" in answer:
                 raise NodeRefused(f"{wire.names[node]}: {answer['error']}", hint=answer.get("hint"))
@@ -188,13 +230,17 @@ def answers_to_greetings(wire: NodeTransport, timeout_s: float, *, expected: str
 
 
 def _not_started(names: str, expected: str, timeout_s: float) -> NodeRefused:
-    return NodeRefused(f"{names} gave no {expected} within {timeout_s:.0f} s: nothing started there",
-                       hint="is other work holding the node? a smaller --procs takes less of each")
+    return NodeRefused(
+        f"{names} gave no {expected} within {timeout_s:.0f} s: nothing started there",
+        hint="is other work holding the node? a smaller --procs takes less of each",
+    )
 
 
 def _not_loaded(names: str, expected: str) -> NodeRefused:
-    return NodeRefused(f"{names} started and gave no {expected} within {LOAD_S:.0f} s",
-                       hint="what the job's file does when it is imported takes too long there, or waits for something")
+    return NodeRefused(
+        f"{names} started and gave no {expected} within {LOAD_S:.0f} s",
+        hint="what the job's file does when it is imported takes too long there, or waits for something",
+    )
 
 
 class Lines:
@@ -228,9 +274,13 @@ def serve(pool: Pool, requests: Lines, out: int) -> None:
 def _do(pool: Pool, request: Message) -> None:
     if request.kind == "start":
         start = request.value
-        pool.start(start["payload"], start["slots"], number=request.task,
-                   fault_policy=FaultPolicy(uses_process_group=start["uses_process_group"]),
-                   log_dir=None if start["log_dir"] is None else Path(start["log_dir"]))
+        pool.start(
+            start["payload"],
+            start["slots"],
+            number=request.task,
+            fault_policy=FaultPolicy(uses_process_group=start["uses_process_group"]),
+            log_dir=None if start["log_dir"] is None else Path(start["log_dir"]),
+        )
     elif request.kind == "answer":
         pool.answer(request, request.value)
     else:
@@ -241,4 +291,4 @@ def write_line(out: int, text: str) -> None:
     """Write a line to a pipe."""
     line = memoryview(text.encode() + b"\n")
     while line:
-        line = line[os.write(out, line):]
+        line = line[os.write(out, line) :]

@@ -2,8 +2,8 @@
 
 The host with number 0 keeps the first one. Hosts that can't reach the keeper say so in the run folder. Once these are a
 majority of the last start, the lowest of them opens a meeting place of its own, and all go there by what the log in the
-run folder says (`launch/hosts/leader_log.py`). A keeper that was cut off reads the same there, and comes as any other host.
-"""
+run folder says (`launch/hosts/leader_log.py`). A keeper that was cut off reads the same there, and
+comes as any other host."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ from paceline.launch.process.watchdog import within
 _CONNECT_S = 5.0  # for one attempt to reach a meeting place, and for an answer there
 _AGAIN_S = 2.0  # for the attempt after it gave no answer
 _BEAT_S = 1.0  # between signs of life, each with a look at the log
-_QUIET_S = 5.0  # without signs of life of an earlier launch's hosts, after which none of them is left
+_QUIET_S = (
+    5.0  # without signs of life of an earlier launch's hosts, after which none of them is left
+)
 _GRACE_S = 2.0  # for the host that comes before this one to open a meeting place
 _LOOK_S = 0.2
 
@@ -59,7 +61,9 @@ class MeetingPlace:
         self.epoch = 0
         self._beats = self._lost = 0
         self._kept_store: tuple[int, Any] | None = None  # its epoch and its store
-        self._failed_s: tuple[int, float] | None = None  # the epoch that can't be reached, and since when
+        self._failed_s: tuple[int, float] | None = (
+            None  # the epoch that can't be reached, and since when
+        )
         self._enough_s: float | None = None  # since when enough hosts can't
         self._is_watching = threading.Event()
 
@@ -96,7 +100,9 @@ class MeetingPlace:
 
     def _tell(self) -> None:
         self._beats += 1
-        self.log.sign(self.place.index, HostSign(beats=self._beats, joined=self.epoch, lost=self._lost))
+        self.log.sign(
+            self.place.index, HostSign(beats=self._beats, joined=self.epoch, lost=self._lost)
+        )
 
     def check(self) -> None:
         """
@@ -104,7 +110,9 @@ class MeetingPlace:
             RendezvousConnectionError: the hosts meet elsewhere by now.
         """
         if self.standing.epoch > self.epoch:
-            raise RendezvousConnectionError(f"host {self.standing.keeper} keeps the meeting place now")
+            raise RendezvousConnectionError(
+                f"host {self.standing.keeper} keeps the meeting place now"
+            )
 
     def meet(self) -> Any:
         """The store at the meeting place.
@@ -118,13 +126,18 @@ class MeetingPlace:
         if standing.is_over:
             store = self._open(standing, is_anew=True) if self.place.index == 0 else None
         else:
-            store = self._store_kept(standing) or self._reached(standing) or self._taken_over(standing)
+            store = (
+                self._store_kept(standing) or self._reached(standing) or self._taken_over(standing)
+            )
         if store is None:
             raise RendezvousConnectionError(self.why_not())
         if self.epoch and self.epoch != self.standing.epoch:
             keeper = "this host" if self.is_kept_here else f"host {self.standing.keeper}"
-            print(f"host {self.place.index}: {keeper} keeps the meeting place now, {_where(self.standing)}",
-                  file=sys.stderr, flush=True)
+            print(
+                f"host {self.place.index}: {keeper} keeps the meeting place now, {_where(self.standing)}",
+                file=sys.stderr,
+                flush=True,
+            )
         self.epoch, self._lost, self._failed_s, self._enough_s = self.standing.epoch, 0, None, None
         return store
 
@@ -142,23 +155,35 @@ class MeetingPlace:
         if standing.is_enough(others):
             return f"{why}; the others go on without it, once more than half of the hosts say so"
         hosts = f"host{'s' * (len(others) > 1)} {', '.join(map(str, others))}"
-        return (f"{why}, and without it {hosts} may not go on: no majority of the {len(standing.members)} hosts of the "
-                "last start, who can't tell whether it was lost or they were cut off")
+        return (
+            f"{why}, and without it {hosts} may not go on: no majority of the {len(standing.members)} hosts of the "
+            "last start, who can't tell whether it was lost or they were cut off"
+        )
 
     def start(self, hosts: Sequence[int]) -> int:
         """Begin a start of the ranks on these hosts. Returns its number; 0 if they may not go on without the others."""
-        is_allowed = self._append(HostEntry(kind="start", host=self.place.index, epoch=self.epoch, hosts=tuple(hosts)))
+        is_allowed = self._append(
+            HostEntry(kind="start", host=self.place.index, epoch=self.epoch, hosts=tuple(hosts))
+        )
         return self.standing.num_starts if is_allowed else 0
 
     def leave(self, *, ends_run: bool) -> None:
         """This host takes part no more; or nobody does."""
         with suppress(RendezvousConnectionError):
-            self._append(HostEntry(kind="end" if ends_run else "leave", host=self.place.index, epoch=self.epoch))
+            self._append(
+                HostEntry(
+                    kind="end" if ends_run else "leave", host=self.place.index, epoch=self.epoch
+                )
+            )
 
     # --- Opening one ------------------------------------------------------------------------------------------------
 
     def _store_kept(self, standing: Standing) -> Any:
-        return self._kept_store[1] if self._kept_store is not None and self._kept_store[0] == standing.epoch else None
+        return (
+            self._kept_store[1]
+            if self._kept_store is not None and self._kept_store[0] == standing.epoch
+            else None
+        )
 
     def _reached(self, standing: Standing) -> Any:
         """The store that another host keeps; None if it gives no answer, or is not that of this epoch."""
@@ -166,9 +191,16 @@ class MeetingPlace:
         try:  # torch's own attempt prints a stack for each failure
             with socket.create_connection((standing.address, standing.port), timeout=limit_s):
                 pass
-            store = within(_CONNECT_S, lambda: dist.TCPStore(
-                standing.address, standing.port, is_master=False, wait_for_workers=False,
-                timeout=timedelta(seconds=_CONNECT_S)))
+            store = within(
+                _CONNECT_S,
+                lambda: dist.TCPStore(
+                    standing.address,
+                    standing.port,
+                    is_master=False,
+                    wait_for_workers=False,
+                    timeout=timedelta(seconds=_CONNECT_S),
+                ),
+            )
         except OSError:
             return None
         if store is None or not within(_CONNECT_S, lambda: store.check([_key(standing.token)])):
@@ -181,7 +213,9 @@ class MeetingPlace:
         if not self.epoch and self.place.index in (0, standing.keeper):
             if self._is_quiet():
                 return self._open(standing, is_anew=True)
-            if self.place.index == standing.keeper:  # its process was lost, and this one takes its place
+            if (
+                self.place.index == standing.keeper
+            ):  # its process was lost, and this one takes its place
                 return self._open(standing)
         now_s = time.monotonic()
         if self._failed_s is None or self._failed_s[0] != standing.epoch:
@@ -200,14 +234,24 @@ class MeetingPlace:
         wait_s = _GRACE_S * (candidates.index(self.place.index) + (not is_all))
         return self._open(standing, voters=candidates) if now_s - self._enough_s >= wait_s else None
 
-    def _open(self, standing: Standing, *, is_anew: bool = False, voters: Sequence[int] = ()) -> Any:
+    def _open(
+        self, standing: Standing, *, is_anew: bool = False, voters: Sequence[int] = ()
+    ) -> Any:
         """Keep the meeting place of the next epoch; None if another host was first."""
         if self.address is None:
             return None
         store, token = self._new_store(self.address), secrets.token_hex(16)
         store.set(_key(token), "open")
-        entry = HostEntry(kind="open", host=self.place.index, epoch=standing.epoch + 1, address=self.address,
-                          port=store.port, token=token, hosts=tuple(voters), is_anew=is_anew)
+        entry = HostEntry(
+            kind="open",
+            host=self.place.index,
+            epoch=standing.epoch + 1,
+            address=self.address,
+            port=store.port,
+            token=token,
+            hosts=tuple(voters),
+            is_anew=is_anew,
+        )
         if not self._append(entry):
             return None
         self._kept_store = (entry.epoch, store)
@@ -217,8 +261,13 @@ class MeetingPlace:
         """At the port that all hosts know, or another one if a lost process still has it."""
         for port in (self.place.port, 0):
             try:
-                return dist.TCPStore(address, port, is_master=True, wait_for_workers=False,
-                                     timeout=timedelta(seconds=self.answer_s))
+                return dist.TCPStore(
+                    address,
+                    port,
+                    is_master=True,
+                    wait_for_workers=False,
+                    timeout=timedelta(seconds=self.answer_s),
+                )
             except dist.DistError:
                 if not port:
                     raise
@@ -226,6 +275,7 @@ class MeetingPlace:
 
     def _is_quiet(self) -> bool:
         """Whether no host that took part shows that it lives."""
+
         def beats() -> dict[int, int]:
             return {host: sign.beats for host, sign in self._signs().items() if sign.joined}
 

@@ -53,12 +53,18 @@ class _State(msgspec.Struct, forbid_unknown_fields=True):
 
 def to_json(state: _RendezvousState) -> str:
     """torch's state as text, equal for equal states."""
-    return msgspec.json.encode(_State(
-        state.round, state.complete, state.deadline, state.closed,
-        [(_Node.of(node), rank) for node, rank in sorted(state.participants.items())],
-        [_Node.of(node) for node in sorted(state.wait_list)],
-        [_Node.of(node) for node in sorted(state.redundancy_list)],
-        [(_Node.of(node), time) for node, time in sorted(state.last_heartbeats.items())])).decode()
+    return msgspec.json.encode(
+        _State(
+            state.round,
+            state.complete,
+            state.deadline,
+            state.closed,
+            [(_Node.of(node), rank) for node, rank in sorted(state.participants.items())],
+            [_Node.of(node) for node in sorted(state.wait_list)],
+            [_Node.of(node) for node in sorted(state.redundancy_list)],
+            [(_Node.of(node), time) for node, time in sorted(state.last_heartbeats.items())],
+        )
+    ).decode()
 
 
 def from_json(text: str) -> _RendezvousState:
@@ -69,9 +75,16 @@ def from_json(text: str) -> _RendezvousState:
     try:
         read = msgspec.json.decode(text, type=_State)
     except msgspec.DecodeError as error:
-        raise RendezvousStateError(f"what is in the store is no state of a rendezvous: {error}") from error
+        raise RendezvousStateError(
+            f"what is in the store is no state of a rendezvous: {error}"
+        ) from error
     state = _RendezvousState()
-    state.round, state.complete, state.deadline, state.closed = read.round, read.complete, read.deadline, read.closed
+    state.round, state.complete, state.deadline, state.closed = (
+        read.round,
+        read.complete,
+        read.deadline,
+        read.closed,
+    )
     state.participants = {node.to_torch(): rank for node, rank in read.participants}
     state.wait_list = {node.to_torch() for node in read.wait_list}
     state.redundancy_list = {node.to_torch() for node in read.redundancy_list}
@@ -88,7 +101,9 @@ class JsonBackend(RendezvousBackend):
         RendezvousConnectionError: from each method, the store can't be reached, or is that of the hosts no more.
     """
 
-    def __init__(self, store: Store, check: Callable[[], None] = lambda: None, *, timeout_s: float) -> None:
+    def __init__(
+        self, store: Store, check: Callable[[], None] = lambda: None, *, timeout_s: float
+    ) -> None:
         """
         Args:
             check: Called before each question to the store, to raise where hosts have another one by now.
@@ -104,7 +119,9 @@ class JsonBackend(RendezvousBackend):
     def get_state(self) -> tuple[bytes, Token] | None:
         return self._read(self._call("get", _KEY).decode())
 
-    def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
+    def set_state(
+        self, state: bytes, token: Token | None = None
+    ) -> tuple[bytes, Token, bool] | None:
         text = to_json(pickle.loads(state))
         now = self._call("compare_set", _KEY, token or _NOTHING, text).decode()
         read = self._read(now)
@@ -117,5 +134,7 @@ class JsonBackend(RendezvousBackend):
         self._check()
         answer = within(self._timeout_s, partial(getattr(self._store, operation), *arguments))
         if answer is None:
-            raise RendezvousConnectionError(f"the meeting place gives no answer within {self._timeout_s:g} s")
+            raise RendezvousConnectionError(
+                f"the meeting place gives no answer within {self._timeout_s:g} s"
+            )
         return answer

@@ -40,16 +40,24 @@ class SharedFiles:
             UsageError: this node has another Paceline, another job, or another run folder.
         """
         if self.version != paceline.__version__:
-            raise UsageError(f"it has Paceline {paceline.__version__}, and this one is {self.version}",
-                             hint="install the same version on all nodes")
+            raise UsageError(
+                f"it has Paceline {paceline.__version__}, and this one is {self.version}",
+                hint="install the same version on all nodes",
+            )
         source, mark = JobFile.from_dict(self.job), Path(self.run_dir) / _MARK
         shared = "the job's file and the run folder must be on a filesystem that all nodes see under the same path"
         if not source.path.is_file() or _digest(source.path) != self.digest:
             is_there = "is another file there" if source.path.is_file() else "is not there"
             raise UsageError(f"the job's file {source.path} {is_there}", hint=shared)
-        if not mark.is_file() or mark.read_text() != self.mark or not os.access(self.run_dir, os.W_OK):
-            raise UsageError(f"the run folder {self.run_dir} is not there, or can't be written",
-                             hint=f"{shared}: --run DIR")
+        if (
+            not mark.is_file()
+            or mark.read_text() != self.mark
+            or not os.access(self.run_dir, os.W_OK)
+        ):
+            raise UsageError(
+                f"the run folder {self.run_dir} is not there, or can't be written",
+                hint=f"{shared}: --run DIR",
+            )
         return source
 
 
@@ -59,7 +67,13 @@ def marked(source: JobFile, run_dir: Path) -> Iterator[SharedFiles]:
     text = os.urandom(8).hex()
     (run_dir / _MARK).write_text(text)
     try:
-        yield SharedFiles(paceline.__version__, source.to_dict(), _digest(source.path), str(run_dir.resolve()), text)
+        yield SharedFiles(
+            paceline.__version__,
+            source.to_dict(),
+            _digest(source.path),
+            str(run_dir.resolve()),
+            text,
+        )
     finally:
         (run_dir / _MARK).unlink(missing_ok=True)
 

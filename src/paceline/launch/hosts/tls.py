@@ -33,7 +33,9 @@ from paceline.launch.process.fault_policy import FaultPolicy
 
 _WRITE_BYTES = 256 * 2**10  # that are encrypted in one call, while the other thread waits
 _READ_BYTES = 64 * 2**10  # that are taken from the system at a time
-_RECORDS = range(20, 24)  # first byte of a record of TLS: a change of ciphers, an alert, a handshake, data
+_RECORDS = range(
+    20, 24
+)  # first byte of a record of TLS: a change of ciphers, an alert, a handshake, data
 _VALID = timedelta(days=3650)  # a date that nobody checks
 
 
@@ -49,7 +51,10 @@ def is_asked_for(environ: Mapping[str, str] = os.environ) -> bool:
     """
     text = environ.get("PACELINE_TLS", "")
     if text not in ("", "0", "1"):
-        raise UsageError(f"PACELINE_TLS={text} is neither 1 nor 0", hint="PACELINE_TLS=1 on every host of the run")
+        raise UsageError(
+            f"PACELINE_TLS={text} is neither 1 nor 0",
+            hint="PACELINE_TLS=1 on every host of the run",
+        )
     return text == "1"
 
 
@@ -60,17 +65,23 @@ def is_used(environment: Environment, fault_policy: FaultPolicy) -> bool:
     Raises:
         UsageError: it is asked for, and can't be.
     """
-    is_one_host = environment.local_world_size == environment.world_size and hosted.this_rank() is None
+    is_one_host = (
+        environment.local_world_size == environment.world_size and hosted.this_rank() is None
+    )
     if not is_asked_for() or is_one_host:
         return False
     if fault_policy.uses_process_group:
-        raise UsageError("PACELINE_TLS=1: ranks of several hosts talk by gloo or NCCL here, which encrypt nothing",
-                         hint="a plan with server=S workers=W, whose connections Paceline encrypts; or a network that "
-                              "encrypts by itself, such as WireGuard, without PACELINE_TLS")
+        raise UsageError(
+            "PACELINE_TLS=1: ranks of several hosts talk by gloo or NCCL here, which encrypt nothing",
+            hint="a plan with server=S workers=W, whose connections Paceline encrypts; or a network that "
+            "encrypts by itself, such as WireGuard, without PACELINE_TLS",
+        )
     if not os.environ.get("PACELINE_SECRET"):
-        raise HostError("PACELINE_TLS=1 and no PACELINE_SECRET: whoever reaches the hosts' meeting place could "
-                        "pass for one of them",
-                        hint="PACELINE_SECRET, as `openssl rand -hex 32` makes one, the same on every host")
+        raise HostError(
+            "PACELINE_TLS=1 and no PACELINE_SECRET: whoever reaches the hosts' meeting place could "
+            "pass for one of them",
+            hint="PACELINE_SECRET, as `openssl rand -hex 32` makes one, the same on every host",
+        )
     check_available()
     return True
 
@@ -81,7 +92,9 @@ def check_available() -> None:
         MissingPackage: certificates can't be made.
     """
     if importlib.util.find_spec("cryptography") is None:
-        raise MissingPackage("PACELINE_TLS=1", "cryptography", install=f"{with_extra('tls')}, on all hosts")
+        raise MissingPackage(
+            "PACELINE_TLS=1", "cryptography", install=f"{with_extra('tls')}, on all hosts"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,16 +117,30 @@ class Identity:
 
         key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
         name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "paceline")])
-        certificate = (x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
-                       .serial_number(x509.random_serial_number()).not_valid_before(now - _VALID)
-                       .not_valid_after(now + _VALID).sign(key, hashes.SHA256()))
+        certificate = (
+            x509.CertificateBuilder()
+            .subject_name(name)
+            .issuer_name(name)
+            .public_key(key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - _VALID)
+            .not_valid_after(now + _VALID)
+            .sign(key, hashes.SHA256())
+        )
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.num_tickets = 0  # nobody comes back with one
-        password = secrets.token_hex(32).encode()  # ssl reads files alone: the key is not readable in this one
+        password = secrets.token_hex(
+            32
+        ).encode()  # ssl reads files alone: the key is not readable in this one
         with tempfile.NamedTemporaryFile(suffix=".pem") as file:
-            file.write(key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8,
-                                         serialization.BestAvailableEncryption(password)))
+            file.write(
+                key.private_bytes(
+                    serialization.Encoding.PEM,
+                    serialization.PrivateFormat.PKCS8,
+                    serialization.BestAvailableEncryption(password),
+                )
+            )
             file.write(certificate.public_bytes(serialization.Encoding.PEM))
             file.flush()
             context.load_cert_chain(file.name, password=password)
@@ -132,9 +159,13 @@ class TlsSocket:
         self._sock, self._identity = sock, identity
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         context = _client_context() if identity is None else identity.context
-        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=identity is not None)
+        self._tls = context.wrap_bio(
+            self._incoming, self._outgoing, server_side=identity is not None
+        )
         self._calling = threading.Lock()  # of OpenSSL, and of its memory
-        self._sending = threading.Lock()  # from when bytes leave that memory until the system has them: in their order
+        self._sending = (
+            threading.Lock()
+        )  # from when bytes leave that memory until the system has them: in their order
         self._arrived = memoryview(bytearray(_READ_BYTES))
         self._timeout_s: float | None = sock.gettimeout()
 
@@ -173,7 +204,7 @@ class TlsSocket:
                 offset = 0
                 while offset < len(buffer):
                     with self._calling:
-                        offset += self._tls.write(buffer[offset:offset + _WRITE_BYTES])
+                        offset += self._tls.write(buffer[offset : offset + _WRITE_BYTES])
                         is_much = self._outgoing.pending >= _WRITE_BYTES
                     if is_much:
                         self._drain()
@@ -252,5 +283,8 @@ class TlsSocket:
 def _client_context() -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # the run's secret is what proves
+    context.check_hostname, context.verify_mode = (
+        False,
+        ssl.CERT_NONE,
+    )  # the run's secret is what proves
     return context

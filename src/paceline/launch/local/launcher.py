@@ -29,12 +29,20 @@ class Launcher:
         UsageError: connections between hosts must be encrypted, and can't be.
     """
 
-    def __init__(self, environment: Environment | None, devices: Sequence[Device], *, timeout_s: float,
-                 fault_policy: FaultPolicy = ALL_NEEDED) -> None:
+    def __init__(
+        self,
+        environment: Environment | None,
+        devices: Sequence[Device],
+        *,
+        timeout_s: float,
+        fault_policy: FaultPolicy = ALL_NEEDED,
+    ) -> None:
         self.environment, self.devices, self.timeout_s = environment, devices, timeout_s
         self.fault_policy = fault_policy
         if environment is not None:
-            tls.is_used(environment, fault_policy)  # every rank finds out by itself, before they meet
+            tls.is_used(
+                environment, fault_policy
+            )  # every rank finds out by itself, before they meet
         self._store: Any = None
 
     @property
@@ -52,8 +60,15 @@ class Launcher:
             self._store = join(self.environment, timeout_s=self.timeout_s)
         return agree(self._store, self.environment, key, make, timeout_s=self.timeout_s)
 
-    def run(self, body: Body, *, run_dir: Path | None, idle: Callable[[HeartbeatTable], None] | None = None,
-            restarts: int = 0, listener: Listener | None = None) -> Any:
+    def run(
+        self,
+        body: Body,
+        *,
+        run_dir: Path | None,
+        idle: Callable[[HeartbeatTable], None] | None = None,
+        restarts: int = 0,
+        listener: Listener | None = None,
+    ) -> Any:
         """Run the body as every rank and return rank 0's result (inside a launcher, this rank's).
 
         idle: called in a fork of this process while forked ranks work, with their signs of life.
@@ -66,15 +81,31 @@ class Launcher:
         if self.environment is None:
             from paceline.launch.local.ranks import run_local
 
-            return run_local(body, self.devices, run_dir=run_dir, timeout_s=self.timeout_s, idle=idle,
-                             fault_policy=self.fault_policy, restarts=restarts, listener=listener)[0]
+            return run_local(
+                body,
+                self.devices,
+                run_dir=run_dir,
+                timeout_s=self.timeout_s,
+                idle=idle,
+                fault_policy=self.fault_policy,
+                restarts=restarts,
+                listener=listener,
+            )[0]
         if restarts:
-            raise UsageError(f"restarts={restarts}: {self.environment.launcher} started this rank, not Paceline",
-                             hint="torchrun --max-restarts N starts ranks again; give the command --resume with it")
+            raise UsageError(
+                f"restarts={restarts}: {self.environment.launcher} started this rank, not Paceline",
+                hint="torchrun --max-restarts N starts ranks again; give the command --resume with it",
+            )
         from paceline.launch.hosts.launcher_rank import run_joined
 
         attempt = self.agree("attempt", lambda: uuid.uuid4().hex[:12])
-        return run_joined(body, self.environment, self.devices[self.environment.local_rank % len(self.devices)],
-                          store=self._store, attempt=attempt, run_dir=run_dir, timeout_s=self.timeout_s,
-                          fault_policy=self.fault_policy)
-
+        return run_joined(
+            body,
+            self.environment,
+            self.devices[self.environment.local_rank % len(self.devices)],
+            store=self._store,
+            attempt=attempt,
+            run_dir=run_dir,
+            timeout_s=self.timeout_s,
+            fault_policy=self.fault_policy,
+        )

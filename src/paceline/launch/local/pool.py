@@ -54,7 +54,11 @@ class _Task:
     @property
     def running(self) -> list[int]:
         """Ranks that have not ended."""
-        return [rank for rank in range(len(self.slots)) if rank not in self.results and rank not in self.failures]
+        return [
+            rank
+            for rank in range(len(self.slots))
+            if rank not in self.results and rank not in self.failures
+        ]
 
 
 class Pool:
@@ -68,7 +72,9 @@ class Pool:
         PacelineError: CUDA is already in use in this process, which forks can't share.
     """
 
-    def __init__(self, body: TaskBody, devices: Sequence[Device], *, timeout_s: float = 300.0) -> None:
+    def __init__(
+        self, body: TaskBody, devices: Sequence[Device], *, timeout_s: float = 300.0
+    ) -> None:
         refuse_used_cuda()
         self.devices, self._body, self._timeout_s = tuple(devices), body, timeout_s
         self._board = HeartbeatTable(len(devices))
@@ -111,15 +117,27 @@ class Pool:
         taken = {slot for task in self._tasks.values() for slot in task.slots}
         return [slot for slot in range(len(self.devices)) if slot not in taken]
 
-    def start(self, payload: Any, slots: Sequence[int], *, fault_policy: FaultPolicy,
-              log_dir: Path | None = None, number: int | None = None) -> int:
+    def start(
+        self,
+        payload: Any,
+        slots: Sequence[int],
+        *,
+        fault_policy: FaultPolicy,
+        log_dir: Path | None = None,
+        number: int | None = None,
+    ) -> int:
         """Start a task with a rank on each of these free slots. Returns its number, which its messages bear: another
         than any before, if the caller gives it."""
         assert set(slots) <= set(self.free)
         task = _Task(next(self._numbers) if number is None else number, tuple(slots))
-        common = {"world_size": len(slots), "payload": payload, "attempt": uuid.uuid4().hex[:12],
-                  "secret": secrets.token_hex(32), "log_dir": str(log_dir) if log_dir else None,
-                  "uses_process_group": fault_policy.uses_process_group}
+        common = {
+            "world_size": len(slots),
+            "payload": payload,
+            "attempt": uuid.uuid4().hex[:12],
+            "secret": secrets.token_hex(32),
+            "log_dir": str(log_dir) if log_dir else None,
+            "uses_process_group": fault_policy.uses_process_group,
+        }
         self._tasks[task.number] = task
         for rank, slot in enumerate(slots):
             self._board.write(slot, 0, "start")
@@ -131,7 +149,9 @@ class Pool:
     def answer(self, question: Message, value: Any) -> None:
         """Answer a question, if its task has not ended since."""
         if (task := self._tasks.get(question.task)) is not None:
-            self._processes.tell(task.slots[question.rank], Message(task.number, "answer", question.rank, value))
+            self._processes.tell(
+                task.slots[question.rank], Message(task.number, "answer", question.rank, value)
+            )
 
     def stop(self, number: int, *, patience_s: float = STOP_S) -> None:
         """Ask a task's ranks to end after their step; those that have not in time are killed."""
@@ -148,15 +168,23 @@ class Pool:
         """
         kills = [task.kill_at_s for task in self._tasks.values() if task.kill_at_s is not None]
         left_s = min([timeout_s, *(max(0.0, at_s - time.monotonic()) for at_s in kills)])
-        places = {slot: (task, rank) for task in self._tasks.values()
-                  for rank, slot in enumerate(task.slots) if rank in task.running}
+        places = {
+            slot: (task, rank)
+            for task in self._tasks.values()
+            for rank, slot in enumerate(task.slots)
+            if rank in task.running
+        }
         arrived = self._processes.wait(list(places), left_s, also=also)
-        return [message for slot, message in arrived if self._is_news(*places[slot], message)] + self._ended()
+        return [
+            message for slot, message in arrived if self._is_news(*places[slot], message)
+        ] + self._ended()
 
     def _is_news(self, task: _Task, rank: int, message: Message) -> bool:
         """Whether a message is for whoever started the task, and not of a rank's end."""
         if message.kind == "ended":
-            task.failures.setdefault(rank, killed(rank, message.value, self._board.read(task.slots[rank])))
+            task.failures.setdefault(
+                rank, killed(rank, message.value, self._board.read(task.slots[rank]))
+            )
         elif message.kind == "end" and message.failure is not None:
             task.failures[rank] = message.failure
         elif message.kind == "end":
@@ -179,7 +207,9 @@ class Pool:
                     if task.is_stopped:
                         task.results[rank] = None
                     else:
-                        task.failures[rank] = killed(rank, -signal.SIGKILL, self._board.read(task.slots[rank]))
+                        task.failures[rank] = killed(
+                            rank, -signal.SIGKILL, self._board.read(task.slots[rank])
+                        )
             if not task.running:
                 events.append(self._end(task))
         return events
@@ -202,7 +232,9 @@ class Pool:
         from paceline.base.logs import redirect
         from paceline.launch.process.rank_process import set_up_device
 
-        signal.signal(_STOP_SIGNAL, signal.SIG_IGN)  # one that comes when the training is already over
+        signal.signal(
+            _STOP_SIGNAL, signal.SIG_IGN
+        )  # one that comes when the training is already over
         if len(self.devices) > 1:
             close_connections()
         device = set_up_device(self.devices[slot], len(self.devices))
@@ -212,28 +244,59 @@ class Pool:
                 start = line.start()
             except (EOFError, OSError):
                 return
-            log = Path(folder) / f"rank-{start.rank}.log" if (folder := start.value["log_dir"]) else None
+            log = (
+                Path(folder) / f"rank-{start.rank}.log"
+                if (folder := start.value["log_dir"])
+                else None
+            )
             before, output = output, redirect(log)
             before.close()
             line.end(*self._run(slot, device, start, line, log, output))
             _let_go(device)
 
-    def _run(self, slot: int, device: torch.device, start: Message, line: Line, log: Path | None,
-             output: TextIO) -> tuple[Any, Failure | None]:
+    def _run(
+        self,
+        slot: int,
+        device: torch.device,
+        start: Message,
+        line: Line,
+        log: Path | None,
+        output: TextIO,
+    ) -> tuple[Any, Failure | None]:
         import torch.distributed as dist
 
         from paceline.launch.process.rank_process import run_body
 
         rank, order = start.rank, start.value
         world_size = order["world_size"]
-        context = RankContext(rank, world_size, world_size, device, None, self._board, slot, order["attempt"],
-                              secret=bytes.fromhex(order["secret"]), timeout_s=self._timeout_s,
-                              deaths=(0,) * world_size)
-        make_store = (lambda: dist.FileStore(str(self._store(start.task)), world_size)) if world_size > 1 else None
-        outcome = run_body(lambda context: self._body(context, order["payload"], line), context,
-                           device=self.devices[slot], make_store=make_store, terminal=output, log=log,
-                           report=lambda failure: line.end(None, failure),
-                           fault_policy=FaultPolicy(uses_process_group=order["uses_process_group"]))
+        context = RankContext(
+            rank,
+            world_size,
+            world_size,
+            device,
+            None,
+            self._board,
+            slot,
+            order["attempt"],
+            secret=bytes.fromhex(order["secret"]),
+            timeout_s=self._timeout_s,
+            deaths=(0,) * world_size,
+        )
+        make_store = (
+            (lambda: dist.FileStore(str(self._store(start.task)), world_size))
+            if world_size > 1
+            else None
+        )
+        outcome = run_body(
+            lambda context: self._body(context, order["payload"], line),
+            context,
+            device=self.devices[slot],
+            make_store=make_store,
+            terminal=output,
+            log=log,
+            report=lambda failure: line.end(None, failure),
+            fault_policy=FaultPolicy(uses_process_group=order["uses_process_group"]),
+        )
         sys.stdout.flush()
         sys.stderr.flush()
         return outcome

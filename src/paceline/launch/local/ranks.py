@@ -24,7 +24,14 @@ from paceline.base.temporary import temporary_folder
 from paceline.base.waiting import waiting
 from paceline.cluster.cluster import Device
 from paceline.launch.process.context import RankContext
-from paceline.launch.process.failure import Failure, cause_of, different_verbs, ended_by, killed, stopped
+from paceline.launch.process.failure import (
+    Failure,
+    cause_of,
+    different_verbs,
+    ended_by,
+    killed,
+    stopped,
+)
 from paceline.launch.process.fault_policy import ALL_NEEDED, FRUITLESS_RESTARTS, FaultPolicy
 from paceline.launch.process.heartbeats import HeartbeatTable, signs_of_life
 from paceline.launch.process.messages import Line, Message, RanksGone
@@ -54,7 +61,9 @@ class Listener(Protocol):
     def on_report(self) -> dict[str, Any] | None:
         """Something happened, and nobody waits. Returns an order to the first rank, if there is one."""
 
-    def on_question(self, question: Any, exchange: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
+    def on_question(
+        self, question: Any, exchange: Callable[[dict[str, Any]], Any]
+    ) -> dict[str, Any]:
         """The first rank waits for this answer. exchange: gives it an order before, and returns what it says to that.
 
         Raises:
@@ -95,9 +104,17 @@ class _Launch:
     secret: bytes = field(default_factory=lambda: secrets.token_bytes(32))
 
 
-def run_local(body: Body, devices: Sequence[Device], *, run_dir: Path | None = None, timeout_s: float = 300.0,
-              idle: Callable[[HeartbeatTable], None] | None = None, fault_policy: FaultPolicy = ALL_NEEDED,
-              restarts: int = 0, listener: Listener | None = None) -> list[Any]:
+def run_local(
+    body: Body,
+    devices: Sequence[Device],
+    *,
+    run_dir: Path | None = None,
+    timeout_s: float = 300.0,
+    idle: Callable[[HeartbeatTable], None] | None = None,
+    fault_policy: FaultPolicy = ALL_NEEDED,
+    restarts: int = 0,
+    listener: Listener | None = None,
+) -> list[Any]:
     """Run `body(context)` as one rank a device and return the results in rank order.
 
     Results travel as JSON. The ranks are forks, so the body may be any closure; nothing is pickled. Ctrl-C and
@@ -122,12 +139,29 @@ def run_local(body: Body, devices: Sequence[Device], *, run_dir: Path | None = N
 
     refuse_used_cuda()
     board = HeartbeatTable(len(devices))
-    with (temporary_folder() as rendezvous, _copies(devices, restarts) as copies,
-          closing(OutsideWatch(board, len(devices), patience_s=timeout_s)) as watch):
-        launch = _Launch(body, devices, board, watch, rendezvous, run_dir, timeout_s, fault_policy, restarts,
-                         (0,) * len(devices), copies, listener)
-        with (closing(Supervisor(partial(_be_rank, launch))) as processes,
-              _forwarded_signals(processes, listens := Event()) as interrupted):
+    with (
+        temporary_folder() as rendezvous,
+        _copies(devices, restarts) as copies,
+        closing(OutsideWatch(board, len(devices), patience_s=timeout_s)) as watch,
+    ):
+        launch = _Launch(
+            body,
+            devices,
+            board,
+            watch,
+            rendezvous,
+            run_dir,
+            timeout_s,
+            fault_policy,
+            restarts,
+            (0,) * len(devices),
+            copies,
+            listener,
+        )
+        with (
+            closing(Supervisor(partial(_be_rank, launch))) as processes,
+            _forwarded_signals(processes, listens := Event()) as interrupted,
+        ):
             ranks = _Ranks(launch, processes, interrupted, listens)
             try:
                 ranks.start_all()
@@ -158,21 +192,40 @@ def _be_rank(launch: _Launch, rank: int, line: Line) -> None:
     launch.watch.be_watched(rank)
     waiting.tell = partial(launch.board.set_waits, rank)
     start, world_size = line.start().value, len(launch.devices)
-    if world_size > 1 or start["num_starts"] > 1:  # the first process of a rank alone is the only one to use them
+    if (
+        world_size > 1 or start["num_starts"] > 1
+    ):  # the first process of a rank alone is the only one to use them
         close_connections()
     device = (*launch.devices, *launch.fault_policy.spares)[start["device"]]
     context = RankContext(
-        rank, world_size, world_size, set_up_device(device, world_size), None, launch.board, rank,
-        f"{launch.name}-{start['num_starts']}", secret=launch.secret, timeout_s=launch.timeout_s,
-        num_starts=start["num_starts"], deaths=tuple(start["deaths"]), restarts=start["restarts"],
-        line=line if launch.listener is not None and rank == 0 else None, copies=launch.copies,
-        is_watched=True)
+        rank,
+        world_size,
+        world_size,
+        set_up_device(device, world_size),
+        None,
+        launch.board,
+        rank,
+        f"{launch.name}-{start['num_starts']}",
+        secret=launch.secret,
+        timeout_s=launch.timeout_s,
+        num_starts=start["num_starts"],
+        deaths=tuple(start["deaths"]),
+        restarts=start["restarts"],
+        line=line if launch.listener is not None and rank == 0 else None,
+        copies=launch.copies,
+        is_watched=True,
+    )
     # Not the store that the ranks of an earlier start have left.
     store = launch.rendezvous / f"store-{context.num_starts}"
     result, failure, log = run_rank(
-        launch.body, context, device, run_dir=launch.run_dir, fault_policy=launch.fault_policy,
+        launch.body,
+        context,
+        device,
+        run_dir=launch.run_dir,
+        fault_policy=launch.fault_policy,
         make_store=(lambda: dist.FileStore(str(store), world_size)) if world_size > 1 else None,
-        report=lambda failure: line.end(None, failure))
+        report=lambda failure: line.end(None, failure),
+    )
     line.end(result, failure, log)
     if failure is not None:
         sys.exit(failure.exit_code)
@@ -203,10 +256,19 @@ class _Ranks:
     interrupted: signals that asked to stop; they grow while the ranks run. listens: set while the listener runs.
     """
 
-    def __init__(self, launch: _Launch, processes: Supervisor, interrupted: Sequence[int], listens: Event) -> None:
-        self.launch, self.processes, self.interrupted, self.listens = launch, processes, interrupted, listens
+    def __init__(
+        self, launch: _Launch, processes: Supervisor, interrupted: Sequence[int], listens: Event
+    ) -> None:
+        self.launch, self.processes, self.interrupted, self.listens = (
+            launch,
+            processes,
+            interrupted,
+            listens,
+        )
         self.of = [_Rank() for _ in launch.devices]
-        self.devices = list(range(len(self.of)))  # of each rank, its number among devices and spares
+        self.devices = list(
+            range(len(self.of))
+        )  # of each rank, its number among devices and spares
         self.num_spares = len(launch.fault_policy.spares)  # that are left, the last ones
         self.furthest = [-1] * len(self.of)  # step at which each rank died
         self.fruitless = [0] * len(self.of)  # deaths of each rank in a row that came no further
@@ -225,25 +287,45 @@ class _Ranks:
             launch.board.set_waits(number, False)
             launch.board.set_died(number, False)
             self.processes.start(number)
-            self.processes.tell(number, Message(0, "start", number, {
-                "device": self.devices[number], "num_starts": launch.num_starts, "deaths": launch.deaths,
-                "restarts": launch.restarts}))
+            self.processes.tell(
+                number,
+                Message(
+                    0,
+                    "start",
+                    number,
+                    {
+                        "device": self.devices[number],
+                        "num_starts": launch.num_starts,
+                        "deaths": launch.deaths,
+                        "restarts": launch.restarts,
+                    },
+                ),
+            )
             if self.interrupted:
                 self.processes.signal(signal.SIGTERM, [number])
 
     def end_all(self) -> None:
         for number, rank in enumerate(self.of):
-            self.processes.end(number, patience_s=_GRACE_S if rank.failure is None and rank.finished else 0.2)
+            self.processes.end(
+                number, patience_s=_GRACE_S if rank.failure is None and rank.finished else 0.2
+            )
 
     def restart_all(self, cause: Failure) -> None:
         lost = {rank.failure.rank for rank in self.of if rank.failure and not rank.failure.heard}
         if self.launch.copies is not None:
-            running = {number for number, rank in enumerate(self.of) if rank.failure is None and not rank.finished}
+            running = {
+                number
+                for number, rank in enumerate(self.of)
+                if rank.failure is None and not rank.finished
+            }
             self.launch.copies.live.settle(running - lost, patience_s=_SETTLE_S)
         for number in range(len(self.of)):
             self.processes.end(number)
-        moves = [self._take_spare(rank.failure.rank) for rank in self.of
-                 if rank.failure is not None and rank.failure.lost_device and self.num_spares]
+        moves = [
+            self._take_spare(rank.failure.rank)
+            for rank in self.of
+            if rank.failure is not None and rank.failure.lost_device and self.num_spares
+        ]
         self._note_restart(lost, cause, "; ".join([*moves, "all ranks start again"]))
         self.start_all()
 
@@ -252,15 +334,27 @@ class _Ranks:
         places = (*self.launch.devices, *self.launch.fault_policy.spares)
         before, self.devices[rank] = self.devices[rank], len(places) - self.num_spares
         self.num_spares -= 1
-        return (f"{places[self.devices[rank]]} takes the place of {places[before]} "
-                f"({self.num_spares} spare{'s' * (self.num_spares != 1)} left)")
+        return (
+            f"{places[self.devices[rank]]} takes the place of {places[before]} "
+            f"({self.num_spares} spare{'s' * (self.num_spares != 1)} left)"
+        )
 
     def may_restart(self, failure: Failure) -> bool:
         """Whether who died, or hung, or lost its device while there is a spare one, is to be started again, and can."""
-        may_help = failure.kind == PeerLost.__name__ or (failure.lost_device and self.num_spares > 0)
-        can = self.launch.restarts > 0 and not self.interrupted and not self.processes.is_server_lost
-        return may_help and can and (
-            self.fruitless[failure.rank] < FRUITLESS_RESTARTS or failure.step > self.furthest[failure.rank])
+        may_help = failure.kind == PeerLost.__name__ or (
+            failure.lost_device and self.num_spares > 0
+        )
+        can = (
+            self.launch.restarts > 0 and not self.interrupted and not self.processes.is_server_lost
+        )
+        return (
+            may_help
+            and can
+            and (
+                self.fruitless[failure.rank] < FRUITLESS_RESTARTS
+                or failure.step > self.furthest[failure.rank]
+            )
+        )
 
     def _note_restart(self, lost: set[int], failure: Failure, measure: str) -> None:
         """Count a restart and say why."""
@@ -268,18 +362,33 @@ class _Ranks:
         rank, is_further = failure.rank, failure.step > self.furthest[failure.rank]
         self.fruitless[rank] = 0 if is_further else self.fruitless[rank] + 1
         self.furthest[rank] = max(self.furthest[rank], failure.step)
-        self.launch = replace(self.launch, restarts=restarts, deaths=tuple(
-            deaths + (number in lost) for number, deaths in enumerate(self.launch.deaths)))
+        self.launch = replace(
+            self.launch,
+            restarts=restarts,
+            deaths=tuple(
+                deaths + (number in lost) for number, deaths in enumerate(self.launch.deaths)
+            ),
+        )
         why = re.sub(rf"^rank {rank}\b(?!,)", "it", failure.message.partition("\n")[0])
         if failure.trace:
             print(failure.describe(), file=sys.stderr)
-        print(f"rank {rank}: {why}; {measure} ({restarts} restart{'s' * (restarts != 1)} left)",
-              file=sys.stderr, flush=True)
+        print(
+            f"rank {rank}: {why}; {measure} ({restarts} restart{'s' * (restarts != 1)} left)",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def _cause(self) -> Failure | None:
         """What ends the run before its time: not an optional rank that is merely gone, but an error of any rank."""
-        failures = [rank.failure for rank in self.of if rank.failure and not (
-            rank.failure.rank in self.launch.fault_policy.optional_ranks and rank.failure.kind == PeerLost.__name__)]
+        failures = [
+            rank.failure
+            for rank in self.of
+            if rank.failure
+            and not (
+                rank.failure.rank in self.launch.fault_policy.optional_ranks
+                and rank.failure.kind == PeerLost.__name__
+            )
+        ]
         return cause_of(failures) if failures else None
 
     def cause_of_end(self) -> Failure | None:
@@ -298,7 +407,9 @@ class _Ranks:
             cause = self._cause()
             if cause is not None and not cause.heard and self.may_restart(cause):
                 return cause
-            is_over = all(rank.finished for number, rank in enumerate(self.of) if number not in optional)
+            is_over = all(
+                rank.finished for number, rank in enumerate(self.of) if number not in optional
+            )
             if deadline_s is None and (is_over or cause is not None):
                 deadline_s = time.monotonic() + _GRACE_S
             if deadline_s is not None and time.monotonic() > deadline_s:
@@ -310,8 +421,13 @@ class _Ranks:
     def _hang(self) -> Failure | None:
         """The report of a hang, once there is one. Ranks that the others go on without are looked at elsewhere."""
         optional = self.launch.fault_policy.optional_ranks
-        pids = {number: pid for number, rank in enumerate(self.of) if not rank.finished and number not in optional
-                and (pid := self.processes.pid(number)) is not None}
+        pids = {
+            number: pid
+            for number, rank in enumerate(self.of)
+            if not rank.finished
+            and number not in optional
+            and (pid := self.processes.pid(number)) is not None
+        }
         hang = self.launch.watch.look(pids)
         if hang is None or self._cause() is not None:
             return None
@@ -321,12 +437,19 @@ class _Ranks:
     def _restart_lost(self) -> None:
         """Start optional ranks again that died; those that say nothing, and so are of no use to anybody, are killed."""
         for number in sorted(self.launch.fault_policy.optional_ranks):
-            rank, silent_s = self.of[number], time.monotonic() - self.launch.board.read(number).time_s
+            rank, silent_s = (
+                self.of[number],
+                time.monotonic() - self.launch.board.read(number).time_s,
+            )
             if rank.finished and rank.failure is not None and self.may_restart(rank.failure):
                 self._note_restart({number}, rank.failure, "it starts again")
                 self._start(number)
-            elif not rank.finished and silent_s > self.launch.timeout_s + _SPEAK_S and self.launch.restarts \
-                    and not self.interrupted:
+            elif (
+                not rank.finished
+                and silent_s > self.launch.timeout_s + _SPEAK_S
+                and self.launch.restarts
+                and not self.interrupted
+            ):
                 self.processes.signal(signal.SIGKILL, [number])
 
     def _hear(self, number: int, rank: _Rank, message: Message) -> None:
@@ -344,28 +467,46 @@ class _Ranks:
             ended_by = -(code or 0)
             if self.interrupted and ended_by in (*signals.STOPPING, signal.SIGKILL):
                 rank.failure = stopped(number, self.interrupted[0], sign)
-            elif ended_by in signals.PREEMPTING:  # it was sent to this rank, before there were steps
+            elif (
+                ended_by in signals.PREEMPTING
+            ):  # it was sent to this rank, before there were steps
                 alone = stopped(number, ended_by, sign)
                 rank.failure = replace(alone, message=f"rank {number} was {alone.message}")
             else:
-                mismatch = self.launch.board.verbs.mismatch(number, sign.step) if ended_by == signal.SIGABRT else ""
-                rank.failure = different_verbs(number, mismatch, sign) if mismatch else killed(
-                    number, code, sign, with_server=self.processes.is_server_lost)
+                mismatch = (
+                    self.launch.board.verbs.mismatch(number, sign.step)
+                    if ended_by == signal.SIGABRT
+                    else ""
+                )
+                rank.failure = (
+                    different_verbs(number, mismatch, sign)
+                    if mismatch
+                    else killed(number, code, sign, with_server=self.processes.is_server_lost)
+                )
 
     def _listen(self, number: int, message: Message) -> None:
         """Let the listener hear what a rank says, and pass on what it answers."""
-        listener, is_report, timeout_s = self.launch.listener, message.kind == "report", self.launch.timeout_s
+        listener, is_report, timeout_s = (
+            self.launch.listener,
+            message.kind == "report",
+            self.launch.timeout_s,
+        )
         assert listener is not None
         with suppress(RanksGone, _ListenerAbandoned):  # the rank's end is what follows
             self.listens.set()
             try:
                 with signs_of_life(partial(listener.tell_slow, timeout_s), every_s=timeout_s):
-                    word = (listener.on_report() if is_report else
-                            listener.on_question(message.value, partial(self._exchange, number)))
+                    word = (
+                        listener.on_report()
+                        if is_report
+                        else listener.on_question(message.value, partial(self._exchange, number))
+                    )
             finally:
                 self.listens.clear()
             if word is not None:
-                self.processes.tell(number, Message(0, "order" if is_report else "answer", number, word))
+                self.processes.tell(
+                    number, Message(0, "order" if is_report else "answer", number, word)
+                )
 
     def _exchange(self, number: int, order: dict[str, Any]) -> Any:
         """Have a rank that waits do something, and wait until it has.

@@ -36,8 +36,14 @@ class WorkerPool(Protocol):
     def describe(self) -> str:
         """Where the slots are, for people."""
 
-    def start(self, payload: Any, slots: Sequence[int], *, fault_policy: FaultPolicy,
-              log_dir: Path | None = None) -> int:
+    def start(
+        self,
+        payload: Any,
+        slots: Sequence[int],
+        *,
+        fault_policy: FaultPolicy,
+        log_dir: Path | None = None,
+    ) -> int:
         """Start a task with a rank in each of these free slots. Returns its number, which its events bear."""
 
     def answer(self, question: Message, value: Any) -> None:
@@ -53,7 +59,11 @@ class WorkerPool(Protocol):
 def room(ranks: WorkerPool, count: int) -> tuple[int, ...] | None:
     """So many free slots of one node, of that which has the fewest to spare; None if no node has as many free."""
     free = set(ranks.free)
-    fitting = [slots for node in ranks.nodes if len(slots := [slot for slot in node if slot in free]) >= count]
+    fitting = [
+        slots
+        for node in ranks.nodes
+        if len(slots := [slot for slot in node if slot in free]) >= count
+    ]
     return tuple(min(fitting, key=len)[:count]) if fitting else None
 
 

@@ -21,7 +21,9 @@ from paceline.launch.process.heartbeats import HeartbeatTable
 from paceline.launch.process.malloc import set_up_heap
 from paceline.launch.process.rank_process import use_threads
 
-_BESIDE_NICE = 10  # a tenth of a rank's share: at 19 a second of work lasted for 17 steps of the byte GPT
+_BESIDE_NICE = (
+    10  # a tenth of a rank's share: at 19 a second of work lasted for 17 steps of the byte GPT
+)
 _END_S, _POLL_S = 30.0, 0.002
 
 
@@ -55,7 +57,9 @@ def aside(work: Callable[[], None]) -> Iterator[Callable[[], bool]]:
 
 
 @contextmanager
-def run_beside(work: Callable[[HeartbeatTable], None] | None, board: HeartbeatTable) -> Iterator[None]:
+def run_beside(
+    work: Callable[[HeartbeatTable], None] | None, board: HeartbeatTable
+) -> Iterator[None]:
     """Run `work(board)` in a fork of low priority while the block runs; it looks for `board.over`, and is given time to
     end then, but after an error.
 
@@ -89,7 +93,9 @@ def _has_ended(pid: int) -> bool:
 
 def take_cores() -> None:
     """Use all cores from now on, as a run's only rank does."""
-    if multiprocessing.parent_process() is None:  # else OpenMP may list threads that are not here, see above
+    if (
+        multiprocessing.parent_process() is None
+    ):  # else OpenMP may list threads that are not here, see above
         use_threads(1)
 
 

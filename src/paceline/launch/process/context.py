@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     from paceline.launch.process.state_copies import StateCopies
 
 
-_FIRST_LOOK_S, _LAST_LOOK_S = 0.001, 0.05  # between looks for another rank's word; doubled after each
+_FIRST_LOOK_S, _LAST_LOOK_S = (
+    0.001,
+    0.05,
+)  # between looks for another rank's word; doubled after each
 
 
 @dataclass
@@ -128,7 +131,9 @@ class RankContext:
                 signal.signal(number, signal.SIG_DFL)
                 signal.raise_signal(number)
             requested.add(number)
-            self.stop_signal = self.stop_signal or number  # Ctrl-C reaches a rank twice: itself and by its parent
+            self.stop_signal = (
+                self.stop_signal or number
+            )  # Ctrl-C reaches a rank twice: itself and by its parent
 
         with signals.handled(signals.STOPPING, request):
             yield

@@ -28,33 +28,70 @@ from paceline.base.user_code import is_users, user_frames
 from paceline.launch.process.heartbeats import Heartbeat
 
 # What torch's communication says, in a RuntimeError, on a rank whose peer went away.
-_PEER_WORDS = ("connection closed by peer", "connection reset by peer", "connection refused", "broken pipe",
-               "ncclremoteerror", "ncclsystemerror", "nccl communicator was aborted", "socket timeout",
-               "timed out waiting", "application timeout caused pair closure", "timed out after")
-_MEMORY_WORDS = ("can't allocate memory", "cannot allocate memory", "not enough memory", "bad_alloc",
-                 "cuda out of memory", "cuda error: out of memory", "hip out of memory", "hip error: out of memory",
-                 "cublas_status_alloc_failed", "cudnn_status_alloc_failed", "failed to cuda calloc",
-                 "cuda failure 2 'out of memory'")
+_PEER_WORDS = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "broken pipe",
+    "ncclremoteerror",
+    "ncclsystemerror",
+    "nccl communicator was aborted",
+    "socket timeout",
+    "timed out waiting",
+    "application timeout caused pair closure",
+    "timed out after",
+)
+_MEMORY_WORDS = (
+    "can't allocate memory",
+    "cannot allocate memory",
+    "not enough memory",
+    "bad_alloc",
+    "cuda out of memory",
+    "cuda error: out of memory",
+    "hip out of memory",
+    "hip error: out of memory",
+    "cublas_status_alloc_failed",
+    "cudnn_status_alloc_failed",
+    "failed to cuda calloc",
+    "cuda failure 2 'out of memory'",
+)
 # Errors of a GPU and not of a program: cudaErrorECCUncorrectable, cudaErrorNvlinkUncorrectable,
 # cudaErrorDevicesUnavailable, cudaErrorNoDevice, in the words of cudaGetErrorString, by which torch tells of them.
 # Source: "CUDA Runtime API", data types, cudaError.
-_DEVICE_WORDS = ("uncorrectable ecc error", "uncorrectable nvlink error", "no cuda-capable device is detected",
-                 "cuda-capable device(s) is/are busy or unavailable")
+_DEVICE_WORDS = (
+    "uncorrectable ecc error",
+    "uncorrectable nvlink error",
+    "no cuda-capable device is detected",
+    "cuda-capable device(s) is/are busy or unavailable",
+)
 # What torch says of a process of a data loader that ended without an exception.
 _LOADER_WORDS = re.compile(r"DataLoader worker \(pid.*\) (is killed by signal|exited unexpectedly)")
-_LOADER_HINT = ("if nobody killed it, the kernel may have run out of memory (see dmesg): --loader-workers N sets how "
-                "many there are; --resume goes on from the last checkpoint")
+_LOADER_HINT = (
+    "if nobody killed it, the kernel may have run out of memory (see dmesg): --loader-workers N sets how "
+    "many there are; --resume goes on from the last checkpoint"
+)
 # Errors of kernels. The host hears of them at a later call, which is then taken for their place.
-_LATE_WORDS = ("device-side assert", "illegal memory access", "misaligned address", "unspecified launch failure",
-               "illegal instruction")
+_LATE_WORDS = (
+    "device-side assert",
+    "illegal memory access",
+    "misaligned address",
+    "unspecified launch failure",
+    "illegal instruction",
+)
 # What torch says where a process makes its group again, and what to do: a script for torchrun was made into a job.
 _GROUP_WORDS = "initialize the default process group twice"
-_GROUP_HINT = ("ranks make torch's process group themselves: leave init_process_group out of the job, or put it under "
-               "`if __name__ == '__main__':`; 'paceline run' is for a script that keeps its own loop")
-_DEVICE_HINT = ("paceline doctor reads the errors of GPUs; --resume --devices NAMES goes on from the last checkpoint "
-                "on other ones, and --spares N keeps N of them for this")
-_LATE_HINT = ("a GPU's kernels run later than the lines that start them, so the place above may be wrong: "
-              "CUDA_LAUNCH_BLOCKING=1 makes each line wait for its kernel and shows the true place")
+_GROUP_HINT = (
+    "ranks make torch's process group themselves: leave init_process_group out of the job, or put it under "
+    "`if __name__ == '__main__':`; 'paceline run' is for a script that keeps its own loop"
+)
+_DEVICE_HINT = (
+    "paceline doctor reads the errors of GPUs; --resume --devices NAMES goes on from the last checkpoint "
+    "on other ones, and --spares N keeps N of them for this"
+)
+_LATE_HINT = (
+    "a GPU's kernels run later than the lines that start them, so the place above may be wrong: "
+    "CUDA_LAUNCH_BLOCKING=1 makes each line wait for its kernel and shows the true place"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +133,19 @@ class Failure:
     def to_dict(self) -> dict[str, Any]:
         """For programs; see docs/errors.md."""
         message, _, hint = self.message.partition("\n\nhint: ")
-        return {"reason": self.reason, "exit_code": self.exit_code, "rank": self.rank, "host": self.host,
-                "step": self.step, "phase": self.phase, "where": self.where or None, "error": self.kind,
-                "message": message, "hint": hint or None, "time": self.time_s}
+        return {
+            "reason": self.reason,
+            "exit_code": self.exit_code,
+            "rank": self.rank,
+            "host": self.host,
+            "step": self.step,
+            "phase": self.phase,
+            "where": self.where or None,
+            "error": self.kind,
+            "message": message,
+            "hint": hint or None,
+            "time": self.time_s,
+        }
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -110,7 +157,9 @@ class Failure:
     def asked_by(self, number: int) -> Failure:
         """The report of a stop that this signal asked for: ranks hear of each request as SIGTERM."""
         name = f"stopped by {signal.SIGTERM.name}"
-        return replace(self, message=self.message.replace(name, f"stopped by {signal.Signals(number).name}", 1))
+        return replace(
+            self, message=self.message.replace(name, f"stopped by {signal.Signals(number).name}", 1)
+        )
 
     def describe(self, log: Path | None = None) -> str:
         """The message a user reads: where, what, what next."""
@@ -146,56 +195,95 @@ def failure_of(error: BaseException, *, rank: int, sign: Heartbeat) -> Failure:
     exit_code, heard, message, trace = 1, bool(getattr(error, "heard", False)), text, ""
     where, frames = user_frames(error)
     if isinstance(error, PacelineError):
-        exit_code, message, where = error.exit_code, str(error), where or getattr(error, "where", "")
+        exit_code, message, where = (
+            error.exit_code,
+            str(error),
+            where or getattr(error, "where", ""),
+        )
         trace = traced_cause(error) or getattr(error, "trace", "")
     elif is_about_memory(error):
         exit_code = OutOfMemory.exit_code
-        message = (f"out of memory: {text.partition(': ')[2]}\n\n"
-                   "hint: accumulate=K or recompute=full need less memory, and shard=N splits the state")
+        message = (
+            f"out of memory: {text.partition(': ')[2]}\n\n"
+            "hint: accumulate=K or recompute=full need less memory, and shard=N splits the state"
+        )
     elif isinstance(error, RuntimeError) and any(words in lowered for words in _PEER_WORDS):
         exit_code, heard = PeerLost.exit_code, True
-    elif frames and (where or not notes):  # a note says what of the job failed, where no line of it did
+    elif frames and (
+        where or not notes
+    ):  # a note says what of the job failed, where no line of it did
         trace = traced(error).rstrip()
-    if message == text and isinstance(error, RuntimeError) and any(words in lowered for words in _LATE_WORDS):
+    if (
+        message == text
+        and isinstance(error, RuntimeError)
+        and any(words in lowered for words in _LATE_WORDS)
+    ):
         message = f"{text}\n\nhint: {_LATE_HINT}"
     if isinstance(error, ValueError) and _GROUP_WORDS in text:
         message = f"{text}\n\nhint: {_GROUP_HINT}"
-    lost_device = isinstance(error, RuntimeError) and any(words in lowered for words in _DEVICE_WORDS)
+    lost_device = isinstance(error, RuntimeError) and any(
+        words in lowered for words in _DEVICE_WORDS
+    )
     if lost_device:
-        heard, message, trace = False, f"its GPU failed: {text.partition(chr(10))[0]}\n\nhint: {_DEVICE_HINT}", ""
-    kind = next((kind.__name__ for kind in type(error).__mro__ if kind.__module__ == errors.__name__),
-                type(error).__name__)
+        heard, message, trace = (
+            False,
+            f"its GPU failed: {text.partition(chr(10))[0]}\n\nhint: {_DEVICE_HINT}",
+            "",
+        )
+    kind = next(
+        (kind.__name__ for kind in type(error).__mro__ if kind.__module__ == errors.__name__),
+        type(error).__name__,
+    )
     if isinstance(error, RuntimeError) and _LOADER_WORDS.match(text.partition(": ")[2]):
         kind, exit_code, heard, where, trace = PeerLost.__name__, PeerLost.exit_code, False, "", ""
         message = f"a process that reads its data was killed: {text.partition(': ')[2].strip()}\n\nhint: {_LOADER_HINT}"
     culprit = getattr(error, "rank", None) if isinstance(error, PeerLost) else None
-    return Failure(rank if culprit is None else culprit, socket.gethostname(), kind, printable(message), exit_code,
-                   heard, sign.step, sign.phase, printable(where), printable(trace), time.time(), lost_device)
+    return Failure(
+        rank if culprit is None else culprit,
+        socket.gethostname(),
+        kind,
+        printable(message),
+        exit_code,
+        heard,
+        sign.step,
+        sign.phase,
+        printable(where),
+        printable(trace),
+        time.time(),
+        lost_device,
+    )
 
 
 def traced_cause(error: PacelineError) -> str:
     """The user's frames of an error of the job's own code that is told in our words."""
     cause = error.__cause__
-    return traced(cause).rstrip() if cause is not None and not isinstance(cause, PacelineError) and any(
-        is_users(frame.filename) for frame in traceback.extract_tb(cause.__traceback__)) else ""
+    return (
+        traced(cause).rstrip()
+        if cause is not None
+        and not isinstance(cause, PacelineError)
+        and any(is_users(frame.filename) for frame in traceback.extract_tb(cause.__traceback__))
+        else ""
+    )
 
 
 def is_about_memory(error: BaseException) -> bool:
     """Whether something could not be allocated, by the host or by any kind of device."""
     text = in_words(error).lower()
-    named = any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__)  # torch's own, without its import
+    named = any(
+        kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__
+    )  # torch's own, without its import
     return isinstance(error, MemoryError) or named or any(words in text for words in _MEMORY_WORDS)
-
-
 
 
 def traced(error: BaseException) -> str:
     """The traceback of an error, of the user's frames where there are any; nothing without frames."""
     where, frames = user_frames(error)
-    title = "Traceback (most recent call last, your code only):" if where else "Traceback (most recent call last):"
+    title = (
+        "Traceback (most recent call last, your code only):"
+        if where
+        else "Traceback (most recent call last):"
+    )
     return f"{title}\n{''.join(traceback.format_list(frames))}" if frames else ""
-
-
 
 
 class RankFailed(PacelineError):
@@ -214,7 +302,9 @@ class RankFailed(PacelineError):
         self.exit_code = failure.exit_code
 
     def __str__(self) -> str:
-        return with_log(super().__str__(), self.log if self.log is not None and self.log.exists() else None)
+        return with_log(
+            super().__str__(), self.log if self.log is not None and self.log.exists() else None
+        )
 
 
 def ended_by(cause: Failure, log: str | None, interrupted: Sequence[int]) -> RankFailed:
@@ -227,36 +317,80 @@ def ended_by(cause: Failure, log: str | None, interrupted: Sequence[int]) -> Ran
     return error
 
 
-def killed(rank: int, exit_code: int | None, sign: Heartbeat, *, with_server: bool = False) -> Failure:
+def killed(
+    rank: int, exit_code: int | None, sign: Heartbeat, *, with_server: bool = False
+) -> Failure:
     """The report of a rank that ended without one: a signal, or an exit nobody expected. with_server: whether it ended
     because the fork server did."""
     if exit_code is not None and exit_code < 0:
         name = signal.Signals(-exit_code).name
-        how = "the process that forks ranks was killed, and all ranks with it" if with_server else (
-            f"it was killed by {name}")
+        how = (
+            "the process that forks ranks was killed, and all ranks with it"
+            if with_server
+            else (f"it was killed by {name}")
+        )
         if name == "SIGKILL":
-            how += "\n\nhint: if nobody sent it, the kernel may have run out of memory (see dmesg); " \
-                   "--resume goes on from the last checkpoint"
+            how += (
+                "\n\nhint: if nobody sent it, the kernel may have run out of memory (see dmesg); "
+                "--resume goes on from the last checkpoint"
+            )
     else:
         how = f"it ended with exit code {exit_code} and no exception"
-    return Failure(rank, socket.gethostname(), PeerLost.__name__, how, PeerLost.exit_code, heard=False, step=sign.step,
-                   phase=sign.phase, where="", trace="", time_s=time.time())
+    return Failure(
+        rank,
+        socket.gethostname(),
+        PeerLost.__name__,
+        how,
+        PeerLost.exit_code,
+        heard=False,
+        step=sign.step,
+        phase=sign.phase,
+        where="",
+        trace="",
+        time_s=time.time(),
+    )
 
 
 def different_verbs(rank: int, mismatch: str, sign: Heartbeat) -> Failure:
     """The report of a rank that ended because ranks were in different collectives. mismatch: in words."""
-    how = (f"{mismatch}\n\nhint: a condition on a rank's own samples holds on some ranks alone; give each sample a "
-           "weight in the loss, as `more`, in its place")
-    return Failure(rank, socket.gethostname(), TrainingError.__name__, how, TrainingError.exit_code, heard=False,
-                   step=sign.step, phase=sign.phase, where="", trace="", time_s=time.time())
+    how = (
+        f"{mismatch}\n\nhint: a condition on a rank's own samples holds on some ranks alone; give each sample a "
+        "weight in the loss, as `more`, in its place"
+    )
+    return Failure(
+        rank,
+        socket.gethostname(),
+        TrainingError.__name__,
+        how,
+        TrainingError.exit_code,
+        heard=False,
+        step=sign.step,
+        phase=sign.phase,
+        where="",
+        trace="",
+        time_s=time.time(),
+    )
 
 
 def stopped(rank: int, number: int, sign: Heartbeat) -> Failure:
     """The report of a rank that our own signal ended where it could not stop by itself."""
-    how = (f"stopped by {signal.Signals(number).name} in {sign}, where no checkpoint can be saved\n\n"
-           "hint: --resume goes on from the last checkpoint, if there is one")
-    return Failure(rank, socket.gethostname(), Preempted.__name__, how, Preempted.exit_code, heard=False,
-                   step=sign.step, phase=sign.phase, where="", trace="", time_s=time.time())
+    how = (
+        f"stopped by {signal.Signals(number).name} in {sign}, where no checkpoint can be saved\n\n"
+        "hint: --resume goes on from the last checkpoint, if there is one"
+    )
+    return Failure(
+        rank,
+        socket.gethostname(),
+        Preempted.__name__,
+        how,
+        Preempted.exit_code,
+        heard=False,
+        step=sign.step,
+        phase=sign.phase,
+        where="",
+        trace="",
+        time_s=time.time(),
+    )
 
 
 def cause_of(failures: Sequence[Failure]) -> Failure:

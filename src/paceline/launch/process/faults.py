@@ -23,8 +23,9 @@ from typing import Any, Literal, cast
 from paceline.base.errors import UsageError, nearest
 
 FOLDER = "faults"
-Kind = Literal["kill", "stop", "slow", "raise", "flip", "disk_full", "preempt", "tear", "kill_launcher",
-               "cut"]
+Kind = Literal[
+    "kill", "stop", "slow", "raise", "flip", "disk_full", "preempt", "tear", "kill_launcher", "cut"
+]
 
 # What each does to its rank.
 KINDS: Mapping[Kind, str] = {
@@ -36,7 +37,7 @@ KINDS: Mapping[Kind, str] = {
     "disk_full": "the rank can write to no file any more",
     "preempt": "the rank gets SIGTERM, as from a scheduler",
     "tear": "a file of the newest checkpoint loses its second half, if there is an older one, and the process that "
-            "started the ranks is killed",
+    "started the ranks is killed",
     "kill_launcher": "the process that started the ranks is killed",
     "cut": "the network of the rank's host is cut, for good or for so many seconds",
 }
@@ -81,15 +82,34 @@ class Fault:
         if kind == "slow":
             if (match := _TIMES.fullmatch(text)) and float(match[2]) >= 1:
                 return cls(kind, int(match[1]), times=float(match[2]))
-            raise UsageError(f"--slow {text} is not RANK:TIMESx with at least 1x", hint="--slow 0:3x")
+            raise UsageError(
+                f"--slow {text} is not RANK:TIMESx with at least 1x", hint="--slow 0:3x"
+            )
         match = _AT.fullmatch(text)
         is_cut, phases = kind == "cut", (*PHASES, *([_GRADIENTS] if kind == "flip" else []))
-        if match is None or int(match[2]) < 1 or match[3] not in (None, *phases) or (match[4] and not is_cut):
-            option, target, more = kind.replace("_", "-"), "HOST" if is_cut else "RANK", "+SECONDS" if is_cut else ""
-            raise UsageError(f"--{option} {text} is not {target}@STEP or {target}@STEP:PHASE"
-                             f"{more and f', or with {more}'}; steps begin with 1, and phases are {', '.join(phases)}",
-                             hint=f"--{option} 1@50, or --{option} 1@50:save{more and f', or --{option} 1@50+20'}")
-        return cls(kind, int(match[1]), int(match[2]), match[3], heals_s=float(match[4]) if match[4] else None)
+        if (
+            match is None
+            or int(match[2]) < 1
+            or match[3] not in (None, *phases)
+            or (match[4] and not is_cut)
+        ):
+            option, target, more = (
+                kind.replace("_", "-"),
+                "HOST" if is_cut else "RANK",
+                "+SECONDS" if is_cut else "",
+            )
+            raise UsageError(
+                f"--{option} {text} is not {target}@STEP or {target}@STEP:PHASE"
+                f"{more and f', or with {more}'}; steps begin with 1, and phases are {', '.join(phases)}",
+                hint=f"--{option} 1@50, or --{option} 1@50:save{more and f', or --{option} 1@50+20'}",
+            )
+        return cls(
+            kind,
+            int(match[1]),
+            int(match[2]),
+            match[3],
+            heals_s=float(match[4]) if match[4] else None,
+        )
 
     @classmethod
     def read(cls, text: str) -> Fault:
@@ -100,17 +120,23 @@ class Fault:
         """
         kind, _, where = text.partition(" ")
         if kind not in KINDS:
-            raise UsageError(f"'{text}' names no fault; {nearest(kind, KINDS)}", hint="'kill 1@50', 'slow 0:3x'")
+            raise UsageError(
+                f"'{text}' names no fault; {nearest(kind, KINDS)}", hint="'kill 1@50', 'slow 0:3x'"
+            )
         return cls.parse(cast(Kind, kind), where.strip())
 
     def __str__(self) -> str:
         if self.kind == "slow":
             return f"slow {self.rank}:{self.times:g}x"
-        return (f"{self.kind} {self.rank}@{self.step}{f':{self.phase}' if self.phase else ''}"
-                f"{f'+{self.heals_s:g}' if self.heals_s is not None else ''}")
+        return (
+            f"{self.kind} {self.rank}@{self.step}{f':{self.phase}' if self.phase else ''}"
+            f"{f'+{self.heals_s:g}' if self.heals_s is not None else ''}"
+        )
 
 
-def draw(count: int, *, seed: int, world_size: int, steps: int, kinds: Sequence[Kind] = ON_ONE_HOST) -> list[Fault]:
+def draw(
+    count: int, *, seed: int, world_size: int, steps: int, kinds: Sequence[Kind] = ON_ONE_HOST
+) -> list[Fault]:
     """So many random faults, each of any kind, on any rank, in any phase of a step after the first."""
     source = random.Random(seed)
     drawn = []
@@ -118,21 +144,32 @@ def draw(count: int, *, seed: int, world_size: int, steps: int, kinds: Sequence[
         kind = source.choice(kinds)
         rank, step = source.randrange(world_size), source.randint(min(2, steps), steps)
         phase = source.choice([None, *PHASES[1:5]])
-        drawn.append(Fault(kind, rank, times=3.0) if kind == "slow" else Fault(kind, rank, step, phase))
+        drawn.append(
+            Fault(kind, rank, times=3.0) if kind == "slow" else Fault(kind, rank, step, phase)
+        )
     return drawn
 
 
 class FaultInjector:
     """Lets the faults of one rank strike it, as it tells what it is about to do."""
 
-    def __init__(self, faults: Sequence[Fault], *, rank: int, run_dir: Path, launcher_pid: int) -> None:
+    def __init__(
+        self, faults: Sequence[Fault], *, rank: int, run_dir: Path, launcher_pid: int
+    ) -> None:
         """run_dir: where it is kept which faults have struck. launcher_pid: the process that started the ranks."""
         self.run_dir, self.launcher_pid = run_dir, launcher_pid
-        self._waiting = {number: fault for number, fault in enumerate(faults) if fault.rank == rank and (
-            fault.kind == "slow" or not _path(run_dir, number).exists())}
+        self._waiting = {
+            number: fault
+            for number, fault in enumerate(faults)
+            if fault.rank == rank and (fault.kind == "slow" or not _path(run_dir, number).exists())
+        }
         self._before: tuple[str, float] | None = None
-        self._flips: list[Any] = []  # weights of which a bit flips when the rank has gone on from its update
-        self._updating: int | None = None  # the thread that updates: a rank may serve on one and work on another
+        self._flips: list[
+            Any
+        ] = []  # weights of which a bit flips when the rank has gone on from its update
+        self._updating: int | None = (
+            None  # the thread that updates: a rank may serve on one and work on another
+        )
         # Weights of a rank that may never update: in which step, and what it has updated since.
         self._pulled: list[tuple[int, Any, list[Any]]] = []
 
@@ -155,8 +192,11 @@ class FaultInjector:
         for number, fault in list(self._waiting.items()):
             if fault.kind == "slow":
                 self._slow_down(number, fault, step, phase)
-            elif step >= fault.step and _STRIKES_IN.get(fault.phase, fault.phase) in (None, phase) and (
-                    fault.kind != "tear" or len(_complete(self.run_dir)) > 1):  # one is left to go on from
+            elif (
+                step >= fault.step
+                and _STRIKES_IN.get(fault.phase, fault.phase) in (None, phase)
+                and (fault.kind != "tear" or len(_complete(self.run_dir)) > 1)
+            ):  # one is left to go on from
                 del self._waiting[number]
                 if self._note(number, fault, step, phase):
                     self._do(fault, step)
@@ -174,7 +214,9 @@ class FaultInjector:
         path.parent.mkdir(exist_ok=True)
         try:
             with path.open("x") as file:
-                json.dump({**asdict(fault), "step": step, "phase": phase, "time": time.time()}, file)
+                json.dump(
+                    {**asdict(fault), "step": step, "phase": phase, "time": time.time()}, file
+                )
         except FileExistsError:
             return False
         return True
@@ -192,12 +234,16 @@ class FaultInjector:
             import resource
 
             hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-            resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # Python ignores SIGXFSZ, so that writing fails
+            resource.setrlimit(
+                resource.RLIMIT_FSIZE, (0, hard)
+            )  # Python ignores SIGXFSZ, so that writing fails
         else:
             if fault.kind == "tear":
                 _tear(self.run_dir)
             pid = self.launcher_pid if fault.kind in ("tear", "kill_launcher") else os.getpid()
-            number = {"stop": signal.SIGSTOP, "preempt": signal.SIGTERM}.get(fault.kind, signal.SIGKILL)
+            number = {"stop": signal.SIGSTOP, "preempt": signal.SIGTERM}.get(
+                fault.kind, signal.SIGKILL
+            )
             os.kill(pid, number)
 
     def _flip_weight(self, step: int) -> None:
@@ -237,7 +283,10 @@ def _after_update(tell: Callable[[Any], None]) -> None:
         nonlocal has_told
         if has_told:  # it stays registered: torch goes through all such hooks now
             return
-        has_told, weight = True, next(p for group in optimizer.param_groups for p in group["params"]).detach()
+        has_told, weight = (
+            True,
+            next(p for group in optimizer.param_groups for p in group["params"]).detach(),
+        )
         tell(weight.to_local() if hasattr(weight, "to_local") else weight)
 
     register_optimizer_step_post_hook(updated)
@@ -249,7 +298,9 @@ def _at_forward(tell: Callable[[Any], None]) -> None:
     from torch.nn.modules.module import register_module_forward_hook
 
     def called(module: torch.nn.Module, args: Any, output: Any) -> None:
-        weight = next((p for p in module.parameters() if p.requires_grad and not hasattr(p, "to_local")), None)
+        weight = next(
+            (p for p in module.parameters() if p.requires_grad and not hasattr(p, "to_local")), None
+        )
         if weight is not None and torch.is_grad_enabled():
             handle.remove()
             tell(weight)
@@ -264,7 +315,11 @@ def _flip_gradient(weight: Any) -> None:
 
     def flip(gradient: torch.Tensor) -> torch.Tensor:
         handle.remove()
-        gradient = gradient.clone() if gradient.is_sparse else gradient.clone(memory_format=torch.contiguous_format)
+        gradient = (
+            gradient.clone()
+            if gradient.is_sparse
+            else gradient.clone(memory_format=torch.contiguous_format)
+        )
         values = gradient._values() if gradient.is_sparse else gradient
         _flip(values, int(values.abs().argmax()))
         return gradient
@@ -276,7 +331,9 @@ def _flip(tensor: Any, place: int) -> None:
     """The highest bit of the exponent but one, of an element. torch does not count it as a write."""
     import torch
 
-    words = tensor.data.view(-1).view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+    words = tensor.data.view(-1).view(
+        {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    )
     words[place] ^= 1 << (8 * tensor.element_size() - 4)
 
 
@@ -286,7 +343,9 @@ def _cut(heals_s: float | None) -> None:
 
     ip("link", "set", NIC, "down")
     if heals_s is not None:  # this rank does not live as long
-        subprocess.Popen(["sh", "-c", f"sleep {heals_s:g}; exec ip link set {NIC} up"], start_new_session=True)
+        subprocess.Popen(
+            ["sh", "-c", f"sleep {heals_s:g}; exec ip link set {NIC} up"], start_new_session=True
+        )
 
 
 def _tear(run_dir: Path) -> None:
@@ -297,5 +356,7 @@ def _tear(run_dir: Path) -> None:
 
 def _complete(run_dir: Path) -> list[Path]:
     """Checkpoints that are complete, the newest last."""
-    return sorted((path.parent for path in run_dir.glob("checkpoints/step-*/COMMIT")),
-                  key=lambda folder: int(folder.name.removeprefix("step-")))
+    return sorted(
+        (path.parent for path in run_dir.glob("checkpoints/step-*/COMMIT")),
+        key=lambda folder: int(folder.name.removeprefix("step-")),
+    )

@@ -12,8 +12,21 @@ from dataclasses import dataclass
 
 from paceline.launch.process.verb_table import VerbTable
 
-PHASES = ("start", "build", "restore", "input", "forward", "backward", "reduce", "optimizer", "evaluate", "save",
-          "copy", "callback", "end")
+PHASES = (
+    "start",
+    "build",
+    "restore",
+    "input",
+    "forward",
+    "backward",
+    "reduce",
+    "optimizer",
+    "evaluate",
+    "save",
+    "copy",
+    "callback",
+    "end",
+)
 # Of an entry: where its rank is, when it said so, whether it waits for others, and whether its process died.
 _WORDS, _WORD_BYTES = 4, 8
 
@@ -77,7 +90,9 @@ class HeartbeatTable:
     @property
     def dead(self) -> list[int]:
         """The ranks that died, in their order."""
-        return [rank for rank in range(len(self._words) // _WORDS) if self._words[_WORDS * rank + 3]]
+        return [
+            rank for rank in range(len(self._words) // _WORDS) if self._words[_WORDS * rank + 3]
+        ]
 
     def read(self, rank: int) -> Heartbeat:
         step, phase = divmod(self._words[_WORDS * rank], len(PHASES))

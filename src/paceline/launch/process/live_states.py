@@ -32,7 +32,10 @@ class LiveStates:
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks, self.is_mapped = num_ranks, False
         self._arenas = [memory_file("paceline-arena") for _ in range(num_ranks)]
-        self._notes, self._indexes = StepSlots(num_ranks, "paceline-note"), StepSlots(num_ranks, "paceline-index")
+        self._notes, self._indexes = (
+            StepSlots(num_ranks, "paceline-note"),
+            StepSlots(num_ranks, "paceline-index"),
+        )
         self._words = memoryview(mmap.mmap(-1, _WORD_BYTES * num_ranks)).cast("q")
         for rank in range(num_ranks):
             self.change(rank)
@@ -79,7 +82,9 @@ class LiveStates:
         self.change(rank)
         self._indexes.write(rank, step, [], index)
 
-    def note(self, rank: int, step: int, note: memoryview, document: bytes, *, is_whole: bool = True) -> None:
+    def note(
+        self, rank: int, step: int, note: memoryview, document: bytes, *, is_whole: bool = True
+    ) -> None:
         """This rank's state is that after a step. is_whole: whether others may read it.
 
         Raises:
@@ -116,8 +121,10 @@ class LiveStates:
         update, or not yet through with a step that others have ended."""
         running = [rank for rank in running if self.index(rank) is not None]
         until_s = time.monotonic() + patience_s
-        while any(self.step(rank) is None for rank in running) or len(
-                {self.step(rank) for rank in range(self.num_ranks)} - {None}) > 1:
+        while (
+            any(self.step(rank) is None for rank in running)
+            or len({self.step(rank) for rank in range(self.num_ranks)} - {None}) > 1
+        ):
             if not running or time.monotonic() > until_s:
                 return
             time.sleep(_LOOK_EVERY_S)

@@ -35,7 +35,9 @@ def set_up_heap(*, keep: bool) -> None:
 
 def is_set_by_user() -> bool:
     """Whether the user has chosen how glibc's heap behaves."""
-    return any(name.startswith("MALLOC_") for name in os.environ) or "malloc" in os.environ.get("GLIBC_TUNABLES", "")
+    return any(name.startswith("MALLOC_") for name in os.environ) or "malloc" in os.environ.get(
+        "GLIBC_TUNABLES", ""
+    )
 
 
 def trim_heap() -> None:
@@ -51,8 +53,14 @@ class KeptHeap:
     anew: a step has taken by then what it needs.
     """
 
-    def __init__(self, device_kind: str, *, resident_bytes: Callable[[], int] | None = None,
-                 trim: Callable[[], None] = trim_heap, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        device_kind: str,
+        *,
+        resident_bytes: Callable[[], int] | None = None,
+        trim: Callable[[], None] = trim_heap,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._resident_bytes = resident_bytes or (lambda: int(psutil.Process().memory_info().rss))
         self._trim, self._clock = trim, clock
         self._is_kept = device_kind == "cpu" and not is_set_by_user()

@@ -9,7 +9,9 @@ import tempfile
 
 from paceline.base.long_work import long_work
 
-_CALL_BYTES = 256 * 2**20  # of one call: a rank that copies a large state gives a sign of life after each
+_CALL_BYTES = (
+    256 * 2**20
+)  # of one call: a rank that copies a large state gives a sign of life after each
 
 
 def memory_file(name: str) -> int:

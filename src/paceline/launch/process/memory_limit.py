@@ -38,7 +38,10 @@ def limited_to(device: Device) -> Iterator[None]:
         return
     before, highest = resource.getrlimit(resource.RLIMIT_DATA)
     allowed_bytes = psutil.Process().memory_info().data + device.memory_bytes + STACKS_BYTES
-    resource.setrlimit(resource.RLIMIT_DATA, (allowed_bytes if highest < 0 else min(allowed_bytes, highest), highest))
+    resource.setrlimit(
+        resource.RLIMIT_DATA,
+        (allowed_bytes if highest < 0 else min(allowed_bytes, highest), highest),
+    )
     try:
         _check_kept(allowed_bytes)
         yield
@@ -46,10 +49,12 @@ def limited_to(device: Device) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_DATA, (before, highest))
         if not is_about_memory(error):
             raise
-        raise OutOfMemory(f"the rank needs more than its limit of {device.memory_bytes / 2**20:,.0f} MiB: "
-                          f"{str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}",
-                          hint="a greater --memory, accumulate=K, recompute=full, or more ranks to split the state "
-                               "over (shard=N, pipeline=N, place=auto parts=N)") from error
+        raise OutOfMemory(
+            f"the rank needs more than its limit of {device.memory_bytes / 2**20:,.0f} MiB: "
+            f"{str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}",
+            hint="a greater --memory, accumulate=K, recompute=full, or more ranks to split the state "
+            "over (shard=N, pipeline=N, place=auto parts=N)",
+        ) from error
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, (before, highest))
 
@@ -57,5 +62,7 @@ def limited_to(device: Device) -> Iterator[None]:
 def _check_kept(allowed_bytes: int) -> None:
     with suppress(OSError):
         mmap.mmap(-1, allowed_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
-        raise ClusterError("this kernel doesn't keep the limit on a process's data (RLIMIT_DATA)",
-                           hint="leave --memory out, and limit the processes from outside")
+        raise ClusterError(
+            "this kernel doesn't keep the limit on a process's data (RLIMIT_DATA)",
+            hint="leave --memory out, and limit the processes from outside",
+        )

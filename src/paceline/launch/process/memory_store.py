@@ -44,8 +44,15 @@ class StepSlots:
     def _slots(self, rank: int) -> range:
         return range(self.num_slots * rank, self.num_slots * (rank + 1))
 
-    def write(self, rank: int, step: int, parts: Iterable[memoryview], index: bytes, *,
-              keep: Collection[int] = ()) -> None:
+    def write(
+        self,
+        rank: int,
+        step: int,
+        parts: Iterable[memoryview],
+        index: bytes,
+        *,
+        keep: Collection[int] = (),
+    ) -> None:
         """Write into this rank's oldest slot. index: says what the parts are, which lie one after the other. keep:
         steps whose slots stay as they are.
 
@@ -58,7 +65,13 @@ class StepSlots:
             offset = write_at(self._files[slot], part, offset)
         self._complete(slot, step, offset - len(index), offset)
 
-    def fill(self, rank: int, step: int, extent: tuple[int, int], fetch: Callable[[int, memoryview], None]) -> None:
+    def fill(
+        self,
+        rank: int,
+        step: int,
+        extent: tuple[int, int],
+        fetch: Callable[[int, memoryview], None],
+    ) -> None:
         """Write into this rank's oldest slot what another one has elsewhere. extent: see `extent`. fetch: fills a
         target from a place in the other one on.
 
@@ -68,15 +81,18 @@ class StepSlots:
         slot, (index_start, end) = self._oldest(rank), extent
         piece = memoryview(bytearray(min(PIECE_BYTES, end)))
         for offset in range(0, end, PIECE_BYTES):
-            target = piece[:min(PIECE_BYTES, end - offset)]
+            target = piece[: min(PIECE_BYTES, end - offset)]
             fetch(offset, target)
             write_at(self._files[slot], target, offset)
         self._complete(slot, step, index_start, end)
 
     def _oldest(self, rank: int, keep: Collection[int] = ()) -> int:
         """This rank's slot with the oldest content, emptied."""
-        slots = [slot for slot in (self._slots(rank) if keep else self._slots(rank)[:SLOTS])
-                 if self._words[_WORDS * slot] not in keep]
+        slots = [
+            slot
+            for slot in (self._slots(rank) if keep else self._slots(rank)[:SLOTS])
+            if self._words[_WORDS * slot] not in keep
+        ]
         slot = min(slots, key=lambda slot: self._words[_WORDS * slot])
         self._words[_WORDS * slot] = _NOTHING
         return slot

@@ -41,7 +41,9 @@ class Message:
 
     def encode(self) -> str:
         """A line of JSON, in which numbers that are none stay so."""
-        return json.dumps(self, default=lambda value: {f.name: getattr(value, f.name) for f in fields(value)})
+        return json.dumps(
+            self, default=lambda value: {f.name: getattr(value, f.name) for f in fields(value)}
+        )
 
     @classmethod
     def decode(cls, text: str | bytes) -> Message:
@@ -85,7 +87,11 @@ class Line:
         Raises:
             EOFError, OSError: it is gone.
         """
-        return Message.decode(self._connection.recv_bytes()) if self._connection.poll(timeout_s) else None
+        return (
+            Message.decode(self._connection.recv_bytes())
+            if self._connection.poll(timeout_s)
+            else None
+        )
 
     def question(self, value: Any) -> None:
         """Ask without waiting for the answer."""
@@ -95,7 +101,12 @@ class Line:
         """A process that goes on after it may say it again, with what it knows then."""
         self._send("end", value, failure, None if log is None else str(log))
 
-    def _send(self, kind: Kind, value: Any, failure: Failure | None = None, log: str | None = None) -> None:
+    def _send(
+        self, kind: Kind, value: Any, failure: Failure | None = None, log: str | None = None
+    ) -> None:
         data = Message(self._task, kind, self._rank, value, failure, log).encode().encode()
-        with self._lock, suppress(OSError):  # whoever supervises is gone, and this process ends with it
+        with (
+            self._lock,
+            suppress(OSError),
+        ):  # whoever supervises is gone, and this process ends with it
             self._connection.send_bytes(data)

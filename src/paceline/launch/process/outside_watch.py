@@ -42,7 +42,9 @@ STACK_SIGNAL: int = signal.SIGRTMIN + 3 if hasattr(signal, "SIGRTMIN") else sign
 _STACK_S, _STACK_POLL_S = 0.5, 0.01  # how long to wait for the stacks
 _PATIENCES = 3  # that ranks which compute nothing have while nobody waits
 _AWAY_S = 5.0  # without a look, of which there are two a second
-_FETCH = str(Path("torch", "utils", "data", "_utils", "fetch.py"))  # where a loader worker makes a batch
+_FETCH = str(
+    Path("torch", "utils", "data", "_utils", "fetch.py")
+)  # where a loader worker makes a batch
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
 
 
@@ -64,15 +66,21 @@ class OutsideWatch:
     sees_all: whether all ranks of the run are on this host. Else ranks that all wait may wait for one elsewhere.
     """
 
-    def __init__(self, board: HeartbeatTable, num_ranks: int, *, patience_s: float, sees_all: bool = True) -> None:
+    def __init__(
+        self, board: HeartbeatTable, num_ranks: int, *, patience_s: float, sees_all: bool = True
+    ) -> None:
         self.board, self.patience_s, self.sees_all = board, patience_s, sees_all
         self._first_rank = 0
         self._stacks = [memory_file("paceline-stack") for _ in range(num_ranks)]
         for stack in self._stacks:
-            fcntl.fcntl(stack, fcntl.F_SETFL, os.O_APPEND)  # a rank writes at the end, which is moved here
+            fcntl.fcntl(
+                stack, fcntl.F_SETFL, os.O_APPEND
+            )  # a rank writes at the end, which is moved here
         self._silences: dict[int, _Silence] = {}
         self._looked_s, self._awake_s = time.monotonic(), 0.0
-        self._silent_in: list[tuple[int, str]] = []  # step and phase, at each look at ranks that nobody waits for
+        self._silent_in: list[
+            tuple[int, str]
+        ] = []  # step and phase, at each look at ranks that nobody waits for
 
     def close(self) -> None:
         for descriptor in self._stacks:
@@ -103,21 +111,37 @@ class OutsideWatch:
             return None
         positions = self._positions(pids)
         reacting = {rank: position for rank, position in positions.items() if position is not None}
-        has_waiting = not self.sees_all or len(pids) < len(self._stacks) or (
-            len(pids) > 1 and is_awaited(reacting.values()))
-        is_everywhere = self.sees_all and len(reacting) == len(silent) == len(pids) and all(
-            position["waits"] for position in reacting.values())
+        has_waiting = (
+            not self.sees_all
+            or len(pids) < len(self._stacks)
+            or (len(pids) > 1 and is_awaited(reacting.values()))
+        )
+        is_everywhere = (
+            self.sees_all
+            and len(reacting) == len(silent) == len(pids)
+            and all(position["waits"] for position in reacting.values())
+        )
         dumb = [rank for rank in silent if rank not in reacting]
-        reacting = {rank: position for rank, position in reacting.items()
-                    if rank in silent or position["waits"]}  # the others work
-        if not is_everywhere and not dumb and all(position["waits"] for position in reacting.values()):
+        reacting = {
+            rank: position
+            for rank, position in reacting.items()
+            if rank in silent or position["waits"]
+        }  # the others work
+        if (
+            not is_everywhere
+            and not dumb
+            and all(position["waits"] for position in reacting.values())
+        ):
             return None  # who waits, waits for a rank that works
         failure = self._report(reacting, dumb, pids)
         place = failure.step, failure.phase
         self._silent_in = [*self._silent_in, place] if place in self._silent_in else [place]
         is_long = len(self._silent_in) > (_PATIENCES if len(self._stacks) > 1 else 0)
-        if has_waiting or any(is_stopped(pids[rank]) for rank in dumb) or (
-                is_long and all(self._is_asleep(rank, pids[rank]) for rank in silent)):
+        if (
+            has_waiting
+            or any(is_stopped(pids[rank]) for rank in dumb)
+            or (is_long and all(self._is_asleep(rank, pids[rank]) for rank in silent))
+        ):
             return failure
         self._awake_s = time.monotonic()
         if len(self._silent_in) == 1:
@@ -128,13 +152,19 @@ class OutsideWatch:
         """Whether a silent rank, and what works for it, computes nothing: it waits for what doesn't come."""
         return _computed_s(pid) - self._silences[rank].computed_s < ASLEEP * self.patience_s
 
-    def _report(self, reacting: dict[int, dict[str, Any]], dumb: list[int], pids: dict[int, int]) -> Failure:
+    def _report(
+        self, reacting: dict[int, dict[str, Any]], dumb: list[int], pids: dict[int, int]
+    ) -> Failure:
         world_size = len(pids)
         first = self._first_rank
-        failure = hang_failure({first + rank: position for rank, position in reacting.items()}, world_size=world_size,
-                               rank=first + next(iter(reacting), 0), timeout_s=self.patience_s,
-                               silent=[first + rank for rank in dumb],
-                               states={first + rank: _state(pids[rank]) for rank in dumb})
+        failure = hang_failure(
+            {first + rank: position for rank, position in reacting.items()},
+            world_size=world_size,
+            rank=first + next(iter(reacting), 0),
+            timeout_s=self.patience_s,
+            silent=[first + rank for rank in dumb],
+            states={first + rank: _state(pids[rank]) for rank in dumb},
+        )
         if failure.rank - first in reacting:
             return failure
         sign = self.board.read(failure.rank - first)
@@ -149,8 +179,13 @@ class OutsideWatch:
         silence = self._silences.get(rank)
         if silence is None or silence.since_s != sign.time_s:
             silence = self._silences[rank] = _Silence(sign.time_s, _delays_s(pid), _computed_s(pid))
-        starved_s = max((delay_s - silence.delays_s.get(thread, 0.0) for thread, delay_s in _delays_s(pid).items()),
-                        default=0.0)
+        starved_s = max(
+            (
+                delay_s - silence.delays_s.get(thread, 0.0)
+                for thread, delay_s in _delays_s(pid).items()
+            ),
+            default=0.0,
+        )
         return silent_s - starved_s
 
     def _positions(self, pids: dict[int, int]) -> dict[int, dict[str, Any] | None]:
@@ -159,8 +194,10 @@ class OutsideWatch:
         The signal may end a system call that a rank was blocked in, and so the hang; it is reported as it was before.
         """
         signs = {rank: self.board.read(rank) for rank in pids}
-        return {rank: self._position(rank, pids[rank], signs[rank], text) if text else None
-                for rank, text in self._ask(pids).items()}
+        return {
+            rank: self._position(rank, pids[rank], signs[rank], text) if text else None
+            for rank, text in self._ask(pids).items()
+        }
 
     def _ask(self, pids: dict[int, int]) -> dict[int, str]:
         """What the signal makes processes write, each into its rank's file; nothing of one that doesn't react."""
@@ -171,7 +208,9 @@ class OutsideWatch:
         until_s = time.monotonic() + _STACK_S
         texts = dict.fromkeys(pids, "")
         before: dict[int, str] = {}
-        while (not all(texts.values()) or texts != before) and time.monotonic() < until_s:  # they come line by line
+        while (
+            not all(texts.values()) or texts != before
+        ) and time.monotonic() < until_s:  # they come line by line
             time.sleep(_STACK_POLL_S)
             texts, before = {rank: self._text(rank) for rank in pids}, texts
         return texts
@@ -184,12 +223,26 @@ class OutsideWatch:
     def _position(self, rank: int, pid: int, sign: Heartbeat, text: str) -> dict[str, Any]:
         frames = _frames(text)
         # On a GPU a collective returns at once, and the rank waits where it reads the result: in the reduce phase.
-        waits = sign.phase == "reduce" or self.board.waits(rank) or _is_in_collective([file for file, _, _ in frames])
+        waits = (
+            sign.phase == "reduce"
+            or self.board.waits(rank)
+            or _is_in_collective([file for file, _, _ in frames])
+        )
         where = next((f"{file}:{line}" for file, line, _ in frames if is_users(file)), "")
-        stack = traceback.StackSummary.from_list([(file, line, name, None) for file, line, name in reversed(frames)])
-        return {"step": sign.step, "phase": sign.phase, "waits": waits, "where": where, "host": socket.gethostname(),
-                "stack": "".join(stack.format()[-6:]),
-                "waits_for": self._busy_worker(rank, pid) if any(LOADER in file for file, _, _ in frames[:9]) else ""}
+        stack = traceback.StackSummary.from_list(
+            [(file, line, name, None) for file, line, name in reversed(frames)]
+        )
+        return {
+            "step": sign.step,
+            "phase": sign.phase,
+            "waits": waits,
+            "where": where,
+            "host": socket.gethostname(),
+            "stack": "".join(stack.format()[-6:]),
+            "waits_for": self._busy_worker(rank, pid)
+            if any(LOADER in file for file, _, _ in frames[:9])
+            else "",
+        }
 
     def _busy_worker(self, rank: int, pid: int) -> str:
         """The first process that makes something of a rank's data, with its place; nothing where all of them idle, or
@@ -201,7 +254,11 @@ class OutsideWatch:
                     continue  # the signal would end it
                 text = self._ask({rank: worker})[rank]
                 frames = takewhile(lambda frame: frame[2] != "_worker_loop", _frames(text))
-                busy = [f"at {file}:{line}" for file, line, _ in frames if _FETCH in file or is_users(file)]
+                busy = [
+                    f"at {file}:{line}"
+                    for file, line, _ in frames
+                    if _FETCH in file or is_users(file)
+                ]
                 if busy or not text:
                     place = busy[0] if busy else _state(worker) or "which does not react"
                     return f"its loader worker (process {worker}), {place}"
@@ -250,9 +307,12 @@ def is_stopped(pid: int) -> bool:
 
 def _state(pid: int) -> str:
     """What the kernel says of a process that doesn't react."""
-    return {"T": "its process is stopped, by SIGSTOP for example", "t": "a debugger holds its process",
-            "D": "its process waits in the kernel, for a disk for example",
-            "Z": "its process has ended"}.get(_state_letter(pid), "")
+    return {
+        "T": "its process is stopped, by SIGSTOP for example",
+        "t": "a debugger holds its process",
+        "D": "its process waits in the kernel, for a disk for example",
+        "Z": "its process has ended",
+    }.get(_state_letter(pid), "")
 
 
 def _state_letter(pid: int) -> str:

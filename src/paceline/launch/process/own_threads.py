@@ -25,7 +25,11 @@ def own_threads_watched(context: RankContext, report: Callable[[Failure], None])
     before = threading.excepthook
 
     def end(hook_args: threading.ExceptHookArgs) -> None:
-        if hook_args.thread is None or not hook_args.thread.name.startswith(PREFIX) or hook_args.exc_value is None:
+        if (
+            hook_args.thread is None
+            or not hook_args.thread.name.startswith(PREFIX)
+            or hook_args.exc_value is None
+        ):
             before(hook_args)
             return
         traceback.print_exception(hook_args.exc_value)

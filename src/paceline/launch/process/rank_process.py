@@ -30,17 +30,32 @@ Body = Callable[[RankContext], Any]
 _LAST_RESORT_S = 30.0  # beyond twice the patience, after which a collective gives up
 
 
-def run_rank(body: Body, context: RankContext, device: Device, *, make_store: Callable[[], dist.Store] | None,
-             run_dir: Path | None, report: Callable[[Failure], None],
-             fault_policy: FaultPolicy) -> tuple[Any, Failure | None, Path | None]:
+def run_rank(
+    body: Body,
+    context: RankContext,
+    device: Device,
+    *,
+    make_store: Callable[[], dist.Store] | None,
+    run_dir: Path | None,
+    report: Callable[[Failure], None],
+    fault_policy: FaultPolicy,
+) -> tuple[Any, Failure | None, Path | None]:
     """Run `body` as one rank of a run. `report` takes a failure that ends the process before this returns.
 
     Returns:
         The body's result, or its failure; and the rank's log.
     """
     terminal, log = open_log(run_dir, context.rank)
-    result, failure = run_body(body, context, device=device, make_store=make_store, terminal=terminal, log=log,
-                               report=report, fault_policy=fault_policy)
+    result, failure = run_body(
+        body,
+        context,
+        device=device,
+        make_store=make_store,
+        terminal=terminal,
+        log=log,
+        report=report,
+        fault_policy=fault_policy,
+    )
     sys.stdout.flush()
     sys.stderr.flush()
     sys.stdout = sys.stderr = terminal
@@ -56,9 +71,17 @@ def set_up_device(device: Device, local_world_size: int) -> torch.device:
     return torch_device
 
 
-def run_body(body: Body, context: RankContext, *, device: Device, make_store: Callable[[], dist.Store] | None,
-             terminal: TextIO, log: Path | None, report: Callable[[Failure], None],
-             fault_policy: FaultPolicy) -> tuple[Any, Failure | None]:
+def run_body(
+    body: Body,
+    context: RankContext,
+    *,
+    device: Device,
+    make_store: Callable[[], dist.Store] | None,
+    terminal: TextIO,
+    log: Path | None,
+    report: Callable[[Failure], None],
+    fault_policy: FaultPolicy,
+) -> tuple[Any, Failure | None]:
     """Run `body` among its peers, watched, held to the device's memory, in a process that is set up.
 
     Returns:
@@ -69,8 +92,12 @@ def run_body(body: Body, context: RankContext, *, device: Device, make_store: Ca
             context.store = make_store()
         set_up_logging(terminal, rank=context.rank, store=context.store)
         long_work.tell = partial(context.board.renew, context.slot)
-        with (Watchdog(context, timeout_s=context.timeout_s, report=report), own_threads_watched(context, report),
-              _process_group(context, device, fault_policy), limited_to(device)):
+        with (
+            Watchdog(context, timeout_s=context.timeout_s, report=report),
+            own_threads_watched(context, report),
+            _process_group(context, device, fault_policy),
+            limited_to(device),
+        ):
             return body(context), None
     except BaseException as error:
         failure = peer_loss(context, error)
@@ -93,9 +120,16 @@ def _process_group(context: RankContext, device: Device, fault_policy: FaultPoli
         backend = shared_gpu.register()
     # The watch speaks first and names the rank; the group's own timeout is the last resort.
     limit_s = 2 * context.timeout_s + _LAST_RESORT_S
-    dist.init_process_group(backend, store=dist.PrefixStore("group", context.store), rank=context.rank,
-                            world_size=context.world_size, timeout=timedelta(seconds=limit_s))
-    dist.all_reduce(torch.zeros(1))  # a rank that is done at once must not leave while others still connect to it
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore("group", context.store),
+        rank=context.rank,
+        world_size=context.world_size,
+        timeout=timedelta(seconds=limit_s),
+    )
+    dist.all_reduce(
+        torch.zeros(1)
+    )  # a rank that is done at once must not leave while others still connect to it
     try:
         yield
     finally:
@@ -113,7 +147,9 @@ def use_threads(local_world_size: int) -> None:
 
 
 def _claim(device: Device) -> torch.device:
-    torch_device = torch.device(device.kind, device.index) if device.kind == "cuda" else torch.device("cpu")
+    torch_device = (
+        torch.device(device.kind, device.index) if device.kind == "cuda" else torch.device("cpu")
+    )
     if torch_device.type == "cuda":
         torch.cuda.set_device(torch_device)
     return torch_device

@@ -69,7 +69,9 @@ class StagedGroup(_ProcessGroup):
 
     def allreduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
         staged = _Staged(mean_of=self._of_mean(opts))
-        return staged.begun(self.over_gloo.allreduce(staged.changed(tensors), _as_sum(opts, dist.AllreduceOptions)))
+        return staged.begun(
+            self.over_gloo.allreduce(staged.changed(tensors), _as_sum(opts, dist.AllreduceOptions))
+        )
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> dist.Work:
         return _Several([self.allreduce([tensor], opts) for tensor in tensors])
@@ -87,12 +89,18 @@ class StagedGroup(_ProcessGroup):
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any) -> dist.Work:
         staged = _Staged()
-        filled, = staged.filled([output])
+        (filled,) = staged.filled([output])
         return staged.begun(self.over_gloo._allgather_base(filled, *staged.read([input]), opts))
 
-    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> dist.Work:
-        return _Several([self.all_gather_single(output, input, opts)
-                         for output, input in zip(outputs, inputs, strict=True)])
+    def all_gather_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any
+    ) -> dist.Work:
+        return _Several(
+            [
+                self.all_gather_single(output, input, opts)
+                for output, input in zip(outputs, inputs, strict=True)
+            ]
+        )
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> dist.Work:
         staged = _Staged()
@@ -104,28 +112,51 @@ class StagedGroup(_ProcessGroup):
         filled = staged.filled(outputs)
         return staged.begun(self.over_gloo.scatter(filled, list(map(staged.read, inputs)), opts))
 
-    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> dist.Work:
+    def reduce_scatter(
+        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any
+    ) -> dist.Work:
         staged = _Staged(mean_of=self._of_mean(opts))
         filled = staged.filled(outputs)
-        return staged.begun(self.over_gloo.reduce_scatter(filled, list(map(staged.read, inputs)),
-                                                          _as_sum(opts, dist.ReduceScatterOptions)))
+        return staged.begun(
+            self.over_gloo.reduce_scatter(
+                filled, list(map(staged.read, inputs)), _as_sum(opts, dist.ReduceScatterOptions)
+            )
+        )
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> dist.Work:
         staged = _Staged(mean_of=self._of_mean(opts))
-        filled, = staged.filled([output])
-        return staged.begun(self.over_gloo._reduce_scatter_base(filled, *staged.read([input]),
-                                                                _as_sum(opts, dist.ReduceScatterOptions)))
+        (filled,) = staged.filled([output])
+        return staged.begun(
+            self.over_gloo._reduce_scatter_base(
+                filled, *staged.read([input]), _as_sum(opts, dist.ReduceScatterOptions)
+            )
+        )
 
-    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> dist.Work:
-        return _Several([self.reduce_scatter_single(output, input, opts)
-                         for output, input in zip(outputs, inputs, strict=True)])
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any
+    ) -> dist.Work:
+        return _Several(
+            [
+                self.reduce_scatter_single(output, input, opts)
+                for output, input in zip(outputs, inputs, strict=True)
+            ]
+        )
 
-    def all_to_all_single(self, output: Tensor, input: Tensor, output_sizes: list[int], input_sizes: list[int],
-                          opts: Any) -> dist.Work:
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_sizes: list[int],
+        input_sizes: list[int],
+        opts: Any,
+    ) -> dist.Work:
         staged = _Staged()
-        filled, = staged.filled([output])
-        return staged.begun(self.over_gloo.alltoall_base(filled, *staged.read([input]), output_sizes, input_sizes,
-                                                         opts))
+        (filled,) = staged.filled([output])
+        return staged.begun(
+            self.over_gloo.alltoall_base(
+                filled, *staged.read([input]), output_sizes, input_sizes, opts
+            )
+        )
 
     def send(self, tensors: list[Tensor], to: int, tag: int) -> dist.Work:
         return self.over_gloo.send(_Staged().read(tensors), to, tag)
@@ -135,8 +166,14 @@ class StagedGroup(_ProcessGroup):
         return staged.begun(self.over_gloo.recv(staged.filled(tensors), source, tag))
 
     # What torch calls some of these in older versions.
-    _allgather_base, allgather_into_tensor_coalesced = all_gather_single, all_gather_single_coalesced
-    _reduce_scatter_base, reduce_scatter_tensor_coalesced = reduce_scatter_single, reduce_scatter_single_coalesced
+    _allgather_base, allgather_into_tensor_coalesced = (
+        all_gather_single,
+        all_gather_single_coalesced,
+    )
+    _reduce_scatter_base, reduce_scatter_tensor_coalesced = (
+        reduce_scatter_single,
+        reduce_scatter_single_coalesced,
+    )
     alltoall_base = all_to_all_single
 
     def _of_mean(self, opts: Any) -> int:
@@ -165,7 +202,9 @@ class _Staged:
 
     def read(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Tensors that the message reads. The copy waits for the work that makes them."""
-        return [tensor.detach().contiguous().cpu() if tensor.is_cuda else tensor for tensor in tensors]
+        return [
+            tensor.detach().contiguous().cpu() if tensor.is_cuda else tensor for tensor in tensors
+        ]
 
     def changed(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Tensors that it reads and changes."""
@@ -177,7 +216,10 @@ class _Staged:
         """Tensors that it writes alone. Work that still uses their memory is waited for."""
         for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
-        on_cpu = [torch.empty(tensor.shape, dtype=tensor.dtype) if tensor.is_cuda else tensor for tensor in tensors]
+        on_cpu = [
+            torch.empty(tensor.shape, dtype=tensor.dtype) if tensor.is_cuda else tensor
+            for tensor in tensors
+        ]
         self.results += zip(tensors, on_cpu, strict=True)
         return on_cpu
 

@@ -29,11 +29,17 @@ def in_a_fresh_process(work: Work, connections: Sequence[Connection] = ()) -> An
     """
     with ExitStack() as ends:
         (theirs_in, ours_out), (ours_in, theirs_out) = os.pipe(), os.pipe()
-        answer, request = ends.enter_context(open(ours_in, "rb")), ends.enter_context(open(ours_out, "wb"))
+        answer, request = (
+            ends.enter_context(open(ours_in, "rb")),
+            ends.enter_context(open(ours_out, "wb")),
+        )
         passed = [theirs_in, theirs_out, *(connection.fileno() for connection in connections)]
         process = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(os.getpid()), *map(str, passed)], pass_fds=passed,
-            stdin=subprocess.DEVNULL, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+            [sys.executable, "-m", __name__, str(os.getpid()), *map(str, passed)],
+            pass_fds=passed,
+            stdin=subprocess.DEVNULL,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        )
         ends.callback(process.wait)
         ends.callback(request.close)  # which ends a process that was not sent everything
         os.close(theirs_in)
@@ -56,17 +62,24 @@ def _send(work: Work, request: Any) -> None:
             f"CUDA is in use in this process, so ranks are started from a new one, and something can't be sent "
             f"there: {type(error).__name__}: {error}",
             hint="make such objects where they are used, or leave CUDA alone before the training: ranks are then forks "
-                 "of this process") from error
+            "of this process",
+        ) from error
 
 
 def _main(parent_pid: int, request: int, answer: int, *descriptors: int) -> None:
     import signal
 
     die_with(parent_pid)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that waits for this one decides what it means
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # the process that waits for this one decides what it means
     ask_forks_about_cuda()
     with open(answer, "wb") as pipe:
-        pipe.write(json.dumps(answer_of(lambda: _received(request)([*map(Connection, descriptors)]))).encode())
+        pipe.write(
+            json.dumps(
+                answer_of(lambda: _received(request)([*map(Connection, descriptors)]))
+            ).encode()
+        )
 
 
 def _received(request: int) -> Work:

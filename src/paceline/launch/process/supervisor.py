@@ -54,8 +54,11 @@ class Supervisor:
         self.is_server_lost = False
         self._socket, server_end = socket.socketpair()
         self._server: Any = multiprocessing.get_context("fork").Process(
-            target=_serve, args=(main, server_end, self._socket, os.getpid()))
-        with signals.blocked():  # the server keeps them blocked: this process decides what they mean
+            target=_serve, args=(main, server_end, self._socket, os.getpid())
+        )
+        with (
+            signals.blocked()
+        ):  # the server keeps them blocked: this process decides what they mean
             self._server.start()
         server_end.close()
 
@@ -67,7 +70,9 @@ class Supervisor:
         for process in self._processes.values():
             process.connection.close()
         if os.isatty(2):
-            os.write(2, b"\x1b[?25h")  # the cursor, which a rank hides while it draws, and may be killed
+            os.write(
+                2, b"\x1b[?25h"
+            )  # the cursor, which a rank hides while it draws, and may be killed
 
     def start(self, slot: int) -> None:
         """Start a process in a slot, after the one that is there is ended.
@@ -104,7 +109,9 @@ class Supervisor:
                 with suppress(ProcessLookupError):
                     os.kill(process.pid, number)
 
-    def wait(self, slots: Sequence[int], timeout_s: float, *, also: Sequence[int] = ()) -> list[tuple[int, Message]]:
+    def wait(
+        self, slots: Sequence[int], timeout_s: float, *, also: Sequence[int] = ()
+    ) -> list[tuple[int, Message]]:
         """What is heard of these slots, at once if anything is, else within the timeout.
 
         also: descriptors; nothing is heard, at once, when one of them can be read.
@@ -112,9 +119,16 @@ class Supervisor:
         connections = {self._processes[slot].connection: slot for slot in slots}
         ready = wait([*connections, *also], timeout_s)
         if ready:
-            return [(slot, self._read(slot)) for connection, slot in connections.items() if connection in ready]
-        return [(slot, Message(0, "ended", 0, code)) for slot in slots  # its own forks keep its connection open
-                if (code := self._exit_code(slot, patience_s=0.0)) is not None and self.is_idle(slot)]
+            return [
+                (slot, self._read(slot))
+                for connection, slot in connections.items()
+                if connection in ready
+            ]
+        return [
+            (slot, Message(0, "ended", 0, code))
+            for slot in slots  # its own forks keep its connection open
+            if (code := self._exit_code(slot, patience_s=0.0)) is not None and self.is_idle(slot)
+        ]
 
     def _read(self, slot: int) -> Message:
         try:
@@ -135,7 +149,9 @@ class Supervisor:
         process = self._processes[slot]
         if process.exit_code is None:
             try:
-                process.exit_code = self._ask({"reap": process.pid, "patience_s": patience_s})[0]["code"]
+                process.exit_code = self._ask({"reap": process.pid, "patience_s": patience_s})[0][
+                    "code"
+                ]
             except PeerLost:
                 process.exit_code = -signal.SIGKILL
         return process.exit_code
@@ -151,7 +167,9 @@ class Supervisor:
             if line:
                 return json.loads(line), descriptors
         self.is_server_lost = True
-        raise PeerLost("the process that forks ranks was killed", hint="see dmesg: memory may have run out")
+        raise PeerLost(
+            "the process that forks ranks was killed", hint="see dmesg: memory may have run out"
+        )
 
 
 # --- In the fork server and the processes -----------------------------------------------------------------------
@@ -193,7 +211,8 @@ def _fork(main: Main, slot: int, requests: socket.socket, children: dict[int, An
     parent_end, child_end = multiprocessing.Pipe()
     try:
         child = multiprocessing.get_context("fork").Process(
-            target=_be_process, args=(main, slot, child_end, [requests, parent_end], os.getpid()))
+            target=_be_process, args=(main, slot, child_end, [requests, parent_end], os.getpid())
+        )
         child.start()
         assert child.pid is not None
         children[child.pid] = child
@@ -205,7 +224,9 @@ def _fork(main: Main, slot: int, requests: socket.socket, children: dict[int, An
         child_end.close()
 
 
-def _be_process(main: Main, slot: int, connection: Connection, others: list[Any], parent_pid: int) -> None:
+def _be_process(
+    main: Main, slot: int, connection: Connection, others: list[Any], parent_pid: int
+) -> None:
     for each in others:
         each.close()
     die_with(parent_pid)

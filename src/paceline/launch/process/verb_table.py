@@ -10,7 +10,10 @@ from pathlib import Path
 from paceline.base.temporary import open_own
 
 _STEPS = 2  # of each rank that are kept: a rank may have begun the next one when another fails
-_STEP_BYTES, _TEXT_BYTES = 8, 1016  # of an entry: its step, and its verbs; more verbs than fit are left out
+_STEP_BYTES, _TEXT_BYTES = (
+    8,
+    1016,
+)  # of an entry: its step, and its verbs; more verbs than fit are left out
 
 
 class VerbTable:
@@ -52,28 +55,37 @@ class VerbTable:
 
     def note(self, rank: int, step: int, verb: str) -> None:
         """Rank `rank` calls `verb` in step `step`, counted from 1."""
-        start, earlier = self._start(rank, step), "".join(f"{each}\n" for each in self.of(rank, step))
+        start, earlier = (
+            self._start(rank, step),
+            "".join(f"{each}\n" for each in self.of(rank, step)),
+        )
         text = f"{earlier}{verb}\n".encode()
         if len(text) <= _TEXT_BYTES:
-            self._memory[start:start + _STEP_BYTES] = step.to_bytes(_STEP_BYTES, "little")
-            self._memory[start + _STEP_BYTES:start + _STEP_BYTES + _TEXT_BYTES] = text.ljust(_TEXT_BYTES, b"\0")
+            self._memory[start : start + _STEP_BYTES] = step.to_bytes(_STEP_BYTES, "little")
+            self._memory[start + _STEP_BYTES : start + _STEP_BYTES + _TEXT_BYTES] = text.ljust(
+                _TEXT_BYTES, b"\0"
+            )
 
     def of(self, rank: int, step: int) -> list[str]:
         """The verbs that a rank has called in a step; none if the step is not kept."""
         start = self._start(rank, step)
-        if int.from_bytes(self._memory[start:start + _STEP_BYTES], "little") != step:
+        if int.from_bytes(self._memory[start : start + _STEP_BYTES], "little") != step:
             return []
-        text = self._memory[start + _STEP_BYTES:start + _STEP_BYTES + _TEXT_BYTES].rstrip(b"\0")
+        text = self._memory[start + _STEP_BYTES : start + _STEP_BYTES + _TEXT_BYTES].rstrip(b"\0")
         return text.decode(errors="replace").split("\n")[:-1]
 
     def mismatch(self, rank: int, step: int) -> str:
         """Which other verb another rank called in the place of this rank's, in words; "" if none did."""
         verbs = self.of(rank, step)
         for other in range(self.num_ranks):
-            for number, (verb, other_verb) in enumerate(zip(verbs, self.of(other, step), strict=False), start=1):
+            for number, (verb, other_verb) in enumerate(
+                zip(verbs, self.of(other, step), strict=False), start=1
+            ):
                 if verb != other_verb:
-                    return (f"ranks call different verbs in step {step}: as number {number}, rank {rank} came to "
-                            f"{verb} and rank {other} to {other_verb}")
+                    return (
+                        f"ranks call different verbs in step {step}: as number {number}, rank {rank} came to "
+                        f"{verb} and rank {other} to {other_verb}"
+                    )
         return ""
 
     def _start(self, rank: int, step: int) -> int:

@@ -39,7 +39,9 @@ _POLL_S = 0.02  # between looks for a word that a rank died, which makes what ot
 _STORE_S = 5.0  # and for the store, on top of it: one that lives in a stopped process never answers
 _AFTER_LOSS = "look at the last lines of its log; --resume goes on from the last checkpoint"
 COLLECTIVES = f"torch{os.sep}distributed{os.sep}"  # where the files of torch's collectives are
-LOADER = str(Path("torch", "utils", "data", "dataloader.py"))  # where a rank waits for its loader workers
+LOADER = str(
+    Path("torch", "utils", "data", "dataloader.py")
+)  # where a rank waits for its loader workers
 _ANSWERS = str(Path("paceline", "launch", "messages.py"))  # where a rank waits for who started it
 ASLEEP = 0.1  # of its silence in which a rank that does something computes at least
 FRAMES_OF_A_COLLECTIVE = 6  # how deep a collective is in them at most
@@ -52,10 +54,17 @@ class Watchdog:
     can't.
     """
 
-    def __init__(self, context: RankContext, *, timeout_s: float, report: Callable[[Failure], None]) -> None:
+    def __init__(
+        self, context: RankContext, *, timeout_s: float, report: Callable[[Failure], None]
+    ) -> None:
         self.context, self.timeout_s, self.report = context, timeout_s, report
-        self.done, self.awake_s = threading.Event(), 0.0  # what ranks were silent before does not count
-        self.silent_since_s = self.computed_s = 0.0  # of the last sign of life, and what was computed until then
+        self.done, self.awake_s = (
+            threading.Event(),
+            0.0,
+        )  # what ranks were silent before does not count
+        self.silent_since_s = self.computed_s = (
+            0.0  # of the last sign of life, and what was computed until then
+        )
         self.thread = threading.Thread(target=self._watch, name="paceline-watch", daemon=True)
 
     def __enter__(self) -> Watchdog:
@@ -75,8 +84,10 @@ class Watchdog:
             elif self.context.lost:
                 self.done.wait(_ANSWER_S)  # the main thread may hear of it itself, and say more
                 failure = self._loss()
-            elif time.monotonic() - max(self.context.sign.time_s, self.awake_s) > self.timeout_s and (
-                    hang := self._ask_around()) is not None:
+            elif (
+                time.monotonic() - max(self.context.sign.time_s, self.awake_s) > self.timeout_s
+                and (hang := self._ask_around()) is not None
+            ):
                 failure = hang
             else:
                 continue
@@ -87,16 +98,22 @@ class Watchdog:
     def _loss(self) -> Failure:
         """The report of a rank that can't go on without one that died."""
         context = self.context
-        error = PeerLost(f"rank {context.lost[0]} is gone: its process or its host ended while this rank was in "
-                         f"{context.sign}", hint=_AFTER_LOSS)
+        error = PeerLost(
+            f"rank {context.lost[0]} is gone: its process or its host ended while this rank was in "
+            f"{context.sign}",
+            hint=_AFTER_LOSS,
+        )
         return replace(failure_of(error, rank=context.rank, sign=context.sign), heard=True)
 
     def _silence(self, lost: int) -> Failure:
         """The report of a rank whose host gave no answer, which nobody else can give."""
         context = self.context
         host = context.hosts[lost] if context.hosts else ""
-        error = PeerLost(f"it can't be reached: its host gave no answer for {silence_s(self.timeout_s):g} s",
-                         hint="is the host down, or its network? --resume goes on from the last checkpoint", rank=lost)
+        error = PeerLost(
+            f"it can't be reached: its host gave no answer for {silence_s(self.timeout_s):g} s",
+            hint="is the host down, or its network? --resume goes on from the last checkpoint",
+            rank=lost,
+        )
         return replace(failure_of(error, rank=lost, sign=context.sign), host=host)
 
     def _ask_around(self) -> Failure | None:
@@ -110,13 +127,24 @@ class Watchdog:
         def ask() -> dict[int, dict[str, Any]]:
             store.set(f"stuck/{rank}", json.dumps(position))
             time.sleep(_ANSWER_S)
-            return {r: json.loads(store.get(f"stuck/{r}")) for r in range(world_size) if store.check([f"stuck/{r}"])}
+            return {
+                r: json.loads(store.get(f"stuck/{r}"))
+                for r in range(world_size)
+                if store.check([f"stuck/{r}"])
+            }
 
         positions = within(_ANSWER_S + _STORE_S if rank else None, ask)
         if positions is None:  # rank 0 keeps the store; of the others nothing is known
-            return hang_failure({rank: position}, world_size=world_size, rank=rank, timeout_s=self.timeout_s,
-                                silent=[0])
-        failure = hang_failure(positions, world_size=world_size, rank=rank, timeout_s=self.timeout_s)
+            return hang_failure(
+                {rank: position},
+                world_size=world_size,
+                rank=rank,
+                timeout_s=self.timeout_s,
+                silent=[0],
+            )
+        failure = hang_failure(
+            positions, world_size=world_size, rank=rank, timeout_s=self.timeout_s
+        )
         if len(positions) < world_size or is_awaited(positions.values()):
             return failure
         self.awake_s = time.monotonic()
@@ -128,8 +156,12 @@ class Watchdog:
         """The report of an only rank that computes nothing; one that computes is told of."""
         if position["waits"] or active_children() or _ANSWERS in position["stack"]:
             return None
-        failure = hang_failure({self.context.rank: position}, world_size=1, rank=self.context.rank,
-                               timeout_s=self.timeout_s)
+        failure = hang_failure(
+            {self.context.rank: position},
+            world_size=1,
+            rank=self.context.rank,
+            timeout_s=self.timeout_s,
+        )
         if time.process_time() - self.computed_s < ASLEEP * self.timeout_s:
             return failure
         self.awake_s = time.monotonic()
@@ -143,10 +175,17 @@ class Watchdog:
         stack = traceback.format_stack(frame) if frame else []
         # On a GPU a collective returns at once, and the rank waits where it reads the result: in the reduce phase.
         waits = sign.phase == "reduce" or thread in waiting or is_in_collective(frame)
-        return {"step": sign.step, "phase": sign.phase, "waits": waits,
-                "where": _user_place(frame), "host": os.uname().nodename, "stack": "".join(stack[-6:]),
-                "waits_for": f"its loader workers (processes {_listed([each.pid or 0 for each in active_children()])})"
-                if any(LOADER in line for line in stack[-9:]) else ""}
+        return {
+            "step": sign.step,
+            "phase": sign.phase,
+            "waits": waits,
+            "where": _user_place(frame),
+            "host": os.uname().nodename,
+            "stack": "".join(stack[-6:]),
+            "waits_for": f"its loader workers (processes {_listed([each.pid or 0 for each in active_children()])})"
+            if any(LOADER in line for line in stack[-9:])
+            else "",
+        }
 
 
 def is_awaited(positions: Iterable[dict[str, Any]]) -> bool:
@@ -157,8 +196,12 @@ def is_awaited(positions: Iterable[dict[str, Any]]) -> bool:
 def tell_silence(failure: Failure) -> None:
     """Ranks that nobody waits for go on, and may be slow."""
     what, at = failure.message.partition("\n")[0], f", at {failure.where}" if failure.where else ""
-    print(f"warning: {what} in {Heartbeat(failure.step, failure.phase, 0.0)}{at}; nobody waits for it, so the run goes "
-          f"on\n{failure.trace}", file=sys.stderr, flush=True)
+    print(
+        f"warning: {what} in {Heartbeat(failure.step, failure.phase, 0.0)}{at}; nobody waits for it, so the run goes "
+        f"on\n{failure.trace}",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def within(limit_s: float | None, ask: Callable[[], T]) -> T | None:
@@ -195,8 +238,15 @@ def _user_place(frame: FrameType | None) -> str:
     return ""
 
 
-def hang_failure(positions: dict[int, dict[str, Any]], *, world_size: int, rank: int, timeout_s: float,
-                 silent: list[int] | None = None, states: Mapping[int, str] = MappingProxyType({})) -> Failure:
+def hang_failure(
+    positions: dict[int, dict[str, Any]],
+    *,
+    world_size: int,
+    rank: int,
+    timeout_s: float,
+    silent: list[int] | None = None,
+    states: Mapping[int, str] = MappingProxyType({}),
+) -> Failure:
     """The report of a hang, in the culprit's name, from what each rank said of itself; `rank` writes it.
 
     silent: ranks that gave no answer; by default all that are not in `positions`. states: what is known of those.
@@ -212,12 +262,17 @@ def hang_failure(positions: dict[int, dict[str, Any]], *, world_size: int, rank:
             message += f" ({states[culprit]})"
     elif stuck:
         culprit = stuck[0]
-        message = (f"rank {_listed(stuck)} did not reach the collective that the others wait for in {timeout_s:g} s"
-                   if waiting else f"rank {_listed(stuck)} did not go on for {timeout_s:g} s")
+        message = (
+            f"rank {_listed(stuck)} did not reach the collective that the others wait for in {timeout_s:g} s"
+            if waiting
+            else f"rank {_listed(stuck)} did not go on for {timeout_s:g} s"
+        )
         trace = f"Stack of rank {culprit}:\n{positions[culprit]['stack'].rstrip()}"
     else:
-        steps = ", ".join(f"rank {r}: step {position['step']} ({position['phase']})"
-                          for r, position in sorted(positions.items()))
+        steps = ", ".join(
+            f"rank {r}: step {position['step']} ({position['phase']})"
+            for r, position in sorted(positions.items())
+        )
         message = f"all ranks wait in collectives that don't match for {timeout_s:g} s: {steps}"
     if worker := positions.get(culprit, {}).get("waits_for"):
         message += f"; rank {culprit} waits for {worker}"
@@ -225,9 +280,19 @@ def hang_failure(positions: dict[int, dict[str, Any]], *, world_size: int, rank:
         message += f"; rank {_listed(waiting)} waited for it"
     position = positions.get(culprit, {"step": 0, "phase": "start", "where": "", "host": ""})
     message = f"{message}\n\nhint: --patience SECONDS allows longer pauses"
-    return Failure(culprit, position["host"], PeerLost.__name__, message, PeerLost.exit_code, heard=False,
-                   step=position["step"], phase=position["phase"], where=position["where"], trace=trace,
-                   time_s=time.time())
+    return Failure(
+        culprit,
+        position["host"],
+        PeerLost.__name__,
+        message,
+        PeerLost.exit_code,
+        heard=False,
+        step=position["step"],
+        phase=position["phase"],
+        where=position["where"],
+        trace=trace,
+        time_s=time.time(),
+    )
 
 
 def _listed(ranks: list[int]) -> str:
@@ -261,7 +326,9 @@ def peer_loss(context: RankContext, error: BaseException) -> Failure:
         until_s = time.monotonic() + _ANSWER_S
         while not context.dead and time.monotonic() < until_s:
             time.sleep(_POLL_S)
-        return context.dead[:1] or [r for r in range(context.world_size) if not store.check([f"here/{r}"])]
+        return context.dead[:1] or [
+            r for r in range(context.world_size) if not store.check([f"here/{r}"])
+        ]
 
     silent = within(_ANSWER_S + _STORE_S, ask)  # None: the store lived in the process that died
     gone = context.dead[:1] or silent
@@ -269,6 +336,8 @@ def peer_loss(context: RankContext, error: BaseException) -> Failure:
         return failure
     # A torn connection says no more than that. What a peer sent wrongly says more.
     why = f" ({error.args[0]})" if isinstance(error, PacelineError) and error.args else ""
-    message = (f"rank {_listed(gone)} is gone: it closed its connections while this rank was in {context.sign}{why}\n\n"
-               f"hint: {_AFTER_LOSS}")
+    message = (
+        f"rank {_listed(gone)} is gone: it closed its connections while this rank was in {context.sign}{why}\n\n"
+        f"hint: {_AFTER_LOSS}"
+    )
     return replace(failure, kind=PeerLost.__name__, message=message, where="", trace="")

@@ -13,8 +13,14 @@ if TYPE_CHECKING:
 __all__ = ["Profile", "profile_job"]
 
 
-def profile_job(job: Job, *, samples: int = 2, device: str = "cpu", like: Profile | None = None,
-                built: FakeModel | None = None) -> Profile:
+def profile_job(
+    job: Job,
+    *,
+    samples: int = 2,
+    device: str = "cpu",
+    like: Profile | None = None,
+    built: FakeModel | None = None,
+) -> Profile:
     """See `paceline.model.cost.trace.profile_job`; torch is loaded only here."""
     from paceline.model.cost import trace
 

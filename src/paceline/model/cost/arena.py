@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
 LARGEST_BYTES = 2**30  # of an operator's operands
 MOST_COPIES = 64
-MADE_BYTES = 32 * MIB  # of results that are held, so that further ones come into memory that was not used for long
+MADE_BYTES = (
+    32 * MIB
+)  # of results that are held, so that further ones come into memory that was not used for long
 
 
 class Arena:
@@ -54,7 +56,7 @@ class Arena:
         if operand.zero_part:
             if (operand, begin) not in self._with_zeros:
                 block = self._with_zeros[operand, begin] = torch.full((needed,), 0.5, dtype=dtype)
-                block[:round(operand.zero_part * needed)] = 0
+                block[: round(operand.zero_part * needed)] = 0
             values, first = self._with_zeros[operand, begin], 0
         if first + needed > len(values):
             values, first = torch.full((needed,), 0.5, dtype=dtype), 0
@@ -63,8 +65,14 @@ class Arena:
 
 def _needed(operand: Operand) -> int:
     """Values between an operand's first and its last."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(operand.shape, operand.stride, strict=True)) if all(
-        operand.shape) else 0
+    return (
+        1
+        + sum(
+            (size - 1) * stride for size, stride in zip(operand.shape, operand.stride, strict=True)
+        )
+        if all(operand.shape)
+        else 0
+    )
 
 
 def _num_bytes(operand: Operand) -> int:
@@ -88,23 +96,43 @@ def prepared(call: OperatorCall, arena: Arena) -> tuple[Callable[[], object], in
     if sum(map(_num_bytes, operands)) > LARGEST_BYTES:
         raise MemoryError(call.operator)
     sizes = [-(-_num_bytes(operand) // 64) * 64 for operand in operands]
-    near_bytes = sum(size for operand, size in zip(operands, sizes, strict=True) if not operand.window)
-    far_bytes = max(64, sum(size for operand, size in zip(operands, sizes, strict=True) if operand.window))
-    places, ends = [], {True: 0, False: near_bytes}  # near operands come first, then copies of all others together
+    near_bytes = sum(
+        size for operand, size in zip(operands, sizes, strict=True) if not operand.window
+    )
+    far_bytes = max(
+        64, sum(size for operand, size in zip(operands, sizes, strict=True) if operand.window)
+    )
+    places, ends = (
+        [],
+        {True: 0, False: near_bytes},
+    )  # near operands come first, then copies of all others together
     for operand, size in zip(operands, sizes, strict=True):
         places.append(ends[not operand.window])
         ends[not operand.window] += size
-    spread = [max(1, min(MOST_COPIES, operand.window // far_bytes, (2 * FAR - near_bytes) // far_bytes))
-              for operand in operands]
+    spread = [
+        max(1, min(MOST_COPIES, operand.window // far_bytes, (2 * FAR - near_bytes) // far_bytes))
+        for operand in operands
+    ]
     strides = [max(far_bytes, operand.window // MOST_COPIES // 64 * 64) for operand in operands]
     most = _most_index(name, call)
-    fixed = {k: torch.randint(most, operand.shape, dtype=getattr(torch, operand.dtype))
-             for k, operand in enumerate(operands) if operand.dtype in ("int64", "int32")}
+    fixed = {
+        k: torch.randint(most, operand.shape, dtype=getattr(torch, operand.dtype))
+        for k, operand in enumerate(operands)
+        if operand.dtype in ("int64", "int32")
+    }
 
     def made(copy: int) -> tuple[list[Any], dict[str, Any]]:
-        tensors = iter([fixed[k] if k in fixed else arena.operand(operand, places[k] + copy % spread[k] * strides[k])
-                        for k, operand in enumerate(operands)])
-        return [_given(a, tensors) for a in call.arguments], {key: _given(a, tensors) for key, a in call.options}
+        tensors = iter(
+            [
+                fixed[k]
+                if k in fixed
+                else arena.operand(operand, places[k] + copy % spread[k] * strides[k])
+                for k, operand in enumerate(operands)
+            ]
+        )
+        return [_given(a, tensors) for a in call.arguments], {
+            key: _given(a, tensors) for key, a in call.options
+        }
 
     if name == "mkldnn_rnn_layer_backward":
         return _layer_backward(made(0)[0]), 0
@@ -129,13 +157,45 @@ def _layer_backward(arguments: list[Any]) -> Callable[[], object]:
     import torch
 
     (x, *weights), (hx, cx) = arguments[:5], arguments[5:7]
-    *gradients, reverse, mode, size, layers, biases, train, two_ways, sizes, batch_first, _ = arguments[10:]
+    *gradients, reverse, mode, size, layers, biases, train, two_ways, sizes, batch_first, _ = (
+        arguments[10:]
+    )
     with torch.enable_grad():  # else it leaves nothing
-        y, hy, cy, left = torch.ops.aten.mkldnn_rnn_layer.default(x, *weights, hx, cx, reverse, sizes, mode, size,
-                                                                  layers, biases, two_ways, batch_first, train)
+        y, hy, cy, left = torch.ops.aten.mkldnn_rnn_layer.default(
+            x,
+            *weights,
+            hx,
+            cx,
+            reverse,
+            sizes,
+            mode,
+            size,
+            layers,
+            biases,
+            two_ways,
+            batch_first,
+            train,
+        )
     return lambda: torch.ops.aten.mkldnn_rnn_layer_backward.default(
-        x, *weights, hx, cx, y, hy, cy, *gradients, reverse, mode, size, layers, biases, train, two_ways, sizes,
-        batch_first, left)
+        x,
+        *weights,
+        hx,
+        cx,
+        y,
+        hy,
+        cy,
+        *gradients,
+        reverse,
+        mode,
+        size,
+        layers,
+        biases,
+        train,
+        two_ways,
+        sizes,
+        batch_first,
+        left,
+    )
 
 
 def _made_bytes(result: Any) -> int:

@@ -16,10 +16,23 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from paceline.model.cost.layer_index import numbers, watched
 
-_SCALARS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+_SCALARS = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+)
 _OF_TORCH = frozenset(nn.Module().__dict__)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-DEEPEST = 4  # levels of objects in objects that are compared; below them only the same object is alike
+DEEPEST = (
+    4  # levels of objects in objects that are compared; below them only the same object is alike
+)
 FEWEST = 3  # blocks of a kind, from which on some are not run
 
 
@@ -35,8 +48,14 @@ def alike_blocks(units: Mapping[str, nn.Module]) -> dict[str, str]:
     first_of: dict[str, str] = {}
     for name, unit in units.items():
         description = _description(unit)
-        same = next((first for first, other in known
-                     if _is_alike(description, _place(name), other, _place(first))), name)
+        same = next(
+            (
+                first
+                for first, other in known
+                if _is_alike(description, _place(name), other, _place(first))
+            ),
+            name,
+        )
         if same == name:
             known.append((name, description))
         first_of[name] = same
@@ -66,17 +85,26 @@ def _description(unit: nn.Module) -> list[tuple[Any, ...]]:
         facts.append((path, type(module), module.training))
         if any(getattr(module, hooks) for hooks in _HOOKS):
             facts.append((path, "hooks", id(module)))
-        facts += [(path, name, tuple(t.shape), t.dtype, t.requires_grad, type(t))
-                  for tensors in (module._parameters, module._buffers) for name, t in tensors.items() if t is not None]
-        facts += [(path, name, value) for name, value in vars(module).items() if name not in _OF_TORCH]
+        facts += [
+            (path, name, tuple(t.shape), t.dtype, t.requires_grad, type(t))
+            for tensors in (module._parameters, module._buffers)
+            for name, t in tensors.items()
+            if t is not None
+        ]
+        facts += [
+            (path, name, value) for name, value in vars(module).items() if name not in _OF_TORCH
+        ]
     return facts
 
 
-def _is_alike(facts: Sequence[tuple[Any, ...]], place: int, other: Sequence[tuple[Any, ...]], other_place: int) -> bool:
+def _is_alike(
+    facts: Sequence[tuple[Any, ...]], place: int, other: Sequence[tuple[Any, ...]], other_place: int
+) -> bool:
     return len(facts) == len(other) and all(
-        len(fact) == len(other_fact) and all(_is_same(a, place, b, other_place)
-                                             for a, b in zip(fact, other_fact, strict=True))
-        for fact, other_fact in zip(facts, other, strict=True))
+        len(fact) == len(other_fact)
+        and all(_is_same(a, place, b, other_place) for a, b in zip(fact, other_fact, strict=True))
+        for fact, other_fact in zip(facts, other, strict=True)
+    )
 
 
 def _is_same(value: Any, place: int, other: Any, other_place: int, depth: int = 0) -> bool:
@@ -95,11 +123,16 @@ def _is_same(value: Any, place: int, other: Any, other_place: int, depth: int = 
         parts, others = value.split("."), other.split(".")
         return len(parts) == len(others) and all(
             part == other_part or (part, other_part) == (str(place), str(other_place))
-            for part, other_part in zip(parts, others, strict=True))
+            for part, other_part in zip(parts, others, strict=True)
+        )
     if isinstance(value, _SCALARS):
         return bool(value == other)
     if isinstance(value, torch.Tensor):
-        return value.shape == other.shape and value.dtype == other.dtype and value.requires_grad == other.requires_grad
+        return (
+            value.shape == other.shape
+            and value.dtype == other.dtype
+            and value.requires_grad == other.requires_grad
+        )
     if isinstance(value, Mapping):
         return list(value) == list(other) and all(inside(value[key], other[key]) for key in value)
     if isinstance(value, list | tuple):
@@ -108,9 +141,16 @@ def _is_same(value: Any, place: int, other: Any, other_place: int, depth: int = 
         return bool(value == other)
     if isinstance(value, MethodType):
         return value.__func__ is other.__func__ and (
-            isinstance(value.__self__, nn.Module) or inside(value.__self__, other.__self__))
+            isinstance(value.__self__, nn.Module) or inside(value.__self__, other.__self__)
+        )
     if isinstance(value, partial):
-        return all(map(inside, (value.func, value.args, value.keywords), (other.func, other.args, other.keywords)))
+        return all(
+            map(
+                inside,
+                (value.func, value.args, value.keywords),
+                (other.func, other.args, other.keywords),
+            )
+        )
     if isinstance(value, FunctionType | type | nn.Module) or not hasattr(value, "__dict__"):
         return False
     return inside(vars(value), vars(other))
@@ -129,16 +169,34 @@ class BlockInputs:
         leaves, spec = tree_flatten(values)
         seen: dict[int, int] = {}
         described = tuple(
-            (tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad,
-             seen.setdefault(id(leaf), number)) if isinstance(leaf, torch.Tensor) else leaf
-            for number, leaf in enumerate(leaves))
+            (
+                tuple(leaf.shape),
+                leaf.stride(),
+                leaf.dtype,
+                leaf.device,
+                leaf.requires_grad,
+                seen.setdefault(id(leaf), number),
+            )
+            if isinstance(leaf, torch.Tensor)
+            else leaf
+            for number, leaf in enumerate(leaves)
+        )
         return cls(spec, described, (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")))
 
     def is_like(self, other: BlockInputs) -> bool:
-        return (self.modes == other.modes and self.spec == other.spec
-                and all(leaf is other_leaf or (type(leaf) is type(other_leaf) and isinstance(leaf, (*_SCALARS, tuple))
-                                               and leaf == other_leaf)
-                        for leaf, other_leaf in zip(self.leaves, other.leaves, strict=True)))
+        return (
+            self.modes == other.modes
+            and self.spec == other.spec
+            and all(
+                leaf is other_leaf
+                or (
+                    type(leaf) is type(other_leaf)
+                    and isinstance(leaf, (*_SCALARS, tuple))
+                    and leaf == other_leaf
+                )
+                for leaf, other_leaf in zip(self.leaves, other.leaves, strict=True)
+            )
+        )
 
 
 @dataclass(frozen=True)
@@ -191,7 +249,8 @@ class Repeats:
     units: Mapping[str, nn.Module]
     segment: Callable[[], int]
     stand_in: Callable[[str, nn.Module, Run, tuple[Any, ...], dict[str, Any]], Any] = field(
-        default_factory=lambda: _stand_in)
+        default_factory=lambda: _stand_in
+    )
     is_once: bool = True
     looking_into: Callable[[str], None] = lambda name: None
     traced_of: dict[int, int] = field(default_factory=dict)
@@ -241,13 +300,19 @@ class Repeats:
         names = {id(unit): name for name, unit in self.units.items()}
         repeated = {self._first_of[name] for name in self.expected}
         folded = [(name, first) for name, first in self._first_of.items() if first in repeated]
-        numbers_of = {first: numbers(self.units[first], [self.units[name] for name, other in folded if other == first])
-                      for first in repeated}
+        numbers_of = {
+            first: numbers(
+                self.units[first], [self.units[name] for name, other in folded if other == first]
+            )
+            for first in repeated
+        }
         before = {name: vars(self.units[name]).get("forward") for name, _ in folded}
         for known in (self.traced_of, self.members, self._called, self._runs):
             known.clear()
         for name, first in folded:
-            self.units[name].forward = self._forward(self.units[name], name, first, names, numbers_of[first])
+            self.units[name].forward = self._forward(
+                self.units[name], name, first, names, numbers_of[first]
+            )
         try:
             yield
         finally:
@@ -257,8 +322,14 @@ class Repeats:
                 else:
                     self.units[name].forward = forward
 
-    def _forward(self, unit: nn.Module, name: str, first: str, names: Mapping[int, str],
-                 numbers: Sequence[tuple[str, str]]) -> Callable[..., Any]:
+    def _forward(
+        self,
+        unit: nn.Module,
+        name: str,
+        first: str,
+        names: Mapping[int, str],
+        numbers: Sequence[tuple[str, str]],
+    ) -> Callable[..., Any]:
         """numbers: see `watched`."""
         forward = unit.forward
 
@@ -278,8 +349,16 @@ class Repeats:
             self.looking_into(name)
             with watched(unit, numbers) as seen:
                 returned = forward(*args, **kwargs)
-            runs.append(_traced(unit, inputs, segment, tree_leaves((args, kwargs)), returned,
-                                is_alone=bool(seen) or attributes != _attributes(unit)))
+            runs.append(
+                _traced(
+                    unit,
+                    inputs,
+                    segment,
+                    tree_leaves((args, kwargs)),
+                    returned,
+                    is_alone=bool(seen) or attributes != _attributes(unit),
+                )
+            )
             return returned
 
         return called
@@ -287,12 +366,23 @@ class Repeats:
 
 def _attributes(unit: nn.Module) -> list[tuple[str, int]]:
     """What is in the attributes of its modules: a block that leaves something there is read by others."""
-    return [(name, id(value)) for module in unit.modules() for name, value in vars(module).items()
-            if name not in _OF_TORCH]
+    return [
+        (name, id(value))
+        for module in unit.modules()
+        for name, value in vars(module).items()
+        if name not in _OF_TORCH
+    ]
 
 
-def _traced(unit: nn.Module, inputs: BlockInputs, segment: int, arguments: Sequence[Any], returned: Any, *,
-            is_alone: bool) -> Run:
+def _traced(
+    unit: nn.Module,
+    inputs: BlockInputs,
+    segment: int,
+    arguments: Sequence[Any],
+    returned: Any,
+    *,
+    is_alone: bool,
+) -> Run:
     """is_alone: whether others that are called so may do something else, or something is known of it alone."""
     leaves, spec = tree_flatten(returned)
     memory = {leaf.untyped_storage()._cdata for leaf in arguments if isinstance(leaf, torch.Tensor)}
@@ -308,23 +398,48 @@ def _traced(unit: nn.Module, inputs: BlockInputs, segment: int, arguments: Seque
         if source < 0 and leaf.untyped_storage()._cdata in memory:  # a view of what it was given
             made = None
             break
-        made.append(BlockOutput(tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad, source))
-    storages = tuple(weakref.ref(leaf.untyped_storage()) if isinstance(leaf, torch.Tensor) else None
-                     for leaf in arguments)
+        made.append(
+            BlockOutput(
+                tuple(leaf.shape),
+                leaf.stride(),
+                leaf.dtype,
+                leaf.device,
+                leaf.requires_grad,
+                source,
+            )
+        )
+    storages = tuple(
+        weakref.ref(leaf.untyped_storage()) if isinstance(leaf, torch.Tensor) else None
+        for leaf in arguments
+    )
     return Run(unit, inputs, segment, None if made is None else tuple(made), spec, storages)
 
 
-def _stand_in(path: str, unit: nn.Module, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _stand_in(
+    path: str, unit: nn.Module, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """What a traced call returned, made anew without computing."""
     assert run.made is not None
     input_leaves = tree_leaves((args, kwargs))
-    input_storages = {leaf.untyped_storage()._cdata for leaf in input_leaves if isinstance(leaf, torch.Tensor)}
-    if run.holds is None:  # an input that is still alive, though the model has gone on to the next one, is kept
-        run.holds = tuple(ref is not None and (storage := ref()) is not None and storage._cdata not in input_storages
-                          for ref in run.storages)
+    input_storages = {
+        leaf.untyped_storage()._cdata for leaf in input_leaves if isinstance(leaf, torch.Tensor)
+    }
+    if (
+        run.holds is None
+    ):  # an input that is still alive, though the model has gone on to the next one, is kept
+        run.holds = tuple(
+            ref is not None
+            and (storage := ref()) is not None
+            and storage._cdata not in input_storages
+            for ref in run.storages
+        )
     fresh = [output for output in run.made if isinstance(output, BlockOutput) and output.source < 0]
     taken = [leaf for leaf in input_leaves if isinstance(leaf, torch.Tensor)]
-    is_kept = [keeps for keeps, leaf in zip(run.holds, input_leaves, strict=True) if isinstance(leaf, torch.Tensor)]
+    is_kept = [
+        keeps
+        for keeps, leaf in zip(run.holds, input_leaves, strict=True)
+        if isinstance(leaf, torch.Tensor)
+    ]
     weight = torch.empty(0, requires_grad=any(output.differentiable for output in fresh))
     made = iter(_Repeated.apply(fresh, is_kept, weight, *taken) if fresh else ())
     return returned(run, input_leaves, made)
@@ -333,8 +448,12 @@ def _stand_in(path: str, unit: nn.Module, run: Run, args: tuple[Any, ...], kwarg
 def returned(run: Run, input_leaves: Sequence[Any], made: Iterator[torch.Tensor]) -> Any:
     """What a call like a traced one returns. input_leaves: its inputs, flat. made: its new tensors."""
     assert run.made is not None
-    leaves = [(next(made) if leaf.source < 0 else input_leaves[leaf.source]) if isinstance(leaf, BlockOutput) else leaf
-              for leaf in run.made]
+    leaves = [
+        (next(made) if leaf.source < 0 else input_leaves[leaf.source])
+        if isinstance(leaf, BlockOutput)
+        else leaf
+        for leaf in run.made
+    ]
     return tree_unflatten(leaves, run.spec)
 
 
@@ -345,18 +464,42 @@ class _Repeated(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, made: Sequence[BlockOutput], is_kept: Sequence[bool], weight: torch.Tensor,
-                *inputs: torch.Tensor) -> Any:
-        ctx.save_for_backward(*(tensor for tensor, keeps in zip(inputs, is_kept, strict=True) if keeps))
+    def forward(
+        ctx: Any,
+        made: Sequence[BlockOutput],
+        is_kept: Sequence[bool],
+        weight: torch.Tensor,
+        *inputs: torch.Tensor,
+    ) -> Any:
+        ctx.save_for_backward(
+            *(tensor for tensor, keeps in zip(inputs, is_kept, strict=True) if keeps)
+        )
         ctx.shapes = [(tensor.shape, tensor.dtype, tensor.device) for tensor in inputs]
-        outputs = tuple(torch.empty_strided(output.shape, output.stride, dtype=output.dtype, device=output.device)
-                        for output in made)
-        ctx.mark_non_differentiable(*(tensor for tensor, output in zip(outputs, made, strict=True)
-                                      if not output.differentiable))
+        outputs = tuple(
+            torch.empty_strided(
+                output.shape, output.stride, dtype=output.dtype, device=output.device
+            )
+            for output in made
+        )
+        ctx.mark_non_differentiable(
+            *(
+                tensor
+                for tensor, output in zip(outputs, made, strict=True)
+                if not output.differentiable
+            )
+        )
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return (None, None, None, *(
-            torch.empty(shape, dtype=dtype, device=device) if needs else None
-            for (shape, dtype, device), needs in zip(ctx.shapes, ctx.needs_input_grad[3:], strict=True)))
+        return (
+            None,
+            None,
+            None,
+            *(
+                torch.empty(shape, dtype=dtype, device=device) if needs else None
+                for (shape, dtype, device), needs in zip(
+                    ctx.shapes, ctx.needs_input_grad[3:], strict=True
+                )
+            ),
+        )

@@ -51,7 +51,9 @@ def write(what: str, kind: DeviceKind, document: Any) -> None:
 
 def _path(what: str, kind: DeviceKind) -> Path:
     """The file of this machine and this torch."""
-    identity = "\n".join(map(str, (VERSION, kind, usable_cores(), processor(kind), version("torch"))))
+    identity = "\n".join(
+        map(str, (VERSION, kind, usable_cores(), processor(kind), version("torch")))
+    )
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return base / "paceline" / f"{what}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json"
 

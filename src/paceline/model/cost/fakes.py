@@ -45,8 +45,11 @@ class FakeModel:
         """Those of blocks that are left out, too."""
         return dict(self.model.named_parameters())
 
-    def look_for_chains(self, units_of: Callable[[nn.Module], Mapping[str, nn.Module]],
-                        run: Callable[[nn.Module], None]) -> None:
+    def look_for_chains(
+        self,
+        units_of: Callable[[nn.Module], Mapping[str, nn.Module]],
+        run: Callable[[nn.Module], None],
+    ) -> None:
         """Once. See `find_chains`."""
         if self.chains is not None:
             return
@@ -111,19 +114,29 @@ def convertible() -> Iterator[None]:
     plain: Callable[..., nn.Module] = nn.Module._apply
     made: dict[tuple[int, int], tuple[Any, Any, torch.Tensor]] = {}
 
-    def converted(tensor: torch.Tensor, convert: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    def converted(
+        tensor: torch.Tensor, convert: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
         key = id(convert), id(tensor)
         if key not in made:
             with torch.no_grad():
                 new = convert(tensor)
             if new is not tensor and isinstance(tensor, nn.Parameter):
                 new = nn.Parameter(new, tensor.requires_grad)
-            made[key] = convert, tensor, new  # both are kept, so that no other object gets their numbers
+            made[key] = (
+                convert,
+                tensor,
+                new,
+            )  # both are kept, so that no other object gets their numbers
         return made[key][2]
 
     def apply(module: nn.Module, convert: Any, recurse: bool = True) -> nn.Module:
-        tensors = [(holder, name, tensor) for holder in (module._parameters, module._buffers)
-                   for name, tensor in holder.items() if tensor is not None]
+        tensors = [
+            (holder, name, tensor)
+            for holder in (module._parameters, module._buffers)
+            for name, tensor in holder.items()
+            if tensor is not None
+        ]
         if not any(isinstance(tensor, FakeTensor) for _, _, tensor in tensors):
             return plain(module, convert, recurse)
         for child in module.children() if recurse else ():
@@ -149,7 +162,10 @@ class AssumedValues(TorchDispatchMode):
     asked = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+        from torch._subclasses.fake_tensor import (
+            DataDependentOutputException,
+            DynamicOutputShapeException,
+        )
 
         try:
             return func(*args, **kwargs or {})

@@ -19,9 +19,15 @@ COLUMN_SUM_BYTES_PER_S, LARGEST_AT_ONCE_BYTES = 5e9, 8 * MIB
 # takes 14 ns, a normal one 71, and a mask's value 16 ns to write and 3.5 to read. See docs/strategies/compile.md.
 _UNIFORM_S, _NORMAL_S, _MASK_S = 14e-9, 71e-9, 19.5e-9
 COMPILED_VALUE_S: Mapping[str, float] = {
-    "bernoulli_": _UNIFORM_S + _MASK_S, "bernoulli": _UNIFORM_S + _MASK_S, "native_dropout": _UNIFORM_S + _MASK_S,
-    "rand": _UNIFORM_S, "rand_like": _UNIFORM_S, "randn": _NORMAL_S, "randn_like": _NORMAL_S,
-    "threshold_backward": _MASK_S}
+    "bernoulli_": _UNIFORM_S + _MASK_S,
+    "bernoulli": _UNIFORM_S + _MASK_S,
+    "native_dropout": _UNIFORM_S + _MASK_S,
+    "rand": _UNIFORM_S,
+    "rand_like": _UNIFORM_S,
+    "randn": _NORMAL_S,
+    "randn_like": _NORMAL_S,
+    "threshold_backward": _MASK_S,
+}
 
 
 @dataclass(slots=True)
@@ -68,16 +74,25 @@ class Fusion:
         self._operators: list[_Operator] = []
         self._reads: dict[Hashable, float] = defaultdict(float)
 
-    def add(self, place: Hashable, reads: Sequence[tuple[int, int]], writes: Sequence[tuple[int, int]], *,
-            is_product: bool) -> None:
+    def add(
+        self,
+        place: Hashable,
+        reads: Sequence[tuple[int, int]],
+        writes: Sequence[tuple[int, int]],
+        *,
+        is_product: bool,
+    ) -> None:
         """
         Args:
             reads: The storage and the bytes of each tensor that is read.
             writes: The same of what is written.
         """
         sources = [(storage, num_bytes, self._writers.get(storage)) for storage, num_bytes in reads]
-        stages = [writer.stage + (writer.is_product and not is_product) for *_, writer in sources
-                  if writer is not None and writer.place == place]
+        stages = [
+            writer.stage + (writer.is_product and not is_product)
+            for *_, writer in sources
+            if writer is not None and writer.place == place
+        ]
         operator = _Operator(place, max(stages, default=0), is_product)
         self._operators.append(operator)
         for storage, num_bytes, writer in sources:
@@ -85,16 +100,23 @@ class Fusion:
         for storage, _ in writes:
             self._writers[storage] = operator
 
-    def _read(self, operator: _Operator, storage: int, num_bytes: int, writer: _Operator | None) -> None:
+    def _read(
+        self, operator: _Operator, storage: int, num_bytes: int, writer: _Operator | None
+    ) -> None:
         if writer is not None and not writer.is_product:
-            if not operator.is_product and (writer.place, writer.stage) == (operator.place, operator.stage):
+            if not operator.is_product and (writer.place, writer.stage) == (
+                operator.place,
+                operator.stage,
+            ):
                 self._reads[operator.place] += num_bytes
                 writer.handed[storage] = max(num_bytes, writer.handed.get(storage, 0))
                 _join(operator, writer)
                 return
             writer.kept.add(storage)
         if not operator.is_product:
-            other = self._readers.setdefault((operator.place, operator.stage, storage, num_bytes), operator)
+            other = self._readers.setdefault(
+                (operator.place, operator.stage, storage, num_bytes), operator
+            )
             if other is not operator:
                 self._reads[operator.place] += num_bytes
                 _join(operator, other)
@@ -106,8 +128,11 @@ class Fusion:
             spared[place].num_bytes += num_bytes
         for operator in self._operators:
             of_place = spared[operator.place]
-            of_place.num_bytes += sum(num_bytes for storage, num_bytes in operator.handed.items()
-                                      if storage not in operator.kept)
+            of_place.num_bytes += sum(
+                num_bytes
+                for storage, num_bytes in operator.handed.items()
+                if storage not in operator.kept
+            )
             of_place.operators += operator.kernel is not None
             of_place.kernels += operator.kernel is None and not operator.is_product
         return spared
@@ -120,8 +145,13 @@ def _join(operator: _Operator, other: _Operator) -> None:
         kernel.kernel = first
 
 
-def saved_s(timed: Sequence[tuple[OperatorCall, float, float]], spared_bytes: float, *,
-            memory_bytes_per_s: float, threads: int) -> float:
+def saved_s(
+    timed: Sequence[tuple[OperatorCall, float, float]],
+    spared_bytes: float,
+    *,
+    memory_bytes_per_s: float,
+    threads: int,
+) -> float:
     """Seconds that compiled code takes less than operators that were timed, launches left out.
 
     What is neither read nor written any more saves time at the rate at which these operators' own plain arithmetic
@@ -132,13 +162,23 @@ def saved_s(timed: Sequence[tuple[OperatorCall, float, float]], spared_bytes: fl
         memory_bytes_per_s: Where no plain operator is among them.
         threads: That share the values of random numbers and masks.
     """
-    plain = [(count * call.num_bytes, count * seconds) for call, count, seconds in timed
-             if call.is_plain and not _column_bytes(call)]
-    moved_bytes, plain_s = (sum(figures) for figures in zip(*plain, strict=True)) if plain else (0.0, 0.0)
+    plain = [
+        (count * call.num_bytes, count * seconds)
+        for call, count, seconds in timed
+        if call.is_plain and not _column_bytes(call)
+    ]
+    moved_bytes, plain_s = (
+        (sum(figures) for figures in zip(*plain, strict=True)) if plain else (0.0, 0.0)
+    )
     bytes_per_s = moved_bytes / plain_s if plain_s else memory_bytes_per_s
-    slower_s = sum(count * max(0.0, num_bytes / COLUMN_SUM_BYTES_PER_S - seconds) for call, count, seconds in timed
-                   if (num_bytes := _column_bytes(call)) > LARGEST_AT_ONCE_BYTES)
-    slower_s += sum(count * max(0.0, _compiled_s(call) / threads - seconds) for call, count, seconds in timed)
+    slower_s = sum(
+        count * max(0.0, num_bytes / COLUMN_SUM_BYTES_PER_S - seconds)
+        for call, count, seconds in timed
+        if (num_bytes := _column_bytes(call)) > LARGEST_AT_ONCE_BYTES
+    )
+    slower_s += sum(
+        count * max(0.0, _compiled_s(call) / threads - seconds) for call, count, seconds in timed
+    )
     return spared_bytes / bytes_per_s - slower_s
 
 
@@ -158,5 +198,7 @@ def _column_bytes(call: OperatorCall) -> float:
         return 0.0
     dims, operand = call.arguments[1], next(iter(call.operands()))
     last = len(operand.shape) - 1
-    is_down = isinstance(dims, tuple) and last not in {dim % (last + 1) for dim in dims} and dims != ()
+    is_down = (
+        isinstance(dims, tuple) and last not in {dim % (last + 1) for dim in dims} and dims != ()
+    )
     return call.num_bytes if is_down else 0.0

@@ -13,17 +13,58 @@ from typing import Any
 from torch import nn
 
 _OF_TORCH = frozenset(nn.Module().__dict__)
-_OF_BOTH = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__", "__add__", "__mul__", "__rmul__",
-            "__mod__", "__rmod__", "__str__", "__format__")
-_OF_NUMBERS = ("__radd__", "__sub__", "__rsub__", "__truediv__", "__rtruediv__", "__floordiv__", "__rfloordiv__",
-               "__divmod__", "__rdivmod__", "__pow__", "__rpow__", "__and__", "__rand__", "__or__", "__ror__",
-               "__xor__", "__rxor__", "__lshift__", "__rlshift__", "__rshift__", "__rrshift__", "__neg__", "__abs__",
-               "__invert__", "__bool__", "__int__", "__float__", "__index__")
+_OF_BOTH = (
+    "__eq__",
+    "__ne__",
+    "__lt__",
+    "__le__",
+    "__gt__",
+    "__ge__",
+    "__hash__",
+    "__add__",
+    "__mul__",
+    "__rmul__",
+    "__mod__",
+    "__rmod__",
+    "__str__",
+    "__format__",
+)
+_OF_NUMBERS = (
+    "__radd__",
+    "__sub__",
+    "__rsub__",
+    "__truediv__",
+    "__rtruediv__",
+    "__floordiv__",
+    "__rfloordiv__",
+    "__divmod__",
+    "__rdivmod__",
+    "__pow__",
+    "__rpow__",
+    "__and__",
+    "__rand__",
+    "__or__",
+    "__ror__",
+    "__xor__",
+    "__rxor__",
+    "__lshift__",
+    "__rlshift__",
+    "__rshift__",
+    "__rrshift__",
+    "__neg__",
+    "__abs__",
+    "__invert__",
+    "__bool__",
+    "__int__",
+    "__float__",
+    "__index__",
+)
 _OF_TEXTS = ("__contains__", "__getitem__", "__iter__", "__len__", "__getattribute__")
 
 
 def _telling(kind: type, names: Sequence[str]) -> type[Any]:
     """Values of a kind that tell when one of these methods is used."""
+
     def method(name: str) -> Callable[..., Any]:
         plain = getattr(kind, name)
 
@@ -36,15 +77,23 @@ def _telling(kind: type, names: Sequence[str]) -> type[Any]:
     return type(f"Telling{kind.__name__}", (kind,), {name: method(name) for name in names})
 
 
-_KINDS = {int: _telling(int, (*_OF_BOTH, *_OF_NUMBERS)), str: _telling(str, (*_OF_BOTH, *_OF_TEXTS))}
+_KINDS = {
+    int: _telling(int, (*_OF_BOTH, *_OF_NUMBERS)),
+    str: _telling(str, (*_OF_BOTH, *_OF_TEXTS)),
+}
 
 
 def numbers(unit: nn.Module, others: Sequence[nn.Module]) -> list[tuple[str, str]]:
     """The attributes in a unit, with the paths of their modules, that others like it have other numbers or texts in."""
     inside = [dict(other.named_modules(remove_duplicate=False)) for other in others]
-    return [(path, name) for path, module in unit.named_modules(remove_duplicate=False)
-            for name, value in vars(module).items() if type(value) in _KINDS and name not in _OF_TORCH
-            and any(vars(other[path])[name] != value for other in inside)]
+    return [
+        (path, name)
+        for path, module in unit.named_modules(remove_duplicate=False)
+        for name, value in vars(module).items()
+        if type(value) in _KINDS
+        and name not in _OF_TORCH
+        and any(vars(other[path])[name] != value for other in inside)
+    ]
 
 
 @contextmanager

@@ -14,12 +14,45 @@ WINDOWS = ((MIB, 0), (4 * MIB, 4 * MIB), (16 * MIB, 16 * MIB))
 FAR = 64 * MIB
 UNKNOWN = ""  # of an operator that can't be called from what was noted
 # Operators that wait for memory on every device.
-PLAIN = frozenset((
-    "add", "sub", "mul", "div", "neg", "addcmul", "addcdiv", "lerp", "sqrt", "relu", "threshold_backward", "copy",
-    "clone", "cat", "stack", "fill", "zero", "zeros_like", "ones_like", "new_zeros", "full_like", "_to_copy", "sum",
-    "_foreach_add", "_foreach_mul", "_foreach_div", "_foreach_lerp", "_foreach_addcmul", "_foreach_addcdiv",
-    "_foreach_sqrt", "_foreach_norm", "linalg_vector_norm", "_fused_adamw", "_fused_adam", "_fused_sgd",
-))
+PLAIN = frozenset(
+    (
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "neg",
+        "addcmul",
+        "addcdiv",
+        "lerp",
+        "sqrt",
+        "relu",
+        "threshold_backward",
+        "copy",
+        "clone",
+        "cat",
+        "stack",
+        "fill",
+        "zero",
+        "zeros_like",
+        "ones_like",
+        "new_zeros",
+        "full_like",
+        "_to_copy",
+        "sum",
+        "_foreach_add",
+        "_foreach_mul",
+        "_foreach_div",
+        "_foreach_lerp",
+        "_foreach_addcmul",
+        "_foreach_addcdiv",
+        "_foreach_sqrt",
+        "_foreach_norm",
+        "linalg_vector_norm",
+        "_fused_adamw",
+        "_fused_adam",
+        "_fused_sgd",
+    )
+)
 
 
 def is_plain(name: str) -> bool:
@@ -89,8 +122,12 @@ class OperatorCall:
     def across(self, step_bytes: float) -> OperatorCall:
         """With the bytes that a step touches for what is last touched in another pass."""
         made = step_bytes if self.made_distance_bytes is None else self.made_distance_bytes
-        return replace(self, arguments=_across(self.arguments, step_bytes), options=_across(self.options, step_bytes),
-                       made_distance_bytes=made)
+        return replace(
+            self,
+            arguments=_across(self.arguments, step_bytes),
+            options=_across(self.options, step_bytes),
+            made_distance_bytes=made,
+        )
 
 
 def _operands(value: Any) -> Iterable[Operand]:
@@ -129,10 +166,17 @@ def between(first: Any, second: Any, part: float) -> Any:
     """
     if type(first) is type(second):
         if isinstance(first, Operand | OperatorCall):
-            return replace(first, **{f.name: between(getattr(first, f.name), getattr(second, f.name), part)
-                                     for f in fields(first)})
+            return replace(
+                first,
+                **{
+                    f.name: between(getattr(first, f.name), getattr(second, f.name), part)
+                    for f in fields(first)
+                },
+            )
         if isinstance(first, tuple) and len(first) == len(second):
-            return tuple(between(begin, end, part) for begin, end in zip(first, second, strict=True))
+            return tuple(
+                between(begin, end, part) for begin, end in zip(first, second, strict=True)
+            )
         if first == second:
             return first
         if isinstance(first, float):
@@ -166,14 +210,19 @@ class OperatorCalls:
         if len(self.first) != len(self.second):
             return ()
         try:
-            made = [between(call, other, part) for call, other in zip(self.first, self.second, strict=True)]
+            made = [
+                between(call, other, part)
+                for call, other in zip(self.first, self.second, strict=True)
+            ]
         except NoLine:
             return ()
         return tuple(zip(made, counts, strict=True))
 
     def times(self, factor: float) -> OperatorCalls:
         """As often, times a factor."""
-        return replace(self, counts=tuple(factor * count for count in self.counts or (1.0,) * len(self.first)))
+        return replace(
+            self, counts=tuple(factor * count for count in self.counts or (1.0,) * len(self.first))
+        )
 
 
 NO_CALLS = OperatorCalls(())

@@ -30,7 +30,10 @@ LAUNCHED = OperatorCall("aten.mul.Tensor", (Operand((64,), (1,), "float32", 0.0)
 # Of 64 MiB each, which is more than caches hold, and more than the C library takes from its heap: what is made is in
 # pages that are new.
 _LARGE = Operand((2**24,), (1,), "float32", float(FAR))
-IN_PLACE, MADE = OperatorCall("aten.add_.Tensor", (_LARGE, _LARGE)), OperatorCall("aten.add.Tensor", (_LARGE, _LARGE))
+IN_PLACE, MADE = (
+    OperatorCall("aten.add_.Tensor", (_LARGE, _LARGE)),
+    OperatorCall("aten.add.Tensor", (_LARGE, _LARGE)),
+)
 _RATES = (LAUNCHED, IN_PLACE, MADE)
 
 
@@ -53,9 +56,15 @@ class OperatorTimes:
         seconds, compared_s = document.get("seconds"), document.get("compared_s")
         # When times were last compared with the machine, and those that were taken while nothing else had the cores.
         self._compared_s = compared_s if isinstance(compared_s, float) else time.time()
-        self._kept = {key: value for key, value in seconds.items()
-                      if isinstance(value, float) and (value == CANT or 0 < value < math.inf)
-                      } if isinstance(seconds, dict) else {}
+        self._kept = (
+            {
+                key: value
+                for key, value in seconds.items()
+                if isinstance(value, float) and (value == CANT or 0 < value < math.inf)
+            }
+            if isinstance(seconds, dict)
+            else {}
+        )
         self._known = dict(self._kept)
         self._skipped: set[str] = set()  # for which there was no time in this process
 
@@ -92,51 +101,75 @@ class OperatorTimes:
         known = [call for call in wanted.values() if call not in _RATES and self.seconds(call)]
         if known and time.time() - self._compared_s > cache.OLD_S:
             self._compare_pace(known)
-        missing = {key: call for key, call in wanted.items() if key not in self._known and key not in self._skipped}
+        missing = {
+            key: call
+            for key, call in wanted.items()
+            if key not in self._known and key not in self._skipped
+        }
         if not missing:
             return
         measured = self._session(list(missing.values()), beside=known)
-        self._skipped.update(key for key, seconds in zip(missing, measured.seconds, strict=True) if seconds is None)
-        times = {key: seconds for key, seconds in zip(missing, measured.seconds, strict=True) if seconds is not None}
+        self._skipped.update(
+            key for key, seconds in zip(missing, measured.seconds, strict=True) if seconds is None
+        )
+        times = {
+            key: seconds
+            for key, seconds in zip(missing, measured.seconds, strict=True)
+            if seconds is not None
+        }
         self._known |= times
         if measured.is_quiet:
             self._kept |= times
             self._write()
         elif not OperatorTimes._has_warned:
             OperatorTimes._has_warned = True
-            print("note: other work had this machine's cores while operators were timed, so predictions are rougher; "
-                  "the operators are timed again next time", file=sys.stderr)
+            print(
+                "note: other work had this machine's cores while operators were timed, so predictions are rougher; "
+                "the operators are timed again next time",
+                file=sys.stderr,
+            )
 
     def _compare_pace(self, known: Sequence[OperatorCall]) -> None:
         """Forget all times if the machine has another pace than when they were taken, by some of these operators."""
         self._compared_s = time.time()
-        sample = known[::-(-len(known) // MOST_COMPARED)]
+        sample = known[:: -(-len(known) // MOST_COMPARED)]
         measured = self._session(sample)
         if not measured.is_quiet:
             return
         before = [self._known[_key(call)] for call in sample]
-        changes = [max(seconds / before_s, before_s / seconds)
-                   for seconds, before_s in zip(measured.seconds, before, strict=True) if seconds not in (None, CANT)]
+        changes = [
+            max(seconds / before_s, before_s / seconds)
+            for seconds, before_s in zip(measured.seconds, before, strict=True)
+            if seconds not in (None, CANT)
+        ]
         if changes and sum(change > OTHER_PACE for change in changes) >= max(1, len(changes) / 4):
             self._known.clear()
             self._kept.clear()
         self._write()
 
-    def _session(self, calls: Sequence[OperatorCall], beside: Sequence[OperatorCall] = ()) -> TimedCalls:
-        return session(calls, self.processes, self.threads, beside=beside, keeps_heap=self.keeps_heap)
+    def _session(
+        self, calls: Sequence[OperatorCall], beside: Sequence[OperatorCall] = ()
+    ) -> TimedCalls:
+        return session(
+            calls, self.processes, self.threads, beside=beside, keeps_heap=self.keeps_heap
+        )
 
     def _write(self) -> None:
         self._kept = dict(list(self._kept.items())[-MOST_KEPT:])
         cache.write(self._name, "cpu", {"compared_s": self._compared_s, "seconds": self._kept})
 
 
-def operator_times(num_ranks: int, *, measures: bool = True, keeps_heap: bool = True) -> OperatorTimes:
+def operator_times(
+    num_ranks: int, *, measures: bool = True, keeps_heap: bool = True
+) -> OperatorTimes:
     """Of this process: what it has timed it does not read again."""
     return _operator_times(num_ranks, threads_of_a_rank(num_ranks), measures, keeps_heap)
 
 
 @lru_cache(maxsize=16)
-def _operator_times(num_ranks: int, threads: int, measures: bool, keeps_heap: bool) -> OperatorTimes:
+def _operator_times(
+    num_ranks: int, threads: int, measures: bool, keeps_heap: bool
+) -> OperatorTimes:
     """threads: that a rank has; OMP_NUM_THREADS may change while this process lives."""
     return OperatorTimes(num_ranks, measures=measures, keeps_heap=keeps_heap)
 

@@ -14,7 +14,9 @@ aten = torch.ops.aten
 SMALL = (3, 5)  # sides of kernels for which there are algorithms with fewer multiplications
 
 
-def products_of(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> list[Product]:
+def products_of(
+    operator: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+) -> list[Product]:
     """Those of an operator; none of one that is not known."""
     rule = _PRODUCTS.get(operator)
     return [] if rule is None else rule(args, kwargs, result)
@@ -25,11 +27,15 @@ def _mm(args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> list[Produc
     return [Product(left.shape[-2], right.shape[-1], left.shape[-1], math.prod(left.shape[:-2]))]
 
 
-def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_causal: bool) -> list[Product]:
+def _attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_causal: bool
+) -> list[Product]:
     kind: ProductKind = "attention" if is_causal else "full attention"
     *batch, rows, width = query.shape
-    return [Product(rows, key.shape[-2], width, math.prod(batch), kind=kind),
-            Product(rows, value.shape[-1], key.shape[-2], math.prod(batch), kind=kind)]
+    return [
+        Product(rows, key.shape[-2], width, math.prod(batch), kind=kind),
+        Product(rows, value.shape[-1], key.shape[-2], math.prod(batch), kind=kind),
+    ]
 
 
 def _is_causal(args: Sequence[Any], kwargs: dict[str, Any], place: int) -> bool:
@@ -49,8 +55,13 @@ def _flash_backward(args: Sequence[Any], kwargs: dict[str, Any], result: Any) ->
 def _convolved(weight: torch.Tensor, places: int, stride: Sequence[int], groups: int) -> Product:
     channels, *kernel = weight.shape
     is_small = set(kernel[1:]) <= set(SMALL) and len(set(kernel[1:])) == 1 and set(stride) == {1}
-    return Product(places, channels // groups, math.prod(kernel), groups,
-                   kind="small convolution" if is_small else "convolution")
+    return Product(
+        places,
+        channels // groups,
+        math.prod(kernel),
+        groups,
+        kind="small convolution" if is_small else "convolution",
+    )
 
 
 def _convolution(args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> list[Product]:
@@ -58,7 +69,9 @@ def _convolution(args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> li
     return [] if is_transposed else [_convolved(weight, _places(result), stride, groups)]
 
 
-def _convolution_backward(args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> list[Product]:
+def _convolution_backward(
+    args: Sequence[Any], kwargs: dict[str, Any], result: Any
+) -> list[Product]:
     gradient, _, weight, _, stride, _, _, is_transposed, _, groups, wanted = args
     if is_transposed:
         return []
@@ -70,8 +83,10 @@ def _recurrent(args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> list
     """Of one layer and direction of an LSTM: inputs of the whole sequence together, states one after another."""
     x, weight, recurrent = args[:3]
     length, samples, _ = x.shape
-    return [Product(length * samples, weight.shape[0], weight.shape[1], kind="recurrent"),
-            Product(samples, recurrent.shape[0], recurrent.shape[1], length, kind="recurrent")]
+    return [
+        Product(length * samples, weight.shape[0], weight.shape[1], kind="recurrent"),
+        Product(samples, recurrent.shape[0], recurrent.shape[1], length, kind="recurrent"),
+    ]
 
 
 def _recurrent_backward(args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> list[Product]:
@@ -84,9 +99,14 @@ def _places(tensor: torch.Tensor) -> int:
 
 
 _PRODUCTS: dict[Any, Callable[[Sequence[Any], dict[str, Any], Any], list[Product]]] = {
-    aten.mm: _mm, aten.addmm: _mm, aten.bmm: _mm, aten.baddbmm: _mm,
-    aten.convolution: _convolution, aten.convolution_backward: _convolution_backward,
+    aten.mm: _mm,
+    aten.addmm: _mm,
+    aten.bmm: _mm,
+    aten.baddbmm: _mm,
+    aten.convolution: _convolution,
+    aten.convolution_backward: _convolution_backward,
     aten._scaled_dot_product_flash_attention_for_cpu: _flash,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _flash_backward,
-    aten.mkldnn_rnn_layer: _recurrent, aten.mkldnn_rnn_layer_backward: _recurrent_backward,
+    aten.mkldnn_rnn_layer: _recurrent,
+    aten.mkldnn_rnn_layer_backward: _recurrent_backward,
 }

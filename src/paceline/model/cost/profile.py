@@ -10,7 +10,9 @@ from typing import Any, Literal, get_args
 from paceline.model.cost.op_calls import NO_CALLS, OperatorCalls
 
 Side = Literal["rows", "columns", "inner", "count"]
-ProductKind = Literal["linear", "attention", "full attention", "convolution", "small convolution", "recurrent"]
+ProductKind = Literal[
+    "linear", "attention", "full attention", "convolution", "small convolution", "recurrent"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,9 @@ class Product:
     @property
     def values(self) -> float:
         """In its three matrices."""
-        return self.count * (self.rows * self.inner + self.inner * self.columns + self.rows * self.columns)
+        return self.count * (
+            self.rows * self.inner + self.inner * self.columns + self.rows * self.columns
+        )
 
     def backward(self) -> tuple[Product, Product]:
         """The products that give the gradients of its left and of its right side.
@@ -78,17 +82,39 @@ class Product:
         >>> Product(8, 6, 4, cut="columns").backward()[1]
         Product(rows=4, columns=6, inner=8, count=1.0, grows='inner', cut='columns', kind='linear')
         """
-        left: dict[Side, Side] = {"rows": "rows", "columns": "inner", "inner": "columns", "count": "count"}
-        right: dict[Side, Side] = {"rows": "inner", "columns": "columns", "inner": "rows", "count": "count"}
+        left: dict[Side, Side] = {
+            "rows": "rows",
+            "columns": "inner",
+            "inner": "columns",
+            "count": "count",
+        }
+        right: dict[Side, Side] = {
+            "rows": "inner",
+            "columns": "columns",
+            "inner": "rows",
+            "count": "count",
+        }
 
         def turned(sides: dict[Side, Side], rows: float, columns: float, inner: float) -> Product:
-            return Product(rows, columns, inner, self.count, sides[self.grows], self.cut and sides[self.cut],
-                           self.kind)
+            return Product(
+                rows,
+                columns,
+                inner,
+                self.count,
+                sides[self.grows],
+                self.cut and sides[self.cut],
+                self.kind,
+            )
 
-        return (turned(left, self.rows, self.inner, self.columns), turned(right, self.inner, self.columns, self.rows))
+        return (
+            turned(left, self.rows, self.inner, self.columns),
+            turned(right, self.inner, self.columns, self.rows),
+        )
 
 
-def growing(first: Sequence[Product], second: Sequence[Product], *, samples: tuple[int, int]) -> tuple[Product, ...]:
+def growing(
+    first: Sequence[Product], second: Sequence[Product], *, samples: tuple[int, int]
+) -> tuple[Product, ...]:
     """Products of one sample, from what was multiplied with two numbers of samples. One whose shape does not grow along
     one side is left out, and so are all where the two don't do the same.
 
@@ -99,9 +125,17 @@ def growing(first: Sequence[Product], second: Sequence[Product], *, samples: tup
         return ()
     products = []
     for product, grown in zip(first, second, strict=True):
-        changed = [side for side in get_args(Side) if getattr(product, side) != getattr(grown, side)]
-        if len(changed) == 1 and getattr(product, changed[0]) * samples[1] == getattr(grown, changed[0]) * samples[0]:
-            each: dict[str, Any] = {changed[0]: getattr(product, changed[0]) / samples[0], "grows": changed[0]}
+        changed = [
+            side for side in get_args(Side) if getattr(product, side) != getattr(grown, side)
+        ]
+        if (
+            len(changed) == 1
+            and getattr(product, changed[0]) * samples[1] == getattr(grown, changed[0]) * samples[0]
+        ):
+            each: dict[str, Any] = {
+                changed[0]: getattr(product, changed[0]) / samples[0],
+                "grows": changed[0],
+            }
             products.append(replace(product, **each))
     return tuple(products)
 
@@ -121,7 +155,9 @@ class Fused:
 
     def times(self, factor: float) -> Fused:
         """As much of it."""
-        return Fused(self.spared_bytes.times(factor), self.spared_operators * factor, self.kernels * factor)
+        return Fused(
+            self.spared_bytes.times(factor), self.spared_operators * factor, self.kernels * factor
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,22 +187,41 @@ class Work:
     @classmethod
     def through(cls, first: Work, second: Work, *, samples: tuple[int, int]) -> Work:
         """The line through the same work on two numbers of samples, whose figures are fixed."""
+
         def line(small: Affine, large: Affine) -> Affine:
             return Affine.through((samples[0], small.fixed), (samples[1], large.fixed))
 
-        calls = OperatorCalls(first.calls.first, second.calls.first, samples) if first.calls.first else NO_CALLS
-        return cls(line(first.flops, second.flops), line(first.moved_bytes, second.moved_bytes),
-                   line(first.function_bytes, second.function_bytes), first.operators,
-                   growing(first.products, second.products, samples=samples),
-                   replace(first.fused, spared_bytes=line(first.fused.spared_bytes, second.fused.spared_bytes)), calls)
+        calls = (
+            OperatorCalls(first.calls.first, second.calls.first, samples)
+            if first.calls.first
+            else NO_CALLS
+        )
+        return cls(
+            line(first.flops, second.flops),
+            line(first.moved_bytes, second.moved_bytes),
+            line(first.function_bytes, second.function_bytes),
+            first.operators,
+            growing(first.products, second.products, samples=samples),
+            replace(
+                first.fused, spared_bytes=line(first.fused.spared_bytes, second.fused.spared_bytes)
+            ),
+            calls,
+        )
 
     def times(self, factor: float) -> Work:
         """So much of the same work: products keep their shapes, and there are more or fewer of them."""
         if factor == 1:
             return self
-        return Work(self.flops.times(factor), self.moved_bytes.times(factor), self.function_bytes.times(factor),
-                    self.operators * factor, tuple(replace(p, count=p.count * factor) for p in self.products),
-                    self.fused.times(factor), self.calls.times(factor), self.spared.times(factor))
+        return Work(
+            self.flops.times(factor),
+            self.moved_bytes.times(factor),
+            self.function_bytes.times(factor),
+            self.operators * factor,
+            tuple(replace(p, count=p.count * factor) for p in self.products),
+            self.fused.times(factor),
+            self.calls.times(factor),
+            self.spared.times(factor),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,19 +337,42 @@ class Segment:
     @classmethod
     def through(cls, first: Segment, second: Segment, *, samples: tuple[int, int]) -> Segment:
         """The line through a segment with two numbers of samples, whose figures are fixed."""
-        def line(name: str) -> Affine:
-            return Affine.through(*((count, getattr(segment, name).fixed)
-                                    for count, segment in zip(samples, (first, second), strict=True)))
 
-        core = None if first.core is None or second.core is None else Core(
-            Work.through(first.core.forward, second.core.forward, samples=samples),
-            Affine.through((samples[0], first.core.kept_bytes.fixed), (samples[1], second.core.kept_bytes.fixed)))
-        again = None if first.again is None or second.again is None else Work.through(
-            first.again, second.again, samples=samples)
-        return replace(first, forward=Work.through(first.forward, second.forward, samples=samples),
-                       backward=Work.through(first.backward, second.backward, samples=samples), core=core, again=again,
-                       kept_bytes=line("kept_bytes"), output_bytes=line("output_bytes"),
-                       forward_peak_bytes=line("forward_peak_bytes"), backward_peak_bytes=line("backward_peak_bytes"))
+        def line(name: str) -> Affine:
+            return Affine.through(
+                *(
+                    (count, getattr(segment, name).fixed)
+                    for count, segment in zip(samples, (first, second), strict=True)
+                )
+            )
+
+        core = (
+            None
+            if first.core is None or second.core is None
+            else Core(
+                Work.through(first.core.forward, second.core.forward, samples=samples),
+                Affine.through(
+                    (samples[0], first.core.kept_bytes.fixed),
+                    (samples[1], second.core.kept_bytes.fixed),
+                ),
+            )
+        )
+        again = (
+            None
+            if first.again is None or second.again is None
+            else Work.through(first.again, second.again, samples=samples)
+        )
+        return replace(
+            first,
+            forward=Work.through(first.forward, second.forward, samples=samples),
+            backward=Work.through(first.backward, second.backward, samples=samples),
+            core=core,
+            again=again,
+            kept_bytes=line("kept_bytes"),
+            output_bytes=line("output_bytes"),
+            forward_peak_bytes=line("forward_peak_bytes"),
+            backward_peak_bytes=line("backward_peak_bytes"),
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -364,9 +442,20 @@ class Profile:
 def folded(profile: Profile) -> Profile:
     """The same cost with segments of units that are alike and follow each other as one that repeats. Operators and the
     count of kept tensors are left out: devices that are described have timed none, and need no time for hooks."""
-    profile = replace(profile, update=_without_calls(profile.update), segments=tuple(
-        replace(s, forward=_without_calls(s.forward), backward=_without_calls(s.backward),
-                again=s.again and _without_calls(s.again), kept_tensors=0) for s in profile.segments))
+    profile = replace(
+        profile,
+        update=_without_calls(profile.update),
+        segments=tuple(
+            replace(
+                s,
+                forward=_without_calls(s.forward),
+                backward=_without_calls(s.backward),
+                again=s.again and _without_calls(s.again),
+                kept_tensors=0,
+            )
+            for s in profile.segments
+        ),
+    )
     known = {p.name: p for p in profile.parameters}
     often: Counter[str] = Counter(s.unit for s in profile.segments)
     borrowed = {name for s in profile.segments for name in s.borrows if known[name].unit != s.unit}
@@ -374,8 +463,13 @@ def folded(profile: Profile) -> Profile:
     counts: dict[str, int] = {}
     for segment in profile.segments:
         of_unit = profile.owned_by(segment.unit)
-        alone = (bool(segment.unit) and often[segment.unit] == 1 and not borrowed.intersection(p.name for p in of_unit)
-                 and {known[name].unit for name in (*segment.gradients, *segment.borrows)} <= {segment.unit})
+        alone = (
+            bool(segment.unit)
+            and often[segment.unit] == 1
+            and not borrowed.intersection(p.name for p in of_unit)
+            and {known[name].unit for name in (*segment.gradients, *segment.borrows)}
+            <= {segment.unit}
+        )
         last = segments[-1] if segments else Segment()
         if alone and last.unit in counts and _shape(profile, last) == _shape(profile, segment):
             segments[-1] = replace(last, repeat=last.repeat + 1)
@@ -385,8 +479,11 @@ def folded(profile: Profile) -> Profile:
         segments.append(segment)
         if alone:
             counts[segment.unit] = 1
-    parameters = tuple(replace(p, count=p.count * counts.get(p.unit, 1)) for p in profile.parameters
-                       if counts.get(p.unit, 1))
+    parameters = tuple(
+        replace(p, count=p.count * counts.get(p.unit, 1))
+        for p in profile.parameters
+        if counts.get(p.unit, 1)
+    )
     return replace(profile, parameters=parameters, segments=tuple(segments))
 
 
@@ -397,6 +494,11 @@ def _without_calls(work: Work) -> Work:
 def _shape(profile: Profile, segment: Segment) -> tuple[object, ...]:
     """What segments that are alike have in common: all but the names."""
     parameters = profile.owned_by(segment.unit)
-    return (replace(segment, unit="", gradients=(), borrows=(), repeat=1),
-            [name.removeprefix(f"{segment.unit}.") for name in (*segment.gradients, *segment.borrows)],
-            [replace(p, name=p.name.removeprefix(f"{segment.unit}."), unit="", count=1) for p in parameters])
+    return (
+        replace(segment, unit="", gradients=(), borrows=(), repeat=1),
+        [name.removeprefix(f"{segment.unit}.") for name in (*segment.gradients, *segment.borrows)],
+        [
+            replace(p, name=p.name.removeprefix(f"{segment.unit}."), unit="", count=1)
+            for p in parameters
+        ],
+    )

@@ -16,7 +16,14 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from paceline.model.cost.fusion import Fusion, SparedByFusion
-from paceline.model.cost.op_calls import NO_CALLS, UNKNOWN, Operand, OperatorCall, OperatorCalls, is_plain
+from paceline.model.cost.op_calls import (
+    NO_CALLS,
+    UNKNOWN,
+    Operand,
+    OperatorCall,
+    OperatorCalls,
+    is_plain,
+)
 from paceline.model.cost.products import products_of
 from paceline.model.cost.profile import Affine, Core, Fused, Product, Segment, Work
 
@@ -46,10 +53,17 @@ class Tallied:
 
     def work(self, step_bytes: float) -> Work:
         """step_bytes: that a step touches, which lie between two uses of a tensor in different passes."""
-        return Work(Affine(self.flops), Affine(self.moved_bytes), Affine(self.function_bytes), self.operators,
-                    tuple(self.products),
-                    Fused(Affine(self.spared.num_bytes), self.spared.operators, self.spared.kernels),
-                    OperatorCalls(tuple(call.across(step_bytes) for call in self.calls)) if self.calls else NO_CALLS)
+        return Work(
+            Affine(self.flops),
+            Affine(self.moved_bytes),
+            Affine(self.function_bytes),
+            self.operators,
+            tuple(self.products),
+            Fused(Affine(self.spared.num_bytes), self.spared.operators, self.spared.kernels),
+            OperatorCalls(tuple(call.across(step_bytes) for call in self.calls))
+            if self.calls
+            else NO_CALLS,
+        )
 
 
 @dataclass
@@ -158,19 +172,32 @@ class WorkRecorder(TorchDispatchMode):
             levels[place] = Levels(before.start, max(before.peak, level), level)
         return levels
 
-    def segment(self, number: int, levels: Mapping[StepPosition, Levels], *, step_bytes: float,
-                spared: SparedScores | None) -> Segment:
+    def segment(
+        self,
+        number: int,
+        levels: Mapping[StepPosition, Levels],
+        *,
+        step_bytes: float,
+        spared: SparedScores | None,
+    ) -> Segment:
         """What a segment does and keeps, with the samples that it ran with. step_bytes: see `Tallied.work`."""
         places = StepPosition(number, "forward"), StepPosition(number, "backward")
         ahead, back = (levels.get(place, Levels(0, 0, 0)) for place in places)
         forward, backward = (self.work.get(place, Tallied()).work(step_bytes) for place in places)
         again = self._again(places[0])
         return Segment(
-            forward=forward, backward=backward, kept_bytes=Affine(ahead.end - ahead.start),
-            output_bytes=Affine(self.outputs.get(number, 0)), forward_peak_bytes=Affine(ahead.peak - ahead.start),
+            forward=forward,
+            backward=backward,
+            kept_bytes=Affine(ahead.end - ahead.start),
+            output_bytes=Affine(self.outputs.get(number, 0)),
+            forward_peak_bytes=Affine(ahead.peak - ahead.start),
             backward_peak_bytes=Affine(max(0, back.peak - ahead.end)),
-            core=None if spared is None else Core(spared.work.work(step_bytes), Affine(spared.num_bytes)),
-            again=None if again is None else again.work(step_bytes), kept_tensors=self._kept_tensors[places[0]])
+            core=None
+            if spared is None
+            else Core(spared.work.work(step_bytes), Affine(spared.num_bytes)),
+            again=None if again is None else again.work(step_bytes),
+            kept_tensors=self._kept_tensors[places[0]],
+        )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -178,7 +205,9 @@ class WorkRecorder(TorchDispatchMode):
         if func.namespace != "aten":
             return result
         outputs = [t for t in tree_leaves(result) if _has_storage(t)]
-        if (kept := _WORKSPACE_BYTES.get(func._overloadpacket)) is not None and not result[-1].numel():
+        if (kept := _WORKSPACE_BYTES.get(func._overloadpacket)) is not None and not result[
+            -1
+        ].numel():
             self._track(result[-1], kept(*args))
         fresh = [t for t in outputs if self._track(t)]
         if fresh or func._schema.is_mutable:
@@ -186,12 +215,16 @@ class WorkRecorder(TorchDispatchMode):
             self.count(func, args, kwargs, result, outputs)
         return result
 
-    def count(self, func: Any, args: Any, kwargs: Any, result: Any, outputs: Sequence[torch.Tensor]) -> None:
+    def count(
+        self, func: Any, args: Any, kwargs: Any, result: Any, outputs: Sequence[torch.Tensor]
+    ) -> None:
         tallied = self.work[self.place]
         tallied.operators += 1
         formula = _FORMULAS.get(func._overloadpacket)
         inputs = [t for t in tree_leaves((args, kwargs)) if _has_storage(t)]
-        self._fusion.add(self.place, self._named(inputs), self._named(outputs), is_product=formula is not None)
+        self._fusion.add(
+            self.place, self._named(inputs), self._named(outputs), is_product=formula is not None
+        )
         num_bytes = sum(_num_bytes(t) for t in (*inputs, *outputs))
         flops = 0.0 if formula is None else formula(*args, **kwargs, out_val=result)
         tallied.calls.append(self._distances.call(self.place, func, args, kwargs, flops, num_bytes))
@@ -211,8 +244,10 @@ class WorkRecorder(TorchDispatchMode):
     def _named(self, tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
         """Each tensor's storage, by a number that no other storage gets, and its bytes."""
         keys = [t.untyped_storage()._cdata for t in tensors]
-        return [(self._alive[key][0] if key in self._alive else ~key, _num_bytes(t))
-                for key, t in zip(keys, tensors, strict=True)]
+        return [
+            (self._alive[key][0] if key in self._alive else ~key, _num_bytes(t))
+            for key, t in zip(keys, tensors, strict=True)
+        ]
 
     def _track(self, tensor: torch.Tensor, num_bytes: int | None = None) -> bool:
         """Follow the tensor's storage until it is freed; False if it was known. num_bytes: that it really has."""
@@ -266,16 +301,25 @@ class Distances:
         for t in tensors:
             self._last[t.untyped_storage()._cdata] = self.touched, place.direction
 
-    def call(self, place: StepPosition, func: Any, args: Any, kwargs: Any, flops: float,
-             num_bytes: float) -> OperatorCall:
+    def call(
+        self, place: StepPosition, func: Any, args: Any, kwargs: Any, flops: float, num_bytes: float
+    ) -> OperatorCall:
         """An operator as it is called in a place. What a forward makes is in memory that the last step let go of."""
         try:
             arguments = tuple(self._noted(argument, place) for argument in args)
-            options = tuple((name, self._noted(argument, place)) for name, argument in kwargs.items())
+            options = tuple(
+                (name, self._noted(argument, place)) for name, argument in kwargs.items()
+            )
         except TypeError:
             return OperatorCall(UNKNOWN, flops=float(flops), num_bytes=float(num_bytes))
-        return OperatorCall(str(func), arguments, options, float(flops), float(num_bytes),
-                            None if place.direction == "forward" else 0.0)
+        return OperatorCall(
+            str(func),
+            arguments,
+            options,
+            float(flops),
+            float(num_bytes),
+            None if place.direction == "forward" else 0.0,
+        )
 
     def _noted(self, value: Any, place: StepPosition) -> Any:
         """
@@ -284,10 +328,13 @@ class Distances:
         """
         if _has_storage(value):
             touched, direction = self._last.get(value.untyped_storage()._cdata, (0.0, None))
-            return Operand(tuple(map(int, value.shape)), tuple(map(int, value.stride())),
-                           str(value.dtype).removeprefix("torch."),
-                           self.touched - touched if direction == place.direction else None,
-                           self.zero_part(value))
+            return Operand(
+                tuple(map(int, value.shape)),
+                tuple(map(int, value.stride())),
+                str(value.dtype).removeprefix("torch."),
+                self.touched - touched if direction == place.direction else None,
+                self.zero_part(value),
+            )
         if isinstance(value, tuple | list):
             return tuple(self._noted(part, place) for part in value)
         if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
@@ -317,6 +364,7 @@ def follow(recorder: WorkRecorder, pieces: dict[str, nn.Module], model: nn.Modul
             place = recorder.place
             if place.direction == "forward" or segment < place.segment:
                 recorder.move_to(StepPosition(segment, "backward"))
+
         return hook
 
     def enter(name: str) -> Callable[..., None]:
@@ -327,6 +375,7 @@ def follow(recorder: WorkRecorder, pieces: dict[str, nn.Module], model: nn.Modul
                     tensor.register_hook(back_to(before))
             segments.append(name)
             recorder.move_to(StepPosition(len(segments) - 1, "forward"))
+
         return hook
 
     def leave(_: nn.Module, args: Any, output: Any) -> None:
@@ -345,7 +394,8 @@ def follow(recorder: WorkRecorder, pieces: dict[str, nn.Module], model: nn.Modul
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(
-                lambda p, name=name: recorder.complete_gradient(name, p.grad))
+                lambda p, name=name: recorder.complete_gradient(name, p.grad)
+            )
     return segments
 
 
@@ -361,7 +411,9 @@ def _attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> i
     return sdpa_flop_count(query.shape, *_with_heads_of(query, key, value))
 
 
-def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+def _attention_backward(
+    gradient: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any
+) -> int:
     return sdpa_backward_flop_count(gradient.shape, query.shape, *_with_heads_of(query, key, value))
 
 
@@ -398,13 +450,24 @@ _SLOWER = {"max_pool2d_with_indices": 7}
 # The causal half that a kernel may skip is counted, as it is there.
 _FORMULAS: dict[Any, Callable[..., int]] = {
     **flop_registry,
-    **dict.fromkeys((aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_efficient_attention,
-                     aten._scaled_dot_product_cudnn_attention, aten._scaled_dot_product_flash_attention_for_cpu),
-                    _attention),
-    **dict.fromkeys((aten._scaled_dot_product_flash_attention_backward,
-                     aten._scaled_dot_product_efficient_attention_backward,
-                     aten._scaled_dot_product_cudnn_attention_backward,
-                     aten._scaled_dot_product_flash_attention_for_cpu_backward), _attention_backward),
+    **dict.fromkeys(
+        (
+            aten._scaled_dot_product_flash_attention,
+            aten._scaled_dot_product_efficient_attention,
+            aten._scaled_dot_product_cudnn_attention,
+            aten._scaled_dot_product_flash_attention_for_cpu,
+        ),
+        _attention,
+    ),
+    **dict.fromkeys(
+        (
+            aten._scaled_dot_product_flash_attention_backward,
+            aten._scaled_dot_product_efficient_attention_backward,
+            aten._scaled_dot_product_cudnn_attention_backward,
+            aten._scaled_dot_product_flash_attention_for_cpu_backward,
+        ),
+        _attention_backward,
+    ),
     aten.mkldnn_rnn_layer: _recurrent,
     aten.mkldnn_rnn_layer_backward: _recurrent_backward,
 }

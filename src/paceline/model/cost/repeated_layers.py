@@ -45,8 +45,10 @@ class Chain:
     def stand_ins(self) -> dict[str, str]:
         """For each block that is left out the one in the last period kept that is like it."""
         first = self.kept - self.period
-        return {self.unit(number): self.unit(first + (number - first) % self.period)
-                for number in range(self.kept, self.total)}
+        return {
+            self.unit(number): self.unit(first + (number - first) % self.period)
+            for number in range(self.kept, self.total)
+        }
 
 
 def left_out(chains: Iterable[Chain]) -> dict[str, str]:
@@ -61,15 +63,18 @@ def shortened(model: nn.Module, chains: Sequence[Chain]) -> Iterator[None]:
     blocks = [vars(container)["_modules"] for container in lists]
     try:
         for chain, container, modules in zip(chains, lists, blocks, strict=True):
-            vars(container)["_modules"] = dict(list(modules.items())[:chain.kept])
+            vars(container)["_modules"] = dict(list(modules.items())[: chain.kept])
         yield
     finally:
         for container, modules in zip(lists, blocks, strict=True):
             vars(container)["_modules"] = modules
 
 
-def find_chains(model: nn.Module, units_of: Callable[[nn.Module], Mapping[str, nn.Module]],
-                run: Callable[[], Any]) -> tuple[Chain, ...]:
+def find_chains(
+    model: nn.Module,
+    units_of: Callable[[nn.Module], Mapping[str, nn.Module]],
+    run: Callable[[], Any],
+) -> tuple[Chain, ...]:
     """
     Args:
         units_of: Finds the blocks of a model, by name.
@@ -80,19 +85,31 @@ def find_chains(model: nn.Module, units_of: Callable[[nn.Module], Mapping[str, n
     if not lists:
         return ()
     whole = _Course.of(units, run)
-    chains = tuple(chain for path, count in lists.items() if (chain := whole.chain(path, count)) is not None)
+    chains = tuple(
+        chain for path, count in lists.items() if (chain := whole.chain(path, count)) is not None
+    )
     if not chains:
         return ()
     with shortened(model, chains):
         short = _Course.of(units_of(model), run)
-    return chains if short.is_like(whole.without({unit for chain in chains for unit in chain.stand_ins})) else ()
+    return (
+        chains
+        if short.is_like(whole.without({unit for chain in chains for unit in chain.stand_ins}))
+        else ()
+    )
 
 
 def _long_lists(model: nn.Module, units: Mapping[str, nn.Module]) -> dict[str, int]:
     """Paths of lists all of whose modules are units, with their number, where some might be left out."""
-    return {path: len(module) for path, module in model.named_modules()
-            if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > KEPT_PERIODS + FEWEST_LEFT_OUT
-            and all((f"{path}.{number}" if path else str(number)) in units for number in range(len(module)))}
+    return {
+        path: len(module)
+        for path, module in model.named_modules()
+        if isinstance(module, nn.ModuleList | nn.Sequential)
+        and len(module) > KEPT_PERIODS + FEWEST_LEFT_OUT
+        and all(
+            (f"{path}.{number}" if path else str(number)) in units for number in range(len(module))
+        )
+    }
 
 
 @dataclass
@@ -114,15 +131,22 @@ class _Course:
     steps: list[tuple[Any, ...]] = field(default_factory=list)
     calls: dict[str, _BlockCall] = field(default_factory=dict)
     kinds: Mapping[str, str] = field(default_factory=dict)  # of each block that was not computed
-    others: list[torch.Tensor] = field(default_factory=list)  # held, so that no other tensor gets their number
+    others: list[torch.Tensor] = field(
+        default_factory=list
+    )  # held, so that no other tensor gets their number
     inside: str = ""  # the block that runs
 
     @classmethod
     def of(cls, units: Mapping[str, nn.Module], run: Callable[[], Any]) -> _Course:
         course, repeats = cls(), Repeats(units, lambda: 0, _made_anew)
-        handles = [handle for name, unit in units.items()
-                   for handle in (unit.register_forward_pre_hook(course._enter(name), with_kwargs=True),
-                                  unit.register_forward_hook(course._leave(name)))]
+        handles = [
+            handle
+            for name, unit in units.items()
+            for handle in (
+                unit.register_forward_pre_hook(course._enter(name), with_kwargs=True),
+                unit.register_forward_hook(course._leave(name)),
+            )
+        ]
         try:
             with torch.no_grad(), _Operators(course), repeats.standing_in():
                 run()
@@ -143,27 +167,39 @@ class _Course:
             for leaf in tree_leaves((args, kwargs)):
                 if not isinstance(leaf, torch.Tensor):
                     continue
-                place = next((number for number, tensor in enumerate(handed_on) if tensor is leaf), None)
+                place = next(
+                    (number for number, tensor in enumerate(handed_on) if tensor is leaf), None
+                )
                 if place is None:
                     self.others.append(leaf)
                 sources.append(("other", id(leaf)) if place is None else ("before", place))
-            self.calls[name] = _BlockCall(len(self.steps), BlockInputs.of((args, kwargs)), tuple(sources))
+            self.calls[name] = _BlockCall(
+                len(self.steps), BlockInputs.of((args, kwargs)), tuple(sources)
+            )
             self.steps.append(("block", name))
             self.inside = name
+
         return hook
 
     def _leave(self, name: str) -> Callable[..., None]:
         def hook(_: nn.Module, args: Any, output: Any) -> None:
             inputs = {id(leaf) for leaf in tree_leaves(args)}
-            self.calls[name].outputs = tuple(weakref.ref(leaf) for leaf in tree_leaves(output)
-                                             if isinstance(leaf, torch.Tensor) and id(leaf) not in inputs)
+            self.calls[name].outputs = tuple(
+                weakref.ref(leaf)
+                for leaf in tree_leaves(output)
+                if isinstance(leaf, torch.Tensor) and id(leaf) not in inputs
+            )
             self.inside = ""
+
         return hook
 
     def chain(self, path: str, count: int) -> Chain | None:
         """With the fewest blocks kept."""
-        chains = [Chain(path, count, kept, period) for period in range(1, LONGEST_PERIOD + 1)
-                  if count - (kept := self._kept(path, count, period)) >= FEWEST_LEFT_OUT]
+        chains = [
+            Chain(path, count, kept, period)
+            for period in range(1, LONGEST_PERIOD + 1)
+            if count - (kept := self._kept(path, count, period)) >= FEWEST_LEFT_OUT
+        ]
         return min(chains, key=lambda chain: chain.kept, default=None)
 
     def _kept(self, path: str, count: int, period: int) -> int:
@@ -179,18 +215,28 @@ class _Course:
         names = [chain.unit(number), chain.unit(number - 1), chain.unit(number - chain.period)]
         if not all(name in self.calls for name in names) or names[0] not in self.kinds:
             return False
-        (name, call), (_, before), (earlier_name, earlier) = ((name, self.calls[name]) for name in names)
-        return (self.kinds[name] == self.kinds.get(earlier_name, earlier_name) and call.step == before.step + 1
-                and not before.is_kept and call.inputs.is_like(earlier.inputs) and call.sources == earlier.sources)
+        (name, call), (_, before), (earlier_name, earlier) = (
+            (name, self.calls[name]) for name in names
+        )
+        return (
+            self.kinds[name] == self.kinds.get(earlier_name, earlier_name)
+            and call.step == before.step + 1
+            and not before.is_kept
+            and call.inputs.is_like(earlier.inputs)
+            and call.sources == earlier.sources
+        )
 
     def without(self, names: set[str]) -> _Course:
         """The course that leaves out some blocks."""
-        return _Course([step for step in self.steps if step[0] != "block" or step[1] not in names],
-                       {name: call for name, call in self.calls.items() if name not in names})
+        return _Course(
+            [step for step in self.steps if step[0] != "block" or step[1] not in names],
+            {name: call for name, call in self.calls.items() if name not in names},
+        )
 
     def is_like(self, other: _Course) -> bool:
         return self.steps == other.steps and all(
-            call.inputs.is_like(other.calls[name].inputs) for name, call in self.calls.items())
+            call.inputs.is_like(other.calls[name].inputs) for name, call in self.calls.items()
+        )
 
 
 class _Operators(TorchDispatchMode):
@@ -203,13 +249,27 @@ class _Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **kwargs or {})
         if not self.course.inside:
-            self.course.steps.append(("operator", str(func), tuple(
-                tuple(leaf.shape) for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))))
+            self.course.steps.append(
+                (
+                    "operator",
+                    str(func),
+                    tuple(
+                        tuple(leaf.shape)
+                        for leaf in tree_leaves(result)
+                        if isinstance(leaf, torch.Tensor)
+                    ),
+                )
+            )
         return result
 
 
-def _made_anew(path: str, unit: nn.Module, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _made_anew(
+    path: str, unit: nn.Module, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """What a computed call returned, without a gradient."""
-    made = (torch.empty_strided(output.shape, output.stride, dtype=output.dtype, device=output.device)
-            for output in run.made or () if isinstance(output, BlockOutput) and output.source < 0)
+    made = (
+        torch.empty_strided(output.shape, output.stride, dtype=output.dtype, device=output.device)
+        for output in run.made or ()
+        if isinstance(output, BlockOutput) and output.source < 0
+    )
     return returned(run, tree_leaves((args, kwargs)), made)

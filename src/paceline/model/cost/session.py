@@ -23,15 +23,24 @@ from paceline.base.fork import die_with, in_a_fork
 from paceline.model.cost.arena import Arena, prepared
 from paceline.model.cost.op_calls import MIB, OperatorCall
 
-TURNS, TURNS_BYTES = 32, 256 * MIB  # as many operators take turns, as far as their results are not larger together
+TURNS, TURNS_BYTES = (
+    32,
+    256 * MIB,
+)  # as many operators take turns, as far as their results are not larger together
 BRIEF_S = 3e-4  # operators that take less are called between others even when they are timed
 MEASURED_S = 0.004  # of an operator's calls
 FEWEST, MOST = 5, 16  # of them
 ALIKE = 0.05  # by which the two fastest calls may differ, as a part, where nothing disturbs them
-SLOW_S, LONGEST_S = 0.03, 0.15  # of an operator's calls on one thread, and on several, which are disturbed more easily
+SLOW_S, LONGEST_S = (
+    0.03,
+    0.15,
+)  # of an operator's calls on one thread, and on several, which are disturbed more easily
 BUDGET_S = 20.0  # of a session; what is left is priced by what it computes and moves
 MOST_CRASHES = 5
-WAIT_S, POLL_S = 0.5, 1e-4  # at most for the other ranks before operators take turns, for each of them; between looks
+WAIT_S, POLL_S = (
+    0.5,
+    1e-4,
+)  # at most for the other ranks before operators take turns, for each of them; between looks
 CANT = -1.0  # seconds of an operator that failed
 # Of a session's time that its thread has a core: 0.93 to 1.0 on two quiet cores, and 0.2 to 0.7 beside other work.
 QUIET_SHARE = 0.85
@@ -50,8 +59,15 @@ class TimedCalls(NamedTuple):
         return self.cpu_share >= QUIET_SHARE
 
 
-def session(calls: Sequence[OperatorCall], processes: int, threads: int, *, beside: Sequence[OperatorCall] = (),
-            keeps_heap: bool = True, budget_s: float = BUDGET_S) -> TimedCalls:
+def session(
+    calls: Sequence[OperatorCall],
+    processes: int,
+    threads: int,
+    *,
+    beside: Sequence[OperatorCall] = (),
+    keeps_heap: bool = True,
+    budget_s: float = BUDGET_S,
+) -> TimedCalls:
     """Time operators where so many processes with so many threads call them.
 
     beside: operators that take turns with them where they are few, and are not timed.
@@ -61,17 +77,22 @@ def session(calls: Sequence[OperatorCall], processes: int, threads: int, *, besi
     board = _Board(len(calls), processes)
     deadline_s = time.monotonic() + budget_s
     set_up = partial(_set_up, threads, keeps_heap=keeps_heap)
-    others = list(beside[:max(0, TURNS - len(calls))])
+    others = list(beside[: max(0, TURNS - len(calls))])
     for _ in range(MOST_CRASHES):
         try:
-            in_a_fork(partial(_lead, [*calls, *others], board, set_up, deadline_s), timeout_s=budget_s + 60)
+            in_a_fork(
+                partial(_lead, [*calls, *others], board, set_up, deadline_s),
+                timeout_s=budget_s + 60,
+            )
             break
         except RuntimeError:  # a kernel may end its process
             if board.at >= len(calls):
                 others = []
             else:
                 board.seconds[board.at] = CANT
-    return TimedCalls([None if math.isnan(seconds) else seconds for seconds in board.seconds], board.cpu_share)
+    return TimedCalls(
+        [None if math.isnan(seconds) else seconds for seconds in board.seconds], board.cpu_share
+    )
 
 
 class _Board:
@@ -85,7 +106,12 @@ class _Board:
         self.seconds, self.ready = shared[:num_calls], shared[num_calls:-7]
         # The turns that are over, the call that the lead is at, its time; and the newest turns: from which call to
         # which, and their number.
-        self._over, self._at, self._lead_s, self._turns = shared[-7:-6], shared[-6:-5], shared[-5:-3], shared[-3:]
+        self._over, self._at, self._lead_s, self._turns = (
+            shared[-7:-6],
+            shared[-6:-5],
+            shared[-5:-3],
+            shared[-3:],
+        )
         for k in range(num_calls):
             self.seconds[k] = math.nan
 
@@ -116,7 +142,10 @@ class _Board:
         self._turns[0], self._turns[1] = first, end
         self._turns[2] += 1
         deadline_s = time.perf_counter() + WAIT_S * (end - first)
-        while min(self.ready[1:], default=math.inf) < self._turns[2] and time.perf_counter() < deadline_s:
+        while (
+            min(self.ready[1:], default=math.inf) < self._turns[2]
+            and time.perf_counter() < deadline_s
+        ):
             pass
 
     def end(self) -> None:
@@ -132,7 +161,9 @@ class _Board:
         return self._over[0] >= turns
 
 
-def _lead(calls: Sequence[OperatorCall], board: _Board, set_up: Callable[[], Arena], deadline_s: float) -> None:
+def _lead(
+    calls: Sequence[OperatorCall], board: _Board, set_up: Callable[[], Arena], deadline_s: float
+) -> None:
     """Time operators, beside ranks that call the same ones. set_up: this process, as a rank is."""
     import torch
 
@@ -161,7 +192,9 @@ def _lead(calls: Sequence[OperatorCall], board: _Board, set_up: Callable[[], Are
             first = end
             arena.mend()
     finally:
-        torch.set_num_threads(before)  # where this is no fork, but a process that was forked for more than this
+        torch.set_num_threads(
+            before
+        )  # where this is no fork, but a process that was forked for more than this
         torch.set_grad_enabled(True)
         for pid in peers:
             with suppress(OSError):
@@ -169,8 +202,9 @@ def _lead(calls: Sequence[OperatorCall], board: _Board, set_up: Callable[[], Are
                 os.waitpid(pid, 0)
 
 
-def _next_turns(calls: Sequence[OperatorCall], first: int, most: int, board: _Board,
-                arena: Arena) -> tuple[dict[int, Callable[[], object]], int]:
+def _next_turns(
+    calls: Sequence[OperatorCall], first: int, most: int, board: _Board, arena: Arena
+) -> tuple[dict[int, Callable[[], object]], int]:
     """The calls from some number on that take turns, at most so many, and the number after them."""
     turns: dict[int, Callable[[], object]] = {}
     number, held_bytes = first, 0
@@ -189,7 +223,9 @@ def _next_turns(calls: Sequence[OperatorCall], first: int, most: int, board: _Bo
     return turns, number
 
 
-def _follow(calls: Sequence[OperatorCall], board: _Board, set_up: Callable[[], Arena], rank: int) -> None:
+def _follow(
+    calls: Sequence[OperatorCall], board: _Board, set_up: Callable[[], Arena], rank: int
+) -> None:
     """Call the operators that take turns until the lead has timed them."""
     arena, number = set_up(), 0.0
     while True:
@@ -243,11 +279,15 @@ class Timing:
         alone = self._in_turns(turns, time.thread_time, SLOW_S)
         torch.set_num_threads(threads)
         together = self._in_turns(turns, time.perf_counter, LONGEST_S)
-        return {number: CANT if CANT in (seconds, together[number]) else min(seconds, together[number])
-                for number, seconds in alone.items() if number in together}
+        return {
+            number: CANT if CANT in (seconds, together[number]) else min(seconds, together[number])
+            for number, seconds in alone.items()
+            if number in together
+        }
 
-    def _in_turns(self, turns: Mapping[int, Callable[[], object]], clock: Callable[[], float],
-                  slow_s: float) -> dict[int, float]:
+    def _in_turns(
+        self, turns: Mapping[int, Callable[[], object]], clock: Callable[[], float], slow_s: float
+    ) -> dict[int, float]:
         """Of some calls, as a quarter of them take at most: others that use the machine make the rest slower. Of few
         calls the fastest counts, once another one is nearly as fast. slow_s: of an operator's calls, after which it is
         not called for the sake of more."""
@@ -256,7 +296,9 @@ class Timing:
         failed: set[int] = set()
 
         def is_timed(number: int) -> bool:
-            return number in times and number not in failed and not _are_enough(times[number], slow_s)
+            return (
+                number in times and number not in failed and not _are_enough(times[number], slow_s)
+            )
 
         while any(map(is_timed, times)) and time.monotonic() < self.deadline_s:
             for number, again in turns.items():
@@ -274,8 +316,11 @@ class Timing:
                 if counts:
                     times[number].append(seconds)
                 (brief.add if seconds < BRIEF_S else brief.discard)(number)
-        return {number: CANT if number in failed else _typical(of_one)
-                for number, of_one in times.items() if number in failed or len(of_one) > 1}
+        return {
+            number: CANT if number in failed else _typical(of_one)
+            for number, of_one in times.items()
+            if number in failed or len(of_one) > 1
+        }
 
 
 def _typical(times: Sequence[float]) -> float:

@@ -22,8 +22,14 @@ class ShapedSamples:
     job: whose step runs them. in_losses, bare: see `recorded.Recorded`.
     """
 
-    def __init__(self, described: Mapping[str, Any], samples: int, job: Job, in_losses: Sequence[str],
-                 bare: Sequence[str]) -> None:
+    def __init__(
+        self,
+        described: Mapping[str, Any],
+        samples: int,
+        job: Job,
+        in_losses: Sequence[str],
+        bare: Sequence[str],
+    ) -> None:
         self.described, self.samples, self.job = described, samples, job
         self.in_losses, self.bare = in_losses, bare
 

@@ -34,7 +34,14 @@ from paceline.model.cost.blocks import CalledAgain, NotStoodFor, Repeats, unit_o
 from paceline.model.cost.fakes import FakeModel, convertible
 from paceline.model.cost.op_calls import NO_CALLS, OperatorCall, OperatorCalls
 from paceline.model.cost.profile import Affine, Parameter, Profile, Segment, Work
-from paceline.model.cost.recorder import Levels, SparedScores, StepPosition, Tallied, WorkRecorder, follow
+from paceline.model.cost.recorder import (
+    Levels,
+    SparedScores,
+    StepPosition,
+    Tallied,
+    WorkRecorder,
+    follow,
+)
 from paceline.model.cost.repeated_layers import Chain, left_out
 from paceline.model.cost.shaped_samples import step_of
 from paceline.model.cost.updates import let_fuse
@@ -49,13 +56,21 @@ ASSUMED_STATE_FACTOR = 2
 # twice that in backward.
 ASSUMED_FLOPS_PER_PARAMETER = 2
 MOST_REAL_BYTES = 256 * 2**20  # of a run on tensors that have memory
-ASSUMED_NOTE = ("its course depends on values, which were made up: numbers are 1, conditions are false, and masks "
-                "choose everything")
+ASSUMED_NOTE = (
+    "its course depends on values, which were made up: numbers are 1, conditions are false, and masks "
+    "choose everything"
+)
 TRIAL_TIMEOUT_S = 60.0  # of a fork that runs the model on fake tensors
 
 
-def profile_job(job: Job, *, samples: int = 2, device: str = "cpu", like: Profile | None = None,
-                built: FakeModel | None = None) -> Profile:
+def profile_job(
+    job: Job,
+    *,
+    samples: int = 2,
+    device: str = "cpu",
+    like: Profile | None = None,
+    built: FakeModel | None = None,
+) -> Profile:
     """What one forward, backward and update of a job costs, as figures that grow with the samples.
 
     Runs the job's model, loss and optimizer on fake tensors, which cost no memory, with `samples` samples and
@@ -78,11 +93,15 @@ def profile_job(job: Job, *, samples: int = 2, device: str = "cpu", like: Profil
     if device == "cpu" or torch.cuda.is_initialized():
         start_autograd_without_gpus()
         return _profile(job, samples, torch.device(device), like, built)
-    profile: Profile = value_of(in_a_fork(lambda: plain(_profile(job, samples, torch.device(device), like, built))))
+    profile: Profile = value_of(
+        in_a_fork(lambda: plain(_profile(job, samples, torch.device(device), like, built)))
+    )
     return profile
 
 
-def _profile(job: Job, samples: int, device: torch.device, like: Profile | None, built: FakeModel | None) -> Profile:
+def _profile(
+    job: Job, samples: int, device: torch.device, like: Profile | None, built: FakeModel | None
+) -> Profile:
     notes: list[str] = []
     with kept_generators(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the real run will show them
@@ -90,20 +109,36 @@ def _profile(job: Job, samples: int, device: torch.device, like: Profile | None,
             items = first_items(job.data, samples)
         except Exception as error:
             return _from_parameters(job, [f"the data gave no samples ({_named(error)})"])
-        if profile := _tried("on fake tensors", lambda: _profile_of_fakes(job, items, built or fake_model(job), like),
-                             notes):
+        if profile := _tried(
+            "on fake tensors",
+            lambda: _profile_of_fakes(job, items, built or fake_model(job), like),
+            notes,
+        ):
             return profile
     with kept_generators(device), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assumed = _tried("with assumed values", lambda: replace(_profile_of_fakes(
-            job, items, fake_model(job, assumes=True), like), notes=(ASSUMED_NOTE,)), [])
+        assumed = _tried(
+            "with assumed values",
+            lambda: replace(
+                _profile_of_fakes(job, items, fake_model(job, assumes=True), like),
+                notes=(ASSUMED_NOTE,),
+            ),
+            [],
+        )
         needed_bytes = _bytes_for_real(job, assumed, 2 * samples)
         how = "for real" if device.type == "cpu" else f"for real on {device}"
         if needed_bytes > MOST_REAL_BYTES:
-            notes.append(f"is not run {how}, which takes {needed_bytes:,.0f} bytes or more and may take "
-                         f"{MOST_REAL_BYTES:,}")
-        elif profile := _tried(how, lambda: _fit(_real_runs(job, items, device, updates=like is None), tuple(notes),
-                                                 like=like), notes):
+            notes.append(
+                f"is not run {how}, which takes {needed_bytes:,.0f} bytes or more and may take "
+                f"{MOST_REAL_BYTES:,}"
+            )
+        elif profile := _tried(
+            how,
+            lambda: _fit(
+                _real_runs(job, items, device, updates=like is None), tuple(notes), like=like
+            ),
+            notes,
+        ):
             return profile
         if assumed is not None:
             return replace(assumed, notes=(*notes, *assumed.notes))
@@ -114,9 +149,15 @@ def _bytes_for_real(job: Job, assumed: Profile | None, samples: int) -> float:
     """The least that a real run takes: parameters and their gradients, and activations where they are known."""
     if assumed is not None:
         kept_bytes = sum(s.kept_bytes.at(samples) for s in assumed.segments)
-        return kept_bytes + assumed.parameter_bytes + sum(p.gradient_bytes + p.state_bytes for p in assumed.parameters)
+        return (
+            kept_bytes
+            + assumed.parameter_bytes
+            + sum(p.gradient_bytes + p.state_bytes for p in assumed.parameters)
+        )
     model = _without_memory(job)
-    return sum(p.numel() * p.element_size() * (2 if p.requires_grad else 1) for p in model.parameters())
+    return sum(
+        p.numel() * p.element_size() * (2 if p.requires_grad else 1) for p in model.parameters()
+    )
 
 
 def _without_memory(job: Job) -> nn.Module:
@@ -134,7 +175,9 @@ def _without_memory(job: Job) -> nn.Module:
 
 def _tried(how: str, profile: Callable[[], Profile], notes: list[str]) -> Profile | None:
     """A profile that is made so; None, and a note why, where it can't be."""
-    torchs = logging.getLogger("torch._subclasses.fake_tensor")  # else it prints the traceback that the note sums up
+    torchs = logging.getLogger(
+        "torch._subclasses.fake_tensor"
+    )  # else it prints the traceback that the note sums up
     level = torchs.level
     torchs.setLevel(logging.CRITICAL)
     try:
@@ -169,11 +212,18 @@ class _Run:
     spared: dict[StepPosition, SparedScores]
 
 
-def _profile_of_fakes(job: Job, items: list[Any], built: FakeModel, like: Profile | None) -> Profile:
+def _profile_of_fakes(
+    job: Job, items: list[Any], built: FakeModel, like: Profile | None
+) -> Profile:
     """One block of each kind is run, unless the model runs a block more than once. like: see `profile_job`."""
+
     def profile(*, each: bool) -> Profile:
-        return _fit(_fake_runs(job, items, built, each=each, updates=like is None), (),
-                    cast_parameters(job, built=built, each=each), like)
+        return _fit(
+            _fake_runs(job, items, built, each=each, updates=like is None),
+            (),
+            cast_parameters(job, built=built, each=each),
+            like,
+        )
 
     def look(model: nn.Module) -> None:
         inputs, target = _on_fakes(built, job, items)
@@ -191,32 +241,55 @@ def _profile_of_fakes(job: Job, items: list[Any], built: FakeModel, like: Profil
 
 def _on_fakes(built: FakeModel, job: Job, items: list[Any]) -> Any:
     """Samples as a batch."""
-    return mapped(lambda t: built.mode.from_tensor(t) if isinstance(t, torch.Tensor) else t,
-                  collated(items, job.collate))
+    return mapped(
+        lambda t: built.mode.from_tensor(t) if isinstance(t, torch.Tensor) else t,
+        collated(items, job.collate),
+    )
 
 
-def _fake_runs(job: Job, items: list[Any], built: FakeModel, *, updates: bool = True,
-               each: bool = True) -> tuple[_Run, _Run]:
+def _fake_runs(
+    job: Job, items: list[Any], built: FakeModel, *, updates: bool = True, each: bool = True
+) -> tuple[_Run, _Run]:
     """updates: whether the first run has an update. each: whether each block is run, though it is like another one."""
+
     def run(factor: int, *, updates: bool) -> _Run:
         with built.lent() as model:
-            return _trace(job, model, _on_fakes(built, job, items), samples=len(items) * factor, factor=factor,
-                          whole=built if not each else None, updates=updates)
+            return _trace(
+                job,
+                model,
+                _on_fakes(built, job, items),
+                samples=len(items) * factor,
+                factor=factor,
+                whole=built if not each else None,
+                updates=updates,
+            )
 
     return run(1, updates=updates), run(max(2, -(-job.batch // len(items))), updates=False)
 
 
-def _real_runs(job: Job, items: list[Any], device: torch.device, *, updates: bool) -> tuple[_Run, _Run]:
+def _real_runs(
+    job: Job, items: list[Any], device: torch.device, *, updates: bool
+) -> tuple[_Run, _Run]:
     batch = collated(items, job.collate)
     model = build(job)  # stays as it is: the job may hand out one module again and again
-    first, second = (_trace(job, copy.deepcopy(model).to(device), batch, samples=len(items) * factor, factor=factor,
-                            updates=updates and factor == 1, device=device)
-                     for factor in (1, 2))
+    first, second = (
+        _trace(
+            job,
+            copy.deepcopy(model).to(device),
+            batch,
+            samples=len(items) * factor,
+            factor=factor,
+            updates=updates and factor == 1,
+            device=device,
+        )
+        for factor in (1, 2)
+    )
     return first, second
 
 
-def cast_parameters(job: Job, device: torch.device = _CPU, *, built: FakeModel | None = None,
-                    each: bool = True) -> frozenset[str]:
+def cast_parameters(
+    job: Job, device: torch.device = _CPU, *, built: FakeModel | None = None, each: bool = True
+) -> frozenset[str]:
     """Names of the parameters that autocast casts before anything computes with them, from runs on fake tensors of the
     device: `shard=N` gathers them cast. None where fake tensors can't run the model. built, each: see `_fake_runs`.
 
@@ -229,8 +302,11 @@ def cast_parameters(job: Job, device: torch.device = _CPU, *, built: FakeModel |
         with kept_generators(device), warnings.catch_warnings(), built.lent() as model:
             warnings.simplefilter("ignore")  # the real run will show them
             inputs, target = mapped(
-                lambda t: built.mode.from_tensor(t).to(device) if isinstance(t, torch.Tensor) else t,
-                collated(first_items(job.data, 2), job.collate))
+                lambda t: (
+                    built.mode.from_tensor(t).to(device) if isinstance(t, torch.Tensor) else t
+                ),
+                collated(first_items(job.data, 2), job.collate),
+            )
             if device.type != "cpu":
                 _replace(model, lambda tensor: tensor.to(device))
             repeats = Repeats({} if each else find_units(model), lambda: 0)
@@ -241,7 +317,9 @@ def cast_parameters(job: Job, device: torch.device = _CPU, *, built: FakeModel |
 
             cast_names = cast_alone(model, loss, getattr(torch, AUTOCAST[job.precision]))
             repeats.stand_for(left_out(built.chains or ()))
-            return frozenset(name for name in built.parameters if repeats.traced(name) in cast_names)
+            return frozenset(
+                name for name in built.parameters if repeats.traced(name) in cast_names
+            )
     except NotStoodFor:
         raise
     except Exception:
@@ -283,9 +361,17 @@ def _replace(model: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -
                 continue
             if id(tensor) not in done:
                 changed = change(tensor.detach())
-                done[id(tensor)] = tensor, (nn.Parameter(changed, tensor.requires_grad)
-                                            if isinstance(tensor, nn.Parameter) else changed)
-            setattr(module, name, done[id(tensor)][1])  # recurrent layers list their parameters a second time
+                done[id(tensor)] = (
+                    tensor,
+                    (
+                        nn.Parameter(changed, tensor.requires_grad)
+                        if isinstance(tensor, nn.Parameter)
+                        else changed
+                    ),
+                )
+            setattr(
+                module, name, done[id(tensor)][1]
+            )  # recurrent layers list their parameters a second time
 
 
 def build(job: Job) -> nn.Module:
@@ -294,7 +380,10 @@ def build(job: Job) -> nn.Module:
 
     model = job.model()
     if not isinstance(model, nn.Module):
-        raise JobError(f"model returned {type(model).__name__} and not a torch.nn.Module", hint=model_hint(model))
+        raise JobError(
+            f"model returned {type(model).__name__} and not a torch.nn.Module",
+            hint=model_hint(model),
+        )
     if job.precision != "float64":
         return model
     if not any(isinstance(p, FakeTensor) for p in model.parameters()):
@@ -318,26 +407,44 @@ def _build_fake(job: Job) -> nn.Module:
     if all(isinstance(tensor, FakeTensor) for tensor in tensors):
         return model
     stand_ins: dict[int, Any] = {id(tensor): tensor for tensor in tensors}
-    for tensor in tensors:  # not clones: torch 2.13 crashes some time after real tensors were copied in a fake mode
+    for tensor in (
+        tensors
+    ):  # not clones: torch 2.13 crashes some time after real tensors were copied in a fake mode
         if not isinstance(tensor, FakeTensor):
             empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-            stand_ins[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(
-                tensor, nn.Parameter) else empty
+            stand_ins[id(tensor)] = (
+                nn.Parameter(empty, tensor.requires_grad)
+                if isinstance(tensor, nn.Parameter)
+                else empty
+            )
     return copy.deepcopy(model, stand_ins)
 
 
-def _trace(job: Job, model: nn.Module, batch: tuple[Any, Any], *, samples: int, factor: int, updates: bool = False,
-           device: torch.device = _CPU, whole: FakeModel | None = None) -> _Run:
+def _trace(
+    job: Job,
+    model: nn.Module,
+    batch: tuple[Any, Any],
+    *,
+    samples: int,
+    factor: int,
+    updates: bool = False,
+    device: torch.device = _CPU,
+    whole: FakeModel | None = None,
+) -> _Run:
     """One step of the model with `factor` copies of the batch. updates: whether the update, too, which is the same for
     any number of samples. whole: of which one block of each kind is run; None runs each."""
+
     def taken(value: Any) -> Any:
         made = as_the_job_takes(value, job, samples, factor)
         return made.to(device) if isinstance(made, torch.Tensor) and device.type != "cpu" else made
 
     inputs, target = mapped(taken, batch)
     units = find_units(model)
-    recorder = WorkRecorder(batches=len(job.data) / samples if isinstance(job.data, Sized) and step_of(job) is None
-                            else math.inf)
+    recorder = WorkRecorder(
+        batches=len(job.data) / samples
+        if isinstance(job.data, Sized) and step_of(job) is None
+        else math.inf
+    )
     model.train()
     repeats = Repeats(units if whole else {}, lambda: recorder.place.segment)
     chains = whole.chains or () if whole else ()
@@ -353,12 +460,29 @@ def _trace(job: Job, model: nn.Module, batch: tuple[Any, Any], *, samples: int, 
         recorder.move_to(StepPosition(len(pieces) - 1, "backward"))
         loss.backward()
         named = whole.parameters.items() if whole else model.named_parameters()
-        state_bytes = _trace_update(job, [(name, p) for name, p in named if p.requires_grad], recorder,
-                                    repeats) if updates else None
-    batch_tensors = {id(leaf): leaf for leaf in tree_leaves((inputs, target)) if isinstance(leaf, torch.Tensor)}
+        state_bytes = (
+            _trace_update(
+                job, [(name, p) for name, p in named if p.requires_grad], recorder, repeats
+            )
+            if updates
+            else None
+        )
+    batch_tensors = {
+        id(leaf): leaf for leaf in tree_leaves((inputs, target)) if isinstance(leaf, torch.Tensor)
+    }
     batch_bytes = sum(tensor.numel() * tensor.element_size() for tensor in batch_tensors.values())
-    return _Run(samples, batch_bytes, model, (*units, *left_out(chains)), pieces, _course(pieces, chains), recorder,
-                repeats, state_bytes, spared.spared)
+    return _Run(
+        samples,
+        batch_bytes,
+        model,
+        (*units, *left_out(chains)),
+        pieces,
+        _course(pieces, chains),
+        recorder,
+        repeats,
+        state_bytes,
+        spared.spared,
+    )
 
 
 def _pass_over_left_out(recorder: WorkRecorder, model: nn.Module, chains: Sequence[Chain]) -> None:
@@ -374,21 +498,29 @@ def _pass_over_left_out(recorder: WorkRecorder, model: nn.Module, chains: Sequen
         def repeat(way: str, marks: dict[str, float] = marks, times: int = times) -> None:
             recorder.pass_over(times * (recorder.touched_bytes - marks[way]))
 
-        first, middle, last = (model.get_submodule(chain.unit(chain.kept - 1 - periods * chain.period))
-                               for periods in (2, 1, 0))
+        first, middle, last = (
+            model.get_submodule(chain.unit(chain.kept - 1 - periods * chain.period))
+            for periods in (2, 1, 0)
+        )
         first.register_forward_hook(_at_output(ahead=mark))
         middle.register_forward_hook(_at_output(ahead=repeat, back=repeat))
         last.register_forward_hook(_at_output(back=mark))
 
 
-def _at_output(ahead: Callable[[str], None] | None = None, back: Callable[[str], None] | None = None) -> Any:
+def _at_output(
+    ahead: Callable[[str], None] | None = None, back: Callable[[str], None] | None = None
+) -> Any:
     """A hook that tells when a module's output is made, and when its gradient is."""
+
     def hook(module: nn.Module, args: Any, output: Any) -> None:
         if ahead is not None:
             ahead("forward")
-        for tensor in [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad][:1]:
+        for tensor in [
+            t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad
+        ][:1]:
             if back is not None:
                 tensor.register_hook(lambda gradient: back("backward"))
+
     return hook
 
 
@@ -397,24 +529,39 @@ def _course(pieces: Sequence[str], chains: Sequence[Chain]) -> list[tuple[int, s
     under the names of the last ones of all."""
     course = list(enumerate(pieces))
     for chain in chains:
-        begin, middle, end = (max(place for place, (_, piece) in enumerate(course) if piece == chain.unit(number - 1))
-                              for number in (chain.kept - 2 * chain.period, chain.kept - chain.period, chain.kept))
+        begin, middle, end = (
+            max(place for place, (_, piece) in enumerate(course) if piece == chain.unit(number - 1))
+            for number in (chain.kept - 2 * chain.period, chain.kept - chain.period, chain.kept)
+        )
         names = {chain.unit(number): number for number in range(chain.kept)}
         left_out = chain.total - chain.kept
 
-        def later(part: list[tuple[int, str]], by: int, names: dict[str, int] = names,
-                  chain: Chain = chain) -> list[tuple[int, str]]:
-            return [(number, chain.unit(names[piece] + by) if piece in names else piece) for number, piece in part]
+        def later(
+            part: list[tuple[int, str]],
+            by: int,
+            names: dict[str, int] = names,
+            chain: Chain = chain,
+        ) -> list[tuple[int, str]]:
+            return [
+                (number, chain.unit(names[piece] + by) if piece in names else piece)
+                for number, piece in part
+            ]
 
-        period = course[begin + 1:middle + 1]
-        course[middle + 1:end + 1] = [
-            *(entry for more in range(chain.period, left_out + 1, chain.period) for entry in later(period, more)),
-            *later(course[middle + 1:end + 1], left_out)]
+        period = course[begin + 1 : middle + 1]
+        course[middle + 1 : end + 1] = [
+            *(
+                entry
+                for more in range(chain.period, left_out + 1, chain.period)
+                for entry in later(period, more)
+            ),
+            *later(course[middle + 1 : end + 1], left_out),
+        ]
     return course
 
 
-def _trace_update(job: Job, named: list[tuple[str, nn.Parameter]], recorder: WorkRecorder,
-                  repeats: Repeats) -> dict[str, int] | None:
+def _trace_update(
+    job: Job, named: list[tuple[str, nn.Parameter]], recorder: WorkRecorder, repeats: Repeats
+) -> dict[str, int] | None:
     """Clip and step the parameters that are trained. The first step makes the optimizer's state, the second one is
     counted: of the blocks that were run, and then once more with one more block of each kind, each in a place of its
     own.
@@ -429,8 +576,10 @@ def _trace_update(job: Job, named: list[tuple[str, nn.Parameter]], recorder: Wor
         with _gradients_of_more(named, repeats, [units[0] for units in repeats.kinds.values()]):
             optimizer.step()
         for p in _zero_where_gradients_are(optimizer):
-            recorder.note_state(p.grad, [t for t in tree_leaves(optimizer.state.get(p, {}))
-                                         if isinstance(t, torch.Tensor)])
+            recorder.note_state(
+                p.grad,
+                [t for t in tree_leaves(optimizer.state.get(p, {})) if isinstance(t, torch.Tensor)],
+            )
         for number, more in enumerate([[], *([units[0]] for units in repeats.kinds.values())]):
             with _gradients_of_more(named, repeats, more):
                 recorder.move_to(StepPosition(number, "update"))
@@ -447,18 +596,29 @@ def _trace_update(job: Job, named: list[tuple[str, nn.Parameter]], recorder: Wor
 def _zero_where_gradients_are(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
     """Parameters of which the optimizer's state stays zero where the gradient does: of Adam's two moments, unless decay
     is added to the gradient."""
-    for group in optimizer.param_groups if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW) else ():
-        if not group["weight_decay"] or group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)):
+    for group in (
+        optimizer.param_groups
+        if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW)
+        else ()
+    ):
+        if not group["weight_decay"] or group.get(
+            "decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)
+        ):
             yield from group["params"]
 
 
 @contextmanager
-def _gradients_of_more(named: Sequence[tuple[str, nn.Parameter]], repeats: Repeats,
-                       units: Sequence[str]) -> Iterator[None]:
+def _gradients_of_more(
+    named: Sequence[tuple[str, nn.Parameter]], repeats: Repeats, units: Sequence[str]
+) -> Iterator[None]:
     """Give parameters of units that were not run gradients where those that stand for them have some."""
     parameter_of = dict(named)
-    trained = [p for name, p in named if name.startswith(tuple(f"{unit}." for unit in units))
-               and parameter_of[repeats.traced(name)].grad is not None]
+    trained = [
+        p
+        for name, p in named
+        if name.startswith(tuple(f"{unit}." for unit in units))
+        and parameter_of[repeats.traced(name)].grad is not None
+    ]
     for p in trained:
         p.grad = torch.empty_like(p)
     try:
@@ -476,8 +636,11 @@ def state_factor(job: Job, model: nn.Module) -> float:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with kept_generators(), FakeTensorMode():
-        named = [(name, nn.Parameter(torch.empty(p.shape, dtype=p.dtype))) for name, p in model.named_parameters()
-                 if p.requires_grad]
+        named = [
+            (name, nn.Parameter(torch.empty(p.shape, dtype=p.dtype)))
+            for name, p in model.named_parameters()
+            if p.requires_grad
+        ]
         for _, p in named:
             p.grad = torch.empty_like(p)
         try:
@@ -490,8 +653,11 @@ def state_factor(job: Job, model: nn.Module) -> float:
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> int:
-    return sum(t.numel() * t.element_size() for t in tree_leaves(dict(optimizer.state.get(parameter, {})))
-               if isinstance(t, torch.Tensor))
+    return sum(
+        t.numel() * t.element_size()
+        for t in tree_leaves(dict(optimizer.state.get(parameter, {})))
+        if isinstance(t, torch.Tensor)
+    )
 
 
 def _outer_pieces(model: nn.Module, units: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
@@ -513,36 +679,57 @@ def _outer_pieces(model: nn.Module, units: Mapping[str, nn.Module]) -> dict[str,
     return pieces
 
 
-def _fit(runs: tuple[_Run, _Run], notes: tuple[str, ...], cast: frozenset[str] = frozenset(),
-         like: Profile | None = None) -> Profile:
+def _fit(
+    runs: tuple[_Run, _Run],
+    notes: tuple[str, ...],
+    cast: frozenset[str] = frozenset(),
+    like: Profile | None = None,
+) -> Profile:
     """The line through two runs, figure by figure; the update is the first one's, or that of a profile that is `like`
     this one. cast: see `cast_parameters`."""
     first, second = runs
     if first.pieces != second.pieces or first.repeats.traced_of != second.repeats.traced_of:
         raise ValueError("the model takes another course for another number of samples")
-    state_bytes = first.state_bytes if like is None else {p.name: p.state_bytes for p in like.parameters}
+    state_bytes = (
+        first.state_bytes if like is None else {p.name: p.state_bytes for p in like.parameters}
+    )
     if state_bytes is None:
-        notes += (f"the optimizer could not be run on fake tensors: {ASSUMED_STATE_FACTOR} bytes of state a byte",)
+        notes += (
+            f"the optimizer could not be run on fake tensors: {ASSUMED_STATE_FACTOR} bytes of state a byte",
+        )
     sides, samples = [_Side(run) for run in runs], (first.samples, second.samples)
     step_bytes = [_step_bytes(side, state_bytes) for side in sides]
 
     @cache
     def segment(number: int) -> Segment:
-        small, large = (side.segment(number, num_bytes) for side, num_bytes in zip(sides, step_bytes, strict=True))
+        small, large = (
+            side.segment(number, num_bytes)
+            for side, num_bytes in zip(sides, step_bytes, strict=True)
+        )
         return Segment.through(small, large, samples=samples)
 
-    segments = (replace(segment(first.repeats.traced_of.get(number, number)),
-                        unit=piece if piece in first.units else "", gradients=_gradients(first, number, piece))
-                for number, piece in first.course)
+    segments = (
+        replace(
+            segment(first.repeats.traced_of.get(number, number)),
+            unit=piece if piece in first.units else "",
+            gradients=_gradients(first, number, piece),
+        )
+        for number, piece in first.course
+    )
     return Profile(
         parameters=_parameters(first.model, first.units, state_bytes, cast),
         segments=tuple(s for s in segments if s != Segment()),
-        buffer_bytes=_buffer_bytes(first.model), statistics_bytes=_statistics_bytes(first.model),
+        buffer_bytes=_buffer_bytes(first.model),
+        statistics_bytes=_statistics_bytes(first.model),
         batch_bytes=Affine.through(*((run.samples, run.batch_bytes) for run in runs)),
         update=_update(sides[0], step_bytes[0]) if like is None else like.update,
-        update_peak_bytes=(round(_of_all_blocks(sides[0], _Side.update_peak_bytes)) if like is None
-                           else like.update_peak_bytes),
-        notes=notes, recurrent=tuple(recurrent_units(first.model)),
+        update_peak_bytes=(
+            round(_of_all_blocks(sides[0], _Side.update_peak_bytes))
+            if like is None
+            else like.update_peak_bytes
+        ),
+        notes=notes,
+        recurrent=tuple(recurrent_units(first.model)),
     )
 
 
@@ -553,34 +740,57 @@ def _gradients(run: _Run, number: int, unit: str) -> tuple[str, ...]:
     if traced == number:
         return tuple(names)
     other = run.pieces[traced]
-    return (*names, *(f"{unit}{name.removeprefix(other)}" for name in run.recorder.gradients[traced]
-                      if name.startswith(f"{other}.")))
+    return (
+        *names,
+        *(
+            f"{unit}{name.removeprefix(other)}"
+            for name in run.recorder.gradients[traced]
+            if name.startswith(f"{other}.")
+        ),
+    )
 
 
 def _step_bytes(side: _Side, state_bytes: Mapping[str, int] | None) -> float:
     """That a step touches: what lies between two uses of a tensor in different passes."""
-    weight_bytes = sum(p.numel() * p.element_size() * (2 if p.requires_grad else 1)
-                       for p in side.run.model.parameters())
-    state_and_weight_bytes = weight_bytes if state_bytes is None else weight_bytes + sum(state_bytes.values())
-    places = [StepPosition(side.run.repeats.traced_of.get(number, number), "forward") for number, _ in side.run.course]
-    return state_and_weight_bytes + sum(max(0, side.levels(place).end - side.levels(place).start) for place in places)
+    weight_bytes = sum(
+        p.numel() * p.element_size() * (2 if p.requires_grad else 1)
+        for p in side.run.model.parameters()
+    )
+    state_and_weight_bytes = (
+        weight_bytes if state_bytes is None else weight_bytes + sum(state_bytes.values())
+    )
+    places = [
+        StepPosition(side.run.repeats.traced_of.get(number, number), "forward")
+        for number, _ in side.run.course
+    ]
+    return state_and_weight_bytes + sum(
+        max(0, side.levels(place).end - side.levels(place).start) for place in places
+    )
 
 
 def _update(side: _Side, step_bytes: float) -> Work:
     """Of all parameters. step_bytes: see `_step_bytes`."""
+
     def whole(figure: Callable[[Tallied], float]) -> float:
         return _of_all_blocks(side, lambda s, place: figure(s.work(place)))
 
-    return Work(Affine(whole(lambda w: w.flops)), Affine(whole(lambda w: w.moved_bytes)),
-                Affine(whole(lambda w: w.function_bytes)), whole(lambda w: w.operators),
-                calls=_calls_of_all_blocks(side, step_bytes))
+    return Work(
+        Affine(whole(lambda w: w.flops)),
+        Affine(whole(lambda w: w.moved_bytes)),
+        Affine(whole(lambda w: w.function_bytes)),
+        whole(lambda w: w.operators),
+        calls=_calls_of_all_blocks(side, step_bytes),
+    )
 
 
 def _calls_of_all_blocks(side: _Side, step_bytes: float) -> OperatorCalls:
     """Operators of the update, each as often as in all blocks. One that takes a list is called with a longer one in
     place of a shorter one where there is one more block, and so the shorter one counts less."""
+
     def counted(number: int) -> Counter[OperatorCall]:
-        return Counter(call.across(step_bytes) for call in side.work(StepPosition(number, "update")).calls)
+        return Counter(
+            call.across(step_bytes) for call in side.work(StepPosition(number, "update")).calls
+        )
 
     base = counted(0)
     counts: Counter[OperatorCall] = base.copy()
@@ -590,14 +800,20 @@ def _calls_of_all_blocks(side: _Side, step_bytes: float) -> OperatorCalls:
         for call, times in more.items():
             counts[call] += len(units) * times
     counts = Counter({call: times for call, times in counts.items() if times})
-    return OperatorCalls(tuple(counts), counts=tuple(map(float, counts.values()))) if counts else NO_CALLS
+    return (
+        OperatorCalls(tuple(counts), counts=tuple(map(float, counts.values())))
+        if counts
+        else NO_CALLS
+    )
 
 
 def _of_all_blocks(side: _Side, figure: Callable[[_Side, StepPosition], float]) -> float:
     """A figure of the update, from what one more block of each kind adds to it."""
     base = figure(side, StepPosition(0, "update"))
-    return base + sum(len(units) * (figure(side, StepPosition(number, "update")) - base)
-                      for number, units in enumerate(side.run.repeats.kinds.values(), 1))
+    return base + sum(
+        len(units) * (figure(side, StepPosition(number, "update")) - base)
+        for number, units in enumerate(side.run.repeats.kinds.values(), 1)
+    )
 
 
 class _Side:
@@ -610,8 +826,12 @@ class _Side:
         return self.run.recorder.work.get(place, Tallied())
 
     def segment(self, number: int, step_bytes: float) -> Segment:
-        return self.run.recorder.segment(number, self._levels, step_bytes=step_bytes,
-                                         spared=self.run.spared.get(StepPosition(number, "forward")))
+        return self.run.recorder.segment(
+            number,
+            self._levels,
+            step_bytes=step_bytes,
+            spared=self.run.spared.get(StepPosition(number, "forward")),
+        )
 
     def levels(self, place: StepPosition) -> Levels:
         return self._levels.get(place, Levels(0, 0, 0))
@@ -642,7 +862,11 @@ def as_the_job_takes(value: Any, job: Job, samples: int, factor: int) -> Any:
         return value
     if value.dim() and value.shape[0] * factor == samples:
         value = value.repeat(factor, *[1] * (value.dim() - 1))
-    return value.to(torch.float64) if job.precision == "float64" and value.is_floating_point() else value
+    return (
+        value.to(torch.float64)
+        if job.precision == "float64" and value.is_floating_point()
+        else value
+    )
 
 
 def _call(model: nn.Module, inputs: Any) -> Any:
@@ -665,7 +889,10 @@ def kept_generators(device: torch.device = _CPU) -> Iterator[None]:
 
     python, numpy = random.getstate(), np.random.get_state()
     is_gpu = device.type == "cuda"
-    with torch.random.fork_rng([device] if is_gpu else []), nullcontext() if is_gpu else cuda_left_alone():
+    with (
+        torch.random.fork_rng([device] if is_gpu else []),
+        nullcontext() if is_gpu else cuda_left_alone(),
+    ):
         try:
             yield
         finally:
@@ -685,32 +912,55 @@ def _from_parameters(job: Job, notes: list[str]) -> Profile:
     parameters = _parameters(model, tuple(units), None)
     segments = []
     for unit in ("", *units):
-        owned = [p for p in model.named_parameters()
-                 if p[0] in {q.name for q in parameters if q.unit == unit}]
+        owned = [
+            p
+            for p in model.named_parameters()
+            if p[0] in {q.name for q in parameters if q.unit == unit}
+        ]
         flops = float(ASSUMED_FLOPS_PER_PARAMETER * sum(p.numel() for _, p in owned))
-        segments.append(Segment(unit, Work(Affine(0, flops)), Work(Affine(0, 2 * flops)),
-                                gradients=tuple(name for name, p in owned if p.requires_grad)))
+        segments.append(
+            Segment(
+                unit,
+                Work(Affine(0, flops)),
+                Work(Affine(0, 2 * flops)),
+                gradients=tuple(name for name, p in owned if p.requires_grad),
+            )
+        )
     moved = sum(2 * p.num_bytes + 2 * p.state_bytes + p.gradient_bytes for p in parameters)
     return Profile(
-        parameters, tuple(segments), buffer_bytes=_buffer_bytes(model), statistics_bytes=_statistics_bytes(model),
+        parameters,
+        tuple(segments),
+        buffer_bytes=_buffer_bytes(model),
+        statistics_bytes=_statistics_bytes(model),
         update=Work(moved_bytes=Affine(moved)),
         notes=(*notes, "priced by its parameters alone: activations are left out"),
         recurrent=tuple(recurrent_units(model)),
     )
 
 
-def _parameters(model: nn.Module, units: tuple[str, ...], state_bytes: dict[str, int] | None,
-                cast: frozenset[str] = frozenset()) -> tuple[Parameter, ...]:
+def _parameters(
+    model: nn.Module,
+    units: tuple[str, ...],
+    state_bytes: dict[str, int] | None,
+    cast: frozenset[str] = frozenset(),
+) -> tuple[Parameter, ...]:
     made, sparse, known = [], sparsely_trained(model), frozenset(units)
     for name, p in model.named_parameters():
         num_bytes = p.numel() * p.element_size()
         assumed = ASSUMED_STATE_FACTOR * num_bytes if p.requires_grad else 0
-        made.append(Parameter(
-            name, unit=unit_of(name, known), num_bytes=num_bytes,
-            rows=p.shape[0] if p.dim() else 1, dtype=str(p.dtype).removeprefix("torch."),
-            trainable=p.requires_grad, state_bytes=assumed if state_bytes is None else state_bytes.get(name, 0),
-            is_sparse=name in sparse, gathered_part=0.5 if name in cast else 1.0,
-        ))
+        made.append(
+            Parameter(
+                name,
+                unit=unit_of(name, known),
+                num_bytes=num_bytes,
+                rows=p.shape[0] if p.dim() else 1,
+                dtype=str(p.dtype).removeprefix("torch."),
+                trainable=p.requires_grad,
+                state_bytes=assumed if state_bytes is None else state_bytes.get(name, 0),
+                is_sparse=name in sparse,
+                gathered_part=0.5 if name in cast else 1.0,
+            )
+        )
     return tuple(made)
 
 
@@ -722,8 +972,11 @@ def _statistics_bytes(model: nn.Module) -> int:
     """Of BatchNorm's running statistics, but of layers that the model's own `train` leaves frozen: other buffers that a
     forward writes are rare, and not looked for."""
     model.train()
-    return sum(_own_bytes(module) for module in model.modules()
-               if isinstance(module, nn.modules.batchnorm._NormBase) and module.training)
+    return sum(
+        _own_bytes(module)
+        for module in model.modules()
+        if isinstance(module, nn.modules.batchnorm._NormBase) and module.training
+    )
 
 
 def _own_bytes(module: nn.Module) -> int:

@@ -19,7 +19,11 @@ def let_fuse(optimizer: Optimizer) -> None:
     """
     if type(optimizer) not in (Adam, AdamW):
         return
-    fused = [group for group in optimizer.param_groups if _leaves_choice(group) and all(map(_fits, group["params"]))]
+    fused = [
+        group
+        for group in optimizer.param_groups
+        if _leaves_choice(group) and all(map(_fits, group["params"]))
+    ]
     for group in fused:
         group["fused"] = True
     if fused:
@@ -27,18 +31,26 @@ def let_fuse(optimizer: Optimizer) -> None:
 
 
 def _leaves_choice(group: dict[str, Any]) -> bool:
-    return (bool(group["params"]) and group["fused"] is None and group["foreach"] is None
-            and not (group["capturable"] or group["differentiable"]) and isinstance(group["lr"], float | int))
+    return (
+        bool(group["params"])
+        and group["fused"] is None
+        and group["foreach"] is None
+        and not (group["capturable"] or group["differentiable"])
+        and isinstance(group["lr"], float | int)
+    )
 
 
 def _fits(parameter: torch.Tensor) -> bool:
     """Whether torch has both kinds of update for its device, and it is of a kind that both take."""
     from torch.utils import _foreach_utils as devices
 
-    return (type(parameter) in (torch.Tensor, nn.Parameter) and parameter.is_floating_point()
-            and parameter.is_contiguous()
-            and parameter.device.type in devices._get_foreach_kernels_supported_devices()
-            and parameter.device.type in devices._get_fused_kernels_supported_devices())
+    return (
+        type(parameter) in (torch.Tensor, nn.Parameter)
+        and parameter.is_floating_point()
+        and parameter.is_contiguous()
+        and parameter.device.type in devices._get_foreach_kernels_supported_devices()
+        and parameter.device.type in devices._get_fused_kernels_supported_devices()
+    )
 
 
 def _lay_out_gradients(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

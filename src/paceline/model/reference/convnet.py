@@ -28,8 +28,16 @@ class ResidualBlock(nn.Module):
 def _conv(conv: Conv) -> nn.Sequential:
     high, wide = conv.kernel
     return nn.Sequential(
-        nn.Conv2d(conv.inputs, conv.outputs, conv.kernel, conv.stride, padding=(high // 2, wide // 2), bias=False),
-        nn.BatchNorm2d(conv.outputs))
+        nn.Conv2d(
+            conv.inputs,
+            conv.outputs,
+            conv.kernel,
+            conv.stride,
+            padding=(high // 2, wide // 2),
+            bias=False,
+        ),
+        nn.BatchNorm2d(conv.outputs),
+    )
 
 
 class ConvNet(nn.Module):

@@ -24,7 +24,9 @@ class Conv:
 
     @property
     def num_parameters(self) -> int:
-        return self.inputs * self.outputs * self.kernel[0] * self.kernel[1] + self.outputs * (2 if self.has_norm else 1)
+        return self.inputs * self.outputs * self.kernel[0] * self.kernel[1] + self.outputs * (
+            2 if self.has_norm else 1
+        )
 
     @property
     def output_values(self) -> int:
@@ -34,8 +36,12 @@ class Conv:
     def product(self) -> Product:
         """The same arithmetic as a product of matrices."""
         is_small = self.kernel in ((3, 3), (5, 5)) and self.stride == 1
-        return Product(self.side**2, self.outputs, self.inputs * self.kernel[0] * self.kernel[1],
-                       kind="small convolution" if is_small else "convolution")
+        return Product(
+            self.side**2,
+            self.outputs,
+            self.inputs * self.kernel[0] * self.kernel[1],
+            kind="small convolution" if is_small else "convolution",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +87,9 @@ def stretches(size: ConvNetSize) -> list[Stretch]:
         network.append(Stretch(_convs(size, channels, width, side, stride), past, adds=True))
         channels = width * times
         if depth > 1:
-            network.append(Stretch(_convs(size, channels, width, side, 1), repeat=depth - 1, adds=True))
+            network.append(
+                Stretch(_convs(size, channels, width, side, 1), repeat=depth - 1, adds=True)
+            )
     return [*network, Stretch(linear=((channels, size.classes),))]
 
 
@@ -90,14 +98,21 @@ def blocks(size: ConvNetSize) -> list[Stretch]:
     return [replace(each, repeat=1) for each in stretches(size)[:-1] for _ in range(each.repeat)]
 
 
-def _convs(size: ConvNetSize, channels: int, width: int, side: int, stride: int) -> tuple[Conv, ...]:
+def _convs(
+    size: ConvNetSize, channels: int, width: int, side: int, stride: int
+) -> tuple[Conv, ...]:
     if size.form == "basic":
         return Conv(channels, width, (3, 3), side, stride), Conv(width, width, (3, 3), side)
-    return (Conv(channels, width, (1, 1), side * stride), Conv(width, width, (3, 3), side, stride),
-            Conv(width, 4 * width, (1, 1), side))
+    return (
+        Conv(channels, width, (1, 1), side * stride),
+        Conv(width, width, (3, 3), side, stride),
+        Conv(width, 4 * width, (1, 1), side),
+    )
 
 
-def convnet_profile(net: ConvNetSize | list[Stretch], formats: Formats = FLOAT32, *, side: int = 224) -> Profile:
+def convnet_profile(
+    net: ConvNetSize | list[Stretch], formats: Formats = FLOAT32, *, side: int = 224
+) -> Profile:
     """The profile of training a net. A sample is an image.
 
     side: of the images of a net that is given as stretches.
@@ -108,21 +123,41 @@ def convnet_profile(net: ConvNetSize | list[Stretch], formats: Formats = FLOAT32
     for number, stretch in enumerate(listed):
         name = f"{number}.weights"
         convs = (*stretch.convs, *((stretch.past,) if stretch.past else ()))
-        values = sum(conv.num_parameters for conv in convs) + sum((a + 1) * b for a, b in stretch.linear)
-        parameters.append(Parameter(
-            name, str(number), values * formats.weight, rows=values, state_bytes=values * formats.state,
-            count=stretch.repeat, gradient_part=formats.gradient / formats.weight))
+        values = sum(conv.num_parameters for conv in convs) + sum(
+            (a + 1) * b for a, b in stretch.linear
+        )
+        parameters.append(
+            Parameter(
+                name,
+                str(number),
+                values * formats.weight,
+                rows=values,
+                state_bytes=values * formats.state,
+                count=stretch.repeat,
+                gradient_part=formats.gradient / formats.weight,
+            )
+        )
         segments.append(_segment(stretch, str(number), name, formats, is_first=number == 0))
     values = sum(p.num_bytes * p.count for p in parameters) // formats.weight
     return Profile(
-        tuple(parameters), tuple(segments), batch_bytes=Affine(0, 3 * side**2 * formats.activation + TARGET_BYTES),
-        update=Work(moved_bytes=Affine(values * (2 * formats.state + formats.gradient + 2 * formats.weight)),
-                    operators=4),
-        gathered_part=formats.gathered / formats.weight, reduced_part=formats.reduced / formats.gradient,
-        by_dimensions=True)
+        tuple(parameters),
+        tuple(segments),
+        batch_bytes=Affine(0, 3 * side**2 * formats.activation + TARGET_BYTES),
+        update=Work(
+            moved_bytes=Affine(
+                values * (2 * formats.state + formats.gradient + 2 * formats.weight)
+            ),
+            operators=4,
+        ),
+        gathered_part=formats.gathered / formats.weight,
+        reduced_part=formats.reduced / formats.gradient,
+        by_dimensions=True,
+    )
 
 
-def _segment(stretch: Stretch, unit: str, name: str, formats: Formats, *, is_first: bool) -> Segment:
+def _segment(
+    stretch: Stretch, unit: str, name: str, formats: Formats, *, is_first: bool
+) -> Segment:
     convs = (*stretch.convs, *((stretch.past,) if stretch.past else ()))
     forward = [conv.product for conv in convs] + [Product(1, b, a) for a, b in stretch.linear]
     backward = [product for p in forward for product in p.backward()]
@@ -142,10 +177,23 @@ def _segment(stretch: Stretch, unit: str, name: str, formats: Formats, *, is_fir
         kept += 3 * last  # with the places of the maxima, which take two values each
     item = formats.activation
     return Segment(
-        unit, Work(Affine(0, sum(p.flops for p in forward)), function_bytes=Affine(0, item * forward_values),
-                   operators=3 * len(convs) + len(stretch.linear), products=tuple(forward)),
-        Work(Affine(0, sum(p.flops for p in backward)), function_bytes=Affine(0, item * backward_values),
-             operators=5 * len(convs) + 2 * len(stretch.linear), products=tuple(backward)),
-        kept_bytes=Affine(0, item * kept), output_bytes=Affine(0, item * last),
-        forward_peak_bytes=Affine(0, item * kept), backward_peak_bytes=Affine(0, 2 * item * max(last, values // 2)),
-        gradients=(name,), repeat=stretch.repeat)
+        unit,
+        Work(
+            Affine(0, sum(p.flops for p in forward)),
+            function_bytes=Affine(0, item * forward_values),
+            operators=3 * len(convs) + len(stretch.linear),
+            products=tuple(forward),
+        ),
+        Work(
+            Affine(0, sum(p.flops for p in backward)),
+            function_bytes=Affine(0, item * backward_values),
+            operators=5 * len(convs) + 2 * len(stretch.linear),
+            products=tuple(backward),
+        ),
+        kept_bytes=Affine(0, item * kept),
+        output_bytes=Affine(0, item * last),
+        forward_peak_bytes=Affine(0, item * kept),
+        backward_peak_bytes=Affine(0, 2 * item * max(last, values // 2)),
+        gradients=(name,),
+        repeat=stretch.repeat,
+    )

@@ -40,8 +40,10 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
         """x: (batch, sequence, hidden). rotation: cosines and sines, each (sequence, head_dim)."""
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-                   for part in self.qkv(x).split(self.widths, -1))
+        q, k, v = (
+            part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for part in self.qkv(x).split(self.widths, -1)
+        )
         if rotation is not None:
             q, k = rotate(q, *rotation), rotate(k, *rotation)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.groups > 1)
@@ -112,7 +114,9 @@ class Decoder(nn.Module):
                 adapted.up.requires_grad_()
         if size.form == "llama":
             steps = torch.arange(0, size.head_dim, 2) / size.head_dim
-            angles = torch.outer(torch.arange(size.sequence).float(), ROTARY_BASE**-steps).repeat(1, 2)
+            angles = torch.outer(torch.arange(size.sequence).float(), ROTARY_BASE**-steps).repeat(
+                1, 2
+            )
             self.register_buffer("cosines", angles.cos(), persistent=False)
             self.register_buffer("sines", angles.sin(), persistent=False)
 

@@ -28,6 +28,11 @@ def sums(step: Step, segment: Segment) -> Iterator[Collective]:
         for call, count in zip(calls.first, calls.counts or [1.0] * len(calls.first), strict=True):
             if call.name in _NAMES and call.arguments[_TRAINING]:
                 channels = call.arguments[0].shape[1]
-                collective = small_all_reduce(step, 8 * (2 * channels + 2), step.plan.replicas, name="batch norm",
-                                              stride=step.plan.axes.tensor)
+                collective = small_all_reduce(
+                    step,
+                    8 * (2 * channels + 2),
+                    step.plan.replicas,
+                    name="batch norm",
+                    stride=step.plan.axes.tensor,
+                )
                 yield replace(collective, times=count)

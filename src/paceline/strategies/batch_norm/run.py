@@ -40,8 +40,10 @@ class JoinedStatistics(Statistics):
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
         _install()
         self._model, self._replicas = model, mesh.replicas
-        self.may_meet, self._is_seen = True, any(
-            isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+        self.may_meet, self._is_seen = (
+            True,
+            any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()),
+        )
         self._counts, self._compares = True, False
         self._group: dist.ProcessGroup | None = None
 
@@ -104,10 +106,12 @@ class JoinedStatistics(Statistics):
 
 
 def _other_course() -> TrainingError:
-    return TrainingError("replicas have come to different batch norms in one forward, and each waits there for the "
-                         "samples of all: which of them run, or how often, depends on the samples",
-                         hint="accumulate=2 leaves each micro-batch its own statistics, as on one device that cuts the "
-                              "batch alike; GroupNorm and LayerNorm need none")
+    return TrainingError(
+        "replicas have come to different batch norms in one forward, and each waits there for the "
+        "samples of all: which of them run, or how often, depends on the samples",
+        hint="accumulate=2 leaves each micro-batch its own statistics, as on one device that cuts the "
+        "batch alike; GroupNorm and LayerNorm need none",
+    )
 
 
 _joined: JoinedStatistics | None = None  # of the model whose forward or backward runs
@@ -139,14 +143,23 @@ def _install() -> list[torch.library.Library]:
     own = torch.library.Library("paceline", "FRAGMENT")
     own.define("sum_over_replicas(Tensor figures, bool of_gradients) -> Tensor")
     own.impl("sum_over_replicas", _sum_over_replicas, "CompositeExplicitAutograd")
-    torch.library.register_fake("paceline::sum_over_replicas", lambda figures, _: torch.empty_like(figures), lib=own)
+    torch.library.register_fake(
+        "paceline::sum_over_replicas", lambda figures, _: torch.empty_like(figures), lib=own
+    )
     of_torch = torch.library.Library("aten", "IMPL")
-    for key in ("CPU", "AutogradCPU", "CUDA", "AutogradCUDA"):  # the former without gradients, in inference mode
+    for key in (
+        "CPU",
+        "AutogradCPU",
+        "CUDA",
+        "AutogradCUDA",
+    ):  # the former without gradients, in inference mode
         of_torch.impl("batch_norm", _batch_norm, key)
         of_torch.impl("instance_norm", _instance_norm, key)
     functional: Any = F  # whose own check would not let a rank have one sample of many
     check_size = functional._verify_batch_size
-    functional._verify_batch_size = lambda size: None if _joined is not None and not _is_apart else check_size(size)
+    functional._verify_batch_size = lambda size: (
+        None if _joined is not None and not _is_apart else check_size(size)
+    )
     return [own, of_torch]
 
 
@@ -160,14 +173,25 @@ def _instance_norm(*arguments: Any) -> Tensor:
         return aten.instance_norm.default.decompose(*arguments)
 
 
-def _batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None,
-                running_var: Tensor | None, training: bool, *numbers: Any) -> Tensor:
+def _batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    *numbers: Any,
+) -> Tensor:
     if _joined is not None:
         _joined.note()
-    if training and is_fake(x) and x.numel() <= x.shape[1]:  # torch's decomposition divides by their number less one
+    if (
+        training and is_fake(x) and x.numel() <= x.shape[1]
+    ):  # torch's decomposition divides by their number less one
         running_mean = running_var = None
     if _joined is None or _is_apart or not training:
-        return aten._batch_norm_impl_index(x, weight, bias, running_mean, running_var, training, *numbers)[0]
+        return aten._batch_norm_impl_index(
+            x, weight, bias, running_mean, running_var, training, *numbers
+        )[0]
     momentum, eps, _ = numbers
     number = _joined.number_of(weight if running_mean is None else running_mean)
     output, mean, variance, count = _Normalised.apply(x, weight, bias, eps, number)
@@ -183,19 +207,39 @@ class _Normalised(torch.autograd.Function):
     they are of."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float,
-                number: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, number: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         channels = x.shape[1]
         dtype = torch.promote_types(x.dtype, torch.float32) if weight is None else weight.dtype
-        mean, variance = (moment.double() for moment in aten.batch_norm_update_stats(
-            x.float() if x.itemsize < 4 else x, None, None, 0.0)) if x.numel() else x.new_zeros(
-            2, channels, dtype=torch.float64)
+        mean, variance = (
+            (
+                moment.double()
+                for moment in aten.batch_norm_update_stats(
+                    x.float() if x.itemsize < 4 else x, None, None, 0.0
+                )
+            )
+            if x.numel()
+            else x.new_zeros(2, channels, dtype=torch.float64)
+        )
         size = x.numel() // channels
-        mean, square, (count, _) = torch.ops.paceline.sum_over_replicas(torch.cat(
-            [mean * size, (variance + mean.square()) * size, mean.new_full((1,), size), mean.new_full((1,), number)]),
-            False).split([channels, channels, 2])  # filled there: a copy from the host would wait for the device
+        mean, square, (count, _) = torch.ops.paceline.sum_over_replicas(
+            torch.cat(
+                [
+                    mean * size,
+                    (variance + mean.square()) * size,
+                    mean.new_full((1,), size),
+                    mean.new_full((1,), number),
+                ]
+            ),
+            False,
+        ).split(
+            [channels, channels, 2]
+        )  # filled there: a copy from the host would wait for the device
         if size < 2 and not is_fake(x) and float(count) < 2:
-            raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
+            raise ValueError(
+                f"Expected more than 1 value per channel when training, got input size {x.shape}"
+            )
         mean = mean / count
         variance = (square / count - mean.square()).clamp(min=0)
         mean_here, variance_here = mean.to(dtype), variance.to(dtype)
@@ -210,22 +254,39 @@ class _Normalised(torch.autograd.Function):
         if torch.is_grad_enabled():  # for a gradient of this one
             inputs = (x, weight, bias)
             output = _composed(x, weight, bias, ctx.eps, ctx.number)
-            needed = [each for each, is_needed in zip(inputs, ctx.needs_input_grad, strict=False) if is_needed]
+            needed = [
+                each
+                for each, is_needed in zip(inputs, ctx.needs_input_grad, strict=False)
+                if is_needed
+            ]
             gradients = iter(torch.autograd.grad(output, needed, gradient, create_graph=True))
-            return *(next(gradients) if each else None for each in ctx.needs_input_grad[:3]), None, None
+            return (
+                *(next(gradients) if each else None for each in ctx.needs_input_grad[:3]),
+                None,
+                None,
+            )
         dx, dweight, dbias = aten.native_batch_norm_backward(
-            gradient, x, weight, mean, variance, None, None, False, ctx.eps, [True, True, True])
+            gradient, x, weight, mean, variance, None, None, False, ctx.eps, [True, True, True]
+        )
         if ctx.needs_input_grad[0]:
             sums = torch.ops.paceline.sum_over_replicas(
-                torch.cat([dweight.double(), dbias.double(), count.new_full((1,), ctx.number)]), True)
+                torch.cat([dweight.double(), dbias.double(), count.new_full((1,), ctx.number)]),
+                True,
+            )
             factors = sums[:-1].view(2, -1) / count * (variance.double() + ctx.eps).rsqrt()
             slope, offset = (factors if weight is None else factors * weight).to(mean.dtype)
             dx = dx - _scaled(x, slope, offset, mean, variance, ctx.eps)
         return dx, None if weight is None else dweight, None if bias is None else dbias, None, None
 
 
-def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor,
-            eps: float) -> Tensor:
+def _scaled(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    variance: Tensor,
+    eps: float,
+) -> Tensor:
     return aten.native_batch_norm(x, weight, bias, mean, variance, False, 0.0, eps)[0]
 
 
@@ -241,9 +302,14 @@ class _Sum(torch.autograd.Function):
         return _Sum.apply(gradient, True), None
 
 
-def _composed(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, number: int) -> Tensor:
+def _composed(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, number: int
+) -> Tensor:
     """The same of operators that torch can differentiate."""
-    dims, shape = [dim for dim in range(x.ndim) if dim != 1], [-1 if dim == 1 else 1 for dim in range(x.ndim)]
+    dims, shape = (
+        [dim for dim in range(x.ndim) if dim != 1],
+        [-1 if dim == 1 else 1 for dim in range(x.ndim)],
+    )
     ends = torch.cat([x.new_full((1,), x.numel() // x.shape[1]), x.new_full((1,), number)])
 
     def mean_of(values: Tensor) -> Tensor:

@@ -27,30 +27,43 @@ def narrow(profile: Profile, plan: Plan, software: Software) -> Profile:
     """
     if not plan.splits_model and set(profile.units or [""]) <= set(profile.recurrent):
         raise PlanError(NOTHING_COMPILED, hint=WITHOUT)
-    return replace(profile, segments=tuple(
-        _compiled(segment)
-        if _is_compiled(segment, profile, plan) else segment for segment in profile.segments))
+    return replace(
+        profile,
+        segments=tuple(
+            _compiled(segment) if _is_compiled(segment, profile, plan) else segment
+            for segment in profile.segments
+        ),
+    )
 
 
 def _compiled(segment: Segment) -> Segment:
     """At most one tensor is kept of each operator that is left."""
     forward = _fused(segment.forward)
-    return replace(segment, forward=forward, backward=_fused(segment.backward), again=None,
-                   kept_tensors=min(segment.kept_tensors, round(forward.operators)))
+    return replace(
+        segment,
+        forward=forward,
+        backward=_fused(segment.backward),
+        again=None,
+        kept_tensors=min(segment.kept_tensors, round(forward.operators)),
+    )
 
 
 def start_s(profile: Profile, plan: Plan) -> float:
     """Seconds of compiling with an empty cache: blocks that do the same work are compiled once. Ranks compile one after
     the other, and all but the first find the code in the cache."""
-    kinds = {_kind(segment): segment.forward.fused.kernels + segment.backward.fused.kernels
-             for segment in profile.segments if _is_compiled(segment, profile, plan)}
+    kinds = {
+        _kind(segment): segment.forward.fused.kernels + segment.backward.fused.kernels
+        for segment in profile.segments
+        if _is_compiled(segment, profile, plan)
+    }
     return FIRST_S + KERNEL_S * sum(kinds.values())
 
 
 def _is_compiled(segment: Segment, profile: Profile, plan: Plan) -> bool:
     """A model without units is compiled whole. Where a model is split, each piece is, also a recurrent layer alone."""
     return (bool(segment.unit) or not profile.units) and (
-        plan.splits_model or segment.unit not in profile.recurrent)
+        plan.splits_model or segment.unit not in profile.recurrent
+    )
 
 
 def _kind(segment: Segment) -> tuple[object, ...]:
@@ -64,8 +77,13 @@ def _fused(work: Work) -> Work:
     if work.fused == Fused():
         return work
     spared, moved = work.fused.spared_bytes, work.moved_bytes
-    return replace(work, operators=work.operators - work.fused.spared_operators, fused=Fused(), spared=work.fused,
-                   moved_bytes=Affine(moved.fixed - spared.fixed, moved.per_sample - spared.per_sample))
+    return replace(
+        work,
+        operators=work.operators - work.fused.spared_operators,
+        fused=Fused(),
+        spared=work.fused,
+        moved_bytes=Affine(moved.fixed - spared.fixed, moved.per_sample - spared.per_sample),
+    )
 
 
 def enter(step: Step) -> Hooks:

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 
-def compile_whole(function: Callable[..., Any], *, backend: Callable[..., Any], most_ways: int) -> Callable[..., Any]:
+def compile_whole(
+    function: Callable[..., Any], *, backend: Callable[..., Any], most_ways: int
+) -> Callable[..., Any]:
     """The function, compiled as one graph.
 
     Args:

@@ -35,8 +35,14 @@ _LOSES = "torch.compile would lose what it writes to its buffer '{}', which is a
 MOST_WAYS = 8
 
 
-def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NOTHING,
-            device: torch.device | None = None) -> CompilationWatch:
+def prepare(
+    model: nn.Module,
+    *,
+    plan: Plan,
+    mesh: Mesh,
+    observed: Observed = NOTHING,
+    device: torch.device | None = None,
+) -> CompilationWatch:
     """Wrap the forward of every unit; names of modules and parameters stay as they are.
 
     A model without units is compiled whole. Nothing is compiled before the first forward.
@@ -49,17 +55,25 @@ def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NO
     refuse_compiled(model, "compile=blocks")
     _refuse_without_compiler(place)
     if place.type == "cpu":
-        torch._inductor.config.compile_threads = 1  # ranks share the cores, and a block is one file of C++
+        torch._inductor.config.compile_threads = (
+            1  # ranks share the cores, and a block is one file of C++
+        )
     watch = CompilationWatch(place, num_ranks=mesh.world_size)
     units, recurrent = find_units(model) or {"": model}, recurrent_units(model)
-    if recurrent.keys() == units.keys() and not any(hasattr(unit, "wrap_runs") for unit in units.values()):
+    if recurrent.keys() == units.keys() and not any(
+        hasattr(unit, "wrap_runs") for unit in units.values()
+    ):
         raise PlanRefused(NOTHING_COMPILED, hint=WITHOUT)
     for path, unit in units.items():
         name = path or type(model).__name__
         most_ways = MOST_WAYS * len(units)
-        if (wrap_runs := getattr(unit, "wrap_runs", None)) is not None:  # pieces of a captured model
+        if (
+            wrap_runs := getattr(unit, "wrap_runs", None)
+        ) is not None:  # pieces of a captured model
             buffers_at = getattr(model, "buffers_at", {})
-            lost = {path for path, (module, key) in buffers_at.items() if _is_lost(module._buffers[key])}
+            lost = {
+                path for path, (module, key) in buffers_at.items() if _is_lost(module._buffers[key])
+            }
             wrap_runs(partial(_compiled_piece, watch=watch, most_ways=most_ways, lost=lost))
         elif path in recurrent:
             watch.leave_out(name, f"torch.compile takes no nn.{recurrent[path]}")
@@ -91,9 +105,11 @@ def refuse_compiled(model: nn.Module, plan_key: str) -> None:
     for path, module in model.named_modules():
         if isinstance(module, OptimizedModule) or module._compiled_call_impl is not None:
             where = f"'{path}'" if path else "the model"
-            raise PlanRefused(f"{where} is compiled by torch.compile already, and {plan_key} needs its own code",
-                              hint="leave out torch.compile where the model is built; compile=blocks in the plan "
-                                   "compiles its blocks and leaves their parameters' names as they are")
+            raise PlanRefused(
+                f"{where} is compiled by torch.compile already, and {plan_key} needs its own code",
+                hint="leave out torch.compile where the model is built; compile=blocks in the plan "
+                "compiles its blocks and leaves their parameters' names as they are",
+            )
 
 
 def _is_lost(buffer: torch.Tensor | None) -> bool:
@@ -110,9 +126,11 @@ def _refuse_without_compiler(device: torch.device) -> None:
     except (InvalidCxxCompiler, RuntimeError):
         has_compiler = False
     if not has_compiler:
-        raise PlanRefused("compile=blocks needs a C++ compiler on the CPU, and there is none",
-                          hint="install g++ (apt install g++) or name one in the environment variable CXX; or "
-                               + WITHOUT)
+        raise PlanRefused(
+            "compile=blocks needs a C++ compiler on the CPU, and there is none",
+            hint="install g++ (apt install g++) or name one in the environment variable CXX; or "
+            + WITHOUT,
+        )
 
 
 def inductor(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
@@ -143,11 +161,21 @@ class Compiled:
         again: Why the block is compiled if it was before, as another forward.
     """
 
-    def __init__(self, block: str, forward: Callable[..., Any], watch: CompilationWatch, *, most_ways: int,
-                 again: str = "") -> None:
+    def __init__(
+        self,
+        block: str,
+        forward: Callable[..., Any],
+        watch: CompilationWatch,
+        *,
+        most_ways: int,
+        again: str = "",
+    ) -> None:
         self.block, self.forward, self.watch, self.again = block, forward, watch, again
         compiled = partial(compile_whole, forward, most_ways=most_ways)
-        self.drawing, self.with_means = compiled(backend=inductor), compiled(backend=inductor_with_means)
+        self.drawing, self.with_means = (
+            compiled(backend=inductor),
+            compiled(backend=inductor_with_means),
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not (self.watch.is_on and torch.is_grad_enabled()):
@@ -160,27 +188,33 @@ class Compiled:
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
             self._refuse(error, args, kwargs, too_often=isinstance(error, FailOnRecompileLimitHit))
 
-    def _refuse(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any], *,
-                too_often: bool) -> None:
+    def _refuse(
+        self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any], *, too_often: bool
+    ) -> None:
         """
         Raises:
             PlanRefused: torch can't compile the block. Where the block's own code fails too, its error is raised.
         """
         self.forward(*args, **kwargs)
         if too_often:
-            raise PlanRefused(f"'{self.block}' had to be compiled too often ({_first_line(error)})",
-                              hint="the rank's log says why each time, such as a number in an attribute that changes "
-                                   f"in every step; or {WITHOUT}") from error
-        raise PlanRefused(f"torch.compile can't compile '{self.block}' as a whole ({_first_line(error)})",
-                          hint=WITHOUT) from error
+            raise PlanRefused(
+                f"'{self.block}' had to be compiled too often ({_first_line(error)})",
+                hint="the rank's log says why each time, such as a number in an attribute that changes "
+                f"in every step; or {WITHOUT}",
+            ) from error
+        raise PlanRefused(
+            f"torch.compile can't compile '{self.block}' as a whole ({_first_line(error)})",
+            hint=WITHOUT,
+        ) from error
 
 
 def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {next((line.strip() for line in str(error).splitlines() if line.strip()), '')}"
 
 
-def _compiled_piece(piece: Piece, run: Any, *, watch: CompilationWatch, most_ways: int,
-                    lost: Set[str]) -> Callable[..., Any]:
+def _compiled_piece(
+    piece: Piece, run: Any, *, watch: CompilationWatch, most_ways: int, lost: Set[str]
+) -> Callable[..., Any]:
     """What runs a piece of a captured model; one with modules that are taken whole keeps running their own code."""
     if piece.opaque:
         watch.leave_out(piece.key, f"'{piece.opaque[0]}' in it is taken whole")
@@ -188,6 +222,13 @@ def _compiled_piece(piece: Piece, run: Any, *, watch: CompilationWatch, most_way
     if changed := piece.changes & lost:
         watch.leave_out(piece.key, _LOSES.format(min(changed)))
         return run
-    _LazyGraphModule.force_recompile(run)  # its graph becomes code now, and not while it is compiled
-    return Compiled(piece.key, run.forward, watch, most_ways=most_ways,
-                    again="the model is captured anew for inputs of another size, as of a short last batch")
+    _LazyGraphModule.force_recompile(
+        run
+    )  # its graph becomes code now, and not while it is compiled
+    return Compiled(
+        piece.key,
+        run.forward,
+        watch,
+        most_ways=most_ways,
+        again="the model is captured anew for inputs of another size, as of a short last batch",
+    )

@@ -91,14 +91,22 @@ class CompilationWatch:
             logger.info("compiled '%s' in %.1f s", compilation.block, compilation.seconds)
             return
         compilation.again = again or "torch gives no reason"
-        logger.warning("compiled '%s' again in %.1f s: %s", compilation.block, compilation.seconds, compilation.again)
+        logger.warning(
+            "compiled '%s' again in %.1f s: %s",
+            compilation.block,
+            compilation.seconds,
+            compilation.again,
+        )
 
     def _new_failures(self) -> list[str]:
         """What did not hold of code that was compiled before, in torch's words, since this was last asked."""
         from torch._dynamo.utils import guard_failures
 
-        failures = [str(reason).partition("\n")[0].partition("  # ")[0] for code, reasons in guard_failures.items()
-                    for reason in reasons[self._heard.get(code, 0):]]
+        failures = [
+            str(reason).partition("\n")[0].partition("  # ")[0]
+            for code, reasons in guard_failures.items()
+            for reason in reasons[self._heard.get(code, 0) :]
+        ]
         self._heard = {code: len(reasons) for code, reasons in guard_failures.items()}
         return list(dict.fromkeys(failures))
 
@@ -108,8 +116,12 @@ class CompilationWatch:
 
         path = Path(cache_dir()) / LOCK
         path.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(OSError):  # another user's: ranks of this machine then compile at the same time
-            self._lock = os.fdopen(open_own(path, os.O_WRONLY | os.O_CREAT), "w")  # held until the compilation ends
+        with suppress(
+            OSError
+        ):  # another user's: ranks of this machine then compile at the same time
+            self._lock = os.fdopen(
+                open_own(path, os.O_WRONLY | os.O_CREAT), "w"
+            )  # held until the compilation ends
             fcntl.flock(self._lock, fcntl.LOCK_EX)
         self._began_s = time.perf_counter()
 
@@ -118,28 +130,47 @@ class CompilationWatch:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
-        if compilation.compile_id in self.made:  # its backward, which is compiled when it is first run
+        if (
+            compilation.compile_id in self.made
+        ):  # its backward, which is compiled when it is first run
             compilation_of_block = self.made[compilation.compile_id]
             compilation_of_block.seconds += seconds
-            logger.info("compiled the backward of '%s' in %.1f s", compilation_of_block.block, seconds)
+            logger.info(
+                "compiled the backward of '%s' in %.1f s", compilation_of_block.block, seconds
+            )
         elif self._block:
             self.made[compilation.compile_id] = Compilation(self._block, seconds)
 
     def figures(self) -> dict[str, Any]:
         """This rank's."""
-        return {"seconds": sum(compilation.seconds for compilation in self.made.values()), "compiled": len(self.made),
-                "recompiled": [asdict(compilation) for compilation in self.made.values() if compilation.again],
-                "uncompiled": self.uncompiled}
+        return {
+            "seconds": sum(compilation.seconds for compilation in self.made.values()),
+            "compiled": len(self.made),
+            "recompiled": [
+                asdict(compilation) for compilation in self.made.values() if compilation.again
+            ],
+            "uncompiled": self.uncompiled,
+        }
 
     def summary(self) -> Mapping[str, Any]:
         """Collective. seconds: of the rank that compiled longest."""
-        ranks = _of_all_ranks(self.figures(), self.device) if self.num_ranks > 1 else [self.figures()]
-        return {"compile": {
-            "seconds": max(rank["seconds"] for rank in ranks),
-            "compiled": max(rank["compiled"] for rank in ranks),
-            "recompiled": [{"rank": number, **compilation} for number, rank in enumerate(ranks)
-                           for compilation in rank["recompiled"]],
-            "uncompiled": {block: why for rank in ranks for block, why in rank["uncompiled"].items()}}}
+        ranks = (
+            _of_all_ranks(self.figures(), self.device) if self.num_ranks > 1 else [self.figures()]
+        )
+        return {
+            "compile": {
+                "seconds": max(rank["seconds"] for rank in ranks),
+                "compiled": max(rank["compiled"] for rank in ranks),
+                "recompiled": [
+                    {"rank": number, **compilation}
+                    for number, rank in enumerate(ranks)
+                    for compilation in rank["recompiled"]
+                ],
+                "uncompiled": {
+                    block: why for rank in ranks for block, why in rank["uncompiled"].items()
+                },
+            }
+        }
 
     def switch(self, *, on: bool) -> None:
         """The next step runs compiled code, or the blocks' own."""
@@ -188,10 +219,15 @@ def _ended(compilation: CallbackArgs) -> None:
 
 def _of_all_ranks(figures: dict[str, Any], device: torch.device) -> list[dict[str, Any]]:
     """By rank. Collective."""
-    text_here = torch.frombuffer(bytearray(json.dumps(figures).encode()), dtype=torch.uint8).to(device)
+    text_here = torch.frombuffer(bytearray(json.dumps(figures).encode()), dtype=torch.uint8).to(
+        device
+    )
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, torch.tensor([text_here.numel()], device=device))
     most = max(int(size) for size in sizes)
     texts = [torch.zeros(most, dtype=torch.uint8, device=device) for _ in sizes]
     dist.all_gather(texts, torch.nn.functional.pad(text_here, (0, most - text_here.numel())))
-    return [json.loads(bytes(text[:int(size)].tolist())) for text, size in zip(texts, sizes, strict=True)]
+    return [
+        json.loads(bytes(text[: int(size)].tolist()))
+        for text, size in zip(texts, sizes, strict=True)
+    ]

@@ -22,8 +22,13 @@ def encode(form: str, values: torch.Tensor) -> torch.Tensor:
         return values.to(torch.bfloat16).view(torch.uint8)
     blocks = values.unflatten(-1, (-1, BLOCK))
     scales = blocks.abs().amax(-1, keepdim=True).float() / _STEPS
-    steps = (blocks / scales).nan_to_num_().round_().clamp_(-_STEPS, _STEPS)  # 0 / 0 in a block of zeros
-    return torch.cat([steps.to(torch.int8).view(torch.uint8).flatten(-2), scales.view(torch.uint8).flatten(-2)], -1)
+    steps = (
+        (blocks / scales).nan_to_num_().round_().clamp_(-_STEPS, _STEPS)
+    )  # 0 / 0 in a block of zeros
+    return torch.cat(
+        [steps.to(torch.int8).view(torch.uint8).flatten(-2), scales.view(torch.uint8).flatten(-2)],
+        -1,
+    )
 
 
 def decode(form: str, coded: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

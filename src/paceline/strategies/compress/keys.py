@@ -19,8 +19,10 @@ COMPRESS = choice("compress", "modifiers", COMPRESSIONS, default="none")
 def _problems(plan: Plan) -> list[str]:
     if plan.modifiers.compress == "none" or plan.axes.data != 1 or isinstance(plan.sync, Servers):
         return []
-    return [f"compress={plan.modifiers.compress} is about what replicas send each other, and the plan has none: add "
-            "data=N"]
+    return [
+        f"compress={plan.modifiers.compress} is about what replicas send each other, and the plan has none: add "
+        "data=N"
+    ]
 
 
 def _relaxes(plan: Plan) -> str:
@@ -30,5 +32,9 @@ def _relaxes(plan: Plan) -> str:
     return f"what {senders} send each other is compressed to {plan.modifiers.compress}"
 
 
-KEYS = PlanKeys(keys=(COMPRESS,), problems=_problems, relaxes=_relaxes, exact=lambda plan: replace(
-    plan, modifiers=replace(plan.modifiers, compress="none")))
+KEYS = PlanKeys(
+    keys=(COMPRESS,),
+    problems=_problems,
+    relaxes=_relaxes,
+    exact=lambda plan: replace(plan, modifiers=replace(plan.modifiers, compress="none")),
+)

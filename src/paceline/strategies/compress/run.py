@@ -118,19 +118,30 @@ class Compressed:
 
     overlaps = True
 
-    def __init__(self, form: str, like: Sequence[torch.Tensor], shapes: Sequence[Sequence[Sequence[int]]],
-                 group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        form: str,
+        like: Sequence[torch.Tensor],
+        shapes: Sequence[Sequence[Sequence[int]]],
+        group: dist.ProcessGroup,
+    ) -> None:
         """
         Args:
             like: A tensor of each bucket's dtype and device.
             shapes: Of the tensors in each bucket; a matrix as (rows, columns), as it lies in memory.
         """
         self.group, self.sent_bytes = group, 0.0
-        self.memory = [tensor.new_zeros(sum(math.prod(shape) for shape in bucket))
-                       for tensor, bucket in zip(like, shapes, strict=True)]
-        self.method: Method = (TopK(self.memory, group) if form == "topk"
-                               else PowerSGD(self.memory, shapes, group) if form == "powersgd"
-                               else Rounded(form, group))
+        self.memory = [
+            tensor.new_zeros(sum(math.prod(shape) for shape in bucket))
+            for tensor, bucket in zip(like, shapes, strict=True)
+        ]
+        self.method: Method = (
+            TopK(self.memory, group)
+            if form == "topk"
+            else PowerSGD(self.memory, shapes, group)
+            if form == "powersgd"
+            else Rounded(form, group)
+        )
         self.beside = beside(like[0].device if like else torch.device("cpu"))
 
     def start(self, number: int) -> None:
@@ -142,7 +153,11 @@ class Compressed:
     def _sum(self, number: int) -> float:
         flat = self.memory[number]
         with torch.no_grad():
-            return self.method.sum(number, flat) if flat.is_floating_point() else _all_reduce(flat, self.group)
+            return (
+                self.method.sum(number, flat)
+                if flat.is_floating_point()
+                else _all_reduce(flat, self.group)
+            )
 
 
 def _all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> float:
@@ -167,7 +182,9 @@ class Rounded:
         if not len(flat):
             return 0.0
         part = part_elements(len(flat), ranks)
-        parts = torch.nn.functional.pad(flat.to(dtype), (0, ranks * part - len(flat))).view(ranks, part)
+        parts = torch.nn.functional.pad(flat.to(dtype), (0, ranks * part - len(flat))).view(
+            ranks, part
+        )
         sent = codec.encode(self.form, parts)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
@@ -175,7 +192,7 @@ class Rounded:
         for other in others:
             total += other
         dist.all_gather(list(received), codec.encode(self.form, total), group=self.group)
-        flat.copy_(codec.decode(self.form, received, dtype).flatten()[:len(flat)])
+        flat.copy_(codec.decode(self.form, received, dtype).flatten()[: len(flat)])
         return rounded_bytes(self.form, len(flat), ranks)
 
 
@@ -184,11 +201,16 @@ class TopK:
 
     def __init__(self, memory: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
         if any(len(flat) >= 2**31 for flat in memory):
-            raise JobError("compress=topk numbers the elements of a gradient in 32 bits, and one has 2^31 or more",
-                           hint="compress=int8")
+            raise JobError(
+                "compress=topk numbers the elements of a gradient in 32 bits, and one has 2^31 or more",
+                hint="compress=int8",
+            )
         self.group = group
-        self.residuals = {number: torch.zeros_like(flat) for number, flat in enumerate(memory)
-                          if flat.is_floating_point()}
+        self.residuals = {
+            number: torch.zeros_like(flat)
+            for number, flat in enumerate(memory)
+            if flat.is_floating_point()
+        }
         self.factors: dict[tuple[int, int], torch.Tensor] = {}
 
     def sum(self, number: int, flat: torch.Tensor) -> float:
@@ -204,7 +226,10 @@ class TopK:
         dist.all_gather(rows, sent, group=self.group)
         flat.zero_()
         for received in rows:
-            values, received_indices = received[:count * flat.element_size()], received[count * flat.element_size():]
+            values, received_indices = (
+                received[: count * flat.element_size()],
+                received[count * flat.element_size() :],
+            )
             flat[received_indices.clone().view(torch.int32)] += values.view(flat.dtype)
         return topk_bytes(len(flat), flat.element_size(), ranks)
 
@@ -212,29 +237,51 @@ class TopK:
 class PowerSGD:
     """Matrices as the product of two factors, found by one step of power iteration from the last ones."""
 
-    def __init__(self, memory: Sequence[torch.Tensor], shapes: Sequence[Sequence[Sequence[int]]],
-                 group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        memory: Sequence[torch.Tensor],
+        shapes: Sequence[Sequence[Sequence[int]]],
+        group: dist.ProcessGroup,
+    ) -> None:
         self.group, self.shapes = group, shapes
-        self.residuals = {number: torch.zeros_like(flat) for number, flat in enumerate(memory)
-                          if flat.is_floating_point()}
+        self.residuals = {
+            number: torch.zeros_like(flat)
+            for number, flat in enumerate(memory)
+            if flat.is_floating_point()
+        }
         self.factors: dict[tuple[int, int], torch.Tensor] = {}
         draw = torch.Generator().manual_seed(0)  # any will do, the same on all ranks
         for number, flat in enumerate(memory):
             for index, shape in enumerate(shapes[number]):
                 if is_factored(shape) and number in self.residuals:
-                    first = torch.randn(shape[1], POWERSGD_RANK, generator=draw, dtype=torch.float64)
+                    first = torch.randn(
+                        shape[1], POWERSGD_RANK, generator=draw, dtype=torch.float64
+                    )
                     self.factors[number, index] = first.to(flat.device, _summing_dtype(flat.dtype))
 
     def sum(self, number: int, flat: torch.Tensor) -> float:
-        residual, shapes, dtype = self.residuals[number], self.shapes[number], _summing_dtype(flat.dtype)
+        residual, shapes, dtype = (
+            self.residuals[number],
+            self.shapes[number],
+            _summing_dtype(flat.dtype),
+        )
         residual += flat
         parts = residual.split([math.prod(shape) for shape in shapes])
-        matrices = {index: part.view(*shape).to(dtype)
-                    for index, (part, shape) in enumerate(zip(parts, shapes, strict=True)) if is_factored(shape)}
+        matrices = {
+            index: part.view(*shape).to(dtype)
+            for index, (part, shape) in enumerate(zip(parts, shapes, strict=True))
+            if is_factored(shape)
+        }
         unfactored = [index for index in range(len(shapes)) if index not in matrices]
-        plain = torch.cat([parts[index] for index in unfactored]) if unfactored else residual[:0].clone()
+        plain = (
+            torch.cat([parts[index] for index in unfactored])
+            if unfactored
+            else residual[:0].clone()
+        )
         dist.all_reduce(plain, group=self.group)
-        rows = self._summed({index: matrix @ self.factors[number, index] for index, matrix in matrices.items()})
+        rows = self._summed(
+            {index: matrix @ self.factors[number, index] for index, matrix in matrices.items()}
+        )
         bases = {index: torch.linalg.qr(factor).Q for index, factor in rows.items()}
         columns = {index: matrix.T @ bases[index] for index, matrix in matrices.items()}
         for index, matrix in matrices.items():
@@ -243,7 +290,9 @@ class PowerSGD:
         for index, factor in self._summed(columns).items():
             outs[index].copy_((bases[index] @ factor.T).flatten())
             self.factors[number, index].copy_(factor)
-        for index, summed in zip(unfactored, plain.split([len(parts[index]) for index in unfactored]), strict=True):
+        for index, summed in zip(
+            unfactored, plain.split([len(parts[index]) for index in unfactored]), strict=True
+        ):
             outs[index].copy_(summed)
             parts[index].zero_()
         return powersgd_bytes(shapes, flat.element_size(), dist.get_world_size(self.group))
@@ -255,4 +304,7 @@ class PowerSGD:
         flat = torch.cat([factor.flatten() for factor in factors.values()])
         dist.all_reduce(flat, group=self.group)
         sums = flat.split([factor.numel() for factor in factors.values()])
-        return {index: part.view_as(factor) for (index, factor), part in zip(factors.items(), sums, strict=True)}
+        return {
+            index: part.view_as(factor)
+            for (index, factor), part in zip(factors.items(), sums, strict=True)
+        }

@@ -62,7 +62,9 @@ def is_factored(shape: Sequence[int]) -> bool:
 
 def powersgd_bytes(shapes: Sequence[Sequence[int]], item_bytes: int, ranks: int) -> float:
     """What each rank sends: both factors of each matrix that is factored, and the rest as it is."""
-    elements = sum(POWERSGD_RANK * sum(shape) if is_factored(shape) else math.prod(shape) for shape in shapes)
+    elements = sum(
+        POWERSGD_RANK * sum(shape) if is_factored(shape) else math.prod(shape) for shape in shapes
+    )
     return all_reduce_bytes(item_bytes * elements, ranks)
 
 

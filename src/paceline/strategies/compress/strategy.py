@@ -23,17 +23,26 @@ STRATEGY = Strategy(
     is_active=lambda plan: plan.modifiers.compress != "none",
     keys=KEYS,
     conflicts=(
-        Conflict("compress=powersgd with shard=N or tensor=N",
-                 "it approximates whole matrices, and ranks hold parts of them",
-                 "compress=int8 or topk",
-                 lambda plan: plan.modifiers.compress == "powersgd" and max(plan.axes.shard, plan.axes.tensor) > 1),
+        Conflict(
+            "compress=powersgd with shard=N or tensor=N",
+            "it approximates whole matrices, and ranks hold parts of them",
+            "compress=int8 or topk",
+            lambda plan: (
+                plan.modifiers.compress == "powersgd" and max(plan.axes.shard, plan.axes.tensor) > 1
+            ),
+        ),
     ),
-    precision_conflicts={"fp16": (
-        Conflict("compress=topk or powersgd", "what a step leaves out of a gradient is added to the next one, and an "
-                 "infinite one would stay there for good",
-                 'compress=int8 or bf16, or precision="bf16" in the job',
-                 lambda plan: plan.modifiers.compress in ("topk", "powersgd")),
-    )},
+    precision_conflicts={
+        "fp16": (
+            Conflict(
+                "compress=topk or powersgd",
+                "what a step leaves out of a gradient is added to the next one, and an "
+                "infinite one would stay there for good",
+                'compress=int8 or bf16, or precision="bf16" in the job',
+                lambda plan: plan.modifiers.compress in ("topk", "powersgd"),
+            ),
+        )
+    },
     family=lambda plan: f"compress={plan.modifiers.compress}",
     relaxed_plans=_relaxed_plans,
 )

@@ -51,7 +51,8 @@ class GradientArrivals:
                 raise TrainingError(
                     f"backward added to the gradient of '{self._name(parameter)}' again after it was complete and sent "
                     "to the other replicas, which no backward before did; the weights of the step before are kept",
-                    hint="use_reentrant=False in torch.utils.checkpoint, where a layer is used more than once")
+                    hint="use_reentrant=False in torch.utils.checkpoint, where a layer is used more than once",
+                )
         if last:
             self._in_last.add(parameter)
         if not last or self.is_first or parameter in self._repeated or parameter in self.complete:

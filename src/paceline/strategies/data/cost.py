@@ -23,7 +23,9 @@ def enter(step: Step) -> Hooks:
     compressed goes over the network everywhere."""
     replicas, form = step.plan.axes.data, step.plan.modifiers.compress
     leaving = departures(step)
-    gradient_bytes = sum(step.footprint.gradients[p.name] * p.count for p in step.profile.parameters if p.trainable)
+    gradient_bytes = sum(
+        step.footprint.gradients[p.name] * p.count for p in step.profile.parameters if p.trainable
+    )
     stride = step.plan.axes.shard * step.plan.axes.tensor
     at_once = step.software.overlaps or step.device_kind == "cpu"
     copied = step.footprint.gradients_by_unit
@@ -34,7 +36,9 @@ def enter(step: Step) -> Hooks:
         count for every rank that touches them: each sums its part of all buckets."""
         touched_bytes = gradient_bytes * (replicas - 1) / replicas if shared else 0
         residual_bytes = gradient_bytes if form in ("topk", "powersgd") else 0
-        yield Allocate("communication", touched_bytes + (gradient_bytes if copied else 0) + residual_bytes)
+        yield Allocate(
+            "communication", touched_bytes + (gradient_bytes if copied else 0) + residual_bytes
+        )
 
     def begin(point: HookPoint) -> Iterable[Event]:
         """Backward on a CPU adds to zeros in the buckets."""
@@ -46,8 +50,15 @@ def enter(step: Step) -> Hooks:
             if copied:
                 yield Compute(moved_bytes=2 * bucket.num_bytes * repeat, operators=1)
             if not shared:
-                yield from reduce(form, bucket, replicas, name="buckets", stride=stride, times=repeat,
-                                  stream=NETWORK if at_once else COMPUTE)
+                yield from reduce(
+                    form,
+                    bucket,
+                    replicas,
+                    name="buckets",
+                    stride=stride,
+                    times=repeat,
+                    stream=NETWORK if at_once else COMPUTE,
+                )
 
     def after_backward(point: HookPoint) -> Iterable[Event]:
         return send(point.segment) if step.is_last(point) and at_once else ()
@@ -58,16 +69,26 @@ def enter(step: Step) -> Hooks:
     def finish(point: HookPoint) -> Iterable[Event]:
         if not at_once:
             for segment in leaving:
-                yield from send(segment, step.profile.segments[segment].repeat if segment >= 0 else 1)
+                yield from send(
+                    segment, step.profile.segments[segment].repeat if segment >= 0 else 1
+                )
         if shared and gradient_bytes:
             yield small_all_reduce(step, 4, replicas)  # all are here
             # Of its part a rank adds to one what each other holds, and copies the sum to each.
             yield Compute(moved_bytes=(ADDED + COPIED) * (replicas - 1) / replicas * gradient_bytes)
             yield small_all_reduce(step, 4, replicas)  # all are done
-        yield Compute(moved_bytes=2 * gradient_bytes if copied else 0,
-                      after=("buckets",) if gradient_bytes and not shared else ())
+        yield Compute(
+            moved_bytes=2 * gradient_bytes if copied else 0,
+            after=("buckets",) if gradient_bytes and not shared else (),
+        )
 
-    return {"start": start, "begin": begin, "after_backward": after_backward, "done": done, "finish": finish}
+    return {
+        "start": start,
+        "begin": begin,
+        "after_backward": after_backward,
+        "done": done,
+        "finish": finish,
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,20 +105,45 @@ class Bucket:
     times: float = 1.0
 
 
-def reduce(form: str, bucket: Bucket, ranks: int, *, name: str, stream: str = NETWORK,
-           times: float = 1.0, stride: int = 1) -> Iterable[Event]:
+def reduce(
+    form: str,
+    bucket: Bucket,
+    ranks: int,
+    *,
+    name: str,
+    stream: str = NETWORK,
+    times: float = 1.0,
+    stride: int = 1,
+) -> Iterable[Event]:
     """A bucket's reduction over the network, so many times a step. A compressed one takes as long as an all-reduce that
     sends as many bytes; its own steps are a few more or fewer."""
     times *= bucket.times
     if form == "none":
-        yield Collective("all_reduce", bucket.num_bytes, ranks, name=name, stream=stream, times=times, stride=stride)
+        yield Collective(
+            "all_reduce",
+            bucket.num_bytes,
+            ranks,
+            name=name,
+            stream=stream,
+            times=times,
+            stride=stride,
+        )
         return
     whole_bytes = bucket.item_bytes * sum(map(math.prod, bucket.shapes))
     part = bucket.num_bytes / whole_bytes if whole_bytes else 0.0  # a shard's
     message_bytes = sent_bytes(form, bucket.shapes, bucket.item_bytes, ranks) * part
-    yield Compute(moved_bytes=times * PASSES[form] * bucket.num_bytes, operators=times * PASSES[form])
-    yield Collective("all_reduce", message_bytes * ranks / (2 * (ranks - 1)), ranks, name=name, stream=stream,
-                     times=times, stride=stride)
+    yield Compute(
+        moved_bytes=times * PASSES[form] * bucket.num_bytes, operators=times * PASSES[form]
+    )
+    yield Collective(
+        "all_reduce",
+        message_bytes * ranks / (2 * (ranks - 1)),
+        ranks,
+        name=name,
+        stream=stream,
+        times=times,
+        stride=stride,
+    )
 
 
 def shape_of(parameter: Parameter) -> tuple[int, ...]:
@@ -108,7 +154,9 @@ def shape_of(parameter: Parameter) -> tuple[int, ...]:
 
 
 def item_bytes(parameter: Parameter) -> int:
-    return {"float64": 8, "complex64": 8, "complex128": 16, "bfloat16": 2, "float16": 2}.get(parameter.dtype, 4)
+    return {"float64": 8, "complex64": 8, "complex128": 16, "bfloat16": 2, "float16": 2}.get(
+        parameter.dtype, 4
+    )
 
 
 def departures(step: Step) -> dict[int, list[Bucket]]:
@@ -126,8 +174,13 @@ def departures(step: Step) -> dict[int, list[Bucket]]:
     latest = len(step.profile.segments)
     for bucket in assign(sizes_bytes, [p.dtype for p in trainable]):
         latest = min([latest, *(ready.get(trainable[i].name, _AT_THE_END) for i in bucket)])
-        buckets[latest].append(Bucket(sum(sizes_bytes[i] for i in bucket),
-                                      tuple(shape_of(trainable[i]) for i in bucket), item_bytes(trainable[bucket[0]])))
+        buckets[latest].append(
+            Bucket(
+                sum(sizes_bytes[i] for i in bucket),
+                tuple(shape_of(trainable[i]) for i in bucket),
+                item_bytes(trainable[bucket[0]]),
+            )
+        )
     return buckets
 
 
@@ -140,8 +193,14 @@ def _by_dimensions(step: Step) -> dict[int, list[Bucket]]:
     for number, segment in enumerate(step.profile.segments):
         for name in (name for name in segment.gradients if name in trainable):
             num_bytes = step.footprint.gradients[name] * part
-            buckets[number].append(Bucket(largest_bytes, (shape_of(trainable[name]),), item_bytes(trainable[name]),
-                                          times=num_bytes / largest_bytes))
+            buckets[number].append(
+                Bucket(
+                    largest_bytes,
+                    (shape_of(trainable[name]),),
+                    item_bytes(trainable[name]),
+                    times=num_bytes / largest_bytes,
+                )
+            )
     return buckets
 
 

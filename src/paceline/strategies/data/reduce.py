@@ -14,7 +14,9 @@ from paceline.strategies.compress.size import all_reduce_bytes
 from paceline.strategies.host_all_reduce import all_reduce
 from paceline.strategies.shared_memory import HEADER_BYTES, shared_memory
 
-_BLOCK_BYTES = 2**18  # what is summed at a time: a block of each rank's stays in a core's cache until it is written
+_BLOCK_BYTES = (
+    2**18
+)  # what is summed at a time: a block of each rank's stays in a core's cache until it is written
 _ALIGNED_BYTES = 64
 
 
@@ -44,14 +46,18 @@ class OverNetwork:
 
     overlaps = True
 
-    def __init__(self, like: Sequence[torch.Tensor], sizes: Sequence[int], group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, like: Sequence[torch.Tensor], sizes: Sequence[int], group: dist.ProcessGroup
+    ) -> None:
         self.group = group
         self.memory = [tensor.new_zeros(size) for tensor, size in zip(like, sizes, strict=True)]
         self.works: list[dist.Work] = []
         self.sent_bytes = 0.0
 
     def start(self, number: int) -> None:
-        self.sent_bytes += all_reduce_bytes(self.memory[number].nbytes, dist.get_world_size(self.group))
+        self.sent_bytes += all_reduce_bytes(
+            self.memory[number].nbytes, dist.get_world_size(self.group)
+        )
         self.works.append(dist.all_reduce(self.memory[number], group=self.group, async_op=True))
 
     def finish(self) -> None:
@@ -80,7 +86,9 @@ class InSharedMemory:
 
     def finish(self) -> None:
         self._wait_for_all()
-        self.sent_bytes += sum(all_reduce_bytes(flat.nbytes, dist.get_world_size(self.group)) for flat in self.memory)
+        self.sent_bytes += sum(
+            all_reduce_bytes(flat.nbytes, dist.get_world_size(self.group)) for flat in self.memory
+        )
         for blocks in self.blocks:
             for total, *others in blocks:
                 for part in others:
@@ -93,7 +101,9 @@ class InSharedMemory:
         all_reduce(torch.zeros(1), group=self.group)
 
 
-def reduction(like: Sequence[torch.Tensor], sizes: Sequence[int], group: dist.ProcessGroup) -> Reduction:
+def reduction(
+    like: Sequence[torch.Tensor], sizes: Sequence[int], group: dist.ProcessGroup
+) -> Reduction:
     """The faster way for the ranks of a group. Collective.
 
     Args:
@@ -107,8 +117,9 @@ def reduction(like: Sequence[torch.Tensor], sizes: Sequence[int], group: dist.Pr
     return OverNetwork(like, sizes, group)
 
 
-def _share(like: Sequence[torch.Tensor], sizes: Sequence[int],
-           group: dist.ProcessGroup) -> list[list[torch.Tensor]] | None:
+def _share(
+    like: Sequence[torch.Tensor], sizes: Sequence[int], group: dist.ProcessGroup
+) -> list[list[torch.Tensor]] | None:
     """Every rank's buckets, mapped here; None if a rank can't map another's. Collective."""
     starts, end = [], HEADER_BYTES
     for tensor, size in zip(like, sizes, strict=True):
@@ -116,11 +127,19 @@ def _share(like: Sequence[torch.Tensor], sizes: Sequence[int],
         end += -(-size * tensor.element_size() // _ALIGNED_BYTES) * _ALIGNED_BYTES
     memory = shared_memory(end, group)
     if memory is None:
-        logging.getLogger(__name__).info("gradients meet over the network: these ranks share no memory")
+        logging.getLogger(__name__).info(
+            "gradients meet over the network: these ranks share no memory"
+        )
         return None
-    return [[torch.frombuffer(mapping, dtype=tensor.dtype, offset=start, count=size) if size else tensor.new_zeros(0)
-             for tensor, start, size in zip(like, starts, sizes, strict=True)]
-            for mapping in memory.mappings]
+    return [
+        [
+            torch.frombuffer(mapping, dtype=tensor.dtype, offset=start, count=size)
+            if size
+            else tensor.new_zeros(0)
+            for tensor, start, size in zip(like, starts, sizes, strict=True)
+        ]
+        for mapping in memory.mappings
+    ]
 
 
 def _blocks(parts: Sequence[torch.Tensor], rank: int) -> Iterator[tuple[torch.Tensor, ...]]:
@@ -129,4 +148,4 @@ def _blocks(parts: Sequence[torch.Tensor], rank: int) -> Iterator[tuple[torch.Te
     step = max(1, _BLOCK_BYTES // parts[0].element_size())
     first, end = size * rank // ranks, size * (rank + 1) // ranks
     for start in range(first, end, step):
-        yield tuple(part[start:min(start + step, end)] for part in parts)
+        yield tuple(part[start : min(start + step, end)] for part in parts)

@@ -34,16 +34,27 @@ if TYPE_CHECKING:
     from paceline.strategies.plan import Plan
 
 
-def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NOTHING,
-            device: torch.device | None = None) -> GradientBuckets | None:
+def prepare(
+    model: nn.Module,
+    *,
+    plan: Plan,
+    mesh: Mesh,
+    observed: Observed = NOTHING,
+    device: torch.device | None = None,
+) -> GradientBuckets | None:
     """None of a model that is not trained."""
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trainable:
         return None
     if plan.modifiers.compress != "none" and (apart := sorted(observed.sparse & trainable.keys())):
         logger.info("sparse gradients are not compressed: %s", ", ".join(apart))
-    return GradientBuckets(trainable, mesh.group("data"), compress=plan.modifiers.compress,
-                           replica=mesh.coordinates["data"], sparse=observed.sparse)
+    return GradientBuckets(
+        trainable,
+        mesh.group("data"),
+        compress=plan.modifiers.compress,
+        replica=mesh.coordinates["data"],
+        sparse=observed.sparse,
+    )
 
 
 class GradientBuckets:
@@ -56,41 +67,67 @@ class GradientBuckets:
     Sparse gradients are in no bucket; they are summed at the end, and never compressed.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup, *, compress: str = "none",
-                 replica: int = 0, sparse: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        group: dist.ProcessGroup,
+        *,
+        compress: str = "none",
+        replica: int = 0,
+        sparse: frozenset[str] = frozenset(),
+    ) -> None:
         """sparse: names of parameters whose gradients are sparse."""
         apart = sparse_parameters(parameters, sparse)
         self.sparse_names = list(apart)
         parameters = {name: p for name, p in parameters.items() if name not in apart}
-        self.group, self.replica, self.sparse = group, replica, SparseGradients(list(apart.values()), group)
+        self.group, self.replica, self.sparse = (
+            group,
+            replica,
+            SparseGradients(list(apart.values()), group),
+        )
         self.names, self.parameters = list(parameters), list(parameters.values())
         trained, self.is_part = self.parameters, [_is_distributed(p) for p in self.parameters]
         sizes = [local_part(p).numel() * p.element_size() for p in trained]
         # Shards come on the stream on which they were reduced, whole gradients on that of backward: one that waits for
         # the last to come must not hold the other kind.
-        kinds = [(p.dtype, p.device, is_part) for p, is_part in zip(trained, self.is_part, strict=True)]
+        kinds = [
+            (p.dtype, p.device, is_part) for p, is_part in zip(trained, self.is_part, strict=True)
+        ]
         self.indices = assign(sizes, kinds)
         self.buckets = [[trained[index] for index in bucket] for bucket in self.indices]
-        self.bucket_of = {index: number for number, bucket in enumerate(self.indices) for index in bucket}
-        self.reduction = reduce_buckets([[local_part(p) for p in bucket] for bucket in self.buckets], group,
-                                        compress=compress)
+        self.bucket_of = {
+            index: number for number, bucket in enumerate(self.indices) for index in bucket
+        }
+        self.reduction = reduce_buckets(
+            [[local_part(p) for p in bucket] for bucket in self.buckets], group, compress=compress
+        )
         self.memory = self.reduction.memory
-        of_index = {index: view for indices, bucket, flat in zip(self.indices, self.buckets, self.memory, strict=True)
-                    for index, view in zip(indices, views(bucket, flat), strict=True)}
+        of_index = {
+            index: view
+            for indices, bucket, flat in zip(self.indices, self.buckets, self.memory, strict=True)
+            for index, view in zip(indices, views(bucket, flat), strict=True)
+        }
         self.views = [of_index[index] for index in range(len(trained))]
         placed = list(zip(trained, self.views, self.is_part, strict=True))
         self.whole = [(p, view) for p, view, is_part in placed if not is_part]
         self.parts = [(p, view) for p, view, is_part in placed if is_part]
         self.missing = [len(bucket) for bucket in self.buckets]
-        self.arrivals = GradientArrivals(self.names.__getitem__, lambda index: not self.missing[self.bucket_of[index]])
+        self.arrivals = GradientArrivals(
+            self.names.__getitem__, lambda index: not self.missing[self.bucket_of[index]]
+        )
         self.started = 0
         self.armed = self.begun = False
         self.look: GradientLook | None = None
         self.sums = True
         # Where shards and whole gradients come on two streams, a bucket may be started from a hook on the other one.
-        self.filled = ([torch.cuda.Event() for _ in self.buckets]
-                       if self.whole and self.parts and self.memory[0].is_cuda else [])
-        self.copies = self.reduction.overlaps and all(flat.device.type != "cpu" for flat in self.memory)
+        self.filled = (
+            [torch.cuda.Event() for _ in self.buckets]
+            if self.whole and self.parts and self.memory[0].is_cuda
+            else []
+        )
+        self.copies = self.reduction.overlaps and all(
+            flat.device.type != "cpu" for flat in self.memory
+        )
         for index, parameter in enumerate(trained):
             parameter.register_post_accumulate_grad_hook(partial(self._arrived, index))
 
@@ -122,8 +159,11 @@ class GradientBuckets:
         """Whole parameters in buckets that no backward of this rank reached since the last `finish`."""
         if not self.begun or len(self.arrivals.arrived) == len(self.names):
             return set()
-        return {name for index, name in enumerate(self.names) if index not in self.arrivals.arrived
-                and not self.is_part[index]}
+        return {
+            name
+            for index, name in enumerate(self.names)
+            if index not in self.arrivals.arrived and not self.is_part[index]
+        }
 
     @property
     def sent_bytes(self) -> float:
@@ -137,7 +177,9 @@ class GradientBuckets:
                 residual_views = views(self.buckets[number], residual)
                 for index, residual_view in zip(self.indices[number], residual_views, strict=True):
                     name = self.names[index]
-                    yield StateTensor(f"residuals/{self.replica}/{name}", residual_view, like=name, replica=True)
+                    yield StateTensor(
+                        f"residuals/{self.replica}/{name}", residual_view, like=name, replica=True
+                    )
             for (number, index), factor in self.reduction.method.factors.items():
                 yield StateTensor(f"factors/{self.names[self.indices[number][index]]}", factor)
 
@@ -149,12 +191,16 @@ class GradientBuckets:
             if residual.name in saved and (not residual.replica or saved_replicas == replicas):
                 residual.tensor.copy_(saved.read(residual.name, residual.like))
             elif residual.replica and saved_replicas:
-                residuals = [saved.read(f"residuals/{number}/{residual.like}", residual.like)
-                             for number in range(saved_replicas)]
+                residuals = [
+                    saved.read(f"residuals/{number}/{residual.like}", residual.like)
+                    for number in range(saved_replicas)
+                ]
                 residual.tensor.copy_(torch.stack(residuals).sum(0) / replicas)
         if saved_replicas in (0, replicas) or not any(residual.replica for residual in kept):
             return []
-        return [f"what {saved_replicas} replicas had not sent yet of their gradients is shared by {replicas}"]
+        return [
+            f"what {saved_replicas} replicas had not sent yet of their gradients is shared by {replicas}"
+        ]
 
     def _arrived(self, index: int, parameter: torch.Tensor) -> None:
         if parameter.grad is None:  # a hook of the user's has taken it away
@@ -178,7 +224,11 @@ class GradientBuckets:
                 view.zero_()
             elif gradient is not view:
                 filled.append(view)
-                gradients.append(local_part(gradient) if gradient.layout is torch.strided else gradient.to_dense())
+                gradients.append(
+                    local_part(gradient)
+                    if gradient.layout is torch.strided
+                    else gradient.to_dense()
+                )
                 if not self.is_part[index]:
                     parameter.grad = view
         if filled:
@@ -225,19 +275,28 @@ class GradientBuckets:
             self.sparse.finish()
 
 
-def reduce_buckets(buckets: Sequence[Sequence[torch.Tensor]], group: dist.ProcessGroup, *,
-                   compress: str) -> Reduction:
+def reduce_buckets(
+    buckets: Sequence[Sequence[torch.Tensor]], group: dist.ProcessGroup, *, compress: str
+) -> Reduction:
     """What sums buckets of such tensors over a group, in some form. Collective."""
     like = [bucket[0] for bucket in buckets]
     if compress == "none":
-        return reduction(like, [sum(tensor.numel() for tensor in bucket) for bucket in buckets], group)
-    return Compressed(compress, like, [[_as_matrix(tensor) for tensor in bucket] for bucket in buckets], group)
+        return reduction(
+            like, [sum(tensor.numel() for tensor in bucket) for bucket in buckets], group
+        )
+    return Compressed(
+        compress, like, [[_as_matrix(tensor) for tensor in bucket] for bucket in buckets], group
+    )
 
 
 def _as_matrix(tensor: torch.Tensor) -> tuple[int, ...]:
     """(rows, columns) as they lie in memory, of a tensor with more than one dim."""
     sizes = sorted(zip(tensor.stride(), tensor.shape, strict=True), reverse=True)
-    return (sizes[0][1], math.prod(size for _, size in sizes[1:])) if len(sizes) > 1 else tuple(tensor.shape)
+    return (
+        (sizes[0][1], math.prod(size for _, size in sizes[1:]))
+        if len(sizes) > 1
+        else tuple(tensor.shape)
+    )
 
 
 def _is_distributed(tensor: torch.Tensor) -> bool:
@@ -247,6 +306,8 @@ def _is_distributed(tensor: torch.Tensor) -> bool:
 def views(bucket: Sequence[torch.Tensor], flat: torch.Tensor) -> Iterator[torch.Tensor]:
     """A part of the bucket for each gradient, with the strides of its parameter, as backward gives them: fused
     optimizers walk through both alike."""
-    for parameter, part in zip(bucket, flat.split([local_part(p).numel() for p in bucket]), strict=True):
+    for parameter, part in zip(
+        bucket, flat.split([local_part(p).numel() for p in bucket]), strict=True
+    ):
         strides = torch.empty_like(local_part(parameter), device="meta").stride()
         yield part.as_strided(local_part(parameter).shape, strides, part.storage_offset())

@@ -35,11 +35,18 @@ class SparseGradients:
         """(row numbers, values) of this rank's own gradient of each parameter: of a dense one all values and no number,
         and none at all where there is no gradient."""
         for p in self.parameters:
-            gradient, nothing = _with_rows(p.grad), torch.empty(0, dtype=_ROW_NUMBER, device=p.device)
+            gradient, nothing = (
+                _with_rows(p.grad),
+                torch.empty(0, dtype=_ROW_NUMBER, device=p.device),
+            )
             if gradient is None:
                 yield nothing, nothing
             else:
-                yield (gradient.indices(), gradient.values()) if gradient.is_sparse else (nothing, gradient)
+                yield (
+                    (gradient.indices(), gradient.values())
+                    if gradient.is_sparse
+                    else (nothing, gradient)
+                )
 
     def finish(self) -> None:
         """On return every rank of the group has the sum of all gradients. Collective.
@@ -50,8 +57,11 @@ class SparseGradients:
         if not self.parameters:
             return
         gradients = [_with_rows(p.grad) for p in self.parameters]
-        all_counts = self._gather(torch.tensor([_rows(gradient) for gradient in gradients],
-                                               device=self.parameters[0].device))
+        all_counts = self._gather(
+            torch.tensor(
+                [_rows(gradient) for gradient in gradients], device=self.parameters[0].device
+            )
+        )
         counts = [of_rank.tolist() for of_rank in all_counts]
         parts = self._exchange(gradients, counts)
         for number, (p, gradient) in enumerate(zip(self.parameters, gradients, strict=True)):
@@ -61,37 +71,71 @@ class SparseGradients:
             elif kinds != {_ABSENT}:
                 p.grad = row_sum([part[number] for part in parts], p)
 
-    def _exchange(self, gradients: Sequence[torch.Tensor | None],
-                  counts: Sequence[Sequence[int]]) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+    def _exchange(
+        self, gradients: Sequence[torch.Tensor | None], counts: Sequence[Sequence[int]]
+    ) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
         """(row numbers, values) of every parameter's sparse gradient on every rank, by rank. Collective.
 
         All of a rank's travel in one message of bytes, as long as the longest of them.
         """
-        lengths = [sum(_message_bytes(p, count) for p, count in zip(self.parameters, of_rank, strict=True))
-                   for of_rank in counts]
+        lengths = [
+            sum(_message_bytes(p, count) for p, count in zip(self.parameters, of_rank, strict=True))
+            for of_rank in counts
+        ]
         message = torch.zeros(max(lengths), dtype=torch.uint8, device=self.parameters[0].device)
-        parts = [part for gradient in gradients if gradient is not None and gradient.is_sparse
-                 for part in (gradient.indices()[0], gradient.values())]
+        parts = [
+            part
+            for gradient in gradients
+            if gradient is not None and gradient.is_sparse
+            for part in (gradient.indices()[0], gradient.values())
+        ]
         if parts:
             flat = torch.cat([part.reshape(-1).view(torch.uint8) for part in parts])
-            message[:len(flat)] = flat
-        return [list(self._unpacked(received, of_rank)) for received, of_rank in zip(
-            self._gather(message) if len(message) else [message] * len(counts), counts, strict=True)]
+            message[: len(flat)] = flat
+        return [
+            list(self._unpacked(received, of_rank))
+            for received, of_rank in zip(
+                self._gather(message) if len(message) else [message] * len(counts),
+                counts,
+                strict=True,
+            )
+        ]
 
-    def _unpacked(self, message: torch.Tensor, counts: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _unpacked(
+        self, message: torch.Tensor, counts: Sequence[int]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         gradients = []
         for p, count in zip(self.parameters, counts, strict=True):
             count = max(count, 0)
-            of_parameter, message = message[:_message_bytes(p, count)], message[_message_bytes(p, count):]
-            rows, values = of_parameter[:count * _ROW_NUMBER.itemsize], of_parameter[count * _ROW_NUMBER.itemsize:]
+            of_parameter, message = (
+                message[: _message_bytes(p, count)],
+                message[_message_bytes(p, count) :],
+            )
+            rows, values = (
+                of_parameter[: count * _ROW_NUMBER.itemsize],
+                of_parameter[count * _ROW_NUMBER.itemsize :],
+            )
             # Copies: bytes of one dtype may begin where another one can't.
-            gradients.append((rows.clone().view(_ROW_NUMBER), values.clone().view(p.dtype).view(count, *p.shape[1:])))
+            gradients.append(
+                (
+                    rows.clone().view(_ROW_NUMBER),
+                    values.clone().view(p.dtype).view(count, *p.shape[1:]),
+                )
+            )
         return gradients
 
-    def _dense_sum(self, p: nn.Parameter, gradient: torch.Tensor | None,
-                   parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    def _dense_sum(
+        self,
+        p: nn.Parameter,
+        gradient: torch.Tensor | None,
+        parts: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    ) -> torch.Tensor:
         """Of all ranks' gradients. parts: the sparse ones, by rank. Collective."""
-        total = torch.zeros_like(p) if gradient is None or gradient.is_sparse else gradient.detach().clone()
+        total = (
+            torch.zeros_like(p)
+            if gradient is None or gradient.is_sparse
+            else gradient.detach().clone()
+        )
         real = torch.view_as_real(total) if total.is_complex() else total
         dist.all_reduce(real, group=self.group)
         self.sent_bytes += all_reduce_bytes(real.nbytes, len(parts))
@@ -121,12 +165,18 @@ def row_sum(parts: Sequence[tuple[torch.Tensor, torch.Tensor]], like: torch.Tens
     values = torch.zeros(len(rows), *like.shape[1:], dtype=like.dtype, device=like.device)
     for of_rank, added in parts:  # no row twice at a time: the order of additions is that of ranks
         values.index_add_(0, torch.searchsorted(rows, of_rank), added)
-    return torch.sparse_coo_tensor(rows[None], values, like.shape, is_coalesced=True, check_invariants=False)
+    return torch.sparse_coo_tensor(
+        rows[None], values, like.shape, is_coalesced=True, check_invariants=False
+    )
 
 
-def sparse_parameters(parameters: Mapping[str, nn.Parameter], names: frozenset[str]) -> dict[str, nn.Parameter]:
+def sparse_parameters(
+    parameters: Mapping[str, nn.Parameter], names: frozenset[str]
+) -> dict[str, nn.Parameter]:
     """Those of these names whose gradients can be sparse here; a distributed tensor's is dense."""
-    return {name: p for name, p in parameters.items() if name in names and not hasattr(p, "to_local")}
+    return {
+        name: p for name, p in parameters.items() if name in names and not hasattr(p, "to_local")
+    }
 
 
 def with_dense_gradient(p: torch.Tensor) -> torch.Tensor:

@@ -27,10 +27,23 @@ def enter(step: Step) -> Hooks:
         """Ranks meet about their steps' figures and parameters once a fragment, and send each fragment once a round."""
         seldom = 1.0 / order.local
         met_bytes = 8 * (2 * order.local / order.fragments + 3 + len(trainable))
-        yield Collective("all_reduce", met_bytes, replicas, name="meet", stream=COMPUTE,
-                         times=order.fragments * seldom)
+        yield Collective(
+            "all_reduce",
+            met_bytes,
+            replicas,
+            name="meet",
+            stream=COMPUTE,
+            times=order.fragments * seldom,
+        )
         for bucket in _buckets(step):
-            yield from reduce(step.plan.modifiers.compress, bucket, replicas, name="outer", stream=stream, times=seldom)
+            yield from reduce(
+                step.plan.modifiers.compress,
+                bucket,
+                replicas,
+                name="outer",
+                stream=stream,
+                times=seldom,
+            )
         # The way is made and weighed, momentum and shared weights are updated, and the replica's are set.
         yield Compute(moved_bytes=(5 + 5 * (copies - 1)) * whole_bytes * seldom, part="optimizer")
 
@@ -42,10 +55,19 @@ def _buckets(step: Step) -> list[Bucket]:
     order = step.plan.outer_steps
     trainable = [p for p in step.profile.parameters if p.trainable]
     buckets = []
-    for fragment in assign([p.num_bytes for p in trainable], min(order.fragments, len(trainable)) if order else 1):
+    for fragment in assign(
+        [p.num_bytes for p in trainable], min(order.fragments, len(trainable)) if order else 1
+    ):
         parameters = [trainable[i] for i in fragment]
-        for bucket in assign_buckets([p.num_bytes for p in parameters], [p.dtype for p in parameters]):
+        for bucket in assign_buckets(
+            [p.num_bytes for p in parameters], [p.dtype for p in parameters]
+        ):
             in_bucket = [parameters[i] for i in bucket]
-            buckets.append(Bucket(sum(p.num_bytes for p in in_bucket), tuple(map(shape_of, in_bucket)),
-                                  item_bytes(in_bucket[0])))
+            buckets.append(
+                Bucket(
+                    sum(p.num_bytes for p in in_bucket),
+                    tuple(map(shape_of, in_bucket)),
+                    item_bytes(in_bucket[0]),
+                )
+            )
     return buckets

@@ -41,11 +41,15 @@ class Local(Synchronisation):
 def _complete(values: Mapping[str, Any]) -> Mapping[str, Any]:
     for key in (OUTER, FRAGMENTS):
         if key.name in values and "local" not in values:
-            raise PlanError(f"{key.name}={values[key.name]} is about outer steps, and the plan has none",
-                            hint="add local=H")
+            raise PlanError(
+                f"{key.name}={values[key.name]} is about outer steps, and the plan has none",
+                hint="add local=H",
+            )
     if "local" in values and "zero" in values:
-        raise PlanError(f"zero={values['zero']} and local={values['local']} don't compose: a local step is taken by "
-                        "one rank, which must hold the whole model")
+        raise PlanError(
+            f"zero={values['zero']} and local={values['local']} don't compose: a local step is taken by "
+            "one rank, which must hold the whole model"
+        )
     return values
 
 
@@ -54,8 +58,10 @@ def _problems(plan: Plan) -> list[str]:
         return []
     problems = []
     if order.fragments > order.local:
-        problems.append(f"fragments={order.fragments} and local={order.local}: each fragment has an outer step of its "
-                        "own among the local ones, so there can't be more of them")
+        problems.append(
+            f"fragments={order.fragments} and local={order.local}: each fragment has an outer step of its "
+            "own among the local ones, so there can't be more of them"
+        )
     elif plan.axes.data == 1:
         problems.append(f"local={order.local} is about replicas, and the plan has none: add data=N")
     return problems
@@ -65,8 +71,15 @@ def _relaxes(plan: Plan) -> str:
     if (order := plan.outer_steps) is None:
         return ""
     return f"replicas take {order.local} steps on their own samples between outer steps" + (
-        " with Nesterov momentum" if order.outer == "diloco" else "")
+        " with Nesterov momentum" if order.outer == "diloco" else ""
+    )
 
 
-KEYS = PlanKeys(keys=(LOCAL, OUTER, FRAGMENTS), sync=Local, complete=_complete, problems=_problems, relaxes=_relaxes,
-                exact=lambda plan: plan if plan.outer_steps is None else replace(plan, sync=AllReduce()))
+KEYS = PlanKeys(
+    keys=(LOCAL, OUTER, FRAGMENTS),
+    sync=Local,
+    complete=_complete,
+    problems=_problems,
+    relaxes=_relaxes,
+    exact=lambda plan: plan if plan.outer_steps is None else replace(plan, sync=AllReduce()),
+)

@@ -44,11 +44,19 @@ MOMENTUM, LEARNING_RATE = 0.9, 0.7  # Douillard et al. 2023, section 3
 LOCAL_WEIGHT = 0.5  # of its own weights, when a fragment arrives
 
 
-def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NOTHING,
-            device: torch.device | None = None) -> OuterSync:
+def prepare(
+    model: nn.Module,
+    *,
+    plan: Plan,
+    mesh: Mesh,
+    observed: Observed = NOTHING,
+    device: torch.device | None = None,
+) -> OuterSync:
     assert plan.outer_steps is not None
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    return OuterSync(trainable, plan.outer_steps, mesh.group("data"), compress=plan.modifiers.compress)
+    return OuterSync(
+        trainable, plan.outer_steps, mesh.group("data"), compress=plan.modifiers.compress
+    )
 
 
 class Fragment:
@@ -58,18 +66,34 @@ class Fragment:
     the last outer one, and what they counted here.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup, *, order: Local,
-                 compress: str) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        group: dist.ProcessGroup,
+        *,
+        order: Local,
+        compress: str,
+    ) -> None:
         self.parameters = dict(parameters)
         self.outer = {name: p.detach().clone() for name, p in parameters.items()}
-        self.momentum = ({name: torch.zeros_like(tensor) for name, tensor in self.outer.items()}
-                         if order.outer == "diloco" else {})
+        self.momentum = (
+            {name: torch.zeros_like(tensor) for name, tensor in self.outer.items()}
+            if order.outer == "diloco"
+            else {}
+        )
         names, tensors = list(self.outer), list(self.outer.values())
-        buckets = assign_buckets([tensor.nbytes for tensor in tensors],
-                                 [(tensor.dtype, tensor.device) for tensor in tensors])
-        self.reduction = reduce_buckets([[tensors[i] for i in bucket] for bucket in buckets], group, compress=compress)
-        self.ways = {names[i]: view for bucket, flat in zip(buckets, self.reduction.memory, strict=True)
-                     for i, view in zip(bucket, views([tensors[i] for i in bucket], flat), strict=True)}
+        buckets = assign_buckets(
+            [tensor.nbytes for tensor in tensors],
+            [(tensor.dtype, tensor.device) for tensor in tensors],
+        )
+        self.reduction = reduce_buckets(
+            [[tensors[i] for i in bucket] for bucket in buckets], group, compress=compress
+        )
+        self.ways = {
+            names[i]: view
+            for bucket, flat in zip(buckets, self.reduction.memory, strict=True)
+            for i, view in zip(bucket, views([tensors[i] for i in bucket], flat), strict=True)
+        }
         self.steps, self.count = 0, 0.0
 
     def send(self, weight: float) -> None:
@@ -86,7 +110,9 @@ class Fragment:
         for name, way in self.ways.items():
             if self.momentum:
                 self.momentum[name].mul_(MOMENTUM).add_(way)
-                self.outer[name].sub_(way.add(self.momentum[name], alpha=MOMENTUM), alpha=LEARNING_RATE)
+                self.outer[name].sub_(
+                    way.add(self.momentum[name], alpha=MOMENTUM), alpha=LEARNING_RATE
+                )
             else:
                 self.outer[name].sub_(way)
 
@@ -117,19 +143,35 @@ class OuterSync:
     has_own_steps = True
     world_size = 1  # a step's figures are this replica's own
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], order: Local, group: dist.ProcessGroup, *,
-                 compress: str) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        order: Local,
+        group: dist.ProcessGroup,
+        *,
+        compress: str,
+    ) -> None:
         if len(parameters) < order.fragments:
-            raise JobError(f"fragments={order.fragments}, and the model has {len(parameters)} trainable parameters",
-                           hint=f"at most fragments={len(parameters)}")
+            raise JobError(
+                f"fragments={order.fragments}, and the model has {len(parameters)} trainable parameters",
+                hint=f"at most fragments={len(parameters)}",
+            )
         names = list(parameters)
         self.order, self.group = order, group
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         # Fragments travel while ranks may meet for something else, and a group's collectives are taken in their order.
-        travel = dist.new_group(dist.get_process_group_ranks(group)) if order.fragments > 1 else group
-        self.fragments = [Fragment({names[i]: parameters[names[i]] for i in part}, travel, order=order,
-                                   compress=compress)
-                          for part in assign([p.nbytes for p in parameters.values()], order.fragments)]
+        travel = (
+            dist.new_group(dist.get_process_group_ranks(group)) if order.fragments > 1 else group
+        )
+        self.fragments = [
+            Fragment(
+                {names[i]: parameters[names[i]] for i in part},
+                travel,
+                order=order,
+                compress=compress,
+            )
+            for part in assign([p.nbytes for p in parameters.values()], order.fragments)
+        ]
         self.delay = delay_steps(local=order.local, fragments=order.fragments)
         self.transfer: _Transfer | None = None
         self.figures: list[list[float]] = []
@@ -152,8 +194,13 @@ class OuterSync:
         return figures
 
     @torch.no_grad()
-    def end_step(self, step: int, figures: torch.Tensor, host_figures: list[float],
-                 beat: Callable[[str], None]) -> SyncedFigures | None:
+    def end_step(
+        self,
+        step: int,
+        figures: torch.Tensor,
+        host_figures: list[float],
+        beat: Callable[[str], None],
+    ) -> SyncedFigures | None:
         self.figures.append(host_figures)
         for fragment in self.fragments:
             fragment.steps, fragment.count = fragment.steps + 1, fragment.count + host_figures[1]
@@ -183,7 +230,9 @@ class OuterSync:
                 self._arrive(0.0)
         for fragment in self.fragments:
             fragment.take_over(0.0)
-        return synced if synced is not None and synced.figures else None  # fragments may be left after a meeting
+        return (
+            synced if synced is not None and synced.figures else None
+        )  # fragments may be left after a meeting
 
     def drain(self) -> None:
         if self.transfer is not None and not self.transfer.landed:
@@ -191,15 +240,24 @@ class OuterSync:
             self.transfer.landed = True
 
     def global_weights(self, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        return {**weights, **{name: tensor for fragment in self.fragments for name, tensor in fragment.outer.items()}}
+        return {
+            **weights,
+            **{
+                name: tensor
+                for fragment in self.fragments
+                for name, tensor in fragment.outer.items()
+            },
+        }
 
     @contextmanager
     def global_weights_in_place(self) -> Iterator[None]:
         if self.order.fragments == 1:
             yield  # a run is looked at when a round ends, and then they are there
             return
-        local_weights = [{name: p.detach().clone() for name, p in fragment.parameters.items()}
-                         for fragment in self.fragments]
+        local_weights = [
+            {name: p.detach().clone() for name, p in fragment.parameters.items()}
+            for fragment in self.fragments
+        ]
         with torch.no_grad():
             for fragment in self.fragments:
                 fragment.take_over(0.0)
@@ -216,9 +274,14 @@ class OuterSync:
 
         The figures were read in their steps. They travel from host to host, so that no replica waits for its GPU.
         """
-        counts = torch.tensor([self.fragments[number].count for number in leaving], dtype=torch.float64)
-        local_figures = (torch.tensor(self.figures, dtype=torch.float64) if self.figures
-                         else torch.empty(0, STEP_FIGURES, dtype=torch.float64))
+        counts = torch.tensor(
+            [self.fragments[number].count for number in leaving], dtype=torch.float64
+        )
+        local_figures = (
+            torch.tensor(self.figures, dtype=torch.float64)
+            if self.figures
+            else torch.empty(0, STEP_FIGURES, dtype=torch.float64)
+        )
         steps, flags = local_figures[:, :STEP_FIGURES], local_figures[:, STEP_FIGURES:].sum(0)
         figures = torch.cat([steps.flatten(), flags, counts.to(local_figures)])
         dist.all_reduce(figures, group=self.group)
@@ -226,10 +289,15 @@ class OuterSync:
         all_steps, all_flags, totals = figures.split([steps.numel(), len(flags), len(counts)])
         self.figures = []
         total = float(all_steps.view(steps.shape)[:, 1].sum())
-        synced = SyncedFigures(all_steps.view(steps.shape).tolist(), all_flags.tolist(),
-                               float(steps[:, 1].sum()) / total if total else 0.0)
-        return synced, [count / total if total else 0.0
-                        for count, total in zip(counts.tolist(), totals.tolist(), strict=True)]
+        synced = SyncedFigures(
+            all_steps.view(steps.shape).tolist(),
+            all_flags.tolist(),
+            float(steps[:, 1].sum()) / total if total else 0.0,
+        )
+        return synced, [
+            count / total if total else 0.0
+            for count, total in zip(counts.tolist(), totals.tolist(), strict=True)
+        ]
 
     def _leave(self, number: int, weight: float, *, arrives: int) -> None:
         self.fragments[number].send(weight)
@@ -250,11 +318,21 @@ class OuterSync:
         """
         self.drain()
         under_way = self.transfer.fragment if self.transfer is not None else -1
-        yield StateTensor("outer/order", torch.tensor([self.ranks, self.order.local, self.order.fragments]))
-        yield StateTensor("outer/under_way", torch.tensor([under_way, self.transfer.arrives if self.transfer else 0]))
-        yield StateTensor("outer/steps", torch.tensor([fragment.steps for fragment in self.fragments]))
-        yield StateTensor(f"replicas/{self.rank}/counts", torch.tensor([fragment.count for fragment in self.fragments],
-                                                                       dtype=torch.float64), replica=True)
+        yield StateTensor(
+            "outer/order", torch.tensor([self.ranks, self.order.local, self.order.fragments])
+        )
+        yield StateTensor(
+            "outer/under_way",
+            torch.tensor([under_way, self.transfer.arrives if self.transfer else 0]),
+        )
+        yield StateTensor(
+            "outer/steps", torch.tensor([fragment.steps for fragment in self.fragments])
+        )
+        yield StateTensor(
+            f"replicas/{self.rank}/counts",
+            torch.tensor([fragment.count for fragment in self.fragments], dtype=torch.float64),
+            replica=True,
+        )
         for number, fragment in enumerate(self.fragments):
             for name, momentum in fragment.momentum.items():
                 yield StateTensor(f"outer/momentum/{name}", momentum, like=name)
@@ -263,7 +341,12 @@ class OuterSync:
                     yield StateTensor(f"outer/way/{name}", way, like=name)
             if len(self.fragments) > 1:
                 for name, p in fragment.parameters.items():
-                    yield StateTensor(f"replicas/{self.rank}/parameters/{name}", p.detach(), like=name, replica=True)
+                    yield StateTensor(
+                        f"replicas/{self.rank}/parameters/{name}",
+                        p.detach(),
+                        like=name,
+                        replica=True,
+                    )
 
     @torch.no_grad()
     def restore(self, saved: SavedState) -> list[str]:
@@ -279,13 +362,18 @@ class OuterSync:
             return []
         if saved.read("outer/order").tolist() != order:
             return ["replicas start from the weights that they shared last"]
-        steps, counts = saved.read("outer/steps").tolist(), saved.read(f"replicas/{self.rank}/counts").tolist()
+        steps, counts = (
+            saved.read("outer/steps").tolist(),
+            saved.read(f"replicas/{self.rank}/counts").tolist(),
+        )
         under_way, arrives = saved.read("outer/under_way").tolist()
         self.transfer = _Transfer(under_way, arrives, landed=True) if under_way >= 0 else None
         for number, fragment in enumerate(self.fragments):
             fragment.steps, fragment.count = steps[number], counts[number]
             for name in fragment.parameters if len(self.fragments) > 1 else ():
-                fragment.parameters[name].copy_(saved.read(f"replicas/{self.rank}/parameters/{name}", name))
+                fragment.parameters[name].copy_(
+                    saved.read(f"replicas/{self.rank}/parameters/{name}", name)
+                )
                 if number == under_way:
                     fragment.ways[name].copy_(saved.read(f"outer/way/{name}", name))
         return []

@@ -24,7 +24,9 @@ def assign(sizes_bytes: Sequence[int], fragments: int) -> list[list[int]]:
     ends, total_bytes = list(accumulate(sizes_bytes)), sum(sizes_bytes)
     edges = [0]
     for number in range(1, fragments):
-        fair = next(index for index, end in enumerate(ends, 1) if end * fragments >= total_bytes * number)
+        fair = next(
+            index for index, end in enumerate(ends, 1) if end * fragments >= total_bytes * number
+        )
         edges.append(min(max(fair, edges[-1] + 1), count - (fragments - number)))
     edges.append(count)
     return [list(range(first, last)) for first, last in pairwise(edges)]
@@ -37,7 +39,9 @@ def fragment_after(step: int, *, local: int, fragments: int) -> int | None:
     [None, None, 0, None, None, 1, None]
     """
     place = step % local or local
-    return next((number for number in range(fragments) if (number + 1) * local // fragments == place), None)
+    return next(
+        (number for number in range(fragments) if (number + 1) * local // fragments == place), None
+    )
 
 
 def delay_steps(*, local: int, fragments: int) -> int:

@@ -28,19 +28,31 @@ STRATEGY = Strategy(
     is_active=lambda plan: plan.outer_steps is not None,
     keys=KEYS,
     conflicts=(
-        Conflict("local=H with shard=N, tensor=N, pipeline=N or parts=N",
-                 "a local step is taken by one rank alone; ranks that hold parts of a replica would have to meet in it",
-                 "local=H with data=N, and accumulate=K or recompute=full where memory is short",
-                 lambda plan: isinstance(plan.sync, Local) and plan.world_size > plan.axes.data),
-        Conflict("local=H with compress=topk or powersgd",
-                 "what they leave out of a difference comes an outer step later, hundreds of local steps",
-                 "compress=int8 or bf16",
-                 lambda plan: plan.outer_steps is not None and plan.modifiers.compress in ("topk", "powersgd")),
+        Conflict(
+            "local=H with shard=N, tensor=N, pipeline=N or parts=N",
+            "a local step is taken by one rank alone; ranks that hold parts of a replica would have to meet in it",
+            "local=H with data=N, and accumulate=K or recompute=full where memory is short",
+            lambda plan: isinstance(plan.sync, Local) and plan.world_size > plan.axes.data,
+        ),
+        Conflict(
+            "local=H with compress=topk or powersgd",
+            "what they leave out of a difference comes an outer step later, hundreds of local steps",
+            "compress=int8 or bf16",
+            lambda plan: (
+                plan.outer_steps is not None and plan.modifiers.compress in ("topk", "powersgd")
+            ),
+        ),
     ),
-    precision_conflicts={"fp16": (
-        Conflict("local=H", "each replica would skip steps of its own, at a loss scale of its own",
-                 'data=N or shard=N, or precision="bf16" in the job', lambda plan: plan.outer_steps is not None),
-    )},
+    precision_conflicts={
+        "fp16": (
+            Conflict(
+                "local=H",
+                "each replica would skip steps of its own, at a loss scale of its own",
+                'data=N or shard=N, or precision="bf16" in the job',
+                lambda plan: plan.outer_steps is not None,
+            ),
+        )
+    },
     family=lambda plan: f"local={plan.sync.local}" if isinstance(plan.sync, Local) else "",
     relaxed_plans=_relaxed_plans,
     cost=CostModel(enter),

@@ -11,8 +11,15 @@ from paceline.strategies.pipeline.cut import balance
 from paceline.strategies.place.ledger import PieceMemory
 
 
-def assign(capture: Capture, needs: Mapping[str, PieceMemory], *, flops_per_byte: float, speeds: Sequence[float],
-           memory_bytes: Sequence[float], in_flight: Sequence[int]) -> dict[str, int]:
+def assign(
+    capture: Capture,
+    needs: Mapping[str, PieceMemory],
+    *,
+    flops_per_byte: float,
+    speeds: Sequence[float],
+    memory_bytes: Sequence[float],
+    in_flight: Sequence[int],
+) -> dict[str, int]:
     """The stage of each piece by key: consecutive pieces, balanced by the cost of their forwards.
 
     A cut lies before a piece with parameters, and never between a value and an edit of it in place.
@@ -28,7 +35,9 @@ def assign(capture: Capture, needs: Mapping[str, PieceMemory], *, flops_per_byte
     """
     num_stages = len(speeds)
     starts = [0]
-    made_at = {name: number for number, piece in enumerate(capture.pieces) for name in piece.outputs}
+    made_at = {
+        name: number for number, piece in enumerate(capture.pieces) for name in piece.outputs
+    }
     joined: set[int] = set()
     for number, piece in enumerate(capture.pieces):
         for name in piece.mutates:
@@ -41,16 +50,31 @@ def assign(capture: Capture, needs: Mapping[str, PieceMemory], *, flops_per_byte
         seen = seen or bool(piece.parameters)
     if len(starts) < num_stages:
         names = ", ".join(piece.key for piece in capture.pieces if piece.parameters)
-        raise PlanError(f"the model has {len(starts)} pieces that can be cut apart and the plan needs {num_stages} "
-                        f"stages", hint=f"at most {len(starts)} stages; the pieces are {names}")
+        raise PlanError(
+            f"the model has {len(starts)} pieces that can be cut apart and the plan needs {num_stages} "
+            f"stages",
+            hint=f"at most {len(starts)} stages; the pieces are {names}",
+        )
     ends = [*starts[1:], len(capture.pieces)]
-    flops = [sum(forward_flops(piece, flops_per_byte=flops_per_byte) for piece in capture.pieces[start:end])
-             for start, end in zip(starts, ends, strict=True)]
-    groups = [sum((needs[piece.key] for piece in capture.pieces[start:end]), PieceMemory())
-              for start, end in zip(starts, ends, strict=True)]
-    firsts = balance(flops, [need.total - need.activations for need in groups],
-                     [need.activations for need in groups], speeds=speeds, memory_bytes=memory_bytes,
-                     in_flight=in_flight)
+    flops = [
+        sum(
+            forward_flops(piece, flops_per_byte=flops_per_byte)
+            for piece in capture.pieces[start:end]
+        )
+        for start, end in zip(starts, ends, strict=True)
+    ]
+    groups = [
+        sum((needs[piece.key] for piece in capture.pieces[start:end]), PieceMemory())
+        for start, end in zip(starts, ends, strict=True)
+    ]
+    firsts = balance(
+        flops,
+        [need.total - need.activations for need in groups],
+        [need.activations for need in groups],
+        speeds=speeds,
+        memory_bytes=memory_bytes,
+        in_flight=in_flight,
+    )
     stage_of: dict[str, int] = {}
     for group, (start, end) in enumerate(zip(starts, ends, strict=True)):
         stage = max(k for k, first in enumerate(firsts) if first <= group)

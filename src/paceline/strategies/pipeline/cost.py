@@ -32,16 +32,25 @@ def deal(num_layers: int, num_stages: int) -> list[int]:
     ([2, 3, 3, 2], [0, 1], 0)
     """
     if num_layers < max(1, num_stages - 2):
-        raise PlanError(f"a model of {num_layers} layers can't be cut into {num_stages} stages",
-                        hint=f"at most {num_layers} stages: fewer pipeline ranks, or fewer stages a rank (virtual)")
+        raise PlanError(
+            f"a model of {num_layers} layers can't be cut into {num_stages} stages",
+            hint=f"at most {num_layers} stages: fewer pipeline ranks, or fewer stages a rank (virtual)",
+        )
     each, remaining = divmod(num_layers, num_stages)
     middle = [*range(1, num_stages - 1), 0, num_stages - 1]
     more = set(middle[:remaining])
     return [each + (stage in more) for stage in range(num_stages)]
 
 
-def ranks(profile: Profile, plan: Plan, software: Software, *, samples: float, flops_per_byte: float,
-          most_microbatches: int | None = None) -> Iterator[RankCost]:
+def ranks(
+    profile: Profile,
+    plan: Plan,
+    software: Software,
+    *,
+    samples: float,
+    flops_per_byte: float,
+    most_microbatches: int | None = None,
+) -> Iterator[RankCost]:
     """What each rank of the pipeline holds and does, from the first. Ranks that are alike but for their neighbours
     share a profile.
 
@@ -63,21 +72,34 @@ def ranks(profile: Profile, plan: Plan, software: Software, *, samples: float, f
     tied_stride = (num_ranks - 1) * (plan.world_size // num_ranks)
     for place in range(num_ranks):
         stages = stages_of(place, num_ranks=num_ranks, virtual=virtual)
-        rank_profile, spans = _part(profile, tuple(runs[stage] for stage in stages),
-                                    halves=2 if splits_backward(plan) else 1)
+        rank_profile, spans = _part(
+            profile,
+            tuple(runs[stage] for stage in stages),
+            halves=2 if splits_backward(plan) else 1,
+        )
         tied = [p for p in rank_profile.parameters if len(homes.get(p.name, ())) > 1]
         yield RankCost(
-            rank_profile, {stage: _stage(stage, span, num_ranks, num_ranks * virtual, boundary_bytes)
-                           for stage, span in zip(stages, spans, strict=True)},
-            orders[place], batch_bytes=batch_bytes,
+            rank_profile,
+            {
+                stage: _stage(stage, span, num_ranks, num_ranks * virtual, boundary_bytes)
+                for stage, span in zip(stages, spans, strict=True)
+            },
+            orders[place],
+            batch_bytes=batch_bytes,
             tied_bytes=sum(p.gradient_bytes for p in tied) / plan.axes.tensor,
-            tied_stride=tied_stride, samples=samples)
+            tied_stride=tied_stride,
+            samples=samples,
+        )
 
 
 @lru_cache(maxsize=256)
-def orders_of(name: ScheduleName, num_ranks: int, num_microbatches: int, virtual: int) -> tuple[Sequence[Action], ...]:
+def orders_of(
+    name: ScheduleName, num_ranks: int, num_microbatches: int, virtual: int
+) -> tuple[Sequence[Action], ...]:
     """The schedule's orders, which many plans share."""
-    return tuple(schedule(name, num_ranks=num_ranks, num_microbatches=num_microbatches, virtual=virtual))
+    return tuple(
+        schedule(name, num_ranks=num_ranks, num_microbatches=num_microbatches, virtual=virtual)
+    )
 
 
 Run = tuple[tuple[int, int], ...]  # (segment, how many of its repetitions)
@@ -93,7 +115,7 @@ def _cut(profile: Profile, num_stages: int, flops_per_byte: float) -> list[Run]:
     for number, segment in enumerate(profile.segments):
         remaining = segment.repeat
         if not segment.unit:
-            after = any(counts[number + 1:])
+            after = any(counts[number + 1 :])
             cuts[stage if after else num_stages - 1].append((number, remaining))
             continue
         while remaining:
@@ -110,11 +132,20 @@ def _dealt(layers: Sequence[Segment], num_stages: int, flops_per_byte: float) ->
     """Layers of each stage: evenly where all are alike, else so that the longest stage is the shortest possible."""
     if len(layers) == 1:
         return deal(layers[0].repeat, num_stages)
-    flops = [s.forward.flops.at(1.0) + s.forward.function_bytes.at(1.0) * flops_per_byte
-             for s in layers for _ in range(s.repeat)]
+    flops = [
+        s.forward.flops.at(1.0) + s.forward.function_bytes.at(1.0) * flops_per_byte
+        for s in layers
+        for _ in range(s.repeat)
+    ]
     nothing, endless = [0.0] * len(flops), [math.inf] * num_stages
-    firsts = balance(flops, nothing, nothing, speeds=[1.0] * num_stages, memory_bytes=endless,
-                     in_flight=[1] * num_stages)
+    firsts = balance(
+        flops,
+        nothing,
+        nothing,
+        speeds=[1.0] * num_stages,
+        memory_bytes=endless,
+        in_flight=[1] * num_stages,
+    )
     return [end - first for first, end in zip(firsts, [*firsts[1:], len(flops)], strict=True)]
 
 
@@ -142,20 +173,39 @@ def _part(profile: Profile, key: tuple[Run, ...], *, halves: int) -> tuple[Profi
         for number, count in run:
             segment = profile.segments[number]
             mark = f"#{turn}.{number}" if segment.unit else ""
-            names = (*segment.gradients, *(name for name in segment.borrows if name not in parameters))
+            names = (
+                *segment.gradients,
+                *(name for name in segment.borrows if name not in parameters),
+            )
             for name in names:
                 p = known[name]
-                parameters[name + mark] = replace(p, name=name + mark, unit=p.unit and p.unit + mark,
-                                                  count=count if segment.unit else p.count)
-            segments.append(replace(
-                segment, unit=segment.unit and segment.unit + mark, repeat=count,
-                gradients=tuple(name + mark for name in names), backward=segment.backward.times(1 / halves)))
+                parameters[name + mark] = replace(
+                    p,
+                    name=name + mark,
+                    unit=p.unit and p.unit + mark,
+                    count=count if segment.unit else p.count,
+                )
+            segments.append(
+                replace(
+                    segment,
+                    unit=segment.unit and segment.unit + mark,
+                    repeat=count,
+                    gradients=tuple(name + mark for name in names),
+                    backward=segment.backward.times(1 / halves),
+                )
+            )
         spans.append(range(begin, len(segments)))
     trained_bytes = sum(p.gradient_bytes * p.count for p in parameters.values())
     all_bytes = sum(p.gradient_bytes * p.count for p in profile.parameters)
     part = trained_bytes / all_bytes if all_bytes else 0.0
-    return replace(profile, parameters=tuple(parameters.values()), segments=tuple(segments), batch_bytes=Affine(),
-                   update=profile.update.times(part), update_peak_bytes=round(part * profile.update_peak_bytes)), spans
+    return replace(
+        profile,
+        parameters=tuple(parameters.values()),
+        segments=tuple(segments),
+        batch_bytes=Affine(),
+        update=profile.update.times(part),
+        update_peak_bytes=round(part * profile.update_peak_bytes),
+    ), spans
 
 
 def _boundary_bytes(profile: Profile) -> Affine:
@@ -173,5 +223,5 @@ def _stage(stage: int, span: range, num_ranks: int, num_stages: int, num_bytes: 
         takes=() if is_first else (StageMessage(f"x{stage}", before, num_bytes),),
         gives=() if is_last else (StageMessage(f"x{stage + 1}", after, num_bytes),),
         regains=() if is_last else (StageMessage(f"g{stage + 1}", after, num_bytes),),
-        returns=() if is_first else (StageMessage(f"g{stage}", before, num_bytes),))
-
+        returns=() if is_first else (StageMessage(f"g{stage}", before, num_bytes),),
+    )

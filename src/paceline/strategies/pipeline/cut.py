@@ -9,8 +9,15 @@ from itertools import accumulate
 from paceline.base.errors import PlanError
 
 
-def balance(work: Sequence[float], held_bytes: Sequence[float], kept_bytes: Sequence[float], *,
-            speeds: Sequence[float], memory_bytes: Sequence[float], in_flight: Sequence[int]) -> list[int]:
+def balance(
+    work: Sequence[float],
+    held_bytes: Sequence[float],
+    kept_bytes: Sequence[float],
+    *,
+    speeds: Sequence[float],
+    memory_bytes: Sequence[float],
+    in_flight: Sequence[int],
+) -> list[int]:
     """Cut consecutive pieces into one run a stage, exactly: the longest stage is the shortest possible.
 
     Dynamic programming over (pieces, stages); of equally fast cuts the one whose stages are the more even.
@@ -35,14 +42,19 @@ def balance(work: Sequence[float], held_bytes: Sequence[float], kept_bytes: Sequ
     """
     num_pieces, num_stages = len(work), len(speeds)
     if num_pieces < num_stages:
-        raise PlanError(f"the model has {num_pieces} pieces and {num_stages} stages were asked for",
-                        hint=f"at most {num_pieces} stages")
+        raise PlanError(
+            f"the model has {num_pieces} pieces and {num_stages} stages were asked for",
+            hint=f"at most {num_pieces} stages",
+        )
     work_to = [0.0, *accumulate(work)]
     bytes_to, kept_to = [0.0, *accumulate(held_bytes)], [0.0, *accumulate(kept_bytes)]
 
     def stage_time(stage: int, first: int, end: int) -> float:
         """Time of a stage with these pieces; infinite if they don't fit."""
-        if bytes_to[end] - bytes_to[first] + in_flight[stage] * (kept_to[end] - kept_to[first]) > memory_bytes[stage]:
+        if (
+            bytes_to[end] - bytes_to[first] + in_flight[stage] * (kept_to[end] - kept_to[first])
+            > memory_bytes[stage]
+        ):
             return float("inf")
         return (work_to[end] - work_to[first]) / speeds[stage]
 
@@ -59,10 +71,12 @@ def balance(work: Sequence[float], held_bytes: Sequence[float], kept_bytes: Sequ
         return min(choices)
 
     if best(0, 0)[0] == float("inf"):
-        raise PlanError(f"no cut into {num_stages} stages fits the devices' memory: the pieces hold "
-                        f"{sum(held_bytes) / 2**20:.0f} MiB and the largest {max(held_bytes) / 2**20:.0f} MiB, without "
-                        "activations",
-                        hint="more stages, smaller micro-batches, or recompute=full")
+        raise PlanError(
+            f"no cut into {num_stages} stages fits the devices' memory: the pieces hold "
+            f"{sum(held_bytes) / 2**20:.0f} MiB and the largest {max(held_bytes) / 2**20:.0f} MiB, without "
+            "activations",
+            hint="more stages, smaller micro-batches, or recompute=full",
+        )
     firsts = [0]
     for stage in range(num_stages - 1):
         firsts.append(best(stage, firsts[-1])[2])

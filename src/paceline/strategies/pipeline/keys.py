@@ -28,25 +28,40 @@ def splits_backward(plan: Plan) -> bool:
 def _complete(values: Mapping[str, Any]) -> Mapping[str, Any]:
     for key in (SCHEDULE, MICROBATCHES, VIRTUAL):
         if key.name in values and values.get("pipeline", 1) == 1:
-            raise PlanError(f"{key.name}={values[key.name]} is about a pipeline, and the plan has none",
-                            hint="add pipeline=N" + ("; accumulate=K cuts the steps of other plans"
-                                                     if key is MICROBATCHES else ""))
-    return {"virtual": LEAST_VIRTUAL, **values} if values.get("schedule") == "interleaved" else values
+            raise PlanError(
+                f"{key.name}={values[key.name]} is about a pipeline, and the plan has none",
+                hint="add pipeline=N"
+                + ("; accumulate=K cuts the steps of other plans" if key is MICROBATCHES else ""),
+            )
+    return (
+        {"virtual": LEAST_VIRTUAL, **values} if values.get("schedule") == "interleaved" else values
+    )
 
 
 def _problems(plan: Plan) -> list[str]:
     order, problems = plan.schedule, []
     if (order.virtual > 1) != (order.schedule == "interleaved"):
-        problems.append(f"virtual={order.virtual} contradicts schedule={order.schedule}: several stages a rank is what "
-                        "schedule=interleaved means")
-    if plan.axes.pipeline == 1 and any(getattr(order, key.name) != key.default
-                                       for key in (SCHEDULE, MICROBATCHES, VIRTUAL)):
-        problems.append("schedule, microbatches and virtual are about a pipeline, and the plan has none: add "
-                        "pipeline=N")
+        problems.append(
+            f"virtual={order.virtual} contradicts schedule={order.schedule}: several stages a rank is what "
+            "schedule=interleaved means"
+        )
+    if plan.axes.pipeline == 1 and any(
+        getattr(order, key.name) != key.default for key in (SCHEDULE, MICROBATCHES, VIRTUAL)
+    ):
+        problems.append(
+            "schedule, microbatches and virtual are about a pipeline, and the plan has none: add "
+            "pipeline=N"
+        )
     if plan.axes.pipeline != 1 and plan.modifiers.accumulate != 1:
-        problems.append(f"accumulate={plan.modifiers.accumulate} and a pipeline: its steps are cut by microbatches=M")
+        problems.append(
+            f"accumulate={plan.modifiers.accumulate} and a pipeline: its steps are cut by microbatches=M"
+        )
     return problems
 
 
-KEYS = PlanKeys(axes=(Axis("pipeline", cuts_modules=True, place="stage"),), keys=(SCHEDULE, MICROBATCHES, VIRTUAL),
-                complete=_complete, problems=_problems)
+KEYS = PlanKeys(
+    axes=(Axis("pipeline", cuts_modules=True, place="stage"),),
+    keys=(SCHEDULE, MICROBATCHES, VIRTUAL),
+    complete=_complete,
+    problems=_problems,
+)

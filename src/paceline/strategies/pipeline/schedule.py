@@ -64,7 +64,9 @@ def stages_of(rank: int, *, num_ranks: int, virtual: int) -> list[int]:
     return [rank + num_ranks * turn for turn in range(virtual)]
 
 
-def schedule(name: ScheduleName, *, num_ranks: int, num_microbatches: int, virtual: int = 1) -> list[list[Action]]:
+def schedule(
+    name: ScheduleName, *, num_ranks: int, num_microbatches: int, virtual: int = 1
+) -> list[list[Action]]:
     """Each rank's actions in order.
 
     Carried out in this order by ranks that wait only for what an action needs, no schedule can block.
@@ -73,8 +75,10 @@ def schedule(name: ScheduleName, *, num_ranks: int, num_microbatches: int, virtu
         return _zero_bubble(num_ranks, num_microbatches)
     # Micro-batches that don't come in whole rounds can block the interleaved order; more forwards ahead never do.
     for more in count():
-        orders = [_forward_backward(name, rank, num_ranks, num_microbatches, virtual, more)
-                  for rank in range(num_ranks)]
+        orders = [
+            _forward_backward(name, rank, num_ranks, num_microbatches, virtual, more)
+            for rank in range(num_ranks)
+        ]
         if virtual == 1 or not blocked(orders, num_stages=num_ranks * virtual):
             return orders
     raise AssertionError
@@ -94,17 +98,26 @@ def blocked(orders: Sequence[Sequence[Action]], *, num_stages: int) -> bool:
     return any(remaining)
 
 
-def _forward_backward(name: ScheduleName, rank: int, num_ranks: int, num_microbatches: int, virtual: int,
-                      more: int) -> list[Action]:
+def _forward_backward(
+    name: ScheduleName, rank: int, num_ranks: int, num_microbatches: int, virtual: int, more: int
+) -> list[Action]:
     """Some forwards first, then one forward and one backward in turns, then the backwards that are left."""
+
     def rounds(turns: Sequence[int]) -> list[tuple[int, int]]:
         """(stage, micro-batch): `num_ranks` micro-batches through one stage of the rank, then through the next."""
-        return [(rank + num_ranks * turn, microbatch)
-                for first in range(0, num_microbatches, num_ranks) for turn in turns
-                for microbatch in range(first, min(first + num_ranks, num_microbatches))]
+        return [
+            (rank + num_ranks * turn, microbatch)
+            for first in range(0, num_microbatches, num_ranks)
+            for turn in turns
+            for microbatch in range(first, min(first + num_ranks, num_microbatches))
+        ]
 
-    forwards = [Action("F", *stage_and_microbatch) for stage_and_microbatch in rounds(range(virtual))]
-    backwards = [Action("B", *stage_and_microbatch) for stage_and_microbatch in rounds(range(virtual)[::-1])]
+    forwards = [
+        Action("F", *stage_and_microbatch) for stage_and_microbatch in rounds(range(virtual))
+    ]
+    backwards = [
+        Action("B", *stage_and_microbatch) for stage_and_microbatch in rounds(range(virtual)[::-1])
+    ]
     if name == "gpipe":
         ahead = len(forwards)
     elif virtual == 1:
@@ -113,7 +126,7 @@ def _forward_backward(name: ScheduleName, rank: int, num_ranks: int, num_microba
         ahead = 2 * (num_ranks - rank - 1) + (virtual - 1) * num_ranks
     ahead = min(ahead + more, len(forwards))
     turns = [action for pair in zip(forwards[ahead:], backwards, strict=False) for action in pair]
-    return [*forwards[:ahead], *turns, *backwards[len(forwards) - ahead:]]
+    return [*forwards[:ahead], *turns, *backwards[len(forwards) - ahead :]]
 
 
 def _zero_bubble(num_ranks: int, num_microbatches: int) -> list[list[Action]]:
@@ -123,7 +136,9 @@ def _zero_bubble(num_ranks: int, num_microbatches: int) -> list[list[Action]]:
     it or a neighbour has done something.
     """
     best: dict[ActionKind, int] = {"I": 0, "F": 1, "W": 2}
-    ended: dict[ActionKind, list[list[float]]] = {kind: [[] for _ in range(num_ranks)] for kind in best}
+    ended: dict[ActionKind, list[list[float]]] = {
+        kind: [[] for _ in range(num_ranks)] for kind in best
+    }
     free = [0.0] * num_ranks
     orders: list[list[Action]] = [[] for _ in range(num_ranks)]
 
@@ -157,7 +172,11 @@ def _zero_bubble(num_ranks: int, num_microbatches: int) -> list[list[Action]]:
 
 
 # What an action of each kind waits for: of its own stage, and of the one before or after.
-_NEEDED: dict[ActionKind, list[tuple[ActionKind, int]]] = {"F": [("F", -1)], "I": [("F", 0), ("I", 1)], "W": [("I", 0)]}
+_NEEDED: dict[ActionKind, list[tuple[ActionKind, int]]] = {
+    "F": [("F", -1)],
+    "I": [("F", 0), ("I", 1)],
+    "W": [("I", 0)],
+}
 
 
 def in_flight(order: list[Action]) -> int:

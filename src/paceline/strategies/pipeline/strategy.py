@@ -50,15 +50,19 @@ STRATEGY = Strategy(
     is_active=lambda plan: plan.axes.pipeline > 1,
     keys=KEYS,
     conflicts=(
-        Conflict("schedule=zero-bubble with shard=N",
-                 "FSDP2 reduces gradients in hooks of a whole backward, and a backward in two parts passes them by: "
-                 "gradients come out wrong without an error",
-                 "schedule=1f1b or interleaved, or data=N in place of shard=N",
-                 lambda plan: splits_backward(plan) and plan.axes.shard > 1),
-        Conflict("schedule=zero-bubble with recompute=full",
-                 "each half of the backward would compute the forward again",
-                 "schedule=1f1b, which recomputes once",
-                 lambda plan: splits_backward(plan) and plan.modifiers.recompute == "full"),
+        Conflict(
+            "schedule=zero-bubble with shard=N",
+            "FSDP2 reduces gradients in hooks of a whole backward, and a backward in two parts passes them by: "
+            "gradients come out wrong without an error",
+            "schedule=1f1b or interleaved, or data=N in place of shard=N",
+            lambda plan: splits_backward(plan) and plan.axes.shard > 1,
+        ),
+        Conflict(
+            "schedule=zero-bubble with recompute=full",
+            "each half of the backward would compute the forward again",
+            "schedule=1f1b, which recomputes once",
+            lambda plan: splits_backward(plan) and plan.modifiers.recompute == "full",
+        ),
     ),
     code=lambda plan: (splits_backward(plan),),
     variants=_variants,

@@ -31,8 +31,14 @@ class ActionSeconds:
     waits: bool = False
 
 
-def rank_ends(name: ScheduleName, action_seconds: Mapping[Key, ActionSeconds], *, num_ranks: int, num_microbatches: int,
-              virtual: int = 1) -> list[float]:
+def rank_ends(
+    name: ScheduleName,
+    action_seconds: Mapping[Key, ActionSeconds],
+    *,
+    num_ranks: int,
+    num_microbatches: int,
+    virtual: int = 1,
+) -> list[float]:
     """When each rank is through with its actions, in seconds."""
     fewer = shortened(num_ranks, num_microbatches)
     if fewer == num_microbatches:
@@ -40,7 +46,9 @@ def rank_ends(name: ScheduleName, action_seconds: Mapping[Key, ActionSeconds], *
     shorter = _played(_course(name, num_ranks, fewer, virtual), action_seconds)
     longer = _played(_course(name, num_ranks, fewer + num_ranks, virtual), action_seconds)
     rounds = (num_microbatches - fewer) // num_ranks
-    return [end_s + rounds * (later_s - end_s) for end_s, later_s in zip(shorter, longer, strict=True)]
+    return [
+        end_s + rounds * (later_s - end_s) for end_s, later_s in zip(shorter, longer, strict=True)
+    ]
 
 
 def shortened(num_ranks: int, num_microbatches: int) -> int:

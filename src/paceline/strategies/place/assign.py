@@ -11,8 +11,13 @@ from paceline.strategies.place.file import Placement
 from paceline.strategies.place.ledger import PieceMemory, by_device, table
 
 
-def place_automatically(capture: Capture, work: Mapping[str, float], needs: Mapping[str, PieceMemory],
-                        memory_bytes: Sequence[float], names: Sequence[str]) -> dict[str, int]:
+def place_automatically(
+    capture: Capture,
+    work: Mapping[str, float],
+    needs: Mapping[str, PieceMemory],
+    memory_bytes: Sequence[float],
+    names: Sequence[str],
+) -> dict[str, int]:
     """A part for every piece, by key: what can run at the same time on different parts, and memory shared out.
 
     Pieces are taken in the model's order and given to the part where they would end first, of those that still have
@@ -28,11 +33,17 @@ def place_automatically(capture: Capture, work: Mapping[str, float], needs: Mapp
     """
     with_parameters = [piece for piece in capture.pieces if piece.parameters]
     if len(with_parameters) < len(memory_bytes):
-        raise PlanError(f"the model has {len(with_parameters)} pieces with parameters and {len(memory_bytes)} parts "
-                        "were asked for", hint=f"at most {len(with_parameters)} parts")
+        raise PlanError(
+            f"the model has {len(with_parameters)} pieces with parameters and {len(memory_bytes)} parts "
+            "were asked for",
+            hint=f"at most {len(with_parameters)} parts",
+        )
     whole = sum(need.total for need in needs.values())
     known = 0 < sum(memory_bytes) < float("inf")
-    room = [whole * (memory / sum(memory_bytes) if known else 1 / len(memory_bytes)) for memory in memory_bytes]
+    room = [
+        whole * (memory / sum(memory_bytes) if known else 1 / len(memory_bytes))
+        for memory in memory_bytes
+    ]
     maker = {name: piece.key for piece in capture.pieces for name in piece.outputs}
     ended: dict[str, float] = {}
     free = [0.0] * len(memory_bytes)
@@ -43,14 +54,23 @@ def place_automatically(capture: Capture, work: Mapping[str, float], needs: Mapp
         sources = [maker[name] for name in piece.inputs if name in maker]
         need = needs[piece.key].total
 
-        def cost(part: int, sources: list[str] = sources, need: float = need) -> tuple[bool, float, bool, int]:
+        def cost(
+            part: int, sources: list[str] = sources, need: float = need
+        ) -> tuple[bool, float, bool, int]:
             ready = max([0.0, *(ended[key] for key in sources)])
             is_apart = any(part_of[key] != part for key in sources)
             # Half a piece beyond the share still belongs here rather than to the next part.
             return held_bytes[part] + need / 2 > room[part], max(ready, free[part]), is_apart, part
 
-        empty = [part for part in range(len(room)) if not any(
-            part_of.get(other.key) == part for other in with_parameters)] if piece.parameters else []
+        empty = (
+            [
+                part
+                for part in range(len(room))
+                if not any(part_of.get(other.key) == part for other in with_parameters)
+            ]
+            if piece.parameters
+            else []
+        )
         choices = empty if piece.parameters and len(empty) >= num_left else range(len(room))
         part = min(choices, key=cost)
         if not piece.parameters and sources:
@@ -64,8 +84,14 @@ def place_automatically(capture: Capture, work: Mapping[str, float], needs: Mapp
     return part_of
 
 
-def place_by_file(capture: Capture, placement: Placement, known: Sequence[str], needs: Mapping[str, PieceMemory],
-                  memory_bytes: Sequence[float], names: Sequence[str]) -> dict[str, int]:
+def place_by_file(
+    capture: Capture,
+    placement: Placement,
+    known: Sequence[str],
+    needs: Mapping[str, PieceMemory],
+    memory_bytes: Sequence[float],
+    names: Sequence[str],
+) -> dict[str, int]:
     """A part for every piece, by key, as a file says.
 
     known: names of all modules of the model.
@@ -79,8 +105,13 @@ def place_by_file(capture: Capture, placement: Placement, known: Sequence[str], 
     part_of: dict[str, int] = {}
     for piece in capture.pieces:
         sources = [maker[name] for name in piece.inputs if name in maker]
-        part_of[piece.key] = (parts[pieces[piece.key]] if piece.key in pieces
-                              else part_of[sources[-1]] if sources else 0)
+        part_of[piece.key] = (
+            parts[pieces[piece.key]]
+            if piece.key in pieces
+            else part_of[sources[-1]]
+            if sources
+            else 0
+        )
     refuse_overfull(needs, part_of, memory_bytes, names)
     return part_of
 
@@ -90,13 +121,19 @@ def _module_of(piece: Piece) -> str:
     return piece.path or piece.parameters[0].rpartition(".")[0] or piece.parameters[0]
 
 
-def refuse_overfull(needs: Mapping[str, PieceMemory], part_of: Mapping[str, int], memory_bytes: Sequence[float],
-                    names: Sequence[str]) -> None:
+def refuse_overfull(
+    needs: Mapping[str, PieceMemory],
+    part_of: Mapping[str, int],
+    memory_bytes: Sequence[float],
+    names: Sequence[str],
+) -> None:
     """Raise PlanError with the ledger if a device would have to hold more than it has."""
     needed = by_device(needs, part_of, len(memory_bytes))
     if any(need.total > has for need, has in zip(needed, memory_bytes, strict=True)):
-        raise PlanError(f"the placement doesn't fit:\n{table(needed, names, memory_bytes)}",
-                        hint="more parts, smaller micro-batches (accumulate=K), or recompute=full")
+        raise PlanError(
+            f"the placement doesn't fit:\n{table(needed, names, memory_bytes)}",
+            hint="more parts, smaller micro-batches (accumulate=K), or recompute=full",
+        )
 
 
 def stages(capture: Capture, part_of: Mapping[str, int]) -> tuple[dict[str, int], list[int]]:
@@ -108,14 +145,25 @@ def stages(capture: Capture, part_of: Mapping[str, int]) -> tuple[dict[str, int]
         The stage of each piece, by key; the part of each stage.
     """
     maker = {name: piece.key for piece in capture.pieces for name in piece.outputs}
-    crossing = {maker[name] for piece in capture.pieces for name in piece.inputs
-                if name in maker and part_of[maker[name]] != part_of[piece.key]}
+    crossing = {
+        maker[name]
+        for piece in capture.pieces
+        for name in piece.inputs
+        if name in maker and part_of[maker[name]] != part_of[piece.key]
+    }
     stage_of: dict[str, int] = {}
     parts: list[int] = []
     before: Piece | None = None
     for piece in capture.pieces:
-        waits = any(name in maker and part_of[maker[name]] != part_of[piece.key] for name in piece.inputs)
-        if before is None or waits or before.key in crossing or part_of[before.key] != part_of[piece.key]:
+        waits = any(
+            name in maker and part_of[maker[name]] != part_of[piece.key] for name in piece.inputs
+        )
+        if (
+            before is None
+            or waits
+            or before.key in crossing
+            or part_of[before.key] != part_of[piece.key]
+        ):
             parts.append(part_of[piece.key])
         stage_of[piece.key] = len(parts) - 1
         before = piece
@@ -124,8 +172,22 @@ def stages(capture: Capture, part_of: Mapping[str, int]) -> tuple[dict[str, int]
 
 def in_turn(parts: Sequence[int], *, num_parts: int, num_microbatches: int) -> list[list[Action]]:
     """Each part's actions: all its stages forward, then all backward, micro-batch by micro-batch."""
-    return [[action for microbatch in range(num_microbatches) for action in (
-        *(Action("F", stage, microbatch) for stage, stage_part in enumerate(parts) if stage_part == part),
-        *(Action("B", stage, microbatch) for stage, stage_part in reversed(list(enumerate(parts)))
-          if stage_part == part))]
-        for part in range(num_parts)]
+    return [
+        [
+            action
+            for microbatch in range(num_microbatches)
+            for action in (
+                *(
+                    Action("F", stage, microbatch)
+                    for stage, stage_part in enumerate(parts)
+                    if stage_part == part
+                ),
+                *(
+                    Action("B", stage, microbatch)
+                    for stage, stage_part in reversed(list(enumerate(parts)))
+                    if stage_part == part
+                ),
+            )
+        ]
+        for part in range(num_parts)
+    ]

@@ -40,16 +40,29 @@ class Placement:
         known = list(known)
         for pattern in (p for patterns in self.patterns for p in patterns):
             if not any(fnmatchcase(name, pattern) for name in known):
-                raise PlanError(f"{self.path}: the model has no module '{pattern}', {nearest(pattern, known)}")
+                raise PlanError(
+                    f"{self.path}: the model has no module '{pattern}', {nearest(pattern, known)}"
+                )
         parts = {}
         for module in modules:
-            matching = sorted({(len(pattern), part) for part, patterns in enumerate(self.patterns)
-                               for pattern in patterns if _covers(pattern, module)}, reverse=True)
+            matching = sorted(
+                {
+                    (len(pattern), part)
+                    for part, patterns in enumerate(self.patterns)
+                    for pattern in patterns
+                    if _covers(pattern, module)
+                },
+                reverse=True,
+            )
             if not matching:
-                raise PlanError(f"{self.path} leaves out '{module}'",
-                                hint="name it, or let a last pattern '*' take what is left")
+                raise PlanError(
+                    f"{self.path} leaves out '{module}'",
+                    hint="name it, or let a last pattern '*' take what is left",
+                )
             if len(matching) > 1 and matching[0][0] == matching[1][0]:
-                raise PlanError(f"{self.path} puts '{module}' on parts {matching[1][1]} and {matching[0][1]}")
+                raise PlanError(
+                    f"{self.path} puts '{module}' on parts {matching[1][1]} and {matching[0][1]}"
+                )
             parts[module] = matching[0][1]
         return parts
 
@@ -57,7 +70,9 @@ class Placement:
 def _covers(pattern: str, module: str) -> bool:
     """Whether the pattern names the module or one that it is in."""
     parts = module.split(".")
-    return any(fnmatchcase(".".join(parts[:length]), pattern) for length in range(1, len(parts) + 1))
+    return any(
+        fnmatchcase(".".join(parts[:length]), pattern) for length in range(1, len(parts) + 1)
+    )
 
 
 def read_placement(path: Path) -> Placement:
@@ -69,14 +84,28 @@ def read_placement(path: Path) -> Placement:
     try:
         document = tomllib.loads(path.read_text())
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise PlanError(f"can't read the placement {path}: {error}", hint=f"such as\n{EXAMPLE}") from error
+        raise PlanError(
+            f"can't read the placement {path}: {error}", hint=f"such as\n{EXAMPLE}"
+        ) from error
     parts: Mapping[str, object] = document.get("parts", {})
-    if not isinstance(parts, dict) or sorted(parts) != sorted(map(str, range(len(parts)))) or not parts:
-        raise PlanError(f"{path} needs a table [parts] with the keys 0, 1, ...", hint=f"such as\n{EXAMPLE}")
+    if (
+        not isinstance(parts, dict)
+        or sorted(parts) != sorted(map(str, range(len(parts))))
+        or not parts
+    ):
+        raise PlanError(
+            f"{path} needs a table [parts] with the keys 0, 1, ...", hint=f"such as\n{EXAMPLE}"
+        )
     patterns = []
     for key in sorted(parts, key=int):
         listed = parts[key]
-        if not isinstance(listed, list) or not listed or not all(isinstance(item, str) for item in listed):
-            raise PlanError(f"{path}: part {key} must be a list of names of modules", hint=f"such as\n{EXAMPLE}")
+        if (
+            not isinstance(listed, list)
+            or not listed
+            or not all(isinstance(item, str) for item in listed)
+        ):
+            raise PlanError(
+                f"{path}: part {key} must be a list of names of modules", hint=f"such as\n{EXAMPLE}"
+            )
         patterns.append(tuple(listed))
     return Placement(path, tuple(patterns))

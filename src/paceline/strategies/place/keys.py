@@ -18,7 +18,9 @@ def _problem(value: Any) -> str:
     if not isinstance(value, str):
         return f"place={value} must be auto or a file"
     if re.search(r"[\s,]", value):
-        return f"place={value}: spaces and commas part a plan's keys, so the file's name can have none"
+        return (
+            f"place={value}: spaces and commas part a plan's keys, so the file's name can have none"
+        )
     return ""
 
 
@@ -27,19 +29,27 @@ PLACE = Key("place", "schedule", "", "auto|FILE", lambda name, text: text, _prob
 
 def _complete(values: Mapping[str, Any]) -> Mapping[str, Any]:
     if "place" in values and "parts" not in values:
-        raise PlanError(f"place={values['place']} needs the number of parts", hint="add parts=N, one a device")
+        raise PlanError(
+            f"place={values['place']} needs the number of parts", hint="add parts=N, one a device"
+        )
     return values
 
 
 def _problems(plan: Plan) -> list[str]:
     problems = []
     if (plan.schedule.place != "") != (plan.axes.parts != 1):
-        problems.append(f"parts={plan.axes.parts} and place={plan.schedule.place or 'nothing'}: modules are placed "
-                        "with place=auto|FILE and parts=N of at least 2")
+        problems.append(
+            f"parts={plan.axes.parts} and place={plan.schedule.place or 'nothing'}: modules are placed "
+            "with place=auto|FILE and parts=N of at least 2"
+        )
     if plan.axes.parts != 1 and plan.axes.pipeline != 1:
         problems.append("pipeline=N and parts=N: both say where the model's modules go")
     return problems
 
 
-KEYS = PlanKeys(axes=(Axis("parts", cuts_modules=True, place="part"),), keys=(PLACE,), complete=_complete,
-                problems=_problems)
+KEYS = PlanKeys(
+    axes=(Axis("parts", cuts_modules=True, place="part"),),
+    keys=(PLACE,),
+    complete=_complete,
+    problems=_problems,
+)

@@ -27,12 +27,17 @@ class PieceMemory:
         return self.weights + self.gradients + self.optimizer + self.activations
 
     def __add__(self, other: PieceMemory) -> PieceMemory:
-        return PieceMemory(self.weights + other.weights, self.gradients + other.gradients,
-                           self.optimizer + other.optimizer,
-                           self.activations + other.activations)
+        return PieceMemory(
+            self.weights + other.weights,
+            self.gradients + other.gradients,
+            self.optimizer + other.optimizer,
+            self.activations + other.activations,
+        )
 
 
-def by_device(needs: Mapping[str, PieceMemory], part_of: Mapping[str, int], num_parts: int) -> list[PieceMemory]:
+def by_device(
+    needs: Mapping[str, PieceMemory], part_of: Mapping[str, int], num_parts: int
+) -> list[PieceMemory]:
     """The sum of each device's pieces."""
     sums = [PieceMemory() for _ in range(num_parts)]
     for key, need in needs.items():
@@ -42,7 +47,23 @@ def by_device(needs: Mapping[str, PieceMemory], part_of: Mapping[str, int], num_
 
 def table(needs: Sequence[PieceMemory], names: Sequence[str], memory_bytes: Sequence[float]) -> str:
     """The ledger for people, a line a device, in MiB."""
-    return aligned(["device", "weights", "gradients", "optimizer", "activations", "sum", "has MiB"], [
-        [name, *(f"{size / MIB:.1f}" for size in (need.weights, need.gradients, need.optimizer, need.activations,
-                                                  need.total)), f"{has / MIB:.0f}{' too much' * (need.total > has)}"]
-        for need, name, has in zip(needs, names, memory_bytes, strict=True)])
+    return aligned(
+        ["device", "weights", "gradients", "optimizer", "activations", "sum", "has MiB"],
+        [
+            [
+                name,
+                *(
+                    f"{size / MIB:.1f}"
+                    for size in (
+                        need.weights,
+                        need.gradients,
+                        need.optimizer,
+                        need.activations,
+                        need.total,
+                    )
+                ),
+                f"{has / MIB:.0f}{' too much' * (need.total > has)}",
+            ]
+            for need, name, has in zip(needs, names, memory_bytes, strict=True)
+        ],
+    )

@@ -32,7 +32,11 @@ def enter(step: Step) -> Hooks:
     def done_again(segment: Segment) -> tuple[Work, Affine]:
         """The work, and the most that is alive in it."""
         if is_selective:
-            return (segment.core.forward, segment.core.kept_bytes) if segment.core else (Work(), Affine())
+            return (
+                (segment.core.forward, segment.core.kept_bytes)
+                if segment.core
+                else (Work(), Affine())
+            )
         # In a model without units, which is recomputed whole, torch stops early in the last segment alone.
         again = segment.again if step.software.stops_recomputing and segment.unit else None
         return again or segment.forward, segment.forward_peak_bytes

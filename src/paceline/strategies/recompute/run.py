@@ -26,8 +26,14 @@ if TYPE_CHECKING:
     from paceline.strategies.plan import Plan
 
 
-def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NOTHING,
-            device: torch.device | None = None) -> None:
+def prepare(
+    model: nn.Module,
+    *,
+    plan: Plan,
+    mesh: Mesh,
+    observed: Observed = NOTHING,
+    device: torch.device | None = None,
+) -> None:
     """Wrap the forward of every unit, so that the names of modules and parameters stay as they are.
 
     recompute=selective watches a unit's operators; see `attention.py`. The rest is about recompute=full.
@@ -41,9 +47,13 @@ def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NO
     refuse_scripted(model, "recompute=full")
     buffers: MutableMapping[str, torch.Tensor] | None = getattr(model, "buffers_", None)
     # FSDP2 gives a unit other parameters in each forward; those that a forward edits are no business of its.
-    whole = {p for name, p in model.named_parameters() if name in observed.edited or plan.axes.shard == 1}
+    whole = {
+        p for name, p in model.named_parameters() if name in observed.edited or plan.axes.shard == 1
+    }
     for unit in list(find_units(model).values()) or [model]:
-        if getattr(unit, "runs_once", False):  # a piece of the user's own code, which may count how often it runs
+        if getattr(
+            unit, "runs_once", False
+        ):  # a piece of the user's own code, which may count how often it runs
             continue
         state = ForwardState(unit, buffers=buffers, edited=whole.__contains__)
         unit.forward = _Recomputed(unit.forward, state)
@@ -57,11 +67,16 @@ def refuse_unseen_state(model: nn.Module, path: str) -> None:
     Raises:
         PlanRefused: it is recomputed.
     """
-    if any(not unit or path == unit or path.startswith(f"{unit}.") for unit in find_units(model) or [""]):
-        raise PlanRefused(f"'{path}' gives another output each time for the same input, by a state that none of its "
-                          "attributes shows, and recompute=full would change it twice a step",
-                          hint="leave out recompute=full, or keep the state in a buffer, or in an attribute that is a "
-                               "number, a tensor, or a list or dict of these")
+    if any(
+        not unit or path == unit or path.startswith(f"{unit}.")
+        for unit in find_units(model) or [""]
+    ):
+        raise PlanRefused(
+            f"'{path}' gives another output each time for the same input, by a state that none of its "
+            "attributes shows, and recompute=full would change it twice a step",
+            hint="leave out recompute=full, or keep the state in a buffer, or in an attribute that is a "
+            "number, a tensor, or a list or dict of these",
+        )
 
 
 class _Watched:
@@ -98,15 +113,28 @@ class _Recomputed:
         names = tuple(argument.name for argument in args if isinstance(argument, _Buffer))
         inputs = _Inputs(args, kwargs)
         # torch is given what nothing writes to: it refuses in backward what was written to, and looks for devices here.
-        return checkpoint(partial(self._run, inputs), *inputs.values(), use_reentrant=False,
-                          context_fn=partial(self._contexts, names))
+        return checkpoint(
+            partial(self._run, inputs),
+            *inputs.values(),
+            use_reentrant=False,
+            context_fn=partial(self._contexts, names),
+        )
 
     def _run(self, inputs: _Inputs, *_: torch.Tensor) -> Any:
         args, kwargs = inputs.next()
-        return self.forward(*(self.state.buffers[argument.name]  # type: ignore[index]
-                              if isinstance(argument, _Buffer) else argument for argument in args), **kwargs)
+        return self.forward(
+            *(
+                self.state.buffers[argument.name]  # type: ignore[index]
+                if isinstance(argument, _Buffer)
+                else argument
+                for argument in args
+            ),
+            **kwargs,
+        )
 
-    def _contexts(self, buffers: tuple[str, ...]) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    def _contexts(
+        self, buffers: tuple[str, ...]
+    ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         return nullcontext(), self.state.now(buffers=buffers).again()
 
 
@@ -120,8 +148,11 @@ class _Inputs:
 
     def values(self) -> list[torch.Tensor]:
         """The tensors; those that may be written to, without gradient and at values that stay."""
-        return [leaf.value if isinstance(leaf, SeenValue) else leaf for leaf in self.leaves
-                if isinstance(leaf, SeenValue | torch.Tensor)]
+        return [
+            leaf.value if isinstance(leaf, SeenValue) else leaf
+            for leaf in self.leaves
+            if isinstance(leaf, SeenValue | torch.Tensor)
+        ]
 
     def next(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments themselves, and from the second time on the same once more, as they were."""

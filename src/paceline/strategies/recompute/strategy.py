@@ -10,10 +10,14 @@ STRATEGY = Strategy(
     is_active=lambda plan: plan.modifiers.recompute != "none",
     keys=KEYS,
     conflicts=(
-        Conflict("compile=blocks with recompute=selective",
-                 "what a compiled block keeps for its backward is chosen when it is compiled, by torch.compile",
-                 "recompute=full, or recompute=selective without compile=blocks",
-                 lambda plan: plan.modifiers.compile == "blocks" and plan.modifiers.recompute == "selective"),
+        Conflict(
+            "compile=blocks with recompute=selective",
+            "what a compiled block keeps for its backward is chosen when it is compiled, by torch.compile",
+            "recompute=full, or recompute=selective without compile=blocks",
+            lambda plan: (
+                plan.modifiers.compile == "blocks" and plan.modifiers.recompute == "selective"
+            ),
+        ),
     ),
     code=lambda plan: (plan.modifiers.recompute,),
     cost=CostModel(enter),

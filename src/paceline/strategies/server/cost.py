@@ -13,7 +13,15 @@ from dataclasses import replace
 
 from paceline.base.errors import PlanError
 from paceline.model.cost.profile import Profile
-from paceline.simulate.program import COMPUTE, NETWORK, Allocate, Collective, CollectiveName, Compute, Event
+from paceline.simulate.program import (
+    COMPUTE,
+    NETWORK,
+    Allocate,
+    Collective,
+    CollectiveName,
+    Compute,
+    Event,
+)
 from paceline.strategies.costs import Footprint, HookPoint, Hooks, Step
 from paceline.strategies.plan import Plan
 from paceline.strategies.server.keys import Servers
@@ -37,17 +45,29 @@ def enter(step: Step) -> Hooks:
     sync = step.plan.sync
     assert isinstance(sync, Servers)
     if step.profile.statistics_bytes:
-        raise PlanError("training changes the model's running statistics, and servers keep trained parameters alone",
-                        hint=WITHOUT_STATISTICS)
+        raise PlanError(
+            "training changes the model's running statistics, and servers keep trained parameters alone",
+            hint=WITHOUT_STATISTICS,
+        )
     is_stale = sync.staleness != 0
-    sent_bytes = {p.name: p.gradient_bytes * sent_part(p.dtype, step.plan.modifiers.compress)
-                  for p in step.profile.parameters if p.trainable}
+    sent_bytes = {
+        p.name: p.gradient_bytes * sent_part(p.dtype, step.plan.modifiers.compress)
+        for p in step.profile.parameters
+        if p.trainable
+    }
     all_bytes = sum(sent_bytes[p.name] * p.count for p in step.profile.parameters if p.trainable)
     beside = step.software.overlaps or is_stale
 
     def travel(kind: CollectiveName, num_bytes: float, name: str, stream: str) -> Event:
-        return Collective(kind, num_bytes, sync.workers, name=name, stream=stream if beside else COMPUTE,
-                          servers=sync.server, is_colocated=sync.colocate == "yes")
+        return Collective(
+            kind,
+            num_bytes,
+            sync.workers,
+            name=name,
+            stream=stream if beside else COMPUTE,
+            servers=sync.server,
+            is_colocated=sync.colocate == "yes",
+        )
 
     def start(point: HookPoint) -> Iterable[Event]:
         """A second copy of the weights, into which the next ones come. On a CPU a rank holds its own server's part,
@@ -70,15 +90,23 @@ def enter(step: Step) -> Hooks:
             yield travel("pull", all_bytes / CHUNKS, PULLED, COMPUTE)
         if step.device_kind == "cpu":  # else hosts have cores beside workers
             yield Compute(fixed_s=MESSAGE_S * _num_messages(step.profile, sync))
-        yield Compute(moved_bytes=SERVER_PASSES * sync.workers * all_bytes / sync.server, part="optimizer")
+        yield Compute(
+            moved_bytes=SERVER_PASSES * sync.workers * all_bytes / sync.server, part="optimizer"
+        )
 
     return {"start": start, "after_backward": after_backward, "finish": finish}
 
 
 def _num_messages(profile: Profile, sync: Servers) -> float:
     """That a worker's process sends and takes in a step; of a server in it, too."""
-    chunks = mean_chunks([(p.gradient_bytes, p.count) for p in profile.parameters if p.trainable], sync.server)
-    by_servers = 2 * chunks * sync.workers * min(1.0, sync.server / sync.workers) if sync.colocate == "yes" else 0.0
+    chunks = mean_chunks(
+        [(p.gradient_bytes, p.count) for p in profile.parameters if p.trainable], sync.server
+    )
+    by_servers = (
+        2 * chunks * sync.workers * min(1.0, sync.server / sync.workers)
+        if sync.colocate == "yes"
+        else 0.0
+    )
     return 2 * chunks * sync.server + by_servers
 
 
@@ -88,16 +116,20 @@ def sent_part(dtype: str, compress: str) -> float:
     >>> sent_part("float32", "none"), sent_part("float32", "bf16"), sent_part("float64", "bf16")
     (1.0, 0.5, 0.25)
     """
-    return 2 / BYTES_BEFORE_BF16[dtype] if compress == "bf16" and dtype in BYTES_BEFORE_BF16 else 1.0
+    return (
+        2 / BYTES_BEFORE_BF16[dtype] if compress == "bf16" and dtype in BYTES_BEFORE_BF16 else 1.0
+    )
 
 
 def server_ledger(profile: Profile, plan: Plan) -> dict[str, int]:
     """What one server holds: its part of the weights, of the sum of their gradients and of the optimizer's state."""
     sync = plan.sync
     assert isinstance(sync, Servers)
-    parts = {"parameters": profile.parameter_bytes, "gradients": sum(p.gradient_bytes * p.count for p in
-                                                                     profile.parameters),
-             "optimizer": sum(p.state_bytes * p.count for p in profile.parameters)}
+    parts = {
+        "parameters": profile.parameter_bytes,
+        "gradients": sum(p.gradient_bytes * p.count for p in profile.parameters),
+        "optimizer": sum(p.state_bytes * p.count for p in profile.parameters),
+    }
     return {name: -(-whole // sync.server) for name, whole in parts.items()}
 
 

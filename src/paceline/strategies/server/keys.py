@@ -76,13 +76,20 @@ def _complete(values: Mapping[str, Any]) -> Mapping[str, Any]:
     if not stated:
         return values
     if missing := [name for name in ("server", "workers") if name not in values]:
-        raise PlanError(f"{' '.join(stated)} is about servers, and the plan lacks {' and '.join(missing)}",
-                        hint="server=S workers=W, each at least 1")
+        raise PlanError(
+            f"{' '.join(stated)} is about servers, and the plan lacks {' and '.join(missing)}",
+            hint="server=S workers=W, each at least 1",
+        )
     if "local" in values:
-        raise PlanError(f"local={values['local']} and server={values['server']} don't compose: replicas meet in outer "
-                        "steps or through servers", hint="staleness=K lets workers of servers meet less")
+        raise PlanError(
+            f"local={values['local']} and server={values['server']} don't compose: replicas meet in outer "
+            "steps or through servers",
+            hint="staleness=K lets workers of servers meet less",
+        )
     if "zero" in values:
-        raise PlanError(f"zero={values['zero']} splits the shard axis, and servers hold the state of this plan")
+        raise PlanError(
+            f"zero={values['zero']} splits the shard axis, and servers hold the state of this plan"
+        )
     return values
 
 
@@ -93,20 +100,30 @@ def _problems(plan: Plan) -> list[str]:
     if sync.damping != "none" and sync.staleness == 0:
         problems.append(f"damping={sync.damping} is by staleness, and staleness=0 has none")
     if sync.colocate == "yes" and sync.server > sync.workers:
-        problems.append(f"colocate=yes puts server={sync.server} servers into workers={sync.workers} processes, at "
-                        "most one in each")
+        problems.append(
+            f"colocate=yes puts server={sync.server} servers into workers={sync.workers} processes, at "
+            "most one in each"
+        )
     if split := [f"{axis}={size}" for axis, size in plan.axes.sizes().items() if size != 1]:
-        problems.append(f"server={sync.server} and {' '.join(split)}: workers hold the whole model, and servers bring "
-                        "their gradients together")
+        problems.append(
+            f"server={sync.server} and {' '.join(split)}: workers hold the whole model, and servers bring "
+            "their gradients together"
+        )
     if plan.modifiers.shares != "equal" and sync.staleness != 0:
-        problems.append(f"shares={as_text(plan.modifiers.shares)} and staleness={sync.staleness}: with staleness a "
-                        "part of a batch is for whichever worker is free, so a faster one takes more of them by itself")
+        problems.append(
+            f"shares={as_text(plan.modifiers.shares)} and staleness={sync.staleness}: with staleness a "
+            "part of a batch is for whichever worker is free, so a faster one takes more of them by itself"
+        )
     return problems
 
 
 def _relaxes(plan: Plan) -> str:
     stale = isinstance(plan.sync, Servers) and plan.sync.staleness != 0
-    return "gradients are of weights that miss updates made meanwhile by other workers" if stale else ""
+    return (
+        "gradients are of weights that miss updates made meanwhile by other workers"
+        if stale
+        else ""
+    )
 
 
 def _exact(plan: Plan) -> Plan:
@@ -115,4 +132,11 @@ def _exact(plan: Plan) -> Plan:
     return replace(plan, sync=replace(plan.sync, staleness=0, damping="none"))
 
 
-KEYS = PlanKeys(keys=OF_SERVERS, sync=Servers, complete=_complete, problems=_problems, relaxes=_relaxes, exact=_exact)
+KEYS = PlanKeys(
+    keys=OF_SERVERS,
+    sync=Servers,
+    complete=_complete,
+    problems=_problems,
+    relaxes=_relaxes,
+    exact=_exact,
+)

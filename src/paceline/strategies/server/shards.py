@@ -128,7 +128,11 @@ class Shard:
 
     def updated_by(self, optimizer: str | None) -> list[int]:
         """The numbers of the chunks that an optimizer updates; of all chunks for None."""
-        return [number for number, chunk in enumerate(self.chunks) if optimizer in (None, chunk.optimizer)]
+        return [
+            number
+            for number, chunk in enumerate(self.chunks)
+            if optimizer in (None, chunk.optimizer)
+        ]
 
     def numels(self) -> dict[str, int]:
         """Elements of each dtype, but for tables."""
@@ -138,8 +142,14 @@ class Shard:
         return numels
 
 
-def assign(parameters: Sequence[ServedParameter], num_servers: int, *, compress: str = "none",
-           chunk_bytes: int | None = None, tables: Sequence[ServedParameter] = ()) -> tuple[Shard, ...]:
+def assign(
+    parameters: Sequence[ServedParameter],
+    num_servers: int,
+    *,
+    compress: str = "none",
+    chunk_bytes: int | None = None,
+    tables: Sequence[ServedParameter] = (),
+) -> tuple[Shard, ...]:
     """Balance parameters over servers by bytes.
 
     Large tensors are cut over all servers, so that every link is busy during all of a backward; the others go whole,
@@ -163,16 +173,30 @@ def assign(parameters: Sequence[ServedParameter], num_servers: int, *, compress:
 
     def put(server: int, number: int, start: int, stop: int) -> None:
         parameter = parameters[number]
-        part = RowSlice(parameter.name, parameter.shape, parameter.dtype, parameter.item_bytes, start, stop,
-                        parameter.optimizer)
+        part = RowSlice(
+            parameter.name,
+            parameter.shape,
+            parameter.dtype,
+            parameter.item_bytes,
+            start,
+            stop,
+            parameter.optimizer,
+        )
         pieces[server].append((number, part))
         loads[server] += part.num_bytes
 
     for number, parameter in enumerate(parameters):
         rows = parameter.shape[0] if parameter.shape else 1
-        if parameter.may_split and rows > 1 and parameter.num_bytes > _SMALL * fair_bytes and num_servers > 1:
+        if (
+            parameter.may_split
+            and rows > 1
+            and parameter.num_bytes > _SMALL * fair_bytes
+            and num_servers > 1
+        ):
             emptiest = sorted(range(num_servers), key=lambda server: (loads[server], server))
-            for place, server in enumerate(emptiest):  # those with least get the rows that are left over
+            for place, server in enumerate(
+                emptiest
+            ):  # those with least get the rows that are left over
                 start, stop = (rows * (num_servers - k) // num_servers for k in (place + 1, place))
                 if start < stop:
                     put(server, number, start, stop)
@@ -180,19 +204,52 @@ def assign(parameters: Sequence[ServedParameter], num_servers: int, *, compress:
             whole.append(number)
     for number in sorted(whole, key=lambda number: (-parameters[number].num_bytes, number)):
         parameter = parameters[number]
-        put(min(range(num_servers), key=lambda server: (loads[server], server)), number, 0,
-            parameter.shape[0] if parameter.shape else 1)
+        put(
+            min(range(num_servers), key=lambda server: (loads[server], server)),
+            number,
+            0,
+            parameter.shape[0] if parameter.shape else 1,
+        )
     if not all(loads) and not tables:
-        kind = "rows of parameters" if any(parameter.may_split for parameter in parameters) else "parameters"
-        raise PlanError(f"server={num_servers} servers and {len(parameters)} parameters: the model has too few {kind} "
-                        "for each to hold some", hint=f"at most {sum(map(bool, loads))} servers")
+        kind = (
+            "rows of parameters"
+            if any(parameter.may_split for parameter in parameters)
+            else "parameters"
+        )
+        raise PlanError(
+            f"server={num_servers} servers and {len(parameters)} parameters: the model has too few {kind} "
+            "for each to hold some",
+            hint=f"at most {sum(map(bool, loads))} servers",
+        )
     optimizers = list(dict.fromkeys(parameter.optimizer for parameter in parameters))
     # Last first, as backward makes them.
-    ordered = [tuple(part for _, part in sorted(slices, key=lambda item: (optimizers.index(item[1].optimizer),
-                                                                          -item[0]))) for slices in pieces]
-    return tuple(Shard(slices, _chunks(slices, compress, chunk_bytes), tuple(
-        RowSlice(table.name, table.shape, table.dtype, table.item_bytes, table.shape[0] * k // num_servers,
-                 table.shape[0] * (k + 1) // num_servers) for table in tables)) for k, slices in enumerate(ordered))
+    ordered = [
+        tuple(
+            part
+            for _, part in sorted(
+                slices, key=lambda item: (optimizers.index(item[1].optimizer), -item[0])
+            )
+        )
+        for slices in pieces
+    ]
+    return tuple(
+        Shard(
+            slices,
+            _chunks(slices, compress, chunk_bytes),
+            tuple(
+                RowSlice(
+                    table.name,
+                    table.shape,
+                    table.dtype,
+                    table.item_bytes,
+                    table.shape[0] * k // num_servers,
+                    table.shape[0] * (k + 1) // num_servers,
+                )
+                for table in tables
+            ),
+        )
+        for k, slices in enumerate(ordered)
+    )
 
 
 def _most_chunk_bytes(fair_bytes: float) -> int:
@@ -213,7 +270,9 @@ def mean_chunks(parameters: Iterable[tuple[float, int]], num_servers: int) -> fl
     most_bytes, whole_chunks, small_bytes = _most_chunk_bytes(fair_bytes), 0.0, 0.0
     for num_bytes, count in parameters:
         is_cut = num_bytes > _SMALL * fair_bytes
-        piece_bytes, pieces = (num_bytes / num_servers, count) if is_cut else (num_bytes, count / num_servers)
+        piece_bytes, pieces = (
+            (num_bytes / num_servers, count) if is_cut else (num_bytes, count / num_servers)
+        )
         if piece_bytes >= _CLOSED_BYTES:
             whole_chunks += pieces * math.ceil(piece_bytes / most_bytes)
         else:
@@ -227,7 +286,11 @@ def wire_format(dtype: str, item_bytes: int, compress: str) -> tuple[str, int]:
     >>> wire_format("float64", 8, "bf16"), wire_format("float16", 2, "bf16"), wire_format("float64", 8, "none")
     (('bfloat16', 2), ('float16', 2), ('float64', 8))
     """
-    return ("bfloat16", 2) if compress == "bf16" and dtype in BYTES_BEFORE_BF16 else (dtype, item_bytes)
+    return (
+        ("bfloat16", 2)
+        if compress == "bf16" and dtype in BYTES_BEFORE_BF16
+        else (dtype, item_bytes)
+    )
 
 
 def _chunks(slices: Sequence[RowSlice], compress: str, chunk_bytes: int) -> tuple[Chunk, ...]:
@@ -235,8 +298,11 @@ def _chunks(slices: Sequence[RowSlice], compress: str, chunk_bytes: int) -> tupl
     chunks: list[tuple[int, Chunk]] = []
     starts = dict.fromkeys((part.dtype for part in slices), 0)
     for dtype, optimizer in dict.fromkeys((part.dtype, part.optimizer) for part in slices):
-        alike = [(number, part) for number, part in enumerate(slices)
-                 if (part.dtype, part.optimizer) == (dtype, optimizer)]
+        alike = [
+            (number, part)
+            for number, part in enumerate(slices)
+            if (part.dtype, part.optimizer) == (dtype, optimizer)
+        ]
         wire_dtype, item_bytes = wire_format(dtype, alike[0][1].item_bytes, compress)
         most = max(1, chunk_bytes // item_bytes)
         start, used = starts[dtype], 0
@@ -248,11 +314,21 @@ def _chunks(slices: Sequence[RowSlice], compress: str, chunk_bytes: int) -> tupl
                 spans.append(ChunkSpan(number, offset, offset + taken))
                 offset, used = offset + taken, used + taken
                 if used == most or (offset == part.numel and used * item_bytes >= _CLOSED_BYTES):
-                    chunk = Chunk(dtype, wire_dtype, start, start + used, used * item_bytes, tuple(spans), optimizer)
+                    chunk = Chunk(
+                        dtype,
+                        wire_dtype,
+                        start,
+                        start + used,
+                        used * item_bytes,
+                        tuple(spans),
+                        optimizer,
+                    )
                     chunks.append((number, chunk))
                     start, used, spans = start + used, 0, []
         if used:
-            last = Chunk(dtype, wire_dtype, start, start + used, used * item_bytes, tuple(spans), optimizer)
+            last = Chunk(
+                dtype, wire_dtype, start, start + used, used * item_bytes, tuple(spans), optimizer
+            )
             chunks.append((alike[-1][0], last))
         starts[dtype] = start + used
     return tuple(chunk for _, chunk in sorted(chunks, key=lambda item: item[0]))
@@ -260,6 +336,11 @@ def _chunks(slices: Sequence[RowSlice], compress: str, chunk_bytes: int) -> tupl
 
 def fingerprint(shards: Sequence[Shard]) -> bytes:
     """32 bytes that two peers share if they cut the same model in the same way."""
-    document = json.dumps([[asdict(part) for parts in (shard.slices, shard.chunks, shard.tables) for part in parts]
-                           for shard in shards], sort_keys=True)
+    document = json.dumps(
+        [
+            [asdict(part) for parts in (shard.slices, shard.chunks, shard.tables) for part in parts]
+            for shard in shards
+        ],
+        sort_keys=True,
+    )
     return hashlib.sha256(document.encode()).digest()

@@ -75,24 +75,37 @@ STRATEGY = Strategy(
     is_active=_is_served,
     keys=KEYS,
     conflicts=(
-        Conflict("server=S with compress=int8, topk or powersgd",
-                 "workers fetch weights, not sums of gradients, and these forms are too coarse for weights",
-                 "compress=bf16",
-                 lambda plan: _is_served(plan) and plan.modifiers.compress not in ("none", "bf16")),
-        Conflict("deterministic=yes with staleness=K or inf",
-                 "which worker's update comes first depends on how fast each was, and that is another in every run",
-                 "staleness=0, under which runs repeat to the bit",
-                 lambda plan: plan.modifiers.deterministic == "yes" and _is_stale(plan)),
+        Conflict(
+            "server=S with compress=int8, topk or powersgd",
+            "workers fetch weights, not sums of gradients, and these forms are too coarse for weights",
+            "compress=bf16",
+            lambda plan: _is_served(plan) and plan.modifiers.compress not in ("none", "bf16"),
+        ),
+        Conflict(
+            "deterministic=yes with staleness=K or inf",
+            "which worker's update comes first depends on how fast each was, and that is another in every run",
+            "staleness=0, under which runs repeat to the bit",
+            lambda plan: plan.modifiers.deterministic == "yes" and _is_stale(plan),
+        ),
     ),
-    precision_conflicts={"fp16": (
-        Conflict("server=S", "whether a step's gradients overflow is known when all servers have them, and by then "
-                 "workers compute the next step with the old loss scale",
-                 'data=N or shard=N, or precision="bf16" in the job', _is_served),
-    )},
+    precision_conflicts={
+        "fp16": (
+            Conflict(
+                "server=S",
+                "whether a step's gradients overflow is known when all servers have them, and by then "
+                "workers compute the next step with the old loss scale",
+                'data=N or shard=N, or precision="bf16" in the job',
+                _is_served,
+            ),
+        )
+    },
     own_step_conflicts=(
-        Conflict("server=S with staleness=K or inf",
-                 "a step reads the weights of its own updates, and with staleness they have those of other steps",
-                 "staleness=0, or a data=N or shard=N plan", _is_stale),
+        Conflict(
+            "server=S with staleness=K or inf",
+            "a step reads the weights of its own updates, and with staleness they have those of other steps",
+            "staleness=0, or a data=N or shard=N plan",
+            _is_stale,
+        ),
     ),
     family=_family,
     code=_code,

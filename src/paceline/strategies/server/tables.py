@@ -11,9 +11,7 @@ from paceline.base.errors import JobError
 if TYPE_CHECKING:
     from torch import nn
 
-
     Table = nn.Embedding | nn.EmbeddingBag
-
 
 
 def tables(model: nn.Module) -> dict[str, Table]:
@@ -33,14 +31,20 @@ def tables(model: nn.Module) -> dict[str, Table]:
             continue
         problem = f"'{name}' ({type(module).__name__}) makes sparse gradients"
         if not isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag):
-            raise JobError(f"{problem}, and servers know those of Embedding and EmbeddingBag alone",
-                           hint="build it with sparse=False, or train it on one device")
+            raise JobError(
+                f"{problem}, and servers know those of Embedding and EmbeddingBag alone",
+                hint="build it with sparse=False, or train it on one device",
+            )
         if module.max_norm is not None or module.scale_grad_by_freq:
-            raise JobError(f"{problem} and has max_norm or scale_grad_by_freq, which look at rows that others touch",
-                           hint="leave them out, or build it with sparse=False")
+            raise JobError(
+                f"{problem} and has max_norm or scale_grad_by_freq, which look at rows that others touch",
+                hint="leave them out, or build it with sparse=False",
+            )
         if users[id(module.weight)] > 1:
-            raise JobError(f"{problem} and shares its weight with another module",
-                           hint="build it with sparse=False, or give each a weight of its own")
+            raise JobError(
+                f"{problem} and shares its weight with another module",
+                hint="build it with sparse=False, or give each a weight of its own",
+            )
         if module.weight.requires_grad:
             modules[f"{name}.weight" if name else "weight"] = module
     return modules

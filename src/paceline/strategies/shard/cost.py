@@ -11,7 +11,14 @@ from dataclasses import replace
 from paceline.model.cost.profile import Parameter, Profile
 from paceline.simulate.allocator import holes_of_gathered
 from paceline.simulate.program import COMPUTE, NETWORK, Allocate, Collective, Compute, Event, free
-from paceline.strategies.costs import Footprint, HookPoint, Hooks, Step, reduce_scatter_on, small_all_reduce
+from paceline.strategies.costs import (
+    Footprint,
+    HookPoint,
+    Hooks,
+    Step,
+    reduce_scatter_on,
+    small_all_reduce,
+)
 from paceline.strategies.plan import Plan
 
 # What FSDP2's hooks cost around one gathering or reduction of a unit, in Python. Measured; see docs/formulas.md.
@@ -27,7 +34,8 @@ def hold(footprint: Footprint, plan: Plan, profile: Profile) -> Footprint:
     """The first rank's part, which is the largest: dim 0 is cut into runs of equal length, rounded up."""
     local = {p.name: _part(p, plan.axes.shard) for p in profile.parameters}
     return replace(
-        footprint, gradients_by_unit=True,
+        footprint,
+        gradients_by_unit=True,
         parameters={name: round(footprint.parameters[name] * part) for name, part in local.items()},
         gradients={name: round(footprint.gradients[name] * part) for name, part in local.items()},
         state={name: round(footprint.state[name] * part) for name, part in local.items()},
@@ -35,7 +43,11 @@ def hold(footprint: Footprint, plan: Plan, profile: Profile) -> Footprint:
 
 
 def _part(parameter: Parameter, ranks: int) -> float:
-    return -(-parameter.rows // ranks) / parameter.rows if parameter.rows and not parameter.is_sparse else 1.0
+    return (
+        -(-parameter.rows // ranks) / parameter.rows
+        if parameter.rows and not parameter.is_sparse
+        else 1.0
+    )
 
 
 def _sharded(step: Step, unit: str) -> list[Parameter]:
@@ -53,9 +65,21 @@ def gathers_cast(plan: Plan) -> bool:
 
 def enter(step: Step) -> Hooks:
     sharding = _Sharding(step)
-    return {name: getattr(sharding, name) for name in (
-        "start", "begin", "before_forward", "after_forward", "turn", "before_backward", "after_backward", "done",
-        "finish", "update")}
+    return {
+        name: getattr(sharding, name)
+        for name in (
+            "start",
+            "begin",
+            "before_forward",
+            "after_forward",
+            "turn",
+            "before_backward",
+            "after_backward",
+            "done",
+            "finish",
+            "update",
+        )
+    }
 
 
 class _Sharding:
@@ -77,24 +101,37 @@ class _Sharding:
         self.stream = COMPUTE if self.on_cpu or not software.overlaps else NETWORK
         self.is_ahead = not self.on_cpu and software.prefetches
         self.hook_s = HOOK_S if self.on_cpu else software.hook_s
-        self.kept_whole = self.zero < 3 and not self.on_cpu and (
-            not software.prefetches or step.plan.axes.pipeline > 1)
+        self.kept_whole = (
+            self.zero < 3
+            and not self.on_cpu
+            and (not software.prefetches or step.plan.axes.pipeline > 1)
+        )
         self.reduces_at_the_end = self.zero == 1 and not self.on_cpu and not software.overlaps
         self.cast = gathers_cast(step.plan)
         self.gathered: dict[str, tuple[float, float]] = {}
         self.units = [segment.unit for segment in step.profile.segments]
         self.first_segment = {unit: self.units.index(unit) for unit in self.units if unit}
         self.forwards = [number for number in range(len(self.units)) if self._is_gathered(number)]
-        self.backwards = [number for number in reversed(range(len(self.units))) if self.units[number]]
+        self.backwards = [
+            number for number in reversed(range(len(self.units))) if self.units[number]
+        ]
 
     def start(self, point: HookPoint) -> Iterable[Event]:
         if self.on_cpu:
             yield Allocate("runtime", CPU_RUNTIME_BYTES)
             yield Allocate("communication", self._buffer_bytes())
-            yield from holes_of_gathered(self.step.device_kind, (
-                self._part_gathered(p) * p.num_bytes for p in self.step.profile.parameters for _ in range(p.count)))
+            yield from holes_of_gathered(
+                self.step.device_kind,
+                (
+                    self._part_gathered(p) * p.num_bytes
+                    for p in self.step.profile.parameters
+                    for _ in range(p.count)
+                ),
+            )
         if self.kept_whole:
-            yield Allocate("parameters", self._kept_bytes() - self.step.total(self.step.footprint.parameters))
+            yield Allocate(
+                "parameters", self._kept_bytes() - self.step.total(self.step.footprint.parameters)
+            )
 
     def begin(self, point: HookPoint) -> Iterable[Event]:
         return self._gather(ROOT) if self._is_gathered_here(point, backward=False) else ()
@@ -103,9 +140,15 @@ class _Sharding:
         unit = self.step.segment(point).unit
         if unit:
             yield from self._roll_call()
-        if unit and self._is_gathered_here(point, backward=False) and self._is_gathered(point.segment):
+        if (
+            unit
+            and self._is_gathered_here(point, backward=False)
+            and self._is_gathered(point.segment)
+        ):
             if self.is_ahead:
-                yield from self._ahead(self.forwards, point, is_first=point.is_first, is_last=point.is_last)
+                yield from self._ahead(
+                    self.forwards, point, is_first=point.is_first, is_last=point.is_last
+                )
             else:
                 yield from self._gather(unit)
 
@@ -125,7 +168,9 @@ class _Sharding:
         if not unit or not self._is_gathered_here(point, backward=True):
             return ()
         if self.is_ahead:
-            return self._ahead(self.backwards, point, is_first=point.is_last, is_last=point.is_first)
+            return self._ahead(
+                self.backwards, point, is_first=point.is_last, is_last=point.is_first
+            )
         return self._gather(unit)
 
     def after_backward(self, point: HookPoint) -> Iterable[Event]:
@@ -147,39 +192,69 @@ class _Sharding:
     def finish(self, point: HookPoint) -> Iterable[Event]:
         parameters = self.step.profile.parameters
         if sparse_bytes := sum(p.gradient_bytes * p.count for p in parameters if p.is_sparse):
-            yield Collective("all_reduce", sparse_bytes, self.ranks, stream=COMPUTE, stride=self.stride)
+            yield Collective(
+                "all_reduce", sparse_bytes, self.ranks, stream=COMPUTE, stride=self.stride
+            )
         if self.reduces_at_the_end:
-            whole_bytes = self.step.profile.reduced_part * sum(p.gradient_bytes * p.count for p in parameters
-                                                               if not p.is_sparse)
-            yield Collective("reduce_scatter", whole_bytes, self.ranks, name=REDUCED, stream=COMPUTE,
-                             stride=self.stride)
-            yield free("gradients", sum((p.gradient_bytes - self.step.footprint.gradients[p.name]) * p.count
-                                        for p in parameters))
+            whole_bytes = self.step.profile.reduced_part * sum(
+                p.gradient_bytes * p.count for p in parameters if not p.is_sparse
+            )
+            yield Collective(
+                "reduce_scatter",
+                whole_bytes,
+                self.ranks,
+                name=REDUCED,
+                stream=COMPUTE,
+                stride=self.stride,
+            )
+            yield free(
+                "gradients",
+                sum(
+                    (p.gradient_bytes - self.step.footprint.gradients[p.name]) * p.count
+                    for p in parameters
+                ),
+            )
         if not self.on_cpu:
             yield Compute(after=(REDUCED,))
 
     def update(self, point: HookPoint) -> Iterable[Event]:
         if self.kept_whole:
-            yield Collective("all_gather", self._kept_bytes(), self.ranks, name="gather", stream=COMPUTE,
-                             stride=self.stride)
+            yield Collective(
+                "all_gather",
+                self._kept_bytes(),
+                self.ranks,
+                name="gather",
+                stream=COMPUTE,
+                stride=self.stride,
+            )
 
     def _issue(self, unit: str) -> Iterable[Event]:
         whole_bytes, local_bytes = self._gathered_bytes(unit)
         yield Allocate("communication", 0 if self.on_cpu else whole_bytes + local_bytes)
-        yield Collective("all_gather", whole_bytes, self.ranks, name=f"gather {unit}", stream=self.stream,
-                         stride=self.stride)
+        yield Collective(
+            "all_gather",
+            whole_bytes,
+            self.ranks,
+            name=f"gather {unit}",
+            stream=self.stream,
+            stride=self.stride,
+        )
 
     def _take(self, unit: str) -> Iterable[Event]:
         whole_bytes, local_bytes = self._gathered_bytes(unit)
         yield Allocate("parameters", whole_bytes)
         parameter_bytes = (self._part_gathered(p) * p.num_bytes for p in _sharded(self.step, unit))
-        yield Compute(moved_bytes=2 * (whole_bytes + local_bytes), fixed_s=self.hook_s, after=(f"gather {unit}",),
-                      new_blocks=tuple(parameter_bytes) if self.on_cpu else ())
+        yield Compute(
+            moved_bytes=2 * (whole_bytes + local_bytes),
+            fixed_s=self.hook_s,
+            after=(f"gather {unit}",),
+            new_blocks=tuple(parameter_bytes) if self.on_cpu else (),
+        )
         yield free("communication", 0 if self.on_cpu else whole_bytes + local_bytes)
 
     def _buffer_bytes(self) -> float:
-        """Of the buffers that a CPU rank uses again and again, for a gathering and for a reduction; see `exchange.py`.
-        """
+        """Of the buffers that a CPU rank uses again and again, for a gathering and for a reduction;
+        see `exchange.py`."""
         units = {ROOT, *self.units}
         gathered_bytes = max(self._gathered_bytes(unit)[0] for unit in units)
         return gathered_bytes + max(self._sent_bytes(unit) for unit in units)
@@ -187,7 +262,8 @@ class _Sharding:
     def _sent_bytes(self, unit: str) -> float:
         """Of a unit's gradients, as they are reduced."""
         return self.step.profile.reduced_part * sum(
-            p.gradient_bytes for p in _sharded(self.step, unit) if p.trainable)
+            p.gradient_bytes for p in _sharded(self.step, unit) if p.trainable
+        )
 
     def _gather(self, unit: str) -> Iterable[Event]:
         if self._gathered_bytes(unit)[0]:
@@ -209,10 +285,20 @@ class _Sharding:
         sent_bytes = self._sent_bytes(unit)
         buffer_bytes = local_bytes if self.on_cpu else sent_bytes + local_bytes
         yield Allocate("communication", buffer_bytes)
-        yield Compute(moved_bytes=2 * sent_bytes, fixed_s=self.hook_s, new_blocks=(local_bytes,) if self.on_cpu else ())
+        yield Compute(
+            moved_bytes=2 * sent_bytes,
+            fixed_s=self.hook_s,
+            new_blocks=(local_bytes,) if self.on_cpu else (),
+        )
         name = f"reduce {unit}" if self.on_cpu else REDUCED
-        yield Collective(reduce_scatter_on(self.step.device_kind), sent_bytes, self.ranks, name=name,
-                         stream=self.stream, stride=self.stride)
+        yield Collective(
+            reduce_scatter_on(self.step.device_kind),
+            sent_bytes,
+            self.ranks,
+            name=name,
+            stream=self.stream,
+            stride=self.stride,
+        )
         yield Compute(moved_bytes=3 * local_bytes, after=(name,) if self.on_cpu else ())
         yield free("communication", buffer_bytes)
         if point.microbatch == 0 or self.zero == 1:  # the first reduction of the window
@@ -221,7 +307,9 @@ class _Sharding:
     def _roll_call(self) -> Iterable[Event]:
         """The ranks compare which unit comes next; on GPUs in the first forwards only."""
         if self.step.software.roll_call and self.on_cpu:
-            yield small_all_reduce(self.step, ROLL_BYTES, self.ranks, name="roll", stride=self.stride)
+            yield small_all_reduce(
+                self.step, ROLL_BYTES, self.ranks, name="roll", stride=self.stride
+            )
 
     def _is_gathered_here(self, point: HookPoint, *, backward: bool) -> bool:
         return not self.kept_whole and (self.zero == 3 or (point.microbatch == 0 and not backward))
@@ -231,7 +319,9 @@ class _Sharding:
         unit = self.units[segment]
         return bool(unit) and (self.zero == 3 or self.first_segment[unit] == segment)
 
-    def _ahead(self, segments: Sequence[int], point: HookPoint, *, is_first: bool, is_last: bool) -> Iterable[Event]:
+    def _ahead(
+        self, segments: Sequence[int], point: HookPoint, *, is_first: bool, is_last: bool
+    ) -> Iterable[Event]:
         """Take the unit that was asked for, and ask for the next one. segments: in the order of the pass."""
         unit, place = self.units[point.segment], segments.index(point.segment)
         if place == 0 and is_first:
@@ -244,14 +334,18 @@ class _Sharding:
 
     def _kept_bytes(self) -> float:
         """Of all parameters, whole, as they are gathered."""
-        return sum(self._part_gathered(p) * p.num_bytes * p.count for p in self.step.profile.parameters)
+        return sum(
+            self._part_gathered(p) * p.num_bytes * p.count for p in self.step.profile.parameters
+        )
 
     def _gathered_bytes(self, unit: str) -> tuple[float, float]:
         """Of a unit's parameters on their way: whole, and what this rank sends."""
         if unit not in self.gathered:
             owned = _sharded(self.step, unit)
-            self.gathered[unit] = (sum(self._part_gathered(p) * p.num_bytes for p in owned),
-                                   sum(self._part_gathered(p) * self.step.footprint.parameters[p.name] for p in owned))
+            self.gathered[unit] = (
+                sum(self._part_gathered(p) * p.num_bytes for p in owned),
+                sum(self._part_gathered(p) * self.step.footprint.parameters[p.name] for p in owned),
+            )
         return self.gathered[unit]
 
     def _part_gathered(self, parameter: Parameter) -> float:

@@ -31,7 +31,9 @@ class Buffers:
         unused = [memory for memory in self._memory if _num_references(memory) == _UNUSED]
         memory = next((memory for memory in unused if memory.numel() >= num_bytes), None)
         if memory is None:
-            self._memory = [memory for memory in self._memory if all(memory is not other for other in unused)]
+            self._memory = [
+                memory for memory in self._memory if all(memory is not other for other in unused)
+            ]
             del unused  # its memory is given back first
             memory = torch.empty(num_bytes, dtype=torch.uint8)
             self._memory.append(memory)
@@ -52,11 +54,18 @@ class InPlaceGather:
     def __init__(self, buffers: Buffers) -> None:
         self.buffers = buffers
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
         return self.buffers.take(math.prod(size), dtype)
 
-    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup,
-                 async_op: bool = False) -> None:
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> None:
         """input_tensor: this rank's part of output_tensor. Collective."""
         gather_in_place(output_tensor, group)
 
@@ -67,14 +76,22 @@ class InPlaceReduceScatter:
     def __init__(self, buffers: Buffers, num_ranks: int) -> None:
         self.buffers, self.num_ranks, self._last = buffers, num_ranks, 0
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
         """A buffer for the whole tensor. A part of the last one becomes gradients, which stay."""
         numbers = math.prod(size)
         is_part, self._last = numbers * self.num_ranks == self._last, numbers
         return torch.empty(numbers, dtype=dtype) if is_part else self.buffers.take(numbers, dtype)
 
-    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: Any,
-                 async_op: bool = False) -> None:
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
         """Collective. input_tensor holds the sums of all parts afterwards."""
         reduce_scatter(output_tensor, input_tensor, group, op)
 

@@ -24,16 +24,23 @@ class Hooks:
     def register(self, parameter: torch.Tensor) -> None:
         """Let them see the gradients of another tensor that stands for the parameter."""
         for number in self.before:
-            parameter.register_hook(lambda gradient, number=number: (
-                self.before[number](gradient) if number in self.before else None))
+            parameter.register_hook(
+                lambda gradient, number=number: (
+                    self.before[number](gradient) if number in self.before else None
+                )
+            )
         for number in self.after:
-            parameter.register_post_accumulate_grad_hook(lambda tensor, number=number: (
-                self.after[number](tensor) if number in self.after else None))
+            parameter.register_post_accumulate_grad_hook(
+                lambda tensor, number=number: (
+                    self.after[number](tensor) if number in self.after else None
+                )
+            )
 
 
 def hooks_of(model: nn.Module) -> dict[str, Hooks]:
     """The hooks of every parameter that has any, by name."""
-    return {name: Hooks(parameter._backward_hooks or {},
-                        parameter._post_accumulate_grad_hooks or {})
-            for name, parameter in model.named_parameters()
-            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks}
+    return {
+        name: Hooks(parameter._backward_hooks or {}, parameter._post_accumulate_grad_hooks or {})
+        for name, parameter in model.named_parameters()
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+    }

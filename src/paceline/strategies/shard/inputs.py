@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 def writable_outputs(module: nn.Module, args: Any, output: Any) -> Any:
     """A forward hook: the model's output without views, so that a loss may write to it. Memory is shared until then."""
+
     def is_view(leaf: Any) -> bool:
         return isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf._base is not None
 
@@ -42,7 +43,9 @@ class WritableInputs:
         self.path = path
         self.writes: bool | None = None
         self.forward, self.input_leaves = unit.forward, list[Any]()
-        unit.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)  # before FSDP2's
+        unit.register_forward_pre_hook(
+            self._before, prepend=True, with_kwargs=True
+        )  # before FSDP2's
         unit.forward = self._run
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -54,14 +57,22 @@ class WritableInputs:
             return self.forward(*args, **kwargs)
         input_leaves, self.input_leaves = self.input_leaves, []
         leaves, structure = pytree.tree_flatten((args, kwargs))
-        copies = {number: lazy_copy(leaf) for number, leaf in enumerate(leaves) if leaf is not input_leaves[number]}
-        args, kwargs = pytree.tree_unflatten([copies.get(number, leaf) for number, leaf in enumerate(leaves)],
-                                             structure)
+        copies = {
+            number: lazy_copy(leaf)
+            for number, leaf in enumerate(leaves)
+            if leaf is not input_leaves[number]
+        }
+        args, kwargs = pytree.tree_unflatten(
+            [copies.get(number, leaf) for number, leaf in enumerate(leaves)], structure
+        )
         versions = {number: copy._version for number, copy in copies.items()}
         output = self.forward(*args, **kwargs)
         if pytree.tree_structure((args, kwargs)) != structure:
-            raise PlanRefused(f"'{self.path}' adds to a list or dict that it is given, or takes from it, and under "
-                              "shard=N it is given a copy of that", hint="return what is added, or use a data=N plan")
+            raise PlanRefused(
+                f"'{self.path}' adds to a list or dict that it is given, or takes from it, and under "
+                "shard=N it is given a copy of that",
+                hint="return what is added, or use a data=N plan",
+            )
         edited = [number for number, copy in copies.items() if copy._version != versions[number]]
         for number in edited:
             input_leaves[number].copy_(copies[number])

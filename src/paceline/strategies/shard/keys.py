@@ -13,13 +13,22 @@ from paceline.strategies.synchronisation import AllReduce
 if TYPE_CHECKING:
     from paceline.strategies.plan import Plan
 
-ZERO = Key("zero", "sync", 3, "1|2|3", lambda name, text: whole_number(name, text, allowed="1|2|3"),
-           lambda value: "" if is_count(value) and value <= 3 else f"zero={value} must be 1, 2 or 3")
+ZERO = Key(
+    "zero",
+    "sync",
+    3,
+    "1|2|3",
+    lambda name, text: whole_number(name, text, allowed="1|2|3"),
+    lambda value: "" if is_count(value) and value <= 3 else f"zero={value} must be 1, 2 or 3",
+)
 
 
 def _complete(values: Mapping[str, Any]) -> Mapping[str, Any]:
     if "zero" in values and values.get("shard", 1) == 1:
-        raise PlanError(f"zero={values['zero']} splits the shard axis, and the plan has none", hint="add shard=N")
+        raise PlanError(
+            f"zero={values['zero']} splits the shard axis, and the plan has none",
+            hint="add shard=N",
+        )
     return values
 
 
@@ -29,5 +38,10 @@ def _problems(plan: Plan) -> list[str]:
     return [f"zero={plan.zero} splits the shard axis, and the plan has none: add shard=N"]
 
 
-KEYS = PlanKeys(axes=(Axis("shard", cuts_samples=True, cuts_weights=True),), keys=(ZERO,), sync=AllReduce,
-                complete=_complete, problems=_problems)
+KEYS = PlanKeys(
+    axes=(Axis("shard", cuts_samples=True, cuts_weights=True),),
+    keys=(ZERO,),
+    sync=AllReduce,
+    complete=_complete,
+    problems=_problems,
+)

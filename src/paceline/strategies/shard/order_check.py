@@ -30,7 +30,9 @@ class OrderCheck:
     expects: whether what came next in earlier forwards need not be asked again. The group must then have no other use.
     """
 
-    def __init__(self, units: Sequence[str], group: dist.ProcessGroup, ranks: Sequence[int], *, expects: bool) -> None:
+    def __init__(
+        self, units: Sequence[str], group: dist.ProcessGroup, ranks: Sequence[int], *, expects: bool
+    ) -> None:
         self.units, self.group, self.ranks, self.expects = units, group, ranks, expects
         self.before_any = self.place = _Place()
         self.num_places = 0
@@ -81,21 +83,32 @@ class OrderCheck:
             others = self._named(next(iter(self.place.next)))
             raise TrainingError(
                 f"this rank {self._named(unit)}, and the ranks that it shares parameters with did not within "
-                f"{PATIENCE_S:.0f} s: a rank that goes on as before {others}", hint=_WAY_OUT) from error
+                f"{PATIENCE_S:.0f} s: a rank that goes on as before {others}",
+                hint=_WAY_OUT,
+            ) from error
 
     def _refuse(self, unit: int) -> None:
         everyone = [torch.zeros(1, dtype=torch.int64) for _ in self.ranks]
         dist.all_gather(everyone, torch.tensor([unit]), group=self.group)
-        places = [f"rank {rank} {self._named(int(called))}" for rank, called in zip(self.ranks, everyone, strict=True)]
-        raise TrainingError(f"ranks that share parameters call different blocks of the model: {', '.join(places)}",
-                            hint=_WAY_OUT)
+        places = [
+            f"rank {rank} {self._named(int(called))}"
+            for rank, called in zip(self.ranks, everyone, strict=True)
+        ]
+        raise TrainingError(
+            f"ranks that share parameters call different blocks of the model: {', '.join(places)}",
+            hint=_WAY_OUT,
+        )
 
     def _named(self, unit: int) -> str:
-        return "is at the end of forward" if unit == len(self.units) else f"calls {self.units[unit]!r}"
+        return (
+            "is at the end of forward" if unit == len(self.units) else f"calls {self.units[unit]!r}"
+        )
 
 
-_WAY_OUT = ("which blocks are used depends on the data: use a data=N plan, or put the blocks to choose from into one "
-            "module that is itself a member of a ModuleList or Sequential")
+_WAY_OUT = (
+    "which blocks are used depends on the data: use a data=N plan, or put the blocks to choose from into one "
+    "module that is itself a member of a ModuleList or Sequential"
+)
 
 
 class _Place:

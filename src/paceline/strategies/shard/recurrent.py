@@ -23,7 +23,9 @@ def keep_in_place(model: nn.Module) -> None:
     for layer in layers:
         layer.flatten_parameters = _leave_in_place  # type: ignore[method-assign]
     if layers:
-        warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk")
+        warnings.filterwarnings(
+            "ignore", message="RNN module weights are not part of single contiguous chunk"
+        )
 
 
 def _leave_in_place() -> None:

@@ -45,8 +45,14 @@ if TYPE_CHECKING:
     from paceline.strategies.plan import Plan
 
 
-def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NOTHING,
-            device: torch.device | None = None) -> Sharding:
+def prepare(
+    model: nn.Module,
+    *,
+    plan: Plan,
+    mesh: Mesh,
+    observed: Observed = NOTHING,
+    device: torch.device | None = None,
+) -> Sharding:
     """Shard every unit and what is left at the root along dim 0.
 
     Parameters that a forward writes to stay whole: FSDP2 drops what is written to the weights it has gathered. Those
@@ -63,8 +69,11 @@ def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NO
     hooks = hooks_of(model)
     keep_in_place(model)
     whole = _kept_whole(model, units.values()) | {
-        p for name, p in model.named_parameters() if name in observed.edited | observed.sparse or (
-            name in hooks and hooks[name].after and plan.num_microbatches > 1 and plan.zero > 1)}
+        p
+        for name, p in model.named_parameters()
+        if name in observed.edited | observed.sparse
+        or (name in hooks and hooks[name].after and plan.num_microbatches > 1 and plan.zero > 1)
+    }
     if not is_callable(model):  # pieces of stages: nothing would gather what lies outside them
         whole |= _outside(units.values(), model).keys()
     for parameter in model.parameters():
@@ -72,13 +81,21 @@ def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NO
             parameter.data = parameter.data.contiguous()  # FSDP2 takes no other memory format
     kind = device.type if device is not None else next(model.parameters()).device.type
     # FSDP2 wants its mesh and that of split layers from one parent.
-    along = (mesh.devices(kind)["shard"] if mesh.sizes["tensor"] > 1
-             else DeviceMesh.from_group(mesh.group("shard"), kind, mesh_dim_names=("shard",)))
+    along = (
+        mesh.devices(kind)["shard"]
+        if mesh.sizes["tensor"] > 1
+        else DeviceMesh.from_group(mesh.group("shard"), kind, mesh_dim_names=("shard",))
+    )
     outermost = {"": model} if is_callable(model) else {}
     # Pieces that edit each other's outputs in place are refused before (strategies/stages).
-    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(FSDPPieceModule\) returned a view")
-    sharded = {name: module for name, module in {**units, **outermost}.items()
-               if module is model or any(p not in whole for p in module.parameters())}
+    warnings.filterwarnings(
+        "ignore", message=r"FSDP2-wrapped module \(FSDPPieceModule\) returned a view"
+    )
+    sharded = {
+        name: module
+        for name, module in {**units, **outermost}.items()
+        if module is model or any(p not in whole for p in module.parameters())
+    }
     cast = _gathered_cast(model, observed, hooks.keys(), along)
     if outermost:
         model.register_forward_hook(writable_outputs)  # before FSDP2's
@@ -91,8 +108,15 @@ def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NO
         if plan.zero == 3:
             unit.register_forward_hook(_let_go_without_gradients)
         if cast and observed.cast_dtype is not None:
-            gather_in(observed.cast_dtype, module, {
-                p for name, p in unit.named_parameters(prefix=path) if name in cast and is_sharded(p)})
+            gather_in(
+                observed.cast_dtype,
+                module,
+                {
+                    p
+                    for name, p in unit.named_parameters(prefix=path)
+                    if name in cast and is_sharded(p)
+                },
+            )
     if kind == "cpu":
         exchange_in_place(modules, along.size())
     if device is not None:
@@ -102,19 +126,37 @@ def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, observed: Observed = NO
         running = _watch_calls(sharded, _roll(list(sharded), mesh, expects=kind == "cuda"))
         model.forward = _explained(model.forward)
     trainable = {name: p for name, p in model.named_parameters() if p in whole and p.requires_grad}
-    return Sharding(model, sharded, GradientBuckets(trainable, mesh.group("shard"), sparse=observed.sparse),
-                    zero=plan.zero, hooks=hooks, running=running)
+    return Sharding(
+        model,
+        sharded,
+        GradientBuckets(trainable, mesh.group("shard"), sparse=observed.sparse),
+        zero=plan.zero,
+        hooks=hooks,
+        running=running,
+    )
 
 
-def _shard_unit(unit: nn.Module, along: DeviceMesh, whole: set[nn.Parameter], *, stays_gathered: bool,
-                device: torch.device | None) -> FSDPModule:
+def _shard_unit(
+    unit: nn.Module,
+    along: DeviceMesh,
+    whole: set[nn.Parameter],
+    *,
+    stays_gathered: bool,
+    device: torch.device | None,
+) -> FSDPModule:
     """Hand a unit to FSDP2, but for what stays whole, and bring it to the device, where one is given."""
     from torch.distributed.fsdp import fully_shard
 
-    uncut = [p for p in unit.parameters() if p not in whole and not is_sharded(p)] if device is not None else []
+    uncut = (
+        [p for p in unit.parameters() if p not in whole and not is_sharded(p)]
+        if device is not None
+        else []
+    )
     if device is not None:  # FSDP2 brings the others
         _bring(device, [p for p in uncut if hasattr(p, "device_mesh")])
-    module = fully_shard(unit, mesh=along, reshard_after_forward=not stays_gathered, ignored_params=whole)
+    module = fully_shard(
+        unit, mesh=along, reshard_after_forward=not stays_gathered, ignored_params=whole
+    )
     while uncut:
         _let_go_of(uncut.pop())
     # Gradients are sums: the loss is already divided by the whole window's count.
@@ -124,23 +166,29 @@ def _shard_unit(unit: nn.Module, along: DeviceMesh, whole: set[nn.Parameter], *,
     return module
 
 
-def _gathered_cast(model: nn.Module, observed: Observed, hooked: Collection[str], along: DeviceMesh) -> frozenset[str]:
+def _gathered_cast(
+    model: nn.Module, observed: Observed, hooked: Collection[str], along: DeviceMesh
+) -> frozenset[str]:
     """Parameters that are gathered in the dtype that autocast casts them to. Collective."""
     if observed.cast_dtype is None:
         return frozenset()
     cast = _agreed(observed.cast.difference(hooked), model, along)
     if dist.get_rank() == 0:
         numbers = {name: p.numel() for name, p in model.named_parameters()}
-        logger.info("of all parameters %.1f %% are gathered in %s: what autocast casts before anything uses it",
-                    100 * sum(numbers[name] for name in cast) / sum(numbers.values()),
-                    str(observed.cast_dtype).removeprefix("torch."))
+        logger.info(
+            "of all parameters %.1f %% are gathered in %s: what autocast casts before anything uses it",
+            100 * sum(numbers[name] for name in cast) / sum(numbers.values()),
+            str(observed.cast_dtype).removeprefix("torch."),
+        )
     return cast
 
 
 def _agreed(names: Collection[str], model: nn.Module, mesh: DeviceMesh) -> frozenset[str]:
     """Of these parameters those that all ranks of the mesh name: they must gather alike. Collective."""
     every = [name for name, _ in model.named_parameters()]
-    flags = torch.tensor([name in names for name in every], dtype=torch.uint8, device=mesh.device_type)
+    flags = torch.tensor(
+        [name in names for name in every], dtype=torch.uint8, device=mesh.device_type
+    )
     dist.all_reduce(flags, dist.ReduceOp.MIN, group=mesh.get_group())
     return frozenset(name for name, is_named in zip(every, flags.tolist(), strict=True) if is_named)
 
@@ -149,8 +197,12 @@ def _roll(units: Sequence[str], mesh: Mesh, *, expects: bool) -> OrderCheck:
     """Collective if ranks expect: each row of the axis then has a group for it alone."""
     if not expects:
         return OrderCheck(units, mesh.group("shard"), mesh.ranks_along("shard"), expects=False)
-    groups = [(row, dist.new_group(row, backend="gloo")) for row in mesh.rows("shard")]  # all of them on each rank
-    return next(OrderCheck(units, group, row, expects=True) for row, group in groups if mesh.rank in row)
+    groups = [
+        (row, dist.new_group(row, backend="gloo")) for row in mesh.rows("shard")
+    ]  # all of them on each rank
+    return next(
+        OrderCheck(units, group, row, expects=True) for row, group in groups if mesh.rank in row
+    )
 
 
 def _bring(device: torch.device, tensors: Iterable[torch.Tensor]) -> None:
@@ -158,18 +210,24 @@ def _bring(device: torch.device, tensors: Iterable[torch.Tensor]) -> None:
     for tensor in tensors:
         if tensor.device == device:
             continue
-        if hasattr(tensor, "device_mesh"):  # a part of a split layer: its data can't be put in the place of others
+        if hasattr(
+            tensor, "device_mesh"
+        ):  # a part of a split layer: its data can't be put in the place of others
             with torch.no_grad():
-                torch.utils.swap_tensors(tensor, torch.nn.Parameter(tensor.to(device), tensor.requires_grad))
+                torch.utils.swap_tensors(
+                    tensor, torch.nn.Parameter(tensor.to(device), tensor.requires_grad)
+                )
         else:
             tensor.data = tensor.data.to(device)
 
 
 def _let_go_of(parameter: nn.Parameter) -> None:
-    """Of a whole parameter after its shard was made: others may still refer to it, and find one element in its shape.
-    """
+    """Of a whole parameter after its shard was made: others may still refer to it, and find one
+    element in its shape."""
     if not hasattr(parameter, "device_mesh"):
-        parameter.data = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+        parameter.data = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(
+            parameter.shape
+        )
 
 
 def _let_go_without_gradients(module: Any, inputs: Any, output: Any) -> None:
@@ -181,26 +239,44 @@ def _let_go_without_gradients(module: Any, inputs: Any, output: Any) -> None:
 class Sharding:
     """Tells FSDP2 before each micro-batch what to keep whole after it, and sums what it doesn't shard."""
 
-    def __init__(self, root: nn.Module, sharded: Mapping[str, nn.Module], whole: GradientBuckets, *,
-                 zero: int, hooks: Mapping[str, Hooks], running: _Running) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        sharded: Mapping[str, nn.Module],
+        whole: GradientBuckets,
+        *,
+        zero: int,
+        hooks: Mapping[str, Hooks],
+        running: _Running,
+    ) -> None:
         # The outermost tells those inside it.
-        self.outermost: list[FSDPModule] = [sharded[""]] if "" in sharded else list(sharded.values())  # type: ignore
+        self.outermost: list[FSDPModule] = (
+            [sharded[""]] if "" in sharded else list(sharded.values())  # type: ignore[list-item, arg-type]
+        )
         self.units: list[FSDPModule] = list(sharded.values())  # type: ignore[arg-type]
         self.whole, self.zero, self.hooks, self.running = whole, zero, hooks, running
-        self.names = {name for name, p in root.named_parameters() if is_sharded(p) and p.requires_grad}
+        self.names = {
+            name for name, p in root.named_parameters() if is_sharded(p) and p.requires_grad
+        }
         self.used: set[str] = set()
         self.marked: set[str] = set()
         self.edits: list[_Edits] = []
         self.is_collected: bool | None = None  # where the model was ever frozen for a while
-        self.open: bool | None = None  # whether the backward is the last one, where it must be ended here
+        self.open: bool | None = (
+            None  # whether the backward is the last one, where it must be ended here
+        )
         places = _own_places(sharded)
         for name, module in sharded.items():
-            module.register_forward_pre_hook(partial(_refuse_other_weights, places[name]), prepend=True)
+            module.register_forward_pre_hook(
+                partial(_refuse_other_weights, places[name]), prepend=True
+            )
             module.register_forward_pre_hook(self._freeze(places[name]))
             module.register_forward_pre_hook(self._mark(name))
             self.edits.append(edits := _Edits(places[name]))
             module.register_forward_pre_hook(edits.before)
-            module.register_forward_hook(edits.after, prepend=True)  # before FSDP2 lets go of the weights
+            module.register_forward_hook(
+                edits.after, prepend=True
+            )  # before FSDP2 lets go of the weights
 
     def begin(self, *, last: bool) -> None:
         self.running.end()
@@ -275,8 +351,11 @@ class Sharding:
 
     def _mark(self, unit: str) -> Callable[..., None]:
         """A hook that comes after FSDP2's, when the unit's parameters are whole, and waits for their gradients."""
+
         def before_forward(module: nn.Module, inputs: Any) -> None:
-            if unit in self.marked or self.is_collected is False:  # run frozen, in another model's loss
+            if (
+                unit in self.marked or self.is_collected is False
+            ):  # run frozen, in another model's loss
                 return
             self.marked.add(unit)
             for path, parameter in module.named_parameters(prefix=unit):
@@ -294,6 +373,7 @@ class Sharding:
 
     def _freeze(self, places: Sequence[tuple[nn.Module, str, str]]) -> Callable[..., None]:
         """A hook that comes after FSDP2's: whether the parameters that the forward uses get gradients."""
+
         def before_forward(module: nn.Module, inputs: Any) -> None:
             if self.is_collected is not None:
                 for holder, key, name in places:
@@ -327,12 +407,19 @@ class _Edits:
         for before, now, (_, _, name) in zip(self.states, self._states(), self.places, strict=True):
             if before == now:
                 continue
-            did, then = ((f"changes the parameter '{name}' in place", "lose the change") if before[1] == now[1] else
-                         (f"moves the parameter '{name}' to other memory",
-                          "compute with its present values in all later steps"))
-            raise PlanRefused(f"a forward {did}, and shard=N would {then}",
-                              hint="use a data=N plan if all replicas change it alike, or one that doesn't cut the "
-                                   "batch: single or tensor=N")
+            did, then = (
+                (f"changes the parameter '{name}' in place", "lose the change")
+                if before[1] == now[1]
+                else (
+                    f"moves the parameter '{name}' to other memory",
+                    "compute with its present values in all later steps",
+                )
+            )
+            raise PlanRefused(
+                f"a forward {did}, and shard=N would {then}",
+                hint="use a data=N plan if all replicas change it alike, or one that doesn't cut the "
+                "batch: single or tensor=N",
+            )
 
     def _states(self) -> list[tuple[int, int]]:
         """Of each parameter: its version, and the address of its memory."""
@@ -345,14 +432,19 @@ def _own_places(sharded: Mapping[str, nn.Module]) -> dict[str, list[tuple[nn.Mod
     places: dict[str, list[tuple[nn.Module, str, str]]] = {}
     known: set[torch.Tensor] = set()
     for unit in sorted(sharded, key=len, reverse=True):  # what is inside comes first
-        places[unit] = [(holder, key, name_in_model(f"{unit}.{path}.{key}".strip(".").replace("..", ".")))
-                        for path, holder in sharded[unit].named_modules() for key, p in holder._parameters.items()
-                        if p is not None and is_sharded(p) and p not in known]
+        places[unit] = [
+            (holder, key, name_in_model(f"{unit}.{path}.{key}".strip(".").replace("..", ".")))
+            for path, holder in sharded[unit].named_modules()
+            for key, p in holder._parameters.items()
+            if p is not None and is_sharded(p) and p not in known
+        ]
         known |= {holder._parameters[key] for holder, key, _ in places[unit]}  # type: ignore[misc]
     return places
 
 
-def _refuse_other_weights(places: Sequence[tuple[nn.Module, str, str]], module: nn.Module, inputs: Any) -> None:
+def _refuse_other_weights(
+    places: Sequence[tuple[nn.Module, str, str]], module: nn.Module, inputs: Any
+) -> None:
     """A hook before FSDP2's, which would put a unit's own weights in the place of those that it is run with.
 
     Raises:
@@ -362,18 +454,24 @@ def _refuse_other_weights(places: Sequence[tuple[nn.Module, str, str]], module: 
 
     for holder, key, name in places:
         if not isinstance(holder._parameters[key], nn.Parameter):
-            raise PlanRefused(f"a forward runs a block with another tensor in the place of its parameter '{name}', and "
-                              "shard=N would compute with the parameter",
-                              hint="call torch.func.functional_call in the class of the model that runs the blocks, "
-                                   "where it is seen beforehand, or use a data=N plan")
+            raise PlanRefused(
+                f"a forward runs a block with another tensor in the place of its parameter '{name}', and "
+                "shard=N would compute with the parameter",
+                hint="call torch.func.functional_call in the class of the model that runs the blocks, "
+                "where it is seen beforehand, or use a data=N plan",
+            )
 
 
 def is_sharded(parameter: torch.Tensor) -> bool:
     """Whether FSDP2 holds it in parts; a part of a split layer is not what this asks for."""
-    return hasattr(parameter, "device_mesh") and "shard" in (parameter.device_mesh.mesh_dim_names or ())
+    return hasattr(parameter, "device_mesh") and "shard" in (
+        parameter.device_mesh.mesh_dim_names or ()
+    )
 
 
-def _called_alike(units: Mapping[str, nn.Module], model: nn.Module, choosing: Collection[str]) -> dict[str, nn.Module]:
+def _called_alike(
+    units: Mapping[str, nn.Module], model: nn.Module, choosing: Collection[str]
+) -> dict[str, nn.Module]:
     """Units that every rank calls: a module that chooses between some of them is one itself. The root needs to be none.
 
     choosing: paths of such modules.
@@ -412,14 +510,18 @@ def _watch_calls(sharded: Mapping[str, nn.Module], roll: OrderCheck) -> _Running
     """Compare over the ranks which unit is called next, before FSDP2 gathers it; refuse outputs it can't see into."""
     for number, module in enumerate(sharded.values()):
         if number + 1 < len(sharded):
-            module.register_forward_pre_hook(lambda *_, number=number: roll.call(number), prepend=True)
+            module.register_forward_pre_hook(
+                lambda *_, number=number: roll.call(number), prepend=True
+            )
         else:
             module.register_forward_hook(lambda *_: roll.end())
         module.register_forward_hook(_refuse_opaque)
     running = _Running()
     sharded[""].register_forward_pre_hook(running.begin)
     for name, module in sharded.items():
-        module.register_forward_hook(partial(running.watch, name or type(module).__name__.removeprefix("FSDP")))
+        module.register_forward_hook(
+            partial(running.watch, name or type(module).__name__.removeprefix("FSDP"))
+        )
     return running
 
 
@@ -458,21 +560,27 @@ class _Running:
         if self.is_on and self.is_held:
             self.runs_again = True
         elif self.is_on:
-            raise PlanRefused("the model's forward or the loss goes back through what "
-                              f"'{unit}' returns (torch.autograd.grad), and shard=N gathers its weights for the step's "
-                              "own backward alone", hint="use a data=N plan, which keeps parameters whole")
+            raise PlanRefused(
+                "the model's forward or the loss goes back through what "
+                f"'{unit}' returns (torch.autograd.grad), and shard=N gathers its weights for the step's "
+                "own backward alone",
+                hint="use a data=N plan, which keeps parameters whole",
+            )
 
 
 def _refuse_opaque(module: nn.Module, inputs: Any, output: Any) -> None:
     """FSDP2 gathers a unit for backward when a gradient arrives at its output, and must find the tensors in it."""
     if torch.is_grad_enabled() and not any(True for _ in tensors_in(output)):
         kind = type(module).__name__.removeprefix("FSDP")
-        raise JobError(f"{kind} returns a {type(output).__name__}, and shard=N can't find the tensors in it",
-                       hint="return tensors, tuples, lists, mappings or dataclasses, or use a data=N plan")
+        raise JobError(
+            f"{kind} returns a {type(output).__name__}, and shard=N can't find the tensors in it",
+            hint="return tensors, tuples, lists, mappings or dataclasses, or use a data=N plan",
+        )
 
 
 def _explained(forward: Callable[..., Any]) -> Callable[..., Any]:
     """The same forward with a clear error where it reaches into a unit whose parameters are not gathered."""
+
     @wraps(forward)
     def explained(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -480,9 +588,11 @@ def _explained(forward: Callable[..., Any]) -> Callable[..., Any]:
         except (RuntimeError, NotImplementedError) as error:
             if not is_about_parts(error):
                 raise
-            raise JobError("the model uses a parameter of one of its blocks without calling the block, and shard=N "
-                           f"gathers a block's parameters when it is called ({str(error).splitlines()[0]})",
-                           hint="call the blocks of a ModuleList or Sequential as block(x), not as block.method(x) or "
-                                "block.weight, or use a data=N plan") from error
+            raise JobError(
+                "the model uses a parameter of one of its blocks without calling the block, and shard=N "
+                f"gathers a block's parameters when it is called ({str(error).splitlines()[0]})",
+                hint="call the blocks of a ModuleList or Sequential as block(x), not as block.method(x) or "
+                "block.weight, or use a data=N plan",
+            ) from error
 
     return explained

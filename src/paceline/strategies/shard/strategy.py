@@ -22,8 +22,13 @@ def _observes(plan: Plan) -> frozenset[Observation]:
     """
     if plan.splits_model:
         return frozenset({"writes"})
-    more: dict[Observation, bool] = {"writes to parts": plan.num_microbatches == 1, "casts": gathers_cast(plan)}
-    return frozenset({"writes", "choices", *(observation for observation, is_seen in more.items() if is_seen)})
+    more: dict[Observation, bool] = {
+        "writes to parts": plan.num_microbatches == 1,
+        "casts": gathers_cast(plan),
+    }
+    return frozenset(
+        {"writes", "choices", *(observation for observation, is_seen in more.items() if is_seen)}
+    )
 
 
 STRATEGY = Strategy(

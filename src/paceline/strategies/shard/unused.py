@@ -34,8 +34,12 @@ def _put_zeros_first(group: Any) -> None:
 
     def with_zeros(*unused: Any) -> None:
         for parameter in group.fsdp_params if group.reduce_grads else ():
-            if (hasattr(parameter, "_unsharded_param") and parameter.unsharded_param.requires_grad
-                    and parameter.unsharded_param.grad is None and parameter.unsharded_accumulated_grad is None):
+            if (
+                hasattr(parameter, "_unsharded_param")
+                and parameter.unsharded_param.requires_grad
+                and parameter.unsharded_param.grad is None
+                and parameter.unsharded_accumulated_grad is None
+            ):
                 whole = parameter.unsharded_param
                 whole.grad = torch.zeros_like(whole, dtype=whole.grad_dtype)
         post_backward(*unused)

@@ -38,8 +38,16 @@ class Assignment:
     orders: Sequence[Sequence[Action]]
 
 
-def assigned(model: nn.Module, capture: Capture, plan: Plan, *, samples: int, state_factor: float,
-             devices: Sequence[Device], precision: Precision) -> Assignment:
+def assigned(
+    model: nn.Module,
+    capture: Capture,
+    plan: Plan,
+    *,
+    samples: int,
+    state_factor: float,
+    devices: Sequence[Device],
+    precision: Precision,
+) -> Assignment:
     """Cut a captured model as a plan says.
 
     Args:
@@ -55,21 +63,39 @@ def assigned(model: nn.Module, capture: Capture, plan: Plan, *, samples: int, st
     needs = piece_needs(model, capture, samples=samples, state_factor=state_factor)
     places = weakest(plan, devices)
     holders = plan.axes.tensor * plan.axes.shard  # ranks that have a stage's weights together
-    memory_bytes = [float("inf") if device is None
-                    else allocator_of(plan, device).room(device.memory_bytes) * holders for device in places]
-    flops_per_byte = places[0].flops_per_byte(precision) if places[0] is not None else CPU_FLOPS_PER_BYTE
+    memory_bytes = [
+        float("inf")
+        if device is None
+        else allocator_of(plan, device).room(device.memory_bytes) * holders
+        for device in places
+    ]
+    flops_per_byte = (
+        places[0].flops_per_byte(precision) if places[0] is not None else CPU_FLOPS_PER_BYTE
+    )
     if plan.axes.parts > 1:
         part_of = _part_of(model, capture, plan, needs, memory_bytes, flops_per_byte)
         stage_of, ranks = stages(capture, part_of)
         _check_edits(capture, stage_of)
-        return Assignment(stage_of, ranks, in_turn(ranks, num_parts=plan.axes.parts,
-                                                   num_microbatches=plan.num_microbatches))
+        return Assignment(
+            stage_of,
+            ranks,
+            in_turn(ranks, num_parts=plan.axes.parts, num_microbatches=plan.num_microbatches),
+        )
     num_ranks, virtual = plan.axes.pipeline, plan.schedule.virtual
-    orders = schedule(plan.schedule.schedule, num_ranks=num_ranks, num_microbatches=plan.num_microbatches,
-                      virtual=virtual)
-    stage_of = assign(capture, needs, flops_per_byte=flops_per_byte, speeds=_speeds(places) * virtual,
-                      memory_bytes=[num_bytes / virtual for num_bytes in memory_bytes] * virtual,
-                      in_flight=[-(-in_flight(list(order)) // virtual) for order in orders] * virtual)
+    orders = schedule(
+        plan.schedule.schedule,
+        num_ranks=num_ranks,
+        num_microbatches=plan.num_microbatches,
+        virtual=virtual,
+    )
+    stage_of = assign(
+        capture,
+        needs,
+        flops_per_byte=flops_per_byte,
+        speeds=_speeds(places) * virtual,
+        memory_bytes=[num_bytes / virtual for num_bytes in memory_bytes] * virtual,
+        in_flight=[-(-in_flight(list(order)) // virtual) for order in orders] * virtual,
+    )
     return Assignment(stage_of, [stage % num_ranks for stage in range(num_ranks * virtual)], orders)
 
 
@@ -82,33 +108,54 @@ def _check_edits(capture: Capture, stage_of: Mapping[str, int]) -> None:
     for piece in capture.pieces:
         for name in piece.mutates:
             if name in maker and stage_of[maker[name]] != stage_of[piece.key]:
-                edits, made = (key.rstrip("+") or "the model's own forward" for key in (piece.key, maker[name]))
-                raise PlanError(f"{edits} edits in place what {made} made, and place= runs them apart",
-                                hint="x = x + y in place of x += y, a file that has both and all between them on one "
-                                     "part, or a data=N or pipeline=N plan")
+                edits, made = (
+                    key.rstrip("+") or "the model's own forward" for key in (piece.key, maker[name])
+                )
+                raise PlanError(
+                    f"{edits} edits in place what {made} made, and place= runs them apart",
+                    hint="x = x + y in place of x += y, a file that has both and all between them on one "
+                    "part, or a data=N or pipeline=N plan",
+                )
 
 
 def _speeds(places: Sequence[Device | None]) -> list[float]:
     """Relative speeds; devices count as equally fast unless all state theirs."""
     stated = [device.flops_per_s for device in places if device is not None and device.flops_per_s]
-    return [speed / max(stated) for speed in stated] if len(stated) == len(places) else [1.0] * len(places)
+    return (
+        [speed / max(stated) for speed in stated]
+        if len(stated) == len(places)
+        else [1.0] * len(places)
+    )
 
 
-def _part_of(model: nn.Module, capture: Capture, plan: Plan, needs: Mapping[str, PieceMemory],
-             memory_bytes: Sequence[float], flops_per_byte: float) -> dict[str, int]:
+def _part_of(
+    model: nn.Module,
+    capture: Capture,
+    plan: Plan,
+    needs: Mapping[str, PieceMemory],
+    memory_bytes: Sequence[float],
+    flops_per_byte: float,
+) -> dict[str, int]:
     names = [f"part {part}" for part in range(plan.axes.parts)]
     if plan.schedule.place == "auto":
-        flops = {piece.key: forward_flops(piece, flops_per_byte=flops_per_byte) for piece in capture.pieces}
+        flops = {
+            piece.key: forward_flops(piece, flops_per_byte=flops_per_byte)
+            for piece in capture.pieces
+        }
         return place_automatically(capture, flops, needs, memory_bytes, names)
     placement = read_placement(Path(plan.schedule.place))
     if placement.num_parts != plan.axes.parts:
-        raise PlanError(f"{placement.path} has {placement.num_parts} parts and the plan {plan.axes.parts}",
-                        hint=f"parts={placement.num_parts}")
+        raise PlanError(
+            f"{placement.path} has {placement.num_parts} parts and the plan {plan.axes.parts}",
+            hint=f"parts={placement.num_parts}",
+        )
     known = [name for name, _ in model.named_modules() if name]
     return place_by_file(capture, placement, known, needs, memory_bytes, names)
 
 
-def piece_needs(model: nn.Module, capture: Capture, *, samples: int, state_factor: float) -> dict[str, PieceMemory]:
+def piece_needs(
+    model: nn.Module, capture: Capture, *, samples: int, state_factor: float
+) -> dict[str, PieceMemory]:
     """What each piece has to hold in training, by key. A tied parameter counts in each piece that uses it.
 
     samples: whose activations are in flight.
@@ -118,8 +165,15 @@ def piece_needs(model: nn.Module, capture: Capture, *, samples: int, state_facto
     needs = {}
     for piece in capture.pieces:
         weight_bytes = sum(parameters[name].nbytes for name in dict.fromkeys(piece.parameters))
-        trained_bytes = sum(parameters[name].nbytes for name in dict.fromkeys(piece.parameters)
-                            if parameters[name].requires_grad)
-        activation_bytes = kept_bytes(piece, capture.values, parameters, buffers) / EXAMPLE_SAMPLES * samples
-        needs[piece.key] = PieceMemory(weight_bytes, trained_bytes, state_factor * trained_bytes, activation_bytes)
+        trained_bytes = sum(
+            parameters[name].nbytes
+            for name in dict.fromkeys(piece.parameters)
+            if parameters[name].requires_grad
+        )
+        activation_bytes = (
+            kept_bytes(piece, capture.values, parameters, buffers) / EXAMPLE_SAMPLES * samples
+        )
+        needs[piece.key] = PieceMemory(
+            weight_bytes, trained_bytes, state_factor * trained_bytes, activation_bytes
+        )
     return needs

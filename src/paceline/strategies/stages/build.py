@@ -24,7 +24,14 @@ from paceline.model.units import refuse_scripted
 from paceline.strategies.compile.run import refuse_compiled
 from paceline.strategies.layout import Batch, CutBasis, ModelUse
 from paceline.strategies.stages.assignment import EXAMPLE_SAMPLES, assigned
-from paceline.strategies.stages.layout import CapturedModel, Stages, first_names, hollow, kept_whole, renamed
+from paceline.strategies.stages.layout import (
+    CapturedModel,
+    Stages,
+    first_names,
+    hollow,
+    kept_whole,
+    renamed,
+)
 from paceline.strategies.tensor.piece import CutRules
 from paceline.strategies.tensor.published import published
 from paceline.strategies.tensor.run import TensorSplit, derive
@@ -34,8 +41,15 @@ if TYPE_CHECKING:
     from paceline.strategies.plan import Plan
 
 
-def lay_out(model: nn.Module, use: ModelUse, basis: CutBasis, *, plan: Plan, mesh: Mesh,
-            device: torch.device) -> Stages:
+def lay_out(
+    model: nn.Module,
+    use: ModelUse,
+    basis: CutBasis,
+    *,
+    plan: Plan,
+    mesh: Mesh,
+    device: torch.device,
+) -> Stages:
     """This rank's part of a model that is cut into stages, or whose layers are split, or both. Collective.
 
     Args:
@@ -50,29 +64,56 @@ def lay_out(model: nn.Module, use: ModelUse, basis: CutBasis, *, plan: Plan, mes
     refuse_scripted(model, "a plan that splits the model")
     refuse_compiled(model, "a plan that splits the model")
     captured, here = _captured(model, use, device, is_staged=mesh.sizes[mesh.stage_axis] > 1)
-    assignment = assigned(model, captured.example, plan, samples=basis.microbatch_samples,
-                          state_factor=basis.state_factor(), devices=basis.devices, precision=basis.precision)
+    assignment = assigned(
+        model,
+        captured.example,
+        plan,
+        samples=basis.microbatch_samples,
+        state_factor=basis.state_factor(),
+        devices=basis.devices,
+        precision=basis.precision,
+    )
     if here != device:
-        captured = replace(captured, example=_captured_on(device, model, use, captured.opaque),
-                           batch=use.example(EXAMPLE_SAMPLES))
+        captured = replace(
+            captured,
+            example=_captured_on(device, model, use, captured.opaque),
+            batch=use.example(EXAMPLE_SAMPLES),
+        )
     split = TensorSplit()
     if plan.axes.tensor > 1:
         buffers = dict(model.named_buffers(remove_duplicate=False))
         with use.context(), use.running(), state_kept(model):
             inputs = captured.example.bind(*use.example(EXAMPLE_SAMPLES).arguments())
-            split = derive(captured.example, dict(model.named_parameters()), buffers, inputs,
-                           mesh.devices(device.type)["tensor"], batches=basis.microbatch_samples / EXAMPLE_SAMPLES,
-                           rules=CutRules(published(model), kept_whole(model, captured.example), plan.axes.shard > 1))
+            split = derive(
+                captured.example,
+                dict(model.named_parameters()),
+                buffers,
+                inputs,
+                mesh.devices(device.type)["tensor"],
+                batches=basis.microbatch_samples / EXAMPLE_SAMPLES,
+                rules=CutRules(
+                    published(model), kept_whole(model, captured.example), plan.axes.shard > 1
+                ),
+            )
     with use.running():
-        stages = Stages(model, hollow(model, device), captured, assignment, mesh=mesh, device=device, use=use,
-                        split=split)
+        stages = Stages(
+            model,
+            hollow(model, device),
+            captured,
+            assignment,
+            mesh=mesh,
+            device=device,
+            use=use,
+            split=split,
+        )
     if use.evaluated is not None:
         stages.prepare_evaluation(use.evaluated())
     return stages
 
 
-def _captured(model: nn.Module, use: ModelUse, device: torch.device, *,
-              is_staged: bool) -> tuple[CapturedModel, torch.device]:
+def _captured(
+    model: nn.Module, use: ModelUse, device: torch.device, *, is_staged: bool
+) -> tuple[CapturedModel, torch.device]:
     """The model's forward, and where it was captured: where the weights are, if the model's own code runs there.
 
     is_staged: whether there are several stages, of which the last one has the functions.
@@ -84,21 +125,42 @@ def _captured(model: nn.Module, use: ModelUse, device: torch.device, *,
     opaque, here = OpaqueModules(), next(model.parameters()).device
     with use.context():
         try:
-            example, findings = faithful_capture(model, _nearby(use.example, here), opaque, use.running)
+            example, findings = faithful_capture(
+                model, _nearby(use.example, here), opaque, use.running
+            )
         except Exception as error:
             if here == device or isinstance(error, PacelineError):
                 raise
-            logger.info("the model's own code does not run on %s (%s: %s): all of it is brought to %s", here,
-                        type(error).__name__, (str(error).splitlines() or [""])[0], device)
+            logger.info(
+                "the model's own code does not run on %s (%s: %s): all of it is brought to %s",
+                here,
+                type(error).__name__,
+                (str(error).splitlines() or [""])[0],
+                device,
+            )
             model.to(device)
             opaque, here = OpaqueModules(), device
             example, findings = faithful_capture(model, use.example, opaque, use.running)
-        notes = () if is_comparable(model) else (
-            f"not compared with the model itself before the first step: it has more than {MAX_BYTES / 2**20:.0f} MiB",)
+        notes = (
+            ()
+            if is_comparable(model)
+            else (
+                "not compared with the model itself before the first step: it has more than "
+                f"{MAX_BYTES / 2**20:.0f} MiB",
+            )
+        )
         batch = _nearby(use.example, here)(EXAMPLE_SAMPLES)
-        look = partial(refuse_readers, model, *batch.arguments(), {
-            name: partial(_of_output, function, batch.target) for name, function in use.functions.items()},
-            use.running, altered=example.reads.changed if is_staged else list)
+        look = partial(
+            refuse_readers,
+            model,
+            *batch.arguments(),
+            {
+                name: partial(_of_output, function, batch.target)
+                for name, function in use.functions.items()
+            },
+            use.running,
+            altered=example.reads.changed if is_staged else list,
+        )
         if here.type == "cpu":  # apart from what the functions keep in objects of the job's own
             with suppress(RuntimeError):  # what fails there fails in the first step, too
                 in_a_fork(look)
@@ -107,7 +169,9 @@ def _captured(model: nn.Module, use: ModelUse, device: torch.device, *,
     return CapturedModel(example, batch, opaque, findings.changing, notes), here
 
 
-def _captured_on(device: torch.device, model: nn.Module, use: ModelUse, opaque: OpaqueModules) -> Capture:
+def _captured_on(
+    device: torch.device, model: nn.Module, use: ModelUse, opaque: OpaqueModules
+) -> Capture:
     """The capture of a model as it runs on a device that its weights are not on. Its buffers are brought there.
 
     Raises:
@@ -117,7 +181,9 @@ def _captured_on(device: torch.device, model: nn.Module, use: ModelUse, opaque: 
     tensors = hollow(model, device)
     try:
         with use.context():
-            example = capture(model, *use.example(EXAMPLE_SAMPLES).arguments(), opaque=opaque, tensors=tensors)
+            example = capture(
+                model, *use.example(EXAMPLE_SAMPLES).arguments(), opaque=opaque, tensors=tensors
+            )
             return renamed(example, first_names(model))
     except CaptureFailed as failed:
         raise _refused(failed) from failed
@@ -140,13 +206,18 @@ def _of_output(function: Callable[[Any, Any], Any], target: Any, output: Any) ->
     return function(output, target)
 
 
-def faithful_capture(model: nn.Module, example: Callable[[int], Batch], opaque: OpaqueModules,
-                     running: Callable[[], AbstractContextManager[None]]) -> tuple[Capture, Findings]:
+def faithful_capture(
+    model: nn.Module,
+    example: Callable[[int], Batch],
+    opaque: OpaqueModules,
+    running: Callable[[], AbstractContextManager[None]],
+) -> tuple[Capture, Findings]:
     """A capture that computes what the model computes; what a graph would lose is taken whole.
 
     Raises:
         PlanRefused: the model's own forward does what no graph can hold.
     """
+
     def arguments(samples: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return example(samples).arguments()
 
@@ -157,16 +228,26 @@ def faithful_capture(model: nn.Module, example: Callable[[int], Batch], opaque: 
         if reasons:
             _take_whole(model, reasons, arguments, opaque, running)
         while True:
-            captured = renamed(capture_or_learn(model, arguments, opaque, running), first_names(model))
-            difference = first_difference(model, captured, *batch, running=running) if is_comparable(model) else None
+            captured = renamed(
+                capture_or_learn(model, arguments, opaque, running), first_names(model)
+            )
+            difference = (
+                first_difference(model, captured, *batch, running=running)
+                if is_comparable(model)
+                else None
+            )
             if difference is None:
                 break
             if not difference.path or _is_inside(difference.path, opaque):
                 where = f"'{difference.path}'" if difference.path else type(model).__name__
-                raise PlanRefused(f"{where} runs otherwise where the model is split: {difference.description}",
-                                  hint=WHOLE_MODEL_PLANS)
+                raise PlanRefused(
+                    f"{where} runs otherwise where the model is split: {difference.description}",
+                    hint=WHOLE_MODEL_PLANS,
+                )
             reasons[difference.path] = difference.description
-            _take_whole(model, {difference.path: difference.description}, arguments, opaque, running)
+            _take_whole(
+                model, {difference.path: difference.description}, arguments, opaque, running
+            )
     except CaptureFailed as failed:
         raise _refused(failed) from failed
     for path, why in reasons.items():
@@ -174,14 +255,21 @@ def faithful_capture(model: nn.Module, example: Callable[[int], Batch], opaque: 
     return captured, findings
 
 
-def _take_whole(model: nn.Module, reasons: Mapping[str, str],
-                arguments: Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]], opaque: OpaqueModules,
-                running: Callable[[], AbstractContextManager[None]]) -> None:
+def _take_whole(
+    model: nn.Module,
+    reasons: Mapping[str, str],
+    arguments: Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]],
+    opaque: OpaqueModules,
+    running: Callable[[], AbstractContextManager[None]],
+) -> None:
     take_whole(model, list(reasons), arguments, opaque, running)
     for path, why in reasons.items():
         if not _is_inside(path, opaque):
-            raise PlanRefused(f"'{path}' {why}, and a rank that runs a part of the model would lose that: it is never "
-                              "called itself, so that it can't be taken whole", hint=WHOLE_MODEL_PLANS)
+            raise PlanRefused(
+                f"'{path}' {why}, and a rank that runs a part of the model would lose that: it is never "
+                "called itself, so that it can't be taken whole",
+                hint=WHOLE_MODEL_PLANS,
+            )
 
 
 def _is_inside(path: str, opaque: OpaqueModules) -> bool:

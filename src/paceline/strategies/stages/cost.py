@@ -9,8 +9,24 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from paceline.model.cost.profile import Profile
-from paceline.simulate.program import COMPUTE, Allocate, Collective, Compute, Event, Receive, Repeat, Send, free
-from paceline.strategies.costs import HookPoint, MomentName, backward_moments, compute, forward_moments
+from paceline.simulate.program import (
+    COMPUTE,
+    Allocate,
+    Collective,
+    Compute,
+    Event,
+    Receive,
+    Repeat,
+    Send,
+    free,
+)
+from paceline.strategies.costs import (
+    HookPoint,
+    MomentName,
+    backward_moments,
+    compute,
+    forward_moments,
+)
 from paceline.strategies.pipeline.schedule import Action
 
 ENDING: tuple[MomentName, ...] = ("finish", "meet", "update", "save")
@@ -63,7 +79,9 @@ class RankCost:
 
 def tie(rank: RankCost) -> Event:
     """The sum of gradients that two ranks have of the same parameters."""
-    return Collective("all_reduce", rank.tied_bytes, 2, name="ties", stream=COMPUTE, stride=rank.tied_stride)
+    return Collective(
+        "all_reduce", rank.tied_bytes, 2, name="ties", stream=COMPUTE, stride=rank.tied_stride
+    )
 
 
 def course(rank: RankCost) -> Iterator[Event | tuple[MomentName, HookPoint]]:
@@ -73,7 +91,7 @@ def course(rank: RankCost) -> Iterator[Event | tuple[MomentName, HookPoint]]:
     posted: set[Action] = set()
     for position, action in enumerate(rank.order):
         stage, microbatch = rank.stages[action.stage], action.microbatch
-        for coming in rank.order[position:position + POSTED_AHEAD]:
+        for coming in rank.order[position : position + POSTED_AHEAD]:
             if coming not in posted:
                 posted.add(coming)
                 yield Allocate("communication", _room_bytes(rank.stages[coming.stage], coming))
@@ -87,7 +105,10 @@ def course(rank: RankCost) -> Iterator[Event | tuple[MomentName, HookPoint]]:
             yield from input_gradients(rank.profile, stage, rank.samples)
         else:
             yield from backward_course(rank, stage, microbatch)
-        yield from (Send(message.peer, f"{message.name}.{microbatch}", message.num_bytes) for message in leaving)
+        yield from (
+            Send(message.peer, f"{message.name}.{microbatch}", message.num_bytes)
+            for message in leaving
+        )
         if action.kind in ("B", "W"):
             yield free("communication", sum(m.num_bytes for m in (*stage.takes, *stage.regains)))
     if rank.tied_bytes:
@@ -102,7 +123,9 @@ def _room_bytes(stage: StageCost, action: Action) -> float:
     return sum(message.num_bytes for message in arriving)
 
 
-def forward_course(rank: RankCost, stage: StageCost, microbatch: int) -> Iterator[tuple[MomentName, HookPoint]]:
+def forward_course(
+    rank: RankCost, stage: StageCost, microbatch: int
+) -> Iterator[tuple[MomentName, HookPoint]]:
     """A stage's forward of a micro-batch."""
     yield "begin", HookPoint(microbatch, stage.segments.start)
     for segment in stage.segments:
@@ -115,7 +138,9 @@ def input_gradients(profile: Profile, stage: StageCost, samples: float) -> Itera
         yield Repeat((compute(segment.backward, samples),), segment.repeat)
 
 
-def backward_course(rank: RankCost, stage: StageCost, microbatch: int) -> Iterator[tuple[MomentName, HookPoint]]:
+def backward_course(
+    rank: RankCost, stage: StageCost, microbatch: int
+) -> Iterator[tuple[MomentName, HookPoint]]:
     """A stage's backward of a micro-batch."""
     yield "turn", HookPoint(microbatch, stage.segments.start)
     for segment in reversed(stage.segments):

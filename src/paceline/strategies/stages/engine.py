@@ -63,14 +63,31 @@ def cut(capture: Capture, stage_of: Callable[[Piece], int], ranks: Sequence[int]
             if name in producer and producer[name] != number:
                 needed[number][name] = None
     for output in capture.outputs:
-        if not isinstance(output, Constant) and output in producer and producer[output] != len(ranks) - 1:
+        if (
+            not isinstance(output, Constant)
+            and output in producer
+            and producer[output] != len(ranks) - 1
+        ):
             needed[-1][output] = None
-    consumers = {name: tuple(k for k, names in enumerate(needed) if name in names) for name in producer}
+    consumers = {
+        name: tuple(k for k, names in enumerate(needed) if name in names) for name in producer
+    }
     consumers = {name: stages for name, stages in consumers.items() if stages}
     stages = tuple(
-        Stage(number, ranks[number], tuple(pieces), tuple(capture.values[name] for name in needed[number]),
-              tuple(capture.values[name] for piece in pieces for name in piece.outputs if name in consumers))
-        for number, pieces in enumerate(members))
+        Stage(
+            number,
+            ranks[number],
+            tuple(pieces),
+            tuple(capture.values[name] for name in needed[number]),
+            tuple(
+                capture.values[name]
+                for piece in pieces
+                for name in piece.outputs
+                if name in consumers
+            ),
+        )
+        for number, pieces in enumerate(members)
+    )
     return Staged(capture, stages, {name: producer[name] for name in consumers}, consumers)
 
 
@@ -105,9 +122,22 @@ class Links:
     places.
     """
 
-    def __init__(self, ranks: Sequence[int], place: int, device: torch.device, *, ahead: dist.ProcessGroup | None,
-                 back: dist.ProcessGroup | None) -> None:
-        self.ranks, self.place, self.device, self.ahead, self.back = ranks, place, device, ahead, back
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        place: int,
+        device: torch.device,
+        *,
+        ahead: dist.ProcessGroup | None,
+        back: dist.ProcessGroup | None,
+    ) -> None:
+        self.ranks, self.place, self.device, self.ahead, self.back = (
+            ranks,
+            place,
+            device,
+            ahead,
+            back,
+        )
         self.expected: dict[int, Iterator[tuple[PeerMessage, Value]]] = {}
         self.posted: dict[tuple[int, PeerMessage], tuple[dist.Work, torch.Tensor]] = {}
         self.sent: list[tuple[dist.Work, torch.Tensor]] = []
@@ -118,8 +148,12 @@ class Links:
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
         tensor = tensor.detach().contiguous()
-        self.sent = [(work, tensor_sent) for work, tensor_sent in self.sent if not work.is_completed()]
-        work = dist.isend(tensor, self.ranks[to], group=self.ahead if to > self.place else self.back)
+        self.sent = [
+            (work, tensor_sent) for work, tensor_sent in self.sent if not work.is_completed()
+        ]
+        work = dist.isend(
+            tensor, self.ranks[to], group=self.ahead if to > self.place else self.back
+        )
         assert work is not None
         self.sent.append((work, tensor))
 
@@ -128,7 +162,9 @@ class Links:
         while (source, message) not in self.posted:
             coming, value = next(self.expected[source])
             buffer = torch.empty(value.shape, dtype=value.dtype, device=self.device)
-            work = dist.irecv(buffer, self.ranks[source], group=self.ahead if source < self.place else self.back)
+            work = dist.irecv(
+                buffer, self.ranks[source], group=self.ahead if source < self.place else self.back
+            )
             assert work is not None
             self.posted[source, coming] = (work, buffer)
 
@@ -165,15 +201,23 @@ class Engine:
     weights: Callable[[Stage], list[torch.nn.Parameter]]
     record: Callable[[Action, float, float], None] | None = None
     _ready_s: float = 0.0
-    _separable: dict[tuple[int, int], bool] = field(default_factory=dict)  # of a capture's stage, whether I and W are
+    _separable: dict[tuple[int, int], bool] = field(
+        default_factory=dict
+    )  # of a capture's stage, whether I and W are
     _received: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
     _uses: dict[tuple[str, int], int] = field(default_factory=dict)
     _gradients: dict[PeerMessage, torch.Tensor | None] = field(default_factory=dict)
     _flights: dict[tuple[int, int], _Flight] = field(default_factory=dict)
 
-    def run(self, staged: Mapping[int, Staged], inputs: Mapping[int, Mapping[str, torch.Tensor]],
-            loss: Callable[[int, Any], torch.Tensor], *, before: Callable[[Action], None] = lambda action: None,
-            context: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
+    def run(
+        self,
+        staged: Mapping[int, Staged],
+        inputs: Mapping[int, Mapping[str, torch.Tensor]],
+        loss: Callable[[int, Any], torch.Tensor],
+        *,
+        before: Callable[[Action], None] = lambda action: None,
+        context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
         """Forward and backward of these micro-batches; the orders' other ones are left out.
 
         Args:
@@ -183,16 +227,20 @@ class Engine:
             before: Called before each action.
             context: The numeric context of a forward. A backward has none: autograd knows what each operator ran in.
         """
-        orders = [[action for action in order if action.microbatch in staged] for order in self.orders]
+        orders = [
+            [action for action in order if action.microbatch in staged] for order in self.orders
+        ]
         self._begin(orders, staged)
         order = orders[self.links.place]
         for position, action in enumerate(order):
-            for coming in order[position:position + 2]:
+            for coming in order[position : position + 2]:
                 self._post(coming, staged[coming.microbatch])
             before(action)
             if action.kind == "F":
                 with context():
-                    self._forward(action, staged[action.microbatch], inputs[action.microbatch], loss)
+                    self._forward(
+                        action, staged[action.microbatch], inputs[action.microbatch], loss
+                    )
             else:
                 self._backward(action, staged[action.microbatch])
             if self.record is not None:
@@ -202,9 +250,19 @@ class Engine:
     def run_forward(self, staged: Staged, inputs: Mapping[str, torch.Tensor]) -> Any:
         """The model's output for one batch, on the rank of the last stage; None on others."""
         place, output = self.links.place, None
-        self.links.expect({rank: [(PeerMessage(value.name, 0), value) for stage in staged.stages if stage.rank == rank
-                                  for value in stage.outputs if place in self._takers(staged, value.name)]
-                           for rank in range(len(self.links.ranks)) if rank != place})
+        self.links.expect(
+            {
+                rank: [
+                    (PeerMessage(value.name, 0), value)
+                    for stage in staged.stages
+                    if stage.rank == rank
+                    for value in stage.outputs
+                    if place in self._takers(staged, value.name)
+                ]
+                for rank in range(len(self.links.ranks))
+                if rank != place
+            }
+        )
         self._received, self._uses = {}, {}
         for stage in staged.stages:
             if stage.rank != place:
@@ -224,22 +282,35 @@ class Engine:
 
     def _begin(self, orders: Sequence[Sequence[Action]], staged: Mapping[int, Staged]) -> None:
         place = self.links.place
-        self.links.expect({rank: list(self._messages(orders[rank], staged, to=place, rank=rank))
-                           for rank in range(len(orders)) if rank != place})
+        self.links.expect(
+            {
+                rank: list(self._messages(orders[rank], staged, to=place, rank=rank))
+                for rank in range(len(orders))
+                if rank != place
+            }
+        )
         self._received, self._uses, self._gradients, self._flights = {}, {}, {}, {}
 
-    def _messages(self, order: Sequence[Action], staged: Mapping[int, Staged], *, to: int,
-                  rank: int) -> Iterator[tuple[PeerMessage, Value]]:
+    def _messages(
+        self, order: Sequence[Action], staged: Mapping[int, Staged], *, to: int, rank: int
+    ) -> Iterator[tuple[PeerMessage, Value]]:
         """What a rank with this order sends to another."""
         for action in order:
             stages_of = staged[action.microbatch]
             stage = stages_of.stages[action.stage]
             if action.kind == "F":
-                yield from ((PeerMessage(value.name, action.microbatch), value) for value in stage.outputs
-                            if to in self._takers(stages_of, value.name))
+                yield from (
+                    (PeerMessage(value.name, action.microbatch), value)
+                    for value in stage.outputs
+                    if to in self._takers(stages_of, value.name)
+                )
             elif action.kind in ("B", "I"):
-                yield from ((PeerMessage(value.name, action.microbatch, stage.number), value) for value in stage.inputs
-                            if value.differentiable and stages_of.stages[stages_of.producer[value.name]].rank == to)
+                yield from (
+                    (PeerMessage(value.name, action.microbatch, stage.number), value)
+                    for value in stage.inputs
+                    if value.differentiable
+                    and stages_of.stages[stages_of.producer[value.name]].rank == to
+                )
 
     def _takers(self, staged: Staged, name: str) -> list[int]:
         """Ranks that need a value of another rank."""
@@ -258,14 +329,21 @@ class Engine:
             for value in stage.outputs:
                 for consumer in staged.consumers[value.name] if value.differentiable else ():
                     if staged.stages[consumer].rank != place:
-                        self.links.post(PeerMessage(value.name, number, consumer), staged.stages[consumer].rank)
+                        self.links.post(
+                            PeerMessage(value.name, number, consumer), staged.stages[consumer].rank
+                        )
 
     def _take(self, staged: Staged, value: Value, number: int) -> torch.Tensor:
         """A value of an earlier stage, from this rank or another; kept until the last stage here has taken it."""
         key = (value.name, number)
         if key not in self._received:
             home = staged.stages[staged.producer[value.name]].rank
-            self._keep(staged, value.name, number, self.links.receive(PeerMessage(value.name, number), home))
+            self._keep(
+                staged,
+                value.name,
+                number,
+                self.links.receive(PeerMessage(value.name, number), home),
+            )
         self._uses[key] -= 1
         return self._received[key] if self._uses[key] else self._received.pop(key)
 
@@ -274,7 +352,9 @@ class Engine:
         if uses:
             self._received[name, number], self._uses[name, number] = tensor.detach(), uses
 
-    def _give(self, staged: Staged, stage: Stage, outputs: Mapping[str, torch.Tensor], number: int) -> None:
+    def _give(
+        self, staged: Staged, stage: Stage, outputs: Mapping[str, torch.Tensor], number: int
+    ) -> None:
         for name, tensor in outputs.items():
             self._keep(staged, name, number, tensor)
             for rank in self._takers(staged, name):
@@ -282,14 +362,26 @@ class Engine:
 
     def _run_pieces(self, stage: Stage, values: dict[str, torch.Tensor]) -> None:
         for piece in stage.pieces:
-            values |= zip(piece.outputs, self.run_piece(piece, tuple(values[name] for name in piece.inputs)),
-                          strict=True)
+            values |= zip(
+                piece.outputs,
+                self.run_piece(piece, tuple(values[name] for name in piece.inputs)),
+                strict=True,
+            )
 
-    def _forward(self, action: Action, staged: Staged, inputs: Mapping[str, torch.Tensor],
-                 loss: Callable[[int, Any], torch.Tensor]) -> None:
+    def _forward(
+        self,
+        action: Action,
+        staged: Staged,
+        inputs: Mapping[str, torch.Tensor],
+        loss: Callable[[int, Any], torch.Tensor],
+    ) -> None:
         stage, number = staged.stages[action.stage], action.microbatch
-        taken = {value.name: self._take(staged, value, number).detach().requires_grad_(value.differentiable)
-                 for value in stage.inputs}
+        taken = {
+            value.name: self._take(staged, value, number)
+            .detach()
+            .requires_grad_(value.differentiable)
+            for value in stage.inputs
+        }
         self._ready_s = time.perf_counter()
         values = dict(inputs) | taken
         self._run_pieces(stage, values)
@@ -316,7 +408,9 @@ class Engine:
             if stage_key not in self._separable:
                 self._separable[stage_key] = uses_weights_once(roots, inputs)
             if self._separable[stage_key]:
-                flight.weights_left = backward_of_inputs(roots, gradients, inputs, self.weights(stage))
+                flight.weights_left = backward_of_inputs(
+                    roots, gradients, inputs, self.weights(stage)
+                )
             else:
                 torch.autograd.backward(roots, gradients)
                 flight.weights_left = _nothing
@@ -326,8 +420,9 @@ class Engine:
         if action.kind == "B":
             del self._flights[key]
 
-    def _roots(self, action: Action, staged: Staged,
-               flight: _Flight) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def _roots(
+        self, action: Action, staged: Staged, flight: _Flight
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Where a stage's backward starts: its outputs with the gradients that came for them, and the loss."""
         stage, number = staged.stages[action.stage], action.microbatch
         roots: list[torch.Tensor] = []
@@ -335,8 +430,14 @@ class Engine:
         for value in stage.outputs:
             if not value.differentiable:
                 continue
-            arrived = [g for g in (self._gradient(staged, value, number, consumer)
-                                   for consumer in staged.consumers[value.name]) if g is not None]
+            arrived = [
+                g
+                for g in (
+                    self._gradient(staged, value, number, consumer)
+                    for consumer in staged.consumers[value.name]
+                )
+                if g is not None
+            ]
             output = flight.outputs[value.name]
             if arrived and output.requires_grad:
                 roots.append(output)
@@ -346,7 +447,9 @@ class Engine:
             gradients.append(torch.ones_like(flight.loss))
         return roots, gradients
 
-    def _gradient(self, staged: Staged, value: Value, number: int, consumer: int) -> torch.Tensor | None:
+    def _gradient(
+        self, staged: Staged, value: Value, number: int, consumer: int
+    ) -> torch.Tensor | None:
         home, message = staged.stages[consumer].rank, PeerMessage(value.name, number, consumer)
         if home == self.links.place:
             return self._gradients.pop(message)
@@ -358,12 +461,19 @@ class Engine:
         for value in stage.inputs:
             if not value.differentiable:
                 continue
-            home, gradient = staged.stages[staged.producer[value.name]].rank, flight.inputs[value.name].grad
+            home, gradient = (
+                staged.stages[staged.producer[value.name]].rank,
+                flight.inputs[value.name].grad,
+            )
             if home == self.links.place:
                 self._gradients[PeerMessage(value.name, number, stage.number)] = gradient
             else:
-                self.links.send(torch.zeros(value.shape, dtype=value.dtype, device=self.links.device)
-                                if gradient is None else gradient, home)
+                self.links.send(
+                    torch.zeros(value.shape, dtype=value.dtype, device=self.links.device)
+                    if gradient is None
+                    else gradient,
+                    home,
+                )
 
 
 def _nothing() -> None:
@@ -379,7 +489,9 @@ def uses_weights_once(roots: Sequence[torch.Tensor], inputs: Sequence[torch.Tens
     ends = {torch.autograd.graph.get_gradient_edge(tensor).node for tensor in inputs}
     order: list[Any] = []
     users: dict[Any, int] = {}
-    stack: list[tuple[Any, bool]] = [(root.grad_fn, False) for root in roots if root.grad_fn is not None]
+    stack: list[tuple[Any, bool]] = [
+        (root.grad_fn, False) for root in roots if root.grad_fn is not None
+    ]
     seen: set[Any] = set()
     while stack:  # depth first; a node comes into the order after all that it leads to
         node, is_done = stack.pop()
@@ -399,8 +511,12 @@ def uses_weights_once(roots: Sequence[torch.Tensor], inputs: Sequence[torch.Tens
     return all(count == 1 or node in to_inputs for node, count in users.items())
 
 
-def backward_of_inputs(roots: list[torch.Tensor], gradients: list[torch.Tensor], inputs: list[torch.Tensor],
-                       weights: list[torch.nn.Parameter]) -> Callable[[], None]:
+def backward_of_inputs(
+    roots: list[torch.Tensor],
+    gradients: list[torch.Tensor],
+    inputs: list[torch.Tensor],
+    weights: list[torch.nn.Parameter],
+) -> Callable[[], None]:
     """The first half of a backward: gradients of the inputs alone. What is returned does the other half.
 
     The graph is kept in between.
@@ -412,7 +528,9 @@ def backward_of_inputs(roots: list[torch.Tensor], gradients: list[torch.Tensor],
     if not inputs:  # the first stage: all of its backward is its weights'
         return lambda: torch.autograd.backward(roots, gradients)
     # torch detaches in place what it is given, which views don't allow.
-    _, groups = stage_backward_input([root.clone() for root in roots], gradients, inputs, iter(weights))
+    _, groups = stage_backward_input(
+        [root.clone() for root in roots], gradients, inputs, iter(weights)
+    )
     edges = {torch.autograd.graph.get_gradient_edge(weight).node: weight for weight in weights}
     reached = {edges[node] for group in groups for node in group["params"]}
 

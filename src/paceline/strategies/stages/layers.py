@@ -1,24 +1,36 @@
 """A captured model as layers that repeat: a profile that can be cut anywhere without another capture.
 
-Pieces that are alike and follow each other are one segment, as in a profile by dimensions (`model/reference/transformer.py`), so
-that a plan for thousands of devices is priced in milliseconds. Figures are lines through two captures.
-"""
+Pieces that are alike and follow each other are one segment, as in a profile by dimensions
+(`model/reference/transformer.py`), so that a plan for thousands of devices is priced in
+milliseconds. Figures are lines through two captures."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from paceline.model.cost.profile import Affine, Parameter, Product, Profile, Segment, TensorCut, Work, folded
+from paceline.model.cost.profile import (
+    Affine,
+    Parameter,
+    Product,
+    Profile,
+    Segment,
+    TensorCut,
+    Work,
+    folded,
+)
 from paceline.strategies.stages.assignment import EXAMPLE_SAMPLES
 from paceline.strategies.stages.price import LOSS, SplitJob
 
 SAMPLES = (EXAMPLE_SAMPLES, 2 * EXAMPLE_SAMPLES)  # of the two captures
 # Of what a transformer layer keeps and moves for a token, this many times its output is done whole by each rank of a
-# tensor axis: norms, sums and their inputs. As counted for `model/reference/transformer.py`; a rough figure for other layers.
+# tensor axis: norms, sums and their inputs. As counted for `model/reference/transformer.py`; a
+# rough figure for other layers.
 WHOLE_KEPT, WHOLE_MOVED = 4, 10
-TENSOR_NOTE = ("tensor=N: every matrix that can be is taken to be split, and a layer to exchange its output once, or "
-               "twice if it has attention")
+TENSOR_NOTE = (
+    "tensor=N: every matrix that can be is taken to be split, and a layer to exchange its output once, or "
+    "twice if it has attention"
+)
 
 
 def layered(split: SplitJob) -> Profile:
@@ -31,26 +43,43 @@ def layered(split: SplitJob) -> Profile:
     if [piece.key for piece in small.pieces] != [piece.key for piece in large.pieces]:
         raise ValueError("the model is in other pieces for another number of samples")
     known = {p.name: p for p in split.whole.parameters}
-    places = {name: place for place, name in enumerate(known)}  # of a parameter in the model, whichever uses it first
+    places = {
+        name: place for place, name in enumerate(known)
+    }  # of a parameter in the model, whichever uses it first
     units = set(split.whole.units) or {piece.key for piece in split.pieces if piece.parameters}
     used: set[str] = set()
     segments: list[Segment] = []
     parameters: list[Parameter] = []
     for piece in split.pieces:
         unit = piece.key if piece.key in units else ""
-        first_used = sorted((known[name] for name in set(piece.parameters) - used), key=lambda p: places[p.name])
+        first_used = sorted(
+            (known[name] for name in set(piece.parameters) - used), key=lambda p: places[p.name]
+        )
         line = _line(first[piece.key], second[piece.key])
-        segments.append(replace(
-            line, unit=unit, gradients=tuple(p.name for p in first_used if p.trainable),
-            borrows=(*(name for name in dict.fromkeys(piece.parameters) if name in used),
-                     *(p.name for p in first_used if not p.trainable)),
-            tensor=_cut(line) if unit else None))
+        segments.append(
+            replace(
+                line,
+                unit=unit,
+                gradients=tuple(p.name for p in first_used if p.trainable),
+                borrows=(
+                    *(name for name in dict.fromkeys(piece.parameters) if name in used),
+                    *(p.name for p in first_used if not p.trainable),
+                ),
+                tensor=_cut(line) if unit else None,
+            )
+        )
         parameters += [replace(p, unit=unit, is_cut=_divides(p)) for p in first_used]
         used.update(piece.parameters)
     segments.append(replace(_line(first[LOSS], second[LOSS]), unit=""))
-    return folded(replace(
-        split.whole, parameters=tuple(parameters), segments=tuple(s for s in segments if s != Segment()),
-        by_dimensions=True, notes=(*split.whole.notes, TENSOR_NOTE)))
+    return folded(
+        replace(
+            split.whole,
+            parameters=tuple(parameters),
+            segments=tuple(s for s in segments if s != Segment()),
+            by_dimensions=True,
+            notes=(*split.whole.notes, TENSOR_NOTE),
+        )
+    )
 
 
 def _divides(p: Parameter) -> bool:
@@ -63,10 +92,14 @@ def _cut(segment: Segment) -> TensorCut | None:
     if not kinds:
         return None
     exchanges = 2 if kinds & {"attention", "full attention"} else 1
-    return TensorCut(_less(segment.forward.function_bytes, segment.output_bytes, WHOLE_MOVED),
-                     _less(segment.backward.function_bytes, segment.output_bytes, WHOLE_MOVED),
-                     _less(segment.kept_bytes, segment.output_bytes, WHOLE_KEPT),
-                     segment.output_bytes, forward_exchanges=exchanges, backward_exchanges=exchanges)
+    return TensorCut(
+        _less(segment.forward.function_bytes, segment.output_bytes, WHOLE_MOVED),
+        _less(segment.backward.function_bytes, segment.output_bytes, WHOLE_MOVED),
+        _less(segment.kept_bytes, segment.output_bytes, WHOLE_KEPT),
+        segment.output_bytes,
+        forward_exchanges=exchanges,
+        backward_exchanges=exchanges,
+    )
 
 
 def _less(figure: Affine, output: Affine, times: int) -> Affine:
@@ -76,19 +109,40 @@ def _less(figure: Affine, output: Affine, times: int) -> Affine:
 
 def _line(first: Segment, second: Segment) -> Segment:
     """Figures that grow with the samples, as accelerators take them: what waits for memory is one figure."""
+
     def work(separate: Work) -> Work:
         moved, functions = separate.moved_bytes, separate.function_bytes
-        return Work(separate.flops, operators=separate.operators, products=_cut_products(separate.products),
-                    function_bytes=Affine(moved.fixed + functions.fixed, moved.per_sample + functions.per_sample))
+        return Work(
+            separate.flops,
+            operators=separate.operators,
+            products=_cut_products(separate.products),
+            function_bytes=Affine(
+                moved.fixed + functions.fixed, moved.per_sample + functions.per_sample
+            ),
+        )
 
     line = Segment.through(first, second, samples=SAMPLES)
-    return replace(line, forward=work(line.forward), backward=work(line.backward),
-                   again=line.again and work(line.again),
-                   core=line.core and replace(line.core, forward=work(line.core.forward)))
+    return replace(
+        line,
+        forward=work(line.forward),
+        backward=work(line.backward),
+        again=line.again and work(line.again),
+        core=line.core and replace(line.core, forward=work(line.core.forward)),
+    )
 
 
 def _cut_products(products: Sequence[Product]) -> tuple[Product, ...]:
     """Heads are divided, nothing of recurrent layers, and of other products a side that samples don't make longer."""
-    return tuple(p if p.kind == "recurrent" else replace(
-        p, cut="count" if p.kind in ("attention", "full attention") else "columns" if p.grows != "columns" else "inner")
-        for p in products)
+    return tuple(
+        p
+        if p.kind == "recurrent"
+        else replace(
+            p,
+            cut="count"
+            if p.kind in ("attention", "full attention")
+            else "columns"
+            if p.grows != "columns"
+            else "inner",
+        )
+        for p in products
+    )

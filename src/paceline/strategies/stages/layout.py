@@ -44,13 +44,20 @@ def first_names(model: nn.Module) -> dict[str, str]:
 
 def renamed(capture: Capture, first_name: Mapping[str, str]) -> Capture:
     """The capture with a tied parameter under one name."""
-    return replace(capture, pieces=tuple(
-        replace(piece, parameters=tuple(first_name[name] for name in piece.parameters)) for piece in capture.pieces))
+    return replace(
+        capture,
+        pieces=tuple(
+            replace(piece, parameters=tuple(first_name[name] for name in piece.parameters))
+            for piece in capture.pieces
+        ),
+    )
 
 
 def has_hooks(parameter: nn.Parameter) -> bool:
     """Whether the user waits for its gradient, or changes it."""
-    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+    return bool(
+        parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+    )
 
 
 def kept_whole(model: nn.Module, capture: Capture) -> dict[str, str]:
@@ -58,7 +65,8 @@ def kept_whole(model: nn.Module, capture: Capture) -> dict[str, str]:
     hooked = [name for name, p in model.named_parameters() if has_hooks(p)]
     changed = set().union(*(piece.changes for piece in capture.pieces))
     return dict.fromkeys(hooked, "its gradient has a hook, which expects it whole") | dict.fromkeys(
-        changed, "the forward changes it in place")
+        changed, "the forward changes it in place"
+    )
 
 
 def hollow(model: nn.Module, device: torch.device) -> dict[str, nn.Parameter]:
@@ -112,18 +120,44 @@ class Stages:
         PlanRefused: several ranks would use what a forward changes.
     """
 
-    def __init__(self, template: nn.Module, tensors: Mapping[str, nn.Parameter], captured: CapturedModel,
-                 assignment: Assignment, *, mesh: Mesh, device: torch.device, use: ModelUse,
-                 split: TensorSplit) -> None:
+    def __init__(
+        self,
+        template: nn.Module,
+        tensors: Mapping[str, nn.Parameter],
+        captured: CapturedModel,
+        assignment: Assignment,
+        *,
+        mesh: Mesh,
+        device: torch.device,
+        use: ModelUse,
+        split: TensorSplit,
+    ) -> None:
         stage_of, ranks, axis = assignment.stage_of, assignment.ranks, mesh.stage_axis
         example, changing = captured.example, captured.changing
-        self.template, self.stage_of, self.ranks, self.context = template, stage_of, ranks, use.context
-        self.captures: dict[Hashable, list[tuple[Any, Staged]]] = {}  # by signature, each with what else its batch had
-        self.opaque, self.tensors, self.example, self.split = captured.opaque, tensors, example, split
+        self.template, self.stage_of, self.ranks, self.context = (
+            template,
+            stage_of,
+            ranks,
+            use.context,
+        )
+        self.captures: dict[
+            Hashable, list[tuple[Any, Staged]]
+        ] = {}  # by signature, each with what else its batch had
+        self.opaque, self.tensors, self.example, self.split = (
+            captured.opaque,
+            tensors,
+            example,
+            split,
+        )
         self.is_sharded = mesh.sizes["shard"] > 1
         place = mesh.coordinates[axis]
-        self.links = Links(mesh.ranks_along(axis), place, device, ahead=None,
-                           back=_group(mesh, axis, range(mesh.sizes[axis])))
+        self.links = Links(
+            mesh.ranks_along(axis),
+            place,
+            device,
+            ahead=None,
+            back=_group(mesh, axis, range(mesh.sizes[axis])),
+        )
         self.first_name = first_names(template)
         self.stand_ins = dict(template.named_parameters())
         self.trained = [p.requires_grad for p in self.stand_ins.values()]
@@ -133,34 +167,57 @@ class Stages:
         holders, self.unused = _holders(example, tensors, lambda piece: ranks[stage_of[piece.key]])
         # The order of a tied parameter's owners is that of the stages, so that the first one answers for it.
         self.owned = frozenset(name for name, places in holders.items() if places[0] == place)
-        self.owned_buffers = frozenset(name for name, owner in buffer_owners.items() if owner == place)
+        self.owned_buffers = frozenset(
+            name for name, owner in buffer_owners.items() if owner == place
+        )
         self.holders = holders
-        self.changing_at = {name: buffer_owners[name] for name in _changed(example, changing) if name in buffer_owners}
+        self.changing_at = {
+            name: buffer_owners[name]
+            for name in _changed(example, changing)
+            if name in buffer_owners
+        }
         if self.is_sharded:
             _refuse_shards(example, tensors)
         report = split.report(tensors)
         self.report = replace(report, lines=(*report.lines, *captured.notes))
-        _refuse_spread(example, holders, lambda piece: ranks[stage_of[piece.key]], changing, tensors)
-        here = split.apply({name: tensors[name] for name, places in holders.items() if place in places},
-                           None if self.is_sharded else device)
+        _refuse_spread(
+            example, holders, lambda piece: ranks[stage_of[piece.key]], changing, tensors
+        )
+        here = split.apply(
+            {name: tensors[name] for name, places in holders.items() if place in places},
+            None if self.is_sharded else device,
+        )
         # A weight that several pieces of a rank use belongs to none of them: the rank has it whole. Then all ranks
         # have, for parts of it could not be added up over stages.
-        apart = _used_twice(example, lambda piece: ranks[stage_of[piece.key]]) if mesh.sizes["shard"] > 1 else set()
-        pieces = {piece.key: PieceModule(
-            {name: here[name] for name in dict.fromkeys(piece.parameters) if name not in apart},
-            split.runner if split.touches(piece) else None,
-            {name: here[name] for name in piece.parameters if name in apart}, runs_once=bool(piece.opaque))
-            for piece in example.pieces if piece.parameters and ranks[stage_of[piece.key]] == place}
+        apart = (
+            _used_twice(example, lambda piece: ranks[stage_of[piece.key]])
+            if mesh.sizes["shard"] > 1
+            else set()
+        )
+        pieces = {
+            piece.key: PieceModule(
+                {name: here[name] for name in dict.fromkeys(piece.parameters) if name not in apart},
+                split.runner if split.touches(piece) else None,
+                {name: here[name] for name in piece.parameters if name in apart},
+                runs_once=bool(piece.opaque),
+            )
+            for piece in example.pieces
+            if piece.parameters and ranks[stage_of[piece.key]] == place
+        }
         lone = {name: p for name, p in here.items() if name in self.unused | apart}
         self.module: PieceModules = PieceModules(pieces, lone, template, split)
         self.engine = Engine(assignment.orders, self.links, self.module.run, self._weights)
         self.has_output, self.statistics = ranks[-1] == place, use.statistics
         self.ties = [(name, places) for name, places in holders.items() if len(places) > 1]
-        self.groups = {members: _group(mesh, axis, members) for members in
-                       sorted({tuple(places) for _, places in self.ties})}
+        self.groups = {
+            members: _group(mesh, axis, members)
+            for members in sorted({tuple(places) for _, places in self.ties})
+        }
         self.place, self.sparse = place, sparsely_trained(template)
         self.extents: dict[str, Extent] = {}
-        if not captured.opaque.outputs and not example.has_constants:  # which the model's first runs may have changed
+        if (
+            not captured.opaque.outputs and not example.has_constants
+        ):  # which the model's first runs may have changed
             key, values = self._signature(captured.batch)
             self.captures[key] = [(values, self._cut_for_training(split.in_parts(example)))]
 
@@ -173,7 +230,9 @@ class Stages:
         kept = set(self.module.parameters())
         for parameter in self.tensors.values():
             if parameter not in kept:
-                parameter.data = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+                parameter.data = torch.zeros(
+                    (), dtype=parameter.dtype, device=parameter.device
+                ).expand(parameter.shape)
 
     def run(self, batches: Sequence[Batch], work: MicrobatchWork) -> None:
         self._freeze_alike()
@@ -181,7 +240,11 @@ class Stages:
             self._run(batches, work)
 
     def _run(self, batches: Sequence[Batch], work: MicrobatchWork) -> None:
-        run = {number: batch for number, batch in enumerate(batches) if batch.samples or self.meets_in_forward}
+        run = {
+            number: batch
+            for number, batch in enumerate(batches)
+            if batch.samples or self.meets_in_forward
+        }
         staged = {number: self._staged(batch) for number, batch in run.items()}
         inputs = {number: self._bound(staged[number], batch) for number, batch in run.items()}
 
@@ -193,7 +256,11 @@ class Stages:
                 work.before_backward(action.microbatch)
 
         def record(action: Action, start_s: float, end_s: float) -> None:
-            label = str(action.microbatch) if len(self.ranks) == len(set(self.ranks)) else str(action)[1:]
+            label = (
+                str(action.microbatch)
+                if len(self.ranks) == len(set(self.ranks))
+                else str(action)[1:]
+            )
             work.record(_ACTIONS[action.kind], label, start_s, end_s)
 
         self.engine.record = record
@@ -221,12 +288,16 @@ class Stages:
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            gradient = parameter.grad.to_local() if hasattr(parameter.grad, "to_local") else parameter.grad
+            gradient = (
+                parameter.grad.to_local() if hasattr(parameter.grad, "to_local") else parameter.grad
+            )
             dist.all_reduce(gradient, group=group)
 
     def _weights(self, stage: Stage) -> list[nn.Parameter]:
         """Where the gradients of a stage's parameters end."""
-        parameters = (self.module.parameter_of(name) for piece in stage.pieces for name in piece.parameters)
+        parameters = (
+            self.module.parameter_of(name) for piece in stage.pieces for name in piece.parameters
+        )
         trainable = dict.fromkeys(p for p in parameters if p.requires_grad)
         return [p if (leaf := leaf_of(p)) is None else leaf for p in trainable]
 
@@ -252,9 +323,15 @@ class Stages:
             self._say_slow(made[-1][1].capture.reads.changed())
         args, kwargs = batch.arguments()
         with self.context():
-            captured = capture(self.template, args, kwargs, opaque=self.opaque, tensors=self.tensors)
+            captured = capture(
+                self.template, args, kwargs, opaque=self.opaque, tensors=self.tensors
+            )
         captured = self.split.in_parts(renamed(captured, self.first_name))
-        staged = self._cut_for_training(captured) if self.template.training else self._cut_for_evaluation(captured)
+        staged = (
+            self._cut_for_training(captured)
+            if self.template.training
+            else self._cut_for_evaluation(captured)
+        )
         made.append((values, staged))
         if len(made) > _KEPT:
             _, oldest = made.pop(0)
@@ -263,16 +340,23 @@ class Stages:
         return staged
 
     def _say_slow(self, changed: Sequence[str]) -> None:
-        logger.warning("the model was recorded %d times for batches of one shape, because %s, and a recording takes "
-                       "longer than a step; a number in a buffer is an input of the recorded graph", _SAID_AFTER,
-                       f"{changed[0]} changes" if changed else "what is no tensor of the batch differs")
+        logger.warning(
+            "the model was recorded %d times for batches of one shape, because %s, and a recording takes "
+            "longer than a step; a number in a buffer is an input of the recorded graph",
+            _SAID_AFTER,
+            f"{changed[0]} changes" if changed else "what is no tensor of the batch differs",
+        )
 
     def _signature(self, batch: Batch) -> tuple[Hashable, Any]:
         """What batches have in common that captures are for, and what is no tensor of this one."""
         flat, spec = pytree.tree_flatten(batch.arguments())
-        shapes = tuple((tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else None for v in flat)
-        return ((self.template.training, str(spec), shapes),
-                [frozen(v) for v in flat if not isinstance(v, torch.Tensor)])
+        shapes = tuple(
+            (tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else None for v in flat
+        )
+        return (
+            (self.template.training, str(spec), shapes),
+            [frozen(v) for v in flat if not isinstance(v, torch.Tensor)],
+        )
 
     def prepare_evaluation(self, batch: Batch) -> None:
         """Capture the model as it runs in an evaluation of a batch like this.
@@ -298,11 +382,25 @@ class Stages:
             possible = range(first, first + 1 if piece.key in self.stage_of else len(self.ranks))
             is_whole = not self.is_sharded or self.unused.issuperset(piece.parameters)
             is_known = weights.get(piece.key, set()).issuperset(piece.parameters)
-            stage = next((stage for stage in possible if is_known or (is_whole and all(
-                self.ranks[stage] in self.holders[name] for name in piece.parameters))), -1)
+            stage = next(
+                (
+                    stage
+                    for stage in possible
+                    if is_known
+                    or (
+                        is_whole
+                        and all(
+                            self.ranks[stage] in self.holders[name] for name in piece.parameters
+                        )
+                    )
+                ),
+                -1,
+            )
             if any(made.get(name, 0) > stage for name in piece.inputs) or stage < 0:
-                raise JobError(f"'{piece.key}' runs here otherwise than in the capture that the model was cut by",
-                               hint="the model takes another course for this input; use a data=N or shard=N plan")
+                raise JobError(
+                    f"'{piece.key}' runs here otherwise than in the capture that the model was cut by",
+                    hint="the model takes another course for this input; use a data=N or shard=N plan",
+                )
             stages[piece.key] = stage
             made |= dict.fromkeys(piece.outputs, stage)
         return cut(capture, lambda piece: stages[piece.key], self.ranks)
@@ -326,24 +424,40 @@ class Stages:
         rank_of = {other.key: self.ranks[self.stage_of[other.key]] for other in self.example.pieces}
         places = set(self.ranks)
         if piece.parameters:
-            places = {rank_of[other.key] for other in self.example.pieces
-                      if set(piece.parameters) <= set(other.parameters)}
+            places = {
+                rank_of[other.key]
+                for other in self.example.pieces
+                if set(piece.parameters) <= set(other.parameters)
+            }
             if not places and not self.is_sharded:  # its weights are in several modules
-                places = set(self.ranks).intersection(*(self.holders[name] for name in piece.parameters))
-        places = places.intersection(*([self.changing_at[name]] for name in piece.buffers if name in self.changing_at))
+                places = set(self.ranks).intersection(
+                    *(self.holders[name] for name in piece.parameters)
+                )
+        places = places.intersection(
+            *([self.changing_at[name]] for name in piece.buffers if name in self.changing_at)
+        )
         for path in piece.opaque:  # its attributes are where it was trained
-            places &= {rank_of[other.key] for other in self.example.pieces if path in other.opaque} or places
+            places &= {
+                rank_of[other.key] for other in self.example.pieces if path in other.opaque
+            } or places
         if not places:
-            raise PlanRefused(f"an evaluation runs '{piece.key}' otherwise than training does, and no rank has all "
-                              "that it needs there", hint="data=N and shard=N plans run the model as it is")
-        return next((place for place in (rank_of.get(piece.key, before), before) if place in places), min(places))
+            raise PlanRefused(
+                f"an evaluation runs '{piece.key}' otherwise than training does, and no rank has all "
+                "that it needs there",
+                hint="data=N and shard=N plans run the model as it is",
+            )
+        return next(
+            (place for place in (rank_of.get(piece.key, before), before) if place in places),
+            min(places),
+        )
 
     def _bound(self, staged: Staged, batch: Batch) -> dict[str, torch.Tensor]:
         return staged.capture.bind(*batch.arguments())
 
 
-def _holders(example: Capture, names: Collection[str],
-             rank_of: Callable[[Piece], int]) -> tuple[dict[str, list[int]], set[str]]:
+def _holders(
+    example: Capture, names: Collection[str], rank_of: Callable[[Piece], int]
+) -> tuple[dict[str, list[int]], set[str]]:
     """The ranks that have each parameter, and parameters that the example does not use: other batches may use one of
     these in place of that with the most similar name, so that they lie beside it."""
     holders: dict[str, list[int]] = {name: [] for name in names}
@@ -363,12 +477,21 @@ def _refuse_shards(example: Capture, tensors: Mapping[str, nn.Parameter]) -> Non
     """Refuse what shards of stages would lose: edits in place, and hooks on gradients."""
     edited = next((piece for piece in example.pieces if piece.mutates), None)
     if edited is not None:
-        raise JobError(f"'{edited.key}' edits in place what another module returned, and shard=N would lose the "
-                       "hooks on it", hint="x = x + y in place of x += y")
-    hooked = next((name for name, p in tensors.items() if getattr(p, "_post_accumulate_grad_hooks", None)), None)
+        raise JobError(
+            f"'{edited.key}' edits in place what another module returned, and shard=N would lose the "
+            "hooks on it",
+            hint="x = x + y in place of x += y",
+        )
+    hooked = next(
+        (name for name, p in tensors.items() if getattr(p, "_post_accumulate_grad_hooks", None)),
+        None,
+    )
     if hooked is not None:
-        raise PlanRefused(f"'{hooked}' has a hook on its accumulated gradient, and shards of stages would run it "
-                          "for micro-batches without samples, too", hint="data=N, shard=N and tensor=N plans don't")
+        raise PlanRefused(
+            f"'{hooked}' has a hook on its accumulated gradient, and shards of stages would run it "
+            "for micro-batches without samples, too",
+            hint="data=N, shard=N and tensor=N plans don't",
+        )
 
 
 def _used_twice(example: Capture, rank_of: Callable[[Piece], int]) -> set[str]:
@@ -386,19 +509,33 @@ def _changed(example: Capture, changing: Collection[str]) -> set[str]:
     return set(changing).union(*(piece.changes for piece in example.pieces))
 
 
-def _refuse_spread(example: Capture, holders: Mapping[str, Sequence[int]], rank_of: Callable[[Piece], int],
-                   changing: Collection[str], tensors: Mapping[str, nn.Parameter]) -> None:
+def _refuse_spread(
+    example: Capture,
+    holders: Mapping[str, Sequence[int]],
+    rank_of: Callable[[Piece], int],
+    changing: Collection[str],
+    tensors: Mapping[str, nn.Parameter],
+) -> None:
     """Refuse tensors that a forward changes and that several ranks use: only one of them would see the change; and
     hooks on the gradients of parameters that several ranks use: each would see a part of the gradient."""
     for name in _changed(example, changing):
-        used_at = {rank_of(piece) for piece in example.pieces if name in (*piece.buffers, *piece.parameters)}
+        used_at = {
+            rank_of(piece)
+            for piece in example.pieces
+            if name in (*piece.buffers, *piece.parameters)
+        }
         if len(used_at) > 1:
-            raise PlanRefused(f"the forward changes '{name}', which modules on {len(used_at)} ranks would use",
-                              hint="data=N, shard=N and tensor=N plans keep it together")
+            raise PlanRefused(
+                f"the forward changes '{name}', which modules on {len(used_at)} ranks would use",
+                hint="data=N, shard=N and tensor=N plans keep it together",
+            )
     for name, places in holders.items():
         if len(places) > 1 and has_hooks(tensors[name]):
-            raise PlanRefused(f"'{name}' has a hook on its gradient, which is the sum of parts that {len(places)} "
-                              "ranks compute", hint="data=N and tensor=N plans keep it together")
+            raise PlanRefused(
+                f"'{name}' has a hook on its gradient, which is the sum of parts that {len(places)} "
+                "ranks compute",
+                hint="data=N and tensor=N plans keep it together",
+            )
 
 
 def _group(mesh: Mesh, axis: str, members: Sequence[int]) -> dist.ProcessGroup | None:

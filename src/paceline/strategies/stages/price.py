@@ -64,7 +64,9 @@ class SplitJob:
         Exception: whatever the model raises on fake tensors; one whose course depends on values can't be priced.
     """
 
-    def __init__(self, job: Job, whole: Profile, *, each: bool = True, built: FakeModel | None = None) -> None:
+    def __init__(
+        self, job: Job, whole: Profile, *, each: bool = True, built: FakeModel | None = None
+    ) -> None:
         self.job, self.whole, self.built = job, whole, built or fake_model(job)
         self.chains = () if each else self.built.chains or ()
         self.model = self.built.model
@@ -75,7 +77,9 @@ class SplitJob:
             if not each:
                 self.opaque = RepeatedBlocks(self.model)
             with autocast(job):
-                capture = capture_or_learn(self.model, lambda samples: _arguments(self._batch(samples)[0]), self.opaque)
+                capture = capture_or_learn(
+                    self.model, lambda samples: _arguments(self._batch(samples)[0]), self.opaque
+                )
             self.example = renamed(capture, self.first_name)
             self._check_chains()
         self._captures: dict[int, Capture] = {}
@@ -90,7 +94,10 @@ class SplitJob:
         pieces: list[Piece] = []
         for piece in self.example.pieces:
             stand_ins = after[piece.key].stand_ins if piece.key in after else {}
-            pieces += [piece, *(_named_as(piece_of[other], unit) for unit, other in stand_ins.items())]
+            pieces += [
+                piece,
+                *(_named_as(piece_of[other], unit) for unit, other in stand_ins.items()),
+            ]
         return tuple(pieces)
 
     def _check_chains(self) -> None:
@@ -106,22 +113,43 @@ class SplitJob:
         """Bytes of optimizer state a byte of trainable parameters."""
         return state_factor(self.job, self.model)
 
-    def ranks(self, plan: Plan, devices: Sequence[Device], *, microbatch_samples: int) -> list[RankCost]:
+    def ranks(
+        self, plan: Plan, devices: Sequence[Device], *, microbatch_samples: int
+    ) -> list[RankCost]:
         """What each place along the axis of stages holds and does under a plan whose counts are all settled.
 
         Raises:
             PlanError: the model has fewer pieces than the plan has stages, or what it is cut into doesn't fit.
         """
-        assignment = assigned(self.model, self.example, plan, samples=microbatch_samples,
-                              state_factor=self.state_factor, devices=devices, precision=self.job.precision)
+        assignment = assigned(
+            self.model,
+            self.example,
+            plan,
+            samples=microbatch_samples,
+            state_factor=self.state_factor,
+            devices=devices,
+            precision=self.job.precision,
+        )
         split = self._split(plan, microbatch_samples)
         capture, costs = self.priced(microbatch_samples, split)
         staged = cut(capture, lambda piece: assignment.stage_of.get(piece.key, 0), assignment.ranks)
-        return [self._rank(place, plan, assignment, staged, costs, self._sizes(split), microbatch_samples)
-                for place in range(len(assignment.orders))]
+        return [
+            self._rank(
+                place, plan, assignment, staged, costs, self._sizes(split), microbatch_samples
+            )
+            for place in range(len(assignment.orders))
+        ]
 
-    def _rank(self, place: int, plan: Plan, assignment: Assignment, staged: Staged, costs: Mapping[str, Segment],
-              sizes: Mapping[str, Parameter], samples: int) -> RankCost:
+    def _rank(
+        self,
+        place: int,
+        plan: Plan,
+        assignment: Assignment,
+        staged: Staged,
+        costs: Mapping[str, Segment],
+        sizes: Mapping[str, Parameter],
+        samples: int,
+    ) -> RankCost:
         last = len(staged.stages) - 1
         segments: list[Segment] = []
         stages: dict[int, StageCost] = {}
@@ -135,41 +163,91 @@ class SplitJob:
             segments += [costs[piece.key] for piece in stage.pieces]
             segments += [costs[LOSS]] if stage.number == last else []
             pieces += stage.pieces
-            home = {value.name: staged.stages[staged.producer[value.name]].rank for value in stage.inputs}
-            away = [(value, staged.stages[k].rank, k) for value in stage.outputs if value.differentiable
-                    for k in staged.consumers[value.name] if staged.stages[k].rank != place]
-            takers = [(value, rank) for value in stage.outputs
-                      for rank in sorted({staged.stages[k].rank for k in staged.consumers[value.name]} - {place})]
+            home = {
+                value.name: staged.stages[staged.producer[value.name]].rank
+                for value in stage.inputs
+            }
+            away = [
+                (value, staged.stages[k].rank, k)
+                for value in stage.outputs
+                if value.differentiable
+                for k in staged.consumers[value.name]
+                if staged.stages[k].rank != place
+            ]
+            takers = [
+                (value, rank)
+                for value in stage.outputs
+                for rank in sorted(
+                    {staged.stages[k].rank for k in staged.consumers[value.name]} - {place}
+                )
+            ]
             stages[stage.number] = StageCost(
                 range(begin, len(segments)),
-                takes=tuple(StageMessage(value.name, home[value.name], value.num_bytes) for value in stage.inputs
-                            if home[value.name] != place and value.name not in taken),
-                gives=tuple(StageMessage(value.name, rank, value.num_bytes) for value, rank in takers),
-                regains=tuple(StageMessage(f"{value.name}<{k}", rank, value.num_bytes) for value, rank, k in away),
-                returns=tuple(StageMessage(f"{value.name}<{stage.number}", home[value.name], value.num_bytes)
-                              for value in stage.inputs if value.differentiable and home[value.name] != place))
+                takes=tuple(
+                    StageMessage(value.name, home[value.name], value.num_bytes)
+                    for value in stage.inputs
+                    if home[value.name] != place and value.name not in taken
+                ),
+                gives=tuple(
+                    StageMessage(value.name, rank, value.num_bytes) for value, rank in takers
+                ),
+                regains=tuple(
+                    StageMessage(f"{value.name}<{k}", rank, value.num_bytes)
+                    for value, rank, k in away
+                ),
+                returns=tuple(
+                    StageMessage(f"{value.name}<{stage.number}", home[value.name], value.num_bytes)
+                    for value in stage.inputs
+                    if value.differentiable and home[value.name] != place
+                ),
+            )
             taken.update(value.name for value in stage.inputs)
         parameters = self._parameters_of(place, sizes, assignment)
         return RankCost(
-            self._profile(parameters, _once(segments, halves), _unit_of(pieces)), stages, assignment.orders[place],
-            batch_bytes=self.whole.batch_bytes.at(samples * plan.num_microbatches), action_s=ACTION_S,
-            tied_bytes=sum(sizes[name].gradient_bytes for name in parameters if self._ranks_of(assignment, name) > 1))
+            self._profile(parameters, _once(segments, halves), _unit_of(pieces)),
+            stages,
+            assignment.orders[place],
+            batch_bytes=self.whole.batch_bytes.at(samples * plan.num_microbatches),
+            action_s=ACTION_S,
+            tied_bytes=sum(
+                sizes[name].gradient_bytes
+                for name in parameters
+                if self._ranks_of(assignment, name) > 1
+            ),
+        )
 
-    def _profile(self, sizes: Mapping[str, Parameter], segments: tuple[Segment, ...],
-                 unit_of: Mapping[str, str]) -> Profile:
+    def _profile(
+        self,
+        sizes: Mapping[str, Parameter],
+        segments: tuple[Segment, ...],
+        unit_of: Mapping[str, str],
+    ) -> Profile:
         """The whole model's profile with this rank's parameters and segments alone."""
         whole = self.whole
         parameters = tuple(replace(p, unit=unit_of.get(name, "")) for name, p in sizes.items())
-        trained_bytes, all_bytes = (sum(p.gradient_bytes for p in listed) for listed in (parameters, whole.parameters))
-        largest_bytes, most_bytes = (max((p.gradient_bytes for p in listed), default=0)
-                                     for listed in (parameters, whole.parameters))
-        peak_bytes = round(whole.update_peak_bytes * largest_bytes / most_bytes) if most_bytes else 0
+        trained_bytes, all_bytes = (
+            sum(p.gradient_bytes for p in listed) for listed in (parameters, whole.parameters)
+        )
+        largest_bytes, most_bytes = (
+            max((p.gradient_bytes for p in listed), default=0)
+            for listed in (parameters, whole.parameters)
+        )
+        peak_bytes = (
+            round(whole.update_peak_bytes * largest_bytes / most_bytes) if most_bytes else 0
+        )
         part = trained_bytes / all_bytes if all_bytes else 0.0
-        return replace(whole, parameters=parameters, segments=segments, batch_bytes=Affine(),
-                       update=whole.update.times(part), update_peak_bytes=peak_bytes)
+        return replace(
+            whole,
+            parameters=parameters,
+            segments=segments,
+            batch_bytes=Affine(),
+            update=whole.update.times(part),
+            update_peak_bytes=peak_bytes,
+        )
 
-    def _parameters_of(self, place: int, sizes: Mapping[str, Parameter],
-                       assignment: Assignment) -> dict[str, Parameter]:
+    def _parameters_of(
+        self, place: int, sizes: Mapping[str, Parameter], assignment: Assignment
+    ) -> dict[str, Parameter]:
         """Parameters of a place, in the model's order. What no piece uses is on the first."""
         used: dict[str, set[int]] = {}
         for piece in self.example.pieces:
@@ -178,17 +256,26 @@ class SplitJob:
         return {name: p for name, p in sizes.items() if place in used.get(name, {0})}
 
     def _ranks_of(self, assignment: Assignment, name: str) -> int:
-        return len({assignment.ranks[assignment.stage_of[piece.key]] for piece in self.example.pieces
-                    if name in piece.parameters})
+        return len(
+            {
+                assignment.ranks[assignment.stage_of[piece.key]]
+                for piece in self.example.pieces
+                if name in piece.parameters
+            }
+        )
 
     def _sizes(self, split: TensorSplit) -> dict[str, Parameter]:
         """Every parameter as a rank of the tensor axis holds it."""
+
         def part(parameter: Parameter) -> Parameter:
             if parameter.name not in split.cuts:
                 return parameter
             ranks = split.mesh.size()  # type: ignore[union-attr]
-            return replace(parameter, num_bytes=parameter.num_bytes // ranks,
-                           state_bytes=parameter.state_bytes // ranks)
+            return replace(
+                parameter,
+                num_bytes=parameter.num_bytes // ranks,
+                state_bytes=parameter.state_bytes // ranks,
+            )
 
         return {p.name: part(p) for p in self.whole.parameters}
 
@@ -201,80 +288,136 @@ class SplitJob:
             from paceline.strategies.tensor.dry_run import split_on_paper
 
             args, kwargs = _arguments(self._batch(EXAMPLE_SAMPLES)[0])
-            inputs = {name: self.built.mode.from_tensor(t, static_shapes=True)
-                      for name, t in self.example.bind(args, kwargs).items()}
+            inputs = {
+                name: self.built.mode.from_tensor(t, static_shapes=True)
+                for name, t in self.example.bind(args, kwargs).items()
+            }
             with kept_generators(), autocast(self.job):
                 self._splits[key] = split_on_paper(
-                    self.example, dict(self.model.named_parameters()),
-                    dict(self.model.named_buffers(remove_duplicate=False)), inputs, plan.axes.tensor,
-                    batches=samples / EXAMPLE_SAMPLES, rules=CutRules(
-                        published(self.model), kept_whole(self.model, self.example), plan.axes.shard > 1))
+                    self.example,
+                    dict(self.model.named_parameters()),
+                    dict(self.model.named_buffers(remove_duplicate=False)),
+                    inputs,
+                    plan.axes.tensor,
+                    batches=samples / EXAMPLE_SAMPLES,
+                    rules=CutRules(
+                        published(self.model),
+                        kept_whole(self.model, self.example),
+                        plan.axes.shard > 1,
+                    ),
+                )
         return self._splits[key]
 
-    def priced(self, samples: int, split: TensorSplit = WHOLE) -> tuple[Capture, dict[str, Segment]]:
+    def priced(
+        self, samples: int, split: TensorSplit = WHOLE
+    ) -> tuple[Capture, dict[str, Segment]]:
         """The capture for so many samples, and what each piece costs a rank; the loss under its own key."""
         inputs, target = self._batch(samples)
         args, kwargs = _arguments(inputs)
         with kept_generators(), shortened(self.model, self.chains), autocast(self.job):
             if samples not in self._captures:
-                self._captures[samples] = self.example if samples == EXAMPLE_SAMPLES else renamed(
-                    capture(self.model, args, kwargs, opaque=self.opaque), self.first_name)
+                self._captures[samples] = (
+                    self.example
+                    if samples == EXAMPLE_SAMPLES
+                    else renamed(
+                        capture(self.model, args, kwargs, opaque=self.opaque), self.first_name
+                    )
+                )
                 if samples != EXAMPLE_SAMPLES:
                     self._check_chains()
             in_parts, key = split.in_parts(self._captures[samples]), (samples, id(split))
             if key not in self._priced:
-                like = self.opaque.repeats.members if isinstance(self.opaque, RepeatedBlocks) else {}
+                like = (
+                    self.opaque.repeats.members if isinstance(self.opaque, RepeatedBlocks) else {}
+                )
                 run = [piece for piece in in_parts.pieces if piece.key not in like]
-                programs = {piece.key: self._program(piece, in_parts, split) for piece in run if split.touches(piece)}
+                programs = {
+                    piece.key: self._program(piece, in_parts, split)
+                    for piece in run
+                    if split.touches(piece)
+                }
                 with self.built.symbolic():
-                    costs = {piece.key: self._price(piece, in_parts, split, programs.get(piece.key), samples)
-                             for piece in run}
+                    costs = {
+                        piece.key: self._price(
+                            piece, in_parts, split, programs.get(piece.key), samples
+                        )
+                        for piece in run
+                    }
                     costs |= {unit: _like(costs[traced], unit) for unit, traced in like.items()}
                     costs[LOSS] = self._price_loss(in_parts, target, samples)
                 self._priced[key] = costs
         return in_parts, self._priced[key]
 
-    def _program(self, piece: Piece, capture: Capture, split: TensorSplit) -> tuple[Program, Counted]:
+    def _program(
+        self, piece: Piece, capture: Capture, split: TensorSplit
+    ) -> tuple[Program, Counted]:
         """What a rank runs of a piece that is split. Recorded outside of the fake mode, as it has one of its own."""
         from paceline.strategies.tensor.dry_run import program_of
 
         parameters = dict(self.model.named_parameters())
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
         with self.built.symbolic():
-            inputs = [torch.empty(value.shape, dtype=value.dtype, requires_grad=value.differentiable)
-                      for value in (capture.values[name] for name in piece.inputs)]
-        return program_of(piece, split, [*(parameters[name] for name in piece.parameters),
-                                         *(buffers[name] for name in piece.buffers), *inputs])
+            inputs = [
+                torch.empty(value.shape, dtype=value.dtype, requires_grad=value.differentiable)
+                for value in (capture.values[name] for name in piece.inputs)
+            ]
+        return program_of(
+            piece,
+            split,
+            [
+                *(parameters[name] for name in piece.parameters),
+                *(buffers[name] for name in piece.buffers),
+                *inputs,
+            ],
+        )
 
     def _batch(self, samples: int) -> tuple[Any, Any]:
         batch = collated(first_items(self.job.data, 1), self.job.collate)
         return mapped(lambda t: as_the_job_takes(t, self.job, samples, samples), batch)
 
-    def _price(self, piece: Piece, capture: Capture, split: TensorSplit,
-               program: tuple[Program, Counted] | None, samples: int) -> Segment:
+    def _price(
+        self,
+        piece: Piece,
+        capture: Capture,
+        split: TensorSplit,
+        program: tuple[Program, Counted] | None,
+        samples: int,
+    ) -> Segment:
         """Forward and backward of a piece on fake tensors. program: what a rank runs of one that is split."""
         if piece.opaque:  # its code may keep what it is given
             return self._guess(piece, capture)
         parameters = dict(self.model.named_parameters())
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
-        weights = {name: nn.Parameter(split.empty_part(name, parameters[name]),
-                                      requires_grad=parameters[name].requires_grad) for name in piece.parameters}
-        inputs = [torch.empty(value.shape, dtype=value.dtype, requires_grad=value.differentiable)
-                  for value in (capture.values[name] for name in piece.inputs)]
-        taken = [tensor.clone() if name in piece.mutates else tensor
-                 for name, tensor in zip(piece.inputs, inputs, strict=True)]
+        weights = {
+            name: nn.Parameter(
+                split.empty_part(name, parameters[name]),
+                requires_grad=parameters[name].requires_grad,
+            )
+            for name in piece.parameters
+        }
+        inputs = [
+            torch.empty(value.shape, dtype=value.dtype, requires_grad=value.differentiable)
+            for value in (capture.values[name] for name in piece.inputs)
+        ]
+        taken = [
+            tensor.clone() if name in piece.mutates else tensor
+            for name, tensor in zip(piece.inputs, inputs, strict=True)
+        ]
         recorder = WorkRecorder()
         recorder.ignore([*weights.values(), *buffers.values(), *inputs, *taken])
         for name, parameter in weights.items():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(
-                    lambda p, name=name: recorder.complete_gradient(name, p.grad))
+                    lambda p, name=name: recorder.complete_gradient(name, p.grad)
+                )
         spared = SparedBySelective(recorder)
         try:
             with recorder:
                 run = piece.run if program is None else program[0]
                 with spared:
-                    outputs = run(*weights.values(), *(buffers[name] for name in piece.buffers), *taken)
+                    outputs = run(
+                        *weights.values(), *(buffers[name] for name in piece.buffers), *taken
+                    )
                 num_ahead = 0 if program is None else len(program[1].sent)
                 recorder.outputs[0] = sum(t.numel() * t.element_size() for t in outputs)
                 recorder.move_to(StepPosition(0, "backward"))
@@ -292,15 +435,28 @@ class SplitJob:
         """Of a piece that can't be run on fake tensors: its results stand for what is inside it."""
         parameters = dict(self.model.named_parameters())
         output_bytes = sum(capture.values[name].num_bytes for name in piece.outputs)
-        return Segment(piece.key, kept_bytes=Affine(INSIDE_OF_OPAQUE * output_bytes), output_bytes=Affine(output_bytes),
-                       gradients=tuple(name for name in dict.fromkeys(piece.parameters)
-                                       if parameters[name].requires_grad))
+        return Segment(
+            piece.key,
+            kept_bytes=Affine(INSIDE_OF_OPAQUE * output_bytes),
+            output_bytes=Affine(output_bytes),
+            gradients=tuple(
+                name for name in dict.fromkeys(piece.parameters) if parameters[name].requires_grad
+            ),
+        )
 
     def _price_loss(self, capture: Capture, target: Any, samples: int) -> Segment:
-        values = {name: torch.empty(value.shape, dtype=value.dtype, requires_grad=value.differentiable)
-                  for name, value in capture.values.items()}
-        goal = tree_map(lambda t: self.built.mode.from_tensor(t, static_shapes=True)
-                        if isinstance(t, torch.Tensor) else t, target)
+        values = {
+            name: torch.empty(value.shape, dtype=value.dtype, requires_grad=value.differentiable)
+            for name, value in capture.values.items()
+        }
+        goal = tree_map(
+            lambda t: (
+                self.built.mode.from_tensor(t, static_shapes=True)
+                if isinstance(t, torch.Tensor)
+                else t
+            ),
+            target,
+        )
         recorder = WorkRecorder()
         recorder.ignore([*values.values(), *tree_leaves(goal)])
         with recorder:
@@ -319,20 +475,32 @@ class SplitJob:
 
 def _named_as(piece: Piece, unit: str) -> Piece:
     """The piece of a unit that is like the one of another."""
-    return replace(piece, key=unit, path=unit, parameters=tuple(f"{unit}{name.removeprefix(piece.key)}"
-                                                                for name in piece.parameters))
+    return replace(
+        piece,
+        key=unit,
+        path=unit,
+        parameters=tuple(f"{unit}{name.removeprefix(piece.key)}" for name in piece.parameters),
+    )
 
 
 def _like(traced: Segment, unit: str) -> Segment:
     """The cost of a unit that is like the one of a traced segment."""
-    return replace(traced, unit=unit, gradients=tuple(f"{unit}{name.removeprefix(traced.unit)}"
-                                                      for name in traced.gradients))
+    return replace(
+        traced,
+        unit=unit,
+        gradients=tuple(f"{unit}{name.removeprefix(traced.unit)}" for name in traced.gradients),
+    )
 
 
-def _segment(unit: str, recorder: WorkRecorder, step_bytes: float, spared: SparedBySelective | None = None) -> Segment:
+def _segment(
+    unit: str, recorder: WorkRecorder, step_bytes: float, spared: SparedBySelective | None = None
+) -> Segment:
     scores = None if spared is None else spared.spared.get(StepPosition(0, "forward"))
-    return replace(recorder.segment(0, recorder.levels(), step_bytes=step_bytes, spared=scores), unit=unit,
-                   gradients=tuple(recorder.gradients[0]))
+    return replace(
+        recorder.segment(0, recorder.levels(), step_bytes=step_bytes, spared=scores),
+        unit=unit,
+        gradients=tuple(recorder.gradients[0]),
+    )
 
 
 def _once(segments: Sequence[Segment], halves: int) -> tuple[Segment, ...]:
@@ -340,8 +508,13 @@ def _once(segments: Sequence[Segment], halves: int) -> tuple[Segment, ...]:
     seen: set[str] = set()
     folded = []
     for segment in reversed(segments):
-        folded.append(replace(segment, backward=segment.backward.times(1 / halves),
-                              gradients=tuple(name for name in segment.gradients if name not in seen)))
+        folded.append(
+            replace(
+                segment,
+                backward=segment.backward.times(1 / halves),
+                gradients=tuple(name for name in segment.gradients if name not in seen),
+            )
+        )
         seen.update(segment.gradients)
     return tuple(reversed(folded))
 

@@ -22,7 +22,11 @@ class Cut:
         from torch.distributed.tensor import Shard
         from torch.distributed.tensor.placement_types import _StridedShard
 
-        return Shard(self.dim) if self.blocks == 1 else _StridedShard(self.dim, split_factor=self.blocks)
+        return (
+            Shard(self.dim)
+            if self.blocks == 1
+            else _StridedShard(self.dim, split_factor=self.blocks)
+        )
 
     def divides(self, length: int, ranks: int) -> bool:
         return length % (self.blocks * ranks) == 0
@@ -31,7 +35,9 @@ class Cut:
         """This rank's part of a whole tensor: a view where there is one block."""
         length = tensor.shape[self.dim] // (self.blocks * mesh.size())
         parts = tensor.unflatten(self.dim, (self.blocks, -1))
-        return parts.narrow(self.dim + 1, mesh.get_local_rank() * length, length).flatten(self.dim, self.dim + 1)
+        return parts.narrow(self.dim + 1, mesh.get_local_rank() * length, length).flatten(
+            self.dim, self.dim + 1
+        )
 
 
 def cut_of_placement(placement: Any) -> Cut | None:

@@ -15,9 +15,17 @@ def apart(rank: int, device: torch.device) -> Iterator[None]:
 
     All ranks must enter it at the same point of the same stream. A forward that is computed again draws the same again.
     """
-    generator = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index or 0]
-    with _disable_current_modes():  # a proof switches the model's draws off; this one tells streams apart
-        common = int(torch.randint(2**62, (), dtype=torch.int64))  # of the CPU's stream, which is alike on all ranks
+    generator = (
+        torch.default_generator
+        if device.type == "cpu"
+        else torch.cuda.default_generators[device.index or 0]
+    )
+    with (
+        _disable_current_modes()
+    ):  # a proof switches the model's draws off; this one tells streams apart
+        common = int(
+            torch.randint(2**62, (), dtype=torch.int64)
+        )  # of the CPU's stream, which is alike on all ranks
     state = generator.get_state()
     generator.manual_seed((common + (rank + 1) * 0x9E3779B97F4A7C15) % 2**63)
     try:

@@ -24,7 +24,9 @@ class PaperMesh(DeviceMesh):
     """Of one dim, whose first rank this process stands for. It has no group."""
 
     def __init__(self, ranks: int) -> None:
-        super().__init__("cpu", torch.arange(ranks), mesh_dim_names=("tensor",), _init_backend=False, _rank=0)
+        super().__init__(
+            "cpu", torch.arange(ranks), mesh_dim_names=("tensor",), _init_backend=False, _rank=0
+        )
 
     def get_group(self, mesh_dim: int | str | None = None) -> Any:
         return None
@@ -58,34 +60,55 @@ def _num_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def split_on_paper(capture: Capture, tensors: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor],
-                   inputs: Mapping[str, torch.Tensor], ranks: int, **options: Any) -> TensorSplit:
+def split_on_paper(
+    capture: Capture,
+    tensors: Mapping[str, torch.Tensor],
+    buffers: Mapping[str, torch.Tensor],
+    inputs: Mapping[str, torch.Tensor],
+    ranks: int,
+    **options: Any,
+) -> TensorSplit:
     """How a run would split the model over so many ranks; all tensors are fake. options: see `derive`."""
     return derive(capture, tensors, buffers, inputs, PaperMesh(ranks), tried=_recorded, **options)
 
 
-def _recorded(run: SplitPiece, weights: list[torch.Tensor], buffers: list[torch.Tensor], inputs: list[torch.Tensor],
-              trained: list[bool]) -> tuple[list[torch.Tensor], str | None]:
+def _recorded(
+    run: SplitPiece,
+    weights: list[torch.Tensor],
+    buffers: list[torch.Tensor],
+    inputs: list[torch.Tensor],
+    trained: list[bool],
+) -> tuple[list[torch.Tensor], str | None]:
     """See `Tried`: a piece that can be recorded can be split."""
     with torch.no_grad():
         outputs = list(run.piece.run(*weights, *buffers, *inputs))
-    leaves = [t.detach().requires_grad_(t.is_floating_point() and wanted)
-              for t, wanted in zip((*weights, *inputs), (*[True] * len(weights), *trained), strict=True)]
+    leaves = [
+        t.detach().requires_grad_(t.is_floating_point() and wanted)
+        for t, wanted in zip((*weights, *inputs), (*[True] * len(weights), *trained), strict=True)
+    ]
     reason = None
     try:
         with torch.enable_grad():
             for _ in range(2):  # a weight may be cut after something took it whole
-                run.recorded([*leaves[:len(weights)], *buffers, *leaves[len(weights):]])
+                run.recorded([*leaves[: len(weights)], *buffers, *leaves[len(weights) :]])
     except Exception as error:
         reason = why_whole(error)
     cuts = any(name in run.cuts for name in run.piece.parameters)
     return outputs, reason if reason is not None or cuts else ""
 
 
-def program_of(piece: Piece, split: TensorSplit, tensors: list[torch.Tensor]) -> tuple[Program, Counted]:
+def program_of(
+    piece: Piece, split: TensorSplit, tensors: list[torch.Tensor]
+) -> tuple[Program, Counted]:
     """What a rank runs of a piece that is split, for such tensors, and the notes of what it sends when it runs."""
     assert split.mesh is not None
     exchanges = Counted(split.mesh)
-    run = SplitPiece(piece, split.mesh, dict(split.cuts), sequence=piece.key in split.sequence, exchanges=exchanges)
+    run = SplitPiece(
+        piece,
+        split.mesh,
+        dict(split.cuts),
+        sequence=piece.key in split.sequence,
+        exchanges=exchanges,
+    )
     with torch.enable_grad():
         return run.recorded(tensors), exchanges

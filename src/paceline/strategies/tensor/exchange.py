@@ -72,7 +72,9 @@ class _SumGradients(torch.autograd.Function):
         flat = torch.cat([gradient.reshape(-1) for gradient in present])
         ctx.exchanges.all_reduce(flat)
         parts = iter(flat.split([gradient.numel() for gradient in present]))
-        return None, *(None if gradient is None else next(parts).view(gradient.shape) for gradient in gradients)
+        return None, *(
+            None if gradient is None else next(parts).view(gradient.shape) for gradient in gradients
+        )
 
 
 @once_differentiable
@@ -146,7 +148,9 @@ class Exchanges:
             case Sum(), None:
                 return Move(before, None, self.summed(before.mean), self.kept(before.mean))
             case Sum(), Cut() as cut:
-                return Move(before, cut, self.scatter(cut, before.mean), self.gather(cut, before.mean))
+                return Move(
+                    before, cut, self.scatter(cut, before.mean), self.gather(cut, before.mean)
+                )
             case None, Sum(mean=False):
                 return Move(None, after, self.once, _same)
         raise not_in_parts(f"there is no exchange from {before} to {after}")
@@ -212,6 +216,7 @@ class Exchanges:
 
     def gather(self, cut: Cut, mean: bool = False) -> Function:
         """The whole of what is cut; divided by the number of ranks where it is the gradient of a mean."""
+
         def gathered(x: torch.Tensor) -> torch.Tensor:
             flat = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
             self.all_gather(flat, x.contiguous())
@@ -240,7 +245,11 @@ class Exchanges:
 
     def summed(self, mean: bool = False, *, in_place: bool = False) -> Function:
         def total(x: torch.Tensor) -> torch.Tensor:
-            sums = x if in_place and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
+            sums = (
+                x
+                if in_place and x.is_contiguous()
+                else x.clone(memory_format=torch.contiguous_format)
+            )
             self.all_reduce(sums)
             return sums.div_(self.size) if mean else sums
 
@@ -251,8 +260,13 @@ class Exchanges:
 
     def scatter(self, cut: Cut, mean: bool = False) -> Function:
         """This rank's part of the sum."""
+
         def scattered(x: torch.Tensor) -> torch.Tensor:
-            parts = x.unflatten(cut.dim, (cut.blocks, self.size, -1)).movedim(cut.dim + 1, 0).contiguous()
+            parts = (
+                x.unflatten(cut.dim, (cut.blocks, self.size, -1))
+                .movedim(cut.dim + 1, 0)
+                .contiguous()
+            )
             if x.device.type == "cpu" and _share_memory(parts, x):  # and x keeps its values
                 parts = parts.clone()
             part = x.new_empty(parts.shape[1:])
@@ -266,7 +280,9 @@ class Exchanges:
         """Another part of what is cut."""
         if before.blocks > 1 or after.blocks > 1 or before.dim == after.dim:
             gathered = self.gather(before)
-            return lambda x: self._local_slice(gathered(x), after).clone(memory_format=torch.contiguous_format)
+            return lambda x: self._local_slice(gathered(x), after).clone(
+                memory_format=torch.contiguous_format
+            )
 
         def swapped(x: torch.Tensor) -> torch.Tensor:
             sent = x.unflatten(after.dim, (self.size, -1)).movedim(after.dim, 0).contiguous()

@@ -36,7 +36,9 @@ def _hand_over(parameter: Any, leaf: torch.Tensor) -> None:
         if parameter.grad is None:
             # `DTensor.__init__` does nothing, and takes the host longer than `__new__`, which makes the tensor.
             distributed: Any = type(parameter)
-            parameter.grad = distributed.__new__(distributed, gradient, parameter._spec, requires_grad=False)
+            parameter.grad = distributed.__new__(
+                distributed, gradient, parameter._spec, requires_grad=False
+            )
         else:
             parameter.grad._local_tensor.add_(gradient)
     for hook in tuple((parameter._post_accumulate_grad_hooks or {}).values()):

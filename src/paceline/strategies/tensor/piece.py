@@ -56,12 +56,23 @@ class SplitPiece:
     programs: what was recorded, for each way of running the piece: with or without gradients, in which dtypes.
     """
 
-    def __init__(self, piece: Piece, mesh: DeviceMesh, cuts: dict[str, Cut], *, derive: bool = False,
-                 rules: CutRules | None = None, sequence: bool = False, exchanges: Exchanges | None = None) -> None:
+    def __init__(
+        self,
+        piece: Piece,
+        mesh: DeviceMesh,
+        cuts: dict[str, Cut],
+        *,
+        derive: bool = False,
+        rules: CutRules | None = None,
+        sequence: bool = False,
+        exchanges: Exchanges | None = None,
+    ) -> None:
         self.piece, self.mesh, self.cuts, self.derive = piece, mesh, cuts, derive
         self.exchanges = exchanges or Exchanges(mesh)
         self.sequence, self.cuts_sequence = sequence, False
-        self.inputs = dict(zip(reversed(placeholders_of(piece)), reversed(piece.inputs), strict=False))
+        self.inputs = dict(
+            zip(reversed(placeholders_of(piece)), reversed(piece.inputs), strict=False)
+        )
         self.rules = rules or CutRules()
         self.graph: fx.Graph = piece.run.graph  # type: ignore[attr-defined]
         self.parameter_of = dict(zip(placeholders_of(piece), piece.parameters, strict=False))
@@ -76,16 +87,23 @@ class SplitPiece:
         """tensors: as `Piece.run` takes them. Split parameters are DTensors, or whole where `derive` is set; all else
         is whole and plain. Collective."""
         kind = tensors[0].device.type
-        key = (torch.is_grad_enabled(), torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
-               tuple([(tensor.requires_grad, tensor.dtype) for tensor in tensors]))
+        key = (
+            torch.is_grad_enabled(),
+            torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
+            tuple([(tensor.requires_grad, tensor.dtype) for tensor in tensors]),
+        )
         if key not in self.programs:
-            if self.derive:  # once more with what it finds: a weight may be cut after something took it whole
+            if (
+                self.derive
+            ):  # once more with what it finds: a weight may be cut after something took it whole
                 self.recorded(tensors)
             self.programs[key] = self.recorded(tensors)
         names = self.piece.parameters
-        parts = [self._part(name, tensor) if name in self.cuts else tensor
-                 for name, tensor in zip(names, tensors, strict=False)]
-        return self.programs[key].run(*parts, *tensors[len(names):])
+        parts = [
+            self._part(name, tensor) if name in self.cuts else tensor
+            for name, tensor in zip(names, tensors, strict=False)
+        ]
+        return self.programs[key].run(*parts, *tensors[len(names) :])
 
     def _part(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """What this rank has of a parameter that is cut."""
@@ -104,14 +122,25 @@ class SplitPiece:
                 values[node] = self._input(node, next(remaining))
             elif node.op == "get_attr":
                 attribute = getattr(self.piece.run, str(node.target))
-                values[node] = self.recorder.constant(attribute) if isinstance(attribute, torch.Tensor) else attribute
+                values[node] = (
+                    self.recorder.constant(attribute)
+                    if isinstance(attribute, torch.Tensor)
+                    else attribute
+                )
             elif node.op == "output":
-                outputs = [self.recorder.moved(self.value(arg, values), self._between_pieces(name))
-                           for name, arg in zip(self.piece.outputs, node.args[0], strict=True)]
+                outputs = [
+                    self.recorder.moved(self.value(arg, values), self._between_pieces(name))
+                    for name, arg in zip(self.piece.outputs, node.args[0], strict=True)
+                ]
                 # What an exchange gives may be a view, which can't be edited in place.
-                return self.recorder.program([
-                    self.recorder.run(aten.clone.default, value) if name in self.piece.edited else value
-                    for name, value in zip(self.piece.outputs, outputs, strict=True)])
+                return self.recorder.program(
+                    [
+                        self.recorder.run(aten.clone.default, value)
+                        if name in self.piece.edited
+                        else value
+                        for name, value in zip(self.piece.outputs, outputs, strict=True)
+                    ]
+                )
             elif node not in self.turned:
                 values[node] = self._run(node, values)
         raise AssertionError("a graph ends with its output")
@@ -121,15 +150,21 @@ class SplitPiece:
         name = self.parameter_of.get(node)
         cut = self.cuts.get(name) if name is not None else None
         if cut is not None:
-            shape = [length // self.mesh.size() if dim == cut.dim else length
-                     for dim, length in enumerate(tensor.shape)]
+            shape = [
+                length // self.mesh.size() if dim == cut.dim else length
+                for dim, length in enumerate(tensor.shape)
+            ]
             return self.recorder.input(self.recorder.empty(shape, tensor), cut, trained=trained)
         placement = self._between_pieces(self.inputs.get(node))
-        value = self.recorder.input(self.recorder.fake_of(tensor), placement, trained=trained,
-                                    is_weight=name is not None)
+        value = self.recorder.input(
+            self.recorder.fake_of(tensor), placement, trained=trained, is_weight=name is not None
+        )
         # Constants of the sequence, such as rotations, are for values that are cut along their heads.
-        return self.recorder.moved(value, Cut(SEQUENCE)) if (
-            node in self.inputs and tensor.requires_grad and self._has_sequence(value)) else value
+        return (
+            self.recorder.moved(value, Cut(SEQUENCE))
+            if (node in self.inputs and tensor.requires_grad and self._has_sequence(value))
+            else value
+        )
 
     def _between_pieces(self, name: str | None) -> Cut | None:
         """How a value lies on the ranks on its way from piece to piece."""
@@ -164,9 +199,12 @@ class SplitPiece:
         changed = [self.value(arg, values) for arg in (*mutated(node), *statistics(node))]
         placed = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Placed)]
         # A buffer that changes must be this very tensor. What is no operator is taken whole.
-        is_whole = (all(value.placement is None for value in placed)
-                    or (changed and all(value.placement is None for value in changed))
-                    or not isinstance(node.target, torch._ops.OpOverload) or node in self.whole)
+        is_whole = (
+            all(value.placement is None for value in placed)
+            or (changed and all(value.placement is None for value in changed))
+            or not isinstance(node.target, torch._ops.OpOverload)
+            or node in self.whole
+        )
         if is_whole:
             return self.run_whole(node, args, kwargs)
         local = _LOCAL.get(node.target)
@@ -183,13 +221,20 @@ class SplitPiece:
 
     def run_whole(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         """On every rank alike."""
-        args, kwargs = pytree.tree_map_only(Placed, lambda value: self.recorder.moved(value, None), (args, kwargs))
+        args, kwargs = pytree.tree_map_only(
+            Placed, lambda value: self.recorder.moved(value, None), (args, kwargs)
+        )
         if isinstance(node.target, torch._ops.OpOverload):
             return self.recorder.run(node.target, *args, **kwargs)
-        result = node.meta.get("val")  # of what can't be run on fakes the capture says what it gives
+        result = node.meta.get(
+            "val"
+        )  # of what can't be run on fakes the capture says what it gives
         if result is None:
-            parts: dict[Any, Any] = {user.args[1]: user.meta["val"] for user in node.users
-                                     if user.target is operator.getitem}
+            parts: dict[Any, Any] = {
+                user.args[1]: user.meta["val"]
+                for user in node.users
+                if user.target is operator.getitem
+            }
             result = tuple(parts.get(number) for number in range(max(parts, default=-1) + 1))
         result = pytree.tree_map_only(torch.Tensor, self.recorder.fake_of, result)
         return self.recorder.add(node.target, args, kwargs, result, lambda tensor: None)  # type: ignore[arg-type]
@@ -210,13 +255,21 @@ class SplitPiece:
     def _has_sequence(self, value: Any) -> bool:
         """value: a tensor, or one of a recording."""
         tensor = value.local if isinstance(value, Placed) else value
-        return (self.sequence and tensor.ndim == 3 and tensor.is_floating_point()
-                and value.shape[SEQUENCE] % self.mesh.size() == 0)
+        return (
+            self.sequence
+            and tensor.ndim == 3
+            and tensor.is_floating_point()
+            and value.shape[SEQUENCE] % self.mesh.size() == 0
+        )
 
     def unfolds_sequence(self, node: fx.Node) -> bool:
         """Whether all that is done to a product of flat tokens is to give it its sequence back."""
         values = [user.meta["val"] for user in node.users if user.target in _VIEWS]
-        return self.sequence and len(values) == len(node.users) > 0 and all(map(self._has_sequence, values))
+        return (
+            self.sequence
+            and len(values) == len(node.users) > 0
+            and all(map(self._has_sequence, values))
+        )
 
     # --- Weights --------------------------------------------------------------------------------------------------
 
@@ -256,8 +309,12 @@ class SplitPiece:
         """Why a parameter was not cut that nothing tried to: the operators that take it."""
         sources = {node for node, known in self.parameter_of.items() if known == name}
         sources |= {node for node, (source, _) in self.turned.items() if source in sources}
-        used = {str(user.target).removeprefix("aten.").partition(".")[0] for node in sources for user in node.users
-                if user not in self.turned}
+        used = {
+            str(user.target).removeprefix("aten.").partition(".")[0]
+            for node in sources
+            for user in node.users
+            if user not in self.turned
+        }
         return f"{', '.join(sorted(used))} takes it whole" if used else "no operator takes it"
 
     def blocks_after(self, node: fx.Node, length: int) -> int:
@@ -275,11 +332,19 @@ class SplitPiece:
         if user.target in _VIEWS:
             parts = _parts_of_last(shape, user.meta["val"].shape)
             ranks = self.mesh.size()
-            apart = len(parts) > 2 and parts[1] % ranks == 0 and (parts[0] % ranks != 0 or parts[0] < parts[1])
+            apart = (
+                len(parts) > 2
+                and parts[1] % ranks == 0
+                and (parts[0] % ranks != 0 or parts[0] < parts[1])
+            )
             return parts[0] if apart else 1
         if user.target is aten.slice.Tensor:
             span = _span(user, last)
-            return last // (span[1] - span[0]) if span and last % (span[1] - span[0]) == 0 < span[1] else 1
+            return (
+                last // (span[1] - span[0])
+                if span and last % (span[1] - span[0]) == 0 < span[1]
+                else 1
+            )
         sizes = _sizes(user)
         return len(sizes) if sizes and len(set(sizes)) == 1 and args else 1
 
@@ -290,7 +355,9 @@ class SplitPiece:
             fits = [n for n in range(2, heads + 1) if heads % n == 0]
             self.notes.append(
                 f"{path.partition('@')[0]}: {heads} heads don't divide by tensor={self.mesh.size()}, so every rank "
-                f"computes all of them" + (f" (tensor={' or '.join(map(str, fits))} would share them)" if fits else ""))
+                f"computes all of them"
+                + (f" (tensor={' or '.join(map(str, fits))} would share them)" if fits else "")
+            )
 
 
 # --- Operators that take weights ----------------------------------------------------------------------------------
@@ -311,7 +378,9 @@ class _WeightProduct:
 def _linear(run: SplitPiece, node: fx.Node, values: dict[Any, Any]) -> Any:
     """x @ weight.T + bias, weight (out, in)."""
     x, weight, bias = (*node.args, None)[:3]
-    return _product(run, node, values, x, weight, bias, _WeightProduct(aten.linear.default, outer=0, inner=1))
+    return _product(
+        run, node, values, x, weight, bias, _WeightProduct(aten.linear.default, outer=0, inner=1)
+    )
 
 
 def _addmm(run: SplitPiece, node: fx.Node, values: dict[Any, Any]) -> Any:
@@ -319,25 +388,40 @@ def _addmm(run: SplitPiece, node: fx.Node, values: dict[Any, Any]) -> Any:
     if node.kwargs:
         return None
     bias, x, weight = node.args
-    return _product(run, node, values, x, weight, bias, _WeightProduct(aten.mm.default, outer=1, inner=0))
+    return _product(
+        run, node, values, x, weight, bias, _WeightProduct(aten.mm.default, outer=1, inner=0)
+    )
 
 
 def _matmul(run: SplitPiece, node: fx.Node, values: dict[Any, Any]) -> Any:
     """x @ weight, weight (..., in, out): one matrix, or one for each expert."""
     x, weight = node.args
-    return _product(run, node, values, x, weight, None, _WeightProduct(_operator(node), outer=-1, inner=-2))
+    return _product(
+        run, node, values, x, weight, None, _WeightProduct(_operator(node), outer=-1, inner=-2)
+    )
 
 
 def _grouped(run: SplitPiece, node: fx.Node, values: dict[Any, Any]) -> Any:
     """Rows of x in groups, each times the matrix of its expert; weight (experts, in, out)."""
     x, weight, *_ = node.args
-    rest, options = fx.map_arg((node.args[2:], node.kwargs),
-                               lambda n: run.recorder.moved(run.value(n, values), None))  # type: ignore
-    return _product(run, node, values, x, weight, None, _WeightProduct(_operator(node), -1, -2, rest, options))
+    rest, options = fx.map_arg(
+        (node.args[2:], node.kwargs),
+        lambda n: run.recorder.moved(run.value(n, values), None),  # type: ignore[arg-type, return-value]
+    )
+    return _product(
+        run, node, values, x, weight, None, _WeightProduct(_operator(node), -1, -2, rest, options)
+    )
 
 
-def _product(run: SplitPiece, node: fx.Node, values: dict[Any, Any], x: Any, weight: Any, bias: Any,
-             kind: _WeightProduct) -> Any:
+def _product(
+    run: SplitPiece,
+    node: fx.Node,
+    values: dict[Any, Any],
+    x: Any,
+    weight: Any,
+    bias: Any,
+    kind: _WeightProduct,
+) -> Any:
     """A product with a weight, split by columns (the outer dim) or rows (the inner one).
 
     By rows where the features of x are cut already, the model wants it so, or the weight is known to be.
@@ -349,7 +433,9 @@ def _product(run: SplitPiece, node: fx.Node, values: dict[Any, Any], x: Any, wei
     features = before if before is not None and before.dim == x_placed.ndim - 1 else None
     columns = Cut(outer, run.blocks_after(node, node.meta["val"].shape[-1]))
     by_rows = wish == "rows" or (features is not None and wish != "columns")
-    cut_weight = run.cut(weight, values, Cut(inner, features.blocks if features else 1) if by_rows else columns)
+    cut_weight = run.cut(
+        weight, values, Cut(inner, features.blocks if features else 1) if by_rows else columns
+    )
     if cut_weight is None and by_rows:
         cut_weight = run.cut(weight, values, columns)
     if cut_weight is None:
@@ -362,12 +448,21 @@ def _product(run: SplitPiece, node: fx.Node, values: dict[Any, Any], x: Any, wei
         part = record.run(product, moved_input, cut_weight, *rest, placement=Sum(), **options)
         if run.unfolds_sequence(node):
             if offset is not None:  # one of those that are summed has it
-                part = record.run(aten.add.Tensor, part, record.moved(record.moved(offset, None), Sum()),
-                                  placement=Sum())
+                part = record.run(
+                    aten.add.Tensor,
+                    part,
+                    record.moved(record.moved(offset, None), Sum()),
+                    placement=Sum(),
+                )
             return part
         total = run.summed(part)
-        return total if offset is None else record.run(aten.add.Tensor, total, record.moved(offset, None),
-                                                       placement=total.placement)
+        return (
+            total
+            if offset is None
+            else record.run(
+                aten.add.Tensor, total, record.moved(offset, None), placement=total.placement
+            )
+        )
     if cut.dim != outer % cut_weight.ndim:
         return None
     if offset is not None:
@@ -383,14 +478,20 @@ def _product(run: SplitPiece, node: fx.Node, values: dict[Any, Any], x: Any, wei
 
 def _embedding(run: SplitPiece, node: fx.Node, values: dict[Any, Any]) -> Any:
     """Rows of the table are cut; each rank looks up those that it has."""
-    arguments: Any = (*node.args, *(-1, False, False)[len(node.args) - 2:])
+    arguments: Any = (*node.args, *(-1, False, False)[len(node.args) - 2 :])
     table, ids, padding, *options = arguments
     rows_here = None if any(options) else run.cut(table, values, Cut(0))
     if rows_here is None or rows_here.placement != Cut(0):
         return None
     length = rows_here.local.shape[0]
-    rows = run.recorder.run(_own_rows, rows_here, run.recorder.moved(run.value(ids, values), None),
-                            run.mesh.get_local_rank() * length, padding, placement=Sum())
+    rows = run.recorder.run(
+        _own_rows,
+        rows_here,
+        run.recorder.moved(run.value(ids, values), None),
+        run.mesh.get_local_rank() * length,
+        padding,
+        placement=Sum(),
+    )
     return run.summed(rows)
 
 
@@ -412,14 +513,24 @@ def _attention(run: SplitPiece, node: fx.Node, args: Any, kwargs: Any) -> Any:
     mask: Placed | None = args[3] if len(args) > 3 else kwargs.get("attn_mask")
     cuts = [cut_of(value) for value in heads]
     size = run.mesh.size()
-    dim = next((d for d in (1, 0) if Cut(d) in cuts and set(cuts) <= {Cut(d), None}
-                and all(value.ndim == 4 and value.shape[d] % size == 0 for value in heads)), None)
+    dim = next(
+        (
+            d
+            for d in (1, 0)
+            if Cut(d) in cuts
+            and set(cuts) <= {Cut(d), None}
+            and all(value.ndim == 4 and value.shape[d] % size == 0 for value in heads)
+        ),
+        None,
+    )
     if dim is None:
         run._note(node, heads[0].shape[1] if heads[0].shape[1] % size else heads[1].shape[1])
         return run.run_whole(node, args, kwargs)
     local = [run.recorder.moved(value, Cut(dim)) for value in heads]
     if mask is not None:
-        mask = run.recorder.moved(mask, Cut(dim) if mask.ndim == 4 and mask.shape[dim] > 1 else None)
+        mask = run.recorder.moved(
+            mask, Cut(dim) if mask.ndim == 4 and mask.shape[dim] > 1 else None
+        )
     if len(args) > 3:
         args = (*local, mask, *args[4:])
     else:
@@ -431,8 +542,14 @@ def _attention(run: SplitPiece, node: fx.Node, args: Any, kwargs: Any) -> Any:
 def _dropout(run: SplitPiece, node: fx.Node, args: Any, kwargs: Any) -> Any:
     """Each rank draws for the part that it has."""
     x = args[0] if cut_of(args[0]) else run.recorder.moved(args[0], None)
-    return run.recorder.run(node.target, x, *args[1:], placement=x.placement,  # type: ignore[arg-type]
-                            draws=x.placement is not None, **kwargs)
+    return run.recorder.run(
+        node.target,  # type: ignore[arg-type]
+        x,
+        *args[1:],
+        placement=x.placement,
+        draws=x.placement is not None,
+        **kwargs,
+    )
 
 
 def _view(run: SplitPiece, node: fx.Node, args: Any, kwargs: Any) -> Any:
@@ -443,8 +560,12 @@ def _view(run: SplitPiece, node: fx.Node, args: Any, kwargs: Any) -> Any:
     value, shape = args[0], tuple(node.meta["val"].shape)
     cut = cut_of(value)
     if isinstance(value.placement, Sum) and run._has_sequence(node.meta["val"]):
-        return run.summed(run.recorder.run(aten.reshape.default, value, list(shape), placement=value.placement))
-    if cut == Cut(SEQUENCE) and value.ndim == 3 and shape[:2] != value.shape[:2]:  # a sequence among other dims
+        return run.summed(
+            run.recorder.run(aten.reshape.default, value, list(shape), placement=value.placement)
+        )
+    if (
+        cut == Cut(SEQUENCE) and value.ndim == 3 and shape[:2] != value.shape[:2]
+    ):  # a sequence among other dims
         return run.run_whole(node, args, kwargs)
     if cut is None or cut.dim != value.ndim - 1:
         return None
@@ -459,16 +580,23 @@ def _view(run: SplitPiece, node: fx.Node, args: Any, kwargs: Any) -> Any:
     if shape[dim] % run.mesh.size():
         run._note(node, shape[dim])
         return None
-    local = [*shape[:dim], shape[dim] // run.mesh.size(), *shape[dim + 1:]]
-    return run.recorder.run(aten.reshape.default, value, local,
-                            placement=Cut(dim, cut.blocks if len(parts) == 1 else 1))
+    local = [*shape[:dim], shape[dim] // run.mesh.size(), *shape[dim + 1 :]]
+    return run.recorder.run(
+        aten.reshape.default, value, local, placement=Cut(dim, cut.blocks if len(parts) == 1 else 1)
+    )
 
 
 def _apart(run: SplitPiece, node: fx.Node, args: Any, kwargs: Any) -> Any:
     """Blocks of features come apart on every rank: q from k and v, a gate from its input."""
     value = args[0]
     cut, sizes = cut_of(value), _sizes(node)
-    if cut is None or cut.blocks == 1 or cut.dim != value.ndim - 1 or len(sizes) != cut.blocks or len(set(sizes)) > 1:
+    if (
+        cut is None
+        or cut.blocks == 1
+        or cut.dim != value.ndim - 1
+        or len(sizes) != cut.blocks
+        or len(set(sizes)) > 1
+    ):
         return None
     return run.recorder.run(aten.chunk.default, value, cut.blocks, cut.dim, placement=Cut(cut.dim))
 
@@ -485,10 +613,13 @@ def _slice(run: SplitPiece, node: fx.Node, args: Any, kwargs: Any) -> Any:
         return None
     block = last // cut.blocks
     if cut.blocks == 1 and start < step and end >= last and local % step == 0:
-        return run.recorder.run(aten.slice.Tensor, value, cut.dim, start, local, step, placement=Cut(cut.dim))
+        return run.recorder.run(
+            aten.slice.Tensor, value, cut.dim, start, local, step, placement=Cut(cut.dim)
+        )
     if cut.blocks > 1 and step == 1 and start % block == 0 and min(end, last) - start == block:
-        return run.recorder.run(aten.chunk.default, value, cut.blocks, cut.dim,
-                                placement=Cut(cut.dim))[start // block]
+        return run.recorder.run(
+            aten.chunk.default, value, cut.blocks, cut.dim, placement=Cut(cut.dim)
+        )[start // block]
     return None
 
 
@@ -497,12 +628,22 @@ _APART = (aten.chunk.default, aten.split.Tensor, aten.split_with_sizes.default, 
 _TURNS = (aten.t.default, aten.transpose.int, aten.permute.default)
 # By their names: some are there only when the library that brings them is.
 _WEIGHTED: dict[str, Callable[[SplitPiece, fx.Node, dict[Any, Any]], Any]] = {
-    "aten.linear.default": _linear, "aten.addmm.default": _addmm, "aten.matmul.default": _matmul,
-    "aten.mm.default": _matmul, "aten.bmm.default": _matmul, "aten.embedding.default": _embedding,
-    "aten._grouped_mm.default": _grouped, "transformers.grouped_mm_fallback.default": _grouped}
+    "aten.linear.default": _linear,
+    "aten.addmm.default": _addmm,
+    "aten.matmul.default": _matmul,
+    "aten.mm.default": _matmul,
+    "aten.bmm.default": _matmul,
+    "aten.embedding.default": _embedding,
+    "aten._grouped_mm.default": _grouped,
+    "transformers.grouped_mm_fallback.default": _grouped,
+}
 _LOCAL: dict[Any, Callable[[SplitPiece, fx.Node, Any, Any], Any]] = {
-    aten.scaled_dot_product_attention.default: _attention, aten.dropout.default: _dropout, aten.slice.Tensor: _slice,
-    **dict.fromkeys(_VIEWS, _view), **dict.fromkeys(_APART, _apart)}
+    aten.scaled_dot_product_attention.default: _attention,
+    aten.dropout.default: _dropout,
+    aten.slice.Tensor: _slice,
+    **dict.fromkeys(_VIEWS, _view),
+    **dict.fromkeys(_APART, _apart),
+}
 
 
 def cut_of(value: Placed) -> Cut | None:
@@ -523,7 +664,9 @@ def placeholders_of(piece: Piece) -> list[fx.Node]:
     return [node for node in piece.run.graph.nodes if node.op == "placeholder"]  # type: ignore[attr-defined]
 
 
-def _turned(graph: fx.Graph, parameters: Mapping[fx.Node, str]) -> dict[fx.Node, tuple[fx.Node, tuple[fx.Node, ...]]]:
+def _turned(
+    graph: fx.Graph, parameters: Mapping[fx.Node, str]
+) -> dict[fx.Node, tuple[fx.Node, tuple[fx.Node, ...]]]:
     """Nodes that are a parameter with its dims in another order: the parameter, and how it was turned."""
     sources: dict[fx.Node, tuple[fx.Node, tuple[fx.Node, ...]]] = {}
     for node in graph.nodes:
@@ -600,7 +743,9 @@ def _slice_arguments(node: fx.Node) -> tuple[int, int, int, int]:
     dim, start, end, step = arguments[:4]
     length = node.args[0].meta["val"].shape[dim or 0]  # type: ignore[union-attr]
     start, end = start or 0, length if end is None else end
-    start, end = (min(position + length if position < 0 else position, length) for position in (start, end))
+    start, end = (
+        min(position + length if position < 0 else position, length) for position in (start, end)
+    )
     return dim or 0, start, end, step or 1
 
 

@@ -23,8 +23,13 @@ from paceline.strategies.tensor.exchange import Exchanges, Move, Placement, Sum,
 aten = torch.ops.aten
 # Products, with the place of what is multiplied among their arguments. They make new tensors, as do their gradients,
 # and their gradients need no result.
-_PRODUCTS: dict[Any, int] = {aten.linear.default: 0, aten.mm.default: 0, aten.matmul.default: 0, aten.bmm.default: 0,
-                             aten.addmm.default: 1}
+_PRODUCTS: dict[Any, int] = {
+    aten.linear.default: 0,
+    aten.mm.default: 0,
+    aten.matmul.default: 0,
+    aten.bmm.default: 0,
+    aten.addmm.default: 1,
+}
 # Composite operators that make new tensors; others, such as dropout, may give back what they took.
 _NEW = {*_PRODUCTS, aten.layer_norm.default, aten.rms_norm.default}
 
@@ -46,7 +51,9 @@ class Instruction:
     kwargs: dict[str, Any]
 
     def refs(self) -> list[Ref]:
-        return [leaf for leaf in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Ref)]
+        return [
+            leaf for leaf in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Ref)
+        ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,8 +74,10 @@ class Placed:
         """Of the whole."""
         if not isinstance(self.placement, Cut):
             return tuple(self.local.shape)
-        return tuple(length * self.ranks if dim == self.placement.dim else length
-                     for dim, length in enumerate(self.local.shape))
+        return tuple(
+            length * self.ranks if dim == self.placement.dim else length
+            for dim, length in enumerate(self.local.shape)
+        )
 
     @property
     def ndim(self) -> int:
@@ -90,9 +99,13 @@ class ProgramRecorder:
 
     def fake_of(self, tensor: torch.Tensor) -> torch.Tensor:
         with self.fake:
-            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+            return torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+            )
 
-    def input(self, local: torch.Tensor, placement: Placement, *, trained: bool, is_weight: bool = False) -> Placed:
+    def input(
+        self, local: torch.Tensor, placement: Placement, *, trained: bool, is_weight: bool = False
+    ) -> Placed:
         ref = self._ref()
         self.inputs.append(ref)
         if is_weight:
@@ -101,22 +114,38 @@ class ProgramRecorder:
 
     def constant(self, tensor: torch.Tensor) -> Placed:
         """A tensor that is the same in every run."""
-        return self._placed(self._add(lambda: tensor, (), {}), self.fake_of(tensor), None, trained=False)
+        return self._placed(
+            self._add(lambda: tensor, (), {}), self.fake_of(tensor), None, trained=False
+        )
 
     def empty(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
         with self.fake:
             return torch.empty(shape, dtype=like.dtype, device=like.device)
 
-    def run(self, target: Callable[..., Any], *args: Any, placement: Placement = None, draws: bool = False,
-            **kwargs: Any) -> Any:
+    def run(
+        self,
+        target: Callable[..., Any],
+        *args: Any,
+        placement: Placement = None,
+        draws: bool = False,
+        **kwargs: Any,
+    ) -> Any:
         """Record an operator on what each rank has; its results lie so on the ranks. draws: each has its own."""
         args, kwargs = pytree.tree_map_only(torch.Tensor, self.constant, (args, kwargs))
         with self.fake, torch.no_grad():
             result = target(*_locals(args), **_locals(kwargs))
         return self.add(target, args, kwargs, result, lambda tensor: placement, draws=draws)
 
-    def add(self, target: Callable[..., Any], args: Any, kwargs: Any, result: Any,
-            placement_of: Callable[[torch.Tensor], Placement], *, draws: bool = False) -> Any:
+    def add(
+        self,
+        target: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        result: Any,
+        placement_of: Callable[[torch.Tensor], Placement],
+        *,
+        draws: bool = False,
+    ) -> Any:
         """Record an operator that gave these fakes. draws: random numbers that are each rank's own.
 
         Raises:
@@ -126,12 +155,20 @@ class ProgramRecorder:
         placed = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Placed)]
         trained = any(value.trained for value in placed)
         results = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        whole = {placement_of(leaf) is None for leaf in results if leaf.is_floating_point() or leaf.is_complex()}
+        whole = {
+            placement_of(leaf) is None
+            for leaf in results
+            if leaf.is_floating_point() or leaf.is_complex()
+        }
         if trained and len(whole) > 1:
             raise not_in_parts(f"{target} gives whole tensors and parts")
         if trained and False in whole:
             refs = pytree.tree_map_only(Placed, self._with_summed_gradient, (args, kwargs))
-        elif trained and any(value.placement is not None and value.trained for value in placed) and whole:
+        elif (
+            trained
+            and any(value.placement is not None and value.trained for value in placed)
+            and whole
+        ):
             raise not_in_parts(f"{target} makes whole tensors of parts")
         else:
             refs = pytree.tree_map_only(Placed, lambda value: value.ref, (args, kwargs))
@@ -141,14 +178,25 @@ class ProgramRecorder:
             target = drawing_apart(target, self.exchanges.rank, placed[0].local.device)
         return self._results(self._add(target, *refs), result, placement_of, trained)
 
-    def _results(self, ref: Ref, result: Any, placement_of: Callable[[torch.Tensor], Placement], trained: bool) -> Any:
+    def _results(
+        self,
+        ref: Ref,
+        result: Any,
+        placement_of: Callable[[torch.Tensor], Placement],
+        trained: bool,
+    ) -> Any:
         if isinstance(result, torch.Tensor):
             can = result.is_floating_point() or result.is_complex()
             return self._placed(ref, result, placement_of(result), trained=trained and can)
         if isinstance(result, list | tuple):
-            return type(result)(self._results(self._add(operator.getitem, (ref, number), {}), item, placement_of,
-                                              trained) if isinstance(item, torch.Tensor) else item
-                                for number, item in enumerate(result))
+            return type(result)(
+                self._results(
+                    self._add(operator.getitem, (ref, number), {}), item, placement_of, trained
+                )
+                if isinstance(item, torch.Tensor)
+                else item
+                for number, item in enumerate(result)
+            )
         return result
 
     def moved(self, value: Placed, placement: Placement) -> Placed:
@@ -157,14 +205,21 @@ class ProgramRecorder:
             return value
         if (value.ref, placement) not in self._moved:
             size = self.exchanges.size
-            if isinstance(placement, Cut) and not placement.divides(value.shape[placement.dim], size):
-                raise not_in_parts(f"{tuple(value.shape)} doesn't divide by {size} along dim {placement.dim}")
+            if isinstance(placement, Cut) and not placement.divides(
+                value.shape[placement.dim], size
+            ):
+                raise not_in_parts(
+                    f"{tuple(value.shape)} doesn't divide by {size} along dim {placement.dim}"
+                )
             move = self.exchanges.between(value.placement, placement)
-            shape = [length // size if isinstance(placement, Cut) and dim == placement.dim else length
-                     for dim, length in enumerate(value.shape)]
+            shape = [
+                length // size if isinstance(placement, Cut) and dim == placement.dim else length
+                for dim, length in enumerate(value.shape)
+            ]
             local = self.empty(shape, value.local)
             self._moved[value.ref, placement] = self._placed(
-                self._add(move, (value.ref,), {}), local, placement, trained=value.trained)
+                self._add(move, (value.ref,), {}), local, placement, trained=value.trained
+            )
         return self._moved[value.ref, placement]
 
     def _with_summed_gradient(self, value: Placed) -> Ref:
@@ -172,10 +227,14 @@ class ProgramRecorder:
         if value.placement is not None or not value.trained:
             return value.ref
         if value.ref not in self._summing:
-            self._summing[value.ref] = self._add(self.exchanges.summing_gradients(), (value.ref,), {})
+            self._summing[value.ref] = self._add(
+                self.exchanges.summing_gradients(), (value.ref,), {}
+            )
         return self._summing[value.ref]
 
-    def _placed(self, ref: Ref, local: torch.Tensor, placement: Placement, *, trained: bool) -> Placed:
+    def _placed(
+        self, ref: Ref, local: torch.Tensor, placement: Placement, *, trained: bool
+    ) -> Placed:
         return Placed(ref, local, placement, self.exchanges.size, trained)
 
     def _ref(self) -> Ref:
@@ -198,16 +257,31 @@ class ProgramRecorder:
     def _scatter_gathered_gradients(self) -> None:
         """Of what is gathered for nothing but products with parts, the sums of gradients are scattered at once."""
         users = Counter(ref for instruction in self.instructions for ref in instruction.refs())
-        gathered = {instruction.out: instruction for instruction in self.instructions
-                    if isinstance(instruction.target, Move) and isinstance(instruction.target.before, Cut)
-                    and instruction.target.after is None and users[instruction.out] == 1}
-        fused = {ref: gathered[source] for source, ref in self._summing.items() if source in gathered}
+        gathered = {
+            instruction.out: instruction
+            for instruction in self.instructions
+            if isinstance(instruction.target, Move)
+            and isinstance(instruction.target.before, Cut)
+            and instruction.target.after is None
+            and users[instruction.out] == 1
+        }
+        fused = {
+            ref: gathered[source] for source, ref in self._summing.items() if source in gathered
+        }
         dropped = {gather.out for gather in fused.values()}
         self.instructions = [
-            instruction if instruction.out not in fused else replace(
-                fused[instruction.out], out=instruction.out, target=self.exchanges.gather_summing_gradients(
-                    fused[instruction.out].target.before))  # type: ignore[attr-defined]
-            for instruction in self.instructions if instruction.out not in dropped]
+            instruction
+            if instruction.out not in fused
+            else replace(
+                fused[instruction.out],
+                out=instruction.out,
+                target=self.exchanges.gather_summing_gradients(
+                    fused[instruction.out].target.before  # type: ignore[attr-defined]
+                ),
+            )
+            for instruction in self.instructions
+            if instruction.out not in dropped
+        ]
 
     def _sum_in_place(self, outputs: Sequence[Placed]) -> None:
         """What a product made, and the gradients of what products alone take, are summed where they are."""
@@ -224,18 +298,29 @@ class ProgramRecorder:
                 if source in made and made[source].target in _PRODUCTS and len(users[source]) == 1:
                     return replace(instruction, target=self.exchanges.sum_in_place)
             if instruction.out in summing and all(
-                    user is not None and user.target in _PRODUCTS
-                    and [position for position, arg in enumerate(user.args)
-                         if arg == instruction.out] == [_PRODUCTS[user.target]]
-                    for user in users.get(instruction.out, [None])):
+                user is not None
+                and user.target in _PRODUCTS
+                and [position for position, arg in enumerate(user.args) if arg == instruction.out]
+                == [_PRODUCTS[user.target]]
+                for user in users.get(instruction.out, [None])
+            ):
                 source = instruction.args[0]
-                if source in made and _makes_new(made[source].target) and users[source] == [instruction]:
+                if (
+                    source in made
+                    and _makes_new(made[source].target)
+                    and users[source] == [instruction]
+                ):
                     return replace(instruction, target=self.exchanges.hook_summing_gradients)
                 return replace(instruction, target=self.exchanges.summing_gradients(in_place=True))
             return instruction
 
-        summing = {ref for ref in self._summing.values() if ref in made and isinstance(made[ref].target, Move)
-                   and made[ref].target.before is None}  # type: ignore[attr-defined]
+        summing = {
+            ref
+            for ref in self._summing.values()
+            if ref in made
+            and isinstance(made[ref].target, Move)
+            and made[ref].target.before is None  # type: ignore[attr-defined]
+        }
         self.instructions = list(map(in_place, self.instructions))
 
     def _sum_weights_gradients_together(self) -> None:
@@ -251,8 +336,13 @@ class ProgramRecorder:
             first.append(Instruction(together, self.exchanges.sum_all_gradients, tuple(refs), {}))
             for number, ref in enumerate(refs):
                 replaced.add(self._summing[ref])
-                first.append(Instruction(self._summing[ref], operator.getitem, (together, number), {}))
-        self.instructions = [*first, *(made for made in self.instructions if made.out not in replaced)]
+                first.append(
+                    Instruction(self._summing[ref], operator.getitem, (together, number), {})
+                )
+        self.instructions = [
+            *first,
+            *(made for made in self.instructions if made.out not in replaced),
+        ]
 
 
 def _makes_new(target: Callable[..., Any]) -> bool:
@@ -260,11 +350,21 @@ def _makes_new(target: Callable[..., Any]) -> bool:
     if not isinstance(target, torch._ops.OpOverload):
         return False
     returns = target._schema.returns
-    return len(returns) == 1 and returns[0].alias_info is None and (
-        target in _NEW or not target.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
+    return (
+        len(returns) == 1
+        and returns[0].alias_info is None
+        and (
+            target in _NEW
+            or not target.has_kernel_for_dispatch_key(
+                torch._C.DispatchKey.CompositeImplicitAutograd
+            )
+        )
+    )
 
 
-def drawing_apart(target: Callable[..., Any], rank: int, device: torch.device) -> Callable[..., Any]:
+def drawing_apart(
+    target: Callable[..., Any], rank: int, device: torch.device
+) -> Callable[..., Any]:
     def drawn(*args: Any, **kwargs: Any) -> Any:
         with apart(rank, device):
             return target(*args, **kwargs)
@@ -275,7 +375,9 @@ def drawing_apart(target: Callable[..., Any], rank: int, device: torch.device) -
 class Program:
     """(*inputs) -> outputs, on this rank's parts. A value is let go after its last use."""
 
-    def __init__(self, inputs: Sequence[Ref], instructions: Sequence[Instruction], outputs: Sequence[Ref]) -> None:
+    def __init__(
+        self, inputs: Sequence[Ref], instructions: Sequence[Instruction], outputs: Sequence[Ref]
+    ) -> None:
         used = set(outputs)
         lines: list[str] = []
         names: dict[str, Any] = {}
@@ -289,10 +391,15 @@ class Program:
             function = f"f{instruction.out.number}"
             names[function] = instruction.target
             arguments = [_source(arg, names) for arg in instruction.args]
-            arguments += [f"{name}={_source(arg, names)}" for name, arg in instruction.kwargs.items()]
+            arguments += [
+                f"{name}={_source(arg, names)}" for name, arg in instruction.kwargs.items()
+            ]
             lines.append(f"v{instruction.out.number} = {function}({', '.join(arguments)})")
-        lines = [f"def run({', '.join(f'v{ref.number}' for ref in inputs)}):", *reversed(lines),
-                 f"return ({''.join(f'v{ref.number}, ' for ref in outputs)})"]
+        lines = [
+            f"def run({', '.join(f'v{ref.number}' for ref in inputs)}):",
+            *reversed(lines),
+            f"return ({''.join(f'v{ref.number}, ' for ref in outputs)})",
+        ]
         self.code = "\n    ".join(lines)
         exec(compile(self.code, "<split layer>", "exec"), names)
         self.run: Callable[..., tuple[torch.Tensor, ...]] = names["run"]

@@ -16,9 +16,16 @@ if TYPE_CHECKING:
 Direction = Literal["columns", "rows", "whole"]
 # Styles of Transformers 5 (`transformers.integrations.tensor_parallel`).
 _STYLES: dict[str, Direction] = {
-    "colwise": "columns", "colwise_rep": "columns", "colwise_gather_output": "columns", "packed_colwise": "columns",
-    "rowwise": "rows", "rowwise_rep": "rows", "rowwise_split_input": "rows", "packed_rowwise": "rows",
-    "replicate": "whole", "replicated_with_grad_allreduce": "whole",
+    "colwise": "columns",
+    "colwise_rep": "columns",
+    "colwise_gather_output": "columns",
+    "packed_colwise": "columns",
+    "rowwise": "rows",
+    "rowwise_rep": "rows",
+    "rowwise_split_input": "rows",
+    "packed_rowwise": "rows",
+    "replicate": "whole",
+    "replicated_with_grad_allreduce": "whole",
 }
 
 
@@ -42,5 +49,9 @@ def published(model: nn.Module) -> dict[str, Direction]:
 
 def _matching(pattern: str, names: Collection[str]) -> list[str]:
     """Parameters with this name, or directly in a module with it."""
-    words: Any = re.compile(r"\.".join(r"\d+" if word == "*" else re.escape(word) for word in pattern.split(".")))
-    return [name for name in names if words.fullmatch(name) or words.fullmatch(name.rpartition(".")[0])]
+    words: Any = re.compile(
+        r"\.".join(r"\d+" if word == "*" else re.escape(word) for word in pattern.split("."))
+    )
+    return [
+        name for name in names if words.fullmatch(name) or words.fullmatch(name.rpartition(".")[0])
+    ]

@@ -44,13 +44,26 @@ def groups(sizes: Mapping[str, int], whole: Mapping[str, str]) -> list[Group]:
     names_by_pattern: dict[tuple[str, str], list[str]] = {}
     for name, reason in whole.items():
         names_by_pattern.setdefault((pattern(name), reason), []).append(name)
-    made = [Group(alike if len(names) > 1 else names[0], reason, sum(sizes[name] for name in names),
-                  sum(sizes[name] for name in names) / total) for (alike, reason), names in names_by_pattern.items()]
+    made = [
+        Group(
+            alike if len(names) > 1 else names[0],
+            reason,
+            sum(sizes[name] for name in names),
+            sum(sizes[name] for name in names) / total,
+        )
+        for (alike, reason), names in names_by_pattern.items()
+    ]
     return sorted(made, key=lambda group: -group.parameters)
 
 
-def report(tensors: Mapping[str, nn.Parameter], whole: Mapping[str, str], notes: tuple[str, ...], *,
-           ranks: int, sequence: Collection[str] = ()) -> Report:
+def report(
+    tensors: Mapping[str, nn.Parameter],
+    whole: Mapping[str, str],
+    notes: tuple[str, ...],
+    *,
+    ranks: int,
+    sequence: Collection[str] = (),
+) -> Report:
     """Of a model split over so many ranks.
 
     tensors: all its parameters, whole. sequence: modules that are cut along the sequence between their products.
@@ -64,9 +77,15 @@ def report(tensors: Mapping[str, nn.Parameter], whole: Mapping[str, str], notes:
     shares += [f"others {_percent(rest)}"] if rest and large else [_percent(rest)] if rest else []
     line = f"tensor={ranks} splits {_percent(split / total)} of {total:,} parameters"
     line += f"; whole on every rank: {', '.join(shares)}" if shares else ""
-    document: dict[str, Any] = {"ranks": ranks, "parameters": total, "split_parameters": split,
-                                "split_share": split / total, "whole": [asdict(group) for group in kept],
-                                "sequence": sorted(sequence), "notes": list(notes)}
+    document: dict[str, Any] = {
+        "ranks": ranks,
+        "parameters": total,
+        "split_parameters": split,
+        "split_share": split / total,
+        "whole": [asdict(group) for group in kept],
+        "sequence": sorted(sequence),
+        "notes": list(notes),
+    }
     return Report((line, *notes), document)
 
 

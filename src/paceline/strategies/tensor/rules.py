@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def run_by_rule(recorder: ProgramRecorder, mesh: DeviceMesh, target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def run_by_rule(
+    recorder: ProgramRecorder, mesh: DeviceMesh, target: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
     """Record an operator as DTensor runs it.
 
     Raises:
@@ -30,14 +32,20 @@ def run_by_rule(recorder: ProgramRecorder, mesh: DeviceMesh, target: Callable[..
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
     watch = _Watch(recorder)
-    draws = (torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
-             and any(isinstance(leaf, Placed) and isinstance(leaf.placement, Cut)
-                     for leaf in pytree.tree_leaves((args, kwargs))))
+    draws = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()) and any(
+        isinstance(leaf, Placed) and isinstance(leaf.placement, Cut)
+        for leaf in pytree.tree_leaves((args, kwargs))
+    )
 
     def distributed(value: Placed) -> Any:
         placement = value.placement
-        kind = (Replicate() if placement is None else Partial("avg" if placement.mean else "sum")
-                if isinstance(placement, Sum) else placement.placement())
+        kind = (
+            Replicate()
+            if placement is None
+            else Partial("avg" if placement.mean else "sum")
+            if isinstance(placement, Sum)
+            else placement.placement()
+        )
         result = DTensor.from_local(value.local, mesh, [kind], run_check=False)
         watch.known[id(result._local_tensor)] = result._local_tensor
         values[id(result._local_tensor)] = value
@@ -51,17 +59,29 @@ def run_by_rule(recorder: ProgramRecorder, mesh: DeviceMesh, target: Callable[..
         parts = pytree.tree_map_only(DTensor, lambda tensor: tensor._local_tensor, result)
         results = None if watch.moved_any() else _alone(target, args, kwargs, watch)
     if results is not None:
-        kinds = {id(leaf): watch.placement(part) for leaf, part in zip(
-            pytree.tree_leaves(results), pytree.tree_leaves(parts), strict=True) if isinstance(leaf, torch.Tensor)}
-        return recorder.add(target, args, kwargs, results, lambda tensor: kinds[id(tensor)], draws=draws)
+        kinds = {
+            id(leaf): watch.placement(part)
+            for leaf, part in zip(
+                pytree.tree_leaves(results), pytree.tree_leaves(parts), strict=True
+            )
+            if isinstance(leaf, torch.Tensor)
+        }
+        return recorder.add(
+            target, args, kwargs, results, lambda tensor: kinds[id(tensor)], draws=draws
+        )
     for step in watch.steps:
         if isinstance(step, _Moved):
             values[id(step.after)] = recorder.moved(values[id(step.before)], step.placement)
         else:
-            called, options = pytree.tree_map_only(torch.Tensor, lambda tensor: values[id(tensor)],
-                                                   (step.args, step.kwargs))
-            made = recorder.add(step.target, called, options, step.result, watch.placement, draws=draws)
-            for tensor, value in zip(pytree.tree_leaves(step.result), pytree.tree_leaves(made), strict=True):
+            called, options = pytree.tree_map_only(
+                torch.Tensor, lambda tensor: values[id(tensor)], (step.args, step.kwargs)
+            )
+            made = recorder.add(
+                step.target, called, options, step.result, watch.placement, draws=draws
+            )
+            for tensor, value in zip(
+                pytree.tree_leaves(step.result), pytree.tree_leaves(made), strict=True
+            ):
                 if isinstance(tensor, torch.Tensor):
                     values[id(tensor)] = value
     return pytree.tree_map_only(torch.Tensor, lambda tensor: values[id(tensor)], parts)
@@ -70,15 +90,20 @@ def run_by_rule(recorder: ProgramRecorder, mesh: DeviceMesh, target: Callable[..
 def _alone(target: Callable[..., Any], args: Any, kwargs: Any, watch: _Watch) -> Any:
     """What an operator gives on parts, if it then runs as it does under DTensor; else None."""
     alone = _Watch(watch.recorder)
-    arguments = pytree.tree_map_only(Placed, lambda value: value.local.view_as(value.local), (args, kwargs))
-    alone.known |= {id(leaf): leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor)}
+    arguments = pytree.tree_map_only(
+        Placed, lambda value: value.local.view_as(value.local), (args, kwargs)
+    )
+    alone.known |= {
+        id(leaf): leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor)
+    }
     try:
         with alone:
             result = target(*arguments[0], **arguments[1])
     except Exception:  # it names the sizes of the whole
         return None
     same = [step.shown() for step in watch.steps if isinstance(step, _Ran)] == [
-        step.shown() for step in alone.steps if isinstance(step, _Ran)]
+        step.shown() for step in alone.steps if isinstance(step, _Ran)
+    ]
     return result if same else None
 
 
@@ -93,8 +118,11 @@ class _Ran:
 
     def shown(self) -> tuple[Any, str]:
         """The operator, and what it was given beside tensors."""
-        return self.target, str(pytree.tree_map_only(torch.Tensor, lambda tensor: tuple(tensor.shape),
-                                                     (self.args, self.kwargs)))
+        return self.target, str(
+            pytree.tree_map_only(
+                torch.Tensor, lambda tensor: tuple(tensor.shape), (self.args, self.kwargs)
+            )
+        )
 
 
 class _Watch(TorchDispatchMode):
@@ -138,7 +166,9 @@ class _Watch(TorchDispatchMode):
                     self._placements[id(leaf._local_tensor)] = _placement_of(leaf)
             return result
         result = func(*args, **kwargs)
-        inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        inputs = [
+            leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
+        ]
         made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         if inputs and made and all(id(leaf) in self.known for leaf in inputs):
             self.steps.append(_Ran(func, args, kwargs, result))
@@ -157,7 +187,9 @@ class _Watch(TorchDispatchMode):
         def moved(local: torch.Tensor, before: Any, after: Any, **options: Any) -> torch.Tensor:
             from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-            shape, _ = compute_local_shape_and_global_offset(before.shape, after.mesh, after.placements)
+            shape, _ = compute_local_shape_and_global_offset(
+                before.shape, after.mesh, after.placements
+            )
             part = self.recorder.empty(shape, local)
             self._note(part)
             self.steps.append(_Moved(local, part, _as_placement(after.placements[0])))

@@ -24,7 +24,13 @@ from paceline.strategies.registry import active
 from paceline.training.optimizers.gather import GatheredTensors, connect
 from paceline.training.optimizers.local_shards import OwnParts
 from paceline.training.optimizers.parts import groups_of
-from paceline.training.optimizers.probe import Behaviour, Reach, is_exact_in_parts, no_optimizer, observe
+from paceline.training.optimizers.probe import (
+    Behaviour,
+    Reach,
+    is_exact_in_parts,
+    no_optimizer,
+    observe,
+)
 from paceline.training.optimizers.state import OptimizerState
 
 
@@ -47,9 +53,14 @@ class Built:
     own_parts: OwnParts
 
 
-def build_optimizer(job: Job, trainable: Mapping[str, torch.nn.Parameter],
-                    parameters: Mapping[str, torch.nn.Parameter], *, mesh: Mesh | None = None,
-                    sparse: frozenset[str] = frozenset()) -> Built:
+def build_optimizer(
+    job: Job,
+    trainable: Mapping[str, torch.nn.Parameter],
+    parameters: Mapping[str, torch.nn.Parameter],
+    *,
+    mesh: Mesh | None = None,
+    sparse: frozenset[str] = frozenset(),
+) -> Built:
     """The optimizer for what this rank holds.
 
     The job's function sees every parameter, so that its groups are the same on every rank.
@@ -62,28 +73,48 @@ def build_optimizer(job: Job, trainable: Mapping[str, torch.nn.Parameter],
     Raises:
         JobError: the function returns no optimizer that can be used.
     """
-    behaviour, device = _behaviour(job, trainable, sparse), next(iter(trainable.values())).device.type
+    behaviour, device = (
+        _behaviour(job, trainable, sparse),
+        next(iter(trainable.values())).device.type,
+    )
     gathered, own_parts = None, OwnParts({})
     if mesh is not None and mesh.holds_parts:
         reach = _agreed(behaviour.reach, mesh, device)
         gathered = _gathered(job, behaviour, reach, trainable, parameters, mesh, sparse)
         if Reach.PARAMETERS not in reach.values() and not behaviour.needs_closure:
-            own_parts = OwnParts({name: p for name, p in parameters.items()
-                                  if hasattr(p, "device_mesh") and reach[name] is Reach.ELEMENT})
+            own_parts = OwnParts(
+                {
+                    name: p
+                    for name, p in parameters.items()
+                    if hasattr(p, "device_mesh") and reach[name] is Reach.ELEMENT
+                }
+            )
     whole = {} if gathered is None else gathered.whole
     elsewhere = () if gathered is None else gathered.parameters.keys() - whole.keys()
-    updated = {name: p for name, p in {**parameters, **own_parts.plain, **whole}.items() if name not in elsewhere}
+    updated = {
+        name: p
+        for name, p in {**parameters, **own_parts.plain, **whole}.items()
+        if name not in elsewhere
+    }
     optimizer, groups = _built(job, trainable, updated)
     if gathered is None and not behaviour.needs_closure:
         let_fuse(optimizer)
-    state = OptimizerState(optimizer, updated, behaviour.changing, unnamed=behaviour.unnamed,
-                           through_state_dict=behaviour.through_state_dict, unkept=behaviour.unkept,
-                           distributed=own_parts.distributed,
-                           alone=whole.keys() if gathered is not None and gathered.is_together else ())
+    state = OptimizerState(
+        optimizer,
+        updated,
+        behaviour.changing,
+        unnamed=behaviour.unnamed,
+        through_state_dict=behaviour.through_state_dict,
+        unkept=behaviour.unkept,
+        distributed=own_parts.distributed,
+        alone=whole.keys() if gathered is not None and gathered.is_together else (),
+    )
     return Built(optimizer, groups, state, behaviour, gathered, own_parts)
 
 
-def refuse_coupled(optimizer: torch.optim.Optimizer, reach: Mapping[str, Reach], *, plan_key: str) -> None:
+def refuse_coupled(
+    optimizer: torch.optim.Optimizer, reach: Mapping[str, Reach], *, plan_key: str
+) -> None:
     """Refuse an optimizer that must see all parameters at once. plan_key: which lets each rank update a part of them.
 
     Raises:
@@ -95,7 +126,8 @@ def refuse_coupled(optimizer: torch.optim.Optimizer, reach: Mapping[str, Reach],
             f"{type(optimizer).__name__} updates '{coupled[0]}' by other parameters' gradients or weights, and "
             f"{plan_key} lets each rank see some of them alone",
             hint="use a data=N, shard=N or tensor=N plan, or an optimizer that treats each parameter by itself (AdamW, "
-                 "SGD, Muon)")
+            "SGD, Muon)",
+        )
 
 
 def refuse_kinds(built: Built, plan: Plan) -> None:
@@ -106,25 +138,45 @@ def refuse_kinds(built: Built, plan: Plan) -> None:
         PlanRefused: parameters lie on servers, or replicas take steps of their own.
     """
     for is_of_kind, needs, field in (
-            (built.behaviour.needs_closure, "needs a closure that evaluates the loss several times a step",
-             "no_closure"),
-            (has_modes(built.optimizer), "has train() and eval(), that is, other weights for evaluations", "no_modes")):
-        if is_of_kind and (why := next(filter(None, (getattr(strategy, field) for strategy in active(plan))), "")):
-            raise PlanRefused(f"{type(built.optimizer).__name__} {needs}, and {why}",
-                              hint="use a data=N, shard=N or tensor=N plan")
+        (
+            built.behaviour.needs_closure,
+            "needs a closure that evaluates the loss several times a step",
+            "no_closure",
+        ),
+        (
+            has_modes(built.optimizer),
+            "has train() and eval(), that is, other weights for evaluations",
+            "no_modes",
+        ),
+    ):
+        if is_of_kind and (
+            why := next(filter(None, (getattr(strategy, field) for strategy in active(plan))), "")
+        ):
+            raise PlanRefused(
+                f"{type(built.optimizer).__name__} {needs}, and {why}",
+                hint="use a data=N, shard=N or tensor=N plan",
+            )
 
 
-def _behaviour(job: Job, trainable: Mapping[str, torch.nn.Parameter], sparse: frozenset[str]) -> Behaviour:
+def _behaviour(
+    job: Job, trainable: Mapping[str, torch.nn.Parameter], sparse: frozenset[str]
+) -> Behaviour:
     try:
         return observe(job.optimizer, trainable, sparse)
     except Exception as error:  # of the user's code: it comes again with the real parameters, if sizes don't matter
         needs_closure = requires_closure(_built(job, trainable, {})[0])
         first = (str(error).splitlines() or [""])[0]
-        logger.warning("the optimizer could not be tried on stand-ins of the parameters, so it is taken to see %s "
-                       "whole and to keep its state where torch says (%s: %s)",
-                       "all tensors" if needs_closure else "each tensor", type(error).__name__, first)
-        return Behaviour(dict.fromkeys(trainable, Reach.PARAMETERS if needs_closure else Reach.TENSOR),
-                         needs_closure=needs_closure)
+        logger.warning(
+            "the optimizer could not be tried on stand-ins of the parameters, so it is taken to see %s "
+            "whole and to keep its state where torch says (%s: %s)",
+            "all tensors" if needs_closure else "each tensor",
+            type(error).__name__,
+            first,
+        )
+        return Behaviour(
+            dict.fromkeys(trainable, Reach.PARAMETERS if needs_closure else Reach.TENSOR),
+            needs_closure=needs_closure,
+        )
 
 
 def _agreed(reach: Mapping[str, Reach], mesh: Mesh, device: str) -> dict[str, Reach]:
@@ -143,17 +195,27 @@ def _is_exact_in_parts(job: Job, parameters: Mapping[str, torch.nn.Parameter], m
         moved = whole.to(local_part(parameter).device)
         if not axes_cut(parameter):
             return moved
-        return distribute_tensor(moved, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        return distribute_tensor(
+            moved, parameter.device_mesh, parameter.placements, src_data_rank=None
+        )
 
-    exact = torch.tensor(int(is_exact_in_parts(job.optimizer, parameters, distribute)),
-                         device=local_part(next(iter(parameters.values()))).device)
+    exact = torch.tensor(
+        int(is_exact_in_parts(job.optimizer, parameters, distribute)),
+        device=local_part(next(iter(parameters.values()))).device,
+    )
     dist.all_reduce(exact, dist.ReduceOp.MIN)
     return bool(exact)
 
 
-def _gathered(job: Job, behaviour: Behaviour, reach: Mapping[str, Reach],
-              trainable: Mapping[str, torch.nn.Parameter], parameters: Mapping[str, torch.nn.Parameter],
-              mesh: Mesh, sparse: frozenset[str]) -> GatheredTensors | None:
+def _gathered(
+    job: Job,
+    behaviour: Behaviour,
+    reach: Mapping[str, Reach],
+    trainable: Mapping[str, torch.nn.Parameter],
+    parameters: Mapping[str, torch.nn.Parameter],
+    mesh: Mesh,
+    sparse: frozenset[str],
+) -> GatheredTensors | None:
     """What must be updated whole and is held in parts; None if nothing is. Collective over all ranks.
 
     An optimizer that evaluates the loss several times a step decides on one rank how often: it may look at anything.
@@ -170,45 +232,73 @@ def _gathered(job: Job, behaviour: Behaviour, reach: Mapping[str, Reach],
     group, ranks = connect(mesh, stages=is_coupled)
     place = ranks.index(mesh.rank)
     if not is_coupled:
-        gathered = {name: p for name, p in parameters.items() if axes_cut(p) and reach[name] is Reach.TENSOR}
+        gathered = {
+            name: p for name, p in parameters.items() if axes_cut(p) and reach[name] is Reach.TENSOR
+        }
         return GatheredTensors(gathered, group, place=place, size=len(ranks)) if gathered else None
     if not has_stages and not behaviour.needs_closure and _is_exact_in_parts(job, parameters, mesh):
         return None  # torch computes its norms over all parts
     if tables := sorted(sparse & trainable.keys()):
-        raise PlanRefused(f"the optimizer updates parameters by others' gradients or weights, and '{tables[0]}' gets "
-                          "sparse gradients, which ranks that hold parts of a model don't send to one of them",
-                          hint="use a data=N plan, or build the embedding with sparse=False")
-    logger.warning("the optimizer couples parameters: one rank of each %d that hold the model's parts updates all "
-                   "of them, and holds all of the optimizer's state", len(ranks))
+        raise PlanRefused(
+            f"the optimizer updates parameters by others' gradients or weights, and '{tables[0]}' gets "
+            "sparse gradients, which ranks that hold parts of a model don't send to one of them",
+            hint="use a data=N plan, or build the embedding with sparse=False",
+        )
+    logger.warning(
+        "the optimizer couples parameters: one rank of each %d that hold the model's parts updates all "
+        "of them, and holds all of the optimizer's state",
+        len(ranks),
+    )
     return GatheredTensors(parameters, group, place=place, size=len(ranks), every=trainable)
 
 
-def _built(job: Job, trainable: Mapping[str, torch.nn.Parameter],
-           parameters: Mapping[str, torch.nn.Parameter]) -> tuple[torch.optim.Optimizer, list[list[str]]]:
+def _built(
+    job: Job,
+    trainable: Mapping[str, torch.nn.Parameter],
+    parameters: Mapping[str, torch.nn.Parameter],
+) -> tuple[torch.optim.Optimizer, list[list[str]]]:
     """The optimizer for these parameters of all, and the names in its groups of all."""
-    every = {name: parameters[name] if name in parameters else _stand_in(p) for name, p in trainable.items()}
+    every = {
+        name: parameters[name] if name in parameters else _stand_in(p)
+        for name, p in trainable.items()
+    }
     optimizer = for_training(job.optimizer, list(every.items()))
     _check(optimizer)
     name_of = {id(p): name for name, p in every.items()}
     used = [p for group in optimizer.param_groups for p in group["params"]]
     if strangers := sum(id(p) not in name_of for p in used):
-        raise JobError(f"the optimizer holds {strangers} parameters that are not the model's",
-                       hint="build it from the (name, parameter) pairs it is given. A loss with weights of its own is "
-                            "a second model, and a step of one's own trains both: see docs/own-step.md")
+        raise JobError(
+            f"the optimizer holds {strangers} parameters that are not the model's",
+            hint="build it from the (name, parameter) pairs it is given. A loss with weights of its own is "
+            "a second model, and a step of one's own trains both: see docs/own-step.md",
+        )
     if left_out := set(name_of.values()) - {name_of[id(p)] for p in used}:
-        warnings.warn(f"the optimizer leaves out {len(left_out)} trainable parameters, such as {min(left_out)}; "
-                      "they will not change", stacklevel=2)
-    if job.loss is not None and (untrained := [name for name, p in _weights_of_loss(job.loss, trainable).items()
-                                               if id(p) not in name_of]):
-        warnings.warn(f"the loss has trainable weights of its own, such as '{untrained[0]}', and they will not change: "
-                      "the optimizer is given the model's. A step of one's own trains the loss as a second model, see "
-                      "docs/own-step.md; requires_grad_(False) says that they are to stay", stacklevel=2)
+        warnings.warn(
+            f"the optimizer leaves out {len(left_out)} trainable parameters, such as {min(left_out)}; "
+            "they will not change",
+            stacklevel=2,
+        )
+    if job.loss is not None and (
+        untrained := [
+            name
+            for name, p in _weights_of_loss(job.loss, trainable).items()
+            if id(p) not in name_of
+        ]
+    ):
+        warnings.warn(
+            f"the loss has trainable weights of its own, such as '{untrained[0]}', and they will not change: "
+            "the optimizer is given the model's. A step of one's own trains the loss as a second model, see "
+            "docs/own-step.md; requires_grad_(False) says that they are to stay",
+            stacklevel=2,
+        )
     names = [[name_of[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     for group in groups_of(optimizer):
         is_local = [name_of.get(id(p)) in parameters for p in group["params"]]
         for key in ("params", "param_names"):
             if key in group:
-                group[key] = [item for item, is_kept in zip(group[key], is_local, strict=True) if is_kept]
+                group[key] = [
+                    item for item, is_kept in zip(group[key], is_local, strict=True) if is_kept
+                ]
     return optimizer, names
 
 
@@ -223,9 +313,17 @@ def _weights_of_loss(loss: Any, of_model: Collection[str]) -> dict[str, torch.nn
     if hasattr(loss, "__code__"):
         around = inspect.getclosurevars(loss)
         reached += [*around.nonlocals.values(), *around.globals.values()]
-    trainable = [{name: p for name, p in module.named_parameters() if p.requires_grad}
-                 for module in reached if isinstance(module, torch.nn.Module)]
-    return {name: p for of_module in trainable if of_module.keys() != set(of_model) for name, p in of_module.items()}
+    trainable = [
+        {name: p for name, p in module.named_parameters() if p.requires_grad}
+        for module in reached
+        if isinstance(module, torch.nn.Module)
+    ]
+    return {
+        name: p
+        for of_module in trainable
+        if of_module.keys() != set(of_model)
+        for name, p in of_module.items()
+    }
 
 
 def _check(optimizer: Any) -> None:

@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 from paceline.model.copy_on_write import SeenValue
 from paceline.training.optimizers.gather import GatheredTensors
 
-Evaluate = Callable[[], float]  # computes loss and gradients at the current weights; collective as the plan is
-
-
+Evaluate = Callable[
+    [], float
+]  # computes loss and gradients at the current weights; collective as the plan is
 
 
 class Closure:
@@ -32,9 +32,17 @@ class Closure:
 
     def __init__(self, loss: float, evaluate: Evaluate, parameters: Iterable[nn.Parameter]) -> None:
         self._loss, self._evaluate = loss, evaluate
-        self._first: list[tuple[nn.Parameter, SeenValue, torch.Tensor | None, SeenValue | None]] | None = [
-            (p, SeenValue(p), p.grad,
-             None if p.grad is None or p.grad.is_sparse else SeenValue(p.grad)) for p in parameters]
+        self._first: (
+            list[tuple[nn.Parameter, SeenValue, torch.Tensor | None, SeenValue | None]] | None
+        ) = [
+            (
+                p,
+                SeenValue(p),
+                p.grad,
+                None if p.grad is None or p.grad.is_sparse else SeenValue(p.grad),
+            )
+            for p in parameters
+        ]
 
     def __call__(self) -> torch.Tensor:
         """The window's mean loss, a float64 scalar; gradients are in the parameters."""
@@ -46,16 +54,27 @@ class Closure:
         return torch.tensor(self._loss, dtype=torch.float64)
 
 
-def _is_changed(parameter: nn.Parameter, weight: SeenValue, gradient: torch.Tensor | None,
-                value: SeenValue | None) -> bool:
-    return weight.is_changed() or parameter.grad is not gradient or (value is not None and value.is_changed())
+def _is_changed(
+    parameter: nn.Parameter,
+    weight: SeenValue,
+    gradient: torch.Tensor | None,
+    value: SeenValue | None,
+) -> bool:
+    return (
+        weight.is_changed()
+        or parameter.grad is not gradient
+        or (value is not None and value.is_changed())
+    )
 
 
-def step_gathered(optimizer: Optimizer, gathered: GatheredTensors, loss: float, evaluate: Evaluate) -> None:
+def step_gathered(
+    optimizer: Optimizer, gathered: GatheredTensors, loss: float, evaluate: Evaluate
+) -> None:
     """A step of the rank that updates all of `gathered`; the others evaluate when it does. Collective over its group.
 
     loss: of the evaluation that was made already.
     """
+
     def evaluate_together() -> float:
         gathered.after_update()
         loss = evaluate()

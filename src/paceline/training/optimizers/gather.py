@@ -24,7 +24,9 @@ from torch import nn
 from paceline.checkpoint.pieces import Region, TensorPiece, pieces_of
 from paceline.strategies.mesh import Mesh, local_part
 
-ROUND_BYTES = 64 * 2**20  # of whole tensors whose parts travel at a time; a larger one travels alone
+ROUND_BYTES = (
+    64 * 2**20
+)  # of whole tensors whose parts travel at a time; a larger one travels alone
 
 
 @dataclass(frozen=True)
@@ -51,22 +53,36 @@ class GatheredTensors:
     rank updates all.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup, *, place: int,
-                 size: int, every: Mapping[str, nn.Parameter] | None = None) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        group: dist.ProcessGroup,
+        *,
+        place: int,
+        size: int,
+        every: Mapping[str, nn.Parameter] | None = None,
+    ) -> None:
         """parameters: distributed or whole. place: of this rank in the group. size: ranks in it.
         every: All of them where ranks hold different ones, or stand-ins; the first rank then owns all. None where all
         ranks hold parts of the same ones, and each owns some."""
         self.parameters, self.group, self.place, self.size = dict(parameters), group, place, size
         self.is_together, like = every is not None, dict(parameters if every is None else every)
         self.device = next(local_part(p).device for p in (*parameters.values(), *like.values()))
-        owners = deal_out({name: p.numel() * p.element_size() for name, p in like.items()},
-                          1 if self.is_together else self.size)
+        owners = deal_out(
+            {name: p.numel() * p.element_size() for name, p in like.items()},
+            1 if self.is_together else self.size,
+        )
         regions = self._regions_everywhere(like)
-        self.tensors = [_tensor(name, p, owners[name], of_ranks)
-                        for (name, p), of_ranks in zip(like.items(), regions, strict=True)]
+        self.tensors = [
+            _tensor(name, p, owners[name], of_ranks)
+            for (name, p), of_ranks in zip(like.items(), regions, strict=True)
+        ]
         self.owner_holds = [bool(t.regions[t.copies[t.owner]]) for t in self.tensors]
-        self.whole = {t.name: nn.Parameter(torch.empty(like[t.name].shape, dtype=t.dtype, device=self.device))
-                      for t in self.tensors if t.owner == self.place}
+        self.whole = {
+            t.name: nn.Parameter(torch.empty(like[t.name].shape, dtype=t.dtype, device=self.device))
+            for t in self.tensors
+            if t.owner == self.place
+        }
         with torch.no_grad():
             self._to_owners((self.parameters, {name: p.data for name, p in self.whole.items()}))
 
@@ -78,8 +94,14 @@ class GatheredTensors:
         has_gradient = self._has_gradient()
         self._to_owners(
             (self.parameters, {name: p.data for name, p in self.whole.items()}),
-            ({name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in self.parameters.items()},
-             {name: p.grad for name, p in self.whole.items() if p.grad is not None}))
+            (
+                {
+                    name: p.grad if p.grad is not None else torch.zeros_like(p)
+                    for name, p in self.parameters.items()
+                },
+                {name: p.grad for name, p in self.whole.items() if p.grad is not None},
+            ),
+        )
         for name, whole in self.whole.items():
             if not has_gradient[name]:
                 whole.grad = None
@@ -90,72 +112,124 @@ class GatheredTensors:
         for whole in self.whole.values():
             whole.grad = None
         for dtype, tensors in _rounds(self.tensors):
-            sent = [[_flat_parts(self.whole[t.name], t.regions[t.copies[place]]) for t in tensors
-                     if t.owner == self.place] for place in range(self.size)]
-            expected = [sum(t.elements(self.place) for t in tensors if t.owner == place) for place in range(self.size)]
+            sent = [
+                [
+                    _flat_parts(self.whole[t.name], t.regions[t.copies[place]])
+                    for t in tensors
+                    if t.owner == self.place
+                ]
+                for place in range(self.size)
+            ]
+            expected = [
+                sum(t.elements(self.place) for t in tensors if t.owner == place)
+                for place in range(self.size)
+            ]
             for place, received in enumerate(self._exchange(sent, expected, dtype)):
                 for tensor in (t for t in tensors if t.owner == place):
-                    part, received = received[:tensor.elements(self.place)], received[tensor.elements(self.place):]
+                    part, received = (
+                        received[: tensor.elements(self.place)],
+                        received[tensor.elements(self.place) :],
+                    )
                     for piece in self._pieces(tensor.name, self.parameters):
-                        piece.tensor.copy_(part[:piece.tensor.numel()].view(piece.tensor.shape))
-                        part = part[piece.tensor.numel():]
+                        piece.tensor.copy_(part[: piece.tensor.numel()].view(piece.tensor.shape))
+                        part = part[piece.tensor.numel() :]
 
     def _has_gradient(self) -> dict[str, bool]:
         """By name, as owners must know it. Collective over the group if some owner holds no part of a tensor."""
-        local = {t.name: t.name in self.parameters and self.parameters[t.name].grad is not None for t in self.tensors}
+        local = {
+            t.name: t.name in self.parameters and self.parameters[t.name].grad is not None
+            for t in self.tensors
+        }
         if all(self.owner_holds):
             return local
-        anywhere = torch.tensor([float(has_gradient) for has_gradient in local.values()], device=self.device)
+        anywhere = torch.tensor(
+            [float(has_gradient) for has_gradient in local.values()], device=self.device
+        )
         dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=self.group)
-        return {name: bool(has_gradient) for name, has_gradient in zip(local, anywhere.tolist(), strict=True)}
+        return {
+            name: bool(has_gradient)
+            for name, has_gradient in zip(local, anywhere.tolist(), strict=True)
+        }
 
-    def _regions_everywhere(self, like: Mapping[str, torch.Tensor]) -> list[list[tuple[Region, ...]]]:
+    def _regions_everywhere(
+        self, like: Mapping[str, torch.Tensor]
+    ) -> list[list[tuple[Region, ...]]]:
         """Where every rank's part of each tensor lies, box by box. Collective."""
         numbers: list[int] = []
         for name in like:
             pieces = self._pieces(name, self.parameters)
-            numbers += [len(pieces), *(number for piece in pieces for number in (*piece.offsets, *piece.tensor.shape))]
+            numbers += [
+                len(pieces),
+                *(number for piece in pieces for number in (*piece.offsets, *piece.tensor.shape)),
+            ]
         length = torch.tensor(len(numbers), device=self.device)
         dist.all_reduce(length, dist.ReduceOp.MAX, group=self.group)
         padded = torch.zeros(int(length), dtype=torch.int64, device=self.device)
-        padded[:len(numbers)] = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        padded[: len(numbers)] = torch.tensor(numbers, dtype=torch.int64, device=self.device)
         everyone = [torch.empty_like(padded) for _ in range(self.size)]
         dist.all_gather(everyone, padded, group=self.group)
         rows = [iter(row.tolist()) for row in everyone]
 
-        return [[tuple(Region(tuple(islice(row, p.ndim)), tuple(islice(row, p.ndim))) for _ in range(next(row)))
-                 for row in rows] for p in like.values()]
+        return [
+            [
+                tuple(
+                    Region(tuple(islice(row, p.ndim)), tuple(islice(row, p.ndim)))
+                    for _ in range(next(row))
+                )
+                for row in rows
+            ]
+            for p in like.values()
+        ]
 
     def _pieces(self, name: str, tensors: Mapping[str, torch.Tensor]) -> list[TensorPiece]:
         """What this rank has of a tensor."""
         return pieces_of(name, tensors[name].detach()) if name in tensors else []
 
-    def _to_owners(self, *sets: tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]) -> None:
+    def _to_owners(
+        self, *sets: tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]
+    ) -> None:
         """Of each set the distributed tensors, cut like the parameters, go to the owners' whole ones; both by name."""
         for dtype, tensors in _rounds(self.tensors):
-            sent = [[piece.tensor.reshape(-1) for parts, _ in sets for t in tensors
-                     if t.owner == place and t.copies[self.place] == self.place
-                     for piece in self._pieces(t.name, parts)] for place in range(self.size)]
+            sent = [
+                [
+                    piece.tensor.reshape(-1)
+                    for parts, _ in sets
+                    for t in tensors
+                    if t.owner == place and t.copies[self.place] == self.place
+                    for piece in self._pieces(t.name, parts)
+                ]
+                for place in range(self.size)
+            ]
             owned = [t for t in tensors if t.owner == self.place]
-            expected = [len(sets) * sum(t.elements(place) for t in owned if t.copies[place] == place)
-                        for place in range(self.size)]
+            expected = [
+                len(sets) * sum(t.elements(place) for t in owned if t.copies[place] == place)
+                for place in range(self.size)
+            ]
             for place, received in enumerate(self._exchange(sent, expected, dtype)):
-                for whole, tensor in [(whole, t) for _, whole in sets for t in owned if t.copies[place] == place]:
+                for whole, tensor in [
+                    (whole, t) for _, whole in sets for t in owned if t.copies[place] == place
+                ]:
                     for region in tensor.regions[place]:
-                        whole[tensor.name][region.slices((0,) * len(region.shape))] = (
-                            received[:region.numel].view(region.shape))
-                        received = received[region.numel:]
+                        whole[tensor.name][region.slices((0,) * len(region.shape))] = received[
+                            : region.numel
+                        ].view(region.shape)
+                        received = received[region.numel :]
 
-    def _exchange(self, sent: Sequence[Sequence[torch.Tensor]], expected: Sequence[int],
-                  dtype: torch.dtype) -> Sequence[torch.Tensor]:
+    def _exchange(
+        self, sent: Sequence[Sequence[torch.Tensor]], expected: Sequence[int], dtype: torch.dtype
+    ) -> Sequence[torch.Tensor]:
         """Flat tensors for each place in the group; returns so many elements of each, flat. Collective."""
         empty = torch.empty(0, dtype=dtype, device=self.device)
         outgoing = torch.cat([empty, *(tensor for tensors in sent for tensor in tensors)])
         incoming = torch.empty(sum(expected), dtype=dtype, device=self.device)
         item_bytes = dtype.itemsize
         dist.all_to_all_single(  # as bytes: backends differ in the dtypes they take
-            incoming.view(torch.uint8), outgoing.view(torch.uint8), [count * item_bytes for count in expected],
-            [sum(tensor.numel() for tensor in tensors) * item_bytes for tensors in sent], group=self.group)
+            incoming.view(torch.uint8),
+            outgoing.view(torch.uint8),
+            [count * item_bytes for count in expected],
+            [sum(tensor.numel() for tensor in tensors) * item_bytes for tensors in sent],
+            group=self.group,
+        )
         return incoming.split(list(expected))
 
 
@@ -172,18 +246,28 @@ def deal_out(num_bytes: Mapping[str, int], places: int) -> dict[str, int]:
     return {name: owners[name] for name in num_bytes}
 
 
-def _tensor(name: str, like: torch.Tensor, owner: int, regions: Sequence[tuple[Region, ...]]) -> _Tensor:
+def _tensor(
+    name: str, like: torch.Tensor, owner: int, regions: Sequence[tuple[Region, ...]]
+) -> _Tensor:
     """Of ranks that hold the same part the first one sends it, or the owner, who need not."""
     order = [owner, *(place for place in range(len(regions)) if place != owner)]
     first: dict[tuple[Region, ...], int] = {}
     for place in order:
         first.setdefault(regions[place], place)
-    return _Tensor(name, like.dtype, like.numel(), owner, {place: region for region, place in first.items()},
-                   tuple(first[region] for region in regions))
+    return _Tensor(
+        name,
+        like.dtype,
+        like.numel(),
+        owner,
+        {place: region for region, place in first.items()},
+        tuple(first[region] for region in regions),
+    )
 
 
 def _flat_parts(whole: torch.Tensor, regions: Iterable[Region]) -> torch.Tensor:
-    parts = [whole.detach()[region.slices((0,) * len(region.shape))].reshape(-1) for region in regions]
+    parts = [
+        whole.detach()[region.slices((0,) * len(region.shape))].reshape(-1) for region in regions
+    ]
     return torch.cat([whole.detach().reshape(-1)[:0], *parts])
 
 
@@ -195,7 +279,10 @@ def _rounds(tensors: Iterable[_Tensor]) -> Iterable[tuple[torch.dtype, list[_Ten
     for dtype, alike in by_dtype.items():
         together: list[_Tensor] = []
         for tensor in alike:
-            if sum(t.numel for t in (*together, tensor)) * dtype.itemsize > ROUND_BYTES and together:
+            if (
+                sum(t.numel for t in (*together, tensor)) * dtype.itemsize > ROUND_BYTES
+                and together
+            ):
                 yield dtype, together
                 together = []
             together.append(tensor)
@@ -207,14 +294,20 @@ def connect(mesh: Mesh, *, stages: bool) -> tuple[dist.ProcessGroup, list[int]]:
 
     stages: whether those that hold other tensors of the same replica belong to it, too.
     """
-    axes = tuple(axis for axis in mesh.sizes if axis not in mesh.copy_axes) if stages else mesh.part_axes
+    axes = (
+        tuple(axis for axis in mesh.sizes if axis not in mesh.copy_axes)
+        if stages
+        else mesh.part_axes
+    )
     cut = [axis for axis in axes if mesh.sizes[axis] > 1]
     if len(cut) == 1:
         return mesh.group(cut[0]), mesh.ranks_along(cut[0])
     rows: dict[tuple[int, ...], list[int]] = {}
     for rank in range(mesh.world_size):
         places = mesh.at(rank).coordinates
-        rows.setdefault(tuple(place for axis, place in places.items() if axis not in axes), []).append(rank)
+        rows.setdefault(
+            tuple(place for axis, place in places.items() if axis not in axes), []
+        ).append(rank)
     connected: tuple[dist.ProcessGroup, list[int]] | None = None
     for ranks in rows.values():  # every rank makes every group, in one order
         group = dist.new_group(ranks)

@@ -21,7 +21,9 @@ class OwnParts:
 
     def __init__(self, distributed: Mapping[str, nn.Parameter]) -> None:
         self.distributed: dict[str, Any] = dict(distributed)
-        self.plain = {name: nn.Parameter(p.detach().to_local()) for name, p in self.distributed.items()}
+        self.plain = {
+            name: nn.Parameter(p.detach().to_local()) for name, p in self.distributed.items()
+        }
 
     @torch.no_grad()
     def before_update(self) -> None:
@@ -31,8 +33,11 @@ class OwnParts:
             gradient, plain, part = parameter.grad, self.plain[name], parameter._local_tensor
             if plain.data_ptr() != part.data_ptr():  # a shard that FSDP2 has put elsewhere
                 plain.data = part
-            if (gradient is not None and gradient._spec is not parameter._spec
-                    and gradient.placements != parameter.placements):
+            if (
+                gradient is not None
+                and gradient._spec is not parameter._spec
+                and gradient.placements != parameter.placements
+            ):
                 gradient = gradient.redistribute(placements=parameter.placements)
             plain.grad = None if gradient is None else gradient._local_tensor
 
@@ -52,15 +57,23 @@ def as_distributed(value: Any, parameter: Any) -> Any:
     def wrap(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.shape != shape:
             return tensor
-        return DTensor.from_local(tensor, parameter.device_mesh, parameter.placements, run_check=False,
-                                  shape=parameter.shape, stride=parameter.stride())
+        return DTensor.from_local(
+            tensor,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
 
     return _mapped(wrap, value)
 
 
 def as_plain(value: Any) -> Any:
     """The other way."""
-    return _mapped(lambda tensor: tensor.to_local() if hasattr(tensor, "to_local") else tensor, value)
+    return _mapped(
+        lambda tensor: tensor.to_local() if hasattr(tensor, "to_local") else tensor, value
+    )
 
 
 def _mapped(function: Callable[[Any], Any], value: Any) -> Any:

@@ -15,15 +15,26 @@ from torch.optim import Optimizer
 
 from paceline.checkpoint.values import SeenPlain, can_pack, pack
 
-_NEVER_STATE = (nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType, types.MethodType,
-                types.BuiltinFunctionType, torch.optim.lr_scheduler.LRScheduler)
+_NEVER_STATE = (
+    nn.Module,
+    torch.Tensor,
+    type,
+    types.ModuleType,
+    types.FunctionType,
+    types.MethodType,
+    types.BuiltinFunctionType,
+    torch.optim.lr_scheduler.LRScheduler,
+)
 
 
 @cache
 def _of_torch() -> frozenset[str]:
     """Attributes of every optimizer: kept in other ways, or none of an update's business. Building one imports
     torch._dynamo, which takes a second."""
-    return frozenset(vars(Optimizer([nn.Parameter(torch.empty(1, device="meta"))], {}))) | {"_opt_called", "step"}
+    return frozenset(vars(Optimizer([nn.Parameter(torch.empty(1, device="meta"))], {}))) | {
+        "_opt_called",
+        "step",
+    }
 
 
 @dataclass(frozen=True)
@@ -99,12 +110,19 @@ class SeenSlots:
         self._values = {path: SeenPlain(_unkeyed(slot.value)) for path, slot in self._slots()}
 
     def _slots(self) -> Iterator[tuple[str, Slot]]:
-        return ((path, slot) for path, slot in parts_of(self.optimizer).slots.items() if path not in self.besides)
+        return (
+            (path, slot)
+            for path, slot in parts_of(self.optimizer).slots.items()
+            if path not in self.besides
+        )
 
     def changed(self) -> dict[str, Slot]:
         """Slots that are new or hold something else now, by path."""
-        return {path: slot for path, slot in self._slots()
-                if path not in self._values or not self._values[path].is_same(_unkeyed(slot.value))}
+        return {
+            path: slot
+            for path, slot in self._slots()
+            if path not in self._values or not self._values[path].is_same(_unkeyed(slot.value))
+        }
 
 
 def unnamed_of(slots: Mapping[str, Slot]) -> set[str]:
@@ -139,12 +157,21 @@ def _visit(value: Any, path: str, parts: Parts, seen: set[int]) -> None:
     seen.add(id(value))
     if isinstance(value, Optimizer):
         parts.optimizers[path] = value
-        items: list[tuple[Any, Any]] = [(name, item) for name, item in vars(value).items() if name not in _of_torch()]
-        shared = {key: item for key, item in value.state.items() if not isinstance(key, torch.Tensor)}
+        items: list[tuple[Any, Any]] = [
+            (name, item) for name, item in vars(value).items() if name not in _of_torch()
+        ]
+        shared = {
+            key: item for key, item in value.state.items() if not isinstance(key, torch.Tensor)
+        }
         prefix = f"{path}.state" if path else "state"
         parts.nodes[prefix] = value.state
-        parts.slots.update({f"{prefix}.{key}": Slot(f"{prefix}.{key}", value.state, key)
-                            for key, item in shared.items() if _is_value(item)})
+        parts.slots.update(
+            {
+                f"{prefix}.{key}": Slot(f"{prefix}.{key}", value.state, key)
+                for key, item in shared.items()
+                if _is_value(item)
+            }
+        )
     elif isinstance(value, MutableMapping):
         items = [(key, item) for key, item in value.items() if isinstance(key, str | int)]
     elif isinstance(value, list | tuple | deque):
@@ -168,13 +195,19 @@ def _is_value(value: Any) -> bool:
 
 
 def _is_by_parameter(value: Any) -> bool:
-    return (isinstance(value, MutableMapping) and len(value) > 0 and all(isinstance(key, nn.Parameter) for key in value)
-            and all(not _holds_parameters(item) and can_pack(item) for item in value.values()))
+    return (
+        isinstance(value, MutableMapping)
+        and len(value) > 0
+        and all(isinstance(key, nn.Parameter) for key in value)
+        and all(not _holds_parameters(item) and can_pack(item) for item in value.values())
+    )
 
 
 def _holds_parameters(value: Any) -> bool:
     if isinstance(value, dict):
-        return any(map(_holds_parameters, value.values())) or any(isinstance(key, nn.Parameter) for key in value)
+        return any(map(_holds_parameters, value.values())) or any(
+            isinstance(key, nn.Parameter) for key in value
+        )
     if isinstance(value, list | tuple | set | deque):
         return any(map(_holds_parameters, value))
     return isinstance(value, nn.Parameter)

@@ -25,13 +25,31 @@ from paceline.training.optimizers.parts import SeenSlots, unnamed_of
 from paceline.training.optimizers.state import OptimizerState, load_snapshot, snapshot
 
 LONGEST_DIM = 4  # of a stand-in
-UPDATES, FEWEST_STEPS, MOST_STEPS = 600, 4, 30  # of parameters in a trial; optimizers may begin some of their work late
+UPDATES, FEWEST_STEPS, MOST_STEPS = (
+    600,
+    4,
+    30,
+)  # of parameters in a trial; optimizers may begin some of their work late
 SPLITS = 3  # two parameters, or two elements, are in different halves of at least one of 2 * SPLITS with odds of 63/64
 ROUNDING = 1e-12  # relative; an update of one element alone is the same to the last bit, but for the order of vectors
 REAL_SIZES = 1_000_000  # elements of all parameters that are tried in full, if the job's function wants their shapes
 # torch's own optimizers whose update of an element depends on that element's history alone.
-ELEMENTWISE = frozenset({"SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta",
-                         "ASGD", "SparseAdam"})
+ELEMENTWISE = frozenset(
+    {
+        "SGD",
+        "Adam",
+        "AdamW",
+        "Adamax",
+        "NAdam",
+        "RAdam",
+        "RMSprop",
+        "Rprop",
+        "Adagrad",
+        "Adadelta",
+        "ASGD",
+        "SparseAdam",
+    }
+)
 
 Build = Callable[[list[tuple[str, nn.Parameter]]], Optimizer]
 
@@ -76,12 +94,17 @@ def known_reach(optimizer: Optimizer) -> Reach | None:
     Steps that call hooks of the user's are not known.
     """
     kind = type(optimizer)
-    if not f"{kind.__module__}.".startswith("torch.optim.") or optimizer._optimizer_step_pre_hooks or (
-            optimizer._optimizer_step_post_hooks):
+    if (
+        not f"{kind.__module__}.".startswith("torch.optim.")
+        or optimizer._optimizer_step_pre_hooks
+        or (optimizer._optimizer_step_post_hooks)
+    ):
         return None
     if kind.__name__ in ELEMENTWISE:
         return Reach.ELEMENT
-    return {"Muon": Reach.TENSOR, "Adafactor": Reach.TENSOR, "LBFGS": Reach.PARAMETERS}.get(kind.__name__)
+    return {"Muon": Reach.TENSOR, "Adafactor": Reach.TENSOR, "LBFGS": Reach.PARAMETERS}.get(
+        kind.__name__
+    )
 
 
 def known_reaches(optimizer: Optimizer, names: Iterable[str]) -> dict[str, Reach] | None:
@@ -98,7 +121,9 @@ def known_reaches(optimizer: Optimizer, names: Iterable[str]) -> dict[str, Reach
     return reaches
 
 
-def observe(build: Build, parameters: Mapping[str, torch.Tensor], sparse: frozenset[str] = frozenset()) -> Behaviour:
+def observe(
+    build: Build, parameters: Mapping[str, torch.Tensor], sparse: frozenset[str] = frozenset()
+) -> Behaviour:
     """What the job's optimizer does. Random streams are left as they were.
 
     parameters: the trainable ones, by name; their shapes, dtypes and attributes count and their values don't.
@@ -115,7 +140,9 @@ def observe(build: Build, parameters: Mapping[str, torch.Tensor], sparse: frozen
         return _observe(trial)
 
 
-def needs_closure(optimizer: Optimizer, build: Build, parameters: Mapping[str, torch.Tensor]) -> bool:
+def needs_closure(
+    optimizer: Optimizer, build: Build, parameters: Mapping[str, torch.Tensor]
+) -> bool:
     """Whether the steps of an optimizer evaluate the loss: `step` requires a closure, or fails without one.
 
     build, parameters: that made it; as for `observe`. Random streams are left as they were.
@@ -126,8 +153,11 @@ def needs_closure(optimizer: Optimizer, build: Build, parameters: Mapping[str, t
     return requires_closure(optimizer)
 
 
-def is_exact_in_parts(build: Build, parameters: Mapping[str, torch.Tensor],
-                      distribute: Callable[[str, torch.Tensor], torch.Tensor]) -> bool:
+def is_exact_in_parts(
+    build: Build,
+    parameters: Mapping[str, torch.Tensor],
+    distribute: Callable[[str, torch.Tensor], torch.Tensor],
+) -> bool:
     """Whether steps on distributed tensors give what steps on whole ones give. Collective over the ranks that hold the
     parts; random streams are left as they were.
 
@@ -137,19 +167,31 @@ def is_exact_in_parts(build: Build, parameters: Mapping[str, torch.Tensor],
         trial, _ = _first_trial(build, parameters)
         whole, *_ = trial.run(trial.weights, trial.gradients, FEWEST_STEPS)
         try:
-            parts, *_ = trial.run({name: distribute(name, weight) for name, weight in trial.weights.items()},
-                                  [{name: distribute(name, gradient) for name, gradient in each.items()}
-                                   for each in trial.gradients], FEWEST_STEPS)
-            full = {name: p.full_tensor().cpu() if hasattr(p, "full_tensor") else p.cpu() for name, p in parts.items()}
+            parts, *_ = trial.run(
+                {name: distribute(name, weight) for name, weight in trial.weights.items()},
+                [
+                    {name: distribute(name, gradient) for name, gradient in each.items()}
+                    for each in trial.gradients
+                ],
+                FEWEST_STEPS,
+            )
+            full = {
+                name: p.full_tensor().cpu() if hasattr(p, "full_tensor") else p.cpu()
+                for name, p in parts.items()
+            }
         except Exception:
             return False
         return not any(bool(_differs(full[name], weight).any()) for name, weight in whole.items())
 
 
-def _first_trial(build: Build, parameters: Mapping[str, torch.Tensor],
-                 sparse: frozenset[str] = frozenset()) -> tuple[_Trial, Optimizer]:
+def _first_trial(
+    build: Build, parameters: Mapping[str, torch.Tensor], sparse: frozenset[str] = frozenset()
+) -> tuple[_Trial, Optimizer]:
     """A trial on stand-ins that the job's function accepts: small ones, or of the real shapes."""
-    shapes = {name: tuple(min(length, LONGEST_DIM) for length in p.shape) for name, p in parameters.items()}
+    shapes = {
+        name: tuple(min(length, LONGEST_DIM) for length in p.shape)
+        for name, p in parameters.items()
+    }
     for names in dict.fromkeys((sparse, frozenset[str]())):
         small = _Trial(build, shapes, parameters, names)
         try:
@@ -165,15 +207,21 @@ def _observe(trial: _Trial) -> Behaviour:
     weights, changing, unnamed = trial.run(trial.weights, trial.gradients)
     reach = dict.fromkeys(trial.shapes, Reach.ELEMENT)
     for half in trial.halves():
-        others, *_ = trial.run(trial.mixed(trial.weights, trial.other_weights, half), trial.mixed_each_step(half))
+        others, *_ = trial.run(
+            trial.mixed(trial.weights, trial.other_weights, half), trial.mixed_each_step(half)
+        )
         for name, mask in half.items():
             moved = _differs(weights[name], others[name]) & ~mask
             if bool(moved.any()):
-                reach[name] = max(reach[name], Reach.TENSOR if bool(mask.any()) else Reach.PARAMETERS)
+                reach[name] = max(
+                    reach[name], Reach.TENSOR if bool(mask.any()) else Reach.PARAMETERS
+                )
     for through_state_dict in (False, True):
         unkept = trial.lost_by_resuming(weights, changing, through_state_dict=through_state_dict)
         if not unkept:
-            return Behaviour(reach, changing, unnamed, through_state_dict, needs_closure=trial.needs_closure)
+            return Behaviour(
+                reach, changing, unnamed, through_state_dict, needs_closure=trial.needs_closure
+            )
     return Behaviour(reach, changing, unnamed, unkept=unkept, needs_closure=trial.needs_closure)
 
 
@@ -184,8 +232,13 @@ class _Trial:
     that out.
     """
 
-    def __init__(self, build: Build, shapes: Mapping[str, tuple[int, ...]], parameters: Mapping[str, torch.Tensor],
-                 sparse: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        build: Build,
+        shapes: Mapping[str, tuple[int, ...]],
+        parameters: Mapping[str, torch.Tensor],
+        sparse: frozenset[str] = frozenset(),
+    ) -> None:
         self.make_optimizer, self.shapes, self.like, self.sparse = build, shapes, parameters, sparse
         self.steps = min(max(UPDATES // max(len(shapes), 1), FEWEST_STEPS), MOST_STEPS)
         self.draws = torch.Generator().manual_seed(0)
@@ -193,9 +246,17 @@ class _Trial:
         self.needs_closure = False
 
     @cached_property
-    def _later(self) -> tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]], list[dict[str, torch.Tensor]]]:
+    def _later(
+        self,
+    ) -> tuple[
+        dict[str, torch.Tensor], list[dict[str, torch.Tensor]], list[dict[str, torch.Tensor]]
+    ]:
         """Other weights, gradients and other gradients: not drawn for an optimizer that is known."""
-        return (self._drawn(), [self._drawn() for _ in range(self.steps)], [self._drawn() for _ in range(self.steps)])
+        return (
+            self._drawn(),
+            [self._drawn() for _ in range(self.steps)],
+            [self._drawn() for _ in range(self.steps)],
+        )
 
     @property
     def other_weights(self) -> dict[str, torch.Tensor]:
@@ -210,10 +271,14 @@ class _Trial:
         return self._later[2]
 
     def _drawn(self) -> dict[str, torch.Tensor]:
-        return {name: torch.randn(shape, generator=self.draws, dtype=_dtype(self.like[name]))
-                for name, shape in self.shapes.items()}
+        return {
+            name: torch.randn(shape, generator=self.draws, dtype=_dtype(self.like[name]))
+            for name, shape in self.shapes.items()
+        }
 
-    def build(self, weights: Mapping[str, torch.Tensor]) -> tuple[Optimizer, dict[str, nn.Parameter]]:
+    def build(
+        self, weights: Mapping[str, torch.Tensor]
+    ) -> tuple[Optimizer, dict[str, nn.Parameter]]:
         parameters = {name: nn.Parameter(weight.clone()) for name, weight in weights.items()}
         for name, parameter in parameters.items():
             parameter.__dict__.update(getattr(self.like[name], "__dict__", {}))
@@ -244,21 +309,36 @@ class _Trial:
                     raise error from None
         return optimizer
 
-    def run(self, weights: Mapping[str, torch.Tensor], gradients: list[dict[str, torch.Tensor]],
-            steps: int | None = None) -> tuple[dict[str, torch.Tensor], frozenset[str], frozenset[str]]:
+    def run(
+        self,
+        weights: Mapping[str, torch.Tensor],
+        gradients: list[dict[str, torch.Tensor]],
+        steps: int | None = None,
+    ) -> tuple[dict[str, torch.Tensor], frozenset[str], frozenset[str]]:
         """The weights after some steps, the paths of attributes that they changed, and which of these are unnamed."""
         optimizer, parameters = self.build(weights)
         made = SeenSlots(optimizer)
         changing, unnamed = set[str](), set[str]()
         for number, each in enumerate(gradients[:steps]):
             self.take(optimizer, parameters, [each], number)
-            changed = made.changed()  # after each step: what is collected over several may be empty after the last
+            changed = (
+                made.changed()
+            )  # after each step: what is collected over several may be empty after the last
             changing |= changed.keys()
             unnamed |= unnamed_of(changed)
-        return {name: p.detach() for name, p in parameters.items()}, frozenset(changing), frozenset(unnamed)
+        return (
+            {name: p.detach() for name, p in parameters.items()},
+            frozenset(changing),
+            frozenset(unnamed),
+        )
 
-    def take(self, optimizer: Optimizer, parameters: Mapping[str, nn.Parameter],
-             gradients: list[dict[str, torch.Tensor]], first: int = 0) -> None:
+    def take(
+        self,
+        optimizer: Optimizer,
+        parameters: Mapping[str, nn.Parameter],
+        gradients: list[dict[str, torch.Tensor]],
+        first: int = 0,
+    ) -> None:
         for number, each in enumerate(gradients, first):
             seed_streams("optimizer", "step", number)
             if not self.needs_closure:
@@ -270,8 +350,13 @@ class _Trial:
             evaluate()  # some start from gradients that are there
             optimizer.step(evaluate)  # type: ignore[arg-type]
 
-    def lost_by_resuming(self, weights: Mapping[str, torch.Tensor], changing: frozenset[str], *,
-                         through_state_dict: bool) -> str:
+    def lost_by_resuming(
+        self,
+        weights: Mapping[str, torch.Tensor],
+        changing: frozenset[str],
+        *,
+        through_state_dict: bool,
+    ) -> str:
         """What differs if the run is saved and goes on with an optimizer that is built anew; "" if nothing does.
 
         weights: after all steps of a run that was not interrupted.
@@ -282,17 +367,29 @@ class _Trial:
         self.take(optimizer, parameters, self.gradients[:half])
         saved_weights = {name: p.detach().clone() for name, p in parameters.items()}
         try:
-            saved = snapshot(OptimizerState(optimizer, parameters, changing, through_state_dict=through_state_dict))
+            saved = snapshot(
+                OptimizerState(
+                    optimizer, parameters, changing, through_state_dict=through_state_dict
+                )
+            )
             optimizer, parameters = self.build(self.weights)
             with torch.no_grad():
                 for name, p in parameters.items():
                     p.copy_(saved_weights[name])
-            load_snapshot(OptimizerState(optimizer, parameters, changing, through_state_dict=through_state_dict),
-                          *saved)
+            load_snapshot(
+                OptimizerState(
+                    optimizer, parameters, changing, through_state_dict=through_state_dict
+                ),
+                *saved,
+            )
             self.take(optimizer, parameters, self.gradients[half:], half)
         except Exception as error:
             return str(error).splitlines()[0] if str(error) else type(error).__name__
-        lost = [name for name, p in parameters.items() if bool(_differs(p.detach(), weights[name]).any())]
+        lost = [
+            name
+            for name, p in parameters.items()
+            if bool(_differs(p.detach(), weights[name]).any())
+        ]
         return f"'{lost[0]}' goes on otherwise" if lost else ""
 
     def halves(self) -> Iterator[dict[str, torch.Tensor]]:
@@ -302,32 +399,48 @@ class _Trial:
             order = torch.randperm(len(names), generator=self.draws).tolist()
             for side in (order[::2], order[1::2]):
                 chosen = {names[index] for index in side}
-                yield {name: self._mask(shape, split) if name in chosen else torch.zeros(shape, dtype=torch.bool)
-                       for name, shape in self.shapes.items()}
+                yield {
+                    name: self._mask(shape, split)
+                    if name in chosen
+                    else torch.zeros(shape, dtype=torch.bool)
+                    for name, shape in self.shapes.items()
+                }
 
     def _mask(self, shape: tuple[int, ...], split: int) -> torch.Tensor:
         """About half of a tensor's elements; one at least and, where there are two, not all."""
         count = torch.Size(shape).numel()
         mask = torch.zeros(count, dtype=torch.bool)
-        mask[torch.randperm(count, generator=self.draws)[:(count + 1) // 2]] = True
+        mask[torch.randperm(count, generator=self.draws)[: (count + 1) // 2]] = True
         return mask.view(shape)
 
-    def mixed(self, values: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor],
-              half: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def mixed(
+        self,
+        values: Mapping[str, torch.Tensor],
+        others: Mapping[str, torch.Tensor],
+        half: Mapping[str, torch.Tensor],
+    ) -> dict[str, torch.Tensor]:
         return {name: torch.where(half[name], others[name], values[name]) for name in values}
 
     def mixed_each_step(self, half: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-        return [self.mixed(*each, half) for each in zip(self.gradients, self.other_gradients, strict=True)]
+        return [
+            self.mixed(*each, half)
+            for each in zip(self.gradients, self.other_gradients, strict=True)
+        ]
 
 
 @torch.no_grad()
-def _quadratic(parameters: Mapping[str, nn.Parameter], slopes: Mapping[str, torch.Tensor],
-               sparse: frozenset[str]) -> torch.Tensor:
+def _quadratic(
+    parameters: Mapping[str, nn.Parameter],
+    slopes: Mapping[str, torch.Tensor],
+    sparse: frozenset[str],
+) -> torch.Tensor:
     """A loss to which every element adds its own part, and its gradients in the parameters; sparse ones of some."""
     for name, p in parameters.items():
         gradient = slopes[name] + p
         p.grad = gradient.to_sparse(1) if name in sparse else gradient
-    return torch.stack([((slopes[name] + p / 2).conj() * p).real.sum() for name, p in parameters.items()]).sum()
+    return torch.stack(
+        [((slopes[name] + p / 2).conj() * p).real.sum() for name, p in parameters.items()]
+    ).sum()
 
 
 @contextmanager
@@ -353,5 +466,7 @@ def _differs(value: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 def no_optimizer(returned: object) -> JobError:
     """What a job is told whose `optimizer` returned something else."""
-    return JobError(f"optimizer returned {type(returned).__name__} and not a torch.optim.Optimizer",
-                    hint=optimizer_hint(returned))
+    return JobError(
+        f"optimizer returned {type(returned).__name__} and not a torch.optim.Optimizer",
+        hint=optimizer_hint(returned),
+    )

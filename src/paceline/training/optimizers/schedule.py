@@ -20,7 +20,9 @@ def build_schedule(job: Job, optimizer: torch.optim.Optimizer) -> Any:
         return None
     schedule = job.lr_schedule(optimizer)
     if not hasattr(schedule, "step") and not isinstance(schedule, NamedSchedules):
-        raise JobError(f"lr_schedule returned {type(schedule).__name__} and not a learning-rate scheduler")
+        raise JobError(
+            f"lr_schedule returned {type(schedule).__name__} and not a learning-rate scheduler"
+        )
     return schedule
 
 
@@ -77,29 +79,45 @@ def refuse_waiting(job: Job, schedules: Iterable[tuple[Any, Any]]) -> None:
     """
     for schedule, build in schedules:
         if isinstance(build, Monitored) and not waits_for_metric(schedule):
-            raise JobError(f"lr_schedule monitors '{build.metric}', and a {type(schedule).__name__} takes no metric",
-                           hint="pl.monitored is for ReduceLROnPlateau; give the function itself")
+            raise JobError(
+                f"lr_schedule monitors '{build.metric}', and a {type(schedule).__name__} takes no metric",
+                hint="pl.monitored is for ReduceLROnPlateau; give the function itself",
+            )
         if waits_for_metric(schedule) and (job.validation is None or job.num_samples is None):
-            raise JobError("ReduceLROnPlateau waits for a figure of each epoch's evaluation, and "
-                           + ("there is no validation data" if job.validation is None else
-                              "a stream has no known epochs"),
-                           hint="validation=..., or a schedule of steps, such as CosineAnnealingLR")
-        if isinstance(build, Monitored) and not job.models and build.metric not in (known := [
-                VALIDATION_LOSS, *job.metrics]):
+            raise JobError(
+                "ReduceLROnPlateau waits for a figure of each epoch's evaluation, and "
+                + (
+                    "there is no validation data"
+                    if job.validation is None
+                    else "a stream has no known epochs"
+                ),
+                hint="validation=..., or a schedule of steps, such as CosineAnnealingLR",
+            )
+        if (
+            isinstance(build, Monitored)
+            and not job.models
+            and build.metric not in (known := [VALIDATION_LOSS, *job.metrics])
+        ):
             raise _no_such_metric(build.metric, known)
 
 
 def _each(schedule: Any, job: Job) -> list[tuple[Any, Any]]:
     """A job's schedules, each with the function that builds it."""
     if isinstance(schedule, NamedSchedules):
-        return [(built, spec(job.optimizers[name]).lr_schedule) for name, built in schedule.schedules.items()]
+        return [
+            (built, spec(job.optimizers[name]).lr_schedule)
+            for name, built in schedule.schedules.items()
+        ]
     return [(schedule, job.lr_schedule)]
 
 
 def _waiting(schedule: Any, job: Job) -> list[tuple[Any, str]]:
     """Schedules that are stepped by evaluations, each with the name of its figure."""
-    return [(waiting, build.metric if isinstance(build, Monitored) else VALIDATION_LOSS)
-            for waiting, build in _each(schedule, job) if waits_for_metric(waiting)]
+    return [
+        (waiting, build.metric if isinstance(build, Monitored) else VALIDATION_LOSS)
+        for waiting, build in _each(schedule, job)
+        if waits_for_metric(waiting)
+    ]
 
 
 def _no_such_metric(metric: str, known: Iterable[str]) -> JobError:

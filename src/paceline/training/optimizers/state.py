@@ -18,7 +18,9 @@ from paceline.training.optimizers.parts import Parts, SeenSlots, Slot, parts_of,
 
 _SELF = "self."  # begins the key of what doesn't lie in the outermost optimizer's `state`
 
-Read = Callable[[str, Any], torch.Tensor]  # a tensor of a name; also told what stands in its place now
+Read = Callable[
+    [str, Any], torch.Tensor
+]  # a tensor of a name; also told what stands in its place now
 
 
 class OptimizerState:
@@ -38,13 +40,29 @@ class OptimizerState:
         alone: Names of those that this rank alone updates for all that hold parts of the model.
     """
 
-    def __init__(self, optimizer: Optimizer, parameters: Mapping[str, torch.nn.Parameter],
-                 changing: Collection[str] = (), *, unnamed: Collection[str] = (), through_state_dict: bool = False,
-                 unkept: str = "", distributed: Mapping[str, torch.nn.Parameter] = MappingProxyType({}),
-                 alone: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        parameters: Mapping[str, torch.nn.Parameter],
+        changing: Collection[str] = (),
+        *,
+        unnamed: Collection[str] = (),
+        through_state_dict: bool = False,
+        unkept: str = "",
+        distributed: Mapping[str, torch.nn.Parameter] = MappingProxyType({}),
+        alone: Collection[str] = (),
+    ) -> None:
         self.optimizer, self.parameters, self.changing = optimizer, dict(parameters), set(changing)
-        self.distributed, self.alone, self._made = distributed, frozenset(alone), SeenSlots(optimizer, besides=changing)
-        self.unnamed, self.through_state_dict, self.unkept = set(unnamed), through_state_dict, unkept
+        self.distributed, self.alone, self._made = (
+            distributed,
+            frozenset(alone),
+            SeenSlots(optimizer, besides=changing),
+        )
+        self.unnamed, self.through_state_dict, self.unkept = (
+            set(unnamed),
+            through_state_dict,
+            unkept,
+        )
 
     def look(self) -> None:
         """Know of attributes that changed after more steps than the trial had."""
@@ -61,18 +79,25 @@ class OptimizerState:
         """
         kind = type(self.optimizer).__name__
         if self.unkept:
-            raise JobError(f"{kind} keeps state where a checkpoint can't find it: built anew and given its groups, "
-                           f"state and attributes, {self.unkept}",
-                           hint="keep it in self.state[parameter] or in attributes that are numbers, tensors or dicts "
-                                "from parameters to these, or implement state_dict and load_state_dict")
+            raise JobError(
+                f"{kind} keeps state where a checkpoint can't find it: built anew and given its groups, "
+                f"state and attributes, {self.unkept}",
+                hint="keep it in self.state[parameter] or in attributes that are numbers, tensors or dicts "
+                "from parameters to these, or implement state_dict and load_state_dict",
+            )
         self.look()
         has_part = len(self.parameters) < len(names) or any(
-            hasattr(p, "device_mesh") for p in self.local_parameters().values())
-        where = "its state_dict" if self.through_state_dict else f"'{min(self.unnamed, default='')}'"
+            hasattr(p, "device_mesh") for p in self.local_parameters().values()
+        )
+        where = (
+            "its state_dict" if self.through_state_dict else f"'{min(self.unnamed, default='')}'"
+        )
         if has_part and (self.through_state_dict or self.unnamed):
-            raise PlanRefused(f"{kind} keeps tensors in {where} by position, and this rank has some of the parameters "
-                              "alone: a checkpoint can't say which tensor is whose",
-                              hint="use a data=N plan, or keep them in self.state[parameter] or a dict by parameter")
+            raise PlanRefused(
+                f"{kind} keeps tensors in {where} by position, and this rank has some of the parameters "
+                "alone: a checkpoint can't say which tensor is whose",
+                hint="use a data=N plan, or keep them in self.state[parameter] or a dict by parameter",
+            )
 
     @property
     def is_in_state(self) -> bool:
@@ -91,12 +116,22 @@ class OptimizerState:
             JobError: a value is a tensor that consists of others, such as a quantized one.
         """
         for key, value in self._by_parameter(name):
-            if isinstance(value, torch.Tensor) and is_traceable_wrapper_subclass(plain := local_part(value)):
-                raise JobError(f"{type(self.optimizer).__name__} keeps '{key}' of '{name}' as {type(plain).__name__}, "
-                               "which consists of several tensors; checkpoints and comparisons of replicas hold plain "
-                               "ones", hint="an optimizer whose state is plain tensors, such as torch.optim.AdamW or "
-                                            "Adafactor; a shard=N plan divides its state over the ranks")
-            yield key, as_distributed(value, self.distributed[name]) if name in self.distributed else value
+            if isinstance(value, torch.Tensor) and is_traceable_wrapper_subclass(
+                plain := local_part(value)
+            ):
+                raise JobError(
+                    f"{type(self.optimizer).__name__} keeps '{key}' of '{name}' as {type(plain).__name__}, "
+                    "which consists of several tensors; checkpoints and comparisons of replicas hold plain "
+                    "ones",
+                    hint="an optimizer whose state is plain tensors, such as torch.optim.AdamW or "
+                    "Adafactor; a shard=N plan divides its state over the ranks",
+                )
+            yield (
+                key,
+                as_distributed(value, self.distributed[name])
+                if name in self.distributed
+                else value,
+            )
 
     def _by_parameter(self, name: str) -> Iterator[tuple[str, Any]]:
         if self.through_state_dict:
@@ -107,7 +142,10 @@ class OptimizerState:
                 continue
             seen.add(id(optimizer.state))
             entry = optimizer.state.get(parameter, {})
-            yield from ((f"{_SELF}{path}/{key}" if path else str(key), value) for key, value in entry.items())
+            yield from (
+                (f"{_SELF}{path}/{key}" if path else str(key), value)
+                for key, value in entry.items()
+            )
         for slot in self._slots(parts):
             if slot.is_by_parameter and parameter in slot.value:
                 yield f"{_SELF}{slot.path}", slot.value[parameter]
@@ -116,7 +154,11 @@ class OptimizerState:
         """What belongs to no parameter, by path."""
         if self.through_state_dict:
             return {"": self.optimizer.state_dict()}
-        return {slot.path: slot.value for slot in self._slots(parts_of(self.optimizer)) if not slot.is_by_parameter}
+        return {
+            slot.path: slot.value
+            for slot in self._slots(parts_of(self.optimizer))
+            if not slot.is_by_parameter
+        }
 
     def wrapped_groups(self) -> dict[str, list[dict[str, Any]]]:
         """Options of the groups of wrapped optimizers by path, for those that don't share them."""
@@ -131,7 +173,9 @@ class OptimizerState:
     def place(self, name: str, key: str) -> tuple[Any, Any] | None:
         """The mapping in which the value of a parameter's key lies, and its key there; None if there is none."""
         parts, parameter = parts_of(self.optimizer), self.parameters[name]
-        path, is_state, inner = key.removeprefix(_SELF).rpartition("/") if key.startswith(_SELF) else ("", "/", key)
+        path, is_state, inner = (
+            key.removeprefix(_SELF).rpartition("/") if key.startswith(_SELF) else ("", "/", key)
+        )
         if is_state:
             optimizer = parts.optimizers.get(path)
             return None if optimizer is None else (optimizer.state[parameter], inner)
@@ -157,7 +201,9 @@ class OptimizerState:
         return (parts.slots[path] for path in sorted(self.changing) if path in parts.slots)
 
 
-def placed(value: torch.Tensor, parameter: torch.nn.Parameter, key: str, options: Mapping[str, Any]) -> torch.Tensor:
+def placed(
+    value: torch.Tensor, parameter: torch.nn.Parameter, key: str, options: Mapping[str, Any]
+) -> torch.Tensor:
     """A state tensor that was read, on the device where torch's optimizers keep one of its key.
 
     Counts of steps stay on the CPU unless they are read on the device. The dtype stays as it was saved.
@@ -171,19 +217,35 @@ def snapshot(state: OptimizerState) -> tuple[Any, dict[str, torch.Tensor]]:
     """Everything that would be saved: packed, with copies of its tensors."""
     tensors: dict[str, torch.Tensor] = {}
     packed = {
-        "parameters": {name: {key: pack(value, f"{name}/{key}", tensors) for key, value in state.by_parameter(name)}
-                       for name in state.parameters},
-        "attributes": {path: pack(value, f"attributes/{path}", tensors)
-                       for path, value in state.attributes().items()},
-        "groups": [_options(group, tensors, f"groups/{number}")
-                   for number, group in enumerate(state.optimizer.param_groups)],
-        "wrapped": {path: [_options(group, tensors, f"wrapped/{path}/{number}") for number, group in enumerate(groups)]
-                    for path, groups in state.wrapped_groups().items()}}
+        "parameters": {
+            name: {
+                key: pack(value, f"{name}/{key}", tensors)
+                for key, value in state.by_parameter(name)
+            }
+            for name in state.parameters
+        },
+        "attributes": {
+            path: pack(value, f"attributes/{path}", tensors)
+            for path, value in state.attributes().items()
+        },
+        "groups": [
+            _options(group, tensors, f"groups/{number}")
+            for number, group in enumerate(state.optimizer.param_groups)
+        ],
+        "wrapped": {
+            path: [
+                _options(group, tensors, f"wrapped/{path}/{number}")
+                for number, group in enumerate(groups)
+            ]
+            for path, groups in state.wrapped_groups().items()
+        },
+    }
     return packed, {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
 def load_snapshot(state: OptimizerState, packed: Any, tensors: Mapping[str, torch.Tensor]) -> None:
     """Put everything where it was, in an optimizer that was built anew."""
+
     def read(name: str, like: Any) -> torch.Tensor:
         return tensors[name].clone()
 
@@ -200,6 +262,11 @@ def load_snapshot(state: OptimizerState, packed: Any, tensors: Mapping[str, torc
                 place[0][place[1]] = unpack(value, read, place[0].get(place[1]))
 
 
-def _options(group: Mapping[str, Any], tensors: dict[str, torch.Tensor], name: str) -> dict[str, Any]:
-    return {key: pack(value, f"{name}/{key}", tensors) for key, value in group.items()
-            if key not in ("params", "param_names")}
+def _options(
+    group: Mapping[str, Any], tensors: dict[str, torch.Tensor], name: str
+) -> dict[str, Any]:
+    return {
+        key: pack(value, f"{name}/{key}", tensors)
+        for key, value in group.items()
+        if key not in ("params", "param_names")
+    }

@@ -12,37 +12,58 @@ from paceline.strategies.mesh import local_part
 
 
 @torch.no_grad()
-def follow(followers: Mapping[str, FollowerModel], parameters: Mapping[str, torch.Tensor],
-           buffers: Mapping[str, torch.Tensor], step: int) -> None:
+def follow(
+    followers: Mapping[str, FollowerModel],
+    parameters: Mapping[str, torch.Tensor],
+    buffers: Mapping[str, torch.Tensor],
+    step: int,
+) -> None:
     """Move every follower that moves after `step`, counted from 1. No collective: a rank holds of a follower what it
     holds of its source.
 
     parameters, buffers: of all models, by name.
     """
     for name, source in followed(followers, parameters, step).items():
-        _move(parameters[name], parameters[source], followers[name.partition(".")[0]].momentum_after(step - 1))
+        _move(
+            parameters[name],
+            parameters[source],
+            followers[name.partition(".")[0]].momentum_after(step - 1),
+        )
     for name, source in followed(followers, buffers, step).items():
         buffers[name].copy_(buffers[source])
 
 
-def followed(followers: Mapping[str, FollowerModel], names: Iterable[str], step: int = 0) -> dict[str, str]:
+def followed(
+    followers: Mapping[str, FollowerModel], names: Iterable[str], step: int = 0
+) -> dict[str, str]:
     """Which of these names of parameters or buffers are of followers that move after `step`, each with the one that it
     follows; of all that ever move for step 0."""
-    moving = {name: follower.source for name, follower in followers.items()
-              if (follower.momentum_after(step - 1) != 1.0 if step else follower.is_moving)}
-    return {name: f"{moving[model]}.{rest}" for name in names
-            for model, _, rest in [name.partition(".")] if model in moving}
+    moving = {
+        name: follower.source
+        for name, follower in followers.items()
+        if (follower.momentum_after(step - 1) != 1.0 if step else follower.is_moving)
+    }
+    return {
+        name: f"{moving[model]}.{rest}"
+        for name in names
+        for model, _, rest in [name.partition(".")]
+        if model in moving
+    }
 
 
 def _move(follower: torch.Tensor, source: torch.Tensor, momentum: float) -> None:
     local, local_source = local_part(follower), local_part(source)
     if local.is_floating_point() or local.is_complex():
-        local.mul_(momentum).add_(local_source, alpha=1.0 - momentum) if momentum else local.copy_(local_source)
+        local.mul_(momentum).add_(local_source, alpha=1.0 - momentum) if momentum else local.copy_(
+            local_source
+        )
     else:
         local.copy_(local_source)
 
 
-def refuse_apart(followers: Mapping[str, FollowerModel], parameters: Mapping[str, torch.Tensor]) -> None:
+def refuse_apart(
+    followers: Mapping[str, FollowerModel], parameters: Mapping[str, torch.Tensor]
+) -> None:
     """Refuse a plan that puts a follower's weights on other ranks than its source's.
 
     Raises:
@@ -50,6 +71,11 @@ def refuse_apart(followers: Mapping[str, FollowerModel], parameters: Mapping[str
     """
     for name, source in followed(followers, parameters).items():
         source_tensor = parameters.get(source)
-        if source_tensor is None or local_part(source_tensor).shape != local_part(parameters[name]).shape:
-            raise PlanRefused(f"this plan puts '{name}' and what it follows on different ranks",
-                              hint="a data=N, shard=N or tensor=N plan")
+        if (
+            source_tensor is None
+            or local_part(source_tensor).shape != local_part(parameters[name]).shape
+        ):
+            raise PlanRefused(
+                f"this plan puts '{name}' and what it follows on different ranks",
+                hint="a data=N, shard=N or tensor=N plan",
+            )

@@ -55,15 +55,28 @@ class NamedLayouts:
 
     def __init__(self, layouts: Mapping[str, Layout], models: NamedModels) -> None:
         self.layouts = dict(layouts)
-        self.module: nn.Module = NamedModels({name: layout.module for name, layout in layouts.items()},
-                                             models.followers)
-        self.owned = frozenset(f"{name}.{key}" for name, layout in layouts.items() for key in layout.owned)
+        self.module: nn.Module = NamedModels(
+            {name: layout.module for name, layout in layouts.items()}, models.followers
+        )
+        self.owned = frozenset(
+            f"{name}.{key}" for name, layout in layouts.items() for key in layout.owned
+        )
         self.owned_buffers = frozenset(
-            f"{name}.{key}" for name, layout in layouts.items() for key in layout.owned_buffers)
+            f"{name}.{key}" for name, layout in layouts.items() for key in layout.owned_buffers
+        )
         self.extents: dict[str, Extent] = {
-            f"{name}.{key}": extent for name, layout in layouts.items() for key, extent in layout.extents.items()}
-        lines = tuple(f"{name}: {line}" for name, layout in layouts.items() for line in layout.report.lines)
-        documents = {name: dict(layout.report.document) for name, layout in layouts.items() if layout.report.document}
+            f"{name}.{key}": extent
+            for name, layout in layouts.items()
+            for key, extent in layout.extents.items()
+        }
+        lines = tuple(
+            f"{name}: {line}" for name, layout in layouts.items() for line in layout.report.lines
+        )
+        documents = {
+            name: dict(layout.report.document)
+            for name, layout in layouts.items()
+            if layout.report.document
+        }
         self.report = Report(lines, documents)
 
     @property
@@ -105,8 +118,11 @@ class _OfPart:
 
     def kept(self) -> Iterator[StateTensor]:
         for kept in self.inner.kept():
-            yield replace(kept, name=_stored_name(kept.name, self.prefix),
-                          like=self.prefix + kept.like if kept.like else "")
+            yield replace(
+                kept,
+                name=_stored_name(kept.name, self.prefix),
+                like=self.prefix + kept.like if kept.like else "",
+            )
 
     def restore(self, saved: SavedState) -> list[str]:
         return self.inner.restore(_SavedOfPart(saved, self.prefix))
@@ -167,9 +183,11 @@ class _OnlyModel:
         could_be_trained = any(p.requires_grad for p in model.parameters())
         freeze_throughout(self.job, model, prefix=f"{self.name}.")
         if could_be_trained and not any(p.requires_grad for p in model.parameters()):
-            raise JobError(f"freeze leaves nothing of '{self.name}' to train in the whole run",
-                           hint=f'a model that is not trained is a follower: followers={{"{self.name}": '
-                                "pl.frozen(build)}, without its optimizer")
+            raise JobError(
+                f"freeze leaves nothing of '{self.name}' to train in the whole run",
+                hint=f'a model that is not trained is a follower: followers={{"{self.name}": '
+                "pl.frozen(build)}, without its optimizer",
+            )
         return model
 
 
@@ -201,15 +219,29 @@ class _Inputs:
 
 def job_of(job: Job, name: str, trial: _Trial) -> Job:
     """A job with this model alone, for whatever looks at one model: its loss is of every output."""
+
     def build(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         full_names = [(f"{name}.{key}", p) for key, p in named]
         if name in job.followers:
             return torch.optim.SGD(p for _, p in full_names)
-        return NamedOptimizers.of({key: spec(each) for key, each in job.optimizers.items()}, full_names, job.models,
-                                  of_all=False)
+        return NamedOptimizers.of(
+            {key: spec(each) for key, each in job.optimizers.items()},
+            full_names,
+            job.models,
+            of_all=False,
+        )
 
-    return Job(model=_OnlyModel(job, name), data=range(TRIED_SAMPLES), collate=_Inputs(trial, name),
-               loss=_of_every_output, optimizer=build, batch=job.batch, steps=1, precision=job.precision, seed=job.seed)
+    return Job(
+        model=_OnlyModel(job, name),
+        data=range(TRIED_SAMPLES),
+        collate=_Inputs(trial, name),
+        loss=_of_every_output,
+        optimizer=build,
+        batch=job.batch,
+        steps=1,
+        precision=job.precision,
+        seed=job.seed,
+    )
 
 
 def _of_every_output(output: Any, target: Any) -> torch.Tensor:
@@ -217,28 +249,53 @@ def _of_every_output(output: Any, target: Any) -> torch.Tensor:
     return sum(means[1:], means[0])
 
 
-def prepare_models(job: Job, *, plan: Plan, mesh: Mesh, device: torch.device,
-                   devices: Sequence[Device] = ()) -> tuple[Prepared, dict[str, ModelPart]]:
+def prepare_models(
+    job: Job, *, plan: Plan, mesh: Mesh, device: torch.device, devices: Sequence[Device] = ()
+) -> tuple[Prepared, dict[str, ModelPart]]:
     """Build the job's models and followers and let this rank hold its part of each. Collective."""
     trial = _Trial(job)
     if plan.splits_model:
-        refuse_to_split(job, plan, in_losses=trial.recorded_step.in_losses, bare=trial.recorded_step.bare)
-    each = {name: prepare_job(job_of(job, name, trial), plan=plan, mesh=mesh, device=device, devices=devices,
-                              models="one")
-            for name in (*job.models, *job.followers)}
+        refuse_to_split(
+            job, plan, in_losses=trial.recorded_step.in_losses, bare=trial.recorded_step.bare
+        )
+    each = {
+        name: prepare_job(
+            job_of(job, name, trial),
+            plan=plan,
+            mesh=mesh,
+            device=device,
+            devices=devices,
+            models="one",
+        )
+        for name in (*job.models, *job.followers)
+    }
     models = NamedModels({name: prepared.model for name, prepared in each.items()}, job.followers)
-    parts = {name: ModelPart(name, prepared.layout, [_OfPart(s, f"{name}.") for s in prepared.synchronisers])
-             for name, prepared in each.items()}
+    parts = {
+        name: ModelPart(
+            name, prepared.layout, [_OfPart(s, f"{name}.") for s in prepared.synchronisers]
+        )
+        for name, prepared in each.items()
+    }
     layouts = NamedLayouts({name: part.layout for name, part in parts.items()}, models)
     together = Prepared(
-        models, layouts, [*(synchroniser for part in parts.values() for synchroniser in part.synchronisers),
-                          *prepare(layouts.module, plan=plan, mesh=mesh, models="all")],
-        ChangingAttributes(models), any(prepared.forwards_may_write for prepared in each.values()))
+        models,
+        layouts,
+        [
+            *(synchroniser for part in parts.values() for synchroniser in part.synchronisers),
+            *prepare(layouts.module, plan=plan, mesh=mesh, models="all"),
+        ],
+        ChangingAttributes(models),
+        any(prepared.forwards_may_write for prepared in each.values()),
+    )
     return together, parts
 
 
-def load_models(job: Job, models: nn.Module, parameters: Mapping[str, nn.Parameter],
-                extents: Mapping[str, Extent]) -> None:
+def load_models(
+    job: Job,
+    models: nn.Module,
+    parameters: Mapping[str, nn.Parameter],
+    extents: Mapping[str, Extent],
+) -> None:
     """Put the weights that the job gives for some models in the place of the seed's, also in what follows them.
 
     parameters: Those that this rank holds, of all models. extents: As for `load_initial`.
@@ -250,9 +307,15 @@ def load_models(job: Job, models: nn.Module, parameters: Mapping[str, nn.Paramet
         init, prefix = init_of(job, name), f"{name}."
         if init is None:
             continue
-        of_model = {key.removeprefix(prefix): p for key, p in parameters.items() if key.startswith(prefix)}
+        of_model = {
+            key.removeprefix(prefix): p for key, p in parameters.items() if key.startswith(prefix)
+        }
         try:
-            load_initial(init, models.get_submodule(name), of_model,
-                         {key: extents[prefix + key] for key in of_model if prefix + key in extents})
+            load_initial(
+                init,
+                models.get_submodule(name),
+                of_model,
+                {key: extents[prefix + key] for key in of_model if prefix + key in extents},
+            )
         except JobError as error:
             raise JobError(f"'{name}': {error.args[0]}", hint=error.hint) from error

@@ -10,7 +10,14 @@ from typing import Any
 
 import torch
 
-from paceline.base.errors import JobError, PacelineError, PlanRefused, TrainingError, in_words, nearest
+from paceline.base.errors import (
+    JobError,
+    PacelineError,
+    PlanRefused,
+    TrainingError,
+    in_words,
+    nearest,
+)
 from paceline.base.fork import in_a_fork
 from paceline.base.streams import kept_streams
 from paceline.base.user_code import user_frames
@@ -46,13 +53,18 @@ def recorded_apart(job: Job, samples: int) -> Recorded:
     Raises:
         JobError: a model's input holds something else than tensors, numbers and text, too.
     """
+
     def told() -> str:
         seen = recorded(job, samples)
         try:
-            return base64.b64encode(encode([seen.inputs, *map(list, (seen.in_losses, seen.bare, seen.uncut))])).decode()
+            return base64.b64encode(
+                encode([seen.inputs, *map(list, (seen.in_losses, seen.bare, seen.uncut))])
+            ).decode()
         except TypeError as error:
-            raise JobError(f"the step was tried in a process of its own, and of what it runs a model with {error}",
-                           hint="ctx.run and ctx.backward of tensors, numbers and text") from error
+            raise JobError(
+                f"the step was tried in a process of its own, and of what it runs a model with {error}",
+                hint="ctx.run and ctx.backward of tensors, numbers and text",
+            ) from error
 
     inputs, *names = decode(base64.b64decode(in_a_fork(told)))
     return Recorded(inputs, *map(set, names))
@@ -79,20 +91,32 @@ def _tried(job: Job, samples: int) -> Recorded:
     with kept_streams():
         models = NamedModels.of(job.models, job.followers, job.seed)
         batch = example_batch(job, samples).to(torch.device("cpu"), dtype)
-        recorder = _Recorder(models.to(dtype) if dtype else models, StepBatch([batch]), job.precision)
-        for step in _TRIED_STEPS if job.total_steps is None else sorted(
-                {step for step in _TRIED_STEPS if step < job.total_steps} | {job.total_steps - 1}):
+        recorder = _Recorder(
+            models.to(dtype) if dtype else models, StepBatch([batch]), job.precision
+        )
+        for step in (
+            _TRIED_STEPS
+            if job.total_steps is None
+            else sorted(
+                {step for step in _TRIED_STEPS if step < job.total_steps} | {job.total_steps - 1}
+            )
+        ):
             recorder.number = step
             _take(job, recorder)
             if not recorder.asks_for_step:  # all steps are alike
                 break
-    for name, follower in job.followers.items():  # a follower that is only kept runs as its source does
+    for (
+        name,
+        follower,
+    ) in job.followers.items():  # a follower that is only kept runs as its source does
         if isinstance(follower.source, str) and follower.source in recorder.inputs:
             recorder.inputs.setdefault(name, recorder.inputs[follower.source])
             recorder.uncut |= {name} if follower.source in recorder.uncut else set()
     if never := [name for name in models.names if name not in recorder.inputs]:
         raise JobError(f"the step never runs '{never[0]}'", hint="leave the model out, or run it")
-    bare = {name for name in job.models if next(models.get_submodule(name).parameters(), None) is None}
+    bare = {
+        name for name in job.models if next(models.get_submodule(name).parameters(), None) is None
+    }
     return Recorded(recorder.inputs, recorder.in_losses, bare, recorder.uncut)
 
 
@@ -105,8 +129,10 @@ def _take(job: Job, recorder: _Recorder) -> None:
         raise
     except Exception as error:
         where, _ = user_frames(error)
-        raise TrainingError(f"the job's step was tried on {len(recorder.batch)} samples, to see what it runs, and "
-                            f"failed{f' at {where}' if where else ''}: {in_words(error)}") from error
+        raise TrainingError(
+            f"the job's step was tried on {len(recorder.batch)} samples, to see what it runs, and "
+            f"failed{f' at {where}' if where else ''}: {in_words(error)}"
+        ) from error
 
 
 def refuse_to_split(job: Job, plan: Plan, *, in_losses: Iterable[str], bare: Iterable[str]) -> None:
@@ -118,16 +144,19 @@ def refuse_to_split(job: Job, plan: Plan, *, in_losses: Iterable[str], bare: Ite
         PlanRefused: a loss runs a model, or one has no parameters, and the plan splits each by itself.
     """
     for name in sorted(bare):
-        raise PlanRefused(f"'{name}' has no parameters, and under '{plan}' each model is split over ranks by itself",
-                          hint="data=N and shard=N plans run such a step")
+        raise PlanRefused(
+            f"'{name}' has no parameters, and under '{plan}' each model is split over ranks by itself",
+            hint="data=N and shard=N plans run such a step",
+        )
     for name in sorted(in_losses):
         if name in job.models or plan.has_schedule:
             raise PlanRefused(
                 f"a loss runs '{name}', and under '{plan}' each model is split over ranks by itself: a loss can't go "
                 "through a second split model, nor through one twice, as one over all samples does",
                 hint="data=N and shard=N plans run such a step. What needs no gradient can be run before: "
-                     f"y = ctx.run('{name}', ...) and ctx.backward(..., loss, y); several terms of one model can be "
-                     "backwards of their own, whose gradients add up")
+                f"y = ctx.run('{name}', ...) and ctx.backward(..., loss, y); several terms of one model can be "
+                "backwards of their own, whose gradients add up",
+            )
 
 
 class _Recorder:
@@ -137,7 +166,12 @@ class _Recorder:
     """
 
     def __init__(self, models: NamedModels, batch: StepBatch, precision: str) -> None:
-        self.models, self.batch, self.inputs, self.uncut = models, batch, dict[str, Any](), set[str]()
+        self.models, self.batch, self.inputs, self.uncut = (
+            models,
+            batch,
+            dict[str, Any](),
+            set[str](),
+        )
         self.makes_on = MakesOn(torch.device("cpu"), precision)
         self.in_losses, self.is_in_loss, self.is_over_all = set[str](), False, False
         self.number, self.asks_for_step = 0, False
@@ -160,11 +194,15 @@ class _Recorder:
 
     def run(self, model: str, inputs: Any, *, grad: bool | None = None, cut: bool = True) -> Any:
         if model not in self.models.names:
-            raise JobError(f"the step runs no model of the job, '{model}': {nearest(model, self.models.names)}")
+            raise JobError(
+                f"the step runs no model of the job, '{model}': {nearest(model, self.models.names)}"
+            )
         if self.is_over_all:
-            raise TrainingError(f"a loss over all samples (gather=True) runs '{model}'",
-                                hint="run it before, y = ctx.run(...) and ctx.backward(..., loss, y, gather=True), or "
-                                     "in the forward of the model that is trained")
+            raise TrainingError(
+                f"a loss over all samples (gather=True) runs '{model}'",
+                hint="run it before, y = ctx.run(...) and ctx.backward(..., loss, y, gather=True), or "
+                "in the forward of the model that is trained",
+            )
         if self.is_in_loss:
             self.in_losses.add(model)
         whole = inputs.input if isinstance(inputs, StepBatch) else inputs
@@ -174,18 +212,30 @@ class _Recorder:
         with self.makes_on.paused():
             return MicroBatch(whole, None, len(self.batch)).call(self.models.get_submodule(model))
 
-    def backward(self, model: str | tuple[str, ...], inputs: Any, loss: Callable[..., Any], *more: Any,
-                 gather: bool = False) -> None:
+    def backward(
+        self,
+        model: str | tuple[str, ...],
+        inputs: Any,
+        loss: Callable[..., Any],
+        *more: Any,
+        gather: bool = False,
+    ) -> None:
         name, *others = (model,) if isinstance(model, str) else model
         if gather and others:
-            raise TrainingError(f"ctx.backward({(name, *others)}, ..., gather=True): a loss over all samples trains "
-                                "one model",
-                                hint="build what it trains as one module, whose forward returns all outputs")
+            raise TrainingError(
+                f"ctx.backward({(name, *others)}, ..., gather=True): a loss over all samples trains "
+                "one model",
+                hint="build what it trains as one module, whose forward returns all outputs",
+            )
         output = self.run(name, inputs)
         if gather:
             self.in_losses.add(name)  # runs twice
         self.is_in_loss, self.is_over_all = True, gather
-        loss(output, self.batch, *(each.input if isinstance(each, StepBatch) else each for each in more))
+        loss(
+            output,
+            self.batch,
+            *(each.input if isinstance(each, StepBatch) else each for each in more),
+        )
         self.is_in_loss = self.is_over_all = False
 
     def update(self, optimizer: str) -> None:

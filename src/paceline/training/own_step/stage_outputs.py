@@ -26,16 +26,28 @@ def from_last_stage(outputs: Sequence[Any], mesh: Mesh, device: torch.device) ->
     axis = mesh.stage_axis
     group, source = mesh.group(axis), mesh.ranks_along(axis)[-1]
     is_source, tensors = mesh.rank == source, list[torch.Tensor]()
-    text = json.dumps([described(output, tensors) for output in outputs]).encode() if is_source else b""
-    size = torch.tensor([len(text)])  # on the CPU: what tensors there are is known before they are computed
+    text = (
+        json.dumps([described(output, tensors) for output in outputs]).encode()
+        if is_source
+        else b""
+    )
+    size = torch.tensor(
+        [len(text)]
+    )  # on the CPU: what tensors there are is known before they are computed
     dist.broadcast(size, source, group=group)
-    raw = torch.frombuffer(bytearray(text), dtype=torch.uint8) if is_source else torch.empty(
-        int(size), dtype=torch.uint8)
+    raw = (
+        torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        if is_source
+        else torch.empty(int(size), dtype=torch.uint8)
+    )
     dist.broadcast(raw, source, group=group)
 
     def receive(entry: Mapping[str, Any]) -> torch.Tensor:
-        tensor = (tensors.pop(0).contiguous() if is_source
-                  else torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]], device=device))
+        tensor = (
+            tensors.pop(0).contiguous()
+            if is_source
+            else torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]], device=device)
+        )
         dist.broadcast(tensor, source, group=group)
         return tensor
 
@@ -50,15 +62,25 @@ def described(value: Any, tensors: list[torch.Tensor]) -> dict[str, Any]:
     if value is None or isinstance(value, bool | int | float | str):
         return {"value": value}
     if isinstance(value, Mapping):
-        return {"kind": _name(value), "items": [[key, described(item, tensors)] for key, item in value.items()]}
+        return {
+            "kind": _name(value),
+            "items": [[key, described(item, tensors)] for key, item in value.items()],
+        }
     if isinstance(value, tuple | list):
         return {"kind": _name(value), "parts": [described(item, tensors) for item in value]}
     if is_dataclass(value):
-        return {"kind": _name(value), "fields": [[field.name, described(getattr(value, field.name), tensors)]
-                                                 for field in fields(value)]}
-    raise PlanRefused(f"a model returns a {type(value).__name__}, and this plan sends what ctx.run returns from one "
-                      "rank to others",
-                      hint="return tensors, tuples, lists, mappings or dataclasses, or use a data=N plan")
+        return {
+            "kind": _name(value),
+            "fields": [
+                [field.name, described(getattr(value, field.name), tensors)]
+                for field in fields(value)
+            ],
+        }
+    raise PlanRefused(
+        f"a model returns a {type(value).__name__}, and this plan sends what ctx.run returns from one "
+        "rank to others",
+        hint="return tensors, tuples, lists, mappings or dataclasses, or use a data=N plan",
+    )
 
 
 def rebuilt(entry: Mapping[str, Any], receive: Callable[[Mapping[str, Any]], torch.Tensor]) -> Any:
@@ -88,13 +110,17 @@ def _name(value: Any) -> tuple[str, str]:
     except (KeyError, AttributeError):
         is_known = False
     if not is_known:
-        raise PlanRefused(f"a model returns a {kind.__qualname__}, which other ranks can't find in {kind.__module__}",
-                          hint="define that class at the top of a module, or use a data=N plan")
+        raise PlanRefused(
+            f"a model returns a {kind.__qualname__}, which other ranks can't find in {kind.__module__}",
+            hint="define that class at the top of a module, or use a data=N plan",
+        )
     return kind.__module__, kind.__qualname__
 
 
 def _named(module: str, name: str) -> Any:
     kind = attrgetter(name)(sys.modules[module])
-    if not isinstance(kind, type) or not (issubclass(kind, Mapping | tuple | list) or is_dataclass(kind)):
+    if not isinstance(kind, type) or not (
+        issubclass(kind, Mapping | tuple | list) or is_dataclass(kind)
+    ):
         raise AttributeError(f"{module}.{name} is no class of outputs")
     return kind

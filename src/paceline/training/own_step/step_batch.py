@@ -67,17 +67,23 @@ class StepBatch:
         if is_list_of_samples(value, len(self)):
             return value[start:end]
         if isinstance(value, Mapping):
-            return {key: self._part_of(item, start, end, description) for key, item in value.items()}
+            return {
+                key: self._part_of(item, start, end, description) for key, item in value.items()
+            }
         if type(value) in (tuple, list):
             return type(value)(self._part_of(item, start, end, description) for item in value)
         return map_tensors(lambda t: self._rows_of(t, start, end, description), value)
 
-    def _rows_of(self, tensor: torch.Tensor, start: int, end: int, description: str) -> torch.Tensor:
+    def _rows_of(
+        self, tensor: torch.Tensor, start: int, end: int, description: str
+    ) -> torch.Tensor:
         if tensor.ndim and len(tensor) != len(self):
-            raise TrainingError(f"{description} has a tensor of shape {tuple(tensor.shape)}, and the batch has "
-                                f"{len(self)} samples along dim 0",
-                                hint="close over what belongs to no sample in the loss; ctx.run(..., cut=False) runs a "
-                                     "model on inputs that are not cut")
+            raise TrainingError(
+                f"{description} has a tensor of shape {tuple(tensor.shape)}, and the batch has "
+                f"{len(self)} samples along dim 0",
+                hint="close over what belongs to no sample in the loss; ctx.run(..., cut=False) runs a "
+                "model on inputs that are not cut",
+            )
         return tensor[start:end] if tensor.ndim else tensor
 
 
@@ -123,27 +129,37 @@ def joined(parts: Sequence[Any], rows: Sequence[int]) -> Any:
         return first
     if isinstance(first, torch.Tensor):
         if not first.ndim:
-            raise TrainingError("an output without a dim of samples can't be joined over micro-batches",
-                                hint="return one row a sample")
+            raise TrainingError(
+                "an output without a dim of samples can't be joined over micro-batches",
+                hint="return one row a sample",
+            )
         try:
             return torch.cat(list(parts))
         except RuntimeError as error:
-            raise TrainingError(f"tensors of micro-batches can't be joined: {str(error).splitlines()[0]}",
-                                hint="give ctx.run and ctx.backward the batch itself, which they run micro-batch by "
-                                     "micro-batch, or pad all samples to one length") from error
+            raise TrainingError(
+                f"tensors of micro-batches can't be joined: {str(error).splitlines()[0]}",
+                hint="give ctx.run and ctx.backward the batch itself, which they run micro-batch by "
+                "micro-batch, or pad all samples to one length",
+            ) from error
     if isinstance(first, Mapping):
-        whole: Any = {} if type(first) is dict else copy.copy(first)  # a model's output may be more than its items
+        whole: Any = (
+            {} if type(first) is dict else copy.copy(first)
+        )  # a model's output may be more than its items
         for key in first:
             whole[key] = joined([part[key] for part in parts], rows)
         return whole
     if isinstance(first, tuple | list):
-        if [len(part) for part in parts] == list(rows) and any(map(is_list_of_samples, parts, rows)):
+        if [len(part) for part in parts] == list(rows) and any(
+            map(is_list_of_samples, parts, rows)
+        ):
             return type(first)(item for part in parts for item in part)
         columns = [joined(column, rows) for column in zip(*parts, strict=True)]
         return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
     if is_dataclass(first) and not isinstance(first, type):
         whole = copy.copy(first)
         for field in fields(first):
-            object.__setattr__(whole, field.name, joined([getattr(part, field.name) for part in parts], rows))
+            object.__setattr__(
+                whole, field.name, joined([getattr(part, field.name) for part in parts], rows)
+            )
         return whole
     return first

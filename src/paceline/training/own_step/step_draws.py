@@ -35,7 +35,11 @@ class _DefaultDevice(DeviceContext):
         generator = (kwargs or {}).get("generator")
         if generator is None:
             return super().__torch_function__(func, types, args, kwargs)
-        if func in _device_constructors() and kwargs.get("device") is None and kwargs.get("out") is None:
+        if (
+            func in _device_constructors()
+            and kwargs.get("device") is None
+            and kwargs.get("out") is None
+        ):
             return func(*args, **{**kwargs, "device": generator.device})
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if all(tensor.device == generator.device for tensor in tensors):
@@ -55,7 +59,10 @@ class MakesOn:
 
     def __init__(self, device: torch.device, precision: str) -> None:
         self._context = None if device.type == "cpu" else _DefaultDevice(device)
-        self._dtype, self._outside = torch.float64 if precision == "float64" else None, torch.get_default_dtype()
+        self._dtype, self._outside = (
+            torch.float64 if precision == "float64" else None,
+            torch.get_default_dtype(),
+        )
 
     def __enter__(self) -> None:
         if self._context is not None:
@@ -91,8 +98,17 @@ class WindowDraws(TorchDispatchMode):
         TrainingError: an operator is given a generator, or permutes the samples of this rank.
     """
 
-    def __init__(self, *, rows: int, first: int, count: int, key: Sequence[int | str], device: torch.device,
-                 precision: str = "float32", is_step: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        rows: int,
+        first: int,
+        count: int,
+        key: Sequence[int | str],
+        device: torch.device,
+        precision: str = "float32",
+        is_step: bool = True,
+    ) -> None:
         super().__init__()
         self.is_step = is_step
         self.rows, self.first, self.count, self.key, self.number = rows, first, count, tuple(key), 0
@@ -134,23 +150,33 @@ class WindowDraws(TorchDispatchMode):
         if kwargs.get("generator") is not None:
             if not is_cut and not self.is_step:
                 return func(*args, **kwargs)
-            raise TrainingError(f"{self._source} draws from a generator of its own ({func.overloadpacket.__name__}): "
-                                "each rank would draw other numbers, and a resumed run others again",
-                                hint="leave generator= out: what is drawn is fixed by the seed and the step, and a "
-                                     "sample gets the same numbers under every plan")
+            raise TrainingError(
+                f"{self._source} draws from a generator of its own ({func.overloadpacket.__name__}): "
+                "each rank would draw other numbers, and a resumed run others again",
+                hint="leave generator= out: what is drawn is fixed by the seed and the step, and a "
+                "sample gets the same numbers under every plan",
+            )
         if func.overloadpacket.__name__ == "randperm" and is_cut and args[0] == self.rows:
             raise TrainingError(
                 f"{self._source} draws torch.randperm({self.rows}) where it has {self.rows} of the step's {self.count} "
                 "samples: other samples would meet than on one device",
                 hint="everyone = ctx.gather(x), then everyone[torch.randperm(len(everyone))[ctx.places]]; what are no "
-                     "samples is permuted in `with ctx.alike():`" if self.is_step else
-                     "a data set can mix an item with another one that it draws; a step of one's own mixes whole "
-                     "batches, see docs/own-step.md")
+                "samples is permuted in `with ctx.alike():`"
+                if self.is_step
+                else "a data set can mix an item with another one that it draws; a step of one's own mixes whole "
+                "batches, see docs/own-step.md",
+            )
         self._seed()
         self.number += 1
         with drawing():
-            if func.overloadpacket.__name__ in _BY_VALUE and not self.is_alike and self._has_rows(args[0]):
-                return torch.cat([self._drawn_row(func, row, args, kwargs) for row in range(self.rows)])
+            if (
+                func.overloadpacket.__name__ in _BY_VALUE
+                and not self.is_alike
+                and self._has_rows(args[0])
+            ):
+                return torch.cat(
+                    [self._drawn_row(func, row, args, kwargs) for row in range(self.rows)]
+                )
             return self._drawn(func, args, kwargs) if is_cut else func(*args, **kwargs)
 
     @property
@@ -168,15 +194,19 @@ class WindowDraws(TorchDispatchMode):
 
     def _drawn_row(self, func: Any, row: int, args: Any, kwargs: Any) -> Any:
         self._seed(self.first + row)
-        return func(*tree_map(lambda v: v[row:row + 1] if self._has_rows(v) else v, list(args)), **kwargs)
+        return func(
+            *tree_map(lambda v: v[row : row + 1] if self._has_rows(v) else v, list(args)), **kwargs
+        )
 
     def _drawn(self, func: Any, args: Any, kwargs: Any) -> Any:
         written: list[tuple[torch.Tensor, torch.Tensor]] = []
 
         def whole(value: Any) -> Any:
             if self._has_rows(value):
-                full = value[:1].expand(self.count, *value.shape[1:]).clone()  # of a kind that can be drawn with
-                full[self.first:self.first + self.rows] = value
+                full = (
+                    value[:1].expand(self.count, *value.shape[1:]).clone()
+                )  # of a kind that can be drawn with
+                full[self.first : self.first + self.rows] = value
                 written.append((value, full))
                 return full
             return value
@@ -186,15 +216,26 @@ class WindowDraws(TorchDispatchMode):
                 return value
             for given, full in written:
                 if value is full:  # an operator that writes in place
-                    return given.copy_(full[self.first:self.first + self.rows])
-            return (value[self.first:self.first + self.rows].clone() if value.ndim and len(value) == self.count
-                    else value)
+                    return given.copy_(full[self.first : self.first + self.rows])
+            return (
+                value[self.first : self.first + self.rows].clone()
+                if value.ndim and len(value) == self.count
+                else value
+            )
 
-        sized = [[self.count, *argument[1:]] if _is_size(argument) and argument[0] == self.rows else argument
-                 for argument in args]
+        sized = [
+            [self.count, *argument[1:]]
+            if _is_size(argument) and argument[0] == self.rows
+            else argument
+            for argument in args
+        ]
         drawn = func(*tree_map(whole, sized), **tree_map(whole, kwargs))
         return tree_map(rows, drawn) if written or sized != list(args) else drawn
 
 
 def _is_size(argument: Any) -> bool:
-    return isinstance(argument, list | tuple) and len(argument) > 0 and all(type(length) is int for length in argument)
+    return (
+        isinstance(argument, list | tuple)
+        and len(argument) > 0
+        and all(type(length) is int for length in argument)
+    )

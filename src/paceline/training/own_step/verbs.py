@@ -48,18 +48,37 @@ class Verbs:
     gradients: of the step, before clipping, summed over the updates; kept if `keeps_gradients`.
     """
 
-    def __init__(self, stepper: Stepper, window: Window, batches: list[MicroBatch], step: int,
-                 beat: Callable[[str], None], *, keeps_gradients: bool, is_first: bool) -> None:
+    def __init__(
+        self,
+        stepper: Stepper,
+        window: Window,
+        batches: list[MicroBatch],
+        step: int,
+        beat: Callable[[str], None],
+        *,
+        keeps_gradients: bool,
+        is_first: bool,
+    ) -> None:
         self.stepper, self.window, self.step, self.beat = stepper, window, step, beat
         self.is_first = is_first
-        self.may_edit = stepper.merges_edits and (is_first or stepper.device.type == "cpu" or bool(
-            stepper.edits.names or limited_by_norm(stepper.model)))
+        self.may_edit = stepper.merges_edits and (
+            is_first
+            or stepper.device.type == "cpu"
+            or bool(stepper.edits.names or limited_by_norm(stepper.model))
+        )
         dtype = torch.float64 if stepper.job.precision == "float64" else None
         self.batch = StepBatch([batch.to(stepper.device, dtype) for batch in batches])
-        self.first = min(stepper.part.cuts(window.count)[0].start, window.count - 1)  # place of the first sample here
-        self.draws = WindowDraws(rows=len(self.batch), first=self.first, count=window.count,
-                                 key=(stepper.job.seed, "own step", step), device=stepper.device,
-                                 precision=stepper.job.precision)
+        self.first = min(
+            stepper.part.cuts(window.count)[0].start, window.count - 1
+        )  # place of the first sample here
+        self.draws = WindowDraws(
+            rows=len(self.batch),
+            first=self.first,
+            count=window.count,
+            key=(stepper.job.seed, "own step", step),
+            device=stepper.device,
+            precision=stepper.job.precision,
+        )
         self.number = 0  # of verbs so far: keys their random streams
         self.in_loss = False
         self.loss, self.agreed = 0.0, list[_Agreed]()
@@ -67,7 +86,9 @@ class Verbs:
         self.trained: set[str] = set()  # models that some backward names
         self.waiting: set[str] = set()  # parameters with gradients that no update has used
         self.frozen = stepper.freezing.at(step, window.epoch)
-        self.let_go: set[str] = set()  # parameters without: frozen or unused ones, and those on other ranks
+        self.let_go: set[str] = (
+            set()
+        )  # parameters without: frozen or unused ones, and those on other ranks
         self.keeps_gradients, self.gradients = keeps_gradients, dict[str, torch.Tensor]()
         self.has_overflowed = False  # some gradient or loss so far, under loss scaling
 
@@ -79,8 +100,10 @@ class Verbs:
             returned: Any = step(self, self.batch)
         self._note("the end of the step")
         if returned is not None:
-            raise TrainingError(f"the step returned {type(returned).__name__}, which nothing would record",
-                                hint="validate= returns figures, of the validation data; a step returns nothing")
+            raise TrainingError(
+                f"the step returned {type(returned).__name__}, which nothing would record",
+                hint="validate= returns figures, of the validation data; a step returns nothing",
+            )
         if not self.agreed:
             raise TrainingError("the step trains nothing: it calls no ctx.backward")
 
@@ -92,10 +115,14 @@ class Verbs:
         """
         *_, agreed_flags = self._read([each for each in self.agreed if not each.is_read], flags)
         if self.stepper.scaling is not None:
-            self.stepper.scaling.update(is_skipped=self.has_overflowed, count=0.0, loss=self.loss, step=self.step)
+            self.stepper.scaling.update(
+                is_skipped=self.has_overflowed, count=0.0, loss=self.loss, step=self.step
+            )
         if self.waiting:
-            raise TrainingError(f"the step ends with gradients of '{min(self.waiting)}' that no update has used",
-                                hint="ctx.update(...) of its optimizer after ctx.backward(...)")
+            raise TrainingError(
+                f"the step ends with gradients of '{min(self.waiting)}' that no update has used",
+                hint="ctx.update(...) of its optimizer after ctx.backward(...)",
+            )
         return agreed_flags
 
     def _read(self, agreed: list[_Agreed], *more: torch.Tensor) -> list[list[float]]:
@@ -111,9 +138,11 @@ class Verbs:
                 continue  # a replica without samples of its own
             check_loss(0.0 if overflows else loss, count, each.tallies, self.step, is_updated=True)
             if is_edited and not self.may_edit:
-                raise TrainingError("a forward changes a parameter in place, and none did so in the first step",
-                                    hint="change it in the first step, too, or use a plan that doesn't cut the batch: "
-                                         "single, tensor=N or pipeline=N")
+                raise TrainingError(
+                    "a forward changes a parameter in place, and none did so in the first step",
+                    hint="change it in the first step, too, or use a plan that doesn't cut the batch: "
+                    "single, tensor=N or pipeline=N",
+                )
             self.loss += loss / count
             for name, number in zip(each.names, users, strict=True):
                 self.users[name] += number
@@ -123,7 +152,8 @@ class Verbs:
         raise AttributeError(
             f"a step's context has no '{name}': it has alike, backward, gather, places, run, step and update. Models "
             "are run by name, ctx.run('generator', x); what needs their weights, such as an inner loop of gradient "
-            "steps, belongs in a model's forward")
+            "steps, belongs in a model's forward"
+        )
 
     # --- Running -----------------------------------------------------------------------------------------------
 
@@ -140,23 +170,36 @@ class Verbs:
     def gather(self, value: Any) -> Any:
         """See `StepContext`. Collective; a replica that takes steps of its own has all samples of them."""
         if self.in_loss:
-            raise TrainingError("ctx.gather is called inside a loss, which sees a micro-batch",
-                                hint="gather in the step, and let the loss close over what it returns")
+            raise TrainingError(
+                "ctx.gather is called inside a loss, which sees a micro-batch",
+                hint="gather in the step, and let the loss close over what it returns",
+            )
         self._note("ctx.gather")
         with self.draws.paused(), torch.no_grad():
-            return map_tensors(self._gathered, value.input if isinstance(value, StepBatch) else value)
+            return map_tensors(
+                self._gathered, value.input if isinstance(value, StepBatch) else value
+            )
 
     def _gathered(self, rows: torch.Tensor) -> torch.Tensor:
         if not rows.ndim or len(rows) != len(self.batch):
-            raise TrainingError(f"ctx.gather is given a tensor of shape {tuple(rows.shape)}, and the batch has "
-                                f"{len(self.batch)} samples along dim 0", hint="give it tensors with a row a sample")
+            raise TrainingError(
+                f"ctx.gather is given a tensor of shape {tuple(rows.shape)}, and the batch has "
+                f"{len(self.batch)} samples along dim 0",
+                hint="give it tensors with a row a sample",
+            )
         if self.stepper.step_sync.has_own_steps or self.stepper.step_sync.world_size == 1:
             return rows.detach().clone()
         flags = rows.dtype is torch.bool  # have no sum
-        all_rows = torch.zeros(self.window.count, *rows.shape[1:], dtype=torch.uint8 if flags else rows.dtype,
-                               device=self.stepper.device)
-        if self.stepper.mesh.is_first_of_same_samples and any(piece.samples for piece in self.batch.pieces):
-            all_rows[self.first:self.first + len(rows)] = rows
+        all_rows = torch.zeros(
+            self.window.count,
+            *rows.shape[1:],
+            dtype=torch.uint8 if flags else rows.dtype,
+            device=self.stepper.device,
+        )
+        if self.stepper.mesh.is_first_of_same_samples and any(
+            piece.samples for piece in self.batch.pieces
+        ):
+            all_rows[self.first : self.first + len(rows)] = rows
         summed = self.stepper.step_sync.all_reduce_figures(all_rows.flatten()).view_as(all_rows)
         return summed.bool() if flags else summed
 
@@ -167,14 +210,20 @@ class Verbs:
             with self.draws.makes_on.paused():
                 return self._run_in_loss(part, inputs, grad=grad is not False)
         if grad:
-            raise TrainingError(f"ctx.run('{model}', grad=True) outside of a loss would have no backward",
-                                hint="run it inside the loss that ctx.backward is given, where gradients flow through")
+            raise TrainingError(
+                f"ctx.run('{model}', grad=True) outside of a loss would have no backward",
+                hint="run it inside the loss that ctx.backward is given, where gradients flow through",
+            )
         if not cut and isinstance(inputs, StepBatch):
-            raise TrainingError(f"ctx.run('{model}', batch, cut=False) would run other samples on each rank",
-                                hint="give it ctx.gather(batch), or leave cut=False out")
+            raise TrainingError(
+                f"ctx.run('{model}', batch, cut=False) would run other samples on each rank",
+                hint="give it ctx.gather(batch), or leave cut=False out",
+            )
         self._note(f"ctx.run('{model}')")
         with self._verb():
-            return self._run_without_gradients(part, inputs) if cut else self._run_alike(part, inputs)
+            return (
+                self._run_without_gradients(part, inputs) if cut else self._run_alike(part, inputs)
+            )
 
     def _run_alike(self, part: ModelPart, inputs: Any) -> Any:
         """The output for inputs that all ranks have, drawn alike on each."""
@@ -186,12 +235,24 @@ class Verbs:
     def _run_without_gradients(self, part: ModelPart, inputs: Any) -> Any:
         outputs, rows = [], []
         has_samples = any(piece.samples for piece in self.batch.pieces)
-        for number, (piece, piece_inputs) in enumerate(zip(self.batch.pieces, self.batch.cut(
-                inputs, f"what '{part.name}' is run with"), strict=True)):
+        for number, (piece, piece_inputs) in enumerate(
+            zip(
+                self.batch.pieces,
+                self.batch.cut(inputs, f"what '{part.name}' is run with"),
+                strict=True,
+            )
+        ):
             is_needed = piece.samples or (not has_samples and not number)
             if not is_needed and not part.layout.meets_in_forward:
                 continue
-            seed_streams(self.stepper.job.seed, "step", self.step, self.stepper.loss_number, number, self.number)
+            seed_streams(
+                self.stepper.job.seed,
+                "step",
+                self.step,
+                self.stepper.loss_number,
+                number,
+                self.number,
+            )
             with torch.no_grad(), autocast(self.stepper.job, self.stepper.device):
                 output = part.layout.forward(MicroBatch(piece_inputs, None, piece.samples))
             if is_needed:
@@ -205,31 +266,46 @@ class Verbs:
         if isinstance(part.layout, Whole):
             with nullcontext() if grad else torch.no_grad():
                 return batch.call(part.layout.module)
-        if part.name in self.stepper.job.followers and self.stepper.mesh.sizes[self.stepper.mesh.stage_axis] == 1:
+        if (
+            part.name in self.stepper.job.followers
+            and self.stepper.mesh.sizes[self.stepper.mesh.stage_axis] == 1
+        ):
             with torch.no_grad():
                 return part.layout.forward(batch)
         raise PlanRefused(
             f"a loss runs '{part.name}', and this plan splits each model over ranks by itself: a loss can't go through "
             "a second split model, nor through one twice",
             hint="data=N and shard=N plans run such a step. What needs no gradient can be run before: "
-                 f"y = ctx.run('{part.name}', ...) and ctx.backward(..., loss, y); several terms of one model can be "
-                 "backwards of their own, whose gradients add up")
+            f"y = ctx.run('{part.name}', ...) and ctx.backward(..., loss, y); several terms of one model can be "
+            "backwards of their own, whose gradients add up",
+        )
 
     # --- Gradients ---------------------------------------------------------------------------------------------
 
-    def backward(self, model: ModelNames, inputs: Any, loss: Callable[..., Any], *more: Any,
-                 gather: bool = False) -> None:
+    def backward(
+        self,
+        model: ModelNames,
+        inputs: Any,
+        loss: Callable[..., Any],
+        *more: Any,
+        gather: bool = False,
+    ) -> None:
         """See `StepContext`. Collective."""
         names = (model,) if isinstance(model, str) else tuple(model)
         parts = [self._part(name) for name in names]
         if follower := next((name for name in names if name in self.stepper.job.followers), None):
-            raise TrainingError(f"ctx.backward would train '{follower}', which is a follower",
-                                hint="followers change with their source alone; a model in models= is trained")
+            raise TrainingError(
+                f"ctx.backward would train '{follower}', which is a follower",
+                hint="followers change with their source alone; a model in models= is trained",
+            )
         if self.in_loss:
             raise TrainingError("ctx.backward is called inside a loss", hint="call it in the step")
         if len(parts) > 1 and not all(isinstance(part.layout, Whole) for part in parts):
-            raise PlanRefused(f"one loss trains {' and '.join(map(repr, names))}, and this plan splits each model over "
-                              "ranks by itself", hint="a data=N or shard=N plan")
+            raise PlanRefused(
+                f"one loss trains {' and '.join(map(repr, names))}, and this plan splits each model over "
+                "ranks by itself",
+                hint="a data=N or shard=N plan",
+            )
         self._note(f"ctx.backward({', '.join(map(repr, names))})")
         if gather:
             loss, more = self._loss_of_rows(parts[0], inputs, loss, more)
@@ -237,7 +313,9 @@ class Verbs:
         with self._verb(), self._collecting(names):
             earlier = self._set_aside(names)
             work = _Work(self, batches, loss, [s for part in parts for s in part.synchronisers])
-            with blaming(self.stepper.job, self.stepper.part, self.window, batches, lambda: work.latest):
+            with blaming(
+                self.stepper.job, self.stepper.part, self.window, batches, lambda: work.latest
+            ):
                 parts[0].layout.run(work.batches, work)
             work.drop_rows_of_stand_in()
             self._bring_together(parts, work)
@@ -245,8 +323,9 @@ class Verbs:
                 parameter = self.stepper.parameters[name]
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
-    def _loss_of_rows(self, part: ModelPart, inputs: Any, loss: Callable[..., Any],
-                      more: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def _loss_of_rows(
+        self, part: ModelPart, inputs: Any, loss: Callable[..., Any], more: tuple[Any, ...]
+    ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """A mean over samples whose gradients are those of a loss over all samples, and what it is given of each.
 
         The loss is taken of outputs that are known from a forward without gradients. Its slopes at them are what the
@@ -256,24 +335,39 @@ class Verbs:
         if is_alone and sum(piece.samples > 0 for piece in self.batch.pieces) == 1:
             return loss, more
         if not isinstance(part.layout, Whole):
-            raise PlanRefused(f"a loss over all samples runs '{part.name}' twice, and this plan splits each model over "
-                              "ranks by itself", hint="a data=N or shard=N plan")
+            raise PlanRefused(
+                f"a loss over all samples runs '{part.name}' twice, and this plan splits each model over "
+                "ranks by itself",
+                hint="a data=N or shard=N plan",
+            )
         output = self._run_first(part, inputs)
         leaves: list[torch.Tensor] = []
         with self.draws.paused():
             everyone = map_tensors(lambda tensor: self._leaf(tensor, leaves), output)
             samples = len(self.batch) if self.stepper.step_sync.has_own_steps else self.window.count
-            batch = GatheredBatch(self.batch, lambda value: map_tensors(self._gathered, value), samples)
-            others = [map_tensors(self._gathered, each.input if isinstance(each, StepBatch) else each) for each in more]
+            batch = GatheredBatch(
+                self.batch, lambda value: map_tensors(self._gathered, value), samples
+            )
+            others = [
+                map_tensors(self._gathered, each.input if isinstance(each, StepBatch) else each)
+                for each in more
+            ]
             seed_streams(self.stepper.job.seed, "step", self.step, "alike", self.number)
             with autocast(self.stepper.job, self.stepper.device), self.draws.makes_on:
-                tally = with_gradient(read_tally(loss(everyone, batch, *others), samples=samples), everyone,
-                                      backward_goes_on=True)
+                tally = with_gradient(
+                    read_tally(loss(everyone, batch, *others), samples=samples),
+                    everyone,
+                    backward_goes_on=True,
+                )
             value = tally.value if tally.is_mean else tally.value / tally.count
             slopes = torch.autograd.grad(value, leaves, allow_unused=True)
         used = [number for number, slope in enumerate(slopes) if slope is not None]
-        rows = [(slopes[number][self.places], leaves[number].detach()[self.places]) for number in used]
-        return partial(self._weighted, part.name, used, samples, value.detach()), tuple(zip(*rows, strict=True))
+        rows = [
+            (slopes[number][self.places], leaves[number].detach()[self.places]) for number in used
+        ]
+        return partial(self._weighted, part.name, used, samples, value.detach()), tuple(
+            zip(*rows, strict=True)
+        )
 
     def _run_first(self, part: ModelPart, inputs: Any) -> Any:
         """The output of the forward that backward is going to take, which leaves the model as it was."""
@@ -297,18 +391,31 @@ class Verbs:
             leaves.append(everyone.requires_grad_())
         return everyone
 
-    def _weighted(self, name: str, used: list[int], samples: int, value: torch.Tensor, output: Any, batch: Any,
-                  slopes: tuple[torch.Tensor, ...], known: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def _weighted(
+        self,
+        name: str,
+        used: list[int],
+        samples: int,
+        value: torch.Tensor,
+        output: Any,
+        batch: Any,
+        slopes: tuple[torch.Tensor, ...],
+        known: tuple[torch.Tensor, ...],
+    ) -> torch.Tensor:
         """The outputs, weighted by their slopes, as a number that is the value of the loss."""
         outputs: list[torch.Tensor] = []
-        map_tensors(lambda tensor: outputs.append(tensor) if tensor.is_floating_point() else None, output)
+        map_tensors(
+            lambda tensor: outputs.append(tensor) if tensor.is_floating_point() else None, output
+        )
         product = value.new_zeros(())
         for number, slope, before in zip(used, slopes, known, strict=True):
             if self.is_first and not _is_alike(outputs[number].detach(), before):
-                raise TrainingError(f"'{name}' gives another output when it is run again, and a loss over all samples "
-                                    "runs it twice in a step",
-                                    hint="keep what changes with a forward in buffers, and draw from torch's, NumPy's "
-                                         "or Python's own generators")
+                raise TrainingError(
+                    f"'{name}' gives another output when it is run again, and a loss over all samples "
+                    "runs it twice in a step",
+                    hint="keep what changes with a forward in buffers, and draw from torch's, NumPy's "
+                    "or Python's own generators",
+                )
             product = product + (outputs[number] * slope).sum() * (samples / len(slope))
         return product - product.detach() + value
 
@@ -316,8 +423,14 @@ class Verbs:
         """Micro-batches whose target is what the loss is given beside the output."""
         cut = self.batch.cut(inputs, f"what '{name}' is run with")
         others = [self.batch.cut(each, "what the loss is given") for each in more]
-        return [MicroBatch(piece_inputs, (StepBatch([piece]), *(each[number] for each in others)), piece.samples)
-                for number, (piece, piece_inputs) in enumerate(zip(self.batch.pieces, cut, strict=True))]
+        return [
+            MicroBatch(
+                piece_inputs,
+                (StepBatch([piece]), *(each[number] for each in others)),
+                piece.samples,
+            )
+            for number, (piece, piece_inputs) in enumerate(zip(self.batch.pieces, cut, strict=True))
+        ]
 
     def _of(self, names: tuple[str, ...]) -> dict[str, torch.nn.Parameter]:
         """The trainable parameters of models that are held here."""
@@ -336,7 +449,10 @@ class Verbs:
     def _bring_together(self, parts: list[ModelPart], work: _Work) -> None:
         """Reduce the gradients of a loss, and divide them by what it counts. Collective."""
         stepper, names = self.stepper, tuple(part.name for part in parts)
-        parameters, trainable = self._of(names), [n for n in stepper.trainable if n.partition(".")[0] in names]
+        parameters, trainable = (
+            self._of(names),
+            [n for n in stepper.trainable if n.partition(".")[0] in names],
+        )
         unused = set().union(*(s.unused() for part in parts for s in part.synchronisers))
         used = {name for name, p in parameters.items() if p.grad is not None and name not in unused}
         self.beat("reduce")
@@ -346,7 +462,8 @@ class Verbs:
             part.layout.finish()
         edited, unknown = stepper.edits.end() if stepper.merges_edits else (False, False)
         figures = stepper.step_sync.all_reduce_figures(
-            stepper.loss_figures(work.tallies, [float(edited), float(unknown)], used, trainable))
+            stepper.loss_figures(work.tallies, [float(edited), float(unknown)], used, trainable)
+        )
         self.agreed.append(agreed := _Agreed(figures, trainable, work.tallies))
         frozen = parameters.keys() & self.frozen
         if stepper.step_sync.has_own_steps and not any(batch.samples for batch in work.batches):
@@ -361,14 +478,18 @@ class Verbs:
         self.waiting |= parameters.keys() - unused_here - frozen
         self.let_go |= set(trainable) - parameters.keys() | frozen | unused_here
         if stepper.step_sync.world_size > 1 or not all(tally.is_mean for tally in work.tallies):
-            stepper.scale_gradients(torch.where(figures[2] > 0, work.expected_count / figures[1], 1.0), parameters)
+            stepper.scale_gradients(
+                torch.where(figures[2] > 0, work.expected_count / figures[1], 1.0), parameters
+            )
         if self.may_edit and is_edited:
-            stepper.edits.merge(stepper.mesh.group("replicas"), has_unknown=bool(is_unknown), step=self.step)
+            stepper.edits.merge(
+                stepper.mesh.group("replicas"), has_unknown=bool(is_unknown), step=self.step
+            )
         self.trained.update(names)
 
     def _users_of(self, agreed: _Agreed) -> tuple[list[float], dict[str, float]]:
         """A backward's figures before its parameters', and how many ranks used each of these."""
-        host_figures, = self._read([agreed])
+        (host_figures,) = self._read([agreed])
         count = len(agreed.names)
         return host_figures[:-count], dict(zip(agreed.names, host_figures[-count:], strict=True))
 
@@ -377,14 +498,20 @@ class Verbs:
         ranks if a gradient overflows on one."""
         stepper, optimizers = self.stepper, self.stepper.optimizer
         if optimizer not in optimizers.members:
-            raise TrainingError(f"no optimizer '{optimizer}': {nearest(optimizer, optimizers.members)}")
+            raise TrainingError(
+                f"no optimizer '{optimizer}': {nearest(optimizer, optimizers.members)}"
+            )
         names = optimizers.names[optimizer]
         if not (self.waiting | self.let_go).intersection(names):
-            raise TrainingError(f"ctx.update('{optimizer}') finds no gradient of what it updates",
-                                hint="ctx.backward(...) of its model before")
+            raise TrainingError(
+                f"ctx.update('{optimizer}') finds no gradient of what it updates",
+                hint="ctx.backward(...) of its model before",
+            )
         self._note(f"ctx.update('{optimizer}')")
         with self.draws.paused():
-            parameters = {name: stepper.parameters[name] for name in names if name in stepper.parameters}
+            parameters = {
+                name: stepper.parameters[name] for name in names if name in stepper.parameters
+            }
             if not self._overflow(parameters):
                 if self.keeps_gradients:
                     self._keep(parameters)
@@ -392,7 +519,9 @@ class Verbs:
                 stepper.named_update(optimizer, parameters)
             for p in parameters.values():
                 p.grad = None
-            for part in stepper.parts.values():  # what was gathered for a forward is of the weights before
+            for (
+                part
+            ) in stepper.parts.values():  # what was gathered for a forward is of the weights before
                 if any(name.startswith(part.prefix) for name in names):
                     end_evaluation(part.synchronisers)
             if stepper.merges_edits:
@@ -416,7 +545,9 @@ class Verbs:
         for name, p in parameters.items():
             if p.grad is not None:
                 gradient = p.grad.clone()
-                self.gradients[name] = self.gradients[name] + gradient if name in self.gradients else gradient
+                self.gradients[name] = (
+                    self.gradients[name] + gradient if name in self.gradients else gradient
+                )
 
     # --- Around a verb -----------------------------------------------------------------------------------------
 
@@ -442,8 +573,11 @@ class Verbs:
     @contextmanager
     def _collecting(self, names: tuple[str, ...]) -> Iterator[None]:
         """Meanwhile only these models get gradients: others are run frozen."""
-        others = [part for part in self.stepper.parts.values()
-                  if part.name not in names and isinstance(part.layout, Whole)]
+        others = [
+            part
+            for part in self.stepper.parts.values()
+            if part.name not in names and isinstance(part.layout, Whole)
+        ]
         frozen = [p for part in others for p in part.layout.module.parameters() if p.requires_grad]
         for p in frozen:
             p.requires_grad_(False)
@@ -462,7 +596,11 @@ class Verbs:
 
 def _is_alike(repeated: torch.Tensor, other: torch.Tensor) -> bool:
     """Up to what kernels that do not repeat themselves to the bit may differ by."""
-    return bool((repeated - other).abs().amax() <= 0.02 * other.abs().amax()) if repeated.numel() else True
+    return (
+        bool((repeated - other).abs().amax() <= 0.02 * other.abs().amax())
+        if repeated.numel()
+        else True
+    )
 
 
 @dataclass
@@ -486,10 +624,22 @@ class _Work(WindowWork):
     as large as a mean's where they are scaled, rounded or left out of a message.
     """
 
-    def __init__(self, verbs: Verbs, batches: list[MicroBatch], loss: Callable[..., Any],
-                 synchronisers: list[Any]) -> None:
-        super().__init__(verbs.stepper, verbs.window, batches, verbs.step, verbs.stepper.loss_number, verbs.beat,
-                         lambda tallies: None)
+    def __init__(
+        self,
+        verbs: Verbs,
+        batches: list[MicroBatch],
+        loss: Callable[..., Any],
+        synchronisers: list[Any],
+    ) -> None:
+        super().__init__(
+            verbs.stepper,
+            verbs.window,
+            batches,
+            verbs.step,
+            verbs.stepper.loss_number,
+            verbs.beat,
+            lambda tallies: None,
+        )
         self.verbs, self.place, self.synchronisers = verbs, (verbs.number,), synchronisers
         self.criterion, self.given_loss = self._given_loss, loss
         self.expected_count = power_of_two(verbs.window.count)

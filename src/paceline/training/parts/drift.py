@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 EVERY_STEPS = 100  # reading 1 GB takes one core 0.08 s, 1/1,000 of a hundred steps of 0.8 s
 FINGERPRINTS = "fingerprints/"  # of a copy's tensors: the ranks whose rows they have come next
 _BESIDE_BYTES = 2**20  # of what is read on another thread: less takes 0.1 ms, as starting one does
-_ROW_BYTES = 4096  # that are summed before they are weighted: as fast as a sum alone (19 GB/s, one core)
+_ROW_BYTES = (
+    4096  # that are summed before they are weighted: as fast as a sum alone (19 GB/s, one core)
+)
 
 
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
@@ -39,7 +41,9 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
         parts.append(_weighted(raw[in_rows:in_words].view(torch.int64)))
     if raw.numel() > in_words:
         parts.append(_weighted(raw[in_words:].long()))
-    return sum(parts[1:], parts[0]) if parts else torch.zeros((), dtype=torch.int64, device=raw.device)
+    return (
+        sum(parts[1:], parts[0]) if parts else torch.zeros((), dtype=torch.int64, device=raw.device)
+    )
 
 
 def _weighted(values: torch.Tensor) -> torch.Tensor:
@@ -49,7 +53,11 @@ def _weighted(values: torch.Tensor) -> torch.Tensor:
 
 def replicated(stepper: Stepper) -> dict[str, torch.Tensor]:
     """What replicas should hold alike: the run's weights, and all buffers."""
-    buffers = {name: buffer for name, buffer in stepper.model.named_buffers() if name not in stepper.buffers.unlike}
+    buffers = {
+        name: buffer
+        for name, buffer in stepper.model.named_buffers()
+        if name not in stepper.buffers.unlike
+    }
     return {**stepper.step_sync.global_weights(stepper.local_parameters), **buffers}
 
 
@@ -71,9 +79,15 @@ class ReplicaComparison:
     is_beside: whether another thread reads some.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], *, mesh: Mesh, step: int,
-                 more: Callable[[str], Mapping[str, torch.Tensor]] = lambda axis: {},
-                 stays: Callable[[str], bool] = lambda name: False) -> None:
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        mesh: Mesh,
+        step: int,
+        more: Callable[[str], Mapping[str, torch.Tensor]] = lambda axis: {},
+        stays: Callable[[str], bool] = lambda name: False,
+    ) -> None:
         """
         Args:
             more: Gives what else ranks along an axis should hold alike.
@@ -81,7 +95,9 @@ class ReplicaComparison:
         """
         self.mesh, self.step = mesh, step
         self._rows: dict[str, dict[str, torch.Tensor]] = {}
-        self._later: list[tuple[dict[str, torch.Tensor], str, torch.Tensor]] = []  # where one goes, of what
+        self._later: list[
+            tuple[dict[str, torch.Tensor], str, torch.Tensor]
+        ] = []  # where one goes, of what
         self._reading: threading.Thread | None = None
         self._error: Exception | None = None
         for axis in mesh.copy_axes:
@@ -95,7 +111,9 @@ class ReplicaComparison:
                         row[name] = fingerprint(tensor)
         self.is_beside = sum(tensor.nbytes for *_, tensor in self._later) >= _BESIDE_BYTES
         if self.is_beside:
-            self._reading = threading.Thread(target=self._read, name="paceline-fingerprints", daemon=True)
+            self._reading = threading.Thread(
+                target=self._read, name="paceline-fingerprints", daemon=True
+            )
             self._reading.start()
         else:
             self._read()
@@ -116,9 +134,12 @@ class ReplicaComparison:
 
     def held_alike(self) -> dict[str, dict[str, int]]:
         """This rank's fingerprints, by the ranks that should have equal ones, and by name. From any thread."""
-        return {",".join(map(str, self.mesh.ranks_along(axis))):
-                    dict(zip(row, _row(row.values()).tolist(), strict=True))
-                for axis, row in self._read_rows().items()}
+        return {
+            ",".join(map(str, self.mesh.ranks_along(axis))): dict(
+                zip(row, _row(row.values()).tolist(), strict=True)
+            )
+            for axis, row in self._read_rows().items()
+        }
 
     def _read_rows(self) -> dict[str, dict[str, torch.Tensor]]:
         if self._reading is not None:
@@ -136,15 +157,24 @@ class ReplicaComparison:
         self._later.clear()
 
 
-def fingerprints(stepper: Stepper, more: Callable[[str], Mapping[str, torch.Tensor]]) -> Iterator[TensorPiece]:
+def fingerprints(
+    stepper: Stepper, more: Callable[[str], Mapping[str, torch.Tensor]]
+) -> Iterator[TensorPiece]:
     """For a copy of the run's state: what this rank holds of what ranks along each axis of copies should hold alike, as
     its row of all ranks' fingerprints. See `disagreement`."""
     mesh, tensors = stepper.mesh, replicated(stepper)
     for axis in mesh.copy_axes:
         if mesh.sizes[axis] > 1:
-            ranks, row = mesh.ranks_along(axis), _row(map(fingerprint, {**tensors, **more(axis)}.values()))
-            yield TensorPiece(FINGERPRINTS + ",".join(map(str, ranks)), (len(ranks), len(row)),
-                              (ranks.index(mesh.rank), 0), row[None])
+            ranks, row = (
+                mesh.ranks_along(axis),
+                _row(map(fingerprint, {**tensors, **more(axis)}.values())),
+            )
+            yield TensorPiece(
+                FINGERPRINTS + ",".join(map(str, ranks)),
+                (len(ranks), len(row)),
+                (ranks.index(mesh.rank), 0),
+                row[None],
+            )
 
 
 def disagreement(copied: Checkpoint) -> str | None:
@@ -164,8 +194,15 @@ def _row(fingerprints: Iterable[torch.Tensor]) -> torch.Tensor:
     return torch.stack([first, *(uploaded(each, first.device) for each in rest)])
 
 
-def _check_along(axis: str, named: Mapping[str, torch.Tensor], *, mesh: Mesh, step: int, edited: Collection[str],
-                 outside: Collection[str]) -> None:
+def _check_along(
+    axis: str,
+    named: Mapping[str, torch.Tensor],
+    *,
+    mesh: Mesh,
+    step: int,
+    edited: Collection[str],
+    outside: Collection[str],
+) -> None:
     """named: fingerprints of this rank."""
     group, ranks = mesh.group(axis), mesh.ranks_along(axis)
     row = _row(named.values())
@@ -185,7 +222,8 @@ def _check_along(axis: str, named: Mapping[str, torch.Tensor], *, mesh: Mesh, st
     raise DriftError(
         f"replicas differ {when}: '{name}' {who_differs(ranks, values)} "
         f"({int((least != most).sum())} of {len(row)} tensors differ)",
-        hint=_cause(name, step, is_edited=name in edited, writers=writers))
+        hint=_cause(name, step, is_edited=name in edited, writers=writers),
+    )
 
 
 def who_differs(ranks: Sequence[int | str], values: Sequence[Any]) -> str:
@@ -200,8 +238,10 @@ def who_differs(ranks: Sequence[int | str], values: Sequence[Any]) -> str:
     odd = [rank for rank, value in zip(ranks, values, strict=True) if value != usual]
     if 2 * values.count(usual) > len(values):
         return f"on rank {', '.join(map(str, odd))} is not what the others hold"
-    return (f"differs between {' and '.join(f'rank {rank}' for rank in ranks)}, and nothing shows which of them is "
-            "right")
+    return (
+        f"differs between {' and '.join(f'rank {rank}' for rank in ranks)}, and nothing shows which of them is "
+        "right"
+    )
 
 
 def _cause(name: str, step: int, *, is_edited: bool, writers: Sequence[int]) -> str:
@@ -209,11 +249,17 @@ def _cause(name: str, step: int, *, is_edited: bool, writers: Sequence[int]) -> 
     if not step:
         return "the model is not built alike on all ranks: its initial values depend on the rank, the time or the host"
     if is_edited:
-        return (f"a forward changes '{name}' in place: if what it becomes depends on the samples, let it be a buffer, "
-                "which becomes the mean of all replicas")
+        return (
+            f"a forward changes '{name}' in place: if what it becomes depends on the samples, let it be a buffer, "
+            "which becomes the mean of all replicas"
+        )
     if writers:
-        return (f"'{name}' was written to between an update and the next forward on rank "
-                f"{', '.join(map(str, writers))}: by the data set, a hook, or another thread")
-    return ("replicas were equal when the run began, and nothing but updates was seen to change this tensor: an "
-            "optimizer that draws random numbers or asks for the time, a hook on gradients that differs by rank, a "
-            "write through .data, or faulty memory")
+        return (
+            f"'{name}' was written to between an update and the next forward on rank "
+            f"{', '.join(map(str, writers))}: by the data set, a hook, or another thread"
+        )
+    return (
+        "replicas were equal when the run began, and nothing but updates was seen to change this tensor: an "
+        "optimizer that draws random numbers or asks for the time, a hook on gradients that differs by rank, a "
+        "write through .data, or faulty memory"
+    )

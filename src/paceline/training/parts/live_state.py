@@ -2,10 +2,9 @@
 
 Copies of a large state are many steps apart (`copies.py`). But weights and optimizer state change in an update alone,
 so for most of a step what a rank holds is the state after the step before. This moves their memory into the rank's
-arena (`launch/process/live_states.py`), and after each step notes the rest: buffers, small tensors, the document. A rank that
-is lost between two updates then leaves its whole state. One that is lost in an update does not: where replicas hold the
-same, theirs is read, and else the newest copy.
-"""
+arena (`launch/process/live_states.py`), and after each step notes the rest: buffers, small tensors,
+the document. A rank that is lost between two updates then leaves its whole state. One that is lost
+in an update does not: where replicas hold the same, theirs is read, and else the newest copy."""
 
 from __future__ import annotations
 
@@ -61,10 +60,23 @@ class LiveState:
     memory.
     """
 
-    def __init__(self, states: LiveStates, stepper: Stepper, slot: int, *, host_ranks: int | None = None,
-                 origin: Mapping[str, Any] = MappingProxyType({})) -> None:
+    def __init__(
+        self,
+        states: LiveStates,
+        stepper: Stepper,
+        slot: int,
+        *,
+        host_ranks: int | None = None,
+        origin: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         """slot: this rank's place in the memory. host_ranks: see `state.pieces`. origin: what notes say of the rank."""
-        self.states, self.stepper, self.slot, self.host_ranks, self.origin = states, stepper, slot, host_ranks, origin
+        self.states, self.stepper, self.slot, self.host_ranks, self.origin = (
+            states,
+            stepper,
+            slot,
+            host_ranks,
+            origin,
+        )
         self.num_bytes, self.has_ended = 0, False
         self._latest_s: deque[float] = deque(maxlen=_REMEMBERED)  # that notes took
         self._address, self._is_clean, self._is_proved = 0, False, False
@@ -82,8 +94,11 @@ class LiveState:
         An optimizer that evaluates the loss itself looks at weights by lazy copies, as recompute=full does. torch makes
         these of its own memory alone; of other memory they are whole ones.
         """
-        return stepper.device.type == "cpu" and hasattr(os, "posix_fallocate") and not (
-            stepper.step_sync.has_own_steps or stepper.needs_closure or states.is_mapped)
+        return (
+            stepper.device.type == "cpu"
+            and hasattr(os, "posix_fallocate")
+            and not (stepper.step_sync.has_own_steps or stepper.needs_closure or states.is_mapped)
+        )
 
     def move_s(self, num_ranks: int) -> float:
         """Seconds that a move is likely to take; infinite where forwards write to parameters, or without memory.
@@ -94,11 +109,18 @@ class LiveState:
         sizes = [storage.nbytes() for storage in storages.values()]
         in_between = num_ranks * min(sum(sizes), max(sizes, default=0) + GIVEN_BACK_BYTES)
         # The next ranks build their own state beside the one that these leave.
-        if self.stepper.edits.names or max(in_between / MEMORY_SHARE, num_ranks * sum(sizes)) > available_bytes:
+        if (
+            self.stepper.edits.names
+            or max(in_between / MEMORY_SHARE, num_ranks * sum(sizes)) > available_bytes
+        ):
             return math.inf
         known = self._known(storages)
         is_known = all(_is_all_in(storages[key], known[key]) for key in known)
-        return (0.0 if is_known else SEARCH_S) + MOVE_TENSOR_S * len(sizes) + sum(sizes) / MOVE_BYTES_PER_S
+        return (
+            (0.0 if is_known else SEARCH_S)
+            + MOVE_TENSOR_S * len(sizes)
+            + sum(sizes) / MOVE_BYTES_PER_S
+        )
 
     def move(self) -> None:
         """Move what only updates write to into the arena. Who refers to that memory goes on to do so.
@@ -137,30 +159,49 @@ class LiveState:
         used_bytes: dict[int, int] = {}
         storages: dict[int, torch.UntypedStorage] = {}
         for piece in self._pieces():
-            if piece.name.startswith(_UPDATED) and piece.tensor.device.type == "cpu" and _is_plain(piece.tensor):
+            if (
+                piece.name.startswith(_UPDATED)
+                and piece.tensor.device.type == "cpu"
+                and _is_plain(piece.tensor)
+            ):
                 storage = piece.tensor.untyped_storage()
                 storages[storage._cdata] = storage
                 used_bytes[storage._cdata] = used_bytes.get(storage._cdata, 0) + piece.tensor.nbytes
-        return {key: storage for key, storage in storages.items()
-                if used_bytes[key] and 2 * used_bytes[key] >= storage.nbytes()}
+        return {
+            key: storage
+            for key, storage in storages.items()
+            if used_bytes[key] and 2 * used_bytes[key] >= storage.nbytes()
+        }
 
     def _pieces(self) -> Iterator[TensorPiece]:
         return state.pieces(self.stepper, of_others=True, host_ranks=self.host_ranks)
 
     def _known(self, storages: Collection[int]) -> dict[int, list[torch.Tensor]]:
         """The parameters, and the tensors of the optimizer's state, in each storage."""
-        values = chain(self.stepper.local_parameters.values(), *(
-            entry.values() for entry in self.stepper.optimizer.state.values() if isinstance(entry, dict)))
+        values = chain(
+            self.stepper.local_parameters.values(),
+            *(
+                entry.values()
+                for entry in self.stepper.optimizer.state.values()
+                if isinstance(entry, dict)
+            ),
+        )
         known: dict[int, list[torch.Tensor]] = {key: [] for key in storages}
-        for tensor in {id(each): each for each in values if isinstance(each, torch.Tensor)}.values():
+        for tensor in {
+            id(each): each for each in values if isinstance(each, torch.Tensor)
+        }.values():
             if _is_plain(tensor) and (key := tensor.untyped_storage()._cdata) in known:
                 known[key].append(tensor)
         return known
 
-    def _tensors_in(self, storages: Mapping[int, torch.UntypedStorage]) -> dict[int, list[torch.Tensor]]:
+    def _tensors_in(
+        self, storages: Mapping[int, torch.UntypedStorage]
+    ) -> dict[int, list[torch.Tensor]]:
         """All tensors in each storage, as far as Python knows of them."""
         known = self._known(storages)
-        return known | _tensors_of_python([key for key in known if not _is_all_in(storages[key], known[key])])
+        return known | _tensors_of_python(
+            [key for key in known if not _is_all_in(storages[key], known[key])]
+        )
 
     def change(self) -> None:
         """The state is about to change."""
@@ -168,7 +209,9 @@ class LiveState:
             return
         self._is_clean = False
         self.states.change(self.slot)
-        if self._versions != self._versions_now() or (self._fingerprints and self._fingerprints != self._prints()):
+        if self._versions != self._versions_now() or (
+            self._fingerprints and self._fingerprints != self._prints()
+        ):
             self.end()  # a forward has written to a parameter: the state before an update is none
         self._is_proved, self._fingerprints = True, []
 
@@ -192,10 +235,19 @@ class LiveState:
         try:
             self._look(step)
             # One buffer, as a call for each tensor would take longer than the copies.
-            rest = b"".join([bytes_of(each) if isinstance(each, torch.Tensor) else each
-                             for each in self._small_tensors])
-            self.states.note(self.slot, step, memoryview(rest), json.dumps(document).encode(),
-                             is_whole=self._is_proved)
+            rest = b"".join(
+                [
+                    bytes_of(each) if isinstance(each, torch.Tensor) else each
+                    for each in self._small_tensors
+                ]
+            )
+            self.states.note(
+                self.slot,
+                step,
+                memoryview(rest),
+                json.dumps(document).encode(),
+                is_whole=self._is_proved,
+            )
         except (OSError, MemoryError):
             self.end()
             return
@@ -214,8 +266,14 @@ class LiveState:
             return
         structure = Structure(self.stepper, host_ranks=self.host_ranks)
         places = [self._place(piece) for piece in structure.pieces]
-        self.states.describe(self.slot, step, _index(structure, places, self.stepper.mesh, self.origin))
-        small = [piece.tensor for piece, place in zip(structure.pieces, places, strict=True) if place is None]
+        self.states.describe(
+            self.slot, step, _index(structure, places, self.stepper.mesh, self.origin)
+        )
+        small = [
+            piece.tensor
+            for piece, place in zip(structure.pieces, places, strict=True)
+            if place is None
+        ]
         self._small_tensors = [bytes_of(tensor) if is_plain(tensor) else tensor for tensor in small]
         self._num_looks += 1
         # An optimizer that makes its tensors anew in each update would have both in memory.
@@ -224,7 +282,11 @@ class LiveState:
     def _place(self, piece: TensorPiece) -> int | None:
         """Where in the arena a piece lies; None if it does not."""
         place = piece.tensor.data_ptr() - self._address
-        is_moved = 0 <= place < self.num_bytes and piece.tensor.is_contiguous() and piece.name.startswith(_UPDATED)
+        is_moved = (
+            0 <= place < self.num_bytes
+            and piece.tensor.is_contiguous()
+            and piece.name.startswith(_UPDATED)
+        )
         return place if is_moved else None
 
     def end(self) -> None:
@@ -271,33 +333,55 @@ def _is_all_in(storage: torch.UntypedStorage, tensors: Sequence[torch.Tensor]) -
     return bool(torch._C._storage_Use_Count(storage._cdata) == len(tensors) + 1)
 
 
-def _move(storage: torch.UntypedStorage, aliases: Sequence[torch.Tensor], arena: mmap.mmap, place: int) -> None:
+def _move(
+    storage: torch.UntypedStorage, aliases: Sequence[torch.Tensor], arena: mmap.mmap, place: int
+) -> None:
     """Let all of these tensors lie in the arena, if there are no others in their storage."""
     # A storage that NumPy looks into can't be resized: an array would be left with memory that is free.
-    if not storage.resizable() or not _is_all_in(storage, aliases) or not all(
-            _is_plain(tensor) and tensor.layout == torch.strided and not tensor.is_inference() and not tensor.is_conj()
-            and not tensor.is_neg() for tensor in aliases):
+    if (
+        not storage.resizable()
+        or not _is_all_in(storage, aliases)
+        or not all(
+            _is_plain(tensor)
+            and tensor.layout == torch.strided
+            and not tensor.is_inference()
+            and not tensor.is_conj()
+            and not tensor.is_neg()
+            for tensor in aliases
+        )
+    ):
         return
     moved = torch.frombuffer(arena, dtype=torch.uint8, count=storage.nbytes(), offset=place)
     moved.copy_(torch.empty(0, dtype=torch.uint8).set_(storage))
     for tensor in aliases:
         tensor.data = torch.empty(0, dtype=tensor.dtype).set_(
-            moved.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+            moved.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
+        )
 
 
-def _index(structure: Structure, places: Sequence[int | None], mesh: Any, origin: Mapping[str, Any]) -> bytes:
+def _index(
+    structure: Structure, places: Sequence[int | None], mesh: Any, origin: Mapping[str, Any]
+) -> bytes:
     """What a rank holds, and where. places: in the arena; what has none lies in the note, one after the other."""
     tensors: dict[str, dict[str, Any]] = {}
     offset = 0
     for piece, place in zip(structure.pieces, places, strict=True):
-        entry = tensors.setdefault(piece.name, {"shape": piece.shape, "dtype": DTYPE_NAMES[piece.tensor.dtype],
-                                                "pieces": []})
+        entry = tensors.setdefault(
+            piece.name,
+            {"shape": piece.shape, "dtype": DTYPE_NAMES[piece.tensor.dtype], "pieces": []},
+        )
         container = [_NOTE, offset] if place is None else [_ARENA, place]
         entry["pieces"].append([*container, piece.offsets, tuple(piece.tensor.shape)])
         offset += piece.tensor.nbytes if place is None else 0
     part = mesh.number(axis for axis in mesh.sizes if axis not in mesh.copy_axes)
-    return json.dumps({"part": part, "origin": dict(origin), "tensors": tensors,
-                       "document": structure.fixed_document}).encode()
+    return json.dumps(
+        {
+            "part": part,
+            "origin": dict(origin),
+            "tensors": tensors,
+            "document": structure.fixed_document,
+        }
+    ).encode()
 
 
 # --- Reading -------------------------------------------------------------------------------------------------------
@@ -364,7 +448,9 @@ def _is_whole(states: LiveStates, ranks: Sequence[int], step: int) -> bool:
     return all(boxes is not None and boxes.keys() <= there.keys() for boxes in others)
 
 
-def _boxes_at(states: LiveStates, ranks: Iterable[int], step: int) -> dict[tuple[str, Region], _StoredBox]:
+def _boxes_at(
+    states: LiveStates, ranks: Iterable[int], step: int
+) -> dict[tuple[str, Region], _StoredBox]:
     """From where each box of each tensor after this step is read: of the first rank that has it."""
     chosen: dict[tuple[str, Region], _StoredBox] = {}
     for rank in ranks:
@@ -384,8 +470,15 @@ def _boxes(states: LiveStates, rank: int) -> dict[tuple[str, Region], _StoredBox
     for name, entry in index["tensors"].items():
         for container, offset, offsets, shape in entry["pieces"]:
             region = Region(tuple(offsets), tuple(shape))
-            boxes[name, region] = _StoredBox(rank, index["part"], DTYPES[entry["dtype"]], tuple(entry["shape"]), region,
-                                             container, offset)
+            boxes[name, region] = _StoredBox(
+                rank,
+                index["part"],
+                DTYPES[entry["dtype"]],
+                tuple(entry["shape"]),
+                region,
+                container,
+                offset,
+            )
     return boxes
 
 
@@ -410,7 +503,9 @@ def _document(states: LiveStates, rank: int) -> dict[str, Any] | None:
     return state.joined_document(json.loads(states.index(rank) or b"")["document"], noted)
 
 
-def copy_live(states: LiveStates, copies: StepSlots, slots: Sequence[int], step: int, *, keep: Collection[int]) -> None:
+def copy_live(
+    states: LiveStates, copies: StepSlots, slots: Sequence[int], step: int, *, keep: Collection[int]
+) -> None:
     """Make copies of what the ranks of a host have left after this step, of each box once, and give its memory back.
     keep: steps whose copies stay."""
     boxes = _boxes_at(states, slots, step)
@@ -420,12 +515,23 @@ def copy_live(states: LiveStates, copies: StepSlots, slots: Sequence[int], step:
         offset = 0
         slot_boxes = [(name, box) for (name, _), box in boxes.items() if box.rank == slot]
         for name, box in slot_boxes:
-            entry = tensors.setdefault(name, {"shape": box.shape, "dtype": DTYPE_NAMES[box.dtype], "pieces": []})
+            entry = tensors.setdefault(
+                name, {"shape": box.shape, "dtype": DTYPE_NAMES[box.dtype], "pieces": []}
+            )
             entry["pieces"].append((offset, box.region.offsets, box.region.shape))
             offset += box.num_bytes
-        copy_index = {"document": _document(states, slot), "origin": live_index["origin"], "tensors": tensors}
-        copies.write(slot, step, (bytes_of(_read_box(states, box)) for _, box in slot_boxes),
-                     json.dumps(copy_index).encode(), keep=keep)
+        copy_index = {
+            "document": _document(states, slot),
+            "origin": live_index["origin"],
+            "tensors": tensors,
+        }
+        copies.write(
+            slot,
+            step,
+            (bytes_of(_read_box(states, box)) for _, box in slot_boxes),
+            json.dumps(copy_index).encode(),
+            keep=keep,
+        )
     for slot in slots:
         states.forget(slot)
 

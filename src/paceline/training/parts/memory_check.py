@@ -45,8 +45,13 @@ class StateAtRest:
         were let go since.
     """
 
-    def __init__(self, tensors: Callable[[], Iterable[tuple[str, torch.Tensor]]], every: int, *,
-                 runs_code: bool = True) -> None:
+    def __init__(
+        self,
+        tensors: Callable[[], Iterable[tuple[str, torch.Tensor]]],
+        every: int,
+        *,
+        runs_code: bool = True,
+    ) -> None:
         """
         Args:
             tensors: This rank's own ones, by what they are in a message.
@@ -67,8 +72,11 @@ class StateAtRest:
         """An update of this step was made."""
         if self.is_due(step):
             self._first_step = step if self._first_step is None else self._first_step
-            self._noted = [_Noted(name, tensor, tensor._version) for name, tensor in self.tensors()
-                           if name not in self._written]
+            self._noted = [
+                _Noted(name, tensor, tensor._version)
+                for name, tensor in self.tensors()
+                if name not in self._written
+            ]
             self._prints, self.step = _prints(self._noted), step
 
     def changed(self) -> list[str]:
@@ -76,7 +84,11 @@ class StateAtRest:
         if self.step is None:
             return []
         differs = (_prints(self._noted) != self._prints).nonzero().flatten().tolist()
-        changed = [each.name for each in map(self._noted.__getitem__, differs) if each.tensor._version == each.writes]
+        changed = [
+            each.name
+            for each in map(self._noted.__getitem__, differs)
+            if each.tensor._version == each.writes
+        ]
         if self.step == self._first_step:
             self._written |= set(changed)
             return []
@@ -104,17 +116,26 @@ class StateAtRest:
         """An update follows: the tensors are let go."""
         self._noted, self.step = [], None
 
-    def error(self, ranks: Sequence[int], changed: Sequence[str], after: str = "the update of") -> DriftError:
+    def error(
+        self, ranks: Sequence[int], changed: Sequence[str], after: str = "the update of"
+    ) -> DriftError:
         """ranks: whose memory changed. changed: what of this one's. after: what of the step, in words."""
-        names = f"{changed[0]} and {len(changed) - 1} more" if len(changed) > 1 else "".join(changed) or "its state"
+        names = (
+            f"{changed[0]} and {len(changed) - 1} more"
+            if len(changed) > 1
+            else "".join(changed) or "its state"
+        )
         return DriftError(
             f"on {' and '.join(f'rank {rank}' for rank in ranks)}, {names} changed after {after} step "
             f"{self.step}, and nothing was seen to write to it; no update was made with it",
             hint="faulty memory; or code of yours that writes through .data or NumPy between two updates, but not "
-                 "between the first two. No checkpoint has it: --resume goes on from the newest one")
+            "between the first two. No checkpoint has it: --resume goes on from the newest one",
+        )
 
 
-def of_updates(owner: StateOwner, edited: Collection[str] = ()) -> Iterator[tuple[str, torch.Tensor]]:
+def of_updates(
+    owner: StateOwner, edited: Collection[str] = ()
+) -> Iterator[tuple[str, torch.Tensor]]:
     """What only updates write to, and buffers. Statistics of normalisations are left out, which a layer that was frozen
     before may begin to write.
 
@@ -127,8 +148,12 @@ def of_updates(owner: StateOwner, edited: Collection[str] = ()) -> Iterator[tupl
         for key, value in owner.optimizer_state.by_parameter(name):
             if isinstance(value, torch.Tensor):
                 yield from _memory(f"the optimizer's {key} of '{name}'", value)
-    statistics = {buffer for module in owner.model.modules() if isinstance(module, _NormBase)
-                  for buffer in module.buffers(recurse=False)}
+    statistics = {
+        buffer
+        for module in owner.model.modules()
+        if isinstance(module, _NormBase)
+        for buffer in module.buffers(recurse=False)
+    }
     for name, buffer in owner.model.named_buffers():
         if buffer not in statistics:
             yield from _memory(f"the buffer '{name}'", buffer)
@@ -146,7 +171,11 @@ def _memory(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor
     if is_traceable_wrapper_subclass(tensor):
         for part in tensor.__tensor_flatten__()[0]:
             yield from _memory(f"{part} of {name}", getattr(tensor, part))
-    elif tensor.layout == torch.strided and tensor.numel() and not (tensor.is_meta or tensor.is_inference()):
+    elif (
+        tensor.layout == torch.strided
+        and tensor.numel()
+        and not (tensor.is_meta or tensor.is_inference())
+    ):
         yield name, tensor
 
 

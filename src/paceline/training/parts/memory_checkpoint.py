@@ -32,7 +32,12 @@ from paceline.launch.process.context import RankContext
 from paceline.launch.process.memory_store import SLOTS
 from paceline.launch.process.state_copies import TIME_SHARE, StateCopies
 from paceline.training.parts.drift import disagreement
-from paceline.training.parts.live_state import LiveCheckpoint, live_disagreement, live_step, open_live
+from paceline.training.parts.live_state import (
+    LiveCheckpoint,
+    live_disagreement,
+    live_step,
+    open_live,
+)
 
 if TYPE_CHECKING:
     from paceline.launch.hosts.host_copies import HostCopies
@@ -77,7 +82,9 @@ class Copier:
         self.copies.keep(self.context.slot, until=step if is_copied else None)
         self.next_step = self.next_send = step + 1
         if self.neighbour is not None:
-            self.sent = self.neighbour.sent_step if is_copied and self.neighbour.sent_step <= step else -1
+            self.sent = (
+                self.neighbour.sent_step if is_copied and self.neighbour.sent_step <= step else -1
+            )
             if self.context.slot == 0:
                 self.neighbour.sent_step = self.sent
             if is_copied and step != self.sent and step in self.copies.steps(self.context.slot):
@@ -98,8 +105,15 @@ class Copier:
             if self.context.slot == 0:
                 self.neighbour.sent_step = self.sent
 
-    def copy(self, step: int, pieces: Iterable[TensorPiece], document: Mapping[str, Any] | None, *,
-             is_for_updates: Callable[[str], bool] = lambda name: False, began_s: float | None = None) -> None:
+    def copy(
+        self,
+        step: int,
+        pieces: Iterable[TensorPiece],
+        document: Mapping[str, Any] | None,
+        *,
+        is_for_updates: Callable[[str], bool] = lambda name: False,
+        began_s: float | None = None,
+    ) -> None:
         """Copy the pieces that this rank owns, and on rank 0 the document.
 
         From a GPU they are copied while this goes on: see `before_update`. The copy is there once another thread has
@@ -117,10 +131,15 @@ class Copier:
             is_first = self.num_copies == 0
             self._staging = self._staging or Staging(on_gpu[0].tensor.device)
             staged = iter(self._staging.copy(on_gpu, is_for_updates=is_for_updates))
-            tensors = [next(staged) if piece.tensor.is_cuda else piece.tensor.clone() for piece in pieces]
+            tensors = [
+                next(staged) if piece.tensor.is_cuda else piece.tensor.clone() for piece in pieces
+            ]
             self._thread = threading.Thread(
-                target=self._write_staged, args=(step, tensors, index, None if is_first else began_s),
-                name=f"paceline-copy-step-{step}", daemon=True)
+                target=self._write_staged,
+                args=(step, tensors, index, None if is_first else began_s),
+                name=f"paceline-copy-step-{step}",
+                daemon=True,
+            )
             self._thread.start()
         else:
             self._write(step, [piece.tensor for piece in pieces], index)
@@ -142,12 +161,16 @@ class Copier:
         if self._error is not None:
             raise self._error
 
-    def _write_staged(self, step: int, tensors: Sequence[torch.Tensor], index: bytes, began_s: float | None) -> None:
+    def _write_staged(
+        self, step: int, tensors: Sequence[torch.Tensor], index: bytes, began_s: float | None
+    ) -> None:
         """began_s: None where memory was pinned for the first time, which takes longer than what comes later."""
         assert self._staging is not None
         try:
             self._staging.wait()
-            if began_s is not None:  # the GPU is done with it, and this thread has a core of its own
+            if (
+                began_s is not None
+            ):  # the GPU is done with it, and this thread has a core of its own
                 self._latest_s.append(time.perf_counter() - began_s)
             self._write(step, tensors, index)
         except Exception as error:
@@ -158,8 +181,13 @@ class Copier:
         if self.has_failed:
             return
         try:
-            self.copies.write(self.context.slot, step, [bytes_of(tensor) for tensor in tensors], index,
-                              keep={self.sent, self.sending} - {-1})
+            self.copies.write(
+                self.context.slot,
+                step,
+                [bytes_of(tensor) for tensor in tensors],
+                index,
+                keep={self.sent, self.sending} - {-1},
+            )
         except OSError as error:
             self.has_failed = True
             logger.warning(f"this host refuses memory for a copy of the state: {error.strerror}")
@@ -168,11 +196,15 @@ class Copier:
         """Steps from copy to copy that keep the time of one within a share of all: the median of the latest, as other
         work on the machine delays some. On CPUs that is the whole time of a copy, beside steps too; on a GPU until its
         tensors are in pinned memory. step_s: of one step."""
-        return _affordable(statistics.median(self._latest_s) if self._latest_s else 0.0, step_s, share)
+        return _affordable(
+            statistics.median(self._latest_s) if self._latest_s else 0.0, step_s, share
+        )
 
     def affordable_send_every(self, step_s: float) -> int:
         """Likewise from one copy that another host takes over to the next."""
-        return _affordable(self.neighbour.took_s if self.neighbour is not None else 0.0, step_s, TIME_SHARE)
+        return _affordable(
+            self.neighbour.took_s if self.neighbour is not None else 0.0, step_s, TIME_SHARE
+        )
 
     def fits(self, pieces: Sequence[TensorPiece]) -> bool:
         """Whether copies of all ranks of this host, each of pieces as large as these, fit into its memory, where those
@@ -185,7 +217,9 @@ class Copier:
             self._staging = self._staging or Staging(on_gpu[0].tensor.device)
             num_bytes += self._staging.missing_bytes(on_gpu)
         made_bytes = self.copies.num_bytes(self.context.slot)
-        return self.num_ranks * num_bytes <= MEMORY_SHARE * (free_memory_bytes() + self.num_ranks * made_bytes)
+        return self.num_ranks * num_bytes <= MEMORY_SHARE * (
+            free_memory_bytes() + self.num_ranks * made_bytes
+        )
 
 
 def _affordable(took_s: float, step_s: float, share: float) -> int:
@@ -193,13 +227,17 @@ def _affordable(took_s: float, step_s: float, share: float) -> int:
     return max(1, math.ceil(took_s / (share * step_s))) if step_s > 0 else 1
 
 
-def _index(pieces: Iterable[TensorPiece], document: Mapping[str, Any] | None, origin: Mapping[str, Any]) -> bytes:
+def _index(
+    pieces: Iterable[TensorPiece], document: Mapping[str, Any] | None, origin: Mapping[str, Any]
+) -> bytes:
     """What lies where in a copy that holds the pieces one after the other."""
     tensors: dict[str, dict[str, Any]] = {}
     offset = 0
     for piece in pieces:
-        entry = tensors.setdefault(piece.name, {"shape": piece.shape, "dtype": DTYPE_NAMES[piece.tensor.dtype],
-                                                "pieces": []})
+        entry = tensors.setdefault(
+            piece.name,
+            {"shape": piece.shape, "dtype": DTYPE_NAMES[piece.tensor.dtype], "pieces": []},
+        )
         entry["pieces"].append((offset, piece.offsets, tuple(piece.tensor.shape)))
         offset += piece.tensor.nbytes
     return json.dumps({"document": document, "tensors": tensors, "origin": origin}).encode()
@@ -226,15 +264,22 @@ class _RankCopy:
         return read_part(piece, dtype, part, partial(self.copies.read_into, self.rank, self.step))
 
 
-def read_part(piece: StoredPiece, dtype: torch.dtype, part: tuple[slice, ...],
-              read_into: Callable[[int, memoryview], None]) -> torch.Tensor:
+def read_part(
+    piece: StoredPiece,
+    dtype: torch.dtype,
+    part: tuple[slice, ...],
+    read_into: Callable[[int, memoryview], None],
+) -> torch.Tensor:
     """A part of a piece whose key is where it begins: only those of its rows are read. read_into: fills a target from a
     place on."""
     rows, row_shape = (part[0], piece.region.shape[1:]) if part else (slice(0, 1), ())
     flat = torch.empty((rows.stop - rows.start) * math.prod(row_shape), dtype=dtype, device="cpu")
     read_into(int(piece.key) + rows.start * math.prod(row_shape) * dtype.itemsize, bytes_of(flat))
-    return flat.reshape(-1, *row_shape)[:, *part[1:]] if part and flat.numel() else flat.reshape(
-        [each.stop - each.start for each in part])
+    return (
+        flat.reshape(-1, *row_shape)[:, *part[1:]]
+        if part and flat.numel()
+        else flat.reshape([each.stop - each.start for each in part])
+    )
 
 
 def open_copy(copies: StateCopies, step: int, ranks: Iterable[int]) -> CopiedState:
@@ -245,15 +290,24 @@ def open_copy(copies: StateCopies, step: int, ranks: Iterable[int]) -> CopiedSta
         index = json.loads(copies.index(rank, step))
         document = index["document"] or document
         for name, entry in index["tensors"].items():
-            pieces = tuple(StoredPiece(str(rank), str(offset), Region(tuple(offsets), tuple(shape)))
-                           for offset, offsets, shape in entry["pieces"])
+            pieces = tuple(
+                StoredPiece(str(rank), str(offset), Region(tuple(offsets), tuple(shape)))
+                for offset, offsets, shape in entry["pieces"]
+            )
             before = tensors[name].pieces if name in tensors else ()
-            tensors[name] = TensorEntry(tuple(entry["shape"]), DTYPES[entry["dtype"]], before + pieces)
+            tensors[name] = TensorEntry(
+                tuple(entry["shape"]), DTYPES[entry["dtype"]], before + pieces
+            )
     return CopiedState(Path(f"copy-{step}"), step, document, tensors, copies)
 
 
-def open_newest(context: RankContext, run_dir: Path, *, num_ranks: int,
-                before: Callable[[int], int] = lambda step: step) -> CopiedState | LiveCheckpoint | None:
+def open_newest(
+    context: RankContext,
+    run_dir: Path,
+    *,
+    num_ranks: int,
+    before: Callable[[int], int] = lambda step: step,
+) -> CopiedState | LiveCheckpoint | None:
     """The newest state that the first ranks of an earlier start have left in memory, themselves or as a copy, if it is
     newer than what the run folder has, and if replicas held the same. Rank 0 chooses for all ranks.
 
@@ -272,7 +326,11 @@ def open_newest(context: RankContext, run_dir: Path, *, num_ranks: int,
         step, is_live = json.loads(context.hear("copy", "restore"))
     if step is None:
         return None
-    return open_live(context.copies.live, ranks, step) if is_live else open_copy(context.copies, step, ranks)
+    return (
+        open_live(context.copies.live, ranks, step)
+        if is_live
+        else open_copy(context.copies, step, ranks)
+    )
 
 
 def _newest(copies: StateCopies, ranks: range, *, least: int) -> tuple[int | None, bool]:
@@ -285,12 +343,17 @@ def _newest(copies: StateCopies, ranks: range, *, least: int) -> tuple[int | Non
     for step, is_live in ((live, True), (copied, False)):
         if step is None or step < least or (is_live and copied is not None and copied > step):
             continue
-        difference = (live_disagreement(copies.live, ranks, step) if is_live
-                      else disagreement(open_copy(copies, step, ranks)))
+        difference = (
+            live_disagreement(copies.live, ranks, step)
+            if is_live
+            else disagreement(open_copy(copies, step, ranks))
+        )
         if difference is None:
             return step, is_live
-        logger.warning(f"the {'state' if is_live else 'copies'} in memory of step {step} "
-                       f"{'is' if is_live else 'are'} passed over: {difference}")
+        logger.warning(
+            f"the {'state' if is_live else 'copies'} in memory of step {step} "
+            f"{'is' if is_live else 'are'} passed over: {difference}"
+        )
         if is_live:
             break  # an older copy may have it too, before it was seen
     return None, False

@@ -1,10 +1,10 @@
 """The newest copies that the hosts of a run hold together, for ranks that start again.
 
-Each host has the copies of its own ranks, and maybe those of its neighbour (`launch/hosts/host_copies.py`). The ranks of a
-host copy all that they hold, so copies of one host are whole by themselves, and are those of the run where ranks on
-each host hold all parts. Every rank learns what each host has, rank 0 chooses the step, and each reads what its own
-host has from there and the rest from others.
-"""
+Each host has the copies of its own ranks, and maybe those of its neighbour
+(`launch/hosts/host_copies.py`). The ranks of a host copy all that they hold, so copies of one host
+are whole by themselves, and are those of the run where ranks on each host hold all parts. Every
+rank learns what each host has, rank 0 chooses the step, and each reads what its own host has from
+there and the rest from others."""
 
 from __future__ import annotations
 
@@ -51,8 +51,13 @@ def part_of(stepper: StateOwner) -> tuple[int, int]:
 def origin_of(stepper: StateOwner, context: RankContext) -> dict[str, Any]:
     """What copies say of the rank that makes them."""
     part, num_parts = part_of(stepper)
-    return {"attempt": context.attempt, "rank": context.rank, "host_ranks": context.local_world_size, "part": part,
-            "num_parts": num_parts}
+    return {
+        "attempt": context.attempt,
+        "rank": context.rank,
+        "host_ranks": context.local_world_size,
+        "part": part,
+        "num_parts": num_parts,
+    }
 
 
 def needs_neighbour(stepper: StateOwner, context: RankContext) -> bool:
@@ -121,7 +126,7 @@ def _own_memory(copies: HostCopies) -> _HostMemory:
             prints = {}
             for name, entry in index["tensors"].items():
                 if name.startswith(FINGERPRINTS):
-                    (offset, _, shape), = entry["pieces"]
+                    ((offset, _, shape),) = entry["pieces"]
                     row = bytearray(8 * shape[1])
                     copies.memory.read_into(slot, step, offset, memoryview(row))
                     prints[name] = hashlib.sha256(row).hexdigest()[:16]
@@ -139,8 +144,12 @@ def _own_live(copies: HostCopies) -> tuple[_RankCopy, ...]:
         return ()
     prints = live_prints(states, slots, step)
     origins = [json.loads(states.index(slot) or b"")["origin"] for slot in slots]
-    return tuple(_RankCopy(slot, step, prints={f"part {origin['part']}": str(prints.get(origin["part"]))}, **origin)
-                 for slot, origin in zip(slots, origins, strict=True))
+    return tuple(
+        _RankCopy(
+            slot, step, prints={f"part {origin['part']}": str(prints.get(origin["part"]))}, **origin
+        )
+        for slot, origin in zip(slots, origins, strict=True)
+    )
 
 
 def _all_memory(context: RankContext, copies: HostCopies) -> list[_HostMemory]:
@@ -153,9 +162,13 @@ def _all_memory(context: RankContext, copies: HostCopies) -> list[_HostMemory]:
         store.set(keys[context.rank // num_local], json.dumps(asdict(host_memory)))
     with waiting:
         documents = [json.loads(text) for text in store.multi_get(keys)]
-    return [_HostMemory(CopyAddress(**document["address"]), *(
-        tuple(_RankCopy(**entry) for entry in document[kind]) for kind in ("copies", "live")))
-        for document in documents]
+    return [
+        _HostMemory(
+            CopyAddress(**document["address"]),
+            *(tuple(_RankCopy(**entry) for entry in document[kind]) for kind in ("copies", "live")),
+        )
+        for document in documents
+    ]
 
 
 @dataclass(frozen=True)
@@ -183,7 +196,9 @@ class _SlotCopy:
     step: int
 
     def read(self, piece: StoredPiece, dtype: torch.dtype, part: tuple[slice, ...]) -> torch.Tensor:
-        return read_part(piece, dtype, part, partial(self.memory.read_into, self.host, self.slot, self.step))
+        return read_part(
+            piece, dtype, part, partial(self.memory.read_into, self.host, self.slot, self.step)
+        )
 
 
 @dataclass
@@ -206,8 +221,11 @@ class _Memory:
             self._remote(host, lambda reader: reader.read_into(slot, step, offset, target))
 
     def index(self, host: int, slot: int, step: int) -> dict[str, Any]:
-        start, end = (self.copies.memory.extent(slot, step) if host == self.own_host else
-                      self._remote(host, lambda reader: reader.extent(slot, step)))
+        start, end = (
+            self.copies.memory.extent(slot, step)
+            if host == self.own_host
+            else self._remote(host, lambda reader: reader.extent(slot, step))
+        )
         if end - start > _INDEX_BYTES:
             raise PeerLost(f"host {host} sends an index of {end - start} bytes")
         text = bytearray(end - start)
@@ -215,7 +233,9 @@ class _Memory:
         try:
             document: dict[str, Any] = json.loads(text)
         except ValueError as error:
-            raise PeerLost(f"what host {host} sends as the index of a copy is none: {error}") from error
+            raise PeerLost(
+                f"what host {host} sends as the index of a copy is none: {error}"
+            ) from error
         return document
 
     def _remote(self, host: int, ask: Callable[[CopyReader], Any]) -> Any:
@@ -229,8 +249,10 @@ class _Memory:
                 self._readers[host] = CopyReader(address, timeout_s=self.context.timeout_s)
             return ask(self._readers[host])
         except OSError as error:
-            lost = PeerLost(f"its host {address.host} does not give the copies that it has: {error}",
-                            rank=host * self.context.local_world_size)
+            lost = PeerLost(
+                f"its host {address.host} does not give the copies that it has: {error}",
+                rank=host * self.context.local_world_size,
+            )
             lost.heard = True  # type: ignore[attr-defined]  # who sees why it is gone says more
             raise lost from error
 
@@ -240,8 +262,9 @@ class _Memory:
         self._readers.clear()
 
 
-def open_newest(context: RankContext, run_dir: Path,
-                accept: Callable[[Checkpoint], str | None]) -> HostsCopy | None:
+def open_newest(
+    context: RankContext, run_dir: Path, accept: Callable[[Checkpoint], str | None]
+) -> HostsCopy | None:
     """The newest state of which hosts have whole copies that replicas held alike, if it is newer than what the run
     folder has. Rank 0 chooses for all ranks, which read what they need themselves. Collective.
 
@@ -261,14 +284,23 @@ def open_newest(context: RankContext, run_dir: Path,
     return _open(memory, chosen[0])
 
 
-def _chosen(memory: _Memory, run_dir: Path, accept: Callable[[Checkpoint], str | None]) -> list[_RestartPoint]:
+def _chosen(
+    memory: _Memory, run_dir: Path, accept: Callable[[Checkpoint], str | None]
+) -> list[_RestartPoint]:
     """What ranks go on from; if that is no copy, the copies that stay beside it come next."""
     least, most = newest_saved_step(run_dir), last_step(run_dir / JOURNAL)
-    known = {_RestartPoint(entry.step, is_live, entry.attempt) for host in memory.hosts
-             for is_live, kind in ((False, host.copies), (True, host.live)) for entry in kind}
+    known = {
+        _RestartPoint(entry.step, is_live, entry.attempt)
+        for host in memory.hosts
+        for is_live, kind in ((False, host.copies), (True, host.live))
+        for entry in kind
+    }
     chosen: list[_RestartPoint] = []
-    for point in sorted((point for point in known if point.step >= least), reverse=True,
-                        key=lambda point: (point.step, not point.is_live, point.attempt)):
+    for point in sorted(
+        (point for point in known if point.step >= least),
+        reverse=True,
+        key=lambda point: (point.step, not point.is_live, point.attempt),
+    ):
         # What is not recorded may have been computed by a host that the others had given up, or be lost with one.
         why = "that step is not recorded" if point.step > most else _fault(memory, point)
         if why is None and not point.is_live:
@@ -279,7 +311,11 @@ def _chosen(memory: _Memory, run_dir: Path, accept: Callable[[Checkpoint], str |
             if not point.is_live:
                 break
         else:
-            description = "state in memory of step {} is" if point.is_live else "copies in memory of step {} are"
+            description = (
+                "state in memory of step {} is"
+                if point.is_live
+                else "copies in memory of step {} are"
+            )
             logger.warning(f"the {description.format(point.step)} passed over: {why}")
     return chosen[:1] + [point for point in chosen[1:] if not point.is_live]
 
@@ -293,8 +329,13 @@ def _copy_live(memory: _Memory, chosen: Sequence[_RestartPoint]) -> None:
         if any(memory.hosts[memory.own_host].whole(chosen[0])):
             for slot in range(copies.num_ranks):
                 copies.memory.keep(slot, until=chosen[1].step if len(chosen) > 1 else None)
-            copy_live(copies.memory.live, copies.memory, range(copies.num_ranks), chosen[0].step,
-                      keep={copies.sent_step} - {-1})
+            copy_live(
+                copies.memory.live,
+                copies.memory,
+                range(copies.num_ranks),
+                chosen[0].step,
+                keep={copies.sent_step} - {-1},
+            )
         store.set(f"copied/{memory.own_host}", "1")
     with waiting:
         store.multi_get([f"copied/{host}" for host in hosts])
@@ -342,8 +383,11 @@ def _add(tensors: dict[str, TensorEntry], of_slot: dict[str, Any], file: str) ->
             continue
         before = tensors[name].pieces if name in tensors else ()
         there = {piece.region for piece in before}
-        new = [StoredPiece(file, str(offset), region) for offset, offsets, shape in entry["pieces"]
-               if (region := Region(tuple(offsets), tuple(shape))) not in there]
+        new = [
+            StoredPiece(file, str(offset), region)
+            for offset, offsets, shape in entry["pieces"]
+            if (region := Region(tuple(offsets), tuple(shape))) not in there
+        ]
         tensors[name] = TensorEntry(tuple(entry["shape"]), DTYPES[entry["dtype"]], (*before, *new))
 
 

@@ -50,8 +50,10 @@ _AGAIN = 2  # times that replicas compute samples again which two of them disagr
 
 def log_state_alone(reason: str) -> None:
     """Say why gradients are not computed a second time."""
-    logger.info("gradients are not computed a second time, and what ranks keep between updates is compared alone: %s",
-                reason)
+    logger.info(
+        "gradients are not computed a second time, and what ranks keep between updates is compared alone: %s",
+        reason,
+    )
 
 
 def _no_gradients(stepper: Stepper, plan: Plan) -> str | None:
@@ -75,7 +77,11 @@ def _axis(stepper: Stepper) -> str | None:
     """The only axis of several copies of the weights, if gradients along it are summed where they can be seen."""
     mesh = stepper.mesh
     axes = [axis for axis in mesh.copy_axes if mesh.sizes[axis] > 1]
-    return axes[0] if len(axes) == 1 and any(isinstance(each, SumsReplicas) for each in stepper.synchronisers) else None
+    return (
+        axes[0]
+        if len(axes) == 1 and any(isinstance(each, SumsReplicas) for each in stepper.synchronisers)
+        else None
+    )
 
 
 @dataclass
@@ -98,7 +104,9 @@ class Recheck:
     every: int
     right_step: int = 0
     has_ended: bool = False
-    _samples: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int64), init=False)
+    _samples: torch.Tensor = field(
+        default_factory=lambda: torch.zeros(1, dtype=torch.int64), init=False
+    )
 
     def __post_init__(self) -> None:
         self.mesh, self.axis = self.stepper.mesh, _axis(self.stepper)
@@ -129,7 +137,9 @@ class Recheck:
         neighbour_row = self._computed((self.place + 1) % len(self.ranks), step)
         before.restore()
         if neighbour_row is None:
-            self._end("a forward meets other replicas, and gives another result with their samples in another order")
+            self._end(
+                "a forward meets other replicas, and gives another result with their samples in another order"
+            )
             yield None
             return
         fingerprints: dict[str, torch.Tensor] = {}
@@ -153,10 +163,17 @@ class Recheck:
         with kept_streams(), self._noting(prints, sums=False):
             stepper.part = part  # which samples an error is about
             try:
-                [(window, batches)] = training_feed(self.job, order=self.order, part=part, steps=range(step, step + 1),
-                                                    loader_workers=min(self.loader_workers, 1))
+                [(window, batches)] = training_feed(
+                    self.job,
+                    order=self.order,
+                    part=part,
+                    steps=range(step, step + 1),
+                    loader_workers=min(self.loader_workers, 1),
+                )
                 self._samples = _print_of(batches)
-                stepper.backward(window, batches, step=step, part=other_mesh.loss_number, beat=self.beat)
+                stepper.backward(
+                    window, batches, step=step, part=other_mesh.loss_number, beat=self.beat
+                )
             finally:
                 stepper.part = part_before
         return self._row(prints) if self._meetings() == meetings else None
@@ -185,8 +202,13 @@ class Recheck:
             dist.all_reduce(values, dist.ReduceOp.MAX)
         return [int(value) for value in values.tolist()]
 
-    def _compare(self, step: int, fingerprints: dict[str, torch.Tensor], neighbour_row: torch.Tensor,
-                 before: _Moment) -> None:
+    def _compare(
+        self,
+        step: int,
+        fingerprints: dict[str, torch.Tensor],
+        neighbour_row: torch.Tensor,
+        before: _Moment,
+    ) -> None:
         """
         neighbour_row: fingerprints of the gradients of the next replica's samples, as this replica computed them.
 
@@ -197,10 +219,13 @@ class Recheck:
         machine = torch.tensor([_machine(self.stepper.device)], device=neighbour_row.device)
         rows = self._gathered(torch.cat([machine, self._row(fingerprints), neighbour_row])).cpu()
         first_results, second_results = rows[:, 1:].chunk(2, 1)
-        second_results = second_results.roll(1, 0)  # in row k what the replica before k came to of its samples
+        second_results = second_results.roll(
+            1, 0
+        )  # in row k what the replica before k came to of its samples
         differs = first_results != second_results
-        *differing, other_machines = self._agreed(torch.cat(
-            [differs.any(1), torch.tensor([int((rows[:, 0] != rows[0, 0]).any())])]))
+        *differing, other_machines = self._agreed(
+            torch.cat([differs.any(1), torch.tensor([int((rows[:, 0] != rows[0, 0]).any())])])
+        )
         if other_machines:
             self._end("ranks compute on different processors, and so may round differently")
         elif not any(differing):
@@ -215,8 +240,14 @@ class Recheck:
             tensor = next((names[int(row.nonzero()[0])] for row in differs if row.any()), names[0])
             self._refuse(step, tensor, wrong, why)
 
-    def _culprits(self, places: Sequence[int], step: int, first_results: torch.Tensor, second_results: torch.Tensor,
-                  before: _Moment) -> tuple[list[int], str]:
+    def _culprits(
+        self,
+        places: Sequence[int],
+        step: int,
+        first_results: torch.Tensor,
+        second_results: torch.Tensor,
+        before: _Moment,
+    ) -> tuple[list[int], str]:
         """Which replicas computed wrongly what two of them disagree on, and what shows it; none, and why, if that can't
         be said. Collective over all ranks.
 
@@ -227,15 +258,25 @@ class Recheck:
         unstable, odd = torch.zeros(count, dtype=torch.bool), torch.zeros(count, dtype=torch.bool)
         have_others = False
         for place in places:
-            repeats = [self._gathered(row).cpu() for row in self._computed_again(place, step, before)]
+            repeats = [
+                self._gathered(row).cpu() for row in self._computed_again(place, step, before)
+            ]
             unstable |= (repeats[0] != repeats[1]).any(1)
-            for culprit, result in ((place, first_results[place]), ((place - 1) % count, second_results[place])):
+            for culprit, result in (
+                (place, first_results[place]),
+                ((place - 1) % count, second_results[place]),
+            ):
                 unstable[culprit] |= (repeats[0][culprit] != result).any()
             odd |= _minority(repeats[0])
             samples = self._gathered(uploaded(self._samples, self.stepper.device)).cpu()
             have_others |= bool((samples != samples[0]).any())
-        *flags, others_samples = self._agreed(torch.cat([unstable, odd, torch.tensor([have_others])]))
-        changing, others = ([place for place in range(count) if half[place]] for half in (flags[:count], flags[count:]))
+        *flags, others_samples = self._agreed(
+            torch.cat([unstable, odd, torch.tensor([have_others])])
+        )
+        changing, others = (
+            [place for place in range(count) if half[place]]
+            for half in (flags[:count], flags[count:])
+        )
         if changing:
             if len(changing) > 1:
                 return [], "it comes to another result each time, on several ranks"
@@ -250,7 +291,10 @@ class Recheck:
         """What this rank comes to of a replica's samples, twice more. Leaves the step's own gradients, and what its
         forwards did. Collective over the ranks of this replica."""
         after, rows = _Moment(self.stepper), []
-        gradients = [(p, None if p.grad is None else p.grad.clone()) for p in self.stepper.local_parameters.values()]
+        gradients = [
+            (p, None if p.grad is None else p.grad.clone())
+            for p in self.stepper.local_parameters.values()
+        ]
         for _ in range(_AGAIN):
             before.restore()
             row = self._computed(place, step)
@@ -263,32 +307,46 @@ class Recheck:
 
     def _refuse(self, step: int, tensor: str, wrong: Sequence[int], why: str) -> None:
         assert self.axis is not None
-        ranks = [rank for rank in range(self.mesh.world_size) if self.mesh.at(rank).coordinates[self.axis] in wrong]
+        ranks = [
+            rank
+            for rank in range(self.mesh.world_size)
+            if self.mesh.at(rank).coordinates[self.axis] in wrong
+        ]
         names = _named(ranks)
         if not why:
             finding = f"{names} come to different ones each time, and nothing shows which of them is right"
         else:
             finding = f"{'one of ' if len(ranks) > 1 else ''}{names} {why}"
-        raise self._error(ranks, f"gradients of step {step + 1} are wrong before they are summed: two replicas "
-                                 f"computed '{tensor}' of the same samples, and {finding}")
+        raise self._error(
+            ranks,
+            f"gradients of step {step + 1} are wrong before they are summed: two replicas "
+            f"computed '{tensor}' of the same samples, and {finding}",
+        )
 
     def _error(self, ranks: Sequence[int], finding: str) -> DriftError:
         """Collective. ranks: of which one computed wrongly."""
         marked = self.mark(self.right_step)
-        since = f"after step {self.right_step}, when gradients were last found right" if self.right_step else (
-            "in any step before, of which none was compared")
+        since = (
+            f"after step {self.right_step}, when gradients were last found right"
+            if self.right_step
+            else ("in any step before, of which none was compared")
+        )
         suspects = f"step {', '.join(map(str, marked))}" if marked else "none"
         error = DriftError(
             f"{finding}; the step's update was not made",
             hint=f"faulty memory or a faulty processor, which may have gone wrong {since}; checkpoints that are marked "
-                 f"as suspect, and that --resume passes over: {suspects}")
+            f"as suspect, and that --resume passes over: {suspects}",
+        )
         error.heard = self.mesh.rank not in ranks  # type: ignore[attr-defined]
         return error
 
     def _end(self, why: str) -> None:
         self.has_ended = True
         if self.mesh.rank == 0:
-            logger.warning("gradients are not computed a second time any more to find wrong arithmetic: %s", why)
+            logger.warning(
+                "gradients are not computed a second time any more to find wrong arithmetic: %s",
+                why,
+            )
 
 
 class _RecheckAlone(Recheck):
@@ -301,9 +359,14 @@ class _RecheckAlone(Recheck):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._paths = {id(module): path for path, module in self.stepper.layout.module.named_modules()}
-        unsummed = [_unsummed(path, key) for path, module in self.stepper.layout.module.named_modules()
-                    for key in module._parameters]
+        self._paths = {
+            id(module): path for path, module in self.stepper.layout.module.named_modules()
+        }
+        unsummed = [
+            _unsummed(path, key)
+            for path, module in self.stepper.layout.module.named_modules()
+            for key in module._parameters
+        ]
         self._num_unsummed, self._names = len(unsummed), [*unsummed, *self.stepper.parameters]
 
     @contextmanager
@@ -320,11 +383,22 @@ class _RecheckAlone(Recheck):
                 return
             for key, p in module._parameters.items():
                 name = _unsummed(path, key)
-                if p is not None and p.requires_grad and not hasattr(p, "to_local") and name not in handles:
+                if (
+                    p is not None
+                    and p.requires_grad
+                    and not hasattr(p, "to_local")
+                    and name not in handles
+                ):
                     handles[name] = p.register_post_accumulate_grad_hook(partial(add, name))
 
         def note() -> None:
-            prints.update({name: fingerprint(p.grad) for name, p in stepper.parameters.items() if p.grad is not None})
+            prints.update(
+                {
+                    name: fingerprint(p.grad)
+                    for name, p in stepper.parameters.items()
+                    if p.grad is not None
+                }
+            )
 
         handles[""] = register_module_forward_hook(called)
         stepper.after_backward = note
@@ -337,13 +411,23 @@ class _RecheckAlone(Recheck):
 
     def _row(self, prints: dict[str, torch.Tensor]) -> torch.Tensor:
         nothing = torch.zeros((), dtype=torch.int64)
-        return torch.stack([uploaded(prints.get(name, nothing), self.stepper.device) for name in (*self._names, "")])
+        return torch.stack(
+            [
+                uploaded(prints.get(name, nothing), self.stepper.device)
+                for name in (*self._names, "")
+            ]
+        )
 
     def _meetings(self) -> int:
         return 0  # there are no other replicas
 
-    def _compare(self, step: int, fingerprints: dict[str, torch.Tensor], neighbour_row: torch.Tensor,
-                 before: _Moment) -> None:
+    def _compare(
+        self,
+        step: int,
+        fingerprints: dict[str, torch.Tensor],
+        neighbour_row: torch.Tensor,
+        before: _Moment,
+    ) -> None:
         first, second = self._row(fingerprints), neighbour_row
         if not any(self._agreed((first != second).any()[None])):
             self.right_step = step + 1
@@ -352,16 +436,28 @@ class _RecheckAlone(Recheck):
         differs = ((first != third) | (second != third)).cpu()
         own_flags = torch.zeros(1 + self.mesh.world_size, dtype=torch.int64)
         own_flags[0] = int((third != fourth).any())
-        own_flags[1 + self.mesh.rank] = 2 if differs[:self._num_unsummed].any() else int(differs.any())
+        own_flags[1 + self.mesh.rank] = (
+            2 if differs[: self._num_unsummed].any() else int(differs.any())
+        )
         changes, *flags = self._agreed(own_flags)
         ranks = [rank for rank, flag in enumerate(flags) if flag and flag == max(flags)]
         if changes or not ranks:
             self._end("it comes to another result each time")
             return
-        name = next((name for name, is_other in zip(self._names, differs.tolist(), strict=False) if is_other), "")
+        name = next(
+            (
+                name
+                for name, is_other in zip(self._names, differs.tolist(), strict=False)
+                if is_other
+            ),
+            "",
+        )
         of_tensor = f" of '{name.removeprefix(_UNSUMMED)}'" if name else ""
-        raise self._error(ranks, f"gradients{of_tensor} of step {step + 1} are wrong: {'one of ' * (len(ranks) > 1)}"
-                                 f"{_named(ranks)} came to another result when it computed them again")
+        raise self._error(
+            ranks,
+            f"gradients{of_tensor} of step {step + 1} are wrong: {'one of ' * (len(ranks) > 1)}"
+            f"{_named(ranks)} came to another result when it computed them again",
+        )
 
 
 def _unsummed(path: str, key: str) -> str:
@@ -377,8 +473,12 @@ class _Moment:
 
     def __init__(self, stepper: Stepper) -> None:
         model, criterion = stepper.layout.module, stepper.job.criterion
-        self._states = [StateOfForward(each) for each in (model, criterion) if isinstance(each, torch.nn.Module)]
-        self._numbers = [(holder, name, getattr(holder, name)) for _, holder, name in numbers_of_objects(model)]
+        self._states = [
+            StateOfForward(each) for each in (model, criterion) if isinstance(each, torch.nn.Module)
+        ]
+        self._numbers = [
+            (holder, name, getattr(holder, name)) for _, holder, name in numbers_of_objects(model)
+        ]
         self._generators = [(put, get()) for get, put in generators(model)]
 
     def restore(self) -> None:
@@ -400,8 +500,12 @@ def _note_in(prints: dict[str, torch.Tensor]) -> Callable[[str, torch.Tensor], N
 
 def _print_of(batches: Sequence[MicroBatch]) -> torch.Tensor:
     """Depends on every bit of all tensors of micro-batches."""
-    prints = [int(fingerprint(leaf)) for batch in batches for leaf in pytree.tree_leaves((batch.input, batch.target))
-              if isinstance(leaf, torch.Tensor)]
+    prints = [
+        int(fingerprint(leaf))
+        for batch in batches
+        for leaf in pytree.tree_leaves((batch.input, batch.target))
+        if isinstance(leaf, torch.Tensor)
+    ]
     return fingerprint(torch.tensor(prints, dtype=torch.int64, device="cpu")).reshape(1)
 
 
@@ -409,7 +513,9 @@ def _minority(rows: torch.Tensor) -> torch.Tensor:
     """Which rows are not what more than half of them are; none where there is no such majority."""
     values = [tuple(row) for row in rows.tolist()]
     usual = max(set(values), key=values.count)
-    return torch.tensor([2 * values.count(usual) > len(values) and value != usual for value in values])
+    return torch.tensor(
+        [2 * values.count(usual) > len(values) and value != usual for value in values]
+    )
 
 
 def _machine(device: torch.device) -> int:
@@ -419,4 +525,6 @@ def _machine(device: torch.device) -> int:
     kind: Any = processor("cpu"), torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
     if device.type == "cuda":
         kind = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
-    return int.from_bytes(hashlib.blake2b(repr((kind, torch.__version__)).encode(), digest_size=7).digest(), "little")
+    return int.from_bytes(
+        hashlib.blake2b(repr((kind, torch.__version__)).encode(), digest_size=7).digest(), "little"
+    )

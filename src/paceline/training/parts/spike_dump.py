@@ -23,7 +23,9 @@ from paceline.training.stepper import Stepper
 MOST_KEPT = 20  # spikes of a run whose samples are kept: their files may be large
 
 
-def first_bad_module(stepper: Stepper, window: Window, batches: list[MicroBatch], *, step: int) -> str | None:
+def first_bad_module(
+    stepper: Stepper, window: Window, batches: list[MicroBatch], *, step: int
+) -> str | None:
     """The path of the first module that returns a number which is infinite or NaN, on this rank; None if there is none.
 
     Computes the step's gradients again, as all ranks do then. What its forwards change is not to be kept.
@@ -33,7 +35,10 @@ def first_bad_module(stepper: Stepper, window: Window, batches: list[MicroBatch]
     if stepper.job.models:
         return None
     bad: list[str] = []
-    with _watched(stepper.model, bad.append), suppress(Exception):  # an error is on its way, and that one counts
+    with (
+        _watched(stepper.model, bad.append),
+        suppress(Exception),
+    ):  # an error is on its way, and that one counts
         stepper.backward(window, batches, step=step, part=stepper.loss_number)
     return bad[0] if bad else None
 
@@ -41,11 +46,17 @@ def first_bad_module(stepper: Stepper, window: Window, batches: list[MicroBatch]
 @contextmanager
 def _watched(model: nn.Module, tell: Callable[[str], None]) -> Iterator[None]:
     def look(path: str, output: Any) -> None:
-        if any(tensor.is_floating_point() and not bool(tensor.isfinite().all()) for tensor in tensors_in(output)):
+        if any(
+            tensor.is_floating_point() and not bool(tensor.isfinite().all())
+            for tensor in tensors_in(output)
+        ):
             tell(path)
 
-    hooks = [module.register_forward_hook(lambda module, args, output, path=path: look(path, output))
-             for path, module in model.named_modules() if path]
+    hooks = [
+        module.register_forward_hook(lambda module, args, output, path=path: look(path, output))
+        for path, module in model.named_modules()
+        if path
+    ]
     try:
         yield
     finally:
@@ -53,8 +64,16 @@ def _watched(model: nn.Module, tell: Callable[[str], None]) -> Iterator[None]:
             hook.remove()
 
 
-def keep(run_dir: Path, stepper: Stepper, window: Window, batches: Sequence[MicroBatch], *, step: int, why: str,
-         module: str | None) -> Path | None:
+def keep(
+    run_dir: Path,
+    stepper: Stepper,
+    window: Window,
+    batches: Sequence[MicroBatch],
+    *,
+    step: int,
+    why: str,
+    module: str | None,
+) -> Path | None:
     """Write this rank's samples of a step, and what is known of it.
 
     Args:
@@ -66,12 +85,15 @@ def keep(run_dir: Path, stepper: Stepper, window: Window, batches: Sequence[Micr
     """
     folder = run_dir / SPIKES / f"step-{step}"
     if not stepper.mesh.is_first_of_same_samples or (
-            not folder.exists() and len(list(folder.parent.glob("step-*"))) >= MOST_KEPT):
+        not folder.exists() and len(list(folder.parent.glob("step-*"))) >= MOST_KEPT
+    ):
         return None
     folder.mkdir(parents=True, exist_ok=True)
     tensors, others = {}, []
     for number, batch in enumerate(batches):
-        for path, leaf in pytree.tree_flatten_with_path({"input": batch.input, "target": batch.target})[0]:
+        for path, leaf in pytree.tree_flatten_with_path(
+            {"input": batch.input, "target": batch.target}
+        )[0]:
             name = f"microbatch {number}{pytree.keystr(path)}"
             if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided:
                 tensors[name] = leaf.detach().cpu().clone(memory_format=torch.contiguous_format)
@@ -79,7 +101,18 @@ def keep(run_dir: Path, stepper: Stepper, window: Window, batches: Sequence[Micr
                 others.append(name)
     rank = stepper.mesh.rank
     save_tensors(folder / f"rank-{rank}.safetensors", tensors)
-    write_json(folder / f"rank-{rank}.json", {
-        "step": step, "epoch": window.epoch, "why": why, "module": module, "left_out": others,
-        "samples": [sample_names(stepper.job, stepper.part, window, number) for number in range(len(batches))]})
+    write_json(
+        folder / f"rank-{rank}.json",
+        {
+            "step": step,
+            "epoch": window.epoch,
+            "why": why,
+            "module": module,
+            "left_out": others,
+            "samples": [
+                sample_names(stepper.job, stepper.part, window, number)
+                for number in range(len(batches))
+            ],
+        },
+    )
     return folder

@@ -62,15 +62,21 @@ def refuse_unwatched(action: SpikeAction | None, job: Job, plan: Plan, *, saves:
         return
     for strategy in active(plan):
         if strategy.no_spikes:
-            raise PlanRefused(f"--on-spike {action} with {strategy.name}: {strategy.no_spikes}",
-                              hint="data=N and shard=N, also beside tensor=N and pipeline=N, decide about each step "
-                                   "together")
+            raise PlanRefused(
+                f"--on-spike {action} with {strategy.name}: {strategy.no_spikes}",
+                hint="data=N and shard=N, also beside tensor=N and pipeline=N, decide about each step "
+                "together",
+            )
     if job.models:
-        raise JobError(f"--on-spike {action}: the job brings a step of its own, which makes several updates",
-                       hint="leave --on-spike out: a loss that is not finite ends the run anyway")
+        raise JobError(
+            f"--on-spike {action}: the job brings a step of its own, which makes several updates",
+            hint="leave --on-spike out: a loss that is not finite ends the run anyway",
+        )
     if action == "rewind" and not saves:
-        raise UsageError("--on-spike rewind goes back to the newest checkpoint, and the run saves none on its way",
-                         hint="--save-every N saves every N steps")
+        raise UsageError(
+            "--on-spike rewind goes back to the newest checkpoint, and the run saves none on its way",
+            hint="--save-every N saves every N steps",
+        )
 
 
 class Spikes:
@@ -114,16 +120,24 @@ class Spikes:
             Spike: the run is to stop here, or so many steps in a row were spikes that it does not train any more.
         """
         if self.action == "stop":
-            raise Spike(f"step {step} is a spike: {why}; the weights of the step before are kept",
-                        hint="--on-spike skip leaves such steps out, --on-spike rewind goes back to a checkpoint first")
+            raise Spike(
+                f"step {step} is a spike: {why}; the weights of the step before are kept",
+                hint="--on-spike skip leaves such steps out, --on-spike rewind goes back to a checkpoint first",
+            )
         if self.in_a_row >= MOST_IN_A_ROW:
-            raise Spike(f"steps {step - self.in_a_row + 1} to {step} are spikes, all in a row; the last one: {why}",
-                        hint="a lower learning rate, clip=1.0, or a look at the samples in the run folder")
+            raise Spike(
+                f"steps {step - self.in_a_row + 1} to {step} are spikes, all in a row; the last one: {why}",
+                hint="a lower learning rate, clip=1.0, or a look at the samples in the run folder",
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """For a checkpoint."""
-        return {"losses": list(self.losses), "norms": list(self.norms), "in_a_row": self.in_a_row,
-                "num_spikes": self.num_spikes}
+        return {
+            "losses": list(self.losses),
+            "norms": list(self.norms),
+            "in_a_row": self.in_a_row,
+            "num_spikes": self.num_spikes,
+        }
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Go on from `to_dict`."""

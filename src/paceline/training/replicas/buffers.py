@@ -47,11 +47,20 @@ class ChangingBuffers:
 
     def look(self) -> None:
         """What is there now is what nothing has changed yet."""
-        self._modules = [(f"{path}." if path else "", module, MappingSnapshot.of(vars(module)),
-                          MappingSnapshot.of(module._buffers))
-                         for path, module in self._model.named_modules()]
-        self._frozen = {name: SeenValue(p) for name, p in self._model.named_parameters()
-                        if self._with_frozen and not p.requires_grad}
+        self._modules = [
+            (
+                f"{path}." if path else "",
+                module,
+                MappingSnapshot.of(vars(module)),
+                MappingSnapshot.of(module._buffers),
+            )
+            for path, module in self._model.named_modules()
+        ]
+        self._frozen = {
+            name: SeenValue(p)
+            for name, p in self._model.named_parameters()
+            if self._with_frozen and not p.requires_grad
+        }
 
     @torch.no_grad()
     def put_back(self) -> None:
@@ -69,22 +78,38 @@ class ChangingBuffers:
         """Names of what has changed and is not met yet, of attributes with a mark before them. No value is read of
         what nothing has written to."""
         names = set(self.names)
-        unsynced = [name for name, seen in self._frozen.items() if name not in names and seen.is_written()]
+        unsynced = [
+            name for name, seen in self._frozen.items() if name not in names and seen.is_written()
+        ]
         if names:
             now = self._tensors()
-            unsynced += [name for name in self.names if _kind(now.get(name)) != self._kinds.get(name)]
+            unsynced += [
+                name for name in self.names if _kind(now.get(name)) != self._kinds.get(name)
+            ]
         for prefix, module, attributes, buffers in self._modules:
             if (module._buffers or buffers.values) and not buffers.is_current():
-                unsynced += [name for key, buffer in module._buffers.items() if (name := prefix + key) not in names
-                             and buffer is not None and _is_written(buffer, buffers.copies.get(key))]
+                unsynced += [
+                    name
+                    for key, buffer in module._buffers.items()
+                    if (name := prefix + key) not in names
+                    and buffer is not None
+                    and _is_written(buffer, buffers.copies.get(key))
+                ]
             if not attributes.is_current():
-                unsynced += [f"{_ATTRIBUTE}{name}" for key, value in vars(module).items()
-                             if (name := prefix + key) not in self.attributes and key not in OF_TORCH
-                             and is_plain(value) and _has_changed(key, value, attributes)]
+                unsynced += [
+                    f"{_ATTRIBUTE}{name}"
+                    for key, value in vars(module).items()
+                    if (name := prefix + key) not in self.attributes
+                    and key not in OF_TORCH
+                    and is_plain(value)
+                    and _has_changed(key, value, attributes)
+                ]
         return unsynced
 
     @torch.no_grad()
-    def meet(self, weight: float, group: dist.ProcessGroup, *, has_unsynced: bool | None = None) -> None:
+    def meet(
+        self, weight: float, group: dist.ProcessGroup, *, has_unsynced: bool | None = None
+    ) -> None:
         """Collective over the replicas, a group.
 
         Args:
@@ -105,11 +130,25 @@ class ChangingBuffers:
         attributes = self._agreed(group)
         integers = [t for t in tensors if not (t.is_floating_point() or t.is_complex())]
         floats += [value for _, _, value in attributes if isinstance(value, torch.Tensor)]
-        numbers = [(module, key, torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64))
-                   for module, key, value in attributes if not isinstance(value, torch.Tensor)]
+        numbers = [
+            (
+                module,
+                key,
+                torch.tensor(
+                    value, dtype=torch.float64 if isinstance(value, float) else torch.int64
+                ),
+            )
+            for module, key, value in attributes
+            if not isinstance(value, torch.Tensor)
+        ]
         for _, _, number in numbers:
             (floats if number.is_floating_point() else integers).append(number)
-        _meet([torch.view_as_real(t) if t.is_complex() else t for t in floats], integers, weight, group)
+        _meet(
+            [torch.view_as_real(t) if t.is_complex() else t for t in floats],
+            integers,
+            weight,
+            group,
+        )
         for module, key, number in numbers:
             setattr(module, key, number.item())
 
@@ -130,31 +169,57 @@ class ChangingBuffers:
             now = self._tensors()
             self._kinds = {name: _kind(now.get(name)) for name in self.names}
             ends = _greatest([end for kind in self._kinds.values() for end in (kind, -kind)], group)
-            self.unlike = {name for name, most, least in zip(self.names, ends[::2], ends[1::2], strict=True)
-                           if most != -least or name not in now}
+            self.unlike = {
+                name
+                for name, most, least in zip(self.names, ends[::2], ends[1::2], strict=True)
+                if most != -least or name not in now
+            }
 
     def _agreed(self, group: dist.ProcessGroup) -> list[tuple[torch.nn.Module, str, Any]]:
         """The changing attributes that are to be met: floating-point tensors of one shape on all replicas, and numbers
         that differ. Collective if there are any attributes."""
         if not self.attributes:
             return []
-        present = {name: (module, key, value) for name, module, key, value in plain_attributes(self._model)}
+        present = {
+            name: (module, key, value) for name, module, key, value in plain_attributes(self._model)
+        }
         values = [present[name][2] if name in present else None for name in self.attributes]
         kinds, figures = [_kind(value) for value in values], [_figure(value) for value in values]
-        least_and_most = _greatest([x for figure in (*kinds, *figures) for x in (figure, -figure)], group)
-        equal = [most == -least for most, least in zip(least_and_most[::2], least_and_most[1::2], strict=True)]
+        least_and_most = _greatest(
+            [x for figure in (*kinds, *figures) for x in (figure, -figure)], group
+        )
+        equal = [
+            most == -least
+            for most, least in zip(least_and_most[::2], least_and_most[1::2], strict=True)
+        ]
         agreed = []
-        for name, value, same_kind, same in zip(self.attributes, values, equal[:len(values)], equal[len(values):],
-                                                strict=True):
-            is_tensor = isinstance(value, torch.Tensor) and value.is_floating_point() and not value.requires_grad
+        for name, value, same_kind, same in zip(
+            self.attributes, values, equal[: len(values)], equal[len(values) :], strict=True
+        ):
+            is_tensor = (
+                isinstance(value, torch.Tensor)
+                and value.is_floating_point()
+                and not value.requires_grad
+            )
             if same_kind and (is_tensor or (_is_number(value) and not same)):
                 agreed.append(present[name])
-            if not (same_kind and same) and not isinstance(value, float) and name not in self._warned:
+            if (
+                not (same_kind and same)
+                and not isinstance(value, float)
+                and name not in self._warned
+            ):
                 self._warned.add(name)
-                consequence = ("all go on with the greatest" if same_kind and _is_number(value) else
-                               "each goes on with its own")
-                logger.warning("replicas hold different values of the attribute '%s', which forwards change: %s; "
-                               "a buffer (register_buffer) of floats becomes the mean of all", name, consequence)
+                consequence = (
+                    "all go on with the greatest"
+                    if same_kind and _is_number(value)
+                    else "each goes on with its own"
+                )
+                logger.warning(
+                    "replicas hold different values of the attribute '%s', which forwards change: %s; "
+                    "a buffer (register_buffer) of floats becomes the mean of all",
+                    name,
+                    consequence,
+                )
         return agreed
 
 
@@ -173,8 +238,11 @@ def _has_changed(key: str, value: Any, before: MappingSnapshot) -> bool:
     """Whether an attribute holds another value, and one that may be state."""
     seen = before.copies.get(key)
     if isinstance(value, torch.Tensor):  # with a graph it is no state, but an auxiliary loss, say
-        return not value.requires_grad and _is_written(value, seen) and (
-            isinstance(seen, SeenValue) or value.numel() <= _MOST_ELEMENTS)
+        return (
+            not value.requires_grad
+            and _is_written(value, seen)
+            and (isinstance(seen, SeenValue) or value.numel() <= _MOST_ELEMENTS)
+        )
     return key not in before.values or not is_same(value, before.then(key))
 
 
@@ -214,14 +282,20 @@ def union_of_names(names: Sequence[str], group: dist.ProcessGroup) -> list[str]:
     text_here = torch.frombuffer(bytearray(json.dumps(list(names)).encode()), dtype=torch.uint8)
     size = int(_greatest([float(len(text_here))], group)[0])
     padded = torch.full((size,), ord(" "), dtype=torch.uint8)
-    padded[:len(text_here)] = text_here
+    padded[: len(text_here)] = text_here
     everyone = [torch.empty_like(padded) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, padded, group=group)
-    return list(dict.fromkeys(name for text in everyone for name in json.loads(bytes(text.tolist()))))
+    return list(
+        dict.fromkeys(name for text in everyone for name in json.loads(bytes(text.tolist())))
+    )
 
 
-def _meet(floats: Sequence[torch.Tensor], integers: Sequence[torch.Tensor], weight: float,
-          group: dist.ProcessGroup) -> None:
+def _meet(
+    floats: Sequence[torch.Tensor],
+    integers: Sequence[torch.Tensor],
+    weight: float,
+    group: dist.ProcessGroup,
+) -> None:
     """All together: a model has many small ones, and each collective waits for all ranks.
 
     What all ranks hold alike stays as it is, to the bit: a mean would round a counter to something below it. Whether
@@ -229,22 +303,37 @@ def _meet(floats: Sequence[torch.Tensor], integers: Sequence[torch.Tensor], weig
     """
     if not floats and not integers:
         return
-    device = max((tensor.device for tensor in (*floats, *integers)), key=lambda device: device.type != "cpu")
-    values, numbers = _together(floats, torch.float64, device), _together(integers, torch.int64, device)
+    device = max(
+        (tensor.device for tensor in (*floats, *integers)), key=lambda device: device.type != "cpu"
+    )
+    values, numbers = (
+        _together(floats, torch.float64, device),
+        _together(integers, torch.int64, device),
+    )
     bits = values.view(torch.int64)
     ends = torch.cat([numbers, bits, ~bits])
     all_reduce(ends, dist.ReduceOp.MAX, group)
     numbers, most, least = ends.split([len(numbers), len(bits), len(bits)])
     differs = most != ~least
     if device.type != "cpu" or bool(differs.any()):
-        shares = values * weight if weight else torch.zeros_like(values)  # an infinity has no share of 0
+        shares = (
+            values * weight if weight else torch.zeros_like(values)
+        )  # an infinity has no share of 0
         all_reduce(shares, group=group)
         values = torch.where(differs, shares, values)
     for tensors, mixed in ((floats, values), (integers, numbers)):
-        for tensor, part in zip(tensors, mixed.split([tensor.numel() for tensor in tensors]), strict=True):
+        for tensor, part in zip(
+            tensors, mixed.split([tensor.numel() for tensor in tensors]), strict=True
+        ):
             tensor.copy_(part.view_as(tensor))
 
 
-def _together(tensors: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.cat([torch.empty(0, dtype=dtype, device=device),
-                      *(tensor.to(device, dtype).flatten() for tensor in tensors)])
+def _together(
+    tensors: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    return torch.cat(
+        [
+            torch.empty(0, dtype=dtype, device=device),
+            *(tensor.to(device, dtype).flatten() for tensor in tensors),
+        ]
+    )

@@ -19,7 +19,9 @@ from paceline.strategies.mesh import local_part
 from paceline.training.replicas.buffers import union_of_names
 
 _version = attrgetter("_version")
-_ROUNDING = 16  # units in the last place that equal edits may differ by: devices may not add in one order
+_ROUNDING = (
+    16  # units in the last place that equal edits may differ by: devices may not add in one order
+)
 
 
 class EditsDifferError(PlanRefused):
@@ -38,8 +40,10 @@ class Edits:
 
     def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
         # Of a split parameter this rank's part: comparing distributed tensors would be a collective.
-        self._parameters = {name: local_part(p.detach()) if hasattr(p, "to_local") else p
-                            for name, p in parameters.items()}
+        self._parameters = {
+            name: local_part(p.detach()) if hasattr(p, "to_local") else p
+            for name, p in parameters.items()
+        }
         self._seen: dict[str, SeenValue] = {}
         self._versions: list[tuple[int, int]] = []
         self._changed: list[str] = []
@@ -55,7 +59,11 @@ class Edits:
     def begin(self) -> None:
         """The forwards of a step come next."""
         looked_at = self._parameters if self._is_first else self.names
-        self._seen = {name: SeenValue(self._parameters[name]) for name in looked_at if name in self._parameters}
+        self._seen = {
+            name: SeenValue(self._parameters[name])
+            for name in looked_at
+            if name in self._parameters
+        }
         self._versions = self._versions_now()
         if self._updated:
             versions = zip(self._parameters, self._updated, self._versions, strict=True)
@@ -66,7 +74,9 @@ class Edits:
         self._changed = [name for name, seen in self._seen.items() if seen.is_changed()]
         if not self._is_first:
             versions = zip(self._parameters, self._versions, self._versions_now(), strict=True)
-            self._changed += [name for name, before, now in versions if before != now and name not in self._seen]
+            self._changed += [
+                name for name, before, now in versions if before != now and name not in self._seen
+            ]
         kept = {*self.names, *self._changed}  # an update would copy what is still looked at
         self._seen = {name: seen for name, seen in self._seen.items() if name in kept}
         self._is_first = False
@@ -88,9 +98,14 @@ class Edits:
         for name in [*self.names, *unknown]:
             if name in self._parameters:
                 tensor = local_part(self._parameters[name].detach())
-                before = local_part(self._seen[name].value) if name in self._seen else (
-                    None if name in self._changed else tensor)
-                merged.append((tensor, _merged(name, tensor, before, group, agree=name in unknown, step=step)))
+                before = (
+                    local_part(self._seen[name].value)
+                    if name in self._seen
+                    else (None if name in self._changed else tensor)
+                )
+                merged.append(
+                    (tensor, _merged(name, tensor, before, group, agree=name in unknown, step=step))
+                )
         for tensor, value in merged:
             tensor.copy_(value)
         self.names += unknown
@@ -116,20 +131,31 @@ def refuse_updates_in_backward(model: torch.nn.Module) -> None:
             hooks[number] = partial(_refuse_update, name, hook)
 
 
-def _refuse_update(name: str, hook: Callable[[torch.Tensor], None], parameter: torch.Tensor) -> None:
+def _refuse_update(
+    name: str, hook: Callable[[torch.Tensor], None], parameter: torch.Tensor
+) -> None:
     version = parameter._version
     hook(parameter)
     if parameter._version != version:
-        raise PlanRefused(f"a hook on '{name}' (register_post_accumulate_grad_hook) updates it in backward, by the "
-                          "gradient of a part of the batch",
-                          hint="let the job's optimizer update it, or use a plan that doesn't cut the batch, such as "
-                               "single")
+        raise PlanRefused(
+            f"a hook on '{name}' (register_post_accumulate_grad_hook) updates it in backward, by the "
+            "gradient of a part of the batch",
+            hint="let the job's optimizer update it, or use a plan that doesn't cut the batch, such as "
+            "single",
+        )
 
 
-def _merged(name: str, tensor: torch.Tensor, before: torch.Tensor | None, group: dist.ProcessGroup, *, agree: bool,
-            step: int) -> torch.Tensor:
-    """before: its value before the forwards; None if it is not known here. agree: whether it may be unknown somewhere.
-    """
+def _merged(
+    name: str,
+    tensor: torch.Tensor,
+    before: torch.Tensor | None,
+    group: dist.ProcessGroup,
+    *,
+    agree: bool,
+    step: int,
+) -> torch.Tensor:
+    """before: its value before the forwards; None if it is not known here. agree: whether it may be
+    unknown somewhere."""
     real = _as_reals(tensor)
     nothing = torch.full_like(real, -torch.inf)
     start = nothing if before is None else _as_reals(before)
@@ -137,7 +163,9 @@ def _merged(name: str, tensor: torch.Tensor, before: torch.Tensor | None, group:
         start = start.clone()
         dist.all_reduce(start, dist.ReduceOp.MAX, group=group)
     is_edited = real != start
-    ends = torch.stack([torch.where(is_edited, real, nothing), torch.where(is_edited, -real, nothing)])
+    ends = torch.stack(
+        [torch.where(is_edited, real, nothing), torch.where(is_edited, -real, nothing)]
+    )
     ends = torch.where(ends.isnan(), torch.inf, ends)  # which the greatest of several could lose
     dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
     most, least = ends[0], -ends[1]
@@ -145,10 +173,12 @@ def _merged(name: str, tensor: torch.Tensor, before: torch.Tensor | None, group:
     spread = torch.where(is_edited_somewhere, most - least, 0)
     if bool((spread > _ROUNDING * torch.finfo(real.dtype).eps * most.abs()).any()):
         error = TrainingError if step else EditsDifferError
-        raise error(f"a forward changes the parameter '{name}' in place, and replicas change it in different ways: "
-                    "what it becomes depends on the samples",
-                    hint="register it as a buffer, which becomes the mean of all replicas, or use a plan that doesn't "
-                         "cut the batch: single, tensor=N, or pipeline=N microbatches=1")
+        raise error(
+            f"a forward changes the parameter '{name}' in place, and replicas change it in different ways: "
+            "what it becomes depends on the samples",
+            hint="register it as a buffer, which becomes the mean of all replicas, or use a plan that doesn't "
+            "cut the batch: single, tensor=N, or pipeline=N microbatches=1",
+        )
     merged = torch.where(is_edited_somewhere, most, start)
     return torch.view_as_complex(merged) if tensor.is_complex() else merged
 

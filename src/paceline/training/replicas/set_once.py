@@ -28,7 +28,9 @@ def set_once(stepper: Stepper) -> None:
     job, model = stepper.job, stepper.layout.module
     order = None if is_stream(job.data) else Order.of(job)
     with kept_streams(), torch.no_grad():
-        [(_, [batch])] = training_feed(job, order=order, part=DataShard((1,), 0, 1), steps=range(1), loader_workers=0)
+        [(_, [batch])] = training_feed(
+            job, order=order, part=DataShard((1,), 0, 1), steps=range(1), loader_workers=0
+        )
         batch = batch.to(stepper.device, torch.float64 if job.precision == "float64" else None)
 
         def state_after_forward() -> tuple[dict[str, torch.Tensor], AttributeSnapshot]:
@@ -52,7 +54,11 @@ def set_once(stepper: Stepper) -> None:
 
 def _named(stepper: Stepper) -> dict[str, torch.Tensor]:
     """Buffers, and parameters that no rank holds a part of: forwards can't write to others."""
-    whole = {name: p.detach() for name, p in stepper.local_parameters.items() if not hasattr(p, "to_local")}
+    whole = {
+        name: p.detach()
+        for name, p in stepper.local_parameters.items()
+        if not hasattr(p, "to_local")
+    }
     return {**dict(stepper.layout.module.named_buffers()), **whole}
 
 
