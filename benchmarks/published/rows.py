@@ -18,7 +18,9 @@ from benchmarks.published.sources import SOURCES, Source
 from paceline.base.errors import PacelineError
 from paceline.cluster.catalogue import accelerator, software
 from paceline.cluster.catalogue import link as known_link
-from paceline.cluster.cluster import Cluster, Link, Network, Nodes, described, link_of
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.devices import Nodes, described, link_of
+from paceline.cluster.links import Link, Network
 from paceline.cluster.software import Software
 from paceline.job import Precision
 from paceline.model.cost.profile import Profile

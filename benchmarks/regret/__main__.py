@@ -32,9 +32,10 @@ from benchmarks.regret.jobs import JOBS
 from benchmarks.regret.pace import Pace
 from benchmarks.turns import warn_if_busy
 from paceline import Job
-from paceline.api.planning import Answer, plan
+from paceline.api.planning import plan
+from paceline.api.planning_table import Answer
 from paceline.base.errors import PacelineError
-from paceline.cluster.cluster import usable_cores
+from paceline.cluster.limits import usable_cores
 from paceline.launch.local.ranks import run_local
 from paceline.launch.process.failure import RankFailed
 from paceline.planner.rank_kinds import devices_of

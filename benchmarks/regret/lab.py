@@ -17,7 +17,9 @@ from benchmarks.lab.hosts import NoLab, hosts
 from benchmarks.lab.paced import Pace
 from benchmarks.regret.__main__ import JobResult, Measured, table
 from paceline.cluster.catalogue import accelerator
-from paceline.cluster.cluster import Cluster, Link, Network, Nodes, described
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.devices import Nodes, described
+from paceline.cluster.links import Link, Network
 from paceline.cluster.software import Software
 from paceline.model.cost.profile import Affine, Parameter, Profile, Segment, Work
 from paceline.planner.estimate import estimate

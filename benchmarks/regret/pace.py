@@ -6,7 +6,7 @@ import sys
 import time
 
 from paceline.base.fork import in_a_fork
-from paceline.cluster.cluster import usable_cores
+from paceline.cluster.limits import usable_cores
 
 # Of the upper quartile of all paces so far: quiet minutes differ by a tenth. The best pace is no measure: it may last
 # for a second.

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from paceline.base.errors import PacelineError
     from paceline.callbacks.keep_best import KeepBest
     from paceline.callbacks.stopping import EarlyStopping
-    from paceline.cluster.cluster import Cluster, Device
+    from paceline.cluster.cluster import Cluster
+    from paceline.cluster.devices import Device
     from paceline.job import Job
     from paceline.job.callback import Callback
     from paceline.job.choices import choice
@@ -37,7 +38,7 @@ __version__ = "0.2.0"
 _HOMES = {
     "Callback": "paceline.job.callback",
     "Cluster": "paceline.cluster.cluster",
-    "Device": "paceline.cluster.cluster",
+    "Device": "paceline.cluster.devices",
     "EarlyStopping": "paceline.callbacks.stopping",
     "Job": "paceline.job",
     "KeepBest": "paceline.callbacks.keep_best",

@@ -14,7 +14,8 @@ from torch.utils.data import TensorDataset
 import paceline
 from paceline.api.calibration import calibrate, calibrate_best
 from paceline.base.errors import PacelineError
-from paceline.cluster.cluster import Cluster, Device
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.devices import Device
 from paceline.launch.process.failure import RankFailed, stopped
 from paceline.launch.process.heartbeats import Heartbeat
 from paceline.planner.corrections import SPREAD, Calibration

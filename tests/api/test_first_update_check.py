@@ -22,7 +22,8 @@ from torch.utils.data import TensorDataset
 import paceline
 from paceline.api import checks
 from paceline.base.errors import PlanRefused
-from paceline.cluster.cluster import Cluster, Device
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.devices import Device
 from paceline.job.file import JobFile
 from paceline.launch.process.failure import RankFailed
 from paceline.model.randomness import WithoutRandomness

@@ -9,7 +9,9 @@ import pytest
 
 from paceline.api import links
 from paceline.api.links import with_links
-from paceline.cluster.cluster import LOOPBACK, Cluster, Device, Link
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.devices import Device
+from paceline.cluster.links import LOOPBACK, Link
 from paceline.launch.process.failure import RankFailed, failure_of
 from paceline.launch.process.heartbeats import Heartbeat
 from paceline.model.cost import cache

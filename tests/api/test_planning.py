@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.api.planning import Answer
+from paceline.api.planning_table import Answer
 from paceline.base.errors import ClusterError, PlanError, UsageError
 from paceline.cluster.cluster import Cluster
 from paceline.planner.goodput import outlook

@@ -15,7 +15,8 @@ from torch.utils.data import Dataset
 import paceline
 from paceline.api import checks
 from paceline.base.errors import PlanRefused
-from paceline.cluster.cluster import Cluster, Device
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.devices import Device
 from paceline.planner.resolve import Resolved
 from paceline.strategies.plan import Plan
 

@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.base.values import plain, value_of
-from paceline.cluster.cluster import Cluster, Device, Link
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.devices import Device
+from paceline.cluster.links import Link
 from paceline.model.cost.profile import Affine, Parameter, Profile, Segment, Work
 from paceline.strategies.plan import Plan
 

@@ -10,18 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.base.errors import ClusterError
-from paceline.cluster import cluster
+from paceline.cluster import cluster, limits
 from paceline.cluster.accelerators import FreeMemory
-from paceline.cluster.cluster import (
-    LOOPBACK,
-    Cluster,
-    Device,
-    _parse_names,
-    free_memory_bytes,
-    names_of,
-    usable_cores,
-    usable_memory_bytes,
-)
+from paceline.cluster.cluster import Cluster, _parse_names, names_of
+from paceline.cluster.devices import Device
+from paceline.cluster.limits import free_memory_bytes, usable_cores, usable_memory_bytes
+from paceline.cluster.links import LOOPBACK
 
 
 @pytest.fixture
@@ -214,7 +208,7 @@ def test_a_cgroup_limits_the_cores(
 ):
     """A container with a quota of two and a half cores has two to give."""
     monkeypatch.setattr(cluster.os, "sched_getaffinity", lambda _: {0, 1, 2, 3}, raising=False)
-    monkeypatch.setattr(cluster, "_CGROUP", tmp_path)
+    monkeypatch.setattr(limits, "_CGROUP", tmp_path)
     if quota is not None:
         (tmp_path / "cpu.max").write_text(f"{quota}\n")
     assert usable_cores() == cores
@@ -250,7 +244,7 @@ def test_a_cgroup_limits_the_memory(
 ):
     """The smaller of the machine's memory and the container's is what ranks may use. What files in the cache take is
     free."""
-    monkeypatch.setattr(cluster, "_CGROUP", tmp_path)
+    monkeypatch.setattr(limits, "_CGROUP", tmp_path)
     limit_memory(tmp_path / root, names, limit, used=1300)
     assert usable_memory_bytes() == (4096 if is_limited else psutil.virtual_memory().total)
     free = psutil.virtual_memory().available
@@ -274,8 +268,8 @@ def test_the_least_limit_of_all_cgroups_around_a_process_holds(
     cgroups: str,
 ):
     """Schedulers limit a job, and not the root that a container sees."""
-    monkeypatch.setattr(cluster, "_CGROUP", tmp_path)
-    monkeypatch.setattr(cluster, "_OWN_CGROUPS", tmp_path / "own")
+    monkeypatch.setattr(limits, "_CGROUP", tmp_path)
+    monkeypatch.setattr(limits, "_OWN_CGROUPS", tmp_path / "own")
     (tmp_path / "own").write_text(cgroups)
     limit_memory(tmp_path / root / "jobs" / "one", names, "5000", used=1300)
     limit_memory(tmp_path / root / "jobs", names, "8000", used=7300)
@@ -285,8 +279,8 @@ def test_the_least_limit_of_all_cgroups_around_a_process_holds(
 
 def test_a_job_s_quota_limits_the_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(cluster.os, "sched_getaffinity", lambda _: {0, 1, 2, 3}, raising=False)
-    monkeypatch.setattr(cluster, "_CGROUP", tmp_path)
-    monkeypatch.setattr(cluster, "_OWN_CGROUPS", tmp_path / "own")
+    monkeypatch.setattr(limits, "_CGROUP", tmp_path)
+    monkeypatch.setattr(limits, "_OWN_CGROUPS", tmp_path / "own")
     (tmp_path / "own").write_text("0::/jobs/one\n")
     (tmp_path / "jobs" / "one").mkdir(parents=True)
     (tmp_path / "jobs" / "cpu.max").write_text("200000 100000\n")

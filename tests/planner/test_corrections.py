@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.cluster.cluster import Device
+from paceline.cluster.devices import Device
 from paceline.planner.corrections import MEASURED, UNEXPLAINED, Calibration, Corrections
 from paceline.planner.estimate import Estimate
 from paceline.planner.rank_kinds import MemoryNeed

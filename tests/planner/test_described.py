@@ -11,7 +11,9 @@ import pytest
 
 from paceline.base.errors import PlanError
 from paceline.cluster.catalogue import accelerator, software
-from paceline.cluster.cluster import Cluster, Link, Network, Nodes, described
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.devices import Nodes, described
+from paceline.cluster.links import Link, Network
 from paceline.cluster.sizes import Formats
 from paceline.cluster.software import PACELINE, Software
 from paceline.model.cost.profile import Affine, Parameter, Profile, Segment, TensorCut, Work

@@ -11,7 +11,9 @@ from torch import nn
 
 from paceline import Job
 from paceline.base.errors import PlanError
-from paceline.cluster.cluster import Cluster, Device, Link
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.devices import Device
+from paceline.cluster.links import Link
 from paceline.model.cost import profile_job
 from paceline.model.cost.profile import Affine, Parameter, Profile, Segment, Work
 from paceline.planner.accumulate import fewest_microbatches

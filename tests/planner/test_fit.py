@@ -16,7 +16,9 @@ import paceline
 from paceline.base.errors import PlanError
 from paceline.cluster.accelerators import CONTEXT_BYTES, Gpu
 from paceline.cluster.catalogue import accelerator
-from paceline.cluster.cluster import Cluster, Device, Link
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.devices import Device
+from paceline.cluster.links import Link
 from paceline.cluster.software import PACELINE
 from paceline.model.cost import profile_job
 from paceline.model.cost.profile import Product

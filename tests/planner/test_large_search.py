@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from paceline.cluster.catalogue import software
-from paceline.cluster.cluster import Cluster, Link
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.links import Link
 from paceline.cluster.software import PACELINE
 from paceline.model.cost.profile import Profile
 from paceline.model.reference import DecoderSize, decoder_profile

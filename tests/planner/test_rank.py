@@ -11,7 +11,7 @@ import pytest
 
 from paceline.api.calibration import calibrate_best
 from paceline.base.errors import PlanError
-from paceline.cluster.cluster import Device
+from paceline.cluster.devices import Device
 from paceline.planner.corrections import Calibration
 from paceline.planner.estimate import Estimate
 from paceline.planner.rank_kinds import MemoryNeed

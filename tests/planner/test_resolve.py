@@ -10,7 +10,8 @@ from torch.utils.data import TensorDataset
 from paceline.base.errors import PacelineError, PlanError
 from paceline.cluster import cluster
 from paceline.cluster.accelerators import FreeMemory
-from paceline.cluster.cluster import Device, names_of
+from paceline.cluster.cluster import names_of
+from paceline.cluster.devices import Device
 from paceline.job import Job
 from paceline.launch.hosts.environment import Environment
 from paceline.planner.devices import devices_of

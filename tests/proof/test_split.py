@@ -17,7 +17,7 @@ from verify_jobs import Mlp, failure_text, make_job, passes
 
 import paceline
 from paceline.base.errors import PacelineError, PlanError
-from paceline.cluster.cluster import Device
+from paceline.cluster.devices import Device
 from paceline.model.graph import Capture, capture
 from paceline.strategies.mesh import Mesh, local_part
 from paceline.strategies.stages.assignment import assigned

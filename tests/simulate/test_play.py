@@ -2,7 +2,7 @@
 
 import pytest
 
-from paceline.cluster.cluster import Link
+from paceline.cluster.links import Link
 from paceline.simulate.collectives import LATE_AFTER_S, collective_s
 from paceline.simulate.device import DeviceRates
 from paceline.simulate.play import play, play_together

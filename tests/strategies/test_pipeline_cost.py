@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from paceline.base.errors import PlanError
-from paceline.cluster.cluster import Cluster, Network
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.links import Network
 from paceline.cluster.sizes import Formats, Kernels
 from paceline.cluster.software import Software
 from paceline.model.reference import DecoderSize, decoder_profile

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.cluster.cluster import DeviceKind
+from paceline.cluster.devices import DeviceKind
 from paceline.cluster.software import PACELINE, SEQUENCE_BYTES, Software
 from paceline.model.cost.profile import (
     Affine,

@@ -16,7 +16,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from paceline.cluster.cluster import LOOPBACK, Cluster, DeviceKind, Link, usable_cores
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.devices import DeviceKind
+from paceline.cluster.limits import usable_cores
+from paceline.cluster.links import LOOPBACK, Link
 from paceline.launch.process.context import RankContext
 from paceline.launch.process.failure import RankFailed
 from paceline.model.cost import cache

@@ -6,13 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 from paceline.api.calibration import calibrate, calibrate_best
 from paceline.api.fine_tuning import FineTuning
 from paceline.api.links import with_links
-from paceline.base.document import strict
+from paceline.api.planning_table import Advice, Answer
 from paceline.base.errors import PlanError, UsageError
 from paceline.base.fork import in_a_fork
 from paceline.base.imports import without_collector
@@ -21,20 +19,18 @@ from paceline.cluster.accelerators import has_gpus
 from paceline.cluster.cluster import Cluster
 from paceline.job import Job, Precision
 from paceline.job.file import AnyJob, open_job
-from paceline.planner.estimate import Estimate, NotPriced
+from paceline.planner.estimate import NotPriced
 from paceline.planner.fit import reduced_memory, set_aside
-from paceline.planner.goodput import Goodput, outlook
+from paceline.planner.goodput import outlook
 from paceline.planner.problem import PlanningProblem
 from paceline.planner.remedies import Attempt, Remedy, remedies
-from paceline.planner.search import Candidate, RankedPlans, compiling, reason
+from paceline.planner.search import Candidate, RankedPlans, reason
 from paceline.planner.survival import REPAIR_HOURS, FailureRates
 from paceline.simulate.failures import CHECKPOINT_BYTES_PER_S
-from paceline.strategies.plan import Plan
 
 CALIBRATE_S = 20.0
 NEAREST = 3  # plans that are named where none fits
 OTHER_PRECISION: Mapping[Precision, Precision] = {"float32": "bf16", "bf16": "float32"}
-MILLION = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -51,120 +47,6 @@ class Planned:
         if isinstance(job, FineTuning):
             return cls(job.job(), job.smaller)
         return cls(open_job(job)[1])
-
-
-@dataclass(frozen=True)
-class Advice:
-    """What another precision would bring to the chosen plan. estimate: why there is none where it is text."""
-
-    precision: Precision
-    estimate: Estimate | str
-
-    def to_dict(self) -> dict[str, Any]:
-        """For `--json`."""
-        if isinstance(self.estimate, str):
-            return {"precision": self.precision, "problem": self.estimate}
-        return {
-            "precision": self.precision,
-            "step_s": self.estimate.step_s,
-            "fits": self.estimate.fits,
-            "memory_bytes": self.estimate.peak_memory_bytes,
-        }
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What `plan` found.
-
-    cluster: as it was asked for. batch: samples a step. flips: changes of hardware, and the plan that then is best.
-    notes: which figures are rough, and why. is_priced: whether plans are ranked by what they cost.
-    remedies: where nothing fits, changes under which something does, the least first.
-    advice: None for a precision that has no other. outlook: None unless failures were asked for.
-    """
-
-    cluster: str
-    batch: int
-    ranking: RankedPlans
-    flips: tuple[tuple[str, Candidate], ...]
-    notes: tuple[str, ...]
-    is_priced: bool = False
-    remedies: tuple[Remedy, ...] = ()
-    advice: Advice | None = None
-    outlook: Goodput | None = None
-
-    @property
-    def chosen(self) -> Plan | None:
-        """The best plan that fits, exact unless relaxed ones were asked for; None if none does."""
-        return self.ranking.chosen.plan if self.ranking.chosen is not None else None
-
-    def million_samples_cost(self, candidate: Candidate) -> float:
-        """In the unit of the price."""
-        return candidate.step_cost / self.batch * MILLION
-
-    def to_dict(self) -> dict[str, Any]:
-        """The document of `--json`."""
-        chosen = self.ranking.chosen
-        return {
-            "cluster": self.cluster,
-            "chosen": str(chosen.plan) if chosen is not None else None,
-            "tried": self.ranking.num_tried,
-            "notes": list(self.notes),
-            "flips": [
-                {"change": name, "plan": str(candidate.plan)} for name, candidate in self.flips
-            ],
-            "refused": dict(self.ranking.refused),
-            **(
-                {"remedies": [remedy.to_dict() for remedy in self.remedies]}
-                if chosen is None
-                else {}
-            ),
-            "precision": self.advice.to_dict() if self.advice is not None else None,
-            "failures": self.outlook.to_dict() if self.outlook is not None else None,
-            "compiling": compiling(self.ranking) or None,
-            "plans": [
-                self._row(candidate, chosen or candidate)
-                for candidate in (*self.ranking.ranked, *self.ranking.too_large)
-            ],
-        }
-
-    def _row(self, candidate: Candidate, chosen: Candidate) -> dict[str, Any]:
-        estimate = candidate.estimate
-        cost = (
-            {"cost_per_million_samples": self.million_samples_cost(candidate)}
-            if self.is_priced
-            else {}
-        )
-        return {
-            "plan": str(candidate.plan),
-            "fits": estimate.fits,
-            "step_s": estimate.step_s,
-            "step_s_low": estimate.low_s,
-            "step_s_high": estimate.high_s,
-            "samples_per_s": self.batch / estimate.step_s,
-            **cost,
-            "measured": estimate.is_measured,
-            "memory_bytes": estimate.peak_memory_bytes,
-            "missing_bytes": max(0, candidate.missing_bytes),
-            "breakdown": dict(estimate.breakdown),
-            "relaxed": candidate.plan.relaxed is not None,
-            "reason": reason(candidate, chosen),
-        }
-
-    def describe(self) -> str:
-        """For people: at most 100 columns."""
-        from paceline.api.planning_table import lines
-
-        return "\n".join(lines(self))
-
-    def write_html(self, to: str | Path, *, command: str = "paceline train JOB") -> Path:
-        """One HTML file that needs no network. Returns where it lies. command: that trains under a plan.
-
-        Raises:
-            UsageError: a package that draws is missing, or the file can't be written.
-        """
-        from paceline.reports.plans import write
-
-        return write(strict(self.to_dict()), Path(to), command=command)
 
 
 def plan(

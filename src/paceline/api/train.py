@@ -18,7 +18,7 @@ from paceline.api.summary_table import summary_table
 from paceline.base.errors import OutOfMemory, UsageError
 from paceline.base.logs import unbroken
 from paceline.callbacks.loggers import loggers_of, of_cluster
-from paceline.cluster.cluster import Device
+from paceline.cluster.devices import Device
 from paceline.job import Job
 from paceline.job.file import AnyJob, JobFile, open_job
 from paceline.launch.hosts.environment import current

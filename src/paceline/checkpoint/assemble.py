@@ -9,7 +9,7 @@ import torch
 
 from paceline.base.errors import OutOfMemory
 from paceline.checkpoint.read import Checkpoint
-from paceline.cluster.cluster import free_memory_bytes
+from paceline.cluster.limits import free_memory_bytes
 
 _OF_MODEL = ("parameters/", "buffers/")
 

@@ -45,7 +45,7 @@ from paceline.checkpoint.pace import Pace
 from paceline.checkpoint.pieces import Region, TensorPiece, uncovered
 from paceline.checkpoint.snapshot import Snapshot, aligned, be_nice
 from paceline.checkpoint.staging import Staging
-from paceline.cluster.cluster import free_memory_bytes
+from paceline.cluster.limits import free_memory_bytes
 from paceline.runs.folder import CHECKPOINTS, remove_unfinished
 
 FORMAT = "paceline-checkpoint"

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import groupby
-from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Literal, overload
+from pathlib import Path
+from typing import overload
 
 from paceline.base.errors import ClusterError, nearest
 from paceline.cluster.accelerators import (
@@ -23,161 +22,26 @@ from paceline.cluster.accelerators import (
     room,
     unusable,
 )
-from paceline.cluster.catalogue import Accelerator, LinkKind, named_by_driver
+from paceline.cluster.catalogue import Accelerator
 from paceline.cluster.catalogue import accelerator as known_accelerator
-from paceline.cluster.catalogue import assumed as assumed_accelerator
 from paceline.cluster.catalogue import link as known_link
+from paceline.cluster.devices import (
+    Device,
+    DeviceKind,
+    Nodes,
+    _of_memory,
+    described,
+    link_of,
+    size_bytes,
+)
+from paceline.cluster.limits import usable_cores, usable_memory_bytes
+from paceline.cluster.links import LOOPBACK, Link, Network
 from paceline.cluster.topology import slowest
-
-if TYPE_CHECKING:
-    from paceline.job import Precision
-
-DeviceKind = Literal["cpu", "cuda"]
 
 UNKNOWN_LINK = "pcie3"  # between GPUs of which nobody says how they are wired
 FREE_STEP_BYTES = 256 * 2**20  # in which a GPU's free memory is counted
 
 HOSTS_HERE = "PACELINE_HOSTS_HERE"  # how many hosts of a run are containers of this machine
-_CGROUP, _OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """One direction between two devices.
-
-    wait_s: What a collective takes beside its messages, at once after another: ranks and threads that share cores wait
-        for each other to get one.
-    late_s: What it takes beyond that where ranks have computed for some milliseconds since they met, and so come at
-        different times (`LATE_AFTER_S` of `simulate/collectives.py`). In proportion where they computed for less.
-    small_s, small_late_s: The same two of a small all-reduce of CPU ranks (`strategies/host_all_reduce.py`), with its
-        messages; None where they are not known, and it counts as any other.
-    source: Where the figures of a link between GPUs that are here come from, for people.
-    """
-
-    bytes_per_s: float
-    latency_s: float
-    wait_s: float = 0.0
-    late_s: float = 0.0
-    small_s: float | None = None
-    small_late_s: float = 0.0
-    source: str = field(default="", compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Network:
-    """How devices reach each other: in a node, and across nodes.
-
-    Devices are numbered node by node. Along an axis of a mesh a group has neighbours `stride` apart, and all groups of
-    the axis talk at the same time.
-
-    inside: between devices of a node. across: one device's share of what its node has; None if there is one node.
-    devices_per_node: how many have numbers in a row. ports: how many in a node reach its host at full speed at a time.
-    process_bytes_per_s, process_latency_s: the most that a process exchanges with servers, whatever the links carry.
-    """
-
-    inside: Link
-    across: Link | None = None
-    devices_per_node: int = 1
-    ports: int = 1
-    process_bytes_per_s: float = math.inf
-    process_latency_s: float = 0.0
-
-    def in_a_node(self, group: int, stride: int) -> int:
-        """How many of a group are in one node."""
-        if self.across is None:
-            return group
-        return max(1, min(group, self.devices_per_node // stride))
-
-    def between(self, rank: int, other: int) -> Link:
-        """From one device to another."""
-        if self.across is None or rank // self.devices_per_node == other // self.devices_per_node:
-            return self.inside
-        return self.across
-
-
-# Two processes over loopback with gloo: 2.4-3.9 GB/s for 25 MB messages, measured on 2 cores; latency of a
-# small all-reduce is some 100 us. See docs/formulas.md.
-LOOPBACK = Link(bytes_per_s=3e9, latency_s=1e-4)
-# What a core of an ordinary CPU multiplies in float32 (90 GFLOP/s) for what it moves (8 GB/s). Measured on 2 cores with
-# AVX-512, one thread each.
-CPU_FLOPS_PER_BYTE = 90 / 8
-
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    """One place where a rank can run.
-
-    memory_bytes: What one rank may use. Of a CPU rank: by how much its resident size may grow once it has started.
-    is_limit: Whether the user said so, and a rank that needs more is stopped; else it is what the device has.
-    flops_per_s: Matrix products in float32 with one rank's share of the cores, all ranks busy; None if not known. What
-        a described device does in other precisions is its accelerator's.
-    memory_bytes_per_s: Streaming bandwidth of one rank; None if not known.
-    accelerator: What it is, of a device that is described and need not be here.
-    context_bytes: What a process takes of a GPU that is here beside what torch's allocator hands out; 0 of other
-        devices.
-    workspace_bytes: Of cuBLAS on a GPU that is here, which the allocator hands out; 0 of other devices.
-    total_bytes: All memory of a GPU of which others hold a part, so that `memory_bytes` is less; None of other devices.
-    holders: Who they are, as far as the driver says.
-    num_sharing: Ranks that have this GPU together. Each may use its part of the memory.
-    """
-
-    kind: DeviceKind
-    index: int
-    memory_bytes: int
-    name: str = ""
-    flops_per_s: float | None = None
-    memory_bytes_per_s: float | None = None
-    is_limit: bool = False
-    accelerator: Accelerator | None = None
-    context_bytes: int = 0
-    workspace_bytes: int = 0
-    total_bytes: int | None = None
-    holders: tuple[str, ...] = ()
-    num_sharing: int = 1
-
-    def __str__(self) -> str:
-        return f"{self.kind}:{self.index}"
-
-    def flops_per_byte(self, precision: Precision) -> float:
-        """FLOPs of matrix products that the device does in the time in which it reads or writes a byte.
-
-        A CPU counts as an ordinary one unless it states both figures, for ranks on several hosts have to come to the
-        same answer; a GPU that the catalogue does not list counts as an A100.
-        """
-        if self.kind == "cpu":
-            stated = self.flops_per_s and self.memory_bytes_per_s
-            return self.flops_per_s / self.memory_bytes_per_s if stated else CPU_FLOPS_PER_BYTE  # type: ignore[operator]
-        accelerator = self.accelerator or named_by_driver(self.name) or known_accelerator("A100")
-        return (
-            accelerator.product_flops_per_s(precision)
-            * accelerator.product_reached
-            / accelerator.memory_bytes_per_s
-        )
-
-    @property
-    def taken(self) -> str:
-        """Why there is less memory than the device has; empty where there isn't."""
-        if self.total_bytes is None:
-            return ""
-        holders = "; ".join(self.holders) or "processes the driver doesn't name"
-        return (
-            f"{self} has {self.memory_bytes / 2**30:.1f} GiB free of {self.total_bytes / 2**30:.1f}: "
-            f"the rest is held by {holders}"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Nodes:
-    """Some nodes that are alike. devices: of one of them. price_per_hour: of one device; None if nobody says."""
-
-    count: int
-    devices: tuple[Device, ...]
-    network: Network
-    price_per_hour: float | None = None
-
-    @property
-    def num_devices(self) -> int:
-        return self.count * len(self.devices)
 
 
 class DescribedDevices(Sequence[Device]):
@@ -451,45 +315,6 @@ class Cluster:
         )
 
 
-def link_of(kind: LinkKind) -> Link:
-    """A link of the catalogue, as fast as collectives find it."""
-    return Link(kind.bytes_per_s * kind.reached, kind.latency_s)
-
-
-def described(accelerator: Accelerator, *, memory_bytes: int | None = None) -> Device:
-    """A device that need not be here."""
-    return Device(
-        "cuda",
-        0,
-        memory_bytes or accelerator.memory_bytes,
-        name=accelerator.name,
-        flops_per_s=accelerator.float32_flops_per_s * accelerator.product_reached,
-        memory_bytes_per_s=accelerator.memory_bytes_per_s,
-        accelerator=accelerator,
-    )
-
-
-def _of_memory(text: str) -> Accelerator | None:
-    """A GPU of which only the memory is said, such as "24GB"; None for a name. 24 GiB are 24 GB, as makers have it."""
-    size = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:GB|GiB)", text, re.IGNORECASE)
-    if size is None:
-        return None
-    gib = float(size[1])
-    if gib < 1:
-        raise ClusterError(
-            f"a GPU of {text} has less than 1 GiB", hint="2x24GB is two GPUs of 24 GiB each"
-        )
-    like = assumed_accelerator(int(gib * 2**30))
-    return replace(
-        like,
-        name=f"{gib:g}GB",
-        memory_bytes=int(gib * 2**30),
-        aliases=(),
-        assumed=like.name,
-        source=f"assumed to be as fast as {like.name}: {like.source}",
-    )
-
-
 def usual_nodes(accelerator: Accelerator, count: int, each: int) -> Nodes:
     """Nodes as an accelerator usually comes in."""
     return Nodes(
@@ -506,26 +331,6 @@ _NAMING = (
 )
 
 
-def usable_cores() -> int:
-    """Cores this process and its ranks may use together: the machine's, or less by affinity or a cgroup's quota."""
-    allowed = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    return min([allowed, *(max(1, quota // period) for quota, period in _cpu_quotas())])
-
-
-def _cpu_quotas() -> Iterator[tuple[int, int]]:
-    """Microseconds of all cores together, and in how many, of each cgroup of this process that has such a limit."""
-    for root, controller, names in (
-        (_CGROUP, "", ("cpu.max",)),
-        (_CGROUP / "cpu", "cpu", ("cpu.cfs_quota_us", "cpu.cfs_period_us")),
-    ):
-        for folder in _cgroups(root, controller):
-            words = " ".join(filter(None, (_text(folder / name) for name in names))).split()
-            if len(words) == 2 and all(map(str.isdigit, words)):  # "max" and "-1" are no limit
-                yield int(words[0]), int(words[1])
-
-
 def threads_of_a_rank(num_ranks: int) -> int:
     """With which each of so many CPU ranks of this machine computes: its share of the cores, or OMP_NUM_THREADS.
 
@@ -536,70 +341,6 @@ def threads_of_a_rank(num_ranks: int) -> int:
     if omp_threads.isdecimal() and int(omp_threads) > 0:
         return int(omp_threads)
     return max(1, usable_cores() // (num_ranks * (max(1, int(hosts)) if hosts.isdecimal() else 1)))
-
-
-def usable_memory_bytes() -> int:
-    """Memory this process and its ranks may use together: the machine's, or less where a cgroup limits it."""
-    import psutil
-
-    return min(
-        [psutil.virtual_memory().total, *(limit_bytes for limit_bytes, _ in _memory_limits())]
-    )
-
-
-def free_memory_bytes() -> int:
-    """Memory that this process and others could take now: the machine's, or less where a cgroup limits it. What the
-    system would take back from its cache of files counts as free."""
-    import psutil
-
-    return max(
-        0,
-        min(
-            [
-                psutil.virtual_memory().available,
-                *(limit_bytes - used_bytes for limit_bytes, used_bytes in _memory_limits()),
-            ]
-        ),
-    )
-
-
-def _memory_limits() -> Iterator[tuple[int, int]]:
-    """Limit and use, in bytes, of each cgroup that this process is in and that has a limit. Files in the cache are not
-    counted as used."""
-    for root, controller, limit, used, prefix in (
-        (_CGROUP, "", "memory.max", "memory.current", ""),
-        (_CGROUP / "memory", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
-    ):
-        for folder in _cgroups(root, controller):
-            if (limit_bytes := _text(folder / limit)).isdigit():
-                cached = re.findall(
-                    rf"^{prefix}(?:in)?active_file (\d+)$",
-                    _text(folder / "memory.stat"),
-                    re.MULTILINE,
-                )
-                yield int(limit_bytes), int(_text(folder / used) or 0) - sum(map(int, cached))
-
-
-def _text(path: Path) -> str:
-    """What a file of the system says; "" if it is not there."""
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
-
-
-def _cgroups(root: Path, controller: str) -> Iterator[Path]:
-    """The folders of the cgroups that this process is in, from its own to the root, as far as they can be seen.
-
-    controller: of cgroups of version 1; "" for version 2.
-    """
-    for _, controllers, path in (line.split(":", 2) for line in _text(_OWN_CGROUPS).splitlines()):
-        if controllers.split(",").count(controller):
-            place = PurePosixPath(path.lstrip("/"))
-            yield from (
-                root / parent for parent in (place, *place.parents) if str(parent) not in ("", ".")
-            )
-    yield root
 
 
 def _devices_option(devices: str) -> str:
@@ -636,30 +377,6 @@ def _limited(devices: tuple[Device, ...], text: str) -> tuple[Device, ...]:
             devices, sizes * (len(devices) if len(sizes) == 1 else 1), strict=True
         )
     )
-
-
-_UNITS = {
-    "": 1,
-    "B": 1,
-    **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", 1)},
-    **{f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", 1)},
-}
-
-
-def size_bytes(text: str) -> int:
-    """
-    >>> size_bytes("1.5GiB")
-    1610612736
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([A-Za-z]*)", text)
-    unit = next((unit for unit in _UNITS if match and unit.lower() == match[2].lower()), None)
-    if match is None or unit is None or float(match[1]) * _UNITS[unit] < 1:
-        raise ClusterError(
-            f"can't read the size '{text}'",
-            hint="a number above 0 and a unit, such as 512MiB; units "
-            f"are {', '.join(filter(None, _UNITS))}",
-        )
-    return int(float(match[1]) * _UNITS[unit])
 
 
 def _gpus() -> list[Device]:

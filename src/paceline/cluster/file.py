@@ -16,7 +16,8 @@ from paceline.base.schema import problems
 from paceline.cluster.catalogue import Accelerator
 from paceline.cluster.catalogue import accelerator as known_accelerator
 from paceline.cluster.catalogue import link as known_link
-from paceline.cluster.cluster import Device, Link, Network, Nodes, described, link_of, size_bytes
+from paceline.cluster.devices import Device, Nodes, described, link_of, size_bytes
+from paceline.cluster.links import Link, Network
 
 _ABOVE_0 = Annotated[float, Meta(gt=0, le=sys.float_info.max, description="a number above 0")]
 _FILE = {

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from paceline.cluster.sizes import EAGER, FLOAT32, Formats, Kernels
 
 if TYPE_CHECKING:
-    from paceline.cluster.cluster import Network
+    from paceline.cluster.links import Network
 
 
 # A piece whose values between products have fewer bytes a micro-batch cuts no sequence. A block then exchanges four

@@ -23,7 +23,7 @@ from typing import Any, Literal
 from paceline.base.drivers import has_driver
 from paceline.base.errors import PacelineError
 from paceline.cluster.accelerators import has_gpus
-from paceline.cluster.cluster import free_memory_bytes, usable_cores, usable_memory_bytes
+from paceline.cluster.limits import free_memory_bytes, usable_cores, usable_memory_bytes
 
 MIN_TORCH = (2, 11)
 PROBE_TIMEOUT_S = 30.0  # includes two imports of torch, some 10 s when all cores are busy

@@ -8,7 +8,8 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from paceline.base.errors import PlanError, UsageError
-from paceline.cluster.cluster import Cluster, Device
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.devices import Device
 from paceline.launch.hosts.environment import current
 from paceline.strategies.plan import Plan
 

@@ -11,7 +11,7 @@ import torch
 from keras.src.backend.torch.core import get_device
 
 from paceline.base.errors import UsageError
-from paceline.cluster.cluster import Device
+from paceline.cluster.devices import Device
 from paceline.keras.state import variables
 
 

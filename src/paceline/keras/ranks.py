@@ -23,7 +23,7 @@ import torch
 from paceline.base.errors import DriftError, UsageError
 from paceline.base.fork import forks_can_use_cuda
 from paceline.base.temporary import temporary_folder
-from paceline.cluster.cluster import Device
+from paceline.cluster.devices import Device
 from paceline.job.order import split
 from paceline.keras import first_step
 from paceline.keras.computation import KINDS, Computation, joined, rows_of

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from paceline.base.errors import PlanError
-from paceline.cluster.cluster import Cluster, Device
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.devices import Device
 from paceline.strategies.plan import Plan
 
 

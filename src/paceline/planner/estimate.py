@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from paceline.base.errors import PacelineError, PlanError
-from paceline.cluster.cluster import Cluster, Device, usable_cores
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.devices import Device
+from paceline.cluster.limits import usable_cores
 from paceline.cluster.software import PACELINE, Software
 from paceline.job import Precision
 from paceline.model.cost.profile import Profile

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from paceline.base.errors import PlanError
-from paceline.cluster.cluster import Device
+from paceline.cluster.devices import Device
 from paceline.job import Job
 from paceline.model.cost.profile import Profile
 from paceline.strategies.plan import Plan

@@ -15,7 +15,9 @@ from itertools import islice
 
 from paceline.base.errors import PlanError
 from paceline.cluster.catalogue import Accelerator
-from paceline.cluster.cluster import Cluster, Device, DeviceKind, Network
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.devices import Device, DeviceKind
+from paceline.cluster.links import Network
 from paceline.cluster.software import PACELINE, Software
 from paceline.job import Precision
 from paceline.model.cost.profile import Profile

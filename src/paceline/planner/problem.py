@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
-from paceline.cluster.cluster import Cluster, Link, Network, Nodes
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.devices import Nodes
+from paceline.cluster.links import Link, Network
 from paceline.cluster.software import PACELINE
 from paceline.job import Job, Precision
 from paceline.model.cost.profile import Profile, folded

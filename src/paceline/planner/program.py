@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from paceline.cluster.cluster import DeviceKind
+from paceline.cluster.devices import DeviceKind
 from paceline.cluster.software import PACELINE, Software
 from paceline.model.cost.profile import Profile
 from paceline.simulate.allocator import holes_of_added, holes_of_update

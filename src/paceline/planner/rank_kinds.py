@@ -15,7 +15,10 @@ from typing import get_args
 from paceline.base.errors import PlanError
 from paceline.cluster.accelerators import gpus
 from paceline.cluster.catalogue import Accelerator, named_by_driver
-from paceline.cluster.cluster import Cluster, Device, Network, threads_of_a_rank, usable_cores
+from paceline.cluster.cluster import Cluster, threads_of_a_rank
+from paceline.cluster.devices import Device
+from paceline.cluster.limits import usable_cores
+from paceline.cluster.links import Network
 from paceline.cluster.software import PACELINE, Software
 from paceline.job import Precision
 from paceline.job.order import split

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.base.errors import ClusterError, PlanError
-from paceline.cluster.cluster import Cluster, Device, names_of
+from paceline.cluster.cluster import Cluster, names_of
+from paceline.cluster.devices import Device
 from paceline.job import Job
 from paceline.launch.hosts.environment import Environment
 from paceline.strategies import conflicts

@@ -17,7 +17,7 @@ from typing import Any
 
 from paceline.base.errors import OutOfMemory, PlanRefused, in_words
 from paceline.base.temporary import temporary_folder
-from paceline.cluster.cluster import free_memory_bytes
+from paceline.cluster.limits import free_memory_bytes
 from paceline.job import Job
 from paceline.planner.resolve import Resolved
 

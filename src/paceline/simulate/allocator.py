@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
-from paceline.cluster.cluster import DeviceKind
+from paceline.cluster.devices import DeviceKind
 from paceline.launch.process.malloc import KEPT_BLOCK_BYTES
 from paceline.simulate.play import Timeline
 from paceline.simulate.program import Allocate, Event

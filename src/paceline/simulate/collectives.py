@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from paceline.cluster.cluster import Link, Network
+from paceline.cluster.links import Link, Network
 from paceline.simulate.program import COMPUTE, Collective
 
 # Of computing since ranks met, after which the time that they wait for each other grows no further: with two ranks on

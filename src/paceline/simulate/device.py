@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from paceline.cluster.cluster import DeviceKind
+from paceline.cluster.devices import DeviceKind
 from paceline.cluster.gpu_use import apart_from_cuda
 from paceline.job import AUTOCAST, Precision
 from paceline.launch.process.malloc import KEPT_BLOCK_BYTES

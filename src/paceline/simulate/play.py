@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from paceline.cluster.cluster import Link, Network
+from paceline.cluster.links import Link, Network
 from paceline.job import Precision
 from paceline.simulate.collectives import collective_s
 from paceline.simulate.program import (

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from paceline.cluster.cluster import Device, DeviceKind
+from paceline.cluster.devices import Device, DeviceKind
 from paceline.cluster.software import PACELINE, Software
 from paceline.model.cost.op_calls import OperatorCalls
 from paceline.model.cost.profile import Product, Profile, Segment, Work

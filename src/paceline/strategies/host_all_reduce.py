@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from paceline.cluster.cluster import usable_cores
+from paceline.cluster.limits import usable_cores
 from paceline.strategies.shared_barrier import SLOT_BYTES, SharedBarrier, stays_awake
 from paceline.strategies.shared_memory import HEADER_BYTES, MARK_BYTES, SharedMemory, shared_memory
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from paceline.cluster.cluster import Device
+    from paceline.cluster.devices import Device
     from paceline.job import Precision
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from paceline.cluster.cluster import Device
+    from paceline.cluster.devices import Device
     from paceline.strategies.plan import Plan
 
 

@@ -25,7 +25,7 @@ from paceline.base.files import write_json, write_text
 from paceline.checkpoint.prune import later_saves, prune
 from paceline.checkpoint.suspect import mark_suspect, suspect_steps
 from paceline.checkpoint.write import Writer, without_snapshots
-from paceline.cluster.cluster import Device
+from paceline.cluster.devices import Device
 from paceline.job import Job
 from paceline.job.order import Order, Window
 from paceline.launch.process.context import RankContext

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from paceline.base.errors import JobError, OutOfMemory
-from paceline.cluster.cluster import free_memory_bytes
+from paceline.cluster.limits import free_memory_bytes
 from paceline.model.state_snapshot import function_kept
 from paceline.strategies.mesh import Mesh
 from paceline.training.feed import DataShard, MicroBatch, map_tensors

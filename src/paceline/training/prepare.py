@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from paceline.base.errors import JobError, PlanRefused
 from paceline.base.logs import logger
 from paceline.base.streams import kept_streams, seed_model
-from paceline.cluster.cluster import Device
+from paceline.cluster.devices import Device
 from paceline.job import AUTOCAST, Job
 from paceline.job.foreign_fields import model_hint
 from paceline.model.attributes import in_float64

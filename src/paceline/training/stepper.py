@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from paceline.base.errors import JobError, PlanRefused, TrainingError
 from paceline.base.logs import logger
-from paceline.cluster.cluster import Device
+from paceline.cluster.devices import Device
 from paceline.job import Job
 from paceline.job.modes import has_modes, set_mode
 from paceline.job.order import Window

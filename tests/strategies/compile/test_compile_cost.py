@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from paceline.base.errors import PlanError
-from paceline.cluster.cluster import Device
+from paceline.cluster.devices import Device
 from paceline.cluster.software import PACELINE
 from paceline.job import Job
 from paceline.model.cost import profile_job

@@ -13,7 +13,7 @@ from torch import nn
 
 import paceline as pl
 from paceline.checkpoint.files import bytes_of
-from paceline.cluster.cluster import Device
+from paceline.cluster.devices import Device
 from paceline.launch.process.live_states import LiveStates
 from paceline.strategies.mesh import Mesh
 from paceline.strategies.plan import Plan

@@ -16,7 +16,7 @@ from typing import Any
 
 from paceline.base.errors import ClusterError, PacelineError, PeerLost
 from paceline.base.waiting import waiting
-from paceline.cluster.cluster import Device
+from paceline.cluster.devices import Device
 from paceline.launch.hosts import tls
 from paceline.launch.hosts.environment import Environment, address_towards, interface_towards
 from paceline.launch.hosts.liveness import Hub, Liveness, Spoke

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.base.errors import UsageError
-from paceline.cluster.cluster import Device
+from paceline.cluster.devices import Device
 from paceline.launch.hosts import tls
 from paceline.launch.hosts.environment import Environment
 from paceline.launch.process.fault_policy import ALL_NEEDED, FaultPolicy

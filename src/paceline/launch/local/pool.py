@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from paceline.base.fork import refuse_used_cuda
 from paceline.base.inherited import close_connections
 from paceline.base.temporary import temporary_folder
-from paceline.cluster.cluster import Device
+from paceline.cluster.devices import Device
 from paceline.launch.local.worker_pool import STOP_S
 from paceline.launch.process.context import RankContext
 from paceline.launch.process.failure import Failure, cause_of, killed

@@ -22,7 +22,7 @@ from paceline.base.fork import refuse_used_cuda
 from paceline.base.inherited import close_connections
 from paceline.base.temporary import temporary_folder
 from paceline.base.waiting import waiting
-from paceline.cluster.cluster import Device
+from paceline.cluster.devices import Device
 from paceline.launch.process.context import RankContext
 from paceline.launch.process.failure import (
     Failure,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from paceline.cluster.cluster import Device
+    from paceline.cluster.devices import Device
 
 RESTARTS = 100  # of ranks in a run, if the user doesn't say
 # For enough hosts to come, or for a host that lost the others to find them again; torch's own default.

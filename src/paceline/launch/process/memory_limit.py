@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 import psutil
 
 from paceline.base.errors import ClusterError, OutOfMemory
-from paceline.cluster.cluster import Device
+from paceline.cluster.devices import Device
 from paceline.launch.process.failure import is_about_memory
 
 # Stacks of threads that start while the limit holds: the checkpoint's writer, those of further process groups and of

@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from paceline.base.logs import open_log, set_up_logging
 from paceline.base.long_work import long_work
-from paceline.cluster.cluster import Device, threads_of_a_rank
+from paceline.cluster.cluster import threads_of_a_rank
+from paceline.cluster.devices import Device
 from paceline.launch.process.context import RankContext
 from paceline.launch.process.failure import Failure
 from paceline.launch.process.fault_policy import FaultPolicy

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.cluster.accelerators import identity
-from paceline.cluster.cluster import DeviceKind, usable_cores
+from paceline.cluster.devices import DeviceKind
+from paceline.cluster.limits import usable_cores
 
 VERSION = 6
 OLD_S = 3600.0  # after which a CPU may have another pace: power modes, what runs beside a virtual machine

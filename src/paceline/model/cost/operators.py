@@ -16,7 +16,8 @@ from functools import lru_cache
 from hashlib import blake2b
 from typing import ClassVar
 
-from paceline.cluster.cluster import threads_of_a_rank, usable_cores
+from paceline.cluster.cluster import threads_of_a_rank
+from paceline.cluster.limits import usable_cores
 from paceline.model.cost import cache
 from paceline.model.cost.op_calls import FAR, UNKNOWN, Operand, OperatorCall
 from paceline.model.cost.session import CANT, TURNS, TimedCalls, session

@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import nn
 
 from paceline.base.errors import PlanError
-from paceline.cluster.cluster import CPU_FLOPS_PER_BYTE, Device
+from paceline.cluster.devices import CPU_FLOPS_PER_BYTE, Device
 from paceline.job import Precision
 from paceline.model.graph import Capture
 from paceline.model.graph_cost import forward_flops, kept_bytes

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from paceline.cluster.cluster import Device
+from paceline.cluster.devices import Device
 from paceline.job import Job
 from paceline.job.batches import collated, mapped
 from paceline.model.cost.attention import SparedBySelective

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from paceline.base.errors import JobError
-from paceline.cluster.cluster import Device
+from paceline.cluster.devices import Device
 from paceline.job import Job
 from paceline.job.named_models import NamedModels, build_named_model
 from paceline.job.named_optimizers import NamedOptimizers

@@ -30,7 +30,7 @@ from paceline.checkpoint.dtypes import DTYPE_NAMES, DTYPES
 from paceline.checkpoint.files import bytes_of, is_plain
 from paceline.checkpoint.pieces import Region, TensorPiece
 from paceline.checkpoint.read import Checkpoint, StoredPiece, TensorEntry
-from paceline.cluster.cluster import free_memory_bytes
+from paceline.cluster.limits import free_memory_bytes
 from paceline.launch.process.live_states import LiveStates
 from paceline.launch.process.malloc import trim_heap
 from paceline.launch.process.memory_store import StepSlots

@@ -27,7 +27,7 @@ from paceline.checkpoint.files import bytes_of
 from paceline.checkpoint.pieces import Region, TensorPiece
 from paceline.checkpoint.read import Checkpoint, StoredPiece, TensorEntry, newest_saved_step
 from paceline.checkpoint.staging import Staging
-from paceline.cluster.cluster import free_memory_bytes
+from paceline.cluster.limits import free_memory_bytes
 from paceline.launch.process.context import RankContext
 from paceline.launch.process.memory_store import SLOTS
 from paceline.launch.process.state_copies import TIME_SHARE, StateCopies
