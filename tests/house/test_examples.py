@@ -50,7 +50,7 @@ def test_every_example_is_run_and_numbered():
     for name in files:
         text = (EXAMPLES / name).read_text(encoding="utf-8")
         assert f"examples/{name}" in text.split('"""')[1]
-        assert len(text.splitlines()) <= 90
+        assert len(text.splitlines()) <= 110
         assert f"| `{name}` |" in (EXAMPLES.parent / "docs" / "examples.md").read_text(
             encoding="utf-8"
         )
@@ -69,7 +69,9 @@ def test_commands_that_train_an_example_run_on_any_machine():
     lines = [
         line
         for text in texts
-        for line in re.findall(r"^ {4}(?:\$ )?paceline train (examples/\S+.*)$", text, re.MULTILINE)
+        for line in re.findall(
+            r"^(?: {4})?(?:\$ )?paceline train (examples/\S+.*)$", text, re.MULTILINE
+        )
     ]
     assert len(lines) > 20
     for line in lines:

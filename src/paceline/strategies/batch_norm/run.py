@@ -155,6 +155,8 @@ def _install() -> list[torch.library.Library]:
     ):  # the former without gradients, in inference mode
         of_torch.impl("batch_norm", _batch_norm, key)
         of_torch.impl("instance_norm", _instance_norm, key)
+    for operator in (aten.batch_norm.default, aten.instance_norm.default):
+        operator._dispatch_cache.clear()  # an export before has found torch's own kernels for these keys
     functional: Any = F  # whose own check would not let a rank have one sample of many
     check_size = functional._verify_batch_size
     functional._verify_batch_size = lambda size: (
