@@ -38,8 +38,7 @@ from paceline.base.errors import (
 from paceline.base.imports import OF_RUNS, load_modules
 from paceline.base.logs import unbroken
 from paceline.job.file import JobFile
-from paceline.launch.hosts import environment
-from paceline.launch.hosts import host_process as launch_hosts
+from paceline.launch.hosts import environment, host_process
 from paceline.runs.folder import fresh_name
 
 
@@ -266,7 +265,7 @@ def train(
                 f"--hosts {hosts} is about a command that each host runs; with --on {on} Ray starts ranks",
                 hint="leave --hosts out: ranks of a lost node start again where there is room",
             )
-        place = launch_hosts.host(hosts=hosts) if on is None else None
+        place = host_process.host(hosts=hosts) if on is None else None
         if place is not None and not place.is_elastic:
             _on_every_host(plan, procs)
         job = JobFile.parse(file, _parse_settings(settings))
@@ -884,12 +883,12 @@ def launch(
 ) -> None:
     """Write the file that starts a command on a cluster: a batch file, a TrainJob, a task or a compose file."""
     with _reported():
-        from paceline.api import launch_files as files
+        from paceline.api import launch_files
 
-        request = files.LaunchRequest(
+        request = launch_files.LaunchRequest(
             command, hosts, gpus, time, image, _parse_settings(volume, "--volume")
         )
-        text = files.text(kind, request)
+        text = launch_files.text(kind, request)
         if write is not None and write.suffix == ".py" and write.exists():
             raise UsageError(
                 f"{write} is Python code, which the file would replace", hint="--write job.sh"
@@ -952,14 +951,14 @@ def _on_every_host(plan: str | None, procs: int | None = None) -> None:
     Raises:
         ClusterError: see `hosts.host` and `Host.ranks`. PlanError: the plan can't be read.
     """
-    if (place := launch_hosts.host()) is None:
+    if (place := host_process.host()) is None:
         return
     from paceline.api.plan_choice import is_auto
     from paceline.cluster.accelerators import gpus
 
     world_size = procs if plan is None or is_auto(plan) else paceline.Plan.read(plan).world_size
     command = [sys.executable, "-m", "paceline", *sys.argv[1:]]
-    launch_hosts.become_agent(place, place.ranks(world_size, len(gpus())), command)
+    host_process.become_agent(place, place.ranks(world_size, len(gpus())), command)
 
 
 # --- Errors and streams -----------------------------------------------------------------------------------------

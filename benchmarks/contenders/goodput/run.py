@@ -13,7 +13,7 @@ from typing import Any
 
 import paceline as pl
 from paceline.base.errors import PacelineError
-from paceline.launch.local import ranks as local
+from paceline.launch.local import ranks
 from paceline.training.parts.live_state import LiveState
 from paceline.training.parts.memory_checkpoint import Copier
 
@@ -45,7 +45,7 @@ def main(way: str, file: str, plan: str, steps: str, run: str, save_every: str) 
     Copier.copy = copied  # type: ignore[method-assign]
     LiveState.note = noted  # type: ignore[method-assign]
     if way != "copies":
-        local._copies = no_copies
+        ranks._copies = no_copies
     try:
         pl.train(
             pl.load(file),

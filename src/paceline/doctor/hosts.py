@@ -24,8 +24,7 @@ import paceline
 from paceline.base.errors import ClusterError, PeerLost
 from paceline.base.fork import in_a_fork
 from paceline.doctor.machine import Finding
-from paceline.launch.hosts import environment
-from paceline.launch.hosts import host_process as hosts
+from paceline.launch.hosts import environment, host_process
 from paceline.launch.hosts.environment import address_towards, interface_towards
 from paceline.launch.hosts.run_keys import run_key
 
@@ -88,7 +87,7 @@ def place_here() -> HostPlace:
     Raises:
         ClusterError: no launcher says which host this is, or its variables contradict each other.
     """
-    if (host := hosts.host()) is not None:
+    if (host := host_process.host()) is not None:
         return HostPlace(host.index, host.num_hosts, host.address, host.port)
     if (started := environment.current()) is not None:
         return HostPlace(

@@ -32,8 +32,7 @@ from paceline.base.errors import (
 from paceline.base.fork import value_of
 from paceline.job import Job
 from paceline.job.file import JobFile
-from paceline.launch.hosts import host_process as hosts
-from paceline.launch.hosts import tls
+from paceline.launch.hosts import host_process, tls
 from paceline.launch.hosts.nodes import NodeTransport, answers_to_greetings
 from paceline.launch.hosts.shared_files import marked
 from paceline.launch.process.failure import Failure, cause_of, ended_by
@@ -105,7 +104,7 @@ class RayRun:
                 "Ray gives it",
                 hint="leave --devices out: Ray gives each rank a GPU, or a CPU",
             )
-        if "RANK" in os.environ or hosts.host() is not None:
+        if "RANK" in os.environ or host_process.host() is not None:
             raise UsageError(
                 "this process is one of several that a launcher started, and Ray starts ranks itself",
                 hint=f"run the command once, or leave --on {on} out",

@@ -47,8 +47,7 @@ from paceline.training.display import Display, Progress
 from paceline.training.evaluate import evaluate, evaluate_step, refuse_before_training
 from paceline.training.feed import DataShard, MicroBatch, evaluated_part, is_stream, training_feed
 from paceline.training.optimizers.schedule import check_monitored, step_by_metrics
-from paceline.training.parts import drift
-from paceline.training.parts import peer_checkpoint as hosts_copies
+from paceline.training.parts import drift, peer_checkpoint
 from paceline.training.parts.live_state import MOVE_SHARE, LiveState
 from paceline.training.parts.memory_check import StateAtRest, buffers_of, of_updates
 from paceline.training.parts.memory_checkpoint import Copier, open_newest
@@ -399,8 +398,8 @@ def _copier(context: RankContext, stepper: Stepper) -> Copier | None:
         context,
         context.copies,
         context.local_world_size,
-        hosts_copies.origin_of(stepper, context),
-        context.host_copies if hosts_copies.needs_neighbour(stepper, context) else None,
+        peer_checkpoint.origin_of(stepper, context),
+        context.host_copies if peer_checkpoint.needs_neighbour(stepper, context) else None,
     )
 
 
@@ -458,7 +457,7 @@ def _restore(run: _Run) -> None:
     run.context.beat("restore")
     accept = partial(state.mismatch, run.stepper)
     copied = (
-        hosts_copies.open_newest(run.context, run.settings.run_dir, accept)
+        peer_checkpoint.open_newest(run.context, run.settings.run_dir, accept)
         if run.context.host_copies is not None
         else open_newest(run.context, run.settings.run_dir, num_ranks=run.context.world_size)
     )
@@ -477,7 +476,7 @@ def _restore(run: _Run) -> None:
     if copied is not None:
         run.is_copied = True
         run.take_figures(copied.document["figures"])
-        if isinstance(copied, hosts_copies.HostsCopy):
+        if isinstance(copied, peer_checkpoint.HostsCopy):
             copied.close()
     _begin_copies(run, copied)
     if run.metrics is not None:
@@ -492,7 +491,7 @@ def _begin_copies(run: _Run, copied: Checkpoint | None) -> None:
     if copier is not None:
         copier.begin(run.step, is_copied=copied is not None)
     if context.host_copies is not None:
-        hosts_copies.begin(run.stepper, context, run.step, copied)
+        peer_checkpoint.begin(run.stepper, context, run.step, copied)
 
 
 def append_metrics(path: Path, figures: Mapping[str, Any]) -> None:
@@ -1165,7 +1164,7 @@ def _keep_live(run: _Run) -> None:
             live = LiveState(copies.live, run.stepper, context.slot)
             if context.host_copies is not None:
                 live.host_ranks = context.local_world_size
-                live.origin = hosts_copies.origin_of(run.stepper, context)
+                live.origin = peer_checkpoint.origin_of(run.stepper, context)
             if not _greatest(
                 run, int(live.move_s(run.context.local_world_size) > MOVE_SHARE * run.speed.all_s)
             ):

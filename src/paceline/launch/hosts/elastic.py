@@ -44,7 +44,7 @@ from paceline.launch.hosts.copy_service import CopyAddress
 from paceline.launch.hosts.host_copies import HostCopies
 from paceline.launch.hosts.rendezvous_server import FolderUnusable, MeetingPlace, RunOver
 from paceline.launch.hosts.rendezvous_state import JsonBackend
-from paceline.launch.process import host_context as hosted
+from paceline.launch.process import host_context
 from paceline.launch.process.failure import Failure, RankFailed, cause_of, failure_of, killed
 from paceline.launch.process.fault_policy import FRUITLESS_RESTARTS, JOIN_S
 from paceline.launch.process.heartbeats import HeartbeatTable
@@ -132,7 +132,7 @@ def _be_rank(
     os.environ.update(start["environ"])
     if shared.copies is not None:
         shared.copies.address = CopyAddress(**start["copies"])
-    hosted.begin(hosted.HostedRank(slot, board, partial(line.end, None), shared.copies))
+    host_context.begin(host_context.HostedRank(slot, board, partial(line.end, None), shared.copies))
     try:
         body()
     except RankFailed as failed:

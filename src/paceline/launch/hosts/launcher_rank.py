@@ -21,7 +21,7 @@ from paceline.launch.hosts import tls
 from paceline.launch.hosts.environment import Environment, address_towards, interface_towards
 from paceline.launch.hosts.liveness import Hub, Liveness, Spoke
 from paceline.launch.hosts.run_keys import run_key
-from paceline.launch.process import host_context as hosted
+from paceline.launch.process import host_context
 from paceline.launch.process.context import RankContext
 from paceline.launch.process.failure import Failure, RankFailed
 from paceline.launch.process.fault_policy import ALL_NEEDED, FaultPolicy
@@ -152,7 +152,7 @@ def run_joined(
         UsageError: connections between hosts must be encrypted, and can't be.
     """
     encrypts = tls.is_used(environment, fault_policy)
-    terminal, hosted_rank = sys.stderr, hosted.this_rank()
+    terminal, hosted_rank = sys.stderr, host_context.this_rank()
 
     def report(failure: Failure) -> None:
         if hosted_rank is not None:
@@ -234,7 +234,7 @@ def run_joined(
 
 def _give_copies(context: RankContext) -> None:
     """Let a rank that the host's process started keep copies in its memory."""
-    hosted_rank = hosted.this_rank()
+    hosted_rank = host_context.this_rank()
     if hosted_rank is not None and hosted_rank.copies is not None:
         context.host_copies, context.copies = hosted_rank.copies, hosted_rank.copies.memory
 

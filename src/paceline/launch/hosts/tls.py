@@ -28,7 +28,7 @@ from datetime import UTC, datetime, timedelta
 
 from paceline.base.errors import HostError, MissingPackage, UsageError, with_extra
 from paceline.launch.hosts.environment import Environment
-from paceline.launch.process import host_context as hosted
+from paceline.launch.process import host_context
 from paceline.launch.process.fault_policy import FaultPolicy
 
 _WRITE_BYTES = 256 * 2**10  # that are encrypted in one call, while the other thread waits
@@ -66,7 +66,7 @@ def is_used(environment: Environment, fault_policy: FaultPolicy) -> bool:
         UsageError: it is asked for, and can't be.
     """
     is_one_host = (
-        environment.local_world_size == environment.world_size and hosted.this_rank() is None
+        environment.local_world_size == environment.world_size and host_context.this_rank() is None
     )
     if not is_asked_for() or is_one_host:
         return False
