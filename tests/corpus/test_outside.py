@@ -131,8 +131,9 @@ def test_a_step_is_called_once_for_each_step(plan: str, tmp_path: Path):
     assert [row["loss"] for row in result.history if "loss" in row] == [1.0, 2.0, 3.0]
 
 
+@pytest.mark.parametrize("plan", ["server=1 workers=2", "server=1 workers=2 colocate=yes"])
 @pytest.mark.parametrize("has_own_step", [False, True])
-def test_workers_of_servers_see_what_a_schedule_sets(has_own_step: bool, tmp_path: Path):
+def test_workers_of_servers_see_what_a_schedule_sets(plan: str, has_own_step: bool, tmp_path: Path):
     """Also after a resume. The servers' processes step the schedule for the learning rates."""
     scale = [1.0]
 
@@ -168,7 +169,7 @@ def test_workers_of_servers_see_what_a_schedule_sets(has_own_step: bool, tmp_pat
             )
         )
 
-    plan, run = "server=1 workers=2", tmp_path / "run"
+    run = tmp_path / "run"
     paceline.train(job(2), plan, run=run, check=False)
     result = paceline.train(job(4), plan, run=run, resume=True, check=False)
 

@@ -52,9 +52,9 @@ _CONNECT_S = 60.0
 class Worker:
     """One worker of a run. It holds the whole model and no optimizer state that matters.
 
-    schedule: the worker's own, as it may change more than learning rates: the model, or what its forward reads. None
-        beside a server in the same process, whose schedule does so.
-    scheduled: how many steps it has taken.
+    schedule: the worker's own, as it may change more than learning rates: the model, or what its forward reads. A
+        server in the same process steps one that does so for both; this one then only catches up after a resume.
+    scheduled: how many steps it has taken; None before the first.
     """
 
     def __init__(self, task: RankTask, *, number: int) -> None:
@@ -110,7 +110,8 @@ class Worker:
         self.order = Order.of(job)
         self.turns = UpdateOrder(self.order, servers_of(plan))
         self.serves = Roles.of(plan, context.rank).server is not None
-        self.schedule, self.scheduled = None if self.serves else self.stepper.schedule, 0
+        self.schedule: Any = self.stepper.schedule
+        self.scheduled: int | None = None
         self.windows: Iterator[tuple[Window, list[MicroBatch]]] | None = None
         self.inbox = OrderInbox(
             self.control,
@@ -153,7 +154,7 @@ class Worker:
         def update(optimizer: str, parameters: Mapping[str, torch.nn.Parameter]) -> None:
             self._check_weights()
             served.update(optimizer, parameters)
-            if self.schedule is not None:
+            if self.schedule is not None and not self.serves:
                 self._step_schedule(
                     self.schedule.of(optimizer), stepper.optimizer.members[optimizer]
                 )
@@ -244,11 +245,14 @@ class Worker:
 
     def _follow_schedule(self, step: int) -> None:
         """Let the schedule have taken so many steps."""
-        if self.serves and self.stepper.schedule is not None:
-            self.arrivals.settle()  # the server has stepped it before its weights are complete
-        while self.scheduled < step:
-            self.scheduled += 1
+        if self.schedule is None:
+            return
+        if self.serves and self.scheduled is not None:
+            self.arrivals.settle()  # the server has stepped its own before its weights are complete
+            return
+        for _ in range(self.scheduled or 0, step):
             self._step_schedule(self.schedule, self.stepper.optimizer)
+        self.scheduled = max(step, self.scheduled or 0)
 
     @staticmethod
     def _step_schedule(schedule: Any, optimizer: Any) -> None:
