@@ -1,4 +1,6 @@
-"""Checkpoints that don't know the layout: written as pieces by any number of ranks, read as regions by any other."""
+"""Checkpoints that are independent of the plan. Any number of ranks writes them as pieces, and any
+other number reads regions of them.
+"""
 
 from paceline.base.files import write_json
 from paceline.checkpoint.dtypes import load_tensors

@@ -1,4 +1,6 @@
-"""A checkpoint's model as whole tensors in one process's memory, or refused where they would not fit."""
+"""Assembles a checkpoint's model as whole tensors in one process's memory, and refuses if they
+would not fit.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,12 @@ _OF_MODEL = ("parameters/", "buffers/")
 
 
 def whole_state(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """Every parameter and buffer by the model's own names, as its `state_dict` has them; one with several names is
-    there under each, as the same tensor.
+    """Return every parameter and buffer under the model's own names, as its `state_dict` has them.
+
+    A tensor with several names is listed under each of them, as the same tensor.
 
     Raises:
-        OutOfMemory: they would not fit.
+        OutOfMemory: the tensors would not fit into memory.
     """
     names = sorted(name for name in checkpoint.tensors if name.startswith(_OF_MODEL))
     check_fits((checkpoint.tensors[name].dtype, checkpoint.tensors[name].shape) for name in names)
@@ -28,7 +31,9 @@ def whole_state(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
 
 
 def own_names(checkpoint: Checkpoint) -> dict[str, str]:
-    """For each name that the model has for a parameter or buffer the one in the checkpoint."""
+    """Return each name that the model has for a parameter or buffer, with its name in the
+    checkpoint.
+    """
     first = {
         name.partition("/")[2]: name
         for name in sorted(checkpoint.tensors)
@@ -38,9 +43,10 @@ def own_names(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def check_fits(kinds: Iterable[tuple[torch.dtype, tuple[int, ...]]]) -> None:
-    """
+    """Refuse tensors of these dtypes and shapes if they would not fit into memory.
+
     Raises:
-        OutOfMemory: tensors of these dtypes and shapes need more memory than this machine has free.
+        OutOfMemory: the tensors need more memory than this machine has free.
     """
     needed_bytes = sum(math.prod(shape) * dtype.itemsize for dtype, shape in kinds)
     free_bytes = free_memory_bytes()

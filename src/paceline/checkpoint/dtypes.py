@@ -1,4 +1,6 @@
-"""How a safetensors file holds tensors of every dtype: most as they are, some complex ones as pairs of real numbers."""
+"""Stores tensors of every dtype in safetensors files. Some complex tensors are stored as pairs of
+real numbers.
+"""
 
 from __future__ import annotations
 
@@ -35,13 +37,16 @@ DTYPES: dict[str, torch.dtype] = {
     "C128": torch.complex128,
 }
 DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
-# Those that safetensors itself lacks, and what a file holds a pair of for each number, in a last dim of 2.
+# Dtypes that safetensors lacks. A file holds each number as a pair of this dtype, in a last dim of
+# 2.
 PAIRS = {torch.complex32: torch.float16, torch.complex128: torch.float64}
-COMPLEX = "complex"  # key of a file's metadata: JSON, the dtype of each tensor that is held in pairs, by name
+# Key of a file's metadata. Its value is JSON: the dtype of each tensor that is held in pairs, by
+# name.
+COMPLEX = "complex"
 
 
 def in_file(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple[int, ...]]:
-    """The dtype and shape by which a file holds a tensor.
+    """Return the dtype and the shape with which a file holds a tensor.
 
     >>> in_file(torch.complex128, (4, 3))
     (torch.float64, (4, 3, 2))
@@ -50,15 +55,16 @@ def in_file(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[torch.dtype, tu
 
 
 def as_stored(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor as a file holds it, in the same memory."""
+    """Return a tensor as a file holds it, in the same memory."""
     return torch.view_as_real(tensor) if tensor.dtype in PAIRS else tensor
 
 
 def from_stored(stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The tensor of this dtype that `as_stored` was given.
+    """Return the tensor of this dtype that `as_stored` was given.
 
-    In the same memory where that is aligned for complex numbers. A mapped file's may not be, and torch's kernels end
-    the process there (2.13, complex128 at 8 bytes).
+    The result shares the memory of `stored` if that is aligned for complex numbers. The memory of a
+    mapped file may not be aligned, and torch's kernels end the process in that case (2.13,
+    complex128 at 8 bytes), so such memory is copied.
     """
     if dtype not in PAIRS:
         return stored
@@ -66,7 +72,7 @@ def from_stored(stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def metadata(dtypes: Mapping[str, torch.dtype]) -> dict[str, str]:
-    """What the header of a file of whole tensors says beside their names; see `load_tensors`.
+    """Return the metadata for the header of a file of whole tensors; see `load_tensors`.
 
     >>> metadata({"a": torch.float32, "b": torch.complex128})
     {'format': 'pt', 'complex': '{"b": "C128"}'}
@@ -78,7 +84,7 @@ def metadata(dtypes: Mapping[str, torch.dtype]) -> dict[str, str]:
 
 
 def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write tensors to a safetensors file. They are contiguous and share no memory."""
+    """Write tensors to a safetensors file. They must be contiguous and must not share memory."""
     save_file(
         {name: as_stored(tensor) for name, tensor in tensors.items()},
         path,
@@ -87,7 +93,9 @@ def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def load_tensors(path: str | Path) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors file, such as a run's `model.safetensors`, in the dtypes that they were saved in."""
+    """Load the tensors of a safetensors file, such as a run's `model.safetensors`, in the dtypes in
+    which they were saved.
+    """
     with safe_open(path, framework="pt") as file:
         pairs = json.loads((file.metadata() or {}).get(COMPLEX, "{}"))
     return {

@@ -1,7 +1,8 @@
-"""Writes safetensors files from their beginning to their end: past the system's cache, and with a checksum on the way.
+"""Writes safetensors files from their beginning to their end. It bypasses the system's cache and
+computes a checksum on the way.
 
-On machines of 2 cores a GB written through the system's cache took 2.2 s of CPU time, in the kernel's threads too, and
-past it 0.03 s (ext4 on a virtual disk).
+On machines with 2 cores (ext4 on a virtual disk), a GB that was written through the system's cache
+took 2.2 s of CPU time, including the kernel's threads. A GB that bypassed the cache took 0.03 s.
 """
 
 from __future__ import annotations
@@ -27,19 +28,21 @@ from paceline.checkpoint.pieces import copy
 BUFFER_BYTES = (
     8 * 2**20
 )  # written at a time: 2.2 GB/s for 1 and 4 MiB, 3.1 GB/s for 16 MiB on the disk named above
-# Shows damage, and is not meant against forgery: who can change a file can change what COMMIT says of it. On an Intel
-# Xeon at 2.5 GHz without instructions for sha256 it read 7.6 GB/s, sha256 0.2.
+# This checksum shows damage. It does not protect against forgery: whoever can change a file can
+# also change COMMIT. On an Intel Xeon at 2.5 GHz without instructions for sha256 it read 7.6 GB/s,
+# and sha256 read 0.2 GB/s.
 CHECKSUM = "xxh3_128"
-SYNCED_BYTES = 256 * 2**20  # of writes through the cache, after which they are forced to the disk
-_BLOCK_BYTES = (
-    4096  # that sizes of writes past the cache are multiples of; more than any disk's own block
-)
+# Writes through the cache are forced to the disk after so many bytes.
+SYNCED_BYTES = 256 * 2**20
+# Sizes of writes that bypass the cache are multiples of this. No disk's own block is larger.
+_BLOCK_BYTES = 4096
 
 Kind = tuple[torch.dtype, tuple[int, ...]]  # a tensor's dtype and shape
 
 
 def num_bytes(kind: Kind) -> int:
-    """
+    """Return the size of a tensor in bytes.
+
     >>> num_bytes((torch.float32, (3, 2)))
     24
     """
@@ -56,7 +59,9 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor whose elements lie in CPU memory as they lie in a file; copied only if they don't lie so."""
+    """Return a tensor whose elements lie in CPU memory as they lie in a file. It is copied only if
+    its elements do not lie like that yet.
+    """
     if is_plain(tensor):
         return tensor.detach()
     target = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
@@ -65,22 +70,25 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """A tensor's elements as they lie in a file; copied only if they don't lie in memory like that."""
+    """Return a tensor's elements as they lie in a file. They are copied only if they do not lie in
+    memory like that.
+    """
     elements = plain(tensor).reshape(-1).view(torch.uint8)
     if not len(elements):
         return memoryview(b"")
-    # Not by NumPy, which marks the tensor's memory for good as looked into.
+    # NumPy would mark the tensor's memory as exported for good.
     buffer = (ctypes.c_ubyte * len(elements)).from_address(elements.data_ptr())
-    buffer.tensor = elements  # type: ignore[attr-defined]  # which has the memory
+    buffer.tensor = elements  # type: ignore[attr-defined]  # keeps the memory alive
     return memoryview(buffer).cast("B")
 
 
 def header(
     kinds: Mapping[str, Kind], *, metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, list[str]]:
-    """The beginning of a safetensors file, and the order in which the tensors' bytes follow.
+    """Return the beginning of a safetensors file, and the order in which the tensors' bytes follow.
 
-    Widest dtypes come first, so that each tensor is aligned, for complex128 too if the file is mapped.
+    The widest dtypes come first, so that each tensor is aligned if the file is mapped, also for
+    complex128.
     """
     ordered = sorted(kinds, key=lambda name: -kinds[name][0].itemsize)
     document: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
@@ -104,14 +112,19 @@ def write_tensors(
     tensors: Mapping[str, torch.Tensor],
     wrote: Callable[[int], None] = lambda num_bytes: None,
 ) -> dict[str, Any]:
-    """Write tensors to a safetensors file and force it to the disk. Returns what COMMIT says of it.
+    """Write tensors to a safetensors file and force it to the disk.
 
     Args:
-        tensors: Those on a GPU, or not contiguous, are copied to CPU memory one at a time.
-        wrote: Called after each full buffer, with its bytes; what it takes, the writing waits.
+        tensors: Tensors on a GPU, or tensors that are not contiguous, are copied to CPU memory one
+            at a time.
+        wrote: Called after each full buffer, with the buffer's bytes. The writing waits until it
+            returns.
+
+    Returns:
+        The file's size and checksum, as COMMIT lists them.
 
     Raises:
-        OSError: it can't be written; what was written of it stays.
+        OSError: the file can't be written. The part that was written stays.
     """
     first, ordered = header(
         {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
@@ -124,12 +137,13 @@ def write_tensors(
 
 
 class NewFile:
-    """A file that is written from its beginning to its end, past the system's cache where the file system allows it.
-
-    num_bytes: written so far, or waiting in the buffer. wrote: called after each full buffer, with its bytes.
+    """A file that is written from its beginning to its end. It bypasses the system's cache if the
+    file system allows it.
     """
 
     def __init__(self, path: Path, wrote: Callable[[int], None] = lambda num_bytes: None) -> None:
+        # num_bytes: bytes that are written or wait in the buffer. wrote: called after each full
+        # buffer, with its bytes.
         self.path, self.num_bytes, self._wrote = path, 0, wrote
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
         self._direct = getattr(os, "O_DIRECT", 0)
@@ -142,9 +156,9 @@ class NewFile:
             self._descriptor = os.open(path, flags, 0o666)
         self._buffer = memoryview(
             mmap.mmap(-1, BUFFER_BYTES)
-        )  # aligned, as writes past the cache want it
+        )  # aligned, as writes that bypass the cache require
         self._waiting = 0  # bytes in the buffer
-        self._synced = 0  # bytes that are on the disk for certain
+        self._synced = 0  # bytes that were forced to the disk
         self._checksum = xxhash.xxh3_128()
 
     def __enter__(self) -> NewFile:
@@ -167,7 +181,8 @@ class NewFile:
         start, buffer = 0, ctypes.addressof(ctypes.c_char.from_buffer(self._buffer))
         while start < tensor.nbytes:
             count = min(tensor.nbytes - start, BUFFER_BYTES - self._waiting)
-            # By a call that leaves the interpreter free: assigning a slice of a memoryview would hold it.
+            # This call releases the interpreter's lock. Assigning a slice of a memoryview would
+            # hold it.
             ctypes.memmove(buffer + self._waiting, tensor.data_ptr() + start, count)
             self._waiting, start = self._waiting + count, start + count
             if self._waiting == BUFFER_BYTES:
@@ -175,14 +190,16 @@ class NewFile:
                 self._wrote(BUFFER_BYTES)
 
     def finish(self) -> dict[str, Any]:
-        """Force the file to the disk. Returns its size and checksum, as COMMIT says them."""
+        """Force the file to the disk and return its size and checksum, as COMMIT lists them."""
         self._empty()
         os.ftruncate(self._descriptor, self.num_bytes)
         os.fsync(self._descriptor)
         return {"bytes": self.num_bytes, CHECKSUM: self._checksum.hexdigest()}
 
     def _empty(self) -> None:
-        """Write what waits in the buffer. The last block of a file is filled up, and cut to its length at the end."""
+        """Write the buffer's bytes to the file. The last block of a file is filled up, and the file
+        is cut to its length at the end.
+        """
         self._checksum.update(self._buffer[: self._waiting])
         block = _BLOCK_BYTES if self._direct else 1
         data, offset = self._buffer[: -(-self._waiting // block) * block], self.num_bytes

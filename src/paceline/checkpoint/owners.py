@@ -1,4 +1,4 @@
-"""Who writes what several ranks hold alike."""
+"""Decides which rank writes a tensor that several ranks hold alike."""
 
 from __future__ import annotations
 
@@ -8,29 +8,35 @@ from paceline.strategies.mesh import Mesh
 
 
 class Owners:
-    """Deals out tensors that ranks hold alike, each to the rank that has the fewest bytes yet. All ranks that hold them
-    see them in the same order, so they agree without a word.
+    """Assigns tensors that several ranks hold alike to the rank that has the fewest bytes so far.
 
-    host_ranks: of each host, if the ranks of a host deal out all that they hold among themselves.
+    All ranks that hold these tensors see them in the same order, so they agree without
+    communication.
+
+    host_ranks: number of ranks of each host, if the ranks of a host divide all that they hold among
+    themselves.
     """
 
     def __init__(self, mesh: Mesh, *, host_ranks: int | None = None) -> None:
         self._mesh, self._host_ranks = mesh, host_ranks
-        # By axes along which tensors are held alike: ranks that deal, and the bytes of each.
+        # By the axes along which tensors are held alike: the ranks that share the work, and the
+        # bytes of each.
         self._ranks_of: dict[tuple[str, ...], list[int]] = {}
         self._bytes: dict[tuple[str, ...], list[int]] = {}
 
     def owns(self, axes: tuple[str, ...], num_bytes: int) -> bool:
-        """Whether this rank writes the next tensor that is held alike along these axes. num_bytes: alike on all ranks
-        that hold it."""
+        """Whether this rank writes the next tensor that is held alike along these axes.
+
+        num_bytes: size of the tensor; must be equal on all ranks that hold it.
+        """
         ranks = self._ranks(axes)
         dealt = self._bytes.setdefault(axes, [0] * len(ranks))
         owner = dealt.index(min(dealt))
-        dealt[owner] += num_bytes + 1  # so that empty tensors are dealt out, too
+        dealt[owner] += num_bytes + 1  # so that empty tensors are distributed, too
         return ranks[owner] == self._mesh.rank
 
     def is_first(self, axes: Iterable[str]) -> bool:
-        """Whether this rank is the first of those that it deals with along these axes."""
+        """Whether this rank is the first of the ranks that share the work along these axes."""
         return self._ranks(axes)[0] == self._mesh.rank
 
     def _ranks(self, axes: Iterable[str]) -> list[int]:

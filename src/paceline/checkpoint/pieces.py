@@ -1,4 +1,6 @@
-"""What a rank holds of a tensor: a box of its elements, named by where the box lies in the whole tensor."""
+"""Describes the part of a tensor that a rank holds: a box of elements, named by its place in the
+whole tensor.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +17,18 @@ from paceline.strategies.layout import Extent
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A box of a tensor's elements: where it starts and how long it is along each dim. A scalar's is ((), ())."""
+    """A box of a tensor's elements. The region of a scalar is ((), ())."""
 
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
+    offsets: tuple[int, ...]  # where the box starts along each dim
+    shape: tuple[int, ...]  # its length along each dim
 
     @property
     def numel(self) -> int:
-        """Elements in the box."""
+        """The number of elements in the box."""
         return math.prod(self.shape)
 
     def overlap(self, other: Region) -> Region | None:
-        """The elements both hold; None if there are none.
+        """Return the elements that both boxes hold; None if there are none.
 
         >>> Region((0, 2), (4, 4)).overlap(Region((2, 0), (4, 3)))
         Region(offsets=(2, 2), shape=(2, 1))
@@ -37,7 +39,7 @@ class Region:
         return Region(starts, shape) if all(length > 0 for length in shape) else None
 
     def minus(self, other: Region) -> list[Region]:
-        """What is left of this box without the other's elements, as boxes that don't overlap."""
+        """Return the rest of this box without the other's elements, as boxes that do not overlap."""
         common = self.overlap(other)
         if common is None:
             return [self] if self.numel else []
@@ -57,7 +59,7 @@ class Region:
         return rest
 
     def slices(self, origin: tuple[int, ...]) -> tuple[slice, ...]:
-        """The index of this box in a tensor whose first element lies at `origin`."""
+        """Return the index of this box in a tensor whose first element lies at `origin`."""
         return tuple(
             slice(start - first, start - first + length)
             for start, first, length in zip(self.offsets, origin, self.shape, strict=True)
@@ -69,7 +71,7 @@ class Region:
 
 
 def uncovered(region: Region, boxes: Iterable[Region]) -> list[Region]:
-    """The parts of a region that no box holds.
+    """Return the parts of a region that no box holds.
 
     >>> uncovered(Region((0,), (10,)), [Region((0,), (4,)), Region((3,), (3,))])
     [Region(offsets=(6,), shape=(4,))]
@@ -83,8 +85,9 @@ def uncovered(region: Region, boxes: Iterable[Region]) -> list[Region]:
 def copy(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy a tensor into another of the same shape and dtype.
 
-    Blocks of CPU memory are moved by the calling thread alone. torch would share the work between its threads, which
-    wait for each other on busy cores: 1.0 s instead of 0.02 s for 100 tensors of 1 MiB, 2 cores, load 6.
+    The calling thread alone moves blocks of CPU memory. torch would share the work between its
+    threads, which wait for each other on busy cores: 1.0 s instead of 0.02 s for 100 tensors of 1
+    MiB (2 cores, load 6).
     """
     if all(
         t.device.type == "cpu" and t.is_contiguous() and not t.is_conj() and not t.is_neg()
@@ -99,20 +102,17 @@ def copy(target: torch.Tensor, source: torch.Tensor) -> None:
 class TensorPiece:
     """A part of a named tensor, held by one rank.
 
-    Replicas hold equal pieces; the caller decides which of them owns a piece and writes it.
-
-    shape: Of the whole tensor.
-    offsets: Where the part starts in the whole tensor, along each dim.
-    tensor: The part itself, on any device.
+    Replicas hold equal pieces. The caller decides which of them owns a piece and writes it.
 
     Raises:
-        ValueError: the part reaches out of the whole tensor, or is not a dense tensor of one of `DTYPES`.
+        ValueError: the part reaches out of the whole tensor, or is not a dense tensor of one of
+            `DTYPES`.
     """
 
     name: str
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    tensor: torch.Tensor
+    shape: tuple[int, ...]  # of the whole tensor
+    offsets: tuple[int, ...]  # where the part starts in the whole tensor, along each dim
+    tensor: torch.Tensor  # the part itself, on any device
 
     def __post_init__(self) -> None:
         local = tuple(self.tensor.shape)
@@ -131,21 +131,23 @@ class TensorPiece:
 
     @property
     def region(self) -> Region:
-        """Where the part lies in the whole tensor."""
+        """The place of the part in the whole tensor."""
         return Region(self.offsets, tuple(self.tensor.shape))
 
 
 def pieces_of(name: str, tensor: torch.Tensor, extent: Extent | None = None) -> list[TensorPiece]:
-    """What this rank holds of a tensor: all of a plain one, its own part of a DTensor, box by box.
+    """Return the pieces that this rank holds of a tensor: all of a plain tensor, or its own part of
+    a DTensor, box by box.
 
-    extent: where a plain tensor lies, if it is a part of a larger one.
+    extent: place of a plain tensor in a larger one, if it is a part of one.
 
-    The parts share memory with the tensor. A rank that holds no element of a DTensor has no piece of it; of a
-    tensor that is empty as a whole, every rank has the (empty) whole. Replicas get equal pieces; the caller
-    decides who writes them.
+    The pieces share memory with the tensor. A rank that holds no element of a DTensor has no piece
+    of it. Every rank has a piece of a tensor that is empty as a whole. Replicas get equal pieces;
+    the caller decides who writes them.
 
     Raises:
-        ValueError: see `TensorPiece`; also a DTensor whose local part is not what its placement says.
+        ValueError: see `TensorPiece`; also a DTensor whose local part is not what its placement
+            says.
         RuntimeError: a DTensor that still waits for its reduction (a Partial placement).
     """
     shape = tuple(tensor.shape)
@@ -176,13 +178,16 @@ def pieces_of(name: str, tensor: torch.Tensor, extent: Extent | None = None) -> 
 
 
 def _runs(tensor: torch.Tensor) -> list[list[range]] | None:
-    """Where a rank's part of a DTensor lies along each dim, where it is a part of each of several blocks.
+    """Return the ranges that a rank's part of a DTensor covers along each dim, if each of several
+    blocks is cut into parts.
 
-    None for other DTensors, of which torch knows it. What it says of these is wrong (2.13).
+    Returns None for other DTensors, for which torch reports the place itself. What torch 2.13
+    reports for DTensors of blocks is wrong.
     """
     mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
     blocks = [getattr(placement, "split_factor", 1) for placement in placements]
-    # FSDP2 writes the order of two cuts of one dim as blocks too; later cuts of the dim account for as many.
+    # FSDP2 writes the order of two cuts of one dim as blocks too; later cuts of the dim account for
+    # as many.
     later = [
         math.prod(
             mesh.size(j) for j in range(i + 1, len(placements)) if placements[j].is_shard(p.dim)
@@ -210,7 +215,7 @@ def _runs(tensor: torch.Tensor) -> list[list[range]] | None:
 
 
 def _pieces_of_runs(name: str, tensor: torch.Tensor, runs: list[list[range]]) -> list[TensorPiece]:
-    """A piece for every box that the runs along the dims make."""
+    """Return a piece for every box that the runs along the dims make."""
     local, shape = tensor.to_local().detach(), tuple(sum(map(len, along)) for along in runs)  # type: ignore[attr-defined]
     if tuple(local.shape) != shape:
         raise ValueError(

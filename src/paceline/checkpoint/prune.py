@@ -17,7 +17,10 @@ _STEP = re.compile(r"step-(\d+)")
 
 
 def later_saves(run_dir: Path, *, after: int) -> frozenset[str]:
-    """The saves of checkpoints of later steps than a run goes on from: they were damaged, or did not suit it."""
+    """Return the saves of checkpoints of later steps than the one from which a run continues.
+
+    Those checkpoints were damaged, or did not suit the run.
+    """
     return frozenset(
         save
         for step, path in _complete(run_dir).items()
@@ -28,13 +31,19 @@ def later_saves(run_dir: Path, *, after: int) -> frozenset[str]:
 def prune(
     run_dir: Path, *, newest: int, right_step: int | None = None, passed_over: Collection[str] = ()
 ) -> None:
-    """Keep so many of the newest complete checkpoints, the one with the least validation loss, those that `KeepBest`
-    keeps, and the newest one of a time when gradients were found right. A checkpoint that can't be removed stays.
+    """Delete the checkpoints of a run that need not be kept. A checkpoint that can't be removed
+    stays.
 
-    right_step: after which they were last found right; None if they are not looked at. passed_over: saves whose
-    checkpoints stay and do not count, as the run could not go on from them.
+    It keeps the newest complete checkpoints, the one with the least validation loss, those that
+    `KeepBest` keeps, and the newest one from a time when gradients were found right. Only the
+    process that commits a run's checkpoints may call it.
 
-    Only the process that commits a run's checkpoints may call it.
+    Args:
+        newest: How many of the newest complete checkpoints to keep.
+        right_step: Step after which gradients were last found right; None if gradients are not
+            checked.
+        passed_over: Saves whose checkpoints stay and do not count, because the run could not
+            continue from them.
     """
     complete = {
         step: path
@@ -63,7 +72,9 @@ def _complete(run_dir: Path) -> dict[int, Path]:
 
 
 def _evaluated(run_dir: Path) -> Iterator[tuple[int, float]]:
-    """Step and validation loss of each evaluation, those of the same step in their order."""
+    """Yield the step and the validation loss of each evaluation. Evaluations of the same step keep
+    their order.
+    """
     with suppress(OSError), (run_dir / METRICS).open() as file:
         for line in file:
             if '"validation_loss"' in line:

@@ -1,4 +1,6 @@
-"""Reads checkpoints: checks a folder against its COMMIT, then gives any region of any tensor to any layout."""
+"""Reads checkpoints. It checks a folder against its COMMIT, then gives any region of any tensor to
+a run with any plan.
+"""
 
 from __future__ import annotations
 
@@ -29,42 +31,41 @@ from paceline.checkpoint.write import COMMIT, DOCUMENT, FORMAT, INDEX, LOOK_S, V
 from paceline.launch.process.malloc import trim_heap
 from paceline.strategies.layout import Extent
 
-_SUMMED_BYTES = 256 * 1024  # read at a time, as in hashlib.file_digest
+_SUMMED_BYTES = 256 * 1024  # read at a time for a checksum, as in hashlib.file_digest
 MAPPED_BYTES = (
     16 * 1024**2
 )  # read of files before they are unmapped; a larger piece is read at once
 
-# step-N, and what was step-N until a save of the same step began to replace it and was cut off.
+# step-N, and the folder that was step-N until a save of the same step began to replace it and was
+# interrupted.
 _FOLDER = re.compile(r"step-(\d+)|\.step-(\d+)\.replaced")
 
 
 @dataclass(frozen=True, slots=True)
 class StoredPiece:
-    """Where a part of a tensor lies: a key in one of the checkpoint's safetensors files."""
+    """The place of a part of a tensor in a checkpoint's safetensors files."""
 
     file: str
-    key: str
+    key: str  # in that file
     region: Region
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A tensor of a checkpoint; its shape is that of the whole."""
+    """A tensor of a checkpoint."""
 
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the whole tensor
     dtype: torch.dtype
     pieces: tuple[StoredPiece, ...]
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint. Its tensors stay on the disk until they are read.
-
-    document: What the caller of `Writer.save` gave on rank 0, as JSON holds it (tuples are lists).
-    """
+    """A complete checkpoint. Its tensors stay on the disk until they are read."""
 
     path: Path
     step: int
+    # What the caller of `Writer.save` gave on rank 0, as JSON holds it (tuples are lists).
     document: dict[str, Any]
     tensors: Mapping[str, TensorEntry]
     _files: dict[str, _Mapped] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -76,7 +77,8 @@ class Checkpoint:
         offsets: tuple[int, ...] | None = None,
         shape: tuple[int, ...] | None = None,
     ) -> torch.Tensor:
-        """A tensor, or the region of it that starts at `offsets` and has this shape, in CPU memory.
+        """Read a tensor, or the region of it that starts at `offsets` and has this shape, into CPU
+        memory.
 
         Only the bytes of the region are read.
 
@@ -96,12 +98,13 @@ class Checkpoint:
         return target
 
     def read_into(self, name: str, tensor: torch.Tensor, extent: Extent | None = None) -> None:
-        """Fill a tensor in place: all of a plain one, this rank's own part of a DTensor.
+        """Fill a tensor in place: all of a plain tensor, or this rank's own part of a DTensor.
 
-        extent: where a plain tensor lies, if it is a part of a larger one.
+        extent: place of a plain tensor in a larger one, if it is a part of one.
 
         Raises:
-            CheckpointError: there is no such tensor, or it has another global shape or another dtype.
+            CheckpointError: there is no such tensor, or it has another global shape or another
+                dtype.
         """
         entry = self._entry(name)
         if (
@@ -147,7 +150,9 @@ class Checkpoint:
             self._close_after(part.nbytes)
 
     def _close_after(self, num_bytes: int) -> None:
-        """Unmap the files when so much has been read: pages that were read count as this process's memory."""
+        """Unmap the files after enough bytes were read, because pages that were read count as this
+        process's memory.
+        """
         self._read_bytes.append(num_bytes)
         if sum(self._read_bytes) > MAPPED_BYTES:
             self._read_bytes.clear()
@@ -155,18 +160,22 @@ class Checkpoint:
             trim_heap()
 
     def _open(self, file: str) -> _Mapped:
-        """A file, mapped into memory and kept for a while: a model has thousands of tensors in few files."""
+        """Map a file into memory and keep it for a while, because a model has thousands of tensors
+        in few files.
+        """
         if file not in self._files:
             self._files[file] = _Mapped(self.path / file)
         return self._files[file]
 
 
 class _Mapped:
-    """A safetensors file, mapped for reading alone: safetensors maps it for writing, too, which counts as this
-    process's memory where that is limited.
+    """A safetensors file that is mapped for reading only.
+
+    safetensors itself maps it for writing, too. Such a mapping counts as this process's memory if
+    that is limited.
 
     Raises:
-        OSError, ValueError: it can't be read, or has no header.
+        OSError, ValueError: the file can't be read, or has no header.
     """
 
     def __init__(self, path: Path) -> None:
@@ -179,11 +188,11 @@ class _Mapped:
         self.bytes = np.frombuffer(self.mapped, np.uint8, offset=8 + length)
 
     def read(self, piece: StoredPiece, dtype: torch.dtype, part: tuple[slice, ...]) -> torch.Tensor:
-        """A copy of a part of a stored tensor.
+        """Return a copy of a part of a stored tensor.
 
         Raises:
-            KeyError: there is none of that name.
-            ValueError: it is another one than the index says.
+            KeyError: there is no tensor of that name.
+            ValueError: the tensor differs from what the index says.
         """
         entry = self.header[piece.key]
         if (DTYPES[entry["dtype"]], tuple(entry["shape"])) != in_file(dtype, piece.region.shape):
@@ -193,7 +202,7 @@ class _Mapped:
         copied = torch.from_numpy(np.array(whole[part], order="C"))
         if hasattr(
             mmap, "MADV_DONTNEED"
-        ):  # what was read stays in the system's cache, not in this process
+        ):  # the pages that were read stay in the system's cache, not in this process
             self.mapped.madvise(mmap.MADV_DONTNEED)
         return copied.flatten().view(dtype).reshape(copied.shape[:-1])
 
@@ -202,11 +211,12 @@ def open_checkpoint(path: Path, *, checksums: bool = True) -> Checkpoint:
     """Open a checkpoint folder after checking that it is complete and undamaged.
 
     Args:
-        checksums: Whether to read all files in full to check their checksums. When many ranks open a checkpoint, one
-            of them is enough; sizes and structure are checked always.
+        checksums: Whether to read all files in full to check their checksums. If many ranks open a
+            checkpoint, it is enough that one of them does so. Sizes and structure are always
+            checked.
 
     Raises:
-        CheckpointError: what exactly is wrong with it.
+        CheckpointError: the checkpoint can't be used; the message says why.
     """
     path = Path(path)
     commit = _load_commit(path)
@@ -240,7 +250,8 @@ def newest_checkpoint(
     accept: Callable[[Checkpoint], str | None],
     warn: Callable[[str], None],
 ) -> Checkpoint | None:
-    """The checkpoint of the highest step that is whole and accepted; None if the run has none at all.
+    """Return the checkpoint of the highest step that is whole and accepted; None if the run has no
+    checkpoint at all.
 
     Args:
         accept: Says why a checkpoint doesn't suit the caller, or None if it does.
@@ -271,7 +282,9 @@ def newest_checkpoint(
 
 
 def newest_saved_step(run_dir: Path) -> int:
-    """The step of the last checkpoint that was written to its end, damaged or not; -1 if there is none."""
+    """Return the step of the last checkpoint that was written to its end, damaged or not; -1 if
+    there is none.
+    """
     steps = [
         int(match[1])
         for path in (Path(run_dir) / "checkpoints").glob("step-*")
@@ -281,7 +294,9 @@ def newest_saved_step(run_dir: Path) -> int:
 
 
 def _candidates(folder: Path) -> list[Path]:
-    """What may be a checkpoint, highest step first; a replaced one after the one that took its place."""
+    """Return the folders that may be checkpoints, highest step first. A replaced one comes after
+    the one that replaced it.
+    """
     if not folder.is_dir():
         return []
     candidates = [
@@ -347,8 +362,8 @@ def _check_sizes(path: Path, files: Mapping[str, tuple[int, str]]) -> None:
 
 
 def _check_sums(path: Path, files: Mapping[str, tuple[int, str]], checksum: str) -> None:
-    num_read = [0] * len(files)  # buffers of each, as far as it has come
-    is_over = Event()  # set where a damaged file was found, as nobody needs the rest then
+    num_read = [0] * len(files)  # number of buffers that were read of each file so far
+    is_over = Event()  # set if a damaged file was found, because the rest need not be read then
 
     def sum_of(number: int, name: str) -> str:
         digest, buffer = (
@@ -364,7 +379,7 @@ def _check_sums(path: Path, files: Mapping[str, tuple[int, str]], checksum: str)
             raise CheckpointError(f"{path}: can't read {name}: {error.strerror}") from error
         return digest.hexdigest()
 
-    with ThreadPoolExecutor() as pool, ExitStack() as stack:  # threads leave the interpreter free
+    with ThreadPoolExecutor() as pool, ExitStack() as stack:  # hashing releases the interpreter
         stack.callback(is_over.set)
         sums = [pool.submit(sum_of, number, name) for number, name in enumerate(files)]
         for (name, (_, expected)), summed in zip(files.items(), sums, strict=True):
@@ -381,7 +396,9 @@ def _check_sums(path: Path, files: Mapping[str, tuple[int, str]], checksum: str)
 
 
 def _entry_of(entry: Mapping[str, Any], files: Mapping[str, Any]) -> TensorEntry:
-    """One tensor of the index, checked: every piece lies inside the tensor, in a file of this checkpoint."""
+    """Return one tensor of the index after checking that every piece lies inside the tensor and in
+    a file of this checkpoint.
+    """
     shape = _lengths(entry["shape"])
     pieces = []
     for piece in entry["pieces"]:
@@ -406,7 +423,7 @@ def _lengths(values: Any) -> tuple[int, ...]:
 
 
 def _plain_name(name: Any) -> str:
-    """A file name, refused if it could lead out of the checkpoint's folder."""
+    """Return a file name, and refuse one that could lead out of the checkpoint's folder."""
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", name):
         raise ValueError(f"the path {name!r} leads out of the checkpoint's folder")
     return name

@@ -1,11 +1,13 @@
-"""What of a checkpoint lies in CPU memory: copied to memory that is kept from save to save.
+"""Copies the parts of a checkpoint that lie in CPU memory, to memory that is kept from save to
+save.
 
-The run waits while what a forward may write to is copied. What only updates write to is copied beside the next forward
-and backward, and the update waits for it, as in CheckFreq (Mohan et al., FAST 2021, section 4.1).
+The run waits while the tensors to which a forward may write are copied. Tensors to which only
+updates write are copied during the next forward and backward, and the update waits for these
+copies, as in CheckFreq (Mohan et al., FAST 2021, section 4.1).
 
-Memory that a process has used is quick to write to. Fresh memory is not: on virtual machines of 2 cores the first write
-to a GB took 0.5 to 2.6 s, and later ones 0.09 to 0.11 s. A file in memory that is written by calls takes 0.25 to 0.3 s,
-so this one is mapped.
+Writing to memory that a process has used before is fast. Writing to fresh memory is slow: on
+virtual machines with 2 cores the first write to a GB took 0.5 to 2.6 s, and later ones 0.09 to 0.11
+s. Writing a file in memory by calls takes 0.25 to 0.3 s per GB, so this file is mapped.
 """
 
 from __future__ import annotations
@@ -24,55 +26,61 @@ from paceline.checkpoint.files import plain
 from paceline.launch.process.memory_files import memory_file
 from paceline.launch.process.memory_use import LeftOut
 
-# Of a thread beside the steps, which so take at most 1.1 times as long: a busy core gives it a sixteenth of its time
-# (weights of 70 and 1024, sched_prio_to_weight in Linux's kernel/sched/core.c), and they wait for the copies too.
+# Added to the niceness of a thread that runs beside the steps. A busy core then gives the thread a
+# sixteenth of its time (weights of 70 and 1024, sched_prio_to_weight in Linux's
+# kernel/sched/core.c). Steps take at most 1.1 times as long, although they also wait for the
+# copies.
 _NICER = 12
-_RESERVED_BYTES = (
-    2**20
-)  # at a time: a save waits for no more, some 3 ms where memory was never used before
-_ALIGNED_BYTES = (
-    64  # where each tensor begins: a line of the cache, and a multiple of any dtype's size
-)
+# Memory is reserved in parts of this size. A save waits for one part at most: about 3 ms if its
+# memory was never used.
+_RESERVED_BYTES = 2**20
+# Each tensor begins at a multiple of this: a line of the cache, and a multiple of any dtype's size.
+_ALIGNED_BYTES = 64
 
 
 class Snapshot:
-    """A rank's memory for its pieces. It does not count as memory of the rank, and is freed with this object."""
+    """A rank's memory for copies of its pieces. It does not count as memory of the rank, and is
+    freed with this object.
+    """
 
     def __init__(self) -> None:
         self._descriptor = memory_file("paceline-save")
         self._mapped = torch.empty(0, dtype=torch.uint8)
-        self._taken = 0  # bytes of it that the system has given
-        self._end = 0  # of what was copied since `begin`, or is to be
-        self._later: list[tuple[torch.Tensor, torch.Tensor]] = []  # and where to
+        self._taken = 0  # bytes of the file for which the system has given memory
+        self._end = 0  # end of the bytes that were copied since `begin`, or will be
+        # Targets and sources of the copies that `copy_beside` makes.
+        self._later: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._copying: threading.Thread | None = None
         self._lock = threading.Lock()
         weakref.finalize(self, os.close, self._descriptor)
         self._left_out = LeftOut(self)
 
     def reserve(self, num_bytes: int) -> None:
-        """Take so much memory from the system before the first save, which takes the rest. On a thread of its own.
+        """Take so much memory from the system before the first save. That save takes what is still
+        missing. Call this on a separate thread.
 
-        It is written to, not only allocated: the host of a virtual machine gives memory when it is first written to.
+        The memory is written to, not only allocated, because the host of a virtual machine gives
+        memory at the first write.
         """
         be_nice()
-        with suppress(OSError):  # the save itself says what is missing
+        with suppress(OSError):  # the save itself reports missing memory
             while self._taken < num_bytes:
                 with self._lock:
                     begin = self._taken
                     self._take(min(begin + _RESERVED_BYTES, num_bytes), mapped_bytes=num_bytes)
-                    # Not by torch, whose operators would start threads for this one.
+                    # torch's operators would start threads for this thread.
                     ctypes.memset(self._mapped.data_ptr() + begin, 0, self._taken - begin)
 
     @property
     def num_bytes(self) -> int:
-        """What it has taken from the system."""
+        """The bytes that this snapshot has taken from the system."""
         return self._taken
 
     def begin(self, num_bytes: int) -> None:
-        """Forget what was copied for the save before, which is written, and have memory for so much.
+        """Forget the copies of the previous save, which is written, and provide so much memory.
 
         Raises:
-            OSError: this host has none.
+            OSError: this host has not enough memory.
         """
         self._end = 0
         self._later.clear()
@@ -80,19 +88,23 @@ class Snapshot:
             self._take(num_bytes, mapped_bytes=num_bytes)
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy a tensor behind those before it."""
+        """Copy a tensor to the place after the previous tensors."""
         target = self._place(tensor)
         _fill(target, tensor)
         return target
 
     def copy_later(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Have a tensor that lies as in a file copied behind those before it, by `copy_beside`."""
+        """Reserve the place after the previous tensors for a tensor that `copy_beside` copies. The
+        tensor must lie in memory as in a file.
+        """
         target = self._place(tensor)
         self._later.append((target, tensor))
         return target
 
     def copy_beside(self) -> None:
-        """Copy on another thread what is to be copied later. It has to stay as it is until `wait` returns."""
+        """Copy the tensors given to `copy_later` on another thread. They must not change until
+        `wait` returns.
+        """
         if self._later:
             self._copying = threading.Thread(
                 target=self._copy_later, name="paceline-snapshot", daemon=True
@@ -100,7 +112,7 @@ class Snapshot:
             self._copying.start()
 
     def wait(self) -> None:
-        """Return when all is copied. From any thread."""
+        """Return when everything is copied. Any thread may call this."""
         if self._copying is not None:
             self._copying.join()
 
@@ -109,14 +121,19 @@ class Snapshot:
             _fill(*self._later.pop())
 
     def _place(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor like this one, behind those before it."""
+        """Return a tensor like this one at the place after the previous tensors."""
         begin, end = self._end, self._end + tensor.nbytes
         self._end = aligned(end)
         return self._mapped[begin:end].view(tensor.dtype).view(tensor.shape)
 
     def _take(self, num_bytes: int, *, mapped_bytes: int) -> None:
-        """Get memory for so much of the file: without it, a write to what is mapped would end the process. What is
-        still read of an earlier mapping stays mapped until it is not. mapped_bytes: what is mapped at least."""
+        """Get memory for so many bytes of the file. Without memory, a write to the mapping would
+        end the process.
+
+        An earlier mapping stays mapped while tensors still refer to it.
+
+        mapped_bytes: bytes that are mapped at least.
+        """
         if len(self._mapped) < mapped_bytes:
             os.ftruncate(self._descriptor, mapped_bytes)
             self._mapped = torch.frombuffer(
@@ -130,7 +147,8 @@ class Snapshot:
 
 
 def aligned(num_bytes: int) -> int:
-    """
+    """Round a size in bytes up to where the next tensor begins.
+
     >>> aligned(65), aligned(128)
     (128, 128)
     """
@@ -138,13 +156,17 @@ def aligned(num_bytes: int) -> int:
 
 
 def _fill(target: torch.Tensor, tensor: torch.Tensor) -> None:
-    """By a call that writes past the cache: 10 GB/s on these machines, where torch's own copy has 7."""
+    """Copy a tensor by a call that bypasses the cache. It copies 10 GB/s on these machines, and
+    torch's own copy 7 GB/s.
+    """
     elements = plain(tensor)
     ctypes.memmove(target.data_ptr(), elements.data_ptr(), elements.nbytes)
 
 
 def be_nice() -> None:
-    """Let this thread leave busy cores to those that compute; Linux alone can for a single thread."""
+    """Lower this thread's priority, so that threads that compute get busy cores. Only Linux can do
+    so for a single thread.
+    """
     if sys.platform == "linux":
         thread = threading.get_native_id()
         with suppress(OSError):

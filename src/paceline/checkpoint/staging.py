@@ -1,4 +1,6 @@
-"""What of a checkpoint lies on a GPU: copied to pinned memory on a stream of its own, while the run goes on."""
+"""Copies the parts of a checkpoint that lie on a GPU to pinned memory, on a separate stream, while
+the run continues.
+"""
 
 from __future__ import annotations
 
@@ -12,29 +14,30 @@ from paceline.checkpoint.pieces import TensorPiece
 
 
 class Staging:
-    """Pinned memory for a rank's pieces, kept from save to save, and the copies into it.
-
-    copies: the stream of the copies. all_copied: recorded behind those of the last save.
-    """
+    """Pinned memory for a rank's pieces, kept from save to save, and the copies into it."""
 
     def __init__(self, device: torch.device) -> None:
+        # copies: the stream on which the copies run.
         self.device, self.copies = device, torch.cuda.Stream(device)
         self.memory: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
-        self.all_copied = torch.cuda.Event()
+        self.all_copied = torch.cuda.Event()  # recorded after the copies of the last save
         self._holds_up_update = False
         self._lock = threading.Lock()
 
     def reserve(self, pieces: Iterable[TensorPiece]) -> None:
-        """Pin memory for these pieces, so that the first save has it. On a thread of its own: 0.5 s a GB on an H200's
-        host."""
-        torch.cuda.set_device(self.device)  # of this thread, which else would use the first GPU
-        with suppress(RuntimeError):  # the save itself says what is missing
+        """Pin memory for these pieces, so that the first save has it. Call this on a separate
+        thread, because pinning takes 0.5 s a GB on the host of an H200.
+        """
+        torch.cuda.set_device(self.device)  # this thread would use the first GPU otherwise
+        with suppress(RuntimeError):  # the save itself reports missing memory
             for piece in pieces:
                 self._memory_for(piece)
 
     def missing_bytes(self, pieces: Iterable[TensorPiece]) -> int:
-        """What copies of these pieces take beside what is pinned; torch pins blocks of a power of two
-        (at::CachingHostAllocator)."""
+        """Return the bytes that copies of these pieces need in addition to the pinned memory.
+
+        torch pins blocks whose size is a power of two (at::CachingHostAllocator).
+        """
         return sum(
             1 << (piece.tensor.nbytes - 1).bit_length()
             for piece in pieces
@@ -45,9 +48,11 @@ class Staging:
     def copy(
         self, pieces: Sequence[TensorPiece], *, is_for_updates: Callable[[str], bool]
     ) -> list[torch.Tensor]:
-        """Begin to copy the pieces; their values are here after `wait`. Not before an earlier save is written.
+        """Begin to copy the pieces. Their values are complete after `wait`. Call this only after an
+        earlier save is written.
 
-        The computing stream waits at once for what a forward may write to, and for the rest in `before_update`.
+        The computing stream waits at once for the copies of tensors to which a forward may write.
+        It waits for the other copies in `before_update`.
 
         Args:
             is_for_updates: Whether nothing but an update writes to the tensor of this name.
@@ -68,18 +73,20 @@ class Staging:
         return [targets[number] for number in range(len(pieces))]
 
     def before_update(self) -> None:
-        """Let what is launched from now on wait for the copies of what updates write to. The host doesn't wait."""
+        """Make all work that is launched from now on wait for the copies of tensors to which
+        updates write. The host does not wait.
+        """
         if self._holds_up_update:
             torch.cuda.current_stream(self.device).wait_event(self.all_copied)
             self._holds_up_update = False
 
     def wait(self) -> None:
-        """Return when the copies are here. From any thread."""
+        """Return when the copies are complete. Any thread may call this."""
         self.all_copied.synchronize()
 
     def _copied(self, piece: TensorPiece) -> torch.Tensor:
         tensor = piece.tensor.detach().resolve_conj().resolve_neg()
-        tensor.record_stream(self.copies)  # else its memory could be used again before it is read
+        tensor.record_stream(self.copies)  # otherwise its memory could be reused before it is read
         return self._memory_for(piece).copy_(tensor, non_blocking=True)
 
     def _memory_for(self, piece: TensorPiece) -> torch.Tensor:
@@ -92,7 +99,7 @@ class Staging:
             return memory
 
     def _pinned(self, piece: TensorPiece) -> torch.Tensor | None:
-        """What was pinned for such a piece."""
+        """Return the memory that was pinned for such a piece."""
         memory = self.memory.get((piece.name, piece.offsets))
         is_alike = memory is not None and (memory.shape, memory.dtype) == (
             piece.tensor.shape,

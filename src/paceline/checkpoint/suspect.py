@@ -1,5 +1,6 @@
-"""Checkpoints that wrong arithmetic may have reached: a file in the folder of each says so, and a run that is resumed
-passes them over."""
+"""Marks checkpoints that wrong arithmetic may have reached. Each marked folder holds a file that
+says so, and a resumed run passes over these checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +11,12 @@ from pathlib import Path
 
 from paceline.runs.folder import CHECKPOINTS
 
-SUSPECT = "SUSPECT"  # the file
+SUSPECT = "SUSPECT"  # the name of the file
 _STEP = re.compile(r"step-(\d+)")
 
 
 def mark_suspect(run_dir: Path, *, after: int) -> None:
-    """Mark all checkpoints after a step. A full disk takes no mark."""
+    """Mark all checkpoints after a step. If the disk is full, they stay unmarked."""
     for step, path in _saved(run_dir):
         if step > after:
             with suppress(OSError):
@@ -25,12 +26,12 @@ def mark_suspect(run_dir: Path, *, after: int) -> None:
 
 
 def suspect_steps(run_dir: Path) -> list[int]:
-    """Of the checkpoints that are marked."""
+    """Return the steps of the checkpoints that are marked."""
     return sorted(step for step, path in _saved(run_dir) if (path / SUSPECT).exists())
 
 
 def why_suspect(path: Path) -> str | None:
-    """Why a checkpoint is to be passed over; None if it isn't marked."""
+    """Return why a checkpoint should be passed over; None if it isn't marked."""
     if not (path / SUSPECT).exists():
         return None
     return (

@@ -1,4 +1,6 @@
-"""Python values (numbers, text, tensors, containers of these) as JSON and named tensors, and back."""
+"""Converts Python values (numbers, text, tensors, containers of these) to JSON and named tensors,
+and back.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,15 @@ from paceline.base.errors import JobError
 from paceline.model.attributes import is_same
 from paceline.model.copy_on_write import SeenValue
 
-_TAG = "__kind__"  # of a JSON object that stands for something that JSON has no notation for
+_TAG = "__kind__"  # key of a JSON object that represents a value for which JSON has no notation
 
 
 def pack(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """A value as JSON can hold it; its tensors are added to `tensors`, as NAME, NAME.KEY or NAME.INDEX.
+    """Return a value as JSON can hold it. Its tensors are added to `tensors`, as NAME, NAME.KEY or
+    NAME.INDEX.
 
     Raises:
-        JobError: it holds an object that only pickle could keep.
+        JobError: the value holds an object that only pickle could keep.
     """
     if isinstance(value, torch.Tensor):
         tensors[name] = value
@@ -68,8 +71,9 @@ def pack(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 class SeenPlain:
-    """A value at one moment, to be compared with a later one. What torch keeps lazily takes no memory until something
-    writes to it."""
+    """A value at one moment, kept to compare it with a later one. Tensors that torch copies lazily
+    take no memory until something writes to them.
+    """
 
     def __init__(self, value: Any) -> None:
         tensors: dict[str, torch.Tensor] = {}
@@ -77,7 +81,7 @@ class SeenPlain:
         self._tensors = {name: SeenValue(tensor.detach()) for name, tensor in tensors.items()}
 
     def is_same(self, value: Any) -> bool:
-        """Whether the value holds the same."""
+        """Whether the value equals the one that was kept."""
         tensors: dict[str, torch.Tensor] = {}
         return is_same(pack(value, "", tensors), self._packed) and all(
             is_same(tensor.detach(), self._tensors[name].value) for name, tensor in tensors.items()
@@ -85,7 +89,7 @@ class SeenPlain:
 
 
 def can_pack(value: Any) -> bool:
-    """Whether `pack` takes a value."""
+    """Whether `pack` accepts a value."""
     try:
         pack(value, "", {})
     except JobError:
@@ -94,13 +98,13 @@ def can_pack(value: Any) -> bool:
 
 
 def unpack(packed: Any, read: Callable[[str, Any], torch.Tensor], like: Any = None) -> Any:
-    """The value that was packed.
+    """Return the value that was packed.
 
-    Where `like` is of its kind it is filled in place, for others may refer to it: a tensor of the same shape and
-    dtype, a list, a dict, a set, a generator.
+    If `like` is of the same kind, it is filled in place, because other objects may refer to it: a
+    tensor of the same shape and dtype, a list, a dict, a set, a generator.
 
     Args:
-        read: Gives the tensor of a name; also told what stands in its place now.
+        read: Gives the tensor of a name. Its second argument is the value that is in its place now.
     """
     if isinstance(packed, list):
         return _filled(
@@ -145,7 +149,7 @@ def unpack(packed: Any, read: Callable[[str, Any], torch.Tensor], like: Any = No
 
 
 def _drawing(state: Any, like: Any) -> Any:
-    """NumPy's or Python's generator in this state."""
+    """Return NumPy's or Python's generator in this state."""
     if isinstance(state, tuple):
         generator = like if isinstance(like, random.Random) else random.Random()
         generator.setstate(state)
@@ -173,7 +177,9 @@ def _tensor(stored: torch.Tensor, like: Any) -> torch.Tensor:
 
 
 def _filled(value: Any, like: Any) -> Any:
-    """The contents in the object that is there, if it is a container of this kind."""
+    """Put the contents into the existing object and return it, if it is a container of the same
+    kind.
+    """
     if isinstance(value, list) and isinstance(like, list):
         like[:] = value
     elif isinstance(value, dict | set) and isinstance(
@@ -190,10 +196,12 @@ def _filled(value: Any, like: Any) -> Any:
 
 
 def text_tensor(packed: Any) -> torch.Tensor:
-    """Packed values as the bytes of their JSON; any rank can write a tensor, and rank 0 alone the document."""
+    """Return packed values as the bytes of their JSON. Any rank can write a tensor, but only rank 0
+    writes the document.
+    """
     return torch.frombuffer(bytearray(json.dumps(packed).encode()), dtype=torch.uint8)
 
 
 def from_text_tensor(text: torch.Tensor) -> Any:
-    """What `text_tensor` was given."""
+    """Return the packed values that `text_tensor` was given."""
     return json.loads(bytes(text.tolist()))

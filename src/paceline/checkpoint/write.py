@@ -1,7 +1,9 @@
-"""Writes checkpoints in the background: every rank its pieces, rank 0 the index and, last of all, COMMIT.
+"""Writes checkpoints in the background. Every rank writes its pieces; rank 0 writes the index and,
+last of all, COMMIT.
 
-Ranks meet only through files, so a save never waits inside a collective and can't disturb one. A save happens in a
-hidden folder that gets its real name when it is complete; docs/checkpoints.md describes the result.
+Ranks communicate only through files, so a save never waits inside a collective and can't disturb
+one. A save happens in a hidden folder that gets its real name when it is complete.
+docs/checkpoints.md describes the result.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ FORMAT = "paceline-checkpoint"
 VERSION = 2  # 1 had sha256 for checksums
 COMMIT, INDEX, DOCUMENT = "COMMIT", "index.json", "document.json"
 
-# Fingerprints by the ranks that should have equal ones, such as "0,2", and by the tensor's name.
+# Fingerprints of tensors, by the ranks that should have equal ones (such as "0,2") and by the
+# tensor's name.
 HeldAlike = Mapping[str, Mapping[str, int]]
 
 FIRST_POLL_S, LAST_POLL_S = (
@@ -60,16 +63,18 @@ FIRST_POLL_S, LAST_POLL_S = (
     0.25,
 )  # between looks at the other ranks' files; doubled after each
 LOOK_S = 0.2  # between looks at how far work on other threads has come: a patience has 1 s at least
-# Of the memory that this host has free, what copies for saves may take. Steps and loaders need the rest. Copies of the
-# state in memory may take half.
+# The share of this host's free memory that copies for saves may take. Steps and loaders need the
+# rest. Copies of the state in memory may take half.
 _MEMORY_SHARE = 0.8
-_TOUCH_S = 1.0  # between a waiting rank's looks at how far others have come, and between rank 0's words of it
+# Seconds between a waiting rank's looks at the progress of others, and between rank 0's reports of
+# progress.
+_TOUCH_S = 1.0
 EXIT_WAIT_S = (
     10.0  # for a file that is being written when the process exits; it can't be interrupted
 )
 
 
-_RUN_BYTES = 16 * 2**20  # of a large tensor that is read and written at a time
+_RUN_BYTES = 16 * 2**20  # bytes of a large tensor that are read and written at a time
 
 
 def write_model(
@@ -77,12 +82,13 @@ def write_model(
     kinds: Mapping[str, Kind],
     read: Callable[[str, tuple[int, ...], tuple[int, ...]], torch.Tensor],
 ) -> None:
-    """Write whole tensors by name to one safetensors file, one after the other, in one move; see `load_tensors`.
+    """Write whole tensors by name to one safetensors file, one after the other; see `load_tensors`.
+    The file appears in one move.
 
     Args:
         kinds: Each tensor's dtype and shape.
-        read: Gives the region of a tensor that begins at these offsets and has this shape. No more than one is asked
-            for at a time, of a few rows if the tensor is large.
+        read: Gives the region of a tensor that begins at these offsets and has this shape. Regions
+            are requested one at a time, each of a few rows if the tensor is large.
 
     Raises:
         CheckpointError: the file can't be written; nothing is left behind and an older file stays.
@@ -122,7 +128,7 @@ def _sync(file: BufferedWriter) -> None:
 def _runs(
     dtype: torch.dtype, shape: tuple[int, ...]
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Offsets and shapes of the rows of a tensor that are written at a time."""
+    """Yield offsets and shapes of the rows of a tensor that are written at a time."""
     rows = shape[0] if shape else 1
     step = max(1, _RUN_BYTES * rows // max(1, math.prod(shape) * dtype.itemsize))
     if not shape or step >= rows:
@@ -133,16 +139,19 @@ def _runs(
 
 
 class Writer:
-    """Saves one run's checkpoints from one rank, in the background. Every rank makes one and saves the same steps.
+    """Saves one run's checkpoints from one rank, in the background. Every rank makes one Writer and
+    saves the same steps.
 
     Rank 0's Writer removes what earlier launches left unfinished in the run folder.
 
     Args:
-        run_dir: The run's folder; checkpoints go to `checkpoints/step-N` in it. All ranks must see it.
-        attempt: A token of letters, digits, "-" and "_": equal on all ranks, different for every launch.
-        num_ranks: Ranks of this host that save as much as this one.
-        meanwhile: Called every now and then while a save is waited for.
-        timeout_s: How long to wait for the other ranks' parts while none of them grows.
+        run_dir: The run's folder; checkpoints go to `checkpoints/step-N` in it. All ranks must see
+            it.
+        attempt: A token of letters, digits, "-" and "_". It is equal on all ranks and different for
+            every launch.
+        num_ranks: Number of ranks of this host that save as much as this one.
+        meanwhile: Called repeatedly while somebody waits for a save.
+        timeout_s: Seconds to wait for the other ranks' parts while none of them grows.
     """
 
     def __init__(
@@ -166,12 +175,13 @@ class Writer:
         self.world_size = world_size
         self.attempt = attempt
         self.num_ranks, self.meanwhile = num_ranks, meanwhile
-        # Whether saves write from copies; None before anybody has asked for memory. All ranks alike, else some wait for
-        # what others write beside their steps.
+        # Whether saves write from copies; None before anybody has asked for memory. It must be
+        # equal on all ranks. Otherwise some ranks would wait for parts that others write beside
+        # their steps.
         self.takes_snapshots: bool | None = None
         self.timeout_s = timeout_s
         self._num_saves = 0
-        self._last_s = time.monotonic()  # when the last save began, or this was made
+        self._last_s = time.monotonic()  # when the last save began, or this object was made
         self._save: _Save | None = None
         self._snapshot: Snapshot | None = None
         self._staging: Staging | None = None
@@ -179,7 +189,9 @@ class Writer:
             remove_unfinished(self.run_dir, but=attempt)
 
     def prepare(self, pieces: Iterable[TensorPiece]) -> None:
-        """Begin to take the memory for copies of these pieces: the first save need not wait for it then."""
+        """Begin to take the memory for copies of these pieces, so that the first save need not wait
+        for it.
+        """
         pieces = list(pieces)
         self._snapshot = self._snapshot or Snapshot()
         threading.Thread(
@@ -205,34 +217,42 @@ class Writer:
         held_alike: Callable[[], HeldAlike] = dict,
         before_commit: Callable[[], None] = lambda: None,
     ) -> float:
-        """Copy the pieces to CPU memory and start writing them; waits first for a save that still runs.
+        """Copy the pieces to CPU memory and start to write them. It first waits for a save that
+        still runs.
 
-        What lies on a GPU or is for updates alone is copied while this goes on: see `before_update`. Where
-        `takes_snapshots` is False, the tensors themselves are written, and this returns when they are.
+        Tensors that lie on a GPU, or that only updates change, are copied while the run continues:
+        see `before_update`. If `takes_snapshots` is False, the tensors themselves are written, and
+        this returns when they are.
 
         Args:
-            pieces: What this rank owns. The pieces of all ranks must cover every tensor without overlap; equal
-                pieces from several ranks are allowed.
-            document: Anything JSON can hold, to be read back with the tensors. Only rank 0's counts.
-            snapshot: Without it, the tensors themselves are read, and must stay as they are until `wait` returns.
-            is_for_updates: Whether nothing but an update of the optimizer writes to the tensor of this name.
-            held_alike: Gives the fingerprints of what this rank holds of what others should hold alike; called on
-                another thread. If theirs differ, the save fails.
-            before_commit: Called on rank 0, on another thread, when all else of the checkpoint is on the disk.
+            pieces: The pieces that this rank owns. The pieces of all ranks must cover every tensor
+                without overlap; equal pieces from several ranks are allowed.
+            document: Anything JSON can hold, to be read back with the tensors. Only rank 0's
+                counts.
+            snapshot: If False, the tensors themselves are read, and must not change until `wait`
+                returns.
+            is_for_updates: Whether nothing but an update of the optimizer writes to the tensor of
+                this name.
+            held_alike: Gives the fingerprints of the tensors that this rank should hold like
+                others. It is called on another thread. If the fingerprints of ranks differ, the
+                save fails.
+            before_commit: Called on rank 0, on another thread, when all else of the checkpoint is
+                on the disk.
 
         Returns:
             Seconds the caller was blocked.
 
         Raises:
-            CheckpointError: the save before this one failed, or this one can't be started, or failed if it is waited
-                for; no rank commits it.
+            CheckpointError: the previous save failed, this save can't be started, or this save
+                failed and the caller waits for it. No rank commits it.
         """
         started_s = time.monotonic()
         self._num_saves += (
             1  # counted first, so that ranks stay in step when one of them fails here
         )
         self.wait()
-        # Half of what has passed since the last save leaves time for the rest, if the next one comes as soon.
+        # Half of the time since the last save leaves time for the rest if the next save comes
+        # equally soon.
         within_s = min((started_s - self._last_s) / 2, self.timeout_s / 4)
         self._last_s = started_s
         save = _Save(
@@ -251,16 +271,20 @@ class Writer:
         return time.monotonic() - started_s
 
     def before_update(self) -> None:
-        """What follows may write to tensors that only updates write to: wait for the copies of a save that began
-        before. On a GPU what is launched from now on waits, and the host does not."""
+        """Wait for the copies of a save that began before, because the update writes to the tensors
+        that they read.
+
+        On a GPU, work that is launched from now on waits, and the host does not.
+        """
         if self._snapshot is not None:
             self._snapshot.wait()
         if self._staging is not None:
             self._staging.before_update()
 
     def has_memory_for(self, pieces: Sequence[TensorPiece]) -> bool:
-        """Whether this host has memory for copies of these pieces, and of those of its other ranks, beside what this
-        rank has taken for them."""
+        """Whether this host has memory for copies of these pieces and of those of its other ranks,
+        in addition to the memory that this rank has taken for copies.
+        """
         missing_bytes = max(
             0,
             _bytes_on_cpu(pieces) - (self._snapshot.num_bytes if self._snapshot is not None else 0),
@@ -276,7 +300,9 @@ class Writer:
     def _copies(
         self, pieces: Iterable[TensorPiece], *, is_for_updates: Callable[[str], bool]
     ) -> Iterator[tuple[TensorPiece, torch.Tensor]]:
-        """Every piece with a copy of its tensor, those on a GPU last. All are here once `_all_copied` has returned."""
+        """Yield every piece with a copy of its tensor, those on a GPU last. The copies are complete
+        after `_all_copied` has returned.
+        """
         pieces, on_gpu = list(pieces), []
         self._snapshot = self._snapshot or Snapshot()
         self._snapshot.begin(_bytes_on_cpu(pieces))
@@ -300,7 +326,9 @@ class Writer:
             self._staging.wait()
 
     def poll(self) -> None:
-        """Return at once; raise CheckpointError if the save in the background has failed."""
+        """Raise CheckpointError if the save in the background has failed; return at once in any
+        case.
+        """
         if self._save is not None and not self._save.is_running:
             self.wait()
 
@@ -308,7 +336,7 @@ class Writer:
         """Return when the last save is committed by all ranks.
 
         Raises:
-            CheckpointError: it failed, on whichever rank; each failure is raised once.
+            CheckpointError: the save failed, on whichever rank; each failure is raised once.
         """
         if self._save is None:
             return
@@ -319,7 +347,7 @@ class Writer:
 
 
 def without_snapshots(pieces: Iterable[TensorPiece]) -> str:
-    """What a user should know where a host has no memory for copies of such pieces."""
+    """Return the warning for a user whose host has no memory for copies of such pieces."""
     gib = sum(piece.tensor.nbytes for piece in pieces) / 2**30
     return (
         f"a host has no memory for copies of what its ranks save ({gib:.1f} GiB a rank): each save blocks the run "
@@ -328,12 +356,15 @@ def without_snapshots(pieces: Iterable[TensorPiece]) -> str:
 
 
 def _bytes_on_cpu(pieces: Iterable[TensorPiece]) -> int:
-    """What a snapshot of the pieces takes."""
+    """Return the bytes that a snapshot of the pieces takes."""
     return sum(aligned(piece.tensor.nbytes) for piece in pieces if not piece.tensor.is_cuda)
 
 
 class _Save:
-    """One save in flight on one rank. within_s: in which its tensors are to be written; see `Pace`."""
+    """One save in flight on one rank.
+
+    within_s: seconds within which its tensors should be written; see `Pace`.
+    """
 
     def __init__(
         self,
@@ -353,9 +384,11 @@ class _Save:
         self.step, self.token = step, token
         self.final = writer.folder / f"step-{step}"
         self.temp = writer.folder / f".step-{step}.{token}"
-        # Outside the folder that it speaks of, so that it can still be read when that is gone.
+        # This file lies outside the save's folder, so that it can still be read after the folder is
+        # removed.
         self.failed = writer.folder / f".step-{step}.{token}.failed"
-        # Until the end is reached, so that nothing unforeseen can pass for a commit.
+        # An error until the save reaches its end, so that an unforeseen failure can't pass for a
+        # commit.
         self.error: CheckpointError | None = CheckpointError(
             f"rank {self.rank}'s save of step {step} never ended"
         )
@@ -365,11 +398,13 @@ class _Save:
         self._document = "{}"
         self._needed_bytes = 0
         self._is_waited_for, self._is_of_gpu = True, False
-        self._num_signs = 0  # that this save goes on, here or on the ranks that it waits for
+        # Number of times that this save made progress, here or on the ranks for which it waits.
+        self._num_signs = 0
         self._waits = False  # whether it waits for other ranks now
-        self._touched_s = 0.0  # when rank 0 last told the others that it goes on
+        self._touched_s = 0.0  # when rank 0 last told the others that the save makes progress
+
         self._exiting, self._hurry = threading.Event(), threading.Event()
-        # A daemon, as Python joins other threads before it lets us know that the process ends.
+        # A daemon, because Python joins other threads before it tells us that the process ends.
         self._thread = threading.Thread(
             target=self._run, name=f"paceline-checkpoint-step-{step}", daemon=True
         )
@@ -386,8 +421,11 @@ class _Save:
         copies: Callable[[Iterable[TensorPiece]], Iterable[tuple[TensorPiece, torch.Tensor]]]
         | None,
     ) -> None:
-        """Take the snapshot, or without one the tensors themselves, and begin to write. copies: Makes the snapshot;
-        without it, the run waits for the writing."""
+        """Take the snapshot and begin to write.
+
+        copies: makes the snapshot. If it is None, the tensors themselves are written, and the run
+        waits for the writing.
+        """
         try:
             if self.rank == 0 and document is not None:
                 self._document = json.dumps(document, indent=1)
@@ -451,7 +489,8 @@ class _Save:
                 self._wait_for(self._missing_commit)
             self.error = None
         except _Exiting:
-            # Rank 0 can commit without us once our part is there; without it, or without rank 0, nobody can.
+            # Rank 0 can commit without us once our part is there; without it, or without rank 0,
+            # nobody can.
             if self.rank == 0 or not (self.temp / _part_name(self.rank, "json")).exists():
                 self._give_up(
                     CheckpointError(
@@ -462,11 +501,11 @@ class _Save:
             self._give_up(error)
 
     def _write_part(self) -> None:
-        """This rank's tensors, then what the index needs to know of them."""
+        """Write this rank's tensors, then what the index needs to know about them."""
         self.temp.mkdir(parents=True, exist_ok=True)
         if (
             _disk_of(self.temp / COMMIT)[1] < self._needed_bytes
-        ):  # found now, no other file of the disk is cut short
+        ):  # checked before writing, so that no other file on the disk is cut short
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.temp))
         path = self.temp / _part_name(self.rank, "safetensors")
         pace = (
@@ -490,7 +529,7 @@ class _Save:
         )
 
     def _commit(self) -> None:
-        """Rank 0: index, document, COMMIT; then the folder gets its name."""
+        """Write index, document and COMMIT, then give the folder its name. Only rank 0 calls this."""
         part_paths = [self.temp / _part_name(rank, "json") for rank in range(self.world_size)]
         parts = [json.loads(path.read_text()) for path in part_paths]
         _refuse_difference([part["held_alike"] for part in parts])
@@ -526,8 +565,9 @@ class _Save:
         return f"the parts of ranks {', '.join(missing)}" if missing else ""
 
     def _missing_commit(self) -> str:
-        # In this order, as the hidden folder vanishes in the moment in which the commit appears; and by listing,
-        # as network file systems answer that with fresh names.
+        # The hidden folder vanishes at the moment at which the commit appears, so look for the
+        # folder first. List the parent folder, because network file systems answer a listing with
+        # fresh names.
         is_open = self.temp in self.temp.parent.iterdir()
         if committed_by(self.final) == self.token:
             return ""
@@ -537,7 +577,10 @@ class _Save:
         return "rank 0's commit"
 
     def _goes_on(self) -> None:
-        """A part of this save has grown. Rank 0, which sees all parts, tells the others by the time of the folder."""
+        """Note that a part of this save has grown.
+
+        Rank 0 sees all parts. It tells the others by the modification time of the folder.
+        """
         self._num_signs += 1
         if self.rank == 0 and time.monotonic() - self._touched_s > _TOUCH_S:
             self._touched_s = time.monotonic()
@@ -545,21 +588,22 @@ class _Save:
                 os.utime(self.temp)
 
     def _reached(self) -> int:
-        """A number that changes while the parts of the ranks that this one waits for grow."""
+        """Return a number that changes while the parts of the ranks for which this one waits grow."""
         try:
             return (
                 self.temp.stat().st_mtime_ns
                 if self.rank
                 else sum(path.stat().st_size for path in self.temp.iterdir())
             )
-        except OSError:  # gone just now: whoever waits learns why
+        except OSError:  # the file was removed just now; the next look tells why
             return -1
 
     def _wait_for(self, missing: Callable[[], str]) -> None:
-        """Look until nothing is missing.
+        """Look repeatedly until nothing is missing.
 
         Raises:
-            CheckpointError: another rank reports a failure, or no part has grown for the time that is allowed.
+            CheckpointError: another rank reports a failure, or no part has grown for the time that
+                is allowed.
             _Exiting: the process exits.
         """
         self._waits = True
@@ -599,7 +643,7 @@ class _Save:
             raise reported
 
     def _reported(self) -> CheckpointError | None:
-        """The failure that a rank has left word of."""
+        """Return the failure that a rank has reported; None if there is none."""
         try:
             report = json.loads(self.failed.read_text())
         except OSError:
@@ -607,7 +651,7 @@ class _Save:
         return _heard(report["message"], hint=report["hint"])
 
     def _give_up(self, error: Exception) -> CheckpointError:
-        """Explain the failure, leave word of it to the other ranks and remove what was written."""
+        """Explain the failure, report it to the other ranks and remove what was written."""
         self._tensors.clear()
         if isinstance(error, CheckpointError):
             explained = error
@@ -616,15 +660,17 @@ class _Save:
             and self.temp.parent.exists()
             and not self.temp.exists()
         ):
-            explained = self._reported() or self._given_up()  # its word may not have found room
+            # The other rank's report may have found no room on the disk.
+            explained = self._reported() or self._given_up()
         else:
-            # A rank that gave up removes the folder under us: then its failure is the one to tell.
+            # A rank that gave up removes the folder that we use. Its failure is the cause, so
+            # report that one.
             failure = f"rank {self.rank} could not save step {self.step}"
             explained = self._reported() or _explained(
                 error, failure, self.final, self._needed_bytes
             )
-        # Word comes first, so that nobody wonders where the folder went; again after, as only then a full disk
-        # may have room for it.
+        # Report before the folder is removed, so that other ranks know why. Report again
+        # afterwards, because a full disk may have room only then.
         self._report(explained)
         remove(self.temp)
         self._report(explained)
@@ -638,14 +684,16 @@ class _Save:
                 write_json(self.failed, {"message": error.args[0], "hint": error.hint})
 
     def _leave(self) -> None:
-        """The process exits without `wait()`: stop waiting for others, remove what can't be completed."""
+        """Stop waiting for others and remove what can't be completed, because the process exits
+        without `wait()`.
+        """
         self._exiting.set()
         self._hurry.set()
         self._thread.join(EXIT_WAIT_S)
 
 
 class _Exiting(Exception):
-    """The process ends while a save runs."""
+    """Raised if the process ends while a save runs."""
 
 
 def _part_name(rank: int, suffix: str) -> str:
@@ -653,7 +701,7 @@ def _part_name(rank: int, suffix: str) -> str:
 
 
 def _merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """The index of all ranks' tensors.
+    """Return the index of all ranks' tensors.
 
     Raises:
         CheckpointError: ranks disagree on a tensor, or their pieces leave a hole or overlap.
@@ -675,7 +723,7 @@ def _merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
             Region(tuple(piece["offsets"]), tuple(piece["shape"])): piece
             for piece in entry["pieces"]
         }
-        entry["pieces"] = list(regions.values())  # one copy of what several ranks wrote
+        entry["pieces"] = list(regions.values())  # one of the equal pieces that several ranks wrote
         whole = Region((0,) * len(entry["shape"]), tuple(entry["shape"]))
         if holes := uncovered(whole, regions):
             raise CheckpointError(
@@ -690,7 +738,8 @@ def _merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_difference(held_alike: Sequence[HeldAlike]) -> None:
-    """
+    """Check that ranks that should hold equal tensors do so.
+
     Raises:
         CheckpointError: ranks that should hold the same do not.
     """
@@ -708,7 +757,7 @@ def _refuse_difference(held_alike: Sequence[HeldAlike]) -> None:
 
 
 def _summary(path: Path) -> dict[str, Any]:
-    """What COMMIT says of a file."""
+    """Return the size and the checksum of a file, as COMMIT lists them."""
     with path.open("rb") as file:
         return {
             "bytes": path.stat().st_size,
@@ -717,7 +766,9 @@ def _summary(path: Path) -> dict[str, Any]:
 
 
 def committed_by(folder: Path) -> str | None:
-    """The token of the save that committed a folder; None if there is none, or nothing of ours."""
+    """Return the token of the save that committed a folder; None if there is no such folder, or
+    Paceline did not commit it.
+    """
     try:
         return (
             json.loads((folder / COMMIT).read_text())["save"]
@@ -729,8 +780,11 @@ def committed_by(folder: Path) -> str | None:
 
 
 def _publish(temp: Path, final: Path) -> None:
-    """Give a complete folder its name. One of the same name is first set aside, where `newest_checkpoint` still
-    finds it, and removed at the end: at every moment a complete checkpoint of the step exists."""
+    """Give a complete folder its name. At every moment a complete checkpoint of the step exists.
+
+    An older folder of the same name is first set aside, where `newest_checkpoint` still finds it,
+    and is removed at the end.
+    """
     fsync(temp)
     aside = final.with_name(f".{final.name}.replaced")
     if final.exists():
@@ -742,14 +796,16 @@ def _publish(temp: Path, final: Path) -> None:
 
 
 def _heard(message: str, *, hint: str | None = None) -> CheckpointError:
-    """The failure of another rank, whose own report is the run's."""
+    """Return the failure of another rank, which reports it for the run."""
     error = CheckpointError(message, hint=hint)
     error.heard = True  # type: ignore[attr-defined]
     return error
 
 
 def _explained(error: Exception, failure: str, path: Path, needed_bytes: int) -> CheckpointError:
-    """The failure for a user: which rank and path, what the disk has, what to do."""
+    """Return the failure as a message for a user: which rank and path, what the disk has, what to
+    do.
+    """
     if not isinstance(error, OSError):
         return CheckpointError(f"{failure} to {path}: {type(error).__name__}: {error}")
     folder, free_bytes = _disk_of(path)
@@ -772,7 +828,7 @@ def _explained(error: Exception, failure: str, path: Path, needed_bytes: int) ->
 
 
 def _disk_of(path: Path) -> tuple[Path, int]:
-    """The innermost folder on the way to a path that can be looked into, and the free bytes of its disk."""
+    """Return the innermost readable folder on the way to a path, and the free bytes of its disk."""
     for parent in path.absolute().parents:
         with suppress(OSError):
             if parent.is_dir():
@@ -781,7 +837,8 @@ def _disk_of(path: Path) -> tuple[Path, int]:
 
 
 def _readable(bytes_: int) -> str:
-    """
+    """Return a number of bytes as text with a unit.
+
     >>> _readable(3 * 2**20)
     '3.0 MiB'
     """
