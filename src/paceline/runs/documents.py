@@ -1,6 +1,8 @@
-"""What the documents of a run folder hold, by file, and a reader that checks them: somebody else may have written one.
+"""The types of the documents in a run folder, by file, and a reader that checks documents against
+them.
 
-Fields that are not named here may hold anything.
+The reader checks because somebody else may have written a document. Fields that are not named here
+may hold anything.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ Computed = (
 
 
 class PlanDocument(TypedDict, total=False):
-    """plan.json"""
+    """The content of plan.json."""
 
     plan: Required[str]
     world_size: Count
@@ -36,7 +38,7 @@ class PlanDocument(TypedDict, total=False):
 
 
 class JobDocument(TypedDict, total=False):
-    """job.json"""
+    """The content of job.json."""
 
     path: Required[str]
     function: Required[str]
@@ -51,7 +53,7 @@ class CheckDocument(TypedDict, total=False):
 
 
 class FailureDocument(TypedDict, total=False):
-    """What ended a run, in summary.json."""
+    """The error that ended a run, in summary.json."""
 
     reason: Required[str]
     message: Required[str]
@@ -62,7 +64,7 @@ class FailureDocument(TypedDict, total=False):
 
 
 class SummaryDocument(TypedDict, total=False):
-    """summary.json; without a failure it has `steps`."""
+    """The content of summary.json. It has `steps` if the run did not fail."""
 
     plan: str
     steps: Count
@@ -86,14 +88,14 @@ class SummaryDocument(TypedDict, total=False):
 
 
 class RankMemoryDocument(TypedDict, total=False):
-    """The memory of alike ranks, in predicted.json."""
+    """The memory of ranks that are alike, in predicted.json."""
 
     rank: Required[str | int]
     ledger: Required[dict[str, Real]]
 
 
 class PredictedDocument(TypedDict, total=False):
-    """predicted.json"""
+    """The content of predicted.json."""
 
     step_s: Real | None
     step_s_low: Real | None
@@ -105,7 +107,7 @@ class PredictedDocument(TypedDict, total=False):
 
 
 class StepRow(TypedDict, total=False):
-    """A line of metrics.jsonl: a step, if it has a loss."""
+    """A line of metrics.jsonl with a loss: a step."""
 
     step: Required[Count]
     loss: Required[Real | None]
@@ -115,7 +117,7 @@ class StepRow(TypedDict, total=False):
 
 
 class OtherRow(TypedDict, total=False):
-    """A line of metrics.jsonl: an evaluation or a save."""
+    """A line of metrics.jsonl without a loss: an evaluation or a save."""
 
     step: Required[Count]
     validation_loss: Computed | None
@@ -150,7 +152,7 @@ class BestTrialDocument(TypedDict, total=False):
 
 
 class StudyDocument(TypedDict, total=False):
-    """study.json"""
+    """The content of study.json."""
 
     study: Required[str]
     trials: Required[list[TrialDocument]]
@@ -170,10 +172,10 @@ class TraceEvent(TypedDict, total=False):
 
 
 def read(path: Path, kind: Any = dict[str, Any]) -> dict[str, Any]:
-    """A document of that kind.
+    """Read a document of that kind.
 
     Raises:
-        UsageError: the file isn't there, is no JSON, or holds something else.
+        UsageError: the file doesn't exist, is no JSON, or holds something else.
     """
     try:
         return checked(json.loads(_bytes(path)), kind, path)
@@ -184,7 +186,8 @@ def read(path: Path, kind: Any = dict[str, Any]) -> dict[str, Any]:
 
 
 def read_lines(path: Path, kind_of: Any = lambda row: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The lines of a file, as `rows` has them; none where there is no file.
+    """Yield the lines of a file as documents, as `rows` does. If there is no file, there are no
+    lines.
 
     Raises:
         UsageError: the file can't be read.
@@ -199,10 +202,14 @@ def read_lines(path: Path, kind_of: Any = lambda row: dict[str, Any]) -> Iterato
 def rows(
     data: bytes, path: Path, kind_of: Any = lambda row: dict[str, Any], *, after: int = 0
 ) -> Iterator[dict[str, Any]]:
-    """The lines of what a file holds after so many bytes, each a document. A damaged line is named on stderr and passed
-    over. A last line without its end was being written when the run was killed, or is written now: it is left out.
+    """Yield the complete lines of a part of a file, each as a document.
 
-    kind_of: Of a line.
+    A damaged line is named on stderr and passed over. A last line without its end is left out:
+    either the run was killed while writing it, or it is being written now.
+
+    Args:
+        data: The content of the file after its first `after` bytes.
+        kind_of: Gives the kind of a line's document.
     """
     for number, line in enumerate(data[: data.rfind(b"\n") + 1].splitlines(), start=1):
         try:
@@ -228,22 +235,23 @@ def _bytes(path: Path) -> bytes:
 
 
 def checked(document: Any, kind: Any, where: Any) -> dict[str, Any]:
-    """The document as it is, once its named fields were seen to be of that kind.
+    """Return the document unchanged after checking that its named fields have the types of that
+    kind.
 
     Raises:
-        UsageError: they aren't.
+        UsageError: a field has another type.
     """
     try:
         msgspec.convert(document, kind)
     except (
         msgspec.ValidationError,
         UnicodeEncodeError,
-    ) as error:  # JSON can name half of a character
+    ) as error:  # JSON can hold half of a surrogate pair
         raise UsageError(f"{where} is damaged: {error}") from error
     whole: dict[str, Any] = document
     return whole
 
 
 def metrics_kind(row: Any) -> Any:
-    """Of a line of metrics.jsonl."""
+    """Return the kind of a line of metrics.jsonl."""
     return StepRow if isinstance(row, dict) and "loss" in row else OtherRow

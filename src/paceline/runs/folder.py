@@ -1,4 +1,6 @@
-"""The run folder: one run, one folder, one writer. Its files say how the run came to be."""
+"""The run folder: one run has one folder, to which one process writes. Its files record how the run
+was made.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from paceline.base.errors import PacelineError, PeerLost, UsageError
 from paceline.base.files import remove, write_json
 from paceline.launch.process.failure import RankFailed
 
-# What a run writes into its folder; `claim` takes any of these as the sign of an earlier run.
+# The files that a run writes into its folder. `check_free` takes any of these as the sign of an
+# earlier run.
 (
     PLAN,
     SUMMARY,
@@ -54,29 +57,30 @@ from paceline.launch.process.failure import RankFailed
 )
 
 _LOCK_POLL_S = 0.2
-_locks: list[int] = []  # of folders that this process holds, or one that it is a fork of
+# Locks of folders that are held by this process, or by a process from which it was forked.
+_locks: list[int] = []
 _BUILDING = ("start", "build", "input")  # phases of a rank before its first forward
 
 
 def fresh_name(stem: str) -> Path:
-    """`runs/STEM-DATE-TIME`, a folder that doesn't exist yet."""
+    """Return `runs/STEM-DATE-TIME`, a folder that doesn't exist yet."""
     base = Path("runs") / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     tries = [base, *(base.with_name(f"{base.name}-{n}") for n in range(2, 1000))]
     return next(path for path in tries if not path.exists())
 
 
 def check_free(run_dir: Path, *, resume: bool) -> None:
-    """Refuse a folder that holds an earlier run, unless that is resumed.
+    """Refuse a folder that holds an earlier run, unless that run is resumed.
 
     Raises:
-        UsageError: with the way out.
+        UsageError: the folder can't be used; its hint says what to do.
     """
     if run_dir.exists() and not run_dir.is_dir():
         raise UsageError(f"{run_dir} is a file and not a run folder")
     for path in run_dir.iterdir() if run_dir.exists() else ():
         if (
             path.exists() and not path.is_file() and not path.is_dir()
-        ):  # who opens a pipe waits for its other end
+        ):  # opening a pipe would wait for its other end
             raise UsageError(
                 f"{path} is a pipe, a socket or a device, and no file of a run", hint="remove it"
             )
@@ -88,10 +92,10 @@ def check_free(run_dir: Path, *, resume: bool) -> None:
 
 
 def writable(folder: Path) -> Path:
-    """The folder, made if need be.
+    """Return the folder, and create it if it doesn't exist.
 
     Raises:
-        UsageError: it can't be made or written.
+        UsageError: the folder can't be created or written to.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -104,20 +108,19 @@ def writable(folder: Path) -> Path:
 
 @contextmanager
 def claimed(run_dir: Path) -> Iterator[Path]:
-    """Hold the folder for one live run. The lock is the kernel's: that of a run that is killed goes with
-    its last process.
+    """Hold the folder for one live run.
 
-    A run that fails leaves no unfinished checkpoint behind, and one of a job that can't be built leaves no new folder.
+    The lock belongs to the kernel. If a run is killed, its lock ends with its last process. A run
+    that fails leaves no unfinished checkpoint behind. If its job can't be built, it leaves no new
+    folder behind either.
 
     Raises:
-        UsageError: a live run holds it, or it can't be written.
+        UsageError: a live run holds the folder, or the folder can't be written to.
     """
     own_pid, is_new = os.getpid(), not run_dir.exists()
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        lock = os.open(
-            run_dir / ".lock", os.O_WRONLY | os.O_CREAT, 0o666
-        )  # not to be read: forks keep the lock
+        lock = os.open(run_dir / ".lock", os.O_WRONLY | os.O_CREAT, 0o666)  # forks keep the lock
     except OSError as error:
         raise _unwritable(run_dir, error) from error
     try:
@@ -148,14 +151,17 @@ def claimed(run_dir: Path) -> Iterator[Path]:
             _locks.remove(lock)
         if (
             os.getpid() == own_pid
-        ):  # a run that is over is over, though forks of this process may end a little later
+        ):  # the run is over, although forks of this process may end a little later
             fcntl.flock(lock, fcntl.LOCK_UN)
         os.close(lock)
 
 
 def unclaim_in_forks() -> None:
-    """From now on, forks of this process hold no folder. A rank says so: processes that its job starts may outlive
-    it, as those of a pool do that hang."""
+    """Let forks of this process, from now on, hold no folder.
+
+    A rank calls this, because processes that its job starts may outlive it, such as those of a pool
+    that hang.
+    """
 
     def close() -> None:
         while _locks:
@@ -166,13 +172,15 @@ def unclaim_in_forks() -> None:
 
 @contextmanager
 def kept_unless_trained(run_dir: Path) -> Iterator[None]:
-    """A run that was complete keeps its figures, its plan and its model where the block takes no step of it."""
+    """Keep the figures, the plan and the model of a run that was complete, unless the block takes a
+    step of it.
+    """
     try:
         is_complete = bool(read_summary(run_dir))
-    except UsageError:  # a resumed run writes another one
+    except UsageError:  # a resumed run writes a new summary
         is_complete = False
     model, aside, last = run_dir / MODEL, run_dir / f".{MODEL}.before", _last_step(run_dir)
-    aside.unlink(missing_ok=True)  # of a run that was killed meanwhile
+    aside.unlink(missing_ok=True)  # left by a run that was killed inside this block
     if not is_complete:
         yield
         return
@@ -195,18 +203,19 @@ def kept_unless_trained(run_dir: Path) -> Iterator[None]:
 
 
 def _last_step(run_dir: Path) -> bytes:
-    """The line of the newest step."""
+    """Return the line of the newest step."""
     lines = (run_dir / METRICS).read_bytes().splitlines() if (run_dir / METRICS).exists() else []
     return next((line for line in reversed(lines) if b'"step_s"' in line), b"")
 
 
 def wait_until_unclaimed(run_dir: Path, *, timeout_s: float) -> None:
-    """Wait until no live run holds the folder, as the last ranks of a host that is lost may do for a while.
+    """Wait until no live run holds the folder. If a host is lost, its last ranks may hold the
+    folder for a while.
 
     Raises:
-        PeerLost: one still does after the timeout.
+        PeerLost: a run still holds the folder after the timeout.
     """
-    if not run_dir.exists():  # they were lost before they had made it
+    if not run_dir.exists():  # the ranks were lost before they had made it
         return
     deadline_s = time.monotonic() + timeout_s
     with open(run_dir / ".lock", "a+") as lock:
@@ -224,14 +233,17 @@ def wait_until_unclaimed(run_dir: Path, *, timeout_s: float) -> None:
 
 
 def remove_if_never_began(run_dir: Path, error: BaseException) -> None:
-    """Remove a folder that says no more than this error; see `_never_began`."""
+    """Remove a folder that holds no more information than this error; see `_never_began`."""
     if _never_began(run_dir, error):
         shutil.rmtree(run_dir, ignore_errors=True)
 
 
 def _never_began(run_dir: Path, error: BaseException) -> bool:
-    """Whether a run ended by an error of its job or its request before its first step: in the model, the optimizer, or
-    the first batch. What the folder then holds says no more than the error."""
+    """Whether an error of the job or the request ended a run before its first step.
+
+    Such an error is in the model, the optimizer or the first batch. The folder then holds no more
+    information than the error.
+    """
     metrics = run_dir / METRICS
     if (run_dir / CHECKPOINTS).exists() or (metrics.exists() and metrics.stat().st_size):
         return False
@@ -248,27 +260,31 @@ def _unwritable(run_dir: Path, error: OSError) -> UsageError:
 
 
 def remove_unfinished(run_dir: Path, *, but: str | None = None) -> None:
-    """Remove what saves of earlier launches left half written. but: the attempt whose saves are left alone."""
+    """Remove the unfinished saves that earlier launches left.
+
+    but: the attempt whose saves are kept.
+    """
     for path in (run_dir / CHECKPOINTS).glob(".step-*"):
         name, _, owner = path.name[1:].removesuffix(".failed").partition(".")
-        # What a cut-off replacement set aside is the only copy until the step is there again.
+        # If a replacement was interrupted, the folder that it set aside is the only copy until the
+        # step exists again.
         if owner == "replaced" and not (run_dir / CHECKPOINTS / name).exists():
             continue
         if owner.rpartition("-")[0] != but:
             remove(path)
-    # A model that was being exported, and weights that were written for callbacks.
+    # A model whose export was interrupted, and weights that were written for callbacks.
     for path in (*run_dir.glob(f".{MODEL}.*.tmp"), *run_dir.glob(".weights-*")):
         remove(path)
 
 
 def write_failure(run_dir: Path, plan: str, failed: RankFailed) -> None:
-    """Why a run did not end, in place of its summary. A disk that is full takes none."""
+    """Write why a run failed, in place of its summary. If the disk is full, nothing is written."""
     with suppress(OSError):
         write_json(run_dir / SUMMARY, {"plan": plan, "failure": failed.failure.to_dict()})
 
 
 def read_summary(run_dir: Path) -> dict[str, Any]:
-    """The figures of a run that ended; none of one that did not.
+    """Return the figures of a run that ended; empty for a run that did not.
 
     Raises:
         UsageError: the file is damaged.
@@ -280,7 +296,7 @@ def read_summary(run_dir: Path) -> dict[str, Any]:
 
 
 def read_failure(run_dir: Path) -> dict[str, Any]:
-    """Why a run did not end, as `write_failure` wrote it; empty of any other run.
+    """Return why a run failed, as `write_failure` wrote it; empty for any other run.
 
     Raises:
         UsageError: the file is damaged.
@@ -290,10 +306,10 @@ def read_failure(run_dir: Path) -> dict[str, Any]:
 
 
 def read_document(run_dir: Path, name: str) -> dict[str, Any]:
-    """A JSON document of a run folder.
+    """Read a JSON document of a run folder.
 
     Raises:
-        UsageError: the folder or the document isn't there or can't be read.
+        UsageError: the folder or the document doesn't exist or can't be read.
     """
     if name == JOB and not (run_dir / name).exists() and (run_dir / PLAN).exists():
         raise UsageError(

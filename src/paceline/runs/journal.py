@@ -1,8 +1,10 @@
-"""The journal of a run: which samples each applied update consumed, as evidence that none was lost or repeated.
+"""The journal of a run. It records which samples each applied update consumed, as evidence that
+none was lost or repeated.
 
-Each launch appends a line that says after which update it goes on, then a line an update. Lines are never changed: what
-an interrupted launch did after its last checkpoint stays there, and the next launch's line says that it was undone.
-docs/checkpoints.md describes the file; `api/audit.py` reads it.
+Each launch appends a line that says after which update it continues, then one line per update.
+Lines are never changed: the updates that an interrupted launch applied after its last checkpoint
+stay in the file, and the next launch's line says that they were undone. docs/checkpoints.md
+describes the file; `api/audit.py` reads it.
 """
 
 from __future__ import annotations
@@ -23,53 +25,51 @@ from paceline.base.errors import CheckpointError
 from paceline.job import Job
 from paceline.job.order import Window
 
-LINE_BYTES = 4096  # more is no line of ours
-MOST = 2**62  # of any number; sums of two are whole in 64 bits
-MOST_SAMPLES = 2**24  # of an update: whoever audits makes a list of them
+LINE_BYTES = 4096  # longest line; a journal has no longer ones
+MOST = 2**62  # the largest number; the sum of two fits into 64 bits
+MOST_SAMPLES = 2**24  # the most samples of an update; an audit makes a list of them
 
 OrderKind = Literal["shuffle", "sampler", "stream"]
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A launch begins: what later lines say is of this one, until the next begins.
-
-    launch: its number, from 1. after: the updates of the steps up to this one are in the weights. also: beside them,
-    parts of later steps, as (step, part); no others. num_samples: of an epoch; None for a stream. seed, order: what
-    fixes which index is at a position of an epoch.
+    """The line that begins a launch. The lines after it belong to this launch until the next one
+    begins.
     """
 
-    launch: int
-    after: int
+    launch: int  # its number, from 1
+    after: int  # the weights contain the updates of the steps up to this one
     plan: str
     world_size: int
+    # `seed` and `order` determine which index is at a position of an epoch.
     seed: int
     order: OrderKind
-    num_samples: int | None = None
+    num_samples: int | None = None  # of an epoch; None for a stream
     drop_last: bool = False
     time: float = 0.0
+    # Parts of later steps that the weights contain in addition, as (step, part). They contain no
+    # others.
     also: tuple[tuple[int, int], ...] = ()
 
     def keeps(self, update: Update) -> bool:
-        """Whether an update that an earlier launch wrote down is in the weights."""
+        """Whether the weights contain an update that an earlier launch recorded."""
         return update.step <= self.after or (update.step, update.part) in self.also
 
 
 class Update(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An applied update consumed `count` positions of an epoch, from `start` on.
-
-    step: counted from 1 over the job. part: of the step's window, where each part is an update of its own.
-    digest: summed over what all ranks fetched since the line before that has one; see `order.digest`.
-    skipped: no weight was changed, as gradients overflowed under loss scaling, as the step is a spike, or as the run
-        went back behind it.
-    """
+    """An applied update, which consumed `count` positions of an epoch, from `start` on."""
 
     launch: int
-    step: int
+    step: int  # counted from 1 over the job
     epoch: int
     start: int
     count: int
+    # The sum over what all ranks fetched since the previous line that has a digest; see
+    # `order.digest`.
     digest: int | None = None
-    part: int | None = None
+    part: int | None = None  # of the step's window, if each part is a separate update
+    # No weight was changed: gradients overflowed under loss scaling, the step is a spike, or the
+    # run went back to a step before this one.
     skipped: bool = False
 
     @property
@@ -82,14 +82,16 @@ _JSON = msgspec.json.Encoder()
 
 
 def order_of(job: Job) -> OrderKind:
-    """How the order of a job's data comes about."""
+    """Return the kind of order that a job's data has."""
     if job.num_samples is None:
         return "stream"
     return "shuffle" if job.sampler is None else "sampler"
 
 
 class Journal:
-    """Appends what one launch does. Every rank has one, and rank 0's has a file."""
+    """Appends the updates of one launch to the journal. Every rank has a Journal, but only rank 0's
+    has a file.
+    """
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
@@ -107,7 +109,7 @@ class Journal:
         after: int,
         also: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """Go on after the updates that the restored state is of; see `Launch`.
+        """Begin a launch after the updates that the restored state contains; see `Launch`.
 
         Raises:
             CheckpointError: the file can't be written.
@@ -133,7 +135,8 @@ class Journal:
         )
 
     def go_back(self, job: Job, *, plan: str, world_size: int, after: int) -> None:
-        """The updates of the steps after this one are undone, and their samples left out.
+        """Record that the updates of the steps after this one are undone, and that their samples
+        are left out.
 
         Raises:
             CheckpointError: the file can't be written.
@@ -150,7 +153,7 @@ class Journal:
     def note(
         self, step: int, window: Window, *, part: int | None = None, skipped: bool = False
     ) -> None:
-        """An update was applied on this rank."""
+        """Note that an update was applied on this rank."""
         self._noted.append(
             Update(
                 launch=self.launch,
@@ -164,7 +167,9 @@ class Journal:
         )
 
     def settle(self, digest: int) -> None:
-        """All ranks have applied what was noted. digest: of what all of them fetched for it.
+        """Append the noted updates, which all ranks have applied now.
+
+        digest: the sum over what all ranks fetched for these updates.
 
         Raises:
             CheckpointError: the file can't be written.
@@ -176,7 +181,9 @@ class Journal:
         self._noted = []
 
     def sync(self) -> None:
-        """Force what was appended to the disk, as a checkpoint that follows from it is about to be complete."""
+        """Force the appended lines to the disk, because a checkpoint that contains their updates is
+        about to be complete.
+        """
         with self._lock:
             if self._descriptor is not None:
                 os.fsync(self._descriptor)
@@ -185,11 +192,11 @@ class Journal:
         with self._lock:
             descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
-            os.fsync(descriptor)  # for a checkpoint that is not complete yet
+            os.fsync(descriptor)  # a checkpoint that is not complete yet needs these lines
             os.close(descriptor)
 
     def _open(self) -> int:
-        """Open the file behind its last whole line; the number of the last launch."""
+        """Open the file after its last whole line, and return the number of the last launch."""
         assert self.path is not None
         try:
             self._descriptor = os.open(
@@ -225,10 +232,10 @@ class Journal:
 
 
 def parse(line: bytes) -> Record:
-    """A line of a journal.
+    """Parse a line of a journal.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not a line of a journal.
     """
     document: Any = json.loads(line)
     if not isinstance(document, dict):
@@ -252,12 +259,12 @@ def parse(line: bytes) -> Record:
 
 
 def last_step(path: Path) -> int:
-    """The step that the last whole line is of; -1 if there is none."""
+    """Return the step of the last whole line; -1 if there is none."""
     with suppress(OSError), path.open("rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - 2 * LINE_BYTES))
         for line in reversed(
             file.read().split(b"\n")[:-1]
-        ):  # what follows the last line's end is none
+        ):  # the text after the last line's end is not a whole line
             with suppress(ValueError, RecursionError):
                 record = parse(line)
                 return record.after if isinstance(record, Launch) else record.step
@@ -265,7 +272,7 @@ def last_step(path: Path) -> int:
 
 
 def applied(path: Path) -> list[Update]:
-    """The updates that the last launch's weights are made of."""
+    """Return the updates that the last launch's weights contain."""
     updates: list[Update] = []
     for _, record in read(path):
         if isinstance(record, Launch):
@@ -282,8 +289,9 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def read(path: Path) -> Iterator[tuple[int, Record | None]]:
-    """Number and record of each whole line; None for a line that can't be read. The last line may be incomplete, if
-    its writer was killed in it: then it is left out.
+    """Yield number and record of each whole line; the record is None for a line that can't be read.
+
+    The last line may be incomplete, if its writer was killed. Then it is left out.
 
     Raises:
         OSError: the file can't be read.

@@ -10,7 +10,7 @@ from paceline.runs.folder import METRICS
 
 
 def read_history(run_dir: Path) -> list[dict[str, Any]]:
-    """The lines of `metrics.jsonl`; none where there is no such file.
+    """Return the lines of `metrics.jsonl`; none if there is no such file.
 
     Raises:
         UsageError: the file can't be read.

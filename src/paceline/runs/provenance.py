@@ -1,4 +1,6 @@
-"""Where a run comes from: versions, machine, command, the job's files and the state of their repository."""
+"""Records the origin of a run: versions, machine, command, the job's files and the state of their
+repository.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,17 @@ from paceline.base.errors import without_secrets
 from paceline.job.file import imported_by
 from paceline.runs.folder import ORIGIN, read_document
 
-GIT_TIMEOUT_S = 2.0  # a repository whose state takes longer is left out
+GIT_TIMEOUT_S = 2.0  # the state of a repository is left out if git takes longer
 
 
 def origin(source: Path | None) -> dict[str, Any]:
-    """What `origin.json` holds. source: the job's file, whose repository is looked at; None for a job made in Python.
+    """Return the content of `origin.json`.
 
-    "git" is None where there is no repository, no git, or no answer in time.
+    "git" is None if there is no repository, no git, or no answer in time.
+
+    source: the job's file, whose repository is looked at; None for a job made in Python.
     """
-    from paceline import __version__  # of the code that runs; an installed copy may be another
+    from paceline import __version__  # version of the running code; an installed copy may differ
 
     return {
         "paceline": __version__,
@@ -42,7 +46,7 @@ def origin(source: Path | None) -> dict[str, Any]:
 
 
 def note_edits(run_dir: Path) -> None:
-    """Say on stderr which files of a run's job are not what they were when the run began."""
+    """Name on stderr the files of a run's job that have changed since the run began."""
     files = read_document(run_dir, ORIGIN).get("files") if (run_dir / ORIGIN).exists() else None
     if edited := [path for path, digest in (files or {}).items() if _digest(Path(path)) != digest]:
         print(
@@ -61,7 +65,11 @@ def _digest(path: Path) -> str:
 
 
 def _repository(directory: Path) -> dict[str, Any] | None:
-    """commit: of HEAD. modified: files that git knows and that differ from it."""
+    """Return the state of a repository, or None if git does not tell it.
+
+    Its "commit" is that of HEAD. Its "modified" lists files that git tracks and that differ from
+    HEAD.
+    """
     command = [
         "git",
         "-C",
