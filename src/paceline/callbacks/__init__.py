@@ -1,1 +1,1 @@
-"""Callbacks: what looks on a run and controls it, once a run, in the process that started it."""
+"""Callbacks observe a run and control it. They run once per run, in the process that started it."""

@@ -1,4 +1,4 @@
-"""Tells callbacks what happens in a run, and ranks what callbacks ask for."""
+"""Tells callbacks what happens in a run, and tells ranks what callbacks request."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from paceline.job import Job
 
-# Has the ranks do something while they wait, and returns what came of it.
+# Makes the ranks do something while they wait, and returns the result.
 Exchange = Callable[[dict[str, Any]], Any]
 
 _REMEMBERED_ANSWERS = 256
@@ -49,10 +49,9 @@ _RAISED = (
 class RunController:
     """The callbacks of one run, in the process that controls it.
 
-    Steps are read from `metrics.jsonl`, which rank 0 writes anyway: however long a callback takes, no rank waits and
-    no step is lost. Where ranks wait, rank 0 asks: `asked` first reads the steps until then.
-
-    error: what a callback raised, if one did; callbacks are told of nothing more then.
+    Steps are read from `metrics.jsonl`, which rank 0 writes anyway. So no rank waits for a slow
+    callback, and no step is lost. If ranks wait for an answer, rank 0 asks for it, and
+    `on_question` first reads the steps until then.
     """
 
     def __init__(
@@ -67,11 +66,12 @@ class RunController:
         self.callbacks, hooks = tuple(callbacks), all_hooks(callbacks)
         self.hooks = (
             hooks | {"on_evaluation"} if "on_epoch" in hooks else hooks
-        )  # which is told of its evaluation
+        )  # `on_epoch` receives the epoch's evaluation
         self.run = RunHandle(
             job, plan, folder, job.total_steps, save_every, _read_history=read_history
         )
         self.run._log = self._log
+        # The error that a callback raised. From then on callbacks are told nothing more.
         self.error: BaseException | None = None
         self._failure = self._running = ""
         self._initial: list[dict[str, Any]] | None = None
@@ -81,11 +81,12 @@ class RunController:
         self._evaluation: EvaluationReport | None = None
         self._latest_calls: dict[
             tuple[int, str], int
-        ] = {}  # the last step or epoch that a callback was told of
+        ] = {}  # the last step or epoch of which a callback was told
         self._answers: dict[
             tuple[str, int, int | None], dict[str, Any]
         ] = {}  # by event, step and epoch
-        self._sent: list[tuple[int, Requests]] = []  # while ranks went on, after which step
+        # Requests that were sent while ranks continued, with the step after which they were sent.
+        self._sent: list[tuple[int, Requests]] = []
         self._handlers = {
             "start": self._start,
             "epoch": self._epoch,
@@ -96,7 +97,9 @@ class RunController:
     # --- Heard from rank 0 ------------------------------------------------------------------------------------------
 
     def on_report(self) -> dict[str, Any] | None:
-        """Steps were taken. Returns what callbacks ask of the ranks since the last time; None if nothing."""
+        """Tell callbacks of new steps. Returns what callbacks requested of the ranks since the last
+        report; None if nothing.
+        """
         self._read_steps()
         if not self.run._requests:
             return None
@@ -104,8 +107,10 @@ class RunController:
         return self._taken_requests()
 
     def on_question(self, event: Mapping[str, Any], exchange: Exchange) -> dict[str, Any]:
-        """Ranks wait after a step. Returns what callbacks ask of them, and "callbacks", their state, where it is asked
-        for.
+        """Answer ranks that wait after a step.
+
+        Returns what callbacks request of the ranks, and under "callbacks" the callbacks' state if
+        the ranks ask for it.
 
         event: {"event": "start", "evaluation", "epoch", "save", "state" or "end", "step", ...}.
         """
@@ -115,7 +120,7 @@ class RunController:
         place = kind, event["step"], event.get("epoch")
         if (
             place in self._answers
-        ):  # ranks that go on from a copy ask again what their predecessors asked
+        ):  # ranks that continue from a copy repeat the questions of their predecessors
             return dict(self._answers[place])
         answer: dict[str, Any] = {}
         self.run._weights = lambda: self._read_weights(exchange)
@@ -138,9 +143,13 @@ class RunController:
         return requests.to_dict()
 
     def _start(self, event: Mapping[str, Any]) -> None:
-        """Ranks begin, or begin again: callbacks with state go back to what it was at that step, and are told again of
-        what follows; others are told of nothing twice. Where ranks go on from a copy of their state, what follows is
-        what callbacks were told of before, so those with state keep it, and are told of nothing twice either."""
+        """Prepare callbacks for ranks that begin, or begin again.
+
+        Callbacks with state go back to their state at that step, and are told again of what
+        follows. Other callbacks are told of nothing twice. If ranks continue from a copy of their
+        state, callbacks were already told of what follows, so those with state keep it, and are
+        told of nothing twice either.
+        """
         self.run.step, is_again = event["step"], self._initial is not None
         self.run.restarts += is_again
         if self._initial is None:
@@ -153,15 +162,18 @@ class RunController:
             self._restore(event.get("callbacks"), step=event["step"], is_again=is_again)
         self._epoch_loss, self._samples, self._offset, self._evaluation = {}, 0, 0, None
         if keeps:
-            self._read_steps()  # the ranks before may have taken steps that nobody was told of
+            self._read_steps()  # the previous ranks may have taken steps of which nobody was told
         else:
             for line in self._new_lines():
                 self._count(line)
         self._call("on_start")
-        self._states()  # refused now, not after an hour
+        self._states()  # a state that can't be saved is refused now, not after an hour
 
     def _send_again(self, step: int) -> None:
-        """Ask of the ranks what those before them may not have done. step: after which they go on."""
+        """Repeat the requests that the previous ranks may not have carried out.
+
+        step: the step after which the ranks continue.
+        """
         for sent_step, requests in self._sent:
             lasting = {"stop": requests.stop, "failed": requests.failed}
             self.run._requests.add(requests.to_dict() if sent_step >= step else lasting)
@@ -184,7 +196,7 @@ class RunController:
                     f"note: the checkpoint holds no state of the callback {kind}, which starts anew",
                     file=sys.stderr,
                 )
-            # What the state knows of, and nothing else, it was told of.
+            # A callback was told of exactly what its state contains.
             windows, per_epoch = self.run.job.windows, self.run.job.steps_per_epoch
             epochs = (
                 windows.epoch(step)
@@ -233,7 +245,7 @@ class RunController:
     # --- Steps ------------------------------------------------------------------------------------------------------
 
     def _new_lines(self) -> Iterator[dict[str, Any]]:
-        """Complete lines of metrics.jsonl that were not read before."""
+        """Yield complete lines of metrics.jsonl that were not read before."""
         path = self.run.folder / METRICS
         if not path.exists():
             return
@@ -244,7 +256,7 @@ class RunController:
         yield from rows(data, path, after=before)
 
     def _count(self, line: Mapping[str, Any]) -> bool:
-        """Take the loss of a step into that of its epoch. Returns whether the line is a step's."""
+        """Add the loss of a step to its epoch's loss. Returns whether the line is a step's."""
         if "loss" not in line or "samples" not in line:
             return False
         count, self._samples = line["samples"] - self._samples, line["samples"]
@@ -272,7 +284,10 @@ class RunController:
     # --- Callbacks --------------------------------------------------------------------------------------------------
 
     def _call(self, hook: str, *values: Any, number: int | None = None) -> None:
-        """Tell every callback that has the hook and was not told of this before. number: of the step or the epoch."""
+        """Call every callback that has the hook and was not told of this before.
+
+        number: number of the step or the epoch.
+        """
         for callback in self.callbacks:
             if self.error is not None:
                 return
@@ -285,7 +300,7 @@ class RunController:
             self._protected(callback, hook, self.run, *values)
 
     def _protected(self, callback: Callback, method: str, *values: Any) -> Any:
-        """Call a method; what it raises ends the run."""
+        """Call a method of a callback. An error that it raises ends the run."""
         self._running = f"{type(callback).__name__}.{method}"
         try:
             return getattr(callback, method)(*values)
@@ -298,7 +313,9 @@ class RunController:
             self._running = ""
 
     def tell_slow(self, after_s: float) -> None:
-        """Callbacks have had so long for what they were last told, or so long again."""
+        """Warn that a callback has not returned. This is called after so many seconds, and each
+        time that as many have passed again.
+        """
         if running := self._running:
             print(
                 f"warning: {running} has not returned, and callbacks have had {after_s:g} s for what follows step "
@@ -317,7 +334,7 @@ class RunController:
         self.run._requests.failed = self._failure
 
     def _states(self) -> list[dict[str, Any]]:
-        """What a checkpoint keeps of the callbacks."""
+        """Return the callbacks' states for a checkpoint."""
         states = []
         for callback in self.callbacks:
             if "state_dict" in hooks_of(callback):
@@ -345,18 +362,20 @@ class RunController:
         )
 
     def raise_failure(self) -> None:
-        """
+        """Raise the failure of a callback, if there was one.
+
         Raises:
-            CallbackError: a callback has failed; from what it raised.
+            CallbackError: a callback has failed; its cause is the error that the callback raised.
         """
         if self.error is not None:
             raise self.failure() from self.error
 
     def _log(self, values: Mapping[str, Any]) -> None:
-        """Numbers and text go to `logged.jsonl`, and all with pictures to callbacks with `on_log`.
+        """Log values: numbers and text go to `logged.jsonl`. All values, also pictures, go to
+        callbacks with `on_log`.
 
         Raises:
-            UsageError: a value is none of these.
+            UsageError: a value is neither a number, a text nor a picture.
         """
         if "step" in values:
             raise UsageError(
@@ -396,7 +415,7 @@ class RunController:
                 shutil.rmtree(Path(written["path"]).parent.parent, ignore_errors=True)
 
     def ended(self, result: Any) -> None:
-        """The run is done.
+        """Tell callbacks that the run is done.
 
         Raises:
             CallbackError: a callback failed, now or before.
@@ -408,7 +427,9 @@ class RunController:
         self.raise_failure()
 
     def failed(self, error: BaseException) -> None:
-        """The run ended before it was done. What callbacks raise now is told and changes nothing."""
+        """Tell callbacks that the run ended before it was done. Errors that they raise now are
+        printed and change nothing.
+        """
         for callback in self.callbacks:
             if "on_failure" in hooks_of(callback):
                 try:
@@ -422,7 +443,8 @@ class RunController:
 
 @contextmanager
 def controlled(controller: RunController | None, *, speaks: bool) -> Iterator[None]:
-    """While a run goes on: if it fails, its callbacks are told, and what a callback raised is the reason.
+    """Tell callbacks if the run inside this block fails. If a callback raised an error, that error
+    is the reason.
 
     speaks: whether this process is the one that controls the run.
 

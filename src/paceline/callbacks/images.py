@@ -1,4 +1,4 @@
-"""Pictures as PNG files in memory, from arrays, tensors and figures."""
+"""Converts arrays, tensors and figures to PNG files in memory."""
 
 from __future__ import annotations
 
@@ -13,22 +13,24 @@ from paceline.base.errors import UsageError
 
 @dataclass(frozen=True)
 class Image:
-    """A picture. data: the PNG file. height, width: in pixels. channels: 1 to 4."""
+    """A picture."""
 
-    data: bytes
-    height: int
-    width: int
-    channels: int
+    data: bytes  # the PNG file
+    height: int  # in pixels
+    width: int  # in pixels
+    channels: int  # 1 to 4
 
 
 def is_picture(value: Any) -> bool:
-    """Whether a value that is logged is a picture: a figure, or an array of two or three dims."""
+    """Whether a logged value is a picture: a figure, or an array of two or three dims."""
     return hasattr(value, "savefig") or getattr(value, "ndim", 0) in (2, 3)
 
 
 def image_of(value: Any) -> Image:
-    """A figure, or an array or tensor of shape (height, width), (height, width, channels) or (channels, height, width);
-    floats from 0 to 1, whole numbers from 0 to 255.
+    """Return a figure, an array or a tensor as a picture.
+
+    An array or tensor has the shape (height, width), (height, width, channels) or (channels,
+    height, width). Floats lie between 0 and 1, whole numbers between 0 and 255.
 
     Raises:
         UsageError: it has another shape.
@@ -63,7 +65,7 @@ def image_of(value: Any) -> Image:
 
 
 def _png(rows: Any, width: int, channels: int) -> bytes:
-    """Rows of bytes as a PNG file."""
+    """Return rows of bytes as a PNG file."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return (

@@ -18,9 +18,11 @@ if TYPE_CHECKING:
 
 
 class KeepBest(Callback):
-    """Saves a checkpoint after each evaluation that is among the `n` best, and deletes it when it no longer is.
+    """Saves a checkpoint after each evaluation that is among the `n` best, and deletes it when it
+    no longer is.
 
-    The newest checkpoint is kept in any case, and those of `save_every`, which are not its own.
+    The newest checkpoint is kept in any case. Checkpoints of `save_every` are not its own, so it
+    keeps them, too.
 
     Args:
         monitor: "validation_loss" or a metric of the job.
@@ -29,9 +31,6 @@ class KeepBest(Callback):
 
     Raises:
         JobError: a value that makes no sense.
-
-    kept: step and figure of each, the best first; of equal ones the earlier. saved_steps: of the checkpoints that
-        it saved and that are still there.
     """
 
     def __init__(
@@ -43,7 +42,10 @@ class KeepBest(Callback):
         if not isinstance(n, int) or isinstance(n, bool) or n < 1:
             raise JobError(f"KeepBest's n must be a whole number of at least 1, got {n!r}")
         self.monitor, self.n = Monitor(monitor, mode), n
+        # Step and figure of each kept checkpoint, the best first. Of equal figures the earlier one
+        # comes first.
         self.kept: list[tuple[int, float]] = []
+        # Steps of the checkpoints that this callback saved and that still exist.
         self.saved_steps: list[int] = []
 
     def problem(self, job: Job) -> str | None:
@@ -103,7 +105,7 @@ class KeepBest(Callback):
 
 
 def ranking_of(run_dir: Path) -> Monitor | None:
-    """By what the best checkpoints of a run are kept; None if they are not."""
+    """Return the figure by which the best checkpoints of a run are kept; None if they are not."""
     path = run_dir / BEST
     if not path.exists():
         return None

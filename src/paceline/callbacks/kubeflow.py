@@ -1,7 +1,7 @@
-"""How far a run is, told to Kubeflow Trainer, which shows it in `kubectl get trainjob`.
+"""Reports a run's progress to Kubeflow Trainer, which shows it in `kubectl get trainjob`.
 
-A TrainJob whose feature TrainJobStatus is on gives its pods an address, a certificate and a token, each by a variable.
-Source of the protocol: Kubeflow Trainer 2.2, "TrainJob progress and metrics".
+A TrainJob whose feature TrainJobStatus is on gives its pods an address, a certificate and a token,
+each by a variable. Source of the protocol: Kubeflow Trainer 2.2, "TrainJob progress and metrics".
 """
 
 from __future__ import annotations
@@ -29,18 +29,21 @@ URL, CERTIFICATE, TOKEN = (
     "KUBEFLOW_TRAINER_SERVER_CA_CERT",
     "KUBEFLOW_TRAINER_SERVER_TOKEN",
 )
-PERIOD_S = 5.0  # at most so often, as Kubeflow asks
+PERIOD_S = 5.0  # seconds between two reports at least, as Kubeflow asks
 TIMEOUT_S = 5.0
 MOST_METRICS, MOST_LETTERS, MOST_SECONDS = (
     256,
     64,
     2**31 - 1,
-)  # the resource's own limits; more is refused as a whole
-PREDICTED_STEPS = 20  # until so many were taken, the time left is the predicted one
+)  # the resource's own limits; it refuses a report with more as a whole
+# For the first steps, the time left is derived from the predicted step.
+PREDICTED_STEPS = 20
 
 
 class KubeflowProgress(Callback):
-    """Tells progress, the time left, and the last figures. What can't be sent is left out: a run never waits for it."""
+    """Reports progress, the time left, and the last figures. Reports that can't be sent are left
+    out, so a run never waits for them.
+    """
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         self.url, self.certificate, self.token = (
@@ -64,7 +67,7 @@ class KubeflowProgress(Callback):
         self._metrics |= evaluation.figures
 
     def on_end(self, run: RunHandle, result: Any) -> None:
-        self._wait()  # else the last status would be left out
+        self._wait()  # otherwise the last status would be left out
         self._tell(
             {
                 **self._status(run, run.step),
@@ -75,7 +78,7 @@ class KubeflowProgress(Callback):
         self._wait()
 
     def _wait(self) -> None:
-        """For a status that is under way, as long as sending may take."""
+        """Wait for a status that is being sent, for as long as sending may take."""
         if self._sending is not None:
             self._sending.join(TIMEOUT_S + 1)
 
@@ -98,7 +101,9 @@ class KubeflowProgress(Callback):
         return status
 
     def _expected_step_s(self, run: RunHandle) -> float:
-        """The predicted step at first, then the mean of the latest ones."""
+        """Return the predicted step time in seconds for the first steps, then the mean of the
+        latest ones.
+        """
         predicted = run.folder / folder.PREDICTED
         if len(self._step_s) < PREDICTED_STEPS and predicted.exists():
             step_s = json.loads(predicted.read_text())["step_s"]
@@ -107,7 +112,7 @@ class KubeflowProgress(Callback):
         return sum(self._step_s) / max(1, len(self._step_s))
 
     def _tell(self, status: Mapping[str, Any]) -> None:
-        """Send it beside the run, unless the last one is still under way."""
+        """Send a status on another thread, unless the last one is still being sent."""
         if self._sending is not None and self._sending.is_alive():
             return
         self._told_s = time.monotonic()
@@ -118,7 +123,7 @@ class KubeflowProgress(Callback):
         try:
             token = (
                 Path(self.token).read_text().strip() if self.token else ""
-            )  # anew each time: the cluster renews it
+            )  # read each time, because the cluster renews it
             request = urllib.request.Request(
                 self.url,
                 json.dumps({"trainerStatus": status}).encode(),

@@ -1,4 +1,4 @@
-"""A figure of a run by which it is judged."""
+"""The figure by which a run is judged."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ LOSSES = ("loss", "validation_loss")
 
 @dataclass(frozen=True)
 class Monitor:
-    """name: "validation_loss", a metric, or "loss", the mean training loss of an epoch.
-    given_mode: which values are better; None is "min" for losses and "max" for metrics.
+    """The figure by which a run is judged, and whether less or more of it is better.
 
     Raises:
         JobError: another mode.
     """
 
-    name: str
+    name: str  # "validation_loss", a metric, or "loss", the mean training loss of an epoch
+    # Which values are better; None means "min" for losses and "max" for metrics.
     given_mode: Literal["min", "max"] | None = None
 
     def __post_init__(self) -> None:
@@ -40,7 +40,7 @@ class Monitor:
         return self.name == "loss"
 
     def problem(self, job: Job, callback_name: str) -> str | None:
-        """Why a job has no such figure; None if it has."""
+        """Return why a job has no such figure; None if it has one."""
         known: Iterable[str] = ("loss",)
         if job.validation is not None:
             known = ("validation_loss", *job.metrics, "loss")
@@ -51,7 +51,7 @@ class Monitor:
         return f"{callback_name} looks at {self.name!r}, which this job does not compute: {nearest(self.name, known)}"
 
     def is_better(self, value: float, than: float | None, *, by: float = 0.0) -> bool:
-        """Whether a value is better than another by more than so much; NaN never is.
+        """Whether a value is better than another by more than `by`. NaN never is.
 
         >>> Monitor("accuracy").is_better(0.5, 0.4), Monitor("validation_loss").is_better(0.5, 0.4)
         (True, False)

@@ -1,4 +1,4 @@
-"""Ends a run that no longer gets better."""
+"""Ends a run that no longer improves."""
 
 from __future__ import annotations
 
@@ -15,20 +15,17 @@ if TYPE_CHECKING:
 
 
 class EarlyStopping(Callback):
-    """Ends the run, as done, when a figure has not become better in `patience` evaluations in a row.
+    """Ends the run, as done, if a figure has not improved in `patience` evaluations in a row.
 
     Args:
-        monitor: "validation_loss" or a metric of the job, looked at after each evaluation; or "loss", the mean training
-            loss of an epoch, looked at after each epoch.
+        monitor: "validation_loss" or a metric of the job, checked after each evaluation; or "loss",
+            the mean training loss of an epoch, checked after each epoch.
         patience: Evaluations without a better figure after which the run ends; at least 1.
         mode: Whether "min" or "max" is better; by default "min" for losses and "max" for metrics.
         min_delta: By how much a figure must be better to count.
 
     Raises:
         JobError: a value that makes no sense.
-
-    best, best_step: the best figure until now and its step. num_worse: evaluations since. They are kept with
-    checkpoints, so that a run that goes on counts on.
     """
 
     def __init__(
@@ -49,9 +46,10 @@ class EarlyStopping(Callback):
             patience,
             float(min_delta),
         )
-        self.best: float | None = None
-        self.best_step: int | None = None
-        self.num_worse = 0
+        # Checkpoints keep these values, so that a resumed run continues to count.
+        self.best: float | None = None  # the best figure so far
+        self.best_step: int | None = None  # its step
+        self.num_worse = 0  # evaluations since the best one
 
     def problem(self, job: Job) -> str | None:
         return self.monitor.problem(job, "EarlyStopping")

@@ -1,4 +1,8 @@
-"""Where a run is logged beside its folder: TensorBoard, MLflow, Weights & Biases, trackio, each by its own client."""
+"""Loggers write a run's figures to TensorBoard, MLflow, Weights & Biases or trackio in addition to
+the run folder.
+
+Each uses the client of its service.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +28,11 @@ _KINDS = {
 
 
 def loggers_of(given: str | Sequence[str] | None) -> list[Logger]:
-    """The loggers of `KIND` or `KIND:WHERE`, one or several.
+    """Return the loggers for one or several texts of the form `KIND` or `KIND:WHERE`.
 
     Raises:
-        UsageError: an unknown kind, or one twice. MissingPackage: its client is not installed.
+        UsageError: an unknown kind, or one twice.
+        MissingPackage: its client is not installed.
     """
     texts = [given] if isinstance(given, str) else list(given or ())
     kinds = [text.partition(":")[0] for text in texts]
@@ -37,10 +42,10 @@ def loggers_of(given: str | Sequence[str] | None) -> list[Logger]:
 
 
 def of_cluster(environ: Mapping[str, str] = os.environ) -> list[Callback]:
-    """What a cluster wants to be told of a run; nothing outside of Kubeflow."""
+    """Return the callbacks that report a run to its cluster. There are none outside of Kubeflow."""
     if not environ.get("KUBEFLOW_TRAINER_SERVER_URL"):
         return []
-    from paceline.callbacks.kubeflow import KubeflowProgress  # loads what HTTP needs
+    from paceline.callbacks.kubeflow import KubeflowProgress  # loads the HTTP client
 
     return [KubeflowProgress(environ)]
 

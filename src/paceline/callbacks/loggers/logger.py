@@ -1,4 +1,6 @@
-"""What all loggers do alike: which figures they log, and that a run that goes on is one run without double points."""
+"""The behaviour that all loggers share: which figures they log, and that a resumed run is one run
+without duplicate points.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +22,18 @@ _OF_STEPS = ("loss", "lr", "gradient_norm", "loss_scale", "step_s")
 
 
 class Logger(Callback, ABC):
-    """Logs a run by somebody's client. A kind of logger fills in what follows `failed`.
-
-    where: a folder, an address or a project, as the kind has it.
-    run_id: the client's name for the run; a run that is resumed goes on with it.
+    """Logs a run by the client of a service. Each kind of logger implements the methods after
+    `failed`.
     """
 
     kind = ""
 
     def __init__(self, where: str | None = None) -> None:
-        self.where = where
+        self.where = where  # a folder, an address or a project, depending on the kind
+        # The client's name for the run. A resumed run continues with it.
         self.run_id: str | None = None
         self._is_open = False
-        self._logged: dict[str, int] = {}  # the last step of each sort of figures
+        self._logged: dict[str, int] = {}  # the last logged step of each sort of figures
 
     def on_start(self, run: RunHandle) -> None:
         if self._is_open:  # ranks were started again
@@ -101,14 +102,14 @@ class Logger(Callback, ABC):
             self.finish(status)
 
     def _is_new(self, sort: str, step: int) -> bool:
-        """Whether figures of this sort were not logged for the step before."""
+        """Whether figures of this sort were not yet logged for the step."""
         if step <= self._logged.get(sort, 0):
             return False
         self._logged[sort] = step
         return True
 
     def _note(self, run: RunHandle) -> None:
-        """Leave word for whoever resumes the run."""
+        """Save in the run folder what a resumed run needs to continue logging."""
         from paceline.base.files import write_json
 
         path = run.folder / LOGGERS
@@ -116,17 +117,20 @@ class Logger(Callback, ABC):
         write_json(path, {**document, self.kind: {"run_id": self.run_id, "logged": self._logged}})
 
     def check(self) -> None:
-        """Make sure, before anything starts, that the run can be logged there, as far as that takes no time.
+        """Check, before anything starts, that the run can be logged there, as far as that takes no
+        time.
 
         Raises:
-            UsageError: it can't.
+            UsageError: the run can't be logged there.
         """
 
     # --- By kind ----------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def begin(self, run: RunHandle, facts: Mapping[str, Any]) -> None:
-        """Open the client's run: `run_id` if there is one, else a new one, whose name becomes `run_id`."""
+        """Open the client's run. It is `run_id` if there is one, otherwise a new run, whose name
+        becomes `run_id`.
+        """
 
     @abstractmethod
     def scalars(self, step: int, figures: Mapping[str, float]) -> None:
@@ -141,7 +145,7 @@ class Logger(Callback, ABC):
         """Log an image of a step."""
 
     def flush(self) -> None:
-        """Send what was kept back."""
+        """Send the figures that are kept back."""
 
     @abstractmethod
     def finish(self, status: Status) -> None:

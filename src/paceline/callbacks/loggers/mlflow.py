@@ -1,4 +1,4 @@
-"""MLflow: a run of an experiment on a tracking server."""
+"""The MLflow logger: a run of an experiment on a tracking server."""
 
 from __future__ import annotations
 
@@ -20,24 +20,27 @@ from paceline.callbacks.images import Image
 from paceline.callbacks.loggers.logger import Logger, Status
 from paceline.job.callback import RunHandle
 
-_BATCH = 500  # metrics sent at a time; the server takes 1000
-_KEPT_S = 5.0  # that a metric is kept back at most, while steps come in and the server answers
-_LOST_S = 60.0  # for which a server that does not answer is left alone
-ANSWER_S = 10.0  # in which a server says anything; MLflow's client tries for minutes
+_BATCH = 500  # metrics sent at a time; the server accepts 1000
+# Seconds for which a metric is kept back at most, while steps come in and the server answers.
+_KEPT_S = 5.0
+_LOST_S = 60.0  # seconds before a server that did not answer is tried again
+ANSWER_S = 10.0  # seconds in which a server must answer; MLflow's client tries for minutes
 _LONGEST_NAME = 250
 
 
 class MLflow(Logger):
-    """where: the tracking server's address; by default MLFLOW_TRACKING_URI, else MLflow's own default.
+    """Logs to an experiment of MLflow: MLFLOW_EXPERIMENT_NAME, otherwise "paceline".
 
-    The experiment is MLFLOW_EXPERIMENT_NAME, else "paceline".
+    where: the tracking server's address; by default MLFLOW_TRACKING_URI, otherwise MLflow's own
+    default.
     """
 
     kind = "mlflow"
-    lost_s = -math.inf  # when the server did not answer
+    lost_s = -math.inf  # time at which the server last failed to answer
 
     def check(self) -> None:
-        """
+        """Check that a server answers at the address.
+
         Raises:
             UsageError: no server answers at the address.
         """
@@ -46,7 +49,8 @@ class MLflow(Logger):
             return
         try:
             urllib.request.urlopen(address, timeout=ANSWER_S).close()
-        except (urllib.error.HTTPError, http.client.HTTPException, ssl.SSLError):  # it is there
+        # The server is there, although it refuses.
+        except (urllib.error.HTTPError, http.client.HTTPException, ssl.SSLError):
             return
         except OSError as error:
             reason = getattr(error, "reason", error)
@@ -137,9 +141,11 @@ class MLflow(Logger):
         return time.monotonic() - self.lost_s < _LOST_S
 
     def _send(self, otherwise: str, act: Callable[[], Any]) -> bool:
-        """Whether the server took it. One that does not ends no run, and is tried again after a while.
+        """Send something to the server, and return whether the server accepted it.
 
-        otherwise: what follows if it did not, which is said.
+        A server that does not answer never ends a run, and is tried again after a while.
+
+        otherwise: the consequence if the server does not accept it; it is printed.
         """
         from mlflow.exceptions import MlflowException
 
@@ -157,6 +163,8 @@ class MLflow(Logger):
 
 
 def _name(name: str) -> str:
-    """As MLflow takes it: of letters, digits and some signs, and a path that is no other."""
+    """Return a name in the form that MLflow accepts: letters, digits and some signs, as a normal
+    relative path.
+    """
     path = posixpath.normpath(re.sub(r"[^\w\-. :/]", "-", name))
     return re.sub(r"^[./]+", "", path)[:_LONGEST_NAME].rstrip("/") or "-"

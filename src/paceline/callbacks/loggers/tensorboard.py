@@ -1,4 +1,4 @@
-"""TensorBoard: event files, in the run folder by default."""
+"""The TensorBoard logger: event files, in the run folder by default."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from paceline.job.callback import RunHandle
 
 
 class TensorBoard(Logger):
-    """where: the folder of the event files."""
+    """Logs to TensorBoard.
+
+    where: the folder of the event files.
+    """
 
     kind = "tensorboard"
 

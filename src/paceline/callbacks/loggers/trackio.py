@@ -1,4 +1,4 @@
-"""trackio: a run of a project, in a database on this machine."""
+"""The trackio logger: a run of a project, in a database on this machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from paceline.job.callback import RunHandle
 
 
 class Trackio(Logger):
-    """where: the project, "paceline" by default."""
+    """Logs to trackio.
+
+    where: the project, "paceline" by default.
+    """
 
     kind = "trackio"
 

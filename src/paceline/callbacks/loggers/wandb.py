@@ -1,4 +1,4 @@
-"""Weights & Biases: a run of a project."""
+"""The Weights & Biases logger: a run of a project."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from paceline.job.callback import RunHandle
 
 
 class WeightsAndBiases(Logger):
-    """where: the project, "paceline" by default. WANDB_MODE=offline keeps the run in the run folder."""
+    """Logs to Weights & Biases. WANDB_MODE=offline keeps the run in the run folder.
+
+    where: the project, "paceline" by default.
+    """
 
     kind = "wandb"
 
