@@ -1,1 +1,1 @@
-"""What a run was like, for people: a verdict, a page of figures, and the comparison of two runs."""
+"""Reports describe a run for people: a verdict, a page of figures, and the comparison of two runs."""

@@ -1,4 +1,6 @@
-"""Charts of a run as SVG text, drawn by matplotlib. Colours are the page's own, so that they follow light and dark."""
+"""Draws charts of a run as SVG text with matplotlib. The colours are the page's own, so that they
+follow light and dark mode.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,11 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-MOST_POINTS = 400  # of a line; more can't be told apart at a chart's width in pixels
-_GREATEST = 1e300  # that can be drawn: beyond it sums are infinite
-_SIZE_INCHES = (4.6, 2.6)  # so that text is readable at a phone's width
-# Colours that stand for the page's style variables: matplotlib draws them, `_styled` replaces them.
+MOST_POINTS = 400  # points of a line; more can't be told apart at a chart's width in pixels
+_GREATEST = 1e300  # the largest value that can be drawn; beyond it sums are infinite
+_SIZE_INCHES = (4.6, 2.6)  # text is readable at the width of a phone
+# Colours that represent the page's style variables: matplotlib draws them, and `_styled` replaces
+# them.
 INK, GRID = "#010203", "#010204"
 SERIES = ("#010205", "#010206", "#010207", "#010208", "#010209", "#01020a", "#01020b", "#01020c")
 _VARIABLES = {
@@ -53,12 +56,13 @@ def lines(
     band: tuple[float, float] | None = None,
     marks: Mapping[str, Sequence[float]] | None = None,
 ) -> str:
-    """Series over a common axis.
+    """Draw series over a common axis.
 
     Args:
-        series: x and y of each, by name; one of more than `MOST_POINTS` is drawn as medians of neighbours.
+        series: x and y of each series, by name. A series of more than `MOST_POINTS` is drawn as
+            medians of neighbours.
         log: Whether the y axis is logarithmic.
-        band: From and to, in y: where values were predicted to be.
+        band: Lowest and highest predicted y.
         marks: Places on the x axis, by what happened there.
     """
 
@@ -93,7 +97,7 @@ def lines(
 
 
 def stacked(bars: Mapping[str, Mapping[str, float]], *, x: str) -> str:
-    """A horizontal bar of parts for each name, the first at the top."""
+    """Draw a horizontal bar of parts for each name, the first at the top."""
 
     def draw(axes: Axes) -> None:
         parts = list(dict.fromkeys(part for bar in bars.values() for part in bar))
@@ -124,7 +128,7 @@ def stacked(bars: Mapping[str, Mapping[str, float]], *, x: str) -> str:
 def points(
     xs: Sequence[float], ys: Sequence[float], best: Sequence[float], *, x: str, y: str
 ) -> str:
-    """Values of trials, and the best so far as a step line."""
+    """Draw the values of trials, and the best so far as a step line."""
 
     def draw(axes: Axes) -> None:
         axes.scatter(xs, ys, s=14, color=SERIES[0], label="a trial")
@@ -137,7 +141,8 @@ def points(
 
 
 def thinned(xs: Sequence[float], ys: Sequence[float | None]) -> tuple[list[float], list[float]]:
-    """At most `MOST_POINTS` points: medians of as many groups of neighbours. Values that are no numbers are left out.
+    """Return at most `MOST_POINTS` points: medians of as many groups of neighbours. Values that are
+    no numbers are left out.
 
     >>> thinned([1, 2, 3], [5.0, None, float("nan")])
     ([1], [5.0])
@@ -151,7 +156,7 @@ def thinned(xs: Sequence[float], ys: Sequence[float | None]) -> tuple[list[float
 
 
 def _height(num_bars: int) -> float:
-    """In inches."""
+    """Return the height of a chart with so many bars, in inches."""
     return max(2.4, 0.35 * num_bars + 1.7)
 
 
@@ -170,7 +175,7 @@ def _drawn(draw: Callable[[Axes], None], *, height: float = _SIZE_INCHES[1]) -> 
 
 
 def _styled(svg: str) -> str:
-    """The picture alone, as wide as its place, in the page's colours and font."""
+    """Return only the picture, as wide as its place, in the page's colours and font."""
     svg = svg[svg.index("<svg") :]
     for colour, variable in _VARIABLES.items():
         svg = svg.replace(colour, f"var({variable})")

@@ -1,4 +1,4 @@
-"""Two runs side by side, and whether one figure of the second is worse than a limit allows."""
+"""Compares two runs, and checks whether a figure of the second is worse than a limit allows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.base.tables import aligned
 from paceline.reports.diagnosis import core_wait
 from paceline.reports.record import RunRecord
 
-# Whether less is better, of the figures of summary.json that can be compared.
+# The figures of summary.json that can be compared, and whether less is better.
 _LESS_IS_BETTER = {
     "step_s": True,
     "samples_per_s": False,
@@ -26,22 +26,25 @@ _LESS_IS_BETTER = {
     "save_blocked_s": True,
     "bytes_sent": True,
 }
-_WARM_UP_STEPS = 10  # of a run, that its figures leave out too
-NUM_PARTS = 8  # of a run, whose step times are compared: fewer can't show what chance alone does
+_WARM_UP_STEPS = 10  # first steps of a run, which its figures leave out, too
+# A run is cut into so many parts, whose step times are compared. Fewer parts can't show the effect
+# of chance.
+NUM_PARTS = 8
 _SPEEDS = ("step_s", "samples_per_s")
 _CONDITION = re.compile(r"([a-z_0-9]+)\s*>\s*(\d+(?:\.\d+)?)\s*%")
 
 
 @dataclass(frozen=True)
 class Condition:
-    """figure: of summary.json, or a metric's name. limit: the part by which it may be worse, 0.05 for 5 %."""
+    """A limit on how much worse a figure of the second run may be."""
 
-    figure: str
-    limit: float
+    figure: str  # of summary.json, or a metric's name
+    limit: float  # the part by which the figure may be worse: 0.05 for 5 %
 
     @classmethod
     def parse(cls, text: str) -> Condition:
-        """
+        """Parse a condition.
+
         Raises:
             UsageError: the text is not FIGURE>X%.
 
@@ -59,28 +62,28 @@ class Condition:
 
 @dataclass(frozen=True)
 class FigureChange:
-    """A figure of two runs. worse: the part by which the second is worse, negative if it is better; None where that
-    means nothing; of speeds, by the quietest part of each run. chance: a part by which equal runs differ
-    too, as their own steps show."""
+    """A figure of two runs, and by how much it differs."""
 
     figure: str
     first: Any
     second: Any
+    # The part by which the second run is worse, negative if it is better; None if that means
+    # nothing. Speeds are compared by the quietest part of each run.
     worse: float | None = None
-    chance: float = 0.0
+    chance: float = 0.0  # a part by which equal runs differ too, as their own steps show
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two runs. failed: conditions that the second does not meet."""
+    """Two runs and their differences."""
 
     first: RunRecord
     second: RunRecord
     changes: tuple[FigureChange, ...]
-    failed: tuple[Condition, ...]
+    failed: tuple[Condition, ...]  # conditions that the second run does not meet
 
     def to_dict(self) -> dict[str, Any]:
-        """For `--json`."""
+        """Return the comparison for `--json`."""
         return {
             "first": str(self.first.path),
             "second": str(self.second.path),
@@ -97,7 +100,7 @@ class Comparison:
         }
 
     def describe(self) -> str:
-        """For people: a line a figure."""
+        """Return the comparison as text, with one line per figure."""
         return aligned(
             ("figure", self.first.name, self.second.name, "change"),
             [
@@ -110,7 +113,8 @@ class Comparison:
 def compare(
     first: RunRecord, second: RunRecord, conditions: Sequence[Condition] = ()
 ) -> Comparison:
-    """
+    """Compare two runs that have ended.
+
     Raises:
         UsageError: one of the runs did not end, or a condition names a figure that they don't have.
     """
@@ -171,13 +175,17 @@ def _worse(first: float, second: float, *, less_is_better: bool) -> float | None
 
 
 def _slower(first: RunRecord, second: RunRecord, *, by_sample: bool) -> tuple[float, float]:
-    """The part by which the second run's steps take longer, and the part that chance explains.
+    """Return the part by which the second run's steps take longer, and the part that chance
+    explains.
 
-    Other work on the machine makes steps longer, never shorter, and often for a while. So the quietest eighth of each
-    run, by its median step, is compared with that of the other. What chance explains is three times the standard error
-    of the ratio of both runs' means, from the spread of their eighths: steps near each other are slow together, so
-    single steps say too little. Work that lasted as long as the second run shows in no spread; the part of the time in
-    which a rank of it waited for a core is added.
+    Other work on the machine makes steps longer, never shorter, and often for a while. So the
+    quietest eighth of each run, by its median step, is compared with that of the other.
+
+    The part that chance explains is three times the standard error of the ratio of both runs'
+    means. The error is computed from the spread of the runs' eighths: neighbouring steps are slow
+    together, so single steps say too little. If other work lasted as long as the second run, no
+    spread shows it. Therefore the part of the time in which a rank of the second run waited for a
+    core is added.
     """
     before, after = _part_medians_s(first), _part_medians_s(second)
     samples = [_samples_a_step(record) for record in (first, second)] if by_sample else [1.0, 1.0]
@@ -192,7 +200,7 @@ def _slower(first: RunRecord, second: RunRecord, *, by_sample: bool) -> tuple[fl
 
 
 def _part_medians_s(record: RunRecord) -> list[float]:
-    """The median step of each part of a run; none of a run that is too short."""
+    """Return the median step of each part of a run, in seconds; none if the run is too short."""
     times = [row["step_s"] for row in record.steps[_WARM_UP_STEPS:]]
     size = len(times) // NUM_PARTS
     return (
@@ -203,7 +211,7 @@ def _part_medians_s(record: RunRecord) -> list[float]:
 
 
 def _samples_a_step(record: RunRecord) -> float:
-    """0 where the run does not say."""
+    """Return the samples of a step; 0 if the run does not record them."""
     return float(
         (record.summary.get("samples_per_s") or 0.0) * (record.summary.get("step_s") or 0.0)
     )
@@ -228,5 +236,5 @@ def _change(change: FigureChange) -> str:
         return "within what chance explains"
     where = (
         " where each run was quietest" if change.figure in _SPEEDS else ""
-    )  # which the figures beside it are not of
+    )  # the figures beside it do not belong to it
     return f"{100 * abs(change.worse):.1f} % {'worse' if change.worse > 0 else 'better'}{where}"

@@ -1,4 +1,6 @@
-"""What limits a run, why, and what to try next: from what it measured and what was predicted for it alone."""
+"""Finds what limits a run, why, and what to try next. It uses only the run's own measurements and
+prediction.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,9 @@ from dataclasses import dataclass
 
 from paceline.reports.record import RunRecord
 
-FEW_STEPS = 10  # a run of fewer is mostly its start: step times are taken after so many
-LARGE = 0.1  # of the training's time: a smaller part is not worth a change
+# A run of fewer steps is mostly its start. Step times are taken after so many steps.
+FEW_STEPS = 10
+LARGE = 0.1  # a smaller part of the training's time is not worth a change
 
 COMPUTING, OPTIMIZER, MESSAGES, IDLE, UNEXPLAINED, DATA, SAVES, CORES = (
     "computing",
@@ -22,11 +25,12 @@ COMPUTING, OPTIMIZER, MESSAGES, IDLE, UNEXPLAINED, DATA, SAVES, CORES = (
     "writing checkpoints",
     "other work on its cores",
 )
-# The part of the time from which each is named first, because it can be removed. Ranks' own threads wait for each
-# other, too: on a quiet machine two ranks of examples/01_digits.py do so for a tenth of the time.
+# Limits that can be removed. Each is named first if its part of the time is at least this. Ranks'
+# own threads wait for each other, too: on a quiet machine two ranks of examples/01_digits.py do so
+# for a tenth of the time.
 AVOIDABLE = {DATA: LARGE, SAVES: LARGE, CORES: 2 * LARGE}
-MOST_WAITED = 0.99  # of a run's time; more explains any slowdown
-PREEMPTED = "preempted"  # reason of a failure: the run was asked to stop
+MOST_WAITED = 0.99  # the largest part of a run's time; a larger one would explain any slowdown
+PREEMPTED = "preempted"  # the reason of a failure if the run was asked to stop
 PREDICTED_PARTS = {
     "compute": COMPUTING,
     "optimizer": OPTIMIZER,
@@ -46,46 +50,47 @@ _TRACED = {
 
 @dataclass(frozen=True)
 class StepPart:
-    """A part of a step's time. seconds: of a step, in the mean. is_measured: or divided as the prediction divides."""
+    """A part of a step's time."""
 
     name: str
-    seconds: float
-    is_measured: bool
+    seconds: float  # mean over steps
+    is_measured: bool  # otherwise it is divided as the prediction divides the step
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """limit: what takes most of a step, or the part that is worth a change first; None if that can't be said.
+    """The limit of a run, the reason for it, and what to try next."""
 
-    share: the limit's part of a step with its share of saving, from 0 to 1. gain: by how much steps would be faster
-    without it, or twice the devices where computing is the limit: 1.25 for a quarter. None where that can't be said.
-    outlook: the gain in words, or what is kept of a run that did not end.
-    """
-
+    # The part that takes most of a step, or the part that should be changed first; None if that
+    # can't be said.
     limit: str | None
-    share: float
+    share: float  # the limit's part of a step together with its share of saving, from 0 to 1
     verdict: str
     why: str
     next: str
-    outlook: Mapping[str, str]
+    outlook: Mapping[str, str]  # the gain in words, or what is kept of a run that did not end
+    # By how much steps would be faster without the limit, or with twice the devices if computing is
+    # the limit: 1.25 for a quarter. None if that can't be said.
     gain: float | None = None
 
     def lines(self) -> dict[str, str]:
-        """For people: a sentence by its name."""
+        """Return the diagnosis for people: sentences by their names."""
         return {"verdict": self.verdict, "why": self.why, "next": self.next, **self.outlook}
 
 
 def core_wait(record: RunRecord) -> float:
-    """The part of a run's time in which a rank waited for a core that other work used, at most."""
+    """Return the part of a run's time in which a rank waited for a core that other work used, at
+    most.
+    """
     wall_s = record.summary.get("wall_s") or 0.0
     return min((record.summary.get("core_wait_s") or 0.0) / wall_s, MOST_WAITED) if wall_s else 0.0
 
 
 def step_parts(record: RunRecord) -> list[StepPart]:
-    """A step's time in parts, the longest first; empty of a run without a summary.
+    """Return a step's time in parts, the longest first; empty for a run without a summary.
 
-    Reading data, saving and waiting for a core are measured. What is left of the step is divided as a trace of the run
-    measured it, else as the prediction divides it.
+    Reading data, saving and waiting for a core are measured. The rest of the step is divided as a
+    trace of the run measured it. Without a trace it is divided as the prediction divides it.
     """
     step_s = record.summary.get("step_s")
     if not step_s:
@@ -117,8 +122,11 @@ def _predicted_shares(breakdown: Mapping[str, float]) -> dict[str, float]:
 
 
 def _traced_shares(record: RunRecord) -> dict[str, float]:
-    """Of the time between the traced steps' first and last events, without reading data; what no event covers is
-    waiting."""
+    """Return the share of each part in the time between the first and the last event of the traced
+    steps.
+
+    Reading data is left out. Time that no event covers counts as waiting.
+    """
     events = record.traced
     if not events:
         return {}
@@ -137,7 +145,9 @@ def _traced_shares(record: RunRecord) -> dict[str, float]:
 
 
 def rank_seconds(record: RunRecord) -> dict[int | str, dict[str, float]]:
-    """Of the traced steps: how long each rank did what, by rank; empty of a run without a trace."""
+    """Return how many seconds each rank spent on each part in the traced steps, by rank; empty for
+    a run without a trace.
+    """
     seconds: dict[int | str, dict[str, float]] = {}
     for event in record.traced:
         if (name := {**_TRACED, "input": DATA}.get(event["cat"])) is not None:
@@ -147,9 +157,10 @@ def rank_seconds(record: RunRecord) -> dict[int | str, dict[str, float]]:
 
 
 def diagnose(record: RunRecord) -> Diagnosis:
-    """What limits the run, or what ended it.
+    """Find what limits the run, or what ended it.
 
-    What can be removed is named from a part of the time on that `AVOIDABLE` gives; else the longest part is.
+    A limit that can be removed is named if its part of the time is at least that in `AVOIDABLE`.
+    Otherwise the longest part is named.
     """
     if not record.summary:
         return _unfinished(record)
@@ -182,7 +193,7 @@ def diagnose(record: RunRecord) -> Diagnosis:
 
 
 def _unfinished(record: RunRecord) -> Diagnosis:
-    """Of a run without a summary."""
+    """Diagnose a run without a summary."""
     done = record.steps[-1]["step"] if record.steps else 0
     failure, saved, run = record.failure, record.saved_step, shlex.quote(str(record.path))
     go_on = (
@@ -227,7 +238,7 @@ def _why(limit: StepPart, parts: list[StepPart], whole_s: float) -> str:
 
 
 def _next(limit: str, record: RunRecord) -> str:
-    """What to try. Each names a command or a plan's key that exists."""
+    """Return what to try. Each text names a command or a plan's key that exists."""
     return {
         DATA: "--loader-workers 2 reads beside the steps",
         SAVES: "a larger --save-every saves less often",

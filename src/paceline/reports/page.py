@@ -1,4 +1,4 @@
-"""A run, a study or a proof as one HTML file that needs no network: `paceline report DIR`."""
+"""Writes a run, a study or a proof as one HTML file that needs no network: `paceline report DIR`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from paceline.runs import documents, folder
 
 REPORT = "report.html"
 MIB = 2**20
-MOST_BARS = 40  # of a chart; more make a page's figures hard to find
+MOST_BARS = 40  # bars of a chart; more would make a page's figures hard to find
 
 
 @dataclass(frozen=True)
@@ -41,25 +41,26 @@ class Chart:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page. head, rows: a table. picture: an SVG that is not scaled, shown as an image: nothing in it
-    runs. listing: text as it stands."""
+    """A part of the page."""
 
     title: str
     text: str = ""
     charts: Sequence[Chart] = ()
+    # A table.
     head: Sequence[str] = ()
     rows: Sequence[Sequence[str]] = ()
-    picture: str = ""
-    listing: str = ""
+    picture: str = ""  # an SVG that is not scaled, shown as an image, so that no script in it runs
+    listing: str = ""  # text that is shown unchanged
 
 
 @dataclass(frozen=True)
 class Alternatives:
-    """Plans that were priced for a run's job on its devices. plans: name, step's part of the run's own plan's step
-    (both as predicted, without a trial), and memory in bytes. note: why there are none, or what they leave out."""
+    """Plans that were priced for a run's job on its devices."""
 
+    # Name, step time divided by that of the run's own plan (both as predicted, without a trial),
+    # and memory in bytes.
     plans: Sequence[tuple[str, float, int]] = ()
-    note: str = ""
+    note: str = ""  # why there are no plans, or what they leave out
 
     @property
     def best(self) -> tuple[str, float] | None:
@@ -69,7 +70,7 @@ class Alternatives:
 
 
 def write(path: Path, *, to: Path | None = None, alternatives: Alternatives | None = None) -> Path:
-    """The page of a run folder, a study's folder or that of a proof. Returns where it lies.
+    """Write the page of a run's, a study's or a proof's folder, and return its path.
 
     Raises:
         UsageError: the folder is none of these, or a package that draws is missing.
@@ -85,16 +86,18 @@ def write(path: Path, *, to: Path | None = None, alternatives: Alternatives | No
 
 
 def page(path: Path, alternatives: Alternatives) -> str:
-    """The file's text. Every value of the folder is escaped; pictures are drawn here or by the run."""
+    """Return the page's text. Every value of the folder is escaped. Pictures are drawn here or by
+    the run.
+    """
     return rendered(*_content(path, alternatives))
 
 
 def prepare(to: Path) -> None:
-    """Make sure that a page can be written, before anything takes time for it.
+    """Check that a page can be written, before anything takes time for it.
 
     Raises:
-        UsageError: a package is missing that pages are made with, the folder can't be written, or another kind of file
-            would be lost.
+        UsageError: a package that makes pages is missing, the folder can't be written to, or a file
+            of another kind would be lost.
     """
     try:
         import jinja2  # noqa: F401
@@ -120,7 +123,10 @@ def rendered(
     sections: Sequence[Section],
     data: Mapping[str, Any],
 ) -> str:
-    """A page's text. data: the figures for programs."""
+    """Return a page's text.
+
+    data: the figures for programs.
+    """
     from jinja2 import Environment, PackageLoader
 
     environment = Environment(
@@ -137,7 +143,7 @@ def rendered(
 def _content(
     path: Path, alternatives: Alternatives
 ) -> tuple[str, str, Mapping[str, str], list[Section], Mapping[str, Any]]:
-    """What `rendered` is given."""
+    """Return the arguments for `rendered`."""
     if (path / folder.PLAN).exists():
         record = RunRecord.read(path)
         return (
@@ -178,7 +184,7 @@ def _subtitle(record: RunRecord) -> str:
 
 
 def _with_alternative(judged: Diagnosis, alternatives: Alternatives) -> Diagnosis:
-    """The verdict, with a faster plan as the next thing to try where one was priced."""
+    """Return the verdict. If a faster plan was priced, that plan is the next thing to try."""
     if not alternatives.plans or judged.limit is None or judged.limit in AVOIDABLE:
         return judged
     if alternatives.best is None:
@@ -260,7 +266,7 @@ def _of_run(record: RunRecord, alternatives: Alternatives) -> Iterator[Section]:
 
 
 def _ranks(record: RunRecord) -> Iterator[Section]:
-    """Who waits for whom, of a traced run."""
+    """Yield a section that says which ranks wait for which, for a traced run."""
     seconds = rank_seconds(record)
     if len(seconds) < 2:
         return
@@ -289,7 +295,9 @@ def _ranks(record: RunRecord) -> Iterator[Section]:
 
 
 def _servers(record: RunRecord) -> Iterator[Section]:
-    """How old the weights of gradients were, and how long workers waited, under parameter servers."""
+    """Yield sections on the staleness of gradients and on the waiting time of workers under
+    parameter servers.
+    """
     from paceline.reports import charts
 
     counts = {
@@ -559,7 +567,7 @@ def _of_study(study: Mapping[str, Any]) -> Iterator[Section]:
 
 
 def _importances(study: Mapping[str, Any]) -> list[tuple[str, Mapping[str, float]]]:
-    """By objective; a study of one objective has them by parameter alone."""
+    """Return importances by objective. A study of one objective stores them by parameter only."""
     importances = study.get("importances") or {}
     if not importances:
         return []

@@ -1,4 +1,4 @@
-"""The plans that `paceline plan` ranked as one HTML file that needs no network."""
+"""Writes the plans that `paceline plan` ranked as one HTML file that needs no network."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from paceline.reports.diagnosis import PREDICTED_PARTS
 from paceline.reports.page import MIB, Chart, Section, prepare, rendered
 from paceline.runs import folder
 
-MOST_DRAWN = 12  # plans of a chart, which fit a phone's height
+MOST_DRAWN = 12  # plans of a chart; so many fit the height of a phone
 
 
 def write(answer: Mapping[str, Any], to: Path, *, command: str) -> Path:
-    """Write the page of a document of `paceline plan --json`. Returns where it lies.
+    """Write the page of a document of `paceline plan --json`, and return its path.
 
-    command: that trains under a plan, without the plan.
+    command: the command that trains under a plan, without the plan.
 
     Raises:
         UsageError: see `prepare`.
@@ -56,7 +56,7 @@ def _verdict(answer: Mapping[str, Any], command: str) -> dict[str, str]:
 def _sections(answer: Mapping[str, Any]) -> Iterator[Section]:
     from paceline.reports import charts
 
-    # The chosen plan and one device first, then those that could have been chosen.
+    # The chosen plan and one device come first, then the plans that could have been chosen.
     drawn = sorted(
         answer["plans"],
         key=lambda row: (row["plan"] != answer["chosen"], row["plan"] != "single", row["relaxed"]),

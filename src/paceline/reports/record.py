@@ -1,4 +1,4 @@
-"""A run folder as values: what it measured, what was predicted for it, what happened to it."""
+"""Reads a run folder as values: its measurements, its prediction, and its history."""
 
 from __future__ import annotations
 
@@ -20,45 +20,42 @@ CERTIFICATE = "certificate.json"
 
 @dataclass(frozen=True)
 class Start:
-    """Ranks were started. reached: the last update before, None at the first start."""
+    """One start of the ranks."""
 
     launch: Launch
-    reached: int | None
+    reached: int | None  # the last update before; None at the first start
 
     @property
     def undone(self) -> int:
-        """Updates that were applied before and are computed again."""
+        """The number of updates that were applied before and are computed again."""
         return max(0, (self.reached or 0) - self.launch.after)
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a run folder holds. Times are in seconds, memory is in bytes.
-
-    summary: empty of a run that did not end. predicted: empty where there was no prediction. steps, evaluations,
-    saves: the lines of metrics.jsonl by kind. events: of parameter servers. schedule: the picture that `--trace` draws.
-    traced: the trace's complete events, each with its kind, start and duration in microseconds. failure: why the run
-    did not end, if it says so. saved_step: of the newest checkpoint, 0 without one.
-    """
+    """The content of a run folder. Times are in seconds, memory is in bytes."""
 
     path: Path
     plan: Mapping[str, Any]
-    summary: Mapping[str, Any] = field(default_factory=dict)
-    predicted: Mapping[str, Any] = field(default_factory=dict)
+    summary: Mapping[str, Any] = field(default_factory=dict)  # empty if the run did not end
+    predicted: Mapping[str, Any] = field(default_factory=dict)  # empty without a prediction
+    # The lines of metrics.jsonl by kind.
     steps: tuple[Mapping[str, Any], ...] = ()
     evaluations: tuple[Mapping[str, Any], ...] = ()
     saves: tuple[Mapping[str, Any], ...] = ()
-    events: tuple[Mapping[str, Any], ...] = ()
-    schedule: str | None = None
+    events: tuple[Mapping[str, Any], ...] = ()  # of parameter servers
+    schedule: str | None = None  # the picture that `--trace` draws
+    # The trace's complete events, each with its kind, start and duration in microseconds.
     traced: tuple[Mapping[str, Any], ...] = ()
     origin: Mapping[str, Any] = field(default_factory=dict)
     job: Mapping[str, Any] = field(default_factory=dict)
-    failure: Mapping[str, Any] = field(default_factory=dict)
-    saved_step: int = 0
+    failure: Mapping[str, Any] = field(default_factory=dict)  # why the run did not end, if known
+    saved_step: int = 0  # of the newest checkpoint; 0 without one
 
     @classmethod
     def read(cls, run: str | Path) -> RunRecord:
-        """
+        """Read a run folder.
+
         Raises:
             UsageError: this is no run folder, or one of its files is damaged.
         """
@@ -88,7 +85,8 @@ class RunRecord:
         )
 
     def starts(self) -> list[Start]:
-        """Each start of its ranks, by the journal; damaged lines of it are left out, `paceline audit` names them.
+        """Return each start of the ranks, as the journal records them. Damaged lines are left out;
+        `paceline audit` names them.
 
         Raises:
             UsageError: the journal can't be read.
