@@ -1,4 +1,6 @@
-"""State that forwards change beside parameters, kept equal on all replicas: buffers and plain attributes of modules."""
+"""Keeps state that forwards change, beside parameters, equal on all replicas: buffers and plain
+attributes of modules.
+"""
 
 from __future__ import annotations
 
@@ -17,36 +19,40 @@ from paceline.model.copy_on_write import SeenValue
 from paceline.model.forward_state import OF_TORCH, MappingSnapshot
 from paceline.strategies.host_all_reduce import all_reduce
 
-# Of a tensor that a forward puts into a new attribute. It may be state, or an activation that is kept to be looked at.
+# The most elements of a tensor that a forward puts into a new attribute. A larger one is taken for
+# an activation that is kept for inspection, and not for state.
 _MOST_ELEMENTS = 2**20
 
 
 class ChangingBuffers:
-    """Finds the buffers and attributes that steps change, in any step, and meets them after every step.
+    """Finds the buffers and attributes that steps change, in any step, and synchronises them after
+    every step.
 
-    Floating-point tensors and numbers that differ become their mean weighted by samples, whole-number buffers and
-    numbers their maximum: a count goes on from the replica that had the most to count. Other attributes must be equal;
-    those that aren't are named in a warning. This keeps replicas, evaluation and checkpoints well defined; it doesn't
-    make a BatchNorm over micro-batches the one over the whole batch.
+    Floating-point tensors and numbers that differ become their mean weighted by samples.
+    Whole-number buffers and numbers become their maximum, so a count continues from the replica
+    that counted most. Other attributes must be equal; those that differ are named in a warning.
 
-    names: of the buffers and parameters that have changed in some step. attributes: of the attributes that have.
-    unlike: of buffers that have other shapes on other replicas, such as a cache that grows with its inputs; not met.
+    This keeps replicas, evaluation and checkpoints well defined. It doesn't turn a BatchNorm over
+    micro-batches into one over the whole batch.
 
     Args:
-        with_frozen: Whether frozen parameters are taken for buffers.
+        with_frozen: Whether frozen parameters are treated as buffers.
     """
 
     def __init__(self, model: torch.nn.Module, *, with_frozen: bool = False) -> None:
         self._model, self._with_frozen = model, with_frozen
-        self.names: list[str] = []
-        self.attributes: list[str] = []
+        self.names: list[str] = []  # buffers and parameters that have changed in some step
+        self.attributes: list[str] = []  # attributes that have changed in some step
         self._warned: set[str] = set()
-        self._kinds: dict[str, float] = {}  # of what is met, when the replicas last compared them
+        # Kinds of the synchronised buffers when the replicas last compared them.
+        self._kinds: dict[str, float] = {}
+        # Buffers whose shapes differ between replicas, such as a cache that grows with its inputs.
+        # They are not synchronised.
         self.unlike: set[str] = set()
         self.look()
 
     def look(self) -> None:
-        """What is there now is what nothing has changed yet."""
+        """Take the present values as those that nothing has changed yet."""
         self._modules = [
             (
                 f"{path}." if path else "",
@@ -64,7 +70,7 @@ class ChangingBuffers:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """All is as it was at the last look, in the same objects."""
+        """Restore all values of the last look, in the same objects."""
         for _, module, attributes, buffers in self._modules:
             for now, seen in ((vars(module), attributes), (module._buffers, buffers)):
                 for key in [key for key in now if key not in seen.values]:
@@ -75,8 +81,11 @@ class ChangingBuffers:
                         now[key] = value.copy_(then)
 
     def unsynced(self) -> list[str]:
-        """Names of what has changed and is not met yet, of attributes with a mark before them. No value is read of
-        what nothing has written to."""
+        """Return names of what has changed and is not synchronised yet. Names of attributes begin
+        with a mark.
+
+        No values are read of tensors to which nothing has written.
+        """
         names = set(self.names)
         unsynced = [
             name for name, seen in self._frozen.items() if name not in names and seen.is_written()
@@ -110,11 +119,12 @@ class ChangingBuffers:
     def meet(
         self, weight: float, group: dist.ProcessGroup, *, has_unsynced: bool | None = None
     ) -> None:
-        """Collective over the replicas, a group.
+        """Synchronise the changed values over the replicas, a group. Collective over it.
 
         Args:
             weight: This rank's fraction of the window's samples.
-            has_unsynced: Whether `unsynced` is not empty on some rank; the ranks agree on it here if it is None.
+            has_unsynced: Whether `unsynced` is not empty on some rank. If it is None, the ranks
+                agree on it here.
         """
         if has_unsynced is None and not any(buffers.values for _, _, _, buffers in self._modules):
             return
@@ -124,7 +134,7 @@ class ChangingBuffers:
             self._learn(union_of_names(self.unsynced(), group), group)
         if not self.names and not self.attributes:
             return
-        named = self._tensors()  # asked again: a model may put new tensors in their places
+        named = self._tensors()  # looked up again, because a model may have replaced the tensors
         tensors = [named[name].detach() for name in self.names if name not in self.unlike]
         floats = [t for t in tensors if t.is_floating_point() or t.is_complex()]
         attributes = self._agreed(group)
@@ -159,7 +169,7 @@ class ChangingBuffers:
         return named
 
     def _learn(self, names: Iterable[str], group: dist.ProcessGroup) -> None:
-        """From now on these are met, where they have one shape on all replicas. Collective."""
+        """Synchronise these names from now on, if they have one shape on all replicas. Collective."""
         for name in names:
             if name.startswith(_ATTRIBUTE):
                 self.attributes.append(name.removeprefix(_ATTRIBUTE))
@@ -176,8 +186,11 @@ class ChangingBuffers:
             }
 
     def _agreed(self, group: dist.ProcessGroup) -> list[tuple[torch.nn.Module, str, Any]]:
-        """The changing attributes that are to be met: floating-point tensors of one shape on all replicas, and numbers
-        that differ. Collective if there are any attributes."""
+        """Return the changing attributes to synchronise: floating-point tensors of one shape on all
+        replicas, and numbers that differ.
+
+        Collective if there are any attributes.
+        """
         if not self.attributes:
             return []
         present = {
@@ -227,7 +240,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, float) or (type(value) is int and abs(value) < 2**63)
 
 
-_ATTRIBUTE = "="  # before a name, as no module or buffer is called
+_ATTRIBUTE = "="  # prefix of an attribute's name; no name of a module or buffer begins like that
 
 
 def _is_written(tensor: torch.Tensor, seen: SeenValue | None) -> bool:
@@ -235,9 +248,10 @@ def _is_written(tensor: torch.Tensor, seen: SeenValue | None) -> bool:
 
 
 def _has_changed(key: str, value: Any, before: MappingSnapshot) -> bool:
-    """Whether an attribute holds another value, and one that may be state."""
+    """Whether an attribute holds another value that may be state."""
     seen = before.copies.get(key)
-    if isinstance(value, torch.Tensor):  # with a graph it is no state, but an auxiliary loss, say
+    # A tensor with a graph is not state, but for example an auxiliary loss.
+    if isinstance(value, torch.Tensor):
         return (
             not value.requires_grad
             and _is_written(value, seen)
@@ -247,19 +261,23 @@ def _has_changed(key: str, value: Any, before: MappingSnapshot) -> bool:
 
 
 def _kind(value: Any) -> float:
-    """Differs where values can't be met: other types, shapes, or dtypes."""
+    """Return a number that differs between values that can't be synchronised: other types, shapes,
+    or dtypes.
+    """
     if isinstance(value, torch.Tensor):
         return _tensor_kind(tuple(value.shape), value.dtype, value.requires_grad)
     return _hashed(type(value).__name__)
 
 
-@lru_cache(maxsize=1024)  # asked of each changing buffer in each step
+@lru_cache(maxsize=1024)  # called for each changing buffer in each step
 def _tensor_kind(shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool) -> float:
     return _hashed(f"{shape} {dtype} {requires_grad}")
 
 
 def _figure(value: Any) -> float:
-    """Differs where values differ; 0 of tensors of floats, which are met."""
+    """Return a number that differs if values differ. It is 0 for tensors of floats, which are
+    synchronised.
+    """
     if isinstance(value, float) and value == value:
         return value
     if isinstance(value, torch.Tensor):
@@ -278,7 +296,7 @@ def _greatest(values: Sequence[float], group: dist.ProcessGroup) -> list[float]:
 
 
 def union_of_names(names: Sequence[str], group: dist.ProcessGroup) -> list[str]:
-    """The names of all ranks of a group, in one order on all of them. Collective."""
+    """Return the names of all ranks of a group, in the same order on all of them. Collective."""
     text_here = torch.frombuffer(bytearray(json.dumps(list(names)).encode()), dtype=torch.uint8)
     size = int(_greatest([float(len(text_here))], group)[0])
     padded = torch.full((size,), ord(" "), dtype=torch.uint8)
@@ -296,10 +314,12 @@ def _meet(
     weight: float,
     group: dist.ProcessGroup,
 ) -> None:
-    """All together: a model has many small ones, and each collective waits for all ranks.
+    """Synchronise all tensors together, because a model has many small ones and each collective
+    waits for all ranks.
 
-    What all ranks hold alike stays as it is, to the bit: a mean would round a counter to something below it. Whether
-    anything differs is asked on CPUs alone; elsewhere an all-reduce takes less than the host's wait for the device.
+    Values that are equal on all ranks stay unchanged, to the bit: a mean would round a counter to
+    something below it. Whether anything differs is checked on CPUs only. On other devices an
+    all-reduce takes less time than the host's wait for the device.
     """
     if not floats and not integers:
         return
@@ -318,7 +338,7 @@ def _meet(
     if device.type != "cpu" or bool(differs.any()):
         shares = (
             values * weight if weight else torch.zeros_like(values)
-        )  # an infinity has no share of 0
+        )  # an infinity times a share of 0 would be NaN
         all_reduce(shares, group=group)
         values = torch.where(differs, shares, values)
     for tensors, mixed in ((floats, values), (integers, numbers)):

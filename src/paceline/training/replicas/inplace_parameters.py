@@ -1,7 +1,8 @@
-"""Parameters that forwards edit in place: the norm limit of an embedding, a target that follows another layer.
+"""Merges edits of parameters that forwards make in place: the norm limit of an embedding, a target
+that follows another layer.
 
-On one device a forward sees the whole batch, on a replica a part of it. Before the update, the replicas therefore put
-their edits together, element by element.
+On one device a forward sees the whole batch, on a replica a part of it. Before the update, the
+replicas therefore merge their edits, element by element.
 """
 
 from __future__ import annotations
@@ -20,26 +21,27 @@ from paceline.training.replicas.buffers import union_of_names
 
 _version = attrgetter("_version")
 _ROUNDING = (
-    16  # units in the last place that equal edits may differ by: devices may not add in one order
+    16  # units in the last place by which equal edits may differ: devices may add in another order
 )
 
 
 class EditsDifferError(PlanRefused):
-    """Replicas have changed a parameter in different ways in the first step; nothing is merged yet."""
+    """Raised if replicas have changed a parameter in different ways in the first step. Nothing is
+    merged yet.
+    """
 
 
 class Edits:
-    """Looks at this rank's parameters before the forwards of a step, and merges what those changed.
+    """Records this rank's parameters before the forwards of a step, and merges the forwards' edits.
 
-    The first step sees every write to a parameter. Afterwards version counters tell, of the parameters that no forward
-    has changed before; they don't count writes through `parameter.data`.
-
-    names: of parameters that a forward has changed in some step, on any replica.
-    outside: of those that something else than a forward or an update has written to on this rank.
+    The first step detects every write to a parameter. Later steps detect new edits by version
+    counters for parameters that no forward has changed before. These counters don't count writes
+    through `parameter.data`.
     """
 
     def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        # Of a split parameter this rank's part: comparing distributed tensors would be a collective.
+        # Keep only this rank's part of a split parameter, because comparing distributed tensors
+        # would be a collective.
         self._parameters = {
             name: local_part(p.detach()) if hasattr(p, "to_local") else p
             for name, p in parameters.items()
@@ -49,15 +51,17 @@ class Edits:
         self._changed: list[str] = []
         self._is_first = True
         self._updated: list[tuple[int, int]] = []
+        # Parameters that a forward has changed in some step, on any replica.
         self.names: list[str] = []
+        # Parameters to which something other than a forward or an update has written on this rank.
         self.outside: set[str] = set()
 
     def updated(self) -> None:
-        """An update is done."""
+        """Note that an update is done."""
         self._updated = self._versions_now()
 
     def begin(self) -> None:
-        """The forwards of a step come next."""
+        """Record the parameters before the forwards of a step."""
         looked_at = self._parameters if self._is_first else self.names
         self._seen = {
             name: SeenValue(self._parameters[name])
@@ -70,14 +74,18 @@ class Edits:
             self.outside |= {name for name, before, now in versions if before != now}
 
     def end(self) -> tuple[bool, bool]:
-        """The forwards are through. Whether they changed a parameter here, and whether one that is not known yet."""
+        """Find the edits after the forwards of a step.
+
+        Returns whether the forwards changed a parameter here, and whether they changed one that is
+        not known yet.
+        """
         self._changed = [name for name, seen in self._seen.items() if seen.is_changed()]
         if not self._is_first:
             versions = zip(self._parameters, self._versions, self._versions_now(), strict=True)
             self._changed += [
                 name for name, before, now in versions if before != now and name not in self._seen
             ]
-        kept = {*self.names, *self._changed}  # an update would copy what is still looked at
+        kept = {*self.names, *self._changed}  # an update would copy every value that is still kept
         self._seen = {name: seen for name, seen in self._seen.items() if name in kept}
         self._is_first = False
         return bool(self._changed), any(name not in self.names for name in self._changed)
@@ -90,7 +98,8 @@ class Edits:
             has_unknown: Whether some rank has changed a parameter that is not known yet.
 
         Raises:
-            EditsDifferError, after the first step TrainingError: replicas changed an element in different ways.
+            EditsDifferError: replicas changed an element in different ways in the first step.
+            TrainingError: they did so in a later step.
         """
         changed = union_of_names(self._changed, group) if has_unknown else ()
         unknown = [name for name in changed if name not in self.names]
@@ -113,7 +122,9 @@ class Edits:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """What the first step's forwards changed is as it was, and the next ones are the first."""
+        """Undo the edits of the first step's forwards, and treat the next forwards as the first
+        ones.
+        """
         for seen in self._seen.values():
             local_part(seen.tensor).copy_(local_part(seen.value))
         self._is_first = True
@@ -124,7 +135,9 @@ class Edits:
 
 
 def refuse_updates_in_backward(model: torch.nn.Module) -> None:
-    """Let no hook on an accumulated gradient write to its parameter, where a backward sees a part of the batch."""
+    """Let no hook on an accumulated gradient write to its parameter if a backward sees only a part
+    of the batch.
+    """
     for name, parameter in model.named_parameters():
         hooks = parameter._post_accumulate_grad_hooks or {}
         for number, hook in list(hooks.items()):
@@ -154,8 +167,12 @@ def _merged(
     agree: bool,
     step: int,
 ) -> torch.Tensor:
-    """before: its value before the forwards; None if it is not known here. agree: whether it may be
-    unknown somewhere."""
+    """Return a parameter with the edits of all replicas.
+
+    Args:
+        before: Its value before the forwards; None if it is not known here.
+        agree: Whether some replica may not know that value.
+    """
     real = _as_reals(tensor)
     nothing = torch.full_like(real, -torch.inf)
     start = nothing if before is None else _as_reals(before)
@@ -166,7 +183,7 @@ def _merged(
     ends = torch.stack(
         [torch.where(is_edited, real, nothing), torch.where(is_edited, -real, nothing)]
     )
-    ends = torch.where(ends.isnan(), torch.inf, ends)  # which the greatest of several could lose
+    ends = torch.where(ends.isnan(), torch.inf, ends)  # a maximum of several could lose a NaN
     dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
     most, least = ends[0], -ends[1]
     is_edited_somewhere = most > -torch.inf

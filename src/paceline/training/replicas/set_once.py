@@ -1,7 +1,9 @@
-"""What a model sets once, by the samples of its first forward, as an ActNorm does: by those of the whole first window.
+"""Sets values that a model sets once from the samples of its first forward, as an ActNorm does, by
+the whole first window.
 
-Each rank runs the model on all samples of the window, twice, as one device would. What the first forward changes and
-the second one leaves alone is set once, and stays; all other changes are put back.
+Each rank runs the model on all samples of the window, twice, as one device would. A value that the
+first forward changes and the second one does not change is set once, and stays. All other changes
+are undone.
 """
 
 from __future__ import annotations
@@ -24,7 +26,11 @@ if TYPE_CHECKING:
 
 
 def set_once(stepper: Stepper) -> None:
-    """The model is as before the run's first step. Collective where the plan's forwards are."""
+    """Set these values by the samples of the first window. The model must be as before the run's
+    first step.
+
+    Collective if the plan's forwards are.
+    """
     job, model = stepper.job, stepper.layout.module
     order = None if is_stream(job.data) else Order.of(job)
     with kept_streams(), torch.no_grad():
@@ -53,7 +59,9 @@ def set_once(stepper: Stepper) -> None:
 
 
 def _named(stepper: Stepper) -> dict[str, torch.Tensor]:
-    """Buffers, and parameters that no rank holds a part of: forwards can't write to others."""
+    """Return the buffers, and the parameters of which no rank holds a part. Forwards can't write to
+    other parameters.
+    """
     whole = {
         name: p.detach()
         for name, p in stepper.local_parameters.items()
