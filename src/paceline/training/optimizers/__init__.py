@@ -1,1 +1,3 @@
-"""Optimizers on ranks: what an update looks at, how it is made where ranks hold parts, and what is kept of it."""
+"""Optimizers on ranks: what an update depends on, how it is made if ranks hold parts, and which
+state of it is saved.
+"""

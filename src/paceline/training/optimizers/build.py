@@ -1,4 +1,6 @@
-"""A rank's optimizer: made by the job's function for the parameters that are here; refused where it can't be exact."""
+"""Builds a rank's optimizer. The job's function makes it for this rank's parameters; it is refused
+if it can't be exact.
+"""
 
 from __future__ import annotations
 
@@ -36,21 +38,15 @@ from paceline.training.optimizers.state import OptimizerState
 
 @dataclass(frozen=True)
 class Built:
-    """The optimizer for what this rank updates.
-
-    groups: the names in its groups of all parameters, wherever they are.
-    state: what is to be kept of it.
-    behaviour: what steps of it showed.
-    gathered: tensors that one rank of several updates whole; None if there are none here.
-    own_parts: those of which each rank updates its part, as a plain tensor.
-    """
+    """The optimizer for the parameters that this rank updates."""
 
     optimizer: torch.optim.Optimizer
-    groups: list[list[str]]
-    state: OptimizerState
-    behaviour: Behaviour
+    groups: list[list[str]]  # names of all parameters by group, on whichever rank they are
+    state: OptimizerState  # the state to save
+    behaviour: Behaviour  # what trial steps of it showed
+    # Tensors that one rank of several updates whole; None if there are none here.
     gathered: GatheredTensors | None
-    own_parts: OwnParts
+    own_parts: OwnParts  # tensors of which each rank updates its part, as a plain tensor
 
 
 def build_optimizer(
@@ -61,13 +57,14 @@ def build_optimizer(
     mesh: Mesh | None = None,
     sparse: frozenset[str] = frozenset(),
 ) -> Built:
-    """The optimizer for what this rank holds.
+    """Build the optimizer for the parameters that this rank holds.
 
     The job's function sees every parameter, so that its groups are the same on every rank.
 
     Args:
-        trainable: All parameters. parameters: Those that are here, as this rank holds them.
-        mesh: Of ranks that train together; the call is collective over all of them.
+        trainable: All trainable parameters.
+        parameters: Those on this rank, in the form in which the rank holds them.
+        mesh: The mesh of the ranks that train together. The call is collective over all of them.
         sparse: Names of parameters that get sparse gradients.
 
     Raises:
@@ -115,7 +112,9 @@ def build_optimizer(
 def refuse_coupled(
     optimizer: torch.optim.Optimizer, reach: Mapping[str, Reach], *, plan_key: str
 ) -> None:
-    """Refuse an optimizer that must see all parameters at once. plan_key: which lets each rank update a part of them.
+    """Refuse an optimizer that must see all parameters at once.
+
+    plan_key: the key of the plan that lets each rank update a part of the parameters.
 
     Raises:
         PlanRefused: names a parameter whose update depends on others.
@@ -131,11 +130,13 @@ def refuse_coupled(
 
 
 def refuse_kinds(built: Built, plan: Plan) -> None:
-    """Refuse an optimizer that evaluates the loss several times a step, or has other weights for evaluations, under
-    plans whose ranks can't do that together.
+    """Refuse two kinds of optimizers under plans whose ranks can't run them together.
+
+    These are optimizers that evaluate the loss several times a step, and optimizers that have other
+    weights for evaluations.
 
     Raises:
-        PlanRefused: parameters lie on servers, or replicas take steps of their own.
+        PlanRefused: parameters lie on servers, or each replica takes its own steps.
     """
     for is_of_kind, needs, field in (
         (
@@ -163,7 +164,9 @@ def _behaviour(
 ) -> Behaviour:
     try:
         return observe(job.optimizer, trainable, sparse)
-    except Exception as error:  # of the user's code: it comes again with the real parameters, if sizes don't matter
+    # An error of the user's code. It comes again with the real parameters, unless it depends on
+    # sizes.
+    except Exception as error:
         needs_closure = requires_closure(_built(job, trainable, {})[0])
         first = (str(error).splitlines() or [""])[0]
         logger.warning(
@@ -180,7 +183,9 @@ def _behaviour(
 
 
 def _agreed(reach: Mapping[str, Reach], mesh: Mesh, device: str) -> dict[str, Reach]:
-    """The furthest that any rank found: ranks that differ in a rounding must not go different ways. Collective."""
+    """Return the furthest reach that any rank found, because ranks that differ by a rounding must
+    decide alike. Collective.
+    """
     furthest = torch.tensor([int(extent) for extent in reach.values()], device=device)
     if mesh.world_size > 1:
         dist.all_reduce(furthest, dist.ReduceOp.MAX)
@@ -216,9 +221,11 @@ def _gathered(
     mesh: Mesh,
     sparse: frozenset[str],
 ) -> GatheredTensors | None:
-    """What must be updated whole and is held in parts; None if nothing is. Collective over all ranks.
+    """Return the tensors that must be updated whole and are held in parts; None if there are none.
+    Collective over all ranks.
 
-    An optimizer that evaluates the loss several times a step decides on one rank how often: it may look at anything.
+    An optimizer that evaluates the loss several times a step decides on one rank how often it does
+    so, because the decision may depend on anything.
 
     Raises:
         PlanRefused: the optimizer must see all parameters, and one of them gets sparse gradients.
@@ -237,7 +244,7 @@ def _gathered(
         }
         return GatheredTensors(gathered, group, place=place, size=len(ranks)) if gathered else None
     if not has_stages and not behaviour.needs_closure and _is_exact_in_parts(job, parameters, mesh):
-        return None  # torch computes its norms over all parts
+        return None  # torch computes the norms of this optimizer over all parts
     if tables := sorted(sparse & trainable.keys()):
         raise PlanRefused(
             f"the optimizer updates parameters by others' gradients or weights, and '{tables[0]}' gets "
@@ -257,7 +264,9 @@ def _built(
     trainable: Mapping[str, torch.nn.Parameter],
     parameters: Mapping[str, torch.nn.Parameter],
 ) -> tuple[torch.optim.Optimizer, list[list[str]]]:
-    """The optimizer for these parameters of all, and the names in its groups of all."""
+    """Return the optimizer for this rank's parameters, and the names of all parameters in its
+    groups.
+    """
     every = {
         name: parameters[name] if name in parameters else _stand_in(p)
         for name, p in trainable.items()
@@ -303,9 +312,13 @@ def _built(
 
 
 def _weights_of_loss(loss: Any, of_model: Collection[str]) -> dict[str, torch.nn.Parameter]:
-    """Trainable parameters, by name, of modules that a loss is, is a method of, or finds around it.
+    """Return the trainable parameters, by name, of modules that a loss uses.
 
-    of_model: the names of the model's own. A module that has just these is the model, of which a rank may hold a part.
+    Such a module is the loss itself, the object of which it is a method, or found in the variables
+    around it.
+
+    of_model: the names of the model's own parameters. A module with exactly these is the model, of
+    which a rank may hold a part.
     """
     reached = [loss, getattr(loss, "__self__", None)]
     if isinstance(loss, partial):
@@ -332,5 +345,5 @@ def _check(optimizer: Any) -> None:
 
 
 def _stand_in(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-    """A parameter of the same shape with the memory of one element."""
+    """Return a parameter of the same shape that has the memory of one element."""
     return torch.nn.Parameter(torch.zeros((), dtype=parameter.dtype).expand(parameter.shape))

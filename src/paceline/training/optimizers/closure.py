@@ -1,9 +1,10 @@
-"""Steps of optimizers that evaluate the loss themselves: L-BFGS and its line search, SAM, extragradient.
+"""Steps of optimizers that evaluate the loss themselves: L-BFGS and its line search, SAM,
+extragradient.
 
-Such an optimizer gets a closure, as in a plain loop. The closure zeroes gradients, runs the whole window again and
-returns the window's loss. Under a plan every rank takes part in an evaluation. Ranks that hold all parameters call the
-closure equally often, because they see equal losses and gradients. If one rank updates what several hold in parts, it
-tells the others when to evaluate.
+Such an optimizer gets a closure, as in a plain loop. The closure zeroes gradients, runs the whole
+window again and returns the window's loss. Under a plan every rank takes part in an evaluation.
+Ranks that hold all parameters call the closure equally often, because they see equal losses and
+gradients. If one rank updates what several hold in parts, it tells the others when to evaluate.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ Evaluate = Callable[
 
 
 class Closure:
-    """What an optimizer calls in one step.
+    """The closure that an optimizer calls in one step.
 
-    The step's first evaluation is made before the optimizer is called, since some optimizers start from gradients that
-    are there (SAM). A first call that finds weights and gradients as that evaluation left them is answered by it.
+    The step's first evaluation is made before the optimizer is called, because some optimizers
+    start from existing gradients (SAM). If the first call finds weights and gradients as that
+    evaluation left them, the closure returns the result of that evaluation.
     """
 
     def __init__(self, loss: float, evaluate: Evaluate, parameters: Iterable[nn.Parameter]) -> None:
@@ -45,10 +47,10 @@ class Closure:
         ]
 
     def __call__(self) -> torch.Tensor:
-        """The window's mean loss, a float64 scalar; gradients are in the parameters."""
+        """Return the window's mean loss, a float64 scalar. The gradients are in the parameters."""
         first, self._first = self._first, None
         if first is None or any(_is_changed(*each) for each in first):
-            del first  # a write to what is still looked at would copy it
+            del first  # a write to a value that is still kept would copy it
             with torch.enable_grad():
                 self._loss = self._evaluate()
         return torch.tensor(self._loss, dtype=torch.float64)
@@ -70,9 +72,10 @@ def _is_changed(
 def step_gathered(
     optimizer: Optimizer, gathered: GatheredTensors, loss: float, evaluate: Evaluate
 ) -> None:
-    """A step of the rank that updates all of `gathered`; the others evaluate when it does. Collective over its group.
+    """Take a step of the rank that updates all of `gathered`. The other ranks evaluate when it
+    does. Collective over its group.
 
-    loss: of the evaluation that was made already.
+    loss: the loss of the evaluation that was made already.
     """
 
     def evaluate_together() -> float:
@@ -96,7 +99,9 @@ def step_gathered(
 
 
 def _tell(gathered: GatheredTensors, *, is_over: bool = False) -> bool:
-    """Whether the optimizer's step is over, as the group's first rank says. Collective over the group."""
+    """Tell the group whether the optimizer's step is over. The group's first rank decides.
+    Collective over the group.
+    """
     device = next(iter(gathered.parameters.values())).device
     message = torch.tensor(int(is_over), device=device)
     dist.broadcast(message, group=gathered.group, group_src=0)

@@ -1,14 +1,17 @@
-"""Updates of tensors that must be seen whole, if ranks hold parts of them (Muon, Adafactor, Shampoo's kind).
+"""Updates tensors that must be seen whole although ranks hold parts of them (Muon, Adafactor,
+optimizers like Shampoo).
 
-Each such tensor has an owner among the ranks that hold its parts. In every step the parts of its value and gradient go
-to the owner, the owner's optimizer updates it as one device would, and the parts of the new value come back. Only the
-owner has its optimizer state. Tensors are dealt out to owners by size. An optimizer that must see all tensors together
-(L-BFGS, a norm over all of them) runs on the first of the ranks that hold a model's parts. That rank owns all tensors,
-with those of other stages.
+Each such tensor has an owner among the ranks that hold its parts. In every step the parts of its
+value and gradient go to the owner, the owner's optimizer updates it as one device would, and the
+parts of the new value come back. Only the owner has its optimizer state. Tensors are assigned to
+owners by size. An optimizer that must see all tensors together (L-BFGS, a norm over all of them)
+runs on the first of the ranks that hold a model's parts. That rank owns all tensors, also those of
+other stages.
 
-Cost, for N ranks and B bytes of such tensors, spread evenly: a rank sends 3 B (N - 1) / N^2 in a step, two thirds of it
-before the update. It holds B / N twice more, for values and (in a step) gradients, besides as much state as it would
-have had. Messages take up to 4 / N of what travels at a time.
+Cost, for N ranks and B bytes of such tensors, spread evenly: a rank sends 3 B (N - 1) / N^2 in a
+step, two thirds of it before the update. It holds another 2 B / N for values and (in a step)
+gradients, in addition to as much state as it would have had. Messages take up to 4 / N of the bytes
+that travel at a time.
 """
 
 from __future__ import annotations
@@ -26,31 +29,37 @@ from paceline.strategies.mesh import Mesh, local_part
 
 ROUND_BYTES = (
     64 * 2**20
-)  # of whole tensors whose parts travel at a time; a larger one travels alone
+)  # bytes of whole tensors whose parts travel at a time; a larger tensor travels alone
 
 
 @dataclass(frozen=True)
 class _Tensor:
-    """owner: a rank's place in the group. regions: of each rank that sends its part, by place; others hold the same
-    part as one of these. copies: the place of the rank whose part each rank has. A rank may have no part."""
+    """A tensor that one rank updates whole, and the parts that ranks hold of it. A rank may have no
+    part.
+    """
 
     name: str
     dtype: torch.dtype
     numel: int
-    owner: int
+    owner: int  # a rank's place in the group
+    # The part of each rank that sends one, by the rank's place. Other ranks hold the same part as
+    # one of these.
     regions: Mapping[int, tuple[Region, ...]]
-    copies: tuple[int, ...]
+    copies: tuple[int, ...]  # for each rank, the place of the rank that sends the same part
 
     def elements(self, place: int) -> int:
-        """Elements of a rank's part."""
+        """Return the number of elements in a rank's part."""
         return sum(region.numel for region in self.regions[self.copies[place]])
 
 
 class GatheredTensors:
-    """Tensors that ranks hold in parts and one rank of them updates. Collective over those ranks.
+    """Tensors of which ranks hold parts and that one of these ranks updates. Collective over those
+    ranks.
 
-    parameters: what this rank holds of them, by name. whole: what this rank updates of them. is_together: whether one
-    rank updates all.
+    Attributes:
+        parameters: This rank's parts of them, by name.
+        whole: The tensors that this rank updates, by name.
+        is_together: Whether one rank updates all.
     """
 
     def __init__(
@@ -62,9 +71,15 @@ class GatheredTensors:
         size: int,
         every: Mapping[str, nn.Parameter] | None = None,
     ) -> None:
-        """parameters: distributed or whole. place: of this rank in the group. size: ranks in it.
-        every: All of them where ranks hold different ones, or stand-ins; the first rank then owns all. None where all
-        ranks hold parts of the same ones, and each owns some."""
+        """Assign an owner to each tensor. Collective over the group.
+
+        Args:
+            parameters: This rank's tensors, distributed or whole.
+            place: This rank's place in the group.
+            size: Number of ranks in the group.
+            every: All tensors, or stand-ins, if ranks hold different ones. The first rank then owns
+                all. None if all ranks hold parts of the same tensors, and each rank owns some.
+        """
         self.parameters, self.group, self.place, self.size = dict(parameters), group, place, size
         self.is_together, like = every is not None, dict(parameters if every is None else every)
         self.device = next(local_part(p).device for p in (*parameters.values(), *like.values()))
@@ -88,7 +103,7 @@ class GatheredTensors:
 
     @torch.no_grad()
     def before_update(self) -> None:
-        """Put values and gradients into `whole`. A tensor without a gradient here has none there."""
+        """Put values and gradients into `whole`. A tensor that has no gradient here gets none."""
         for whole in self.whole.values():
             whole.grad = torch.empty_like(whole)
         has_gradient = self._has_gradient()
@@ -135,7 +150,10 @@ class GatheredTensors:
                         part = part[piece.tensor.numel() :]
 
     def _has_gradient(self) -> dict[str, bool]:
-        """By name, as owners must know it. Collective over the group if some owner holds no part of a tensor."""
+        """Return by name whether a tensor has a gradient. Owners need to know it.
+
+        Collective over the group if some owner holds no part of a tensor.
+        """
         local = {
             t.name: t.name in self.parameters and self.parameters[t.name].grad is not None
             for t in self.tensors
@@ -154,7 +172,7 @@ class GatheredTensors:
     def _regions_everywhere(
         self, like: Mapping[str, torch.Tensor]
     ) -> list[list[tuple[Region, ...]]]:
-        """Where every rank's part of each tensor lies, box by box. Collective."""
+        """Return the place of every rank's part of each tensor, box by box. Collective."""
         numbers: list[int] = []
         for name in like:
             pieces = self._pieces(name, self.parameters)
@@ -182,13 +200,17 @@ class GatheredTensors:
         ]
 
     def _pieces(self, name: str, tensors: Mapping[str, torch.Tensor]) -> list[TensorPiece]:
-        """What this rank has of a tensor."""
+        """Return the pieces that this rank has of a tensor."""
         return pieces_of(name, tensors[name].detach()) if name in tensors else []
 
     def _to_owners(
         self, *sets: tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]
     ) -> None:
-        """Of each set the distributed tensors, cut like the parameters, go to the owners' whole ones; both by name."""
+        """Send this rank's parts to the owners' whole tensors.
+
+        Each set has the distributed tensors, cut like the parameters, and the owners' whole
+        tensors, both by name.
+        """
         for dtype, tensors in _rounds(self.tensors):
             sent = [
                 [
@@ -218,12 +240,14 @@ class GatheredTensors:
     def _exchange(
         self, sent: Sequence[Sequence[torch.Tensor]], expected: Sequence[int], dtype: torch.dtype
     ) -> Sequence[torch.Tensor]:
-        """Flat tensors for each place in the group; returns so many elements of each, flat. Collective."""
+        """Send flat tensors to each place in the group, and return the expected number of elements
+        from each, flat. Collective.
+        """
         empty = torch.empty(0, dtype=dtype, device=self.device)
         outgoing = torch.cat([empty, *(tensor for tensors in sent for tensor in tensors)])
         incoming = torch.empty(sum(expected), dtype=dtype, device=self.device)
         item_bytes = dtype.itemsize
-        dist.all_to_all_single(  # as bytes: backends differ in the dtypes they take
+        dist.all_to_all_single(  # as bytes, because backends differ in the dtypes that they accept
             incoming.view(torch.uint8),
             outgoing.view(torch.uint8),
             [count * item_bytes for count in expected],
@@ -234,7 +258,8 @@ class GatheredTensors:
 
 
 def deal_out(num_bytes: Mapping[str, int], places: int) -> dict[str, int]:
-    """An owner for every tensor: the largest first, each to the place that has least.
+    """Assign an owner to every tensor. The largest come first, each to the place that has the
+    fewest bytes.
 
     >>> deal_out({"a": 4, "b": 3, "c": 2}, 2)
     {'a': 0, 'b': 1, 'c': 1}
@@ -249,7 +274,9 @@ def deal_out(num_bytes: Mapping[str, int], places: int) -> dict[str, int]:
 def _tensor(
     name: str, like: torch.Tensor, owner: int, regions: Sequence[tuple[Region, ...]]
 ) -> _Tensor:
-    """Of ranks that hold the same part the first one sends it, or the owner, who need not."""
+    """Describe a tensor. Of ranks that hold the same part the first one sends it, or the owner,
+    which needs no message then.
+    """
     order = [owner, *(place for place in range(len(regions)) if place != owner)]
     first: dict[tuple[Region, ...], int] = {}
     for place in order:
@@ -272,7 +299,9 @@ def _flat_parts(whole: torch.Tensor, regions: Iterable[Region]) -> torch.Tensor:
 
 
 def _rounds(tensors: Iterable[_Tensor]) -> Iterable[tuple[torch.dtype, list[_Tensor]]]:
-    """Tensors that travel together: of one dtype, and no more at a time than messages have memory for."""
+    """Group tensors that travel together: tensors of one dtype, and no more at a time than messages
+    have memory for.
+    """
     by_dtype: dict[torch.dtype, list[_Tensor]] = {}
     for tensor in tensors:
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
@@ -290,9 +319,10 @@ def _rounds(tensors: Iterable[_Tensor]) -> Iterable[tuple[torch.dtype, list[_Ten
 
 
 def connect(mesh: Mesh, *, stages: bool) -> tuple[dist.ProcessGroup, list[int]]:
-    """This rank's group of those that hold parts of its tensors, and their ranks in order. Collective.
+    """Return this rank's group of the ranks that hold parts of its tensors, and their ranks in
+    order. Collective.
 
-    stages: whether those that hold other tensors of the same replica belong to it, too.
+    stages: whether ranks that hold other tensors of the same replica belong to the group, too.
     """
     axes = (
         tuple(axis for axis in mesh.sizes if axis not in mesh.copy_axes)
@@ -309,7 +339,7 @@ def connect(mesh: Mesh, *, stages: bool) -> tuple[dist.ProcessGroup, list[int]]:
             tuple(place for axis, place in places.items() if axis not in axes), []
         ).append(rank)
     connected: tuple[dist.ProcessGroup, list[int]] | None = None
-    for ranks in rows.values():  # every rank makes every group, in one order
+    for ranks in rows.values():  # every rank makes every group, in the same order
         group = dist.new_group(ranks)
         if mesh.rank in ranks:
             connected = group, ranks

@@ -1,7 +1,9 @@
-"""A rank's own parts of distributed tensors as plain ones, for optimizers that update each element by its own history.
+"""Gives an optimizer a rank's own parts of distributed tensors as plain ones, if it updates each
+element by its own history.
 
-torch's distributed tensors allow such updates, but not all of them: fused and foreach updates need one kind of tensor
-in a group, and Rprop writes to masked elements. On plain tensors, an update is that of a single device.
+torch's distributed tensors allow such updates, but not all of them: fused and foreach updates need
+one kind of tensor in a group, and Rprop writes to masked elements. On plain tensors, an update is
+that of a single device.
 """
 
 from __future__ import annotations
@@ -14,24 +16,24 @@ from torch import nn
 
 
 class OwnParts:
-    """Plain parameters that share memory with this rank's parts.
-
-    distributed: what ranks hold in parts, by name. plain: what this rank updates of it.
-    """
+    """Plain parameters that share memory with this rank's parts."""
 
     def __init__(self, distributed: Mapping[str, nn.Parameter]) -> None:
-        self.distributed: dict[str, Any] = dict(distributed)
+        self.distributed: dict[str, Any] = dict(distributed)  # held in parts by ranks, by name
+        # This rank's part of each, which it updates.
         self.plain = {
             name: nn.Parameter(p.detach().to_local()) for name, p in self.distributed.items()
         }
 
     @torch.no_grad()
     def before_update(self) -> None:
-        """Let the plain parameters have the values and gradients that the distributed ones have now. Collective if a
-        gradient is cut in another way than its parameter."""
+        """Give the plain parameters the present values and gradients of the distributed ones.
+
+        Collective if a gradient is cut in another way than its parameter.
+        """
         for name, parameter in self.distributed.items():
             gradient, plain, part = parameter.grad, self.plain[name], parameter._local_tensor
-            if plain.data_ptr() != part.data_ptr():  # a shard that FSDP2 has put elsewhere
+            if plain.data_ptr() != part.data_ptr():  # FSDP2 has moved the shard to other memory
                 plain.data = part
             if (
                 gradient is not None
@@ -42,14 +44,19 @@ class OwnParts:
             plain.grad = None if gradient is None else gradient._local_tensor
 
     def after_update(self) -> None:
-        """Values are shared; gradients are let go."""
+        """Release the gradients of the plain parameters. Their values are shared, so they need no
+        copy.
+        """
         for plain in self.plain.values():
             plain.grad = None
 
 
 def as_distributed(value: Any, parameter: Any) -> Any:
-    """Optimizer state that is this rank's part of a distributed parameter: tensors of that part's shape, wherever they
-    are in lists, tuples and mappings, become distributed like it."""
+    """Convert optimizer state that is this rank's part of a distributed parameter.
+
+    Tensors of that part's shape become distributed like the parameter, wherever they are in lists,
+    tuples and mappings.
+    """
     from torch.distributed.tensor import DTensor
 
     shape = parameter.to_local().shape
@@ -70,7 +77,7 @@ def as_distributed(value: Any, parameter: Any) -> Any:
 
 
 def as_plain(value: Any) -> Any:
-    """The other way."""
+    """Convert distributed tensors to this rank's parts; the reverse of `as_distributed`."""
     return _mapped(
         lambda tensor: tensor.to_local() if hasattr(tensor, "to_local") else tensor, value
     )

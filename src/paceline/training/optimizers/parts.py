@@ -1,4 +1,6 @@
-"""What an optimizer is made of: the optimizers that it wraps, and attributes beside `state` that hold values."""
+"""Finds the parts of an optimizer: the optimizers that it wraps, and attributes beside `state` that
+hold values.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,11 @@ _NEVER_STATE = (
 
 @cache
 def _of_torch() -> frozenset[str]:
-    """Attributes of every optimizer: kept in other ways, or none of an update's business. Building one imports
-    torch._dynamo, which takes a second."""
+    """Return attributes that every optimizer has. They are saved in other ways, or an update does
+    not depend on them.
+
+    Building an optimizer imports torch._dynamo, which takes a second.
+    """
     return frozenset(vars(Optimizer([nn.Parameter(torch.empty(1, device="meta"))], {}))) | {
         "_opt_called",
         "step",
@@ -39,11 +44,9 @@ def _of_torch() -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Slot:
-    """A place in an optimizer, or in an object that it refers to, where a value lies.
+    """A place for a value in an optimizer, or in an object to which it refers."""
 
-    path: attributes, keys and indices on the way from the outermost optimizer, joined by dots.
-    """
-
+    # Attributes, keys and indices on the way from the outermost optimizer, joined by dots.
     path: str
     holder: Any
     key: Any
@@ -68,21 +71,22 @@ class Slot:
 
     @property
     def is_by_parameter(self) -> bool:
-        """Whether it is a mapping from parameters to values."""
+        """Whether the value is a mapping from parameters to values."""
         return _is_by_parameter(self.value)
 
 
 @dataclass(frozen=True)
 class Parts:
-    """optimizers: the outermost one under "", and those inside it by path. slots: values beside their `state`.
-    nodes: every object and container that was looked into, by path."""
+    """The parts of an optimizer."""
 
-    optimizers: dict[str, Optimizer]
-    slots: dict[str, Slot]
-    nodes: dict[str, Any]
+    optimizers: dict[str, Optimizer]  # the outermost one under "", those inside it by path
+    slots: dict[str, Slot]  # values beside their `state`, by path
+    nodes: dict[str, Any]  # every object and container that was searched, by path
 
     def slot(self, path: str) -> Slot | None:
-        """The place of a path, though nothing may lie there yet; None where what it belongs to is not there."""
+        """Return the slot of a path, even if it holds no value yet; None if the object to which it
+        belongs does not exist.
+        """
         if path in self.slots:
             return self.slots[path]
         parent, _, key = path.rpartition(".")
@@ -95,7 +99,7 @@ class Parts:
 def parts_of(optimizer: Optimizer) -> Parts:
     """Find every optimizer and every value that can be reached from an optimizer's attributes.
 
-    Modules, schedules and functions are not looked into.
+    Modules, schedules and functions are not searched.
     """
     parts = Parts({}, {}, {})
     _visit(optimizer, "", parts, set())
@@ -103,7 +107,10 @@ def parts_of(optimizer: Optimizer) -> Parts:
 
 
 class SeenSlots:
-    """What lies in an optimizer's slots at one moment: as it was made. besides: paths that are not looked at."""
+    """The values in an optimizer's slots at the moment at which this is made.
+
+    besides: paths that are ignored.
+    """
 
     def __init__(self, optimizer: Optimizer, besides: Collection[str] = ()) -> None:
         self.optimizer, self.besides = optimizer, frozenset(besides)
@@ -117,7 +124,7 @@ class SeenSlots:
         )
 
     def changed(self) -> dict[str, Slot]:
-        """Slots that are new or hold something else now, by path."""
+        """Return slots that are new or whose value has changed, by path."""
         return {
             path: slot
             for path, slot in self._slots()
@@ -126,7 +133,7 @@ class SeenSlots:
 
 
 def unnamed_of(slots: Mapping[str, Slot]) -> set[str]:
-    """Paths of those that hold tensors by position and not by parameter."""
+    """Return the paths of slots that hold tensors by position and not by parameter."""
     unnamed = set()
     for path, slot in slots.items():
         tensors: dict[str, torch.Tensor] = {}
@@ -137,12 +144,14 @@ def unnamed_of(slots: Mapping[str, Slot]) -> set[str]:
 
 
 def _unkeyed(value: Any) -> Any:
-    """Without the parameters that it is keyed by."""
+    """Return a mapping's values without the parameters that are its keys, and any other value
+    unchanged.
+    """
     return list(value.values()) if _is_by_parameter(value) else value
 
 
 def groups_of(optimizer: Optimizer) -> Iterator[dict[str, Any]]:
-    """The parameter groups of an optimizer and of those that it wraps, each once."""
+    """Yield the parameter groups of an optimizer and of those that it wraps, each once."""
     seen: set[int] = set()
     for part in parts_of(optimizer).optimizers.values():
         for group in part.param_groups:

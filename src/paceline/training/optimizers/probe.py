@@ -1,7 +1,8 @@
-"""Finds out what an optimizer does, by running it on small stand-ins of the parameters with drawn gradients.
+"""Finds out what an optimizer does, by running it on small stand-ins of the parameters with random
+gradients.
 
-It finds what an update looks at: one element's history, its whole tensor, or other parameters. It also finds whether an
-optimizer that is built anew goes on like the one that was saved.
+It finds what an update depends on: one element's history, its whole tensor, or other parameters. It
+also finds whether an optimizer that is built anew continues like the one that was saved.
 """
 
 from __future__ import annotations
@@ -24,16 +25,22 @@ from paceline.job.named_optimizers import NamedOptimizers, requires_closure
 from paceline.training.optimizers.parts import SeenSlots, unnamed_of
 from paceline.training.optimizers.state import OptimizerState, load_snapshot, snapshot
 
-LONGEST_DIM = 4  # of a stand-in
+LONGEST_DIM = 4  # longest dim of a stand-in
 UPDATES, FEWEST_STEPS, MOST_STEPS = (
     600,
     4,
     30,
-)  # of parameters in a trial; optimizers may begin some of their work late
-SPLITS = 3  # two parameters, or two elements, are in different halves of at least one of 2 * SPLITS with odds of 63/64
-ROUNDING = 1e-12  # relative; an update of one element alone is the same to the last bit, but for the order of vectors
-REAL_SIZES = 1_000_000  # elements of all parameters that are tried in full, if the job's function wants their shapes
-# torch's own optimizers whose update of an element depends on that element's history alone.
+)  # updates of parameters in a trial; optimizers may begin some of their work late
+# Two parameters, or two elements, are in different halves of at least one of 2 * SPLITS splits with
+# odds of 63/64.
+SPLITS = 3
+# Relative. An update of a single element is equal to the last bit, except for the order of vector
+# operations.
+ROUNDING = 1e-12
+# The most elements of all parameters that are tried in full, if the job's function requires their
+# shapes.
+REAL_SIZES = 1_000_000
+# torch's own optimizers whose update of an element depends only on that element's history.
 ELEMENTWISE = frozenset(
     {
         "SGD",
@@ -55,7 +62,7 @@ Build = Callable[[list[tuple[str, nn.Parameter]]], Optimizer]
 
 
 class Reach(IntEnum):
-    """What the update of an element depends on."""
+    """The part of the parameters on which the update of an element depends."""
 
     ELEMENT = 0
     TENSOR = 1
@@ -64,34 +71,29 @@ class Reach(IntEnum):
 
 @dataclass(frozen=True)
 class Behaviour:
-    """What steps of an optimizer showed.
+    """The behaviour of an optimizer, as its trial steps showed it."""
 
-    reach: by the name of the parameter.
-    changing: paths of attributes that steps change.
-    unnamed: those of them that hold tensors by position and not by parameter.
-    through_state_dict: whether its state can be kept through its own `state_dict` alone.
-    unkept: what goes wrong if it is kept; "" if nothing does.
-    needs_closure: whether its steps evaluate the loss.
-    """
-
-    reach: Mapping[str, Reach]
-    changing: frozenset[str] = frozenset()
+    reach: Mapping[str, Reach]  # by the name of the parameter
+    changing: frozenset[str] = frozenset()  # paths of attributes that steps change
+    # Those of `changing` that hold tensors by position and not by parameter.
     unnamed: frozenset[str] = frozenset()
+    # Whether its state can be saved only through its own `state_dict`.
     through_state_dict: bool = False
-    unkept: str = ""
-    needs_closure: bool = False
+    unkept: str = ""  # what goes wrong if its state is saved; "" if nothing does
+    needs_closure: bool = False  # whether its steps evaluate the loss
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether rows of a tensor can be updated without the others."""
+    """Whether rows of a tensor can be updated without the other rows."""
     kind = type(optimizer)
     return kind.__name__ in ELEMENTWISE and kind.__module__.startswith("torch.optim.")
 
 
 def known_reach(optimizer: Optimizer) -> Reach | None:
-    """What is known of torch's own optimizers without trying them; None of others.
+    """Return the reach of one of torch's own optimizers, which needs no trial; None for other
+    optimizers.
 
-    Steps that call hooks of the user's are not known.
+    If steps call the user's hooks, the reach is not known.
     """
     kind = type(optimizer)
     if (
@@ -108,8 +110,10 @@ def known_reach(optimizer: Optimizer) -> Reach | None:
 
 
 def known_reaches(optimizer: Optimizer, names: Iterable[str]) -> dict[str, Reach] | None:
-    """What is known by the name of the parameter, also of torch's optimizers that a step of one's own has by name; None
-    if one of them is not known."""
+    """Return the known reaches by the name of the parameter; None if one of them is not known.
+
+    This also covers torch's optimizers that a job's own step has by name.
+    """
     if not isinstance(optimizer, NamedOptimizers):
         reach = known_reach(optimizer)
         return None if reach is None else dict.fromkeys(names, reach)
@@ -124,10 +128,12 @@ def known_reaches(optimizer: Optimizer, names: Iterable[str]) -> dict[str, Reach
 def observe(
     build: Build, parameters: Mapping[str, torch.Tensor], sparse: frozenset[str] = frozenset()
 ) -> Behaviour:
-    """What the job's optimizer does. Random streams are left as they were.
+    """Find out what the job's optimizer does. Random streams are left as they were.
 
-    parameters: the trainable ones, by name; their shapes, dtypes and attributes count and their values don't.
-    sparse: names of those that get sparse gradients, if the optimizer takes such.
+    Args:
+        parameters: The trainable ones, by name. Their shapes, dtypes and attributes matter, and
+            their values don't.
+        sparse: Names of those that get sparse gradients, if the optimizer accepts such gradients.
 
     Raises:
         JobError: the job's function fails for parameters like these, or a step does.
@@ -143,9 +149,12 @@ def observe(
 def needs_closure(
     optimizer: Optimizer, build: Build, parameters: Mapping[str, torch.Tensor]
 ) -> bool:
-    """Whether the steps of an optimizer evaluate the loss: `step` requires a closure, or fails without one.
+    """Whether the steps of an optimizer evaluate the loss: `step` requires a closure, or fails
+    without one.
 
-    build, parameters: that made it; as for `observe`. Random streams are left as they were.
+    Random streams are left as they were.
+
+    build, parameters: the function and the parameters that made it; as for `observe`.
     """
     if known_reaches(optimizer, ()) is None:
         with kept_streams(), torch.enable_grad(), _one_thread(), suppress(Exception):
@@ -158,10 +167,12 @@ def is_exact_in_parts(
     parameters: Mapping[str, torch.Tensor],
     distribute: Callable[[str, torch.Tensor], torch.Tensor],
 ) -> bool:
-    """Whether steps on distributed tensors give what steps on whole ones give. Collective over the ranks that hold the
-    parts; random streams are left as they were.
+    """Whether steps on distributed tensors give the same result as steps on whole ones.
 
-    distribute: gives this rank's distributed tensor of a whole one, as it holds the parameter of that name.
+    Collective over the ranks that hold the parts. Random streams are left as they were.
+
+    distribute: gives this rank's distributed tensor for a whole one, cut like the parameter of that
+    name.
     """
     with kept_streams(), torch.enable_grad(), _one_thread(), drawing():
         trial, _ = _first_trial(build, parameters)
@@ -187,7 +198,9 @@ def is_exact_in_parts(
 def _first_trial(
     build: Build, parameters: Mapping[str, torch.Tensor], sparse: frozenset[str] = frozenset()
 ) -> tuple[_Trial, Optimizer]:
-    """A trial on stand-ins that the job's function accepts: small ones, or of the real shapes."""
+    """Return a trial on stand-ins that the job's function accepts: small ones, or of the real
+    shapes.
+    """
     shapes = {
         name: tuple(min(length, LONGEST_DIM) for length in p.shape)
         for name, p in parameters.items()
@@ -226,11 +239,7 @@ def _observe(trial: _Trial) -> Behaviour:
 
 
 class _Trial:
-    """Stand-ins of some shapes, with drawn weights and gradients.
-
-    sparse: names of those whose gradients are. needs_closure: whether a step is given a closure, once `begin` has found
-    that out.
-    """
+    """Stand-ins of some shapes, with random weights and gradients."""
 
     def __init__(
         self,
@@ -239,11 +248,12 @@ class _Trial:
         parameters: Mapping[str, torch.Tensor],
         sparse: frozenset[str] = frozenset(),
     ) -> None:
+        # sparse: names of the stand-ins whose gradients are sparse.
         self.make_optimizer, self.shapes, self.like, self.sparse = build, shapes, parameters, sparse
         self.steps = min(max(UPDATES // max(len(shapes), 1), FEWEST_STEPS), MOST_STEPS)
         self.draws = torch.Generator().manual_seed(0)
         self.weights = self._drawn()
-        self.needs_closure = False
+        self.needs_closure = False  # whether a step is given a closure; `begin` finds it out
 
     @cached_property
     def _later(
@@ -251,7 +261,9 @@ class _Trial:
     ) -> tuple[
         dict[str, torch.Tensor], list[dict[str, torch.Tensor]], list[dict[str, torch.Tensor]]
     ]:
-        """Other weights, gradients and other gradients: not drawn for an optimizer that is known."""
+        """Draw other weights, gradients and other gradients. An optimizer that is known needs none
+        of them.
+        """
         return (
             self._drawn(),
             [self._drawn() for _ in range(self.steps)],
@@ -315,15 +327,17 @@ class _Trial:
         gradients: list[dict[str, torch.Tensor]],
         steps: int | None = None,
     ) -> tuple[dict[str, torch.Tensor], frozenset[str], frozenset[str]]:
-        """The weights after some steps, the paths of attributes that they changed, and which of these are unnamed."""
+        """Return the weights after some steps, the paths of attributes that the steps changed, and
+        which of these are unnamed.
+        """
         optimizer, parameters = self.build(weights)
         made = SeenSlots(optimizer)
         changing, unnamed = set[str](), set[str]()
         for number, each in enumerate(gradients[:steps]):
             self.take(optimizer, parameters, [each], number)
-            changed = (
-                made.changed()
-            )  # after each step: what is collected over several may be empty after the last
+            # Checked after each step, because a list that is collected over steps may be empty
+            # after the last one.
+            changed = made.changed()
             changing |= changed.keys()
             unnamed |= unnamed_of(changed)
         return (
@@ -347,7 +361,7 @@ class _Trial:
                 optimizer.step()
                 continue
             evaluate = partial(_quadratic, parameters, each, self.sparse)
-            evaluate()  # some start from gradients that are there
+            evaluate()  # some optimizers start from existing gradients
             optimizer.step(evaluate)  # type: ignore[arg-type]
 
     def lost_by_resuming(
@@ -357,11 +371,13 @@ class _Trial:
         *,
         through_state_dict: bool,
     ) -> str:
-        """What differs if the run is saved and goes on with an optimizer that is built anew; "" if nothing does.
+        """Return what differs if the run is saved and continues with an optimizer that is built
+        anew; "" if nothing does.
 
-        weights: after all steps of a run that was not interrupted.
+        weights: the weights after all steps of a run that was not interrupted.
         """
-        # No multiple of an interval that updates come in: between them is what could be lost.
+        # Save at a step that is no multiple of a usual interval of updates: between updates, state
+        # could be lost.
         half = next((steps for steps in (13, 7) if 3 * steps <= 2 * self.steps), 1)
         optimizer, parameters = self.build(self.weights)
         self.take(optimizer, parameters, self.gradients[:half])
@@ -393,7 +409,9 @@ class _Trial:
         return f"'{lost[0]}' goes on otherwise" if lost else ""
 
     def halves(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Masks of the elements that are drawn anew: some of every tensor in one half of them, then in the other."""
+        """Yield masks of the elements that are drawn anew: some of every tensor in one half of the
+        tensors, then in the other.
+        """
         names = list(self.shapes)
         for split in range(SPLITS):
             order = torch.randperm(len(names), generator=self.draws).tolist()
@@ -407,7 +425,9 @@ class _Trial:
                 }
 
     def _mask(self, shape: tuple[int, ...], split: int) -> torch.Tensor:
-        """About half of a tensor's elements; one at least and, where there are two, not all."""
+        """Return a mask of about half of a tensor's elements. It has at least one and, if there are
+        two or more, not all.
+        """
         count = torch.Size(shape).numel()
         mask = torch.zeros(count, dtype=torch.bool)
         mask[torch.randperm(count, generator=self.draws)[: (count + 1) // 2]] = True
@@ -434,7 +454,11 @@ def _quadratic(
     slopes: Mapping[str, torch.Tensor],
     sparse: frozenset[str],
 ) -> torch.Tensor:
-    """A loss to which every element adds its own part, and its gradients in the parameters; sparse ones of some."""
+    """Return a loss to which every element adds its own part, and put its gradients into the
+    parameters.
+
+    sparse: names of the parameters that get sparse gradients.
+    """
     for name, p in parameters.items():
         gradient = slopes[name] + p
         p.grad = gradient.to_sparse(1) if name in sparse else gradient
@@ -445,7 +469,11 @@ def _quadratic(
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Products of a few elements wait for each other's threads on busy cores: 16 s for a trial that takes 0.3 s."""
+    """Use one thread inside the block.
+
+    Products of a few elements wait for each other's threads on busy cores: 16 s for a trial that
+    takes 0.3 s.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -455,7 +483,9 @@ def _one_thread() -> Iterator[None]:
 
 
 def _dtype(parameter: torch.Tensor) -> torch.dtype:
-    """Real parameters are tried in float64, where a dependence can't hide in rounding."""
+    """Return the dtype of a stand-in. Real parameters are tried in float64, so that rounding can't
+    hide a dependence.
+    """
     return torch.float64 if parameter.is_floating_point() else parameter.dtype
 
 
@@ -465,7 +495,7 @@ def _differs(value: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def no_optimizer(returned: object) -> JobError:
-    """What a job is told whose `optimizer` returned something else."""
+    """Return the error for a job whose `optimizer` returned something else."""
     return JobError(
         f"optimizer returned {type(returned).__name__} and not a torch.optim.Optimizer",
         hint=optimizer_hint(returned),

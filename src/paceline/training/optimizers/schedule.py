@@ -1,4 +1,4 @@
-"""The learning-rate schedule of a job."""
+"""Builds and steps the learning-rate schedule of a job."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.job.phases import VALIDATION_LOSS, Monitored
 
 
 def build_schedule(job: Job, optimizer: torch.optim.Optimizer) -> Any:
-    """The job's learning-rate schedule; None if it has none."""
+    """Return the job's learning-rate schedule; None if it has none."""
     if job.lr_schedule is None:
         return None
     schedule = job.lr_schedule(optimizer)
@@ -37,16 +37,17 @@ def waits_for_evaluations(schedule: Any, job: Job) -> bool:
 
 
 def step_schedule(schedule: Any) -> None:
-    """An optimizer step was taken."""
+    """Step the schedule after an optimizer step."""
     if schedule is not None and not waits_for_metric(schedule):
         schedule.step()
 
 
 def step_by_metrics(schedule: Any, job: Job, figures: Mapping[str, float]) -> None:
-    """An evaluation ended an epoch: step what waits for one of its figures.
+    """Step the schedules that wait for a figure of an evaluation, after the evaluation that ended
+    an epoch.
 
     Raises:
-        JobError: it did not give the figure.
+        JobError: the evaluation did not give the figure.
     """
     for waiting, metric in _waiting(schedule, job):
         if metric not in figures:
@@ -55,12 +56,15 @@ def step_by_metrics(schedule: Any, job: Job, figures: Mapping[str, float]) -> No
 
 
 def check_monitored(schedule: Any, job: Job, measured: Iterable[str] | None = None) -> None:
-    """
+    """Check that evaluations give the figures for which schedules wait.
+
     Args:
-        measured: Names of what an evaluation gives beside the loss; the job's metrics if it is left out.
+        measured: Names of the figures that an evaluation gives in addition to the loss; the job's
+            metrics if it is left out.
 
     Raises:
-        JobError: a schedule waits for a figure that no evaluation gives, or would be given one that it ignores.
+        JobError: a schedule waits for a figure that no evaluation gives, or would be given one that
+            it ignores.
     """
     refuse_waiting(job, _each(schedule, job))
     for metric in {metric for _, metric in _waiting(schedule, job)} - {VALIDATION_LOSS}:
@@ -70,12 +74,15 @@ def check_monitored(schedule: Any, job: Job, measured: Iterable[str] | None = No
 
 
 def refuse_waiting(job: Job, schedules: Iterable[tuple[Any, Any]]) -> None:
-    """
+    """Refuse schedules that wait for an evaluation if the job has none, and monitored ones that
+    take no figure.
+
     Args:
         schedules: Each with the function that built it.
 
     Raises:
-        JobError: one waits for an evaluation, and the job has none, or would be given a metric that it ignores.
+        JobError: one waits for an evaluation, and the job has none, or would be given a metric that
+            it ignores.
     """
     for schedule, build in schedules:
         if isinstance(build, Monitored) and not waits_for_metric(schedule):
@@ -102,7 +109,7 @@ def refuse_waiting(job: Job, schedules: Iterable[tuple[Any, Any]]) -> None:
 
 
 def _each(schedule: Any, job: Job) -> list[tuple[Any, Any]]:
-    """A job's schedules, each with the function that builds it."""
+    """Return a job's schedules, each with the function that builds it."""
     if isinstance(schedule, NamedSchedules):
         return [
             (built, spec(job.optimizers[name]).lr_schedule)
@@ -112,7 +119,7 @@ def _each(schedule: Any, job: Job) -> list[tuple[Any, Any]]:
 
 
 def _waiting(schedule: Any, job: Job) -> list[tuple[Any, str]]:
-    """Schedules that are stepped by evaluations, each with the name of its figure."""
+    """Return schedules that are stepped by evaluations, each with the name of its figure."""
     return [
         (waiting, build.metric if isinstance(build, Monitored) else VALIDATION_LOSS)
         for waiting, build in _each(schedule, job)

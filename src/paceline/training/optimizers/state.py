@@ -1,4 +1,6 @@
-"""What a run must keep of an optimizer to go on: by parameter, by attribute, and the options of its groups."""
+"""The state of an optimizer that a run must save to continue: by parameter, by attribute, and the
+options of its groups.
+"""
 
 from __future__ import annotations
 
@@ -16,28 +18,30 @@ from paceline.strategies.mesh import local_part
 from paceline.training.optimizers.local_shards import as_distributed
 from paceline.training.optimizers.parts import Parts, SeenSlots, Slot, parts_of, unnamed_of
 
-_SELF = "self."  # begins the key of what doesn't lie in the outermost optimizer's `state`
+_SELF = "self."  # prefix of the key of a value that isn't in the outermost optimizer's `state`
 
 Read = Callable[
     [str, Any], torch.Tensor
-]  # a tensor of a name; also told what stands in its place now
+]  # gives the tensor of a name; the second argument is the value that is in its place now
 
 
 class OptimizerState:
-    """The state of an optimizer and of those that it wraps, by names that other processes know it under.
+    """The state of an optimizer and of those that it wraps, by names under which other processes
+    know it.
 
-    A key is that of the outermost optimizer's `state`; `self.PATH/KEY` for a wrapped one's; `self.PATH` for an
-    attribute that maps parameters to values.
+    The key of a value is its key in the outermost optimizer's `state`, `self.PATH/KEY` for a
+    wrapped optimizer's, or `self.PATH` for an attribute that maps parameters to values.
 
     Args:
-        parameters: What the optimizer updates, by name.
-        distributed: Those of which it updates this rank's own part, as ranks hold them together.
-        changing: Paths of attributes that steps of a trial changed. Others are kept once they differ from what the
-            job's function made.
-        unnamed: Those of them that hold tensors by position and not by parameter.
-        through_state_dict: Whether all of it is kept as `state_dict()` gives it, with no names.
-        unkept: What goes wrong if it is kept; "" if nothing does.
-        alone: Names of those that this rank alone updates for all that hold parts of the model.
+        parameters: The parameters that the optimizer updates, by name.
+        distributed: Parameters of which it updates only this rank's part, in the distributed form.
+        changing: Paths of attributes that steps of a trial changed. Other attributes are saved once
+            they differ from what the job's function made.
+        unnamed: Those of `changing` that hold tensors by position and not by parameter.
+        through_state_dict: Whether all of it is saved as `state_dict()` gives it, without names.
+        unkept: What goes wrong if it is saved; "" if nothing does.
+        alone: Names of parameters that only this rank updates, for all ranks that hold parts of the
+            model.
     """
 
     def __init__(
@@ -65,16 +69,19 @@ class OptimizerState:
         )
 
     def look(self) -> None:
-        """Know of attributes that changed after more steps than the trial had."""
+        """Find attributes that changed only after more steps than the trial had."""
         changed = self._made.changed()
         self.changing |= changed.keys()
         self.unnamed |= unnamed_of(changed)
 
     def check(self, names: Collection[str]) -> None:
-        """Refuse an optimizer whose state a checkpoint can't hold. names: of all that it updates on any rank.
+        """Refuse an optimizer whose state a checkpoint can't hold.
+
+        names: names of all parameters that it updates on any rank.
 
         Raises:
-            JobError: an optimizer that is built anew and given all this would not go on as this one does.
+            JobError: an optimizer that is built anew and given all this state would not continue as
+                this one does.
             PlanRefused: its state has no names, and this rank has a part of it.
         """
         kind = type(self.optimizer).__name__
@@ -101,16 +108,19 @@ class OptimizerState:
 
     @property
     def is_in_state(self) -> bool:
-        """Whether all that steps could change lies in `state` and the groups of one optimizer."""
+        """Whether all values that steps could change are in `state` and in the groups of one
+        optimizer.
+        """
         parts = parts_of(self.optimizer)
         return not (parts.slots or self.through_state_dict or len(parts.optimizers) > 1)
 
     def local_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """What the optimizer updates, as ranks hold it."""
+        """The parameters that the optimizer updates, in the form in which ranks hold them."""
         return {**self.parameters, **self.distributed}
 
     def by_parameter(self, name: str) -> Iterator[tuple[str, Any]]:
-        """Keys and values of what belongs to a parameter; what is cut like it is distributed like it.
+        """Yield keys and values of the state that belongs to a parameter. Values that are cut like
+        it are distributed like it.
 
         Raises:
             JobError: a value is a tensor that consists of others, such as a quantized one.
@@ -151,7 +161,7 @@ class OptimizerState:
                 yield f"{_SELF}{slot.path}", slot.value[parameter]
 
     def attributes(self) -> dict[str, Any]:
-        """What belongs to no parameter, by path."""
+        """Return the values that belong to no parameter, by path."""
         if self.through_state_dict:
             return {"": self.optimizer.state_dict()}
         return {
@@ -161,7 +171,9 @@ class OptimizerState:
         }
 
     def wrapped_groups(self) -> dict[str, list[dict[str, Any]]]:
-        """Options of the groups of wrapped optimizers by path, for those that don't share them."""
+        """Return options of the groups of wrapped optimizers by path, for those that don't share
+        the outermost optimizer's groups.
+        """
         seen = {id(group) for group in self.optimizer.param_groups}
         groups: dict[str, list[dict[str, Any]]] = {}
         for path, optimizer in parts_of(self.optimizer).optimizers.items():
@@ -171,7 +183,9 @@ class OptimizerState:
         return groups
 
     def place(self, name: str, key: str) -> tuple[Any, Any] | None:
-        """The mapping in which the value of a parameter's key lies, and its key there; None if there is none."""
+        """Return the mapping that holds the value of a parameter's key, and its key there; None if
+        there is none.
+        """
         parts, parameter = parts_of(self.optimizer), self.parameters[name]
         path, is_state, inner = (
             key.removeprefix(_SELF).rpartition("/") if key.startswith(_SELF) else ("", "/", key)
@@ -187,7 +201,7 @@ class OptimizerState:
         return slot.value, parameter
 
     def load_attributes(self, packed: Mapping[str, Any], read: Read) -> None:
-        """Put attributes back where they were."""
+        """Put saved attributes back into their slots."""
         if self.through_state_dict:
             self.optimizer.load_state_dict(unpack(packed[""], read))
             return
@@ -204,9 +218,11 @@ class OptimizerState:
 def placed(
     value: torch.Tensor, parameter: torch.nn.Parameter, key: str, options: Mapping[str, Any]
 ) -> torch.Tensor:
-    """A state tensor that was read, on the device where torch's optimizers keep one of its key.
+    """Move a state tensor that was read to the device on which torch's optimizers keep one of its
+    key.
 
-    Counts of steps stay on the CPU unless they are read on the device. The dtype stays as it was saved.
+    Counts of steps stay on the CPU unless they are read on the device. The dtype stays as it was
+    saved.
     """
     if key == "step" and not (options.get("capturable") or options.get("fused")):
         return value
@@ -214,7 +230,7 @@ def placed(
 
 
 def snapshot(state: OptimizerState) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Everything that would be saved: packed, with copies of its tensors."""
+    """Return everything that would be saved: the packed values, and copies of the tensors."""
     tensors: dict[str, torch.Tensor] = {}
     packed = {
         "parameters": {
@@ -244,7 +260,7 @@ def snapshot(state: OptimizerState) -> tuple[Any, dict[str, torch.Tensor]]:
 
 
 def load_snapshot(state: OptimizerState, packed: Any, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Put everything where it was, in an optimizer that was built anew."""
+    """Put everything that was saved into an optimizer that was built anew."""
 
     def read(name: str, like: Any) -> torch.Tensor:
         return tensors[name].clone()
