@@ -1,4 +1,8 @@
-"""Followers after a step: models whose weights are functions of others', moved where they are held."""
+"""Moves followers after a step. These are models whose weights are functions of other models'
+weights.
+
+A rank moves the part that it holds.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +22,11 @@ def follow(
     buffers: Mapping[str, torch.Tensor],
     step: int,
 ) -> None:
-    """Move every follower that moves after `step`, counted from 1. No collective: a rank holds of a follower what it
-    holds of its source.
+    """Move every follower that moves after `step`, counted from 1.
 
-    parameters, buffers: of all models, by name.
+    There is no collective: a rank holds the same part of a follower as of its source.
+
+    parameters, buffers: those of all models, by name.
     """
     for name, source in followed(followers, parameters, step).items():
         _move(
@@ -36,8 +41,12 @@ def follow(
 def followed(
     followers: Mapping[str, FollowerModel], names: Iterable[str], step: int = 0
 ) -> dict[str, str]:
-    """Which of these names of parameters or buffers are of followers that move after `step`, each with the one that it
-    follows; of all that ever move for step 0."""
+    """Return those of these names that belong to followers that move after `step`, each with the
+    name that it follows.
+
+    The names are those of parameters or buffers. For step 0, the result has all followers that ever
+    move.
+    """
     moving = {
         name: follower.source
         for name, follower in followers.items()

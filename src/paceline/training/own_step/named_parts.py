@@ -1,4 +1,6 @@
-"""A job with several models, seen as one job for each: every model is prepared by itself, as a job's only one is."""
+"""Treats a job with several models as one job for each. Every model is prepared by itself, like a
+job's only model.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +36,11 @@ TRIED_SAMPLES = 8
 
 @dataclass(frozen=True)
 class ModelPart:
-    """One model of several on this rank, or a follower.
-
-    synchronisers: of its gradients. prefix: of its parameters' names among those of all models.
-    """
+    """One model of several on this rank, or a follower."""
 
     name: str
     layout: Layout
-    synchronisers: Sequence[Synchroniser]
+    synchronisers: Sequence[Synchroniser]  # of its gradients
 
     @property
     def prefix(self) -> str:
@@ -49,7 +48,7 @@ class ModelPart:
 
 
 class NamedLayouts:
-    """What this rank runs of several models; see `Layout`. They are run one by one, by name."""
+    """This rank's parts of several models; see `Layout`. The models run one at a time, by name."""
 
     has_output = True
 
@@ -84,7 +83,9 @@ class NamedLayouts:
         return any(layout.meets_in_forward for layout in self.layouts.values())
 
     def let_go(self) -> None:
-        """Each layout has."""
+        """Do nothing, because each layout has already let go of the parameters that it doesn't
+        hold.
+        """
 
     def run(self, batches: Any, work: Any) -> None:
         raise AssertionError("models by name are run one by one")
@@ -98,7 +99,7 @@ class NamedLayouts:
 
 
 class _OfPart:
-    """A synchroniser under the names that parameters have among those of all models."""
+    """A synchroniser that uses the names that parameters have among those of all models."""
 
     def __init__(self, synchroniser: Synchroniser, prefix: str) -> None:
         self.inner, self.prefix = synchroniser, prefix
@@ -133,27 +134,30 @@ class _OfPart:
             end()
 
     def hold(self) -> None:
-        """The next loss may go back through the model before the step's own backward."""
+        """Prepare for a loss that may go back through the model before the step's own backward."""
         hold = getattr(self.inner, "hold", None)
         if hold is not None:
             hold()
 
     def collect(self, *, on: bool) -> None:
-        """Whether the next forwards and backwards are for this model's gradients."""
+        """Set whether the next forwards and backwards are for this model's gradients."""
         collect = getattr(self.inner, "collect", None)
         if collect is not None:
             collect(on=on)
 
 
 def _stored_name(name: str, prefix: str) -> str:
-    """What a room keeps of a parameter, as KIND/NAME or KIND/REPLICA/NAME, with the model's name before the
-    parameter's."""
+    """Return the name under which a strategy saves a value of a parameter: KIND/NAME or
+    KIND/REPLICA/NAME.
+
+    The model's name is put before the parameter's.
+    """
     kind, slash, parameter = name.rpartition("/")
     return f"{kind}{slash}{prefix}{parameter}"
 
 
 class _SavedOfPart:
-    """What a checkpoint has of the rooms of one model; see `SavedState`."""
+    """The part of a checkpoint that strategies have saved for one model; see `SavedState`."""
 
     def __init__(self, saved: SavedState, prefix: str) -> None:
         self.saved, self.prefix = saved, prefix
@@ -175,7 +179,9 @@ class _OnlyModel:
         self.job, self.name = job, name
 
     def needs_training(self, model: nn.Module) -> bool:
-        """Whether a model without trainable parameters is a mistake: not a follower, nor one that has buffers alone."""
+        """Whether it is a mistake if this model has no trainable parameters. It is not for a
+        follower or a model with buffers only.
+        """
         return self.name not in self.job.followers and any(True for _ in model.parameters())
 
     def __call__(self) -> nn.Module:
@@ -192,7 +198,7 @@ class _OnlyModel:
 
 
 class _Trial:
-    """What a step of the job does; it is tried when the first asks."""
+    """The recorded behaviour of the job's step. The step is tried at the first request."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -203,7 +209,9 @@ class _Trial:
 
 
 class _Inputs:
-    """What a step calls a model with, for any number of samples: all of it where it is not of samples."""
+    """The inputs with which a step calls a model, for any number of samples. Inputs that are not
+    per sample are given whole.
+    """
 
     def __init__(self, trial: _Trial, name: str) -> None:
         self.trial, self.name = trial, name
@@ -218,7 +226,9 @@ class _Inputs:
 
 
 def job_of(job: Job, name: str, trial: _Trial) -> Job:
-    """A job with this model alone, for whatever looks at one model: its loss is of every output."""
+    """Return a job with only this model, for code that looks at one model. Its loss depends on
+    every output.
+    """
 
     def build(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         full_names = [(f"{name}.{key}", p) for key, p in named]
@@ -296,12 +306,15 @@ def load_models(
     parameters: Mapping[str, nn.Parameter],
     extents: Mapping[str, Extent],
 ) -> None:
-    """Put the weights that the job gives for some models in the place of the seed's, also in what follows them.
+    """Replace the seed's weights by the weights that the job gives for some models, also in their
+    followers.
 
-    parameters: Those that this rank holds, of all models. extents: As for `load_initial`.
+    Args:
+        parameters: Those that this rank holds, of all models.
+        extents: As for `load_initial`.
 
     Raises:
-        JobError: there are none for a model, or their names or shapes are not its own.
+        JobError: there are no weights for a model, or their names or shapes are not its own.
     """
     for name in (*job.models, *job.followers):
         init, prefix = init_of(job, name), f"{name}."

@@ -1,4 +1,6 @@
-"""What a step of one's own calls each model with: the step tried on a few samples, without training anything."""
+"""Records with which inputs a job's own step calls each model, by trying the step on a few samples.
+It trains nothing.
+"""
 
 from __future__ import annotations
 
@@ -29,26 +31,25 @@ from paceline.training.feed import MicroBatch, example_batch, map_tensors
 from paceline.training.own_step.step_batch import StepBatch
 from paceline.training.own_step.step_draws import MakesOn
 
-_TRIED_STEPS = (*range(10), 99, 999)  # and the last one, where the job's step depends on its number
+# The steps to try, together with the last one, if the job's step depends on its number.
+_TRIED_STEPS = (*range(10), 99, 999)
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a step was seen to do.
+    """The calls of models that a step was seen to make."""
 
-    inputs: of the first call of each model and follower, with samples along dim 0 if some call has them.
-    in_losses: models and followers that a loss runs. bare: models without parameters. uncut: models and followers whose
-    inputs are not of samples (`cut=False`).
-    """
-
+    # Inputs of the first call of each model and follower, with samples along dim 0 if some call has
+    # them.
     inputs: dict[str, Any]
-    in_losses: set[str]
-    bare: set[str]
-    uncut: set[str]
+    in_losses: set[str]  # models and followers that a loss runs
+    bare: set[str]  # models without parameters
+    uncut: set[str]  # models and followers whose inputs are not per sample (`cut=False`)
 
 
 def recorded_apart(job: Job, samples: int) -> Recorded:
-    """As `recorded`, in a fork that ends: what the step changes of the job's own objects is not changed here.
+    """Record a step as `recorded` does, in a fork that then ends. So the step does not change the
+    job's objects in this process.
 
     Raises:
         JobError: a model's input holds something else than tensors, numbers and text, too.
@@ -71,7 +72,8 @@ def recorded_apart(job: Job, samples: int) -> Recorded:
 
 
 def recorded(job: Job, samples: int) -> Recorded:
-    """What a step does with so many samples, or with a whole batch where it can't with so many; on the CPU.
+    """Record what a step does with so many samples, or with a whole batch if it can't run with so
+    many. It runs on the CPU.
 
     Raises:
         JobError: a step never calls one of the models.
@@ -82,7 +84,7 @@ def recorded(job: Job, samples: int) -> Recorded:
     except TrainingError:
         if samples == job.batch or not isinstance(job.batch, int):
             raise
-        return _tried(job, job.batch)  # something of the step has the size of a whole batch
+        return _tried(job, job.batch)  # the step may depend on the size of a whole batch
 
 
 def _tried(job: Job, samples: int) -> Recorded:
@@ -103,12 +105,12 @@ def _tried(job: Job, samples: int) -> Recorded:
         ):
             recorder.number = step
             _take(job, recorder)
-            if not recorder.asks_for_step:  # all steps are alike
+            if not recorder.asks_for_step:  # all steps do the same
                 break
     for (
         name,
         follower,
-    ) in job.followers.items():  # a follower that is only kept runs as its source does
+    ) in job.followers.items():  # a follower that the step never runs gets its source's inputs
         if isinstance(follower.source, str) and follower.source in recorder.inputs:
             recorder.inputs.setdefault(name, recorder.inputs[follower.source])
             recorder.uncut |= {name} if follower.source in recorder.uncut else set()
@@ -136,12 +138,15 @@ def _take(job: Job, recorder: _Recorder) -> None:
 
 
 def refuse_to_split(job: Job, plan: Plan, *, in_losses: Iterable[str], bare: Iterable[str]) -> None:
-    """
+    """Refuse a plan that splits models over ranks if the job's step can't run under it.
+
     Args:
-        plan: Splits models over ranks. in_losses, bare: See `Recorded`.
+        plan: A plan that splits models over ranks.
+        in_losses, bare: See `Recorded`.
 
     Raises:
-        PlanRefused: a loss runs a model, or one has no parameters, and the plan splits each by itself.
+        PlanRefused: a loss runs a model, or one has no parameters, and the plan splits each by
+            itself.
     """
     for name in sorted(bare):
         raise PlanRefused(
@@ -160,10 +165,7 @@ def refuse_to_split(job: Job, plan: Plan, *, in_losses: Iterable[str], bare: Ite
 
 
 class _Recorder:
-    """A step's context in which models run and nothing is trained; see `StepContext`.
-
-    number: of the step. asks_for_step: whether the job's step looked at it.
-    """
+    """A step's context in which models run and nothing is trained; see `StepContext`."""
 
     def __init__(self, models: NamedModels, batch: StepBatch, precision: str) -> None:
         self.models, self.batch, self.inputs, self.uncut = (
@@ -174,6 +176,7 @@ class _Recorder:
         )
         self.makes_on = MakesOn(torch.device("cpu"), precision)
         self.in_losses, self.is_in_loss, self.is_over_all = set[str](), False, False
+        # number: of the step. asks_for_step: whether the job's step looked at it.
         self.number, self.asks_for_step = 0, False
 
     @property
@@ -189,7 +192,7 @@ class _Recorder:
         return nullcontext()
 
     def gather(self, value: Any) -> Any:
-        """All samples are here."""
+        """Return the value, because all samples are here."""
         return _without_graph(value.input if isinstance(value, StepBatch) else value)
 
     def run(self, model: str, inputs: Any, *, grad: bool | None = None, cut: bool = True) -> Any:
@@ -229,7 +232,7 @@ class _Recorder:
             )
         output = self.run(name, inputs)
         if gather:
-            self.in_losses.add(name)  # runs twice
+            self.in_losses.add(name)  # such a loss runs the model a second time
         self.is_in_loss, self.is_over_all = True, gather
         loss(
             output,
@@ -239,7 +242,7 @@ class _Recorder:
         self.is_in_loss = self.is_over_all = False
 
     def update(self, optimizer: str) -> None:
-        """Nothing is trained."""
+        """Do nothing, because nothing is trained."""
 
 
 def _without_graph(value: Any) -> Any:

@@ -1,4 +1,6 @@
-"""A model's outputs from the rank of its last stage to the ranks of the others. No pickle: JSON, and then tensors."""
+"""Sends a model's outputs from the rank of its last stage to the ranks of the others. It uses JSON
+and tensors, no pickle.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,12 @@ from paceline.strategies.mesh import Mesh
 
 
 def from_last_stage(outputs: Sequence[Any], mesh: Mesh, device: torch.device) -> list[Any]:
-    """What the last rank along the axis of stages has; what others give is not looked at. Collective along it.
+    """Return the outputs of the last rank along the axis of stages. The other ranks' arguments are
+    ignored. Collective along it.
 
     Raises:
-        PlanRefused: an output is more than tensors, numbers and text in tuples, lists, mappings and dataclasses.
+        PlanRefused: an output is more than tensors, numbers and text in tuples, lists, mappings and
+            dataclasses.
     """
     axis = mesh.stage_axis
     group, source = mesh.group(axis), mesh.ranks_along(axis)[-1]
@@ -33,7 +37,7 @@ def from_last_stage(outputs: Sequence[Any], mesh: Mesh, device: torch.device) ->
     )
     size = torch.tensor(
         [len(text)]
-    )  # on the CPU: what tensors there are is known before they are computed
+    )  # on the CPU, because the shapes of tensors are known before their values are computed
     dist.broadcast(size, source, group=group)
     raw = (
         torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -55,7 +59,9 @@ def from_last_stage(outputs: Sequence[Any], mesh: Mesh, device: torch.device) ->
 
 
 def described(value: Any, tensors: list[torch.Tensor]) -> dict[str, Any]:
-    """An output for JSON. Its tensors are appended to `tensors`, in the order in which `rebuilt` asks for them."""
+    """Describe an output for JSON. Its tensors are appended to `tensors`, in the order in which
+    `rebuilt` asks for them.
+    """
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return {"dtype": DTYPE_NAMES[value.dtype], "shape": list(value.shape)}
@@ -84,7 +90,10 @@ def described(value: Any, tensors: list[torch.Tensor]) -> dict[str, Any]:
 
 
 def rebuilt(entry: Mapping[str, Any], receive: Callable[[Mapping[str, Any]], torch.Tensor]) -> Any:
-    """An output of the class that it had. receive: makes a tensor of its entry."""
+    """Return an output of its original class from its description.
+
+    receive: makes a tensor from its entry.
+    """
     if "dtype" in entry:
         return receive(entry)
     if "value" in entry:
@@ -103,7 +112,7 @@ def rebuilt(entry: Mapping[str, Any], receive: Callable[[Mapping[str, Any]], tor
 
 
 def _name(value: Any) -> tuple[str, str]:
-    """The module and the name of a value's class, by which other ranks find it."""
+    """Return the module and the name of a value's class, by which other ranks find it."""
     kind = type(value)
     try:
         is_known = _named(kind.__module__, kind.__qualname__) is kind

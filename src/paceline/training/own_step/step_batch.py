@@ -1,4 +1,6 @@
-"""What a step of one's own is given: this rank's samples, and how they are cut into micro-batches."""
+"""The batch that a job's own step gets: this rank's samples, and how they are cut into
+micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -16,30 +18,30 @@ from paceline.training.feed import MicroBatch, map_tensors
 
 
 class StepBatch:
-    """Samples of a step: all of them on one device, a part elsewhere. `x, y = batch` gives input and target.
-
-    pieces: the micro-batches that it consists of. Where none of them has samples it is the stand-in that they hold, of
-    one sample that counts nothing.
+    """Samples of a step: all of them on one device, or a part under other plans. `x, y = batch`
+    gives input and target.
     """
 
     def __init__(self, pieces: Sequence[MicroBatch]) -> None:
+        # The micro-batches of the batch. If none of them has samples, the batch is the stand-in
+        # that they hold: one sample that counts nothing.
         self.pieces = pieces
         self._real = [piece for piece in pieces if piece.samples] or list(pieces[:1])
 
     @cached_property
     def input(self) -> Any:
-        """Of all samples, stacked along dim 0."""
+        """The input of all samples, stacked along dim 0."""
         return joined([piece.input for piece in self._real], self.rows)
 
     @cached_property
     def target(self) -> Any:
-        """Of all samples, stacked along dim 0."""
+        """The target of all samples, stacked along dim 0."""
         if all(piece.target is piece.input for piece in self._real):
             return self.input
         return joined([piece.target for piece in self._real], self.rows)
 
     def __len__(self) -> int:
-        """Rows of its tensors."""
+        """The number of rows of its tensors."""
         return sum(self.rows)
 
     def __iter__(self) -> Iterator[Any]:
@@ -47,14 +49,18 @@ class StepBatch:
 
     @property
     def rows(self) -> list[int]:
-        """Of each micro-batch that is in its tensors."""
+        """The number of rows of each micro-batch that is in its tensors."""
         return [max(piece.samples, 1) for piece in self._real]
 
     def cut(self, value: Any, description: str) -> list[Any]:
-        """Of each micro-batch, its rows of tensors that have all of them along dim 0; what it has itself of the batch.
+        """Cut a value into the parts of each micro-batch. Tensors are cut along dim 0, which must
+        have all samples.
+
+        For a batch, return the input of each micro-batch.
 
         Raises:
-            TrainingError: a tensor has other samples; description: what it is.
+            TrainingError: a tensor has another number of samples. `description` says in the message
+                what it is.
         """
         if isinstance(value, StepBatch):
             return [piece.input for piece in value.pieces]
@@ -88,10 +94,11 @@ class StepBatch:
 
 
 class GatheredBatch(StepBatch):
-    """The batch of all samples of a step, wherever they are. Input and target are gathered when they are asked for,
-    which every rank must do.
+    """The batch of all samples of a step, on whichever ranks they are.
 
-    gather: of a value with rows of `batch`, the rows of all.
+    Input and target are gathered at the first access, which every rank must make.
+
+    gather: returns the rows of all ranks for a value with rows of `batch`.
     """
 
     def __init__(self, batch: StepBatch, gather: Callable[[Any], Any], samples: int) -> None:
@@ -109,8 +116,10 @@ class GatheredBatch(StepBatch):
 
 
 def is_list_of_samples(value: Any, samples: int) -> bool:
-    """Whether this is a list with an item for each sample, such as the boxes of each image, and not one of tensors that
-    have all samples along dim 0."""
+    """Whether this is a list with one item per sample, such as the boxes of each image.
+
+    A list of tensors that have all samples along dim 0 is none.
+    """
     if type(value) not in (tuple, list) or len(value) != samples:
         return False
     tensors = list(tensors_in(value))
@@ -118,8 +127,11 @@ def is_list_of_samples(value: Any, samples: int) -> bool:
 
 
 def joined(parts: Sequence[Any], rows: Sequence[int]) -> Any:
-    """Outputs, inputs or targets of micro-batches as of one batch: tensors are joined along dim 0, and lists with an
-    item for each sample end to end. rows: samples of each.
+    """Join outputs, inputs or targets of micro-batches into those of one batch.
+
+    Tensors are joined along dim 0. Lists with an item for each sample are joined end to end.
+
+    rows: number of samples of each micro-batch.
 
     Raises:
         TrainingError: their shapes differ beyond dim 0.
@@ -144,7 +156,7 @@ def joined(parts: Sequence[Any], rows: Sequence[int]) -> Any:
     if isinstance(first, Mapping):
         whole: Any = (
             {} if type(first) is dict else copy.copy(first)
-        )  # a model's output may be more than its items
+        )  # a model's output may have more than its items
         for key in first:
             whole[key] = joined([part[key] for part in parts], rows)
         return whole

@@ -1,8 +1,9 @@
-"""Random numbers that a step of one's own draws outside of models and losses, or a collate function: the same per
-sample under every plan.
+"""Makes random numbers the same per sample under every plan, if a job's own step draws them outside
+of models and losses, or a collate function draws them.
 
-Each draw is keyed by the step and its number in the step. A tensor that has this rank's samples along dim 0 is drawn
-for the whole window, and the rank keeps its rows; any other is drawn alike on every rank.
+Each draw is keyed by the step and its number in the step. A tensor that has this rank's samples
+along dim 0 is drawn for the whole window, and the rank keeps its rows. Any other tensor is drawn
+alike on every rank.
 """
 
 from __future__ import annotations
@@ -19,16 +20,18 @@ from torch.utils._pytree import tree_leaves, tree_map
 from paceline.base.errors import TrainingError
 from paceline.base.streams import drawing, key_to_seed, seed_streams
 
-# What draws more or fewer numbers for one element than for another: each row has a stream of its own.
+# Operators that draw more numbers for some elements than for others. Each row gets its own random
+# stream.
 _BY_VALUE = ("_sample_dirichlet", "_standard_gamma", "binomial", "poisson")
 
 
 class _DefaultDevice(DeviceContext):
-    """torch's own default device, but for draws from a generator, which belongs to one device.
+    """torch's own default device, except for draws from a generator, which belongs to one device.
 
-    What such a draw makes is where the generator is, as it is without a default device. Tensors that it is given are on
-    the default device if the same code made them: they, and what it returns then, get the numbers that it draws beside
-    the generator.
+    The tensor that such a draw makes is on the generator's device, as it is without a default
+    device. Tensors that the draw is given are on the default device if the same code made them.
+    Then they, and the returned tensor, get the numbers that the draw makes on the generator's
+    device.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -52,9 +55,10 @@ class _DefaultDevice(DeviceContext):
 
 
 class MakesOn:
-    """While this is entered, torch.zeros(3) and the like are on the device, and float64 in a job of that precision.
+    """While this is entered, torch.zeros(3) and the like are on the device, and float64 in a job of
+    that precision.
 
-    What a generator draws is on the generator's device.
+    Tensors drawn from a generator are on the generator's device.
     """
 
     def __init__(self, device: torch.device, precision: str) -> None:
@@ -79,7 +83,7 @@ class MakesOn:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Meanwhile they are where they are without this."""
+        """Let code inside the block make tensors where they would be without this."""
         self.__exit__(None, None, None)
         try:
             yield
@@ -88,11 +92,19 @@ class MakesOn:
 
 
 class WindowDraws(TorchDispatchMode):
-    """While this is entered, random operators draw for the window, and what makes a tensor makes it on the device.
+    """While this is entered, random operators draw for the window, and new tensors are made on the
+    device.
 
-    rows: of this rank's tensors. first: place of the first of them in the window. count: samples of the window.
-    key: of the step. precision: of the job. is_step: whether a step draws, and not a collate function. Python's and
-    NumPy's generators are seeded for a step alone: what they draw is not known to be of a sample.
+    Python's and NumPy's generators are seeded only for a step, because nothing shows whether their
+    numbers belong to a sample.
+
+    Args:
+        rows: Number of rows of this rank's tensors.
+        first: Place of the first row in the window.
+        count: Number of samples of the window.
+        key: The key of the step.
+        precision: The precision of the job.
+        is_step: Whether a step draws, and not a collate function.
 
     Raises:
         TrainingError: an operator is given a generator, or permutes the samples of this rank.
@@ -115,7 +127,7 @@ class WindowDraws(TorchDispatchMode):
         self.is_alike = False
         self.makes_on = MakesOn(device, precision)
         if is_step:
-            seed_streams(*self.key)  # Python's and NumPy's, too
+            seed_streams(*self.key)  # also seeds Python's and NumPy's streams
 
     def __enter__(self) -> WindowDraws:
         self.makes_on.__enter__()
@@ -128,14 +140,16 @@ class WindowDraws(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Meanwhile operators draw, and make tensors, as they do without this."""
+        """Let operators inside the block draw, and make tensors, as they would without this."""
         with self.makes_on.paused(), _pop_mode_temporarily() as mode:
             assert mode is self, "a mode that the step entered is left before a verb"
             yield
 
     @contextmanager
     def alike(self) -> Iterator[None]:
-        """Meanwhile no tensor is taken for one of samples: all ranks draw the same numbers, whatever their shape."""
+        """Treat no tensor inside the block as one of samples: all ranks draw the same numbers,
+        whatever its shape.
+        """
         before, self.is_alike = self.is_alike, True
         try:
             yield
@@ -215,7 +229,7 @@ class WindowDraws(TorchDispatchMode):
             if not isinstance(value, torch.Tensor):
                 return value
             for given, full in written:
-                if value is full:  # an operator that writes in place
+                if value is full:  # the operator writes in place
                     return given.copy_(full[self.first : self.first + self.rows])
             return (
                 value[self.first : self.first + self.rows].clone()

@@ -1,4 +1,6 @@
-"""What a step of one's own does on one rank: models run, gradients of losses, updates; the same for every plan."""
+"""Runs a job's own step on one rank: models, gradients of losses, updates. The step's code is the
+same for every plan.
+"""
 
 from __future__ import annotations
 
@@ -39,13 +41,17 @@ if TYPE_CHECKING:
 class Verbs:
     """One step on one rank; see `StepContext`.
 
-    The host reads what ranks agree on once, in `end`: until then losses and counts stay on the device. A backward is
-    read by itself where what follows depends on it: a parameter that this rank holds and has not used may have been
-    used by another, and what forwards write to parameters is merged. On GPUs the second is looked for in a process's
-    first step, and later where it was found.
+    The host reads the values on which ranks agreed once, in `end`. Until then losses and counts
+    stay on the device. A backward is read separately if later work depends on it: another rank may
+    have used a parameter that this rank holds and has not used, and forwards' edits of parameters
+    are merged. On GPUs, edits are looked for in a process's first step, and later only if some were
+    found.
 
-    loss: the sum of what each backward's loss came to. users: ranks that used each parameter in some backward.
-    gradients: of the step, before clipping, summed over the updates; kept if `keeps_gradients`.
+    Attributes:
+        loss: The sum over the losses of all backwards.
+        users: How many ranks used each parameter in some backward.
+        gradients: The step's gradients before clipping, summed over the updates; kept if
+            `keeps_gradients`.
     """
 
     def __init__(
@@ -79,7 +85,7 @@ class Verbs:
             device=stepper.device,
             precision=stepper.job.precision,
         )
-        self.number = 0  # of verbs so far: keys their random streams
+        self.number = 0  # number of verbs so far; it keys their random streams
         self.in_loss = False
         self.loss, self.agreed = 0.0, list[_Agreed]()
         self.users: dict[str, float] = dict.fromkeys(stepper.trainable, 0.0)
@@ -88,12 +94,12 @@ class Verbs:
         self.frozen = stepper.freezing.at(step, window.epoch)
         self.let_go: set[str] = (
             set()
-        )  # parameters without: frozen or unused ones, and those on other ranks
+        )  # parameters without gradients: frozen or unused ones, and those on other ranks
         self.keeps_gradients, self.gradients = keeps_gradients, dict[str, torch.Tensor]()
-        self.has_overflowed = False  # some gradient or loss so far, under loss scaling
+        self.has_overflowed = False  # whether a gradient or loss has overflowed, under loss scaling
 
     def take(self) -> None:
-        """The user's step. Collective as its verbs are."""
+        """Run the user's step. Collective as its verbs are."""
         step = self.stepper.job.own_step
         assert step is not None
         with self.draws:
@@ -108,7 +114,7 @@ class Verbs:
             raise TrainingError("the step trains nothing: it calls no ctx.backward")
 
     def end(self, flags: torch.Tensor) -> list[float]:
-        """What ranks agreed on in flags, read together with what each backward came to.
+        """Return the flags on which ranks agreed, read together with the figures of each backward.
 
         Raises:
             TrainingError: a loss is not finite or counts nothing, or the step leaves gradients.
@@ -126,7 +132,7 @@ class Verbs:
         return agreed_flags
 
     def _read(self, agreed: list[_Agreed], *more: torch.Tensor) -> list[list[float]]:
-        """The figures of backwards, and more of them: the host waits for the device."""
+        """Read the figures of backwards, and further figures. The host waits for the device."""
         figures = [*(each.figures for each in agreed), *more]
         read = iter(torch.cat(figures).tolist())
         host_figures = [list(islice(read, len(each))) for each in figures]
@@ -135,7 +141,7 @@ class Verbs:
             overflows = self.stepper.scaling is not None and not math.isfinite(loss)
             self.has_overflowed |= overflows
             if not count and self.stepper.step_sync.has_own_steps:
-                continue  # a replica without samples of its own
+                continue  # this replica has no samples
             check_loss(0.0 if overflows else loss, count, each.tallies, self.step, is_updated=True)
             if is_edited and not self.may_edit:
                 raise TrainingError(
@@ -159,7 +165,9 @@ class Verbs:
 
     @property
     def places(self) -> torch.Tensor:
-        """See `StepContext`; of a replica that takes steps of its own, among its own samples."""
+        """See `StepContext`. If replicas take their own steps, places count among the replica's own
+        samples.
+        """
         first = 0 if self.stepper.step_sync.has_own_steps else self.first
         return torch.arange(first, first + len(self.batch), device=self.stepper.device)
 
@@ -168,7 +176,9 @@ class Verbs:
         return self.draws.alike()
 
     def gather(self, value: Any) -> Any:
-        """See `StepContext`. Collective; a replica that takes steps of its own has all samples of them."""
+        """See `StepContext`. Collective. If replicas take their own steps, a replica already has
+        all samples of its step.
+        """
         if self.in_loss:
             raise TrainingError(
                 "ctx.gather is called inside a loss, which sees a micro-batch",
@@ -189,7 +199,7 @@ class Verbs:
             )
         if self.stepper.step_sync.has_own_steps or self.stepper.step_sync.world_size == 1:
             return rows.detach().clone()
-        flags = rows.dtype is torch.bool  # have no sum
+        flags = rows.dtype is torch.bool  # booleans have no sum
         all_rows = torch.zeros(
             self.window.count,
             *rows.shape[1:],
@@ -226,7 +236,9 @@ class Verbs:
             )
 
     def _run_alike(self, part: ModelPart, inputs: Any) -> Any:
-        """The output for inputs that all ranks have, drawn alike on each."""
+        """Return the output for inputs that all ranks have. Random numbers are drawn alike on each
+        rank.
+        """
         seed_streams(self.stepper.job.seed, "step", self.step, "alike", self.number)
         with torch.no_grad(), autocast(self.stepper.job, self.stepper.device), apart():
             output = part.layout.forward(MicroBatch(inputs, None, self.window.count))
@@ -326,10 +338,12 @@ class Verbs:
     def _loss_of_rows(
         self, part: ModelPart, inputs: Any, loss: Callable[..., Any], more: tuple[Any, ...]
     ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """A mean over samples whose gradients are those of a loss over all samples, and what it is given of each.
+        """Return a mean over samples whose gradients equal those of a loss over all samples, and
+        its arguments for each sample.
 
-        The loss is taken of outputs that are known from a forward without gradients. Its slopes at them are what the
-        rows of the model's second output, of the same random numbers, are weighted by. Collective.
+        A first forward without gradients gives the outputs of all samples, and the loss is computed
+        from them. A second forward with the same random numbers gives this rank's rows, which are
+        weighted by the loss's slopes at the first outputs. Collective.
         """
         is_alone = self.stepper.step_sync.has_own_steps or self.stepper.step_sync.world_size == 1
         if is_alone and sum(piece.samples > 0 for piece in self.batch.pieces) == 1:
@@ -370,7 +384,9 @@ class Verbs:
         )
 
     def _run_first(self, part: ModelPart, inputs: Any) -> Any:
-        """The output of the forward that backward is going to take, which leaves the model as it was."""
+        """Return the output of the forward for which backward will be called, and leave the model
+        as it was.
+        """
         assert isinstance(part.layout, Whole)
         before = [(buffer, buffer.detach().clone()) for buffer in part.layout.module.buffers()]
         with self._verb():
@@ -382,11 +398,11 @@ class Verbs:
         return output
 
     def _leaf(self, rows: torch.Tensor, leaves: list[torch.Tensor]) -> torch.Tensor:
-        """An output of all samples, to take a gradient at."""
+        """Return an output of all samples as a leaf, to compute a gradient with respect to it."""
         with torch.no_grad():
             everyone = self._gathered(rows)
         if everyone.is_floating_point():
-            if everyone.dtype is torch.float16:  # whose slopes may be too small for it
+            if everyone.dtype is torch.float16:  # slopes may be too small for float16
                 everyone = everyone.float()
             leaves.append(everyone.requires_grad_())
         return everyone
@@ -402,7 +418,9 @@ class Verbs:
         slopes: tuple[torch.Tensor, ...],
         known: tuple[torch.Tensor, ...],
     ) -> torch.Tensor:
-        """The outputs, weighted by their slopes, as a number that is the value of the loss."""
+        """Return the sum of the outputs weighted by their slopes, as a number with the value of the
+        loss.
+        """
         outputs: list[torch.Tensor] = []
         map_tensors(
             lambda tensor: outputs.append(tensor) if tensor.is_floating_point() else None, output
@@ -420,7 +438,7 @@ class Verbs:
         return product - product.detach() + value
 
     def _batches(self, name: str, inputs: Any, more: tuple[Any, ...]) -> list[MicroBatch]:
-        """Micro-batches whose target is what the loss is given beside the output."""
+        """Return micro-batches whose target is what the loss is given beside the output."""
         cut = self.batch.cut(inputs, f"what '{name}' is run with")
         others = [self.batch.cut(each, "what the loss is given") for each in more]
         return [
@@ -433,12 +451,14 @@ class Verbs:
         ]
 
     def _of(self, names: tuple[str, ...]) -> dict[str, torch.nn.Parameter]:
-        """The trainable parameters of models that are held here."""
+        """Return the trainable parameters of models that this rank holds."""
         prefixes = tuple(f"{name}." for name in names)
         return {name: p for name, p in self.stepper.parameters.items() if name.startswith(prefixes)}
 
     def _set_aside(self, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
-        """Gradients of earlier losses, which the synchronisers have summed already."""
+        """Remove and return gradients of earlier losses, which the synchronisers have already
+        summed.
+        """
         earlier = {}
         for name, p in self._of(names).items():
             if p.grad is not None and name in self.waiting:
@@ -447,7 +467,7 @@ class Verbs:
         return earlier
 
     def _bring_together(self, parts: list[ModelPart], work: _Work) -> None:
-        """Reduce the gradients of a loss, and divide them by what it counts. Collective."""
+        """Reduce the gradients of a loss, and divide them by the number that it counts. Collective."""
         stepper, names = self.stepper, tuple(part.name for part in parts)
         parameters, trainable = (
             self._of(names),
@@ -488,14 +508,18 @@ class Verbs:
         self.trained.update(names)
 
     def _users_of(self, agreed: _Agreed) -> tuple[list[float], dict[str, float]]:
-        """A backward's figures before its parameters', and how many ranks used each of these."""
+        """Return a backward's figures without those of its parameters, and how many ranks used each
+        parameter.
+        """
         (host_figures,) = self._read([agreed])
         count = len(agreed.names)
         return host_figures[:-count], dict(zip(agreed.names, host_figures[-count:], strict=True))
 
     def update(self, optimizer: str) -> None:
-        """See `StepContext`. Collective where ranks hold parts, and under loss scaling, which skips the update on all
-        ranks if a gradient overflows on one."""
+        """See `StepContext`. Collective if ranks hold parts, and under loss scaling.
+
+        Loss scaling skips the update on all ranks if a gradient overflows on one.
+        """
         stepper, optimizers = self.stepper, self.stepper.optimizer
         if optimizer not in optimizers.members:
             raise TrainingError(
@@ -519,9 +543,8 @@ class Verbs:
                 stepper.named_update(optimizer, parameters)
             for p in parameters.values():
                 p.grad = None
-            for (
-                part
-            ) in stepper.parts.values():  # what was gathered for a forward is of the weights before
+            # Weights that were gathered for a forward are those before the update.
+            for part in stepper.parts.values():
                 if any(name.startswith(part.prefix) for name in names):
                     end_evaluation(part.synchronisers)
             if stepper.merges_edits:
@@ -530,8 +553,12 @@ class Verbs:
         self.let_go.difference_update(names)
 
     def _overflow(self, parameters: dict[str, torch.nn.Parameter]) -> bool:
-        """Divide gradients by the loss scale, and tell whether some are infinite or NaN on any rank; never without loss
-        scaling. Collective under it: the host waits for the device."""
+        """Divide gradients by the loss scale, and return whether some are infinite or NaN on any
+        rank.
+
+        Without loss scaling this does nothing and returns False. Collective under loss scaling: the
+        host waits for the device.
+        """
         stepper = self.stepper
         if stepper.scaling is None:
             return False
@@ -557,13 +584,15 @@ class Verbs:
         return self.stepper.parts[name]
 
     def _note(self, verb: str) -> None:
-        """Leave word of a verb before its collectives: a mismatch may end the process inside of one."""
+        """Report a verb before its collectives, because a mismatch may end the process inside of
+        one.
+        """
         if self.stepper.note_verb is not None:
             self.stepper.note_verb(self.step + 1, verb)
 
     @contextmanager
     def _verb(self) -> Iterator[None]:
-        """Models draw by streams of their own."""
+        """Run a verb's models inside the block. Their random numbers come from separate streams."""
         self.number += 1
         if self.stepper.merges_edits:
             self.stepper.edits.begin()
@@ -572,7 +601,7 @@ class Verbs:
 
     @contextmanager
     def _collecting(self, names: tuple[str, ...]) -> Iterator[None]:
-        """Meanwhile only these models get gradients: others are run frozen."""
+        """Let only these models get gradients inside the block. Other models run frozen."""
         others = [
             part
             for part in self.stepper.parts.values()
@@ -595,7 +624,9 @@ class Verbs:
 
 
 def _is_alike(repeated: torch.Tensor, other: torch.Tensor) -> bool:
-    """Up to what kernels that do not repeat themselves to the bit may differ by."""
+    """Whether two outputs are equal up to the differences of kernels that do not repeat their
+    results to the bit.
+    """
     return (
         bool((repeated - other).abs().amax() <= 0.02 * other.abs().amax())
         if repeated.numel()
@@ -605,24 +636,18 @@ def _is_alike(repeated: torch.Tensor, other: torch.Tensor) -> bool:
 
 @dataclass
 class _Agreed:
-    """What the ranks agreed on in one backward.
+    """The values on which ranks agreed in one backward."""
 
-    figures: the loss's sum and count, whether it is a sum, whether forwards changed a parameter and one that is not
-    known yet, and the users of each of `names`; float64, on the device. tallies: this rank's part of the loss.
-    """
-
+    # The loss's sum and count, whether it is a sum, whether forwards changed a parameter and one
+    # that is not known yet, and the number of users of each of `names`; float64, on the device.
     figures: torch.Tensor
     names: list[str]
-    tallies: list[Tally]
+    tallies: list[Tally]  # this rank's part of the loss
     is_read: bool = False
 
 
 class _Work(WindowWork):
-    """The micro-batches of one backward.
-
-    expected_count: what a loss that is a sum is divided by before backward, a power of two. So its gradients are about
-    as large as a mean's where they are scaled, rounded or left out of a message.
-    """
+    """The micro-batches of one backward."""
 
     def __init__(
         self,
@@ -642,7 +667,10 @@ class _Work(WindowWork):
         )
         self.verbs, self.place, self.synchronisers = verbs, (verbs.number,), synchronisers
         self.criterion, self.given_loss = self._given_loss, loss
+        # A loss that is a sum is divided by this power of two before backward. So its gradients are
+        # about as large as those of a mean when they are scaled, rounded or left out of a message.
         self.expected_count = power_of_two(verbs.window.count)
+
         self.sum_scale = self.scale / self.expected_count
 
     def _given_loss(self, output: Any, target: tuple[Any, ...]) -> Any:
