@@ -1,4 +1,6 @@
-"""Python state of a model that training changes, kept in checkpoints: counters, temperatures, plain tensors."""
+"""Keeps Python state of a model that training changes in checkpoints: counters, temperatures, plain
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,11 @@ _NO_OBJECTS = (
 
 
 class ChangingAttributes:
-    """Notes what a model's modules keep in plain attributes, and what objects in their attributes keep in theirs.
+    """Records the plain attributes of a model's modules, and the attributes of objects that these
+    attributes hold.
 
-    Of such an object (a meter, a schedule) its numbers and text are noted, and nothing that lies deeper.
+    Of such an object (a meter, a schedule) only its numbers and text are recorded, and nothing
+    deeper.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -41,13 +45,15 @@ class ChangingAttributes:
         self._not_the_models: frozenset[str] = frozenset()
 
     def disregard_new(self) -> None:
-        """What was added since this was made is not the model's own: rooms of a plan mark its modules."""
+        """Ignore attributes that were added since this was made. They are not the model's own: a
+        plan's strategies mark its modules.
+        """
         self._not_the_models = (
             frozenset(self.changed()) - self._before.values.keys() - self._numbers.keys()
         )
 
     def changed(self) -> dict[str, Any]:
-        """What holds something else now than when this was made, by name."""
+        """Return the values that have changed since this was made, by name."""
         plain = {name: value for name, _, _, value in plain_attributes(self._model)}
         numbers = {
             name: getattr(holder, attribute)
@@ -61,7 +67,9 @@ class ChangingAttributes:
         return {name: value for name, value in changed.items() if name not in self._not_the_models}
 
     def places(self) -> Iterator[tuple[dict[str, Any], str]]:
-        """Where everything lies that may change: the dict of a module's or an object's attributes, and the key."""
+        """Yield every place whose value may change: the dict of a module's or an object's
+        attributes, and the key.
+        """
         for name, module, attribute, _ in plain_attributes(self._model):
             if name not in self._not_the_models:
                 yield vars(module), attribute
@@ -70,7 +78,9 @@ class ChangingAttributes:
                 yield vars(holder), attribute
 
     def changed_tensors(self) -> list[str]:
-        """Names of tensors that were there when this was made and hold other values now, in the same shape."""
+        """Return names of tensors that existed when this was made and hold other values now, in the
+        same shape.
+        """
         return [
             name
             for name, value in self.changed().items()
@@ -78,10 +88,13 @@ class ChangingAttributes:
         ]
 
     def stored(self, place: int, buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What has changed, as tensors for a checkpoint.
+        """Return the values that have changed, as tensors for a checkpoint.
 
-        place: of this rank among those that run other modules. buffers: that this rank answers for, by name. Plans that
-        split a model make buffers of some tensors in attributes; elsewhere they are attributes again.
+        Args:
+            place: This rank's place among those that run other modules.
+            buffers: The buffers for which this rank is responsible, by name. Plans that split a
+                model turn some tensors in attributes into buffers. A checkpoint stores these as
+                attributes again.
         """
         tensors: dict[str, torch.Tensor] = {}
         were_attributes = {
@@ -95,7 +108,8 @@ class ChangingAttributes:
 
 
 def restore_attributes(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Put a checkpoint's attributes into a model, in place where others may refer to them.
+    """Put a checkpoint's attributes into a model. Objects to which others may refer are changed in
+    place.
 
     Raises:
         CheckpointError: the model has no such module.
@@ -118,7 +132,7 @@ def restore_attributes(model: nn.Module, checkpoint: Checkpoint) -> None:
 
 
 def _holder(model: nn.Module, path: str) -> Any:
-    """The module of a path, or an object in an attribute of a module."""
+    """Return the module of a path, or the object in an attribute of a module."""
     modules = dict(model.named_modules())
     if path in modules:
         return modules[path]
@@ -127,7 +141,9 @@ def _holder(model: nn.Module, path: str) -> Any:
 
 
 def numbers_of_objects(model: nn.Module) -> Iterator[tuple[str, Any, str]]:
-    """Names, objects and attributes."""
+    """Yield names, objects and attributes of the numbers and texts in objects that a model's
+    modules hold.
+    """
     of_torch = set(nn.Module().__dict__)
     for path, module in model.named_modules():
         for name, value in vars(module).items():

@@ -1,4 +1,6 @@
-"""Which samples a job's own code failed on: a note on the error, which the rank's report shows."""
+"""Adds a note to an error that names the samples on which a job's own code failed. The rank's
+report shows it.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,10 @@ _PAIRS = (
 def blaming(
     job: Job, part: DataShard, window: Window, batches: list[MicroBatch], latest: Callable[[], int]
 ) -> Iterator[None]:
-    """Note on an error of the job's own code the samples of the micro-batch that was computed.
+    """Add a note to an error of the job's own code that names the samples of the micro-batch that
+    was computed.
 
-    latest: The micro-batch whose forward began last.
+    latest: gives the micro-batch whose forward began last.
     """
     try:
         yield
@@ -44,15 +47,17 @@ def blaming(
 
 
 def sample_names(job: Job, part: DataShard, window: Window, microbatch: int) -> list[int]:
-    """The indices of a micro-batch's samples, of a stream their places in it; empty if they are not known."""
-    with suppress(Exception):  # an error is on its way, and that one counts
+    """Return the indices of a micro-batch's samples, or their places in a stream; empty if they are
+    not known.
+    """
+    with suppress(Exception):  # another error is being raised, and that one counts
         positions = [window.start + offset for offset in part.cuts(window.count)[microbatch]]
         return positions if is_stream(job.data) else Order.of(job).indices(window.epoch, positions)
     return []
 
 
 def note_columns(error: TypeError, job: Job) -> None:
-    """Note on an error of a call how a sample that is a mapping reaches the model."""
+    """Add a note to an error of a call that says how a sample that is a mapping reaches the model."""
     if any(words in str(error) for words in ("keyword argument", "required positional argument")):
         with suppress(Exception):  # as above
             columns = example_batch(job, 1).input
@@ -70,10 +75,11 @@ def note_sample(
     target: Any,
     names: Sequence[int],
 ) -> None:
-    """Note on an error of a loss the first sample that it fails on by itself. On the CPU: a GPU whose kernel failed
-    computes nothing more.
+    """Add a note to an error of a loss that names the first sample on which it fails alone.
 
-    names: of the samples along dim 0.
+    This works only on the CPU, because a GPU whose kernel failed computes nothing more.
+
+    names: names of the samples along dim 0.
     """
     if isinstance(target, Mapping):
         error.add_note(

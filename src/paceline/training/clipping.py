@@ -1,4 +1,6 @@
-"""The norm of gradients over all parts of a model, and gradients scaled down to the greatest one that is allowed."""
+"""Computes the norm of gradients over all parts of a model, and scales gradients down to the
+greatest norm that is allowed.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,12 @@ def squared_norm(
     mesh: Mesh,
     device: torch.device,
 ) -> torch.Tensor:
-    """Of the gradients of these parameters, over all parts of the model, as a scalar in float64; 0 without a greatest
-    norm.
+    """Return the squared norm of the gradients of these parameters, over all parts of the model.
 
-    owned: names of parameters that this rank answers for. Collective where gradients are sharded or in stages.
+    The result is a scalar in float64; 0 without a greatest norm. Collective if gradients are
+    sharded or in stages.
+
+    owned: names of parameters for which this rank is responsible.
     """
     squares = torch.zeros((), dtype=torch.float64, device=device)
     if greatest is None:
@@ -54,9 +58,10 @@ def squared_norm(
 def clip(
     greatest: float | None, parameters: Mapping[str, torch.nn.Parameter], norm: torch.Tensor
 ) -> None:
-    """Scale the gradients down to the greatest norm, as `clip_grad_norm_`; nothing without one.
+    """Scale the gradients down to the greatest norm, as `clip_grad_norm_` does. Do nothing if there
+    is no greatest norm.
 
-    norm: of the gradients of all parts of the model, on the device.
+    norm: the norm of the gradients of all parts of the model, on the device.
     """
     if greatest is None:
         return
@@ -66,7 +71,7 @@ def clip(
 
 
 def _kinds(parameters: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Parameters that torch takes together: whole ones, and distributed ones of one mesh."""
+    """Group parameters that torch can treat together: whole ones, and distributed ones of one mesh."""
     by_mesh: dict[Any, list[torch.Tensor]] = {}
     for p in parameters:
         by_mesh.setdefault(getattr(p, "device_mesh", None), []).append(p)

@@ -1,4 +1,6 @@
-"""Random numbers that a job's collate draws: for a sample the same under every plan, however the window is cut."""
+"""Makes random numbers that a job's collate draws for a sample the same under every plan, however
+the window is cut.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +15,24 @@ from paceline.training.own_step.step_draws import WindowDraws
 
 
 class CollateDraws:
-    """Keys what collate functions draw by torch's operators; those that draw nothing run as they are.
+    """Keys the random numbers that collate functions draw by torch's operators. Functions that draw
+    nothing run unchanged.
 
     Args:
-        seed: Of the job.
-        is_needed: Whether draws are keyed from the first batch on; by default from the first that is seen to draw. Its
-            samples are to be read and collated once more then. Where draws are switched off, nothing is keyed.
+        seed: The seed of the job.
+        is_needed: Whether draws are keyed from the first batch on. By default they are keyed from
+            the first batch on that is seen to draw. The caller must then read and collate its
+            samples once more. If draws are switched off, nothing is keyed.
     """
 
     def __init__(self, seed: int, *, is_needed: bool = False) -> None:
         self.seed, self.is_needed = seed, is_needed
 
     def keyed(self, collate: Collate | None, cut: range, window: Window) -> Collate | None:
-        """The collate function for these samples of a window, given as places in it; one of the window stands in for
-        none."""
+        """Return the collate function for these samples of a window. `cut` has their places in it.
+
+        If there are none, one sample of the window stands in.
+        """
         if collate is None:
             return None
 

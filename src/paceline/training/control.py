@@ -1,6 +1,8 @@
-"""A rank's side of a run's callbacks: rank 0 tells and asks whoever controls the run, and all ranks learn the answer.
+"""A rank's side of a run's callbacks. Rank 0 talks to the process that controls the run, and all
+ranks learn its answer.
 
-Nothing here is in a collective: ranks that wait for a callback wait at the store, each by its own word.
+None of this is a collective: ranks that wait for a callback wait at the store, each for its own
+message.
 """
 
 from __future__ import annotations
@@ -17,12 +19,15 @@ from paceline.launch.process.heartbeats import signs_of_life
 
 Answer = dict[
     str, Any
-]  # `Requests`, as a mapping; "callbacks": their state, where it was asked for
+]  # `Requests` as a mapping; "callbacks" has their state, if the ranks asked for it
 _TELL_EVERY_S = 0.05
 
 
 class Controlling(Protocol):
-    """What controls a run; `callbacks.controller.RunController`. hooks: methods that its callbacks have."""
+    """The object that controls a run; `callbacks.controller.RunController`.
+
+    hooks: methods that its callbacks have.
+    """
 
     @property
     def hooks(self) -> frozenset[str]: ...
@@ -36,8 +41,10 @@ class Controlling(Protocol):
 class RunControl:
     """One rank's part in a controlled run.
 
-    do: what a rank does for an order; collective where it needs to be.
-    meanwhile: called now and then while this rank waits for callbacks, from a thread where they run in this process.
+    Args:
+        do: Carries out an order on a rank; collective if it needs to be.
+        meanwhile: Called repeatedly while this rank waits for callbacks. If callbacks run in this
+            process, another thread calls it.
     """
 
     def __init__(
@@ -56,14 +63,18 @@ class RunControl:
 
     @property
     def wants_attention(self) -> bool:
-        """Whether rank 0 was asked for something while ranks go on. Others never know."""
+        """Whether callbacks requested something of rank 0 while ranks continued. Other ranks never
+        know.
+        """
         if self.context.rank == 0 and self.context.line is not None:
             while (message := self.context.line.hear(0)) is not None:
                 self._add(message.value)
         return bool(self._pending)
 
     def tell(self) -> None:
-        """A step is in metrics.jsonl. Rank 0 says so now and then, and never waits."""
+        """Report that a step is in metrics.jsonl. Only rank 0 reports, not after every step, and it
+        never waits.
+        """
         if self.context.rank:
             return
         line = self.context.line
@@ -74,8 +85,10 @@ class RunControl:
             line.report(None)
 
     def ask(self, event: Mapping[str, Any]) -> Answer:
-        """Wait until callbacks have heard of an event, and do what they ask for meanwhile. All ranks call this at the
-        same points, and learn the same."""
+        """Wait until callbacks have been told of an event, and do what they request meanwhile.
+
+        All ranks call this at the same points, and get the same answer.
+        """
         if self.context.rank:
             while "do" in (word := self._hear()):
                 self.do(word)
@@ -88,7 +101,9 @@ class RunControl:
         return answer | {"callbacks": states}
 
     def take(self) -> Answer:
-        """What was asked for while ranks went on. All ranks call this after the same step."""
+        """Return what callbacks requested while ranks continued. All ranks call this after the same
+        step.
+        """
         if self.context.rank:
             return self._hear()
         answer, self._pending = self._pending, {}
@@ -101,7 +116,9 @@ class RunControl:
                 self._pending[name] = self._pending.get(name) or value
 
     def _ask_controller(self, event: Mapping[str, Any]) -> Answer:
-        """On rank 0, which does what it is ordered to before the answer comes."""
+        """Ask the controller on rank 0. The rank carries out the controller's orders before the
+        answer comes.
+        """
         line = self.context.line
         if line is None:
             timeout_s = self.context.timeout_s
@@ -128,7 +145,7 @@ class RunControl:
         return self.context.timeout_s / 8
 
     def _give_sign(self) -> None:
-        """A callback may take its time."""
+        """Give a sign of life, because a callback may take long."""
         self.context.beat("callback")
         self.meanwhile()
 

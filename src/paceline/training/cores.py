@@ -1,4 +1,6 @@
-"""How long this rank was ready to compute and had no core, because other processes had all of them."""
+"""Measures how long this rank was ready to compute but had no core, because other processes used
+all of them.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,13 @@ _SCHEDULED = Path("/proc/self/schedstat")
 
 
 class CoreWait:
-    """Of the process's main thread, which computes, since this was made. Linux alone says it; elsewhere it is 0.
+    """The time for which the process's main thread, which computes, has waited for a core since
+    this was made.
 
-    Source: proc(5), Linux's Documentation/scheduler/sched-stats.rst: the second number, in nanoseconds.
+    Only Linux reports it. On other systems it is 0.
+
+    Source: proc(5), Linux's Documentation/scheduler/sched-stats.rst: the second number, in
+    nanoseconds.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,6 @@
-"""Runs that repeat to the bit: torch, cuDNN and cuBLAS compute the same numbers from the same numbers each time."""
+"""Makes runs repeat to the bit: torch, cuDNN and cuBLAS compute the same results from the same
+numbers each time.
+"""
 
 from __future__ import annotations
 
@@ -15,25 +17,31 @@ from paceline.base.errors import NotDeterministic
 from paceline.strategies.plan import Plan
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-# Workspaces with which cuBLAS repeats its results, the faster one first (its documentation, "Results Reproducibility").
+# Workspaces with which cuBLAS repeats its results, the faster one first (its documentation,
+# "Results Reproducibility").
 _REPEATABLE = (":4096:8", ":16:8")
 _MISSING = re.compile(r"^(?:.*: )?(.+?) does not have a deterministic implementation", re.MULTILINE)
 
 
 def repeatable(plan: Plan) -> AbstractContextManager[Any]:
-    """What a rank's work under a plan runs in: `deterministic_algorithms` if the plan says deterministic=yes."""
+    """Return the context for a rank's work under a plan: `deterministic_algorithms` if the plan
+    says deterministic=yes.
+    """
     return deterministic_algorithms() if plan.modifiers.deterministic == "yes" else nullcontext()
 
 
 @contextmanager
 def deterministic_algorithms(*, strict: bool = True) -> Iterator[set[str]]:
-    """Meanwhile every operator uses an algorithm that repeats to the bit on the same device; settings are put back.
+    """Let every operator inside the block use an algorithm that repeats to the bit on the same
+    device. Settings are restored.
 
-    cuBLAS reads its setting when a process first multiplies matrices on a GPU: enter this before.
+    cuBLAS reads its setting when a process first multiplies matrices on a GPU, so enter this block
+    before that.
 
     Args:
-        strict: Whether an operator without such an algorithm is an error. If not, it runs as it is, and so does
-            attention, of which torch has deterministic kernels in strict mode alone.
+        strict: Whether an operator without such an algorithm is an error. If not, it runs
+            unchanged. So does attention, for which torch has deterministic kernels only in strict
+            mode.
 
     Yields:
         The names of operators that ran without such an algorithm so far; none if strict.
@@ -73,7 +81,7 @@ def _settings(*, strict: bool) -> Iterator[None]:
     try:
         cudnn.deterministic, cudnn.benchmark = True, False
         deterministic.fill_uninitialized_memory = (
-            True  # what is read before it is written would differ
+            True  # memory that is read before it is written would differ
         )
         torch.use_deterministic_algorithms(True, warn_only=not strict)
         yield
@@ -87,7 +95,7 @@ def _settings(*, strict: bool) -> Iterator[None]:
 
 @contextmanager
 def _noting(missing: set[str]) -> Iterator[None]:
-    """Take the names out of torch's warnings of such operators; other warnings are shown."""
+    """Collect the names from torch's warnings of such operators. Other warnings are shown."""
     with warnings.catch_warnings():
         warnings.filterwarnings("always", _MISSING.pattern)
         show = warnings.showwarning
@@ -104,7 +112,7 @@ def _noting(missing: set[str]) -> Iterator[None]:
 
 
 def _named(error: BaseException) -> str | None:
-    """The operator that an error, or what it came from, says has no deterministic form."""
+    """Return the operator that, according to an error or its causes, has no deterministic form."""
     cause: BaseException | None = error
     while cause is not None:
         if operator := _MISSING.search(str(cause)):

@@ -1,7 +1,7 @@
-"""What rank 0 shows: a live line on a terminal, else plain lines.
+"""Shows progress on rank 0: a live line on a terminal, otherwise plain lines.
 
-A plain line tells of the first step, of the last, and between them after 1 s, 2 s more, 4 s more and so on, at last
-every 30 s.
+There is a plain line for the first step and for the last one. Between them, lines come after 1 s,
+another 2 s, another 4 s and so on, and finally every 30 s.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FIRST_PLAIN_S, PLAIN_EVERY_S, LIVE_EVERY_S = 1.0, 30.0, 0.1
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What is known after a step."""
+    """The figures that are known after a step."""
 
     step: int
     total_steps: int | None
@@ -58,7 +58,7 @@ def _duration(value_s: float) -> str:
 
 
 class Display:
-    """Shows progress on rank 0; silent on the others."""
+    """Shows progress on rank 0, and nothing on the other ranks."""
 
     def __init__(self, *, shown: bool) -> None:
         self.shown = shown
@@ -86,20 +86,20 @@ class Display:
         self.live.start()
         output.terminal = FileProxy(
             console, self.terminal
-        )  # what else is printed stands above the line
+        )  # other output is printed above the line
 
     @property
     def is_plain(self) -> bool:
-        """Whether lines are shown, and none of them is live."""
+        """Whether lines are shown, but no live line."""
         return self.shown and self.live is None
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Show a line that stays."""
         if self.shown:
             logger.info(text)
 
     def due(self) -> bool:
-        """Whether `update` would show something now: the plain form is quiet most of the time."""
+        """Whether `update` would show something now. The plain form shows nothing most of the time."""
         now_s = time.monotonic()
         if not self.shown or now_s - self.last_s < (LIVE_EVERY_S if self.live else self.pause_s):
             return False

@@ -1,4 +1,6 @@
-"""What runs a plan on a rank: the usual loop, or the loop that a strategy of the plan brings."""
+"""Chooses the code that runs a plan on a rank: the usual loop, or the loop that a strategy of the
+plan brings.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ _LOOP = "paceline.training.loop"
 
 
 def fault_policy(plan: Plan) -> FaultPolicy:
-    """What the ranks of a plan are to each other."""
+    """Return the fault policy of a plan: which ranks it can lose."""
     for strategy in active(plan):
         if strategy.fault_policy:
             module, _, name = strategy.fault_policy.partition(":")
@@ -30,7 +32,8 @@ def train_rank(context: RankContext, job: Job, plan: Plan, settings: Settings) -
     """Train on this rank. Returns the summary, on rank 0 at least; see `loop.train_rank`.
 
     Raises:
-        NotDeterministic: the plan says deterministic=yes, and the job uses an operator that has no deterministic form.
+        NotDeterministic: the plan says deterministic=yes, and the job uses an operator that has no
+            deterministic form.
     """
     from paceline.training.blame import note_columns
     from paceline.training.products import float32_products

@@ -1,4 +1,6 @@
-"""Losses and metrics over a data set: every sample once, sums and counts reduced, divided at the end."""
+"""Computes losses and metrics over a data set. Every sample counts once; sums and counts are
+reduced, and divided at the end.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ from paceline.training.own_step.step_batch import StepBatch
 from paceline.training.own_step.step_draws import MakesOn
 from paceline.training.prepare import autocast
 
-_FEW = 4  # samples at least, in which a metric is looked at before the first step
+_FEW = 4  # the fewest samples on which a metric is checked before the first step
 
 
 def evaluate_step(
@@ -42,8 +44,11 @@ def evaluate_step(
     device: torch.device,
     beat: Callable[[str], None] = lambda phase: None,
 ) -> dict[str, float]:
-    """What `validate` of a job with models by name gives over the data: the loss (as "loss") and others by name.
-    Collective over all ranks."""
+    """Evaluate a job with models by name on the data, by its `validate`. Returns the loss (as
+    "loss") and others by name.
+
+    Collective over all ranks.
+    """
     sums = step_sums(models, parts, job, data, part=part, mesh=mesh, device=device, beat=beat)
     together = torch.stack(list(sums.values()))
     if mesh.world_size > 1:
@@ -62,8 +67,10 @@ def step_sums(
     device: torch.device,
     beat: Callable[[str], None] = lambda phase: None,
 ) -> dict[str, torch.Tensor]:
-    """Sum and count of each figure of `validate` over this rank's part of the data, float64. Collective where the
-    plan's forwards are."""
+    """Return sum and count of each figure of `validate` over this rank's part of the data, float64.
+
+    Collective if the plan's forwards are.
+    """
     sums: dict[str, torch.Tensor] = {}
     was_training = models.training
     models.eval()
@@ -93,7 +100,7 @@ def step_sums(
 
 
 def _validated(job: Job, context: _Validation, batch: MicroBatch) -> Mapping[str, Any]:
-    """Losses and metrics of a batch by name, "loss" first."""
+    """Return losses and metrics of a batch by name, "loss" first."""
     assert job.own_validate is not None
     with context.makes_on:
         values = job.own_validate(context, StepBatch([batch]))
@@ -109,7 +116,7 @@ def _validated(job: Job, context: _Validation, batch: MicroBatch) -> Mapping[str
 
 
 class _Validation:
-    """The context of `validate` on a rank: models run, nothing is trained; see `StepContext`."""
+    """The context of `validate` on a rank: models run, and nothing is trained; see `StepContext`."""
 
     def __init__(
         self,
@@ -123,7 +130,9 @@ class _Validation:
         self.makes_on = MakesOn(device, precision)
 
     def run(self, model: str, inputs: Any, *, grad: bool | None = None, cut: bool = True) -> Any:
-        """A model's output. Collective where the plan's forwards are. Inputs are never cut, whatever `cut` says."""
+        """Return a model's output. Inputs are never cut, whatever `cut` says. Collective if the
+        plan's forwards are.
+        """
         if model not in self.parts:
             raise TrainingError(f"no model '{model}': {nearest(model, self.parts)}")
         model_inputs = inputs.input if isinstance(inputs, StepBatch) else inputs
@@ -145,10 +154,12 @@ def evaluate(
     device: torch.device,
     beat: Callable[[str], None] = lambda phase: None,
 ) -> tuple[dict[str, float], JobError | None]:
-    """The loss (as "loss") and every metric of the job on the data, and why this rank refuses one, if it does, to be
-    raised when no rank waits for it. Collective over all ranks.
+    """Return the loss (as "loss") and every metric of the job on the data, and why this rank
+    refuses a metric, if it does.
 
-    model: what the layout runs, to be put into evaluation mode meanwhile.
+    The caller raises the refusal when no rank waits for this one. Collective over all ranks.
+
+    model: the model that the layout runs. It is in evaluation mode during the call.
     """
     sums, refused = evaluation_sums(
         model, layout, job, data, part=part, mesh=mesh, device=device, beat=beat
@@ -167,11 +178,15 @@ def refuse_before_training(
     mesh: Mesh,
     device: torch.device,
 ) -> None:
-    """Evaluate a few samples, the same in all replicas, to refuse a metric before the first step. What the model, the
-    loss and the metrics keep is left as it was, and errors of their own are left to the run's evaluation. Collective.
+    """Evaluate a few samples, the same in all replicas, to refuse a metric before the first step.
+    Collective.
+
+    The states of the model, the loss and the metrics are restored. Their own errors are left to the
+    run's evaluation.
 
     Raises:
-        JobError: a metric is no mean over samples. TrainingError: it gives no number.
+        JobError: a metric is no mean over samples.
+        TrainingError: it gives no number.
     """
     metrics = {
         name: copied(f) for name, f in job.metrics.items() if not isinstance(f, OfAllSamples)
@@ -197,7 +212,7 @@ def refuse_before_training(
                 mesh=mesh,
                 device=device,
             )
-        except Exception as error:  # training may make what the model or a metric reads
+        except Exception as error:  # the model or a metric may read what only training makes
             if isinstance(error, PacelineError) or not layout.has_output:  # later stages would wait
                 raise
     if refused is not None:
@@ -205,7 +220,7 @@ def refuse_before_training(
 
 
 def quotients(names: Iterable[str], sums: torch.Tensor) -> dict[str, float]:
-    """What the sums and counts of all ranks come to, by name."""
+    """Divide the sums by the counts of all ranks, by name."""
     return dict(zip(names, (sums[:, 0] / sums[:, 1]).tolist(), strict=True))
 
 
@@ -220,8 +235,11 @@ def evaluation_sums(
     device: torch.device,
     beat: Callable[[str], None] = lambda phase: None,
 ) -> tuple[torch.Tensor, JobError | None]:
-    """Sum and count of the loss and of every metric over this rank's part of the data, float64 (functions, 2), and why
-    a metric is refused, if one is."""
+    """Return sums and counts over this rank's part of the data, and why a metric is refused, if one
+    is.
+
+    The sums and counts are those of the loss and of every metric, float64 (functions, 2).
+    """
     functions = {
         "the loss": job.criterion,
         **{f"metric '{name}'": f for name, f in job.metrics.items()},
@@ -286,11 +304,11 @@ def outputs(
     part: DataShard,
     device: torch.device,
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """The tensors of the model's outputs by name, (samples, ...) each, for this rank's part of the data, micro-batch by
-    micro-batch, on the CPU.
+    """Yield the tensors of the model's outputs by name, (samples, ...) each, on the CPU.
 
-    Collective; gives nothing where another rank has the model's output. Floats are float64 in a float64 job, else
-    float32.
+    They are those of this rank's part of the data, micro-batch by micro-batch. Floats are float64
+    in a float64 job, otherwise float32. Collective; yields nothing if another rank has the model's
+    output.
 
     Raises:
         UsageError: an output has no row for each sample.
@@ -325,7 +343,7 @@ def outputs(
             samples = max(batch.samples, 1)
             if (
                 not number
-            ):  # a tensor without a row a sample may have as many rows by chance, but not twice
+            ):  # a tensor that isn't per sample may have that many rows by chance, but not twice
                 few = 3 if samples == 2 else 2
                 rows(
                     batch.mapped(lambda tensor, few=few: tensor[:1].repeat_interleave(few, 0)), few
@@ -336,7 +354,7 @@ def outputs(
 
 
 def _named(value: Any, name: str = "output") -> dict[str, torch.Tensor]:
-    """Tensors of an output by name; tuples and mappings are flattened with dots."""
+    """Return tensors of an output by name. Tuples and mappings are flattened with dots."""
     if isinstance(value, torch.Tensor):
         return {name: value}
     items: Iterable[tuple[Any, Any]] = (

@@ -1,7 +1,8 @@
-"""From the order of data to micro-batches on the device, with or without loader workers.
+"""Makes micro-batches on the device from the order of data, with or without loader workers.
 
-A rank fetches only its own samples. Random augmentation inside the data set draws from a stream keyed by the
-sample's place in the epoch, so a sample looks the same on any number of ranks and after a resume.
+A rank fetches only its own samples. Random augmentation inside the data set draws from a stream
+keyed by the sample's place in the epoch, so a sample looks the same on any number of ranks and
+after a resume.
 """
 
 from __future__ import annotations
@@ -35,39 +36,44 @@ from paceline.launch.process.failure import traced_cause
 from paceline.training.collate_draws import CollateDraws
 from paceline.training.upload import uploaded
 
-_LONGEST_TEMPORARY = 70  # bytes of a temporary folder in which multiprocessing can name a socket
-_EVALUATION = -1  # the epoch of an evaluation's windows: its samples come once
+# The longest path of a temporary folder, in bytes, in which multiprocessing can name a socket.
+_LONGEST_TEMPORARY = 70
+_EVALUATION = -1  # the epoch of an evaluation's windows, because its samples come once
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Samples of one forward and backward.
-
-    samples: How many count. 0 marks a stand-in: the window's first sample with weight zero, which a rank runs
-        when it has none of its own, so that every rank enters every collective.
-    digest: Of those that count; see `order.digest`.
-    """
+    """Samples of one forward and backward."""
 
     input: Any
     target: Any
+    # The number of samples that count. 0 marks a padding batch: the window's first sample with
+    # weight zero. A rank runs it when it has no samples, so that every rank enters every
+    # collective.
     samples: int
-    digest: int = 0
+    digest: int = 0  # of the samples that count; see `order.digest`
 
     def to(self, device: torch.device, dtype: torch.dtype | None = None) -> MicroBatch:
-        """On the device; floating-point tensors as `dtype` if one is given."""
+        """Return the micro-batch on the device. Floating-point tensors become `dtype` if one is
+        given.
+        """
         move = lambda tensor: uploaded(  # noqa: E731
             tensor, device, dtype if dtype and tensor.is_floating_point() else None
         )
         return self.mapped(move)
 
     def mapped(self, function: Any) -> MicroBatch:
-        """With every tensor replaced. A target that is the input itself stays that."""
+        """Return the micro-batch with every tensor replaced. A target that is the input itself
+        stays so.
+        """
         made = map_tensors(function, self.input)
         target = made if self.target is self.input else map_tensors(function, self.target)
         return MicroBatch(made, target, self.samples, self.digest)
 
     def call(self, model: Any) -> Any:
-        """The model's output: a tuple or list input is passed as *args, a mapping as **kwargs."""
+        """Return the model's output. A tuple or list input is passed as *args, a mapping as
+        **kwargs.
+        """
         args, kwargs = self.arguments()
         try:
             return model(*args, **kwargs)
@@ -80,20 +86,20 @@ class MicroBatch:
             raise
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What the model is called with."""
+        """Return the arguments for a call of the model."""
         if isinstance(self.input, Mapping):
             return (), dict(self.input)
         return tuple(self.input) if isinstance(self.input, tuple | list) else (self.input,), {}
 
 
 def map_tensors(function: Any, value: Any) -> Any:
-    """The value with every tensor in its tuples, lists, mappings and dataclasses replaced."""
+    """Return the value with every tensor in its tuples, lists, mappings and dataclasses replaced."""
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, Mapping):
         twin: Any = (
             {} if type(value) is dict else copy.copy(value)
-        )  # a model's output may be more than its items
+        )  # a model's output may have more than its items
         for key, item in value.items():
             twin[key] = map_tensors(function, item)
         return twin
@@ -121,14 +127,18 @@ def map_tensors(function: Any, value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class DataShard:
-    """Which part of every window this rank takes: replica `index` of `len(shares)`, in `num_microbatches` cuts."""
+    """The part of every window that this rank takes: that of replica `index`, cut into
+    micro-batches.
+    """
 
-    shares: Sequence[int]
+    shares: Sequence[int]  # one per replica
     index: int
     num_microbatches: int
 
     def cuts(self, count: int) -> list[range]:
-        """This rank's micro-batches as offsets into a window of `count` samples; some may be empty."""
+        """Return this rank's micro-batches as offsets into a window of `count` samples. Some may be
+        empty.
+        """
         of_rank = split(count, self.shares)[self.index]
         return [
             range(of_rank.start + cut.start, of_rank.start + cut.stop)
@@ -139,10 +149,11 @@ class DataShard:
 def training_feed(
     job: Job, *, order: Order | None, part: DataShard, steps: range, loader_workers: int
 ) -> Iterator[tuple[Window, list[MicroBatch]]]:
-    """The windows of these optimizer steps with this rank's micro-batches, on the CPU.
+    """Return the windows of these optimizer steps with this rank's micro-batches, on the CPU.
 
-    order: None for a stream of unknown length: every rank reads the whole stream and keeps its part of each
-        window, so that ranks can't disagree on where it ends; a resumed run reads up to its place again.
+    order: None for a stream of unknown length. Every rank then reads the whole stream and keeps its
+    part of each window, so that ranks can't disagree on where it ends. A resumed run reads up to
+    its place again.
     """
     if order is None:
         if loader_workers:
@@ -167,10 +178,13 @@ def _indexed_feed(
 
 
 class _Cuts(torch.utils.data.Dataset[MicroBatch]):
-    """This rank's micro-batches of these steps as the items of a data set, so that loader workers make whole ones."""
+    """This rank's micro-batches of these steps as the items of a data set, so that loader workers
+    make whole micro-batches.
+    """
 
     def __init__(self, job: Job, order: Order, part: DataShard, steps: Sequence[int]) -> None:
-        # Not the job itself: loader workers that are spawned are sent this.
+        # Keep only parts of the job, because this object is sent to loader workers that are
+        # spawned.
         self.data, self.collate, self.order, self.part, self.steps = (
             job.data,
             job.collate,
@@ -204,7 +218,7 @@ class _Cuts(torch.utils.data.Dataset[MicroBatch]):
             return self[index]
         named = (
             indices if self.order.drawn is None else positions
-        )  # what a sampler drew is not known to who audits
+        )  # an audit does not know what a sampler drew
         return MicroBatch(
             *pair,
             samples=len(cut),
@@ -233,12 +247,13 @@ def _read_ahead(loaded: _Loaded, loading: Loading) -> DataLoader[MicroBatch | Pa
 
 @dataclass(frozen=True)
 class _WorkerInit:
-    """What a worker does first. It ends with its rank, however that happens: one that hangs would stay for ever, and
-    with it what it has of the rank, such as the lock of the run folder.
+    """The first work of a loader worker.
 
-    init: the job's `worker_init_fn`, which finds the job's own data set as that of its worker.
+    It makes the worker end with its rank, however the rank ends. Otherwise a worker that hangs
+    would stay for ever, and keep what it has of the rank, such as the lock of the run folder.
     """
 
+    # The job's `worker_init_fn`. It finds the job's own data set as its worker's data set.
     init: Callable[[int], Any] | None
     data: Any
 
@@ -249,19 +264,25 @@ class _WorkerInit:
         if self.init is not None:
             object.__setattr__(
                 torch.utils.data.get_worker_info(), "dataset", self.data
-            )  # else it refuses
+            )  # the worker's information refuses a plain assignment
             self.init(worker)
 
 
 def _leave_to_rank(number: int, frame: Any) -> None:
-    """Pass over a first SIGTERM: who asks all processes of a run to stop, as schedulers do, asks the rank too, which
-    ends its step and saves. torch would end the worker, and so the step. A second one ends it."""
+    """Ignore a first SIGTERM; a second one ends the worker.
+
+    A scheduler that asks all processes of a run to stop asks the rank too, and the rank ends its
+    step and saves. torch would end the worker at once, and with it the step.
+    """
     signal.signal(number, signal.SIG_DFL)
 
 
 class _Loaded(torch.utils.data.Dataset[MicroBatch | PacelineError]):
-    """What a loader worker sends: an error as a value, as the loader would make one long text of it and its trace. Its
-    frames don't travel, so it carries what they say."""
+    """The micro-batches that a loader worker sends. An error is sent as a value.
+
+    The loader would turn an error and its trace into one long text. Its frames can't be sent, so
+    the error carries their description.
+    """
 
     def __init__(self, cuts: _Cuts) -> None:
         self.cuts = cuts
@@ -278,7 +299,7 @@ class _Loaded(torch.utils.data.Dataset[MicroBatch | PacelineError]):
             SystemExit,
             KeyboardInterrupt,
             GeneratorExit,
-        ) as error:  # which would end the worker without a word
+        ) as error:  # it would end the worker without a message
             failure = TrainingError(f"the job's code ended a loader worker: {in_words(error)}")
             failure.__cause__ = error
         failure.where, failure.trace = user_frames(failure)[0], traced_cause(failure)  # type: ignore[attr-defined]
@@ -296,7 +317,7 @@ def _stream_feed(
 ) -> Iterator[tuple[Window, list[MicroBatch]]]:
     windows, position, draws = _stream_windows(job), 0, CollateDraws(job.seed, is_needed=True)
     for step in steps:
-        while position < step:  # a resumed run's place in the stream
+        while position < step:  # a resumed run reads up to its place in the stream
             if next(windows, None) is None:
                 return
             position += 1
@@ -354,7 +375,9 @@ def _stream_windows(job: Job) -> Iterator[tuple[Window, list[Any]]]:
 def evaluation_feed(
     data: Any, *, batch: int, part: DataShard, seed: int, collate: Collate | None = None
 ) -> Iterator[MicroBatch]:
-    """Every sample of the data exactly once over all ranks, in order; each rank gets equally many micro-batches."""
+    """Yield every sample of the data exactly once over all ranks, in order. Each rank gets equally
+    many micro-batches.
+    """
     draws = CollateDraws(seed, is_needed=True)
     if is_stream(data):
         seed_streams(seed, "evaluation", 0)
@@ -386,7 +409,9 @@ def evaluation_feed(
 
 
 def evaluated_part(data: Any, *, batch: int, part: DataShard) -> float:
-    """A replica's fraction of the samples in `evaluation_feed`; by its share where a stream doesn't tell how many."""
+    """Return a replica's fraction of the samples in `evaluation_feed`. If a stream doesn't know its
+    length, use the replica's share.
+    """
     if is_stream(data):
         return part.shares[part.index] / sum(part.shares)
     sizes = [min(batch, len(data) - first) for first in range(0, len(data), batch)]
@@ -394,7 +419,9 @@ def evaluated_part(data: Any, *, batch: int, part: DataShard) -> float:
 
 
 def example_batch(job: Job, samples: int, *, first: int = 0) -> MicroBatch:
-    """Samples of the training data from the first one on, and again from its beginning where it ends."""
+    """Return a batch of training samples, from sample `first` on. If the data ends, it continues
+    from the beginning.
+    """
     data = job.data
     if is_stream(data):
         items = list(islice(iter(data), first + samples))
@@ -423,13 +450,14 @@ def fetch(
     seed: int,
     collate: Collate | None = None,
 ) -> tuple[Any, Any]:
-    """(input, target) of these samples as one batch; stacked along dim 0 unless the job collates them.
+    """Return (input, target) of these samples as one batch, stacked along dim 0 unless the job
+    collates them.
 
     Raises:
-        TrainingError: a sample can't be read, is neither (input, target) nor an input, or doesn't stack with the
-            others; or the job's collate failed.
+        TrainingError: a sample can't be read, is neither (input, target) nor an input, or doesn't
+            stack with the others; or the job's collate failed.
     """
-    while type(data) is Subset:  # what random_split makes
+    while type(data) is Subset:  # `random_split` makes such data sets
         indices, data = [data.indices[index] for index in indices], data.dataset
     if (
         type(data) is TensorDataset and collate is None

@@ -1,4 +1,4 @@
-"""Which parameters are trained in which steps, by the patterns of a job."""
+"""Determines which parameters are trained in which steps, by the patterns of a job."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from paceline.strategies.state_tensors import StateTensor
 
 
 def frozen_names(job: Job, model: torch.nn.Module) -> Phases[frozenset[str]]:
-    """The parameters that are frozen in each phase, by the first of each one's names.
+    """Return the parameters that are frozen in each phase, each by the first of its names.
 
     Raises:
-        JobError: a pattern stands for no parameter, or a phase leaves none to train.
+        JobError: a pattern matches no parameter, or a phase leaves none to train.
     """
     phases = patterns(job.freeze)
     names = dict(model.named_parameters(remove_duplicate=False))
@@ -36,16 +36,16 @@ def frozen_names(job: Job, model: torch.nn.Module) -> Phases[frozenset[str]]:
 
 
 def freeze_throughout(job: Job, model: torch.nn.Module, prefix: str = "") -> None:
-    """Parameters that are frozen in every phase need no gradient at all.
+    """Let parameters that are frozen in every phase need no gradient at all.
 
-    prefix: of the model's names among those of the job's models, if it has several.
+    prefix: the prefix of the model's names among those of the job's models, if it has several.
     """
     first = {id(p): name for name, p in model.named_parameters()}
     names = {
         prefix + name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)
     }
     if not prefix:
-        frozen_names(job, model)  # refuses patterns that stand for nothing
+        frozen_names(job, model)  # refuses patterns that match nothing
     frozen = frozenset.intersection(
         *(
             frozenset(
@@ -60,12 +60,17 @@ def freeze_throughout(job: Job, model: torch.nn.Module, prefix: str = "") -> Non
 
 
 class Freezing:
-    """The phases of a run's frozen parameters. A gradient that is made of one is let go of before anything looks at it,
-    so that it is to the norm, the optimizer and its state as a parameter that nothing uses."""
+    """The phases of a run's frozen parameters.
+
+    If a backward makes a gradient of a frozen parameter, the gradient is dropped before anything
+    looks at it. So the norm, the optimizer and its state treat the parameter as one that nothing
+    uses.
+    """
 
     def __init__(self, job: Job, model: torch.nn.Module) -> None:
         self.phases = frozen_names(job, model)
-        self.held = frozenset[str]()  # that are frozen until this changes, whatever the job says
+        # Parameters that are frozen until this changes, whatever the job says.
+        self.held = frozenset[str]()
 
     @property
     def changes(self) -> bool:
@@ -73,11 +78,11 @@ class Freezing:
         return bool(self.held) or len(set(self.phases.values)) > 1
 
     def at(self, step: int, epoch: int) -> frozenset[str]:
-        """Names of those that are frozen in a step."""
+        """Return the names of parameters that are frozen in a step."""
         return self.held | self.phases.at(step, epoch) if self.changes else frozenset()
 
     def let_go(self, parameters: Mapping[str, torch.nn.Parameter], step: int, epoch: int) -> None:
-        """Drop the gradients of those that are frozen in a step."""
+        """Drop the gradients of parameters that are frozen in a step."""
         for name in self.at(step, epoch):
             if name in parameters:
                 parameters[name].grad = None
@@ -85,12 +90,15 @@ class Freezing:
     def refuse_thawed(
         self, parameters: Mapping[str, torch.nn.Parameter], trained: Collection[str], step: int
     ) -> None:
-        """
+        """Refuse parameters that need a gradient although the optimizer does not have them.
+
         Args:
-            parameters: Of this rank. trained: those that the optimizer was built from, and no others.
+            parameters: The parameters of this rank.
+            trained: The parameters from which the optimizer was built, and no others.
 
         Raises:
-            JobError: another one has come to need a gradient, and would silently stay as it is.
+            JobError: another parameter has come to need a gradient, and would silently stay
+                unchanged.
         """
         if thawed := [
             name
@@ -105,12 +113,15 @@ class Freezing:
             )
 
     def refuse_kept(self, kept: Iterable[StateTensor]) -> None:
-        """
+        """Refuse a plan that keeps parts of gradients, if other parameters are frozen in later
+        steps.
+
         Args:
-            kept: What the plan's rooms keep from step to step.
+            kept: The state that the plan's strategies keep from step to step.
 
         Raises:
-            PlanRefused: a part of each gradient is kept for a later step, when its parameter may be frozen.
+            PlanRefused: a part of each gradient is kept for a later step, when its parameter may be
+                frozen.
         """
         if self.changes and any(tensor.name.startswith("residuals/") for tensor in kept):
             raise PlanRefused(

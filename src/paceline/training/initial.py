@@ -1,4 +1,4 @@
-"""Reads the weights that a job begins with: each rank reads the parts that it holds and nothing else."""
+"""Reads the weights with which a job begins. Each rank reads only the parts that it holds."""
 
 from __future__ import annotations
 
@@ -27,25 +27,28 @@ from paceline.runs.folder import MODEL
 from paceline.strategies.layout import Extent
 from paceline.training.state import persistent_buffers, stored_names
 
-MOST_BYTES = 16 * 1024**2  # of a tensor that are read at once
+MOST_BYTES = 16 * 1024**2  # bytes of a tensor that are read at once
 SHOWN_NAMES = 5
-_INDEX = "model.safetensors.index.json"  # of Transformers: which shard holds which tensor
+_INDEX = "model.safetensors.index.json"  # Transformers' index: which shard holds which tensor
 _KINDS = ("parameters/", "buffers/")
 
 
 class Source(Protocol):
-    """Named tensors that lie somewhere. shapes: of all of them."""
+    """A source of named tensors.
+
+    shapes: of all of them.
+    """
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
 
     def read(self, name: str, region: Region) -> torch.Tensor:
-        """A part of a tensor, in its own dtype."""
+        """Read a part of a tensor, in its own dtype."""
 
 
 @dataclass(frozen=True)
 class _InMemory:
-    """A state dict. Tensors that are mapped from a file are read where they are used."""
+    """A state dict. Tensors that are mapped from a file are read when they are used."""
 
     tensors: Mapping[str, torch.Tensor]
 
@@ -59,10 +62,10 @@ class _InMemory:
 
 @dataclass(frozen=True)
 class _OnDisk:
-    """Tensors of safetensors files or of a checkpoint. keys: the checkpoint's names for them."""
+    """Tensors of safetensors files or of a checkpoint."""
 
     checkpoint: Checkpoint
-    keys: Mapping[str, str]
+    keys: Mapping[str, str]  # the checkpoint's names for the tensors
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -73,10 +76,10 @@ class _OnDisk:
 
 
 def source_of(init: Weights) -> Source:
-    """Where a job's initial weights are; nothing is read but names, dtypes and shapes.
+    """Return the source of a job's initial weights. Only names, dtypes and shapes are read.
 
     Raises:
-        JobError: there is nothing of the kind.
+        JobError: there are no such weights.
     """
     origin = init.source
     if isinstance(origin, str) or hasattr(origin, "__fspath__"):
@@ -106,7 +109,7 @@ def _at(path: Path) -> Source:
             f"init: there is no file or folder '{path}'",
             hint="give a local path; huggingface_hub.snapshot_download(NAME) fetches a model's folder",
         )
-    if (path / MODEL).is_file():  # of a run that ended, or of Transformers
+    if (path / MODEL).is_file():  # written by a run that ended, or by Transformers
         return _of_files(path, [MODEL], path)
     if (path / _INDEX).is_file():
         shards = json.loads((path / _INDEX).read_text())["weight_map"].values()
@@ -169,10 +172,11 @@ def _header(path: Path) -> dict[str, Any]:
 def matched(
     init: Weights, shapes: Mapping[str, tuple[int, ...]], model: torch.nn.Module
 ) -> dict[str, str]:
-    """For each parameter and buffer, by its name in a checkpoint, the source's name of what it begins with.
+    """Return for each parameter and buffer the source's name of its initial value. Keys are names
+    in a checkpoint.
 
-    Where the source has several names of tied weights, the last one in the model's order counts, as when torch loads a
-    state dict.
+    If the source has several names of tied weights, the last one in the model's order counts, as
+    when torch loads a state dict.
 
     Raises:
         JobError: the names differ, or a shape does; the message shows which.
@@ -241,16 +245,18 @@ def load_initial(
     parameters: Mapping[str, torch.nn.Parameter],
     extents: Mapping[str, Extent] = MappingProxyType({}),
 ) -> None:
-    """Put initial weights in the place of the seed's, in the model's own dtypes.
+    """Replace the seed's weights by the job's initial weights, in the model's own dtypes.
 
-    Each rank reads the parts of parameters that it holds, at most `MOST_BYTES` at a time, and all buffers.
+    Each rank reads the parts of parameters that it holds, at most `MOST_BYTES` at a time, and all
+    buffers.
 
     Args:
-        model: With every parameter's name and shape. parameters: Those that this rank holds.
-        extents: Where those lie that are a part of a tensor, as plain tensors.
+        model: The model with every parameter's name and shape.
+        parameters: The parameters that this rank holds.
+        extents: Places of parameters that are a part of a tensor, held as plain tensors.
 
     Raises:
-        JobError: there are none, or their names or shapes are not the model's.
+        JobError: there are no weights, or their names or shapes are not the model's.
     """
     source = source_of(init)
     chosen = matched(init, source.shapes, model)
@@ -265,7 +271,7 @@ def load_initial(
 
 
 def _fill(piece: TensorPiece, read: Callable[[Region], torch.Tensor]) -> None:
-    """In rows, so that no large tensor is there twice."""
+    """Fill a piece in parts of some rows, so that no large tensor is in memory twice."""
     whole, tensor = piece.region, piece.tensor
     rows = max(1, MOST_BYTES * (whole.shape[0] if whole.shape else 1) // max(tensor.nbytes, 1))
     for first in range(0, whole.shape[0], rows) if whole.shape else ():

@@ -1,6 +1,8 @@
-"""What a job says of its optimizer, its schedule and itself, so that a resumed job that says something else is heard.
+"""Compares what a job says of its optimizer, its schedule and itself with the checkpoint, so that a
+resumed job's changes count.
 
-An option that the user changed is told from one that steps changed by what the job's functions made, then and now.
+A change by the user is distinguished from a change by steps: what the job's functions made then is
+compared with what they make now.
 """
 
 from __future__ import annotations
@@ -23,16 +25,18 @@ from paceline.training.optimizers.state import OptimizerState
 _KERNELS = (
     "fused",
     "foreach",
-)  # options of an optimizer that say how it computes and not what: as it was built here
-_OF_RATES = "base_lrs", "_last_lr"  # of a schedule, that follow from the optimizer's
+)  # options of how an optimizer computes, and not of what; they stay as it was built here
+_OF_RATES = "base_lrs", "_last_lr"  # values of a schedule that follow from the optimizer's
 _RATE = "lr", "initial_lr"
-# Options that a schedule may move.
+# Options that a schedule may change.
 _MOVED = *_RATE, "max_lr", "min_lr", "momentum", "betas", "base_momentum", "max_momentum"
-_SHOWN_CHARACTERS = 200  # of a value
+_SHOWN_CHARACTERS = 200  # the most characters of a value that a message shows
 
 
 def as_made(job: Job, state: OptimizerState, schedule: Any) -> dict[str, Any]:
-    """What a job's functions have made, before any step: JSON. What JSON can't hold is left out."""
+    """Return what a job's functions have made, before any step, as JSON. Values that JSON can't
+    hold are left out.
+    """
     schedules: dict[str, Any] = {}
     for name, each in schedules_of(schedule).items():
         schedules[name] = {"kind": _kind(each), "state": {}}
@@ -57,7 +61,10 @@ def _made(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _settings(job: Job) -> dict[str, Any]:
-    """What of a job may change between two runs without leaving a checkpoint unfit, and would show in neither."""
+    """Return settings of a job that may change between two runs.
+
+    A change of these leaves a checkpoint usable, and neither run would show it.
+    """
     functions = {
         name: _named(getattr(job, name)) for name in ("loss", "collate", "step", "validate")
     }
@@ -75,7 +82,7 @@ def _settings(job: Job) -> dict[str, Any]:
 
 
 def _named(function: Any) -> str | None:
-    """A function's name, or a module as torch writes it."""
+    """Return a function's name, or a module as torch writes it."""
     if function is None:
         return None
     if isinstance(function, torch.nn.Module):
@@ -91,14 +98,14 @@ def _kind(schedule: Any) -> str:
 
 
 def schedules_of(schedule: Any) -> dict[str, Any]:
-    """Schedules by the optimizer that each is of; "" is that of a job's only one."""
+    """Return schedules by the name of their optimizer; "" is the name of a job's only one."""
     if isinstance(schedule, NamedSchedules):
         return schedule.schedules
     return {} if schedule is None else {"": schedule}
 
 
 def settings_notes(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """What a resumed job says otherwise, in words."""
+    """Yield the settings of a resumed job that differ, in words."""
     return (
         _changed(name, then[name], value)
         for name, value in now.items()
@@ -112,8 +119,10 @@ def _changed(name: str, then: Any, now: Any) -> str:
 
 
 def in_order(groups: Sequence[Sequence[str]], saved: Sequence[Sequence[str]]) -> list[int]:
-    """The place among an optimizer's groups of each that was saved; both by the names of their parameters. Groups that
-    are made of sets of names come in another order in each process.
+    """Return the place among an optimizer's groups of each saved group. Both are given by the names
+    of their parameters.
+
+    Groups that are made of sets of names have another order in each process.
 
     Raises:
         CheckpointError: they are other groups.
@@ -139,13 +148,15 @@ def load_options(
     *,
     is_rescheduled: bool = False,
 ) -> list[str]:
-    """Put a group's options where they were, but for those that the job gives otherwise.
+    """Restore a group's options, except those that the job gives differently now.
 
-    then, now: As the job's function made them when the checkpoint's run began, and here. is_rescheduled: Whether
-        another schedule begins here, from what the job gives.
+    Args:
+        then: The options that the job's function made when the checkpoint's run began.
+        now: The options that it makes here.
+        is_rescheduled: Whether another schedule begins here, from the job's own values.
 
     Returns:
-        What is another one now, in words.
+        The options that differ now, in words.
     """
     made = dict(group)
     group.update(
@@ -171,7 +182,7 @@ def load_options(
         return notes
     if not is_rescheduled:
         group.update({key: made[key] for key in _RATE if key in made})
-        if saved["lr"] != then["lr"] and rates[0]:  # a schedule has moved it
+        if saved["lr"] != then["lr"] and rates[0]:  # a schedule has changed it
             group["lr"] = unplain(saved["lr"] * rates[1] / rates[0], made["lr"])
     return [_changed("lr", *rates), *notes]
 
@@ -185,12 +196,14 @@ def load_schedules(
     begun: Collection[str],
     step: int,
 ) -> list[str]:
-    """Put schedules where they were, with what the job gives otherwise.
+    """Restore schedules, with the options that the job gives differently now.
 
-    saved: Of the checkpoint's document. begun: Names of those that begin here; see `other_schedules`.
+    Args:
+        saved: The schedules of the checkpoint's document.
+        begun: Names of those that begin here; see `other_schedules`.
 
     Returns:
-        What is another one now, in words.
+        The options that differ now, in words.
     """
     notes, here = [], schedules_of(schedule)
     for name in begun:
@@ -214,9 +227,12 @@ def load_schedules(
 
 
 def other_schedules(saved: Any, then: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
-    """Names of schedules that are of another kind than when the checkpoint was saved, or are there on one side alone.
-    saved: of the checkpoint's document."""
-    if not then:  # of a run without schedules, or by an older version that tells of none
+    """Return names of schedules whose kind has changed since the checkpoint was saved, or that
+    exist on one side only.
+
+    saved: the schedules of the checkpoint's document.
+    """
+    if not then:  # a run without schedules, or an older version, which does not record them
         return set() if saved else set(now)
     return {
         name
@@ -226,7 +242,9 @@ def other_schedules(saved: Any, then: Mapping[str, Any], now: Mapping[str, Any])
 
 
 def _merged(saved: Any, then: Any, now: Any, found: list[str], name: str = "") -> Any:
-    """What was saved, but what the job gives otherwise as it gives it; found: is told of that."""
+    """Return the saved value with the parts that the job gives differently now. Their names are
+    appended to `found`.
+    """
     if then == now or name == "_last_lr":
         return saved
     parts = saved, then, now
@@ -251,7 +269,7 @@ def options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plain(value: Any, description: str) -> Any:
-    """The value if JSON gives it back, scalar tensors as numbers."""
+    """Return the value if JSON gives it back. Scalar tensors become numbers."""
     if (
         value is None
         or type(value) in (bool, int, str)
@@ -280,7 +298,7 @@ def plain(value: Any, description: str) -> Any:
 
 
 def unplain(value: Any, like: Any) -> Any:
-    """Undo `plain` where the type matters: tuples and infinities."""
+    """Undo `plain` if the type matters: tuples and infinities."""
     if isinstance(value, str) and value in ("inf", "-inf", "nan"):
         return float(value)
     if isinstance(value, dict) and "__items__" in value:

@@ -1,4 +1,6 @@
-"""State that training changes outside the model: of losses, metrics, samplers, `collate`, and a step of one's own."""
+"""State that training changes outside the model: of losses, metrics, samplers, `collate`, and a
+job's own step.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ _OF_TORCH = frozenset(vars(nn.Module()))
 _NO_STATE = (type, types.ModuleType, types.BuiltinFunctionType, torch.optim.Optimizer)
 _LARGEST_BYTES = (
     2**28
-)  # of an array whose writes nothing tells of, so that a second one must be kept to see them
+)  # Writes to an array are detected only by comparing it with a copy. A larger one is not copied.
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,25 +45,31 @@ class _Place:
 
 @dataclass
 class _Found:
-    """places: of plain values, by name. nodes: what was looked into, by name. unsaved: names of what may change and
-    can't be kept. alive: keeps ids from being used again."""
+    """The values that were found in a job's objects."""
 
-    places: dict[str, _Place] = field(default_factory=dict)
-    nodes: dict[str, Any] = field(default_factory=dict)
+    places: dict[str, _Place] = field(default_factory=dict)  # of plain values, by name
+    nodes: dict[str, Any] = field(default_factory=dict)  # the objects that were searched, by name
+    # Names of values that may change and can't be saved.
     unsaved: list[str] = field(default_factory=list)
+    # The searched objects by id. They are kept so that no id is used again.
     alive: dict[int, Any] = field(default_factory=dict)
 
 
 class JobState:
-    """What a job's functions and objects keep, as it was when this was made, and what training has made of it.
+    """The state of a job's functions and objects when this was made, and what training has changed
+    of it.
 
-    It is looked for in attributes, containers, buffers, closures and the job file's global variables, at any depth.
-    Data sets, objects of Python's own library, and the model that is trained are left out. A checkpoint keeps what has
-    changed, so that a resumed job may give other values to the rest.
+    State is looked for in attributes, containers, buffers, closures and the job file's global
+    variables, at any depth. Data sets, objects of Python's own library, and the model that is
+    trained are left out. A checkpoint holds only changed values, so that a resumed job may give
+    other values to the rest.
     """
 
     def __init__(self, job: Job, model: nn.Module | None = None) -> None:
-        """model: that is trained; a loss may know it."""
+        """Record the state of the job's objects.
+
+        model: the model that is trained. A loss may refer to it.
+        """
         self.job, self.model = job, model
         self._before = {name: SeenPlain(place.get()) for name, place in self._look().places.items()}
 
@@ -78,11 +86,13 @@ class JobState:
 
     @property
     def unsaved(self) -> list[str]:
-        """What may change and can't be kept: iterators, open files, large arrays."""
+        """Return names of values that may change and can't be saved: iterators, open files, large
+        arrays.
+        """
         return self._look().unsaved
 
     def changed(self) -> dict[str, Any]:
-        """Values that are new or others than when this was made, by name."""
+        """Return values that are new or have changed since this was made, by name."""
         values = {name: place.get() for name, place in self._look().places.items()}
         return {
             name: value
@@ -91,7 +101,7 @@ class JobState:
         }
 
     def stored(self) -> dict[str, torch.Tensor]:
-        """What has changed, as tensors for a checkpoint."""
+        """Return the changed values as tensors for a checkpoint."""
         tensors: dict[str, torch.Tensor] = {}
         values = {
             name: pack(value, f"{_PREFIX}{name}", tensors) for name, value in self.changed().items()
@@ -99,7 +109,7 @@ class JobState:
         return tensors | ({_VALUES: text_tensor(values)} if values else {})
 
     def restore(self, checkpoint: Checkpoint) -> Iterator[str]:
-        """Put everything where it was. Gives names of what has no place in this job."""
+        """Put every saved value back. Yields names of values that have no place in this job."""
         if _VALUES not in checkpoint.tensors:
             return
         found = self._look()
@@ -124,7 +134,10 @@ class JobState:
 def _visit(
     value: Any, name: str, found: _Found, put: Callable[[Any], None] = lambda value: None
 ) -> None:
-    """Find all that lies in a value. put: puts another in its place."""
+    """Find all values inside a value.
+
+    put: replaces the value by another one.
+    """
     if isinstance(value, np.ndarray) and value.nbytes > _LARGEST_BYTES:
         found.unsaved.append(name)
     elif can_pack(value):
@@ -141,17 +154,17 @@ def _visit(
 
 
 def _has_state_dict(value: Any) -> bool:
-    """Whether it gives its state itself, and takes it again."""
+    """Whether the object returns its own state, and can load it again."""
     if isinstance(value, nn.Module) or not callable(getattr(value, "load_state_dict", None)):
         return False
     try:
         return can_pack(value.state_dict())
-    except Exception:  # it is the user's
+    except Exception:  # the method is the user's
         return False
 
 
 def _inside(value: Any) -> Iterator[tuple[str, Any, Callable[[Any], None]]]:
-    """Names, values, and what puts others in their places."""
+    """Yield names, values, and functions that replace these values."""
     if isinstance(value, partial):
         yield from (
             ("", part, _nowhere) for part in (value.func, *value.args, *value.keywords.values())
@@ -204,7 +217,9 @@ def _inside(value: Any) -> Iterator[tuple[str, Any, Callable[[Any], None]]]:
 
 
 def _is_looked_into(module: str) -> bool:
-    """Whether objects of classes of this module may be part of what a job trains with: loggers and locks are not."""
+    """Whether objects of classes of this module may be part of what a job trains with. Loggers and
+    locks may not.
+    """
     package = module.partition(".")[0]
     return module.startswith("paceline.job.") or (
         package not in sys.stdlib_module_names and package != "paceline"
@@ -212,17 +227,19 @@ def _is_looked_into(module: str) -> bool:
 
 
 def _nowhere(value: Any) -> None:
-    """What lies here is never another object."""
+    """Do nothing, because no other object ever takes this place."""
 
 
 def _variables(function: types.FunctionType) -> Iterator[tuple[str, Any, Callable[[Any], None]]]:
-    """Of the closure of a user's function, and those global ones that its code names."""
+    """Yield the variables in the closure of a user's function, and the global variables that its
+    code names.
+    """
     if not is_users(function.__code__.co_filename):
         return
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             yield name, cell.cell_contents, partial(setattr, cell, "cell_contents")
-        except ValueError:  # it is empty
+        except ValueError:  # the cell is empty
             continue
     codes, names = [function.__code__], dict[str, None]()
     while codes:

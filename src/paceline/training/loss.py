@@ -1,4 +1,6 @@
-"""The one loss contract: a mean over the samples, or (sum, count); normalised once by the window's global count."""
+"""The contract of losses: a mean over the samples, or (sum, count). They are normalised once, by
+the window's global count.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,14 @@ from paceline.model.tensors import tensors_in
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """What a loss or metric is of some samples: a sum, and what it is a sum over.
-
-    value: scalar tensor as the function gave it: the mean if `is_mean`, else the sum.
-    count: samples, tokens or any other weight; 0 for a stand-in.
+    """The value of a loss or metric for some samples, as a sum and the count over which it is
+    summed.
     """
 
+    # A scalar as the function gave it: the mean if `is_mean`, otherwise the sum.
     value: torch.Tensor
-    count: torch.Tensor | float
+    count: torch.Tensor | float  # samples, tokens or any other weight; 0 for a padding batch
+
     is_mean: bool
 
     @property
@@ -32,10 +34,10 @@ class Tally:
 
 
 def read_tally(value: Any, *, samples: int, name: str = "the loss") -> Tally:
-    """What a loss or metric function returned, as a sum and a count.
+    """Return the result of a loss or metric function as a sum and a count.
 
     Raises:
-        TrainingError: neither a scalar nor (sum, count).
+        TrainingError: the result is neither a scalar nor (sum, count).
     """
     if isinstance(value, tuple | list) and len(value) == 2:
         total, count = (
@@ -59,7 +61,7 @@ def read_tally(value: Any, *, samples: int, name: str = "the loss") -> Tally:
 
 
 def _scalar(part: Any, description: str) -> torch.Tensor:
-    """A part of (sum, count) as a scalar tensor."""
+    """Return a part of (sum, count) as a scalar tensor."""
     if isinstance(part, Real):
         return torch.as_tensor(float(part), dtype=torch.float64)
     if not isinstance(part, torch.Tensor):
@@ -74,10 +76,11 @@ def _scalar(part: Any, description: str) -> torch.Tensor:
 
 
 def with_gradient(tally: Tally, output: Any, *, backward_goes_on: bool) -> Tally:
-    """A loss that backward can start from.
+    """Return a loss from which backward can start.
 
-    A micro-batch in which nothing counts may have none, as (0, 0) of new tensors. Then it depends on the output by
-    zero where a backward must go on because other ranks wait in it, and else it is left as it is.
+    If nothing counts in a micro-batch, its loss may have no gradient, such as (0, 0) of new
+    tensors. If a backward must run because other ranks wait in it, such a loss is made to depend on
+    the output by zero. Otherwise it stays unchanged.
 
     Raises:
         TrainingError: the loss counts something and doesn't depend on the model.
@@ -91,6 +94,6 @@ def with_gradient(tally: Tally, output: Any, *, backward_goes_on: bool) -> Tally
         )
     if not backward_goes_on:
         return tally
-    # The sum of no elements: 0 times the output would be NaN where the output is infinite.
+    # Use the sum of no elements, because 0 times an infinite output would be NaN.
     nothing = [tensor.flatten()[:0].sum() for tensor in tensors_in(output) if tensor.requires_grad]
     return replace(tally, value=sum((part.to(tally.value) for part in nothing), tally.value))

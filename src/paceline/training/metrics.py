@@ -1,4 +1,6 @@
-"""Metrics over a validation set that is cut: refused if parts don't add up to them, or given all at once."""
+"""Metrics over a validation set that is cut into parts. A metric whose parts don't add up to the
+whole is refused, or gets all samples at once.
+"""
 
 from __future__ import annotations
 
@@ -32,20 +34,23 @@ def no_mean(
     samples: int,
     model: nn.Module,
 ) -> JobError | None:
-    """Why a metric is refused whose parts don't come to the whole: of these samples, and of others that have their
-    values in another order, as a model that is not trained yet may answer alike for all. The metric's state is left as
-    it was.
+    """Return why a metric is refused, if its value for the parts does not give its value for the
+    whole.
 
-    Returns None if it is a mean over samples or (sum, count), and keeps no state from one call to the next.
+    It is checked for these samples, and for outputs with their values in another order, because an
+    untrained model may give the same answer for all samples. The metric's state is restored.
+
+    Returns None if it is a mean over samples or (sum, count), and keeps no state from one call to
+    the next.
     """
     if not all(_has_rows(leaf, samples) for leaf in pytree.tree_leaves((output, target))):
-        return None  # nobody can say which part is whose
+        return None  # it is unknown which part belongs to which sample
     found: list[tuple[float, float]] = []
     for outputs in (output, map_tensors(_mixed, output)):
         with (
             suppress(Exception),
             function_kept(metric, model),
-        ):  # it is the user's, and may refuse such outputs
+        ):  # the user's metric may refuse such outputs
             found += _by_parts(metric, outputs, target, samples)
     for whole, parted in found:
         if math.isfinite(whole) and not abs(parted - whole) <= _NEAR * max(1.0, abs(whole)):
@@ -59,8 +64,10 @@ def no_mean(
 
 
 def _by_parts(metric: Any, output: Any, target: Any, samples: int) -> Iterator[tuple[float, float]]:
-    """What it gives of all samples, and what two uneven parts come to, cut twice: one cut may by chance be even in
-    what counts."""
+    """Yield the metric of all samples and the one combined from two uneven parts, for two cuts.
+
+    One cut may by chance be even in what the metric counts.
+    """
 
     def tally(part: range) -> tuple[float, float]:
         rows = [
@@ -81,7 +88,9 @@ def _by_parts(metric: Any, output: Any, target: Any, samples: int) -> Iterator[t
 
 
 def copied(metric: Any) -> Any:
-    """A copy of the metric, as nobody puts back tensors that it adds to; itself if it can't be copied."""
+    """Return a copy of the metric, because nothing restores tensors to which it adds; itself if it
+    can't be copied.
+    """
     with suppress(Exception):
         return copy.deepcopy(metric)
     return metric
@@ -101,7 +110,7 @@ def _has_rows(leaf: Any, samples: int) -> bool:
 
 
 class AllSamples:
-    """Outputs and targets of a validation set, brought together in the order of its samples."""
+    """Outputs and targets of a validation set, gathered in the order of its samples."""
 
     def __init__(self, part: DataShard, mesh: Mesh, device: torch.device) -> None:
         self.part, self.mesh, self.device = part, mesh, device
@@ -110,7 +119,7 @@ class AllSamples:
         self.sizes: list[int] = []
 
     def add(self, output: Any, batch: MicroBatch) -> None:
-        """The next micro-batch of this rank; a stand-in tells of shapes alone.
+        """Add the next micro-batch of this rank. A padding batch only gives the shapes.
 
         Raises:
             JobError: something in it does not have the samples along dim 0.
@@ -132,10 +141,11 @@ class AllSamples:
         self.sizes.append(batch.samples)
 
     def together(self) -> tuple[Any, Any]:
-        """Outputs and targets of all samples, on the CPU. Collective over the replicas.
+        """Return outputs and targets of all samples, on the CPU. Collective over the replicas.
 
         Raises:
-            JobError: micro-batches differ in more than dim 0. OutOfMemory: they don't fit here.
+            JobError: micro-batches differ in more than dim 0.
+            OutOfMemory: they don't fit here.
         """
         kinds = {
             tuple((leaf.dtype, tuple(leaf.shape[1:])) for leaf in leaves) for leaves in self.leaves
@@ -180,7 +190,9 @@ class AllSamples:
         return moved.cpu()
 
     def _places(self) -> list[int]:
-        """Of this rank's micro-batches among all: each window is cut over replicas, and then into micro-batches."""
+        """Return the places of this rank's micro-batches among all. Each window is cut over
+        replicas, and then into micro-batches.
+        """
         cuts, replicas = self.part.num_microbatches, len(self.part.shares)
         return [
             number // cuts * cuts * replicas + self.part.index * cuts + number % cuts
@@ -188,13 +200,13 @@ class AllSamples:
         ]
 
     def _in_order(self, sizes: list[int]) -> list[int]:
-        """Samples of all micro-batches."""
+        """Return the number of samples of all micro-batches, in order."""
         every = torch.zeros(len(sizes) * self._ranks, dtype=torch.int64)
         every[self._places()] = torch.tensor(sizes)
         return list(map(int, self._summed(every).tolist()))
 
     def _gathered(self, parts: tuple[torch.Tensor, ...], sizes: list[int]) -> torch.Tensor:
-        """Rows of all ranks: each is from one rank, and zero on the others."""
+        """Return the rows of all ranks. Each row comes from one rank, and is zero on the others."""
         starts = [sum(sizes[:place]) for place in self._places()]
         like = parts[0].to(torch.uint8) if parts[0].dtype == torch.bool else parts[0]
         every = like.new_zeros(sum(sizes), *like.shape[1:])

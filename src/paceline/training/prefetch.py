@@ -1,8 +1,10 @@
-"""Batches of a GPU, one step ahead: made, pinned and copied while the GPU computes the step before.
+"""Prepares a GPU's batches one step ahead: they are made, pinned and copied while the GPU computes
+the previous step.
 
-The rank's main thread makes them after it has launched a step and before it waits for the device. Data sets may draw
-from the process's generators, and a thread beside the step would do that in another order each time. Generators are
-left as they were. A CPU rank computes itself, so its batches are made when they are needed.
+The rank's main thread makes them after it has launched a step and before it waits for the device.
+Data sets may draw from the process's generators, and a thread beside the step would do that in
+another order each time. Generators are left as they were. A CPU rank computes on its own cores, so
+its batches are made when they are needed.
 """
 
 from __future__ import annotations
@@ -20,18 +22,18 @@ from paceline.training.feed import MicroBatch, map_tensors
 
 @dataclass(frozen=True, slots=True)
 class Fed:
-    """The samples of a step on this rank. batches: on the CPU. placed: the same on the device, where it is a GPU."""
+    """The samples of a step on this rank."""
 
     window: Window
-    batches: list[MicroBatch]
-    placed: list[MicroBatch]
+    batches: list[MicroBatch]  # on the CPU
+    placed: list[MicroBatch]  # the same on the device, if it is a GPU
 
 
 class Prefetch:
-    """Takes windows from a feed, at most one more than was asked for.
+    """Takes windows from a feed, at most one more than was requested.
 
     Args:
-        dtype: Of floating-point tensors on the device; None leaves them as they are.
+        dtype: Dtype of floating-point tensors on the device; None leaves them unchanged.
     """
 
     def __init__(
@@ -46,8 +48,10 @@ class Prefetch:
         self._is_ready = False
 
     def prepare_next(self) -> None:
-        """Make the next step's batches now, if the device computes meanwhile. An error comes when they are asked for:
-        it belongs to their step."""
+        """Make the next step's batches now, if the device computes meanwhile.
+
+        An error is raised when the batches are requested, because it belongs to their step.
+        """
         if self.copies is None or self._is_ready:
             return
         with kept_streams():
@@ -58,7 +62,7 @@ class Prefetch:
         self._is_ready = True
 
     def next(self) -> Fed | None:
-        """The next step's batches; None where the feed ends."""
+        """Return the next step's batches; None if the feed has ended."""
         if not self._is_ready:
             self._ready = self._next_fed()
         ready, self._ready, self._is_ready = self._ready, None, False
@@ -70,7 +74,7 @@ class Prefetch:
             for tensor in tensors(ready.placed):
                 tensor.record_stream(
                     used_on
-                )  # else the copy stream would take its memory again too early
+                )  # otherwise the copy stream would reuse its memory too early
         return ready
 
     def _next_fed(self) -> Fed | None:
@@ -80,14 +84,14 @@ class Prefetch:
         window, batches = following
         if self.copies is None:
             return Fed(window, batches, batches)
-        if tensors(batches):  # a data set that makes them there
+        if tensors(batches):  # the data set makes tensors on the GPU
             self.copies.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.copies):
             return Fed(window, batches, [batch.to(self.device, self.dtype) for batch in batches])
 
 
 def tensors(batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
-    """Those on a GPU."""
+    """Return the tensors of micro-batches that are on a GPU."""
     flat: list[torch.Tensor] = []
 
     def note(tensor: torch.Tensor) -> Any:

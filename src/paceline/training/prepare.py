@@ -1,4 +1,6 @@
-"""From a job to what one rank runs of it: the model built, looked at, laid out and changed by the plan's strategies."""
+"""Turns a job into what one rank runs: it builds and inspects the model, lays it out, and lets the
+plan's strategies change it.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,8 @@ from paceline.training.replicas.inplace_parameters import refuse_updates_in_back
 
 
 def build_model(job: Job, device: torch.device) -> torch.nn.Module:
-    """The job's model with the seed's initial weights, the same on every rank and under every plan.
+    """Build the job's model with the seed's initial weights, the same on every rank and under every
+    plan.
 
     Raises:
         JobError: it is no module, or has nothing to train.
@@ -78,7 +81,7 @@ def build_model(job: Job, device: torch.device) -> torch.nn.Module:
             )
     needs_training = getattr(
         job.model, "needs_training", lambda model: True
-    )  # of several models, not all do
+    )  # not every one of several models needs training
     if needs_training(model) and not any(p.requires_grad for p in model.parameters()):
         raise JobError(
             "the model has no trainable parameter",
@@ -92,7 +95,7 @@ def build_model(job: Job, device: torch.device) -> torch.nn.Module:
 
 
 def autocast(job: Job, device: torch.device) -> AbstractContextManager[Any]:
-    """The numeric context of the job's forward passes."""
+    """Return the numeric context of the job's forward passes."""
     name = AUTOCAST.get(job.precision)
     return (
         nullcontext() if name is None else torch.autocast(device.type, dtype=getattr(torch, name))
@@ -101,16 +104,13 @@ def autocast(job: Job, device: torch.device) -> AbstractContextManager[Any]:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A job's model, what this rank runs of it, and how its gradients meet.
-
-    attributes: what the model keeps in Python attributes, as the job's function made it.
-    forwards_may_write: whether a forward might write to a parameter; not looked at on CPUs.
-    """
+    """A job's model, the part that this rank runs, and the synchronisers of its gradients."""
 
     model: torch.nn.Module
     layout: Layout
     synchronisers: list[Synchroniser]
-    attributes: ChangingAttributes
+    attributes: ChangingAttributes  # the model's Python attributes, as the job's function made them
+    # Whether a forward might write to a parameter. This is not checked on CPUs.
     forwards_may_write: bool
 
 
@@ -125,9 +125,11 @@ def prepare_job(
 ) -> Prepared:
     """Build the job's model and let this rank hold its part of it. Collective.
 
-    Where a rank holds a part, no more than that and one more tensor need memory at a time.
+    If a rank holds a part, at most that part and one more tensor need memory at a time.
 
-    devices: of each rank; without them nothing is too large. of: which of a job's models it is.
+    Args:
+        devices: The device of each rank; without them nothing counts as too large.
+        models: Which of a job's models this is.
     """
     dtype = torch.float64 if job.precision == "float64" else None
 
@@ -209,7 +211,7 @@ def prepare_job(
 def _state_factor(job: Job, model: torch.nn.Module) -> float:
     from paceline.model.cost.trace import (
         state_factor,
-    )  # which takes a moment to load, and few plans ask for
+    )  # it takes a moment to load, and few plans need it
 
     return state_factor(job, model)
 
@@ -221,7 +223,7 @@ def _cast_parameters(job: Job, device: torch.device) -> frozenset[str]:
 
 
 def _evaluation_batch(job: Job, plan: Plan, mesh: Mesh, device: torch.device) -> MicroBatch:
-    """The first micro-batch of an evaluation on this rank, where replicas have equal shares."""
+    """Return the first micro-batch of an evaluation on this rank, if replicas have equal shares."""
     part = DataShard((1,) * plan.replicas, mesh.replica, plan.num_microbatches)
     with kept_streams():
         batch = next(
@@ -235,9 +237,11 @@ def _evaluation_batch(job: Job, plan: Plan, mesh: Mesh, device: torch.device) ->
 def _refuse_unseen_state(
     job: Job, plan: Plan, model: torch.nn.Module, spill: Spill | None, device: torch.device
 ) -> None:
-    """
+    """Refuse a plan that would run a part of the model twice and so change a hidden state.
+
     Raises:
-        PlanRefused: running a part of the model a second time would change a state that the model doesn't show.
+        PlanRefused: running a part of the model a second time would change a state that the model
+            doesn't show.
     """
     run_device = torch.device("cpu") if spill is not None else device
     batch = example_batch(job, 2).to(
@@ -256,11 +260,14 @@ def _refuse_unseen_state(
 def observe(
     job: Job, plan: Plan, model: torch.nn.Module, spill: Spill | None, device: torch.device
 ) -> tuple[Observed, bool]:
-    """What the model's forward does, as far as a plan must know of it beforehand, and whether the model was run for
-    that: it is not fit for use then.
+    """Find out about the model's forward what a plan must know beforehand, and return whether the
+    model was run for that.
+
+    A model that was run is not fit for use.
 
     Raises:
-        PlanRefused: parameters lie on servers, which would not learn of what a worker writes to them.
+        PlanRefused: parameters lie on servers, which would not learn of what a worker writes to
+            them.
     """
     edited, chooses = limited_by_norm(model), frozenset[str]()
     compares = "choices" in observed_of(plan) and may_choose(model, find_units(model))
@@ -306,15 +313,18 @@ def observe(
 
 
 def build_in_files(job: Job, device: torch.device) -> tuple[Spill | None, torch.nn.Module]:
-    """The model with its weights in files, or in memory where that can't be or they are no more than what stays there
-    of files too."""
+    """Build the model with its weights in files.
+
+    The weights are in memory if files can't be used, or if the weights need no more memory than
+    files need anyway.
+    """
     try:
         spill = Spill()
         with spill.building():
             model = build_model(job, device)
     except JobError:
         raise
-    except Exception as error:  # of the user's own code, too: then it comes again
+    except Exception as error:  # an error of the user's own code comes again below
         first = (str(error).splitlines() or [""])[0]
         logger.warning(
             "every rank takes memory for the whole model to begin with: it could not be built in files (%s)",

@@ -1,4 +1,4 @@
-"""How GPUs multiply float32 matrices while a job runs."""
+"""Sets how GPUs multiply float32 matrices while a job runs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from paceline.launch.process.context import RankContext
 
 @contextmanager
 def float32_products(job: Job, context: RankContext) -> Iterator[None]:
-    """With precision="tf32" matrix products and cuDNN's convolutions of float32 numbers are TF32 meanwhile, on GPUs.
+    """Let GPUs compute float32 matrix products and convolutions of cuDNN in TF32 inside the block,
+    if precision="tf32".
 
-    With any other precision torch's switches stay as they are: products in float32, cuDNN's convolutions in TF32,
-    unless the job's file sets them otherwise.
+    With any other precision torch's switches stay unchanged: products in float32, cuDNN's
+    convolutions in TF32, unless the job's file sets them otherwise.
     """
     if job.precision != "tf32":
         yield
@@ -35,6 +36,6 @@ def float32_products(job: Job, context: RankContext) -> Iterator[None]:
     torch.backends.cudnn.allow_tf32 = True
     try:
         yield
-    finally:  # the process may run other jobs
+    finally:  # the process may run other jobs later
         torch.set_float32_matmul_precision(products)
         torch.backends.cudnn.allow_tf32 = convolutions

@@ -1,4 +1,6 @@
-"""What no update can be made from: a loss that is not finite, counts nothing or uses no parameter."""
+"""Refuses losses from which no update can be made: a loss that is not finite, counts nothing or
+uses no parameter.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,11 @@ from paceline.training.parts.spikes import Spike
 def check_loss(
     loss: float, count: float, tallies: Sequence[Tally], step: int, *, is_updated: bool = False
 ) -> None:
-    """Refuse a window's loss that no update can be made from.
+    """Refuse a window's loss from which no update can be made.
 
-    tallies: those of this rank; if none of them is at fault, another rank's report comes first. is_updated: whether the
-        step's updates were made by now; they are in memory alone.
+    Args:
+        tallies: Those of this rank. If none of them is at fault, another rank's report comes first.
+        is_updated: Whether the step's updates are already made. They are only in memory.
     """
     if math.isfinite(loss) and count > 0:
         return
@@ -39,11 +42,13 @@ def check_loss(
 
 
 def check_used(users: Mapping[str, float], step: int) -> None:
-    """Refuse a loss that uses no parameter, and tell of parameters that it does not use.
+    """Refuse a loss that uses no parameter, and warn of parameters that it does not use.
 
-    Nothing is told of those that stand in a list beside used ones (experts, optional layers).
+    There is no warning for parameters in a list beside used ones (experts, optional layers).
 
-    users: ranks that used each trainable parameter in the step, numbered from 0, by name.
+    Args:
+        users: How many ranks used each trainable parameter in the step, by name.
+        step: Number of the step, from 0.
     """
     unused = [name for name, count in users.items() if not count]
     if len(unused) == len(users):

@@ -1,8 +1,9 @@
-"""Dynamic loss scaling of fp16 jobs: the rules of `torch.amp.GradScaler`, decided alike on every rank.
+"""Dynamic loss scaling of fp16 jobs: the rules of `torch.amp.GradScaler`, decided alike on every
+rank.
 
-Gradients below 6e-8 vanish in float16. The loss is therefore multiplied before backward, and gradients are divided
-again before anything looks at them. If a gradient is infinite or NaN on any rank, the step updates nothing, and the
-next steps use a smaller scale.
+Gradients below 6e-8 vanish in float16. The loss is therefore multiplied before backward, and
+gradients are divided again before anything looks at them. If a gradient is infinite or NaN on any
+rank, the step updates nothing, and the next steps use a smaller scale.
 
 Source: Micikevicius et al. 2018, Mixed Precision Training; figures of torch.amp.GradScaler.
 """
@@ -18,15 +19,20 @@ import torch
 from paceline.base.errors import TrainingError
 
 FIRST_SCALE, GROWTH, BACKOFF, GROWTH_INTERVAL = 2.0**16, 2.0, 0.5, 2000  # torch.amp.GradScaler's
-LEAST_SCALE = 1.0  # DeepSpeed's min_loss_scale: below it gradients overflow unscaled
-_LARGEST_SCALE = 2.0**127  # of float32
+LEAST_SCALE = 1.0  # DeepSpeed's min_loss_scale; below it gradients overflow even unscaled
+_LARGEST_SCALE = 2.0**127  # the largest power of two in float32
 
 
 class LossScale:
-    """What a run's losses are multiplied by, and how that changes; the same on all ranks, as numbers of the host.
+    """The factor by which a run's losses are multiplied, and its changes. It is the same on all
+    ranks, as numbers on the host.
 
-    scale: of the next step. grown_steps: updates in a row since the scale last changed. skipped_steps: of the run so
-    far. count: power of two near the last window's count, for losses that are sums; None before the first.
+    Attributes:
+        scale: The factor for the next step.
+        grown_steps: Number of updates in a row since the scale last changed.
+        skipped_steps: Number of skipped steps of the run so far.
+        count: Power of two near the last window's count, for losses that are sums; None before the
+            first.
     """
 
     def __init__(self) -> None:
@@ -39,10 +45,12 @@ class LossScale:
         self.count: float | None = None
 
     def expected_count(self, samples: int) -> float:
-        """What a loss that is a sum is divided by before backward, so that its gradients are about as large as a
-        mean's: the window's own count is known only after it.
+        """Return the number by which a loss that is a sum is divided before backward.
 
-        samples: of the window.
+        It makes the gradients about as large as those of a mean. The window's own count is known
+        only after backward.
+
+        samples: number of samples in the window.
         """
         return self.count if self.count is not None else power_of_two(samples)
 
@@ -50,7 +58,7 @@ class LossScale:
         """Divide this rank's gradients by the scale, in place.
 
         Returns:
-            Whether one of them is infinite or NaN, as a scalar on the device that is above 0 then.
+            A scalar on the device that is above 0 if one of the gradients is infinite or NaN.
         """
         overflow, factor = (
             torch.full((1,), value, device=device) for value in (0.0, 1.0 / self.scale)
@@ -66,7 +74,9 @@ class LossScale:
 
         Args:
             is_skipped: Whether any rank's gradient overflowed, or the loss is not finite.
-            count: Of the window. loss: Its sum. step: Its number, from 0.
+            count: The count of the window.
+            loss: The sum of the window.
+            step: Number of the step, from 0.
 
         Raises:
             TrainingError: a smaller scale would not help.
@@ -97,7 +107,7 @@ class LossScale:
         self.scale = max(self.scale * BACKOFF, LEAST_SCALE)
 
     def to_dict(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """Return the state for a checkpoint."""
         return {
             "scale": self.scale,
             "grown_steps": self.grown_steps,
@@ -107,7 +117,7 @@ class LossScale:
         }
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Go on from `to_dict`."""
+        """Continue from the state that `to_dict` returned."""
         self.scale, self.grown_steps = float(saved["scale"]), int(saved["grown_steps"])
         self.skipped_steps, self.skipped_in_a_row = (
             int(saved["skipped_steps"]),
@@ -117,5 +127,5 @@ class LossScale:
 
 
 def power_of_two(value: float) -> float:
-    """The nearest one, by which a float can be multiplied without rounding."""
+    """Return the nearest power of two, by which a float can be multiplied without rounding."""
     return 2.0 ** round(math.log2(value))

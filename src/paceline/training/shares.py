@@ -1,4 +1,6 @@
-"""How few samples a rank ever gets at once, and whether the model can be trained on so few."""
+"""Finds the fewest samples that a rank gets at once, and refuses plans if the model can't be
+trained on so few.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,10 @@ from paceline.training.prepare import autocast, build_in_files, build_model
 
 
 def smallest_cut(order: Order, steps: int, part: DataShard) -> tuple[int, int]:
-    """The fewest samples of any rank's micro-batch in so many steps, and of any window. A rank that gets none runs
-    the window's first sample."""
+    """Return the fewest samples of any rank's micro-batch in so many steps, and of any window.
+
+    A rank that gets no samples runs the window's first sample.
+    """
     counts = {order.window(0).count, order.fewest(steps)}
     cuts = [
         len(cut)
@@ -34,7 +38,8 @@ def smallest_cut(order: Order, steps: int, part: DataShard) -> tuple[int, int]:
 def refuse_single_samples(
     job: Job, plan: Plan, shares: tuple[int, ...], device: torch.device
 ) -> None:
-    """Refuse a plan that cuts a window down to single samples, for a model that fails on one, as BatchNorm does.
+    """Refuse a plan that cuts a window down to single samples, for a model that fails on one, as
+    BatchNorm does.
 
     Raises:
         PlanRefused: it names the smallest micro-batch.
@@ -44,10 +49,10 @@ def refuse_single_samples(
     part = DataShard(shares, 0, plan.num_microbatches)
     order = Order.of(job)
     fewest, window = smallest_cut(order, job.total_steps, part)
-    if fewest > 1 or window == 1:  # one device gets a window of one sample, too
+    if fewest > 1 or window == 1:  # in the second case one device also gets a single sample
         return
     with kept_streams():
-        # No device need have room for the whole model.
+        # The whole model may be too large for a device.
         run_device = torch.device("cpu") if holds_parts(plan) else device
         spill, model = (
             build_in_files(job, run_device)
@@ -70,7 +75,7 @@ def refuse_single_samples(
                 batch.call(model.train())
         except Exception as error:
             if not isinstance(error, ValueError) or "more than 1" not in str(error):
-                return  # it fails in the first step, too, or only here
+                return  # another failure shows in the first step, or concerns only this trial
             raise PlanRefused(
                 f"'{plan}' cuts a window of {window} samples into micro-batches of which the smallest has 1, and the "
                 f"model can't be trained on one sample: {error}",

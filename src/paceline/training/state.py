@@ -1,4 +1,6 @@
-"""Everything a run needs to go on, as named tensors and a JSON document that don't know the layout."""
+"""Everything that a run needs to continue, as named tensors and a JSON document that are
+independent of the plan.
+"""
 
 from __future__ import annotations
 
@@ -47,22 +49,27 @@ from paceline.training.scaling import LossScale
 if TYPE_CHECKING:
     from paceline.training.stepper import Stepper
 
-# Names of tensors in a checkpoint: parameters/NAME, buffers/NAME, optimizer/NAME/KEY (keys: see OptimizerState),
-# optimizer-attributes/PATH, attributes/NAME, and those of the plan's rooms:
-# residuals/REPLICA/NAME, factors/NAME, outer/..., replicas/REPLICA/... (the optimizer's state is the first replica's
-# where each has one of its own; those of the others are replicas/REPLICA/optimizer/NAME/KEY).
-# The document's "left_out" names tensors that are not stored: whoever resumes gives a model that has them.
+# Names of tensors in a checkpoint: parameters/NAME, buffers/NAME, optimizer/NAME/KEY (keys: see
+# OptimizerState), optimizer-attributes/PATH, attributes/NAME, and those of the plan's strategies:
+# residuals/REPLICA/NAME, factors/NAME, outer/..., replicas/REPLICA/... (the optimizer's state is
+# the first replica's where each has one of its own; those of the others are
+# replicas/REPLICA/optimizer/NAME/KEY). The document's "left_out" names tensors that are not stored.
+# The job that resumes must give a model that has them.
 
-_VALUES = ".values"  # key of the text that holds what is no tensor of a parameter's optimizer state
+# Key of the text that holds the values of a parameter's optimizer state that are no tensors.
+_VALUES = ".values"
 
 
 class StateOwner(Protocol):
-    """What holds a run's state on one rank: a `Stepper`, or a server.
+    """The object that holds a run's state on one rank: a `Stepper`, or a server.
 
-    model: with every parameter's shape, though what is trained may be held elsewhere.
-    replica: which part of every window this rank computes; -1 for none.
-    speaks_for_job: whether what a job keeps outside its models is saved as it is on this rank.
-    trains: whether the weights are those that the optimizer trains, where it has others for evaluations.
+    Attributes:
+        model: The model with every parameter's shape. Trained parameters may be held elsewhere.
+        replica: Which part of every window this rank computes; -1 for none.
+        speaks_for_job: Whether the state that a job keeps outside its models is saved as it is on
+            this rank.
+        trains: Whether the weights in place are those that the optimizer trains, if it has others
+            for evaluations.
     """
 
     trains: bool
@@ -107,11 +114,13 @@ class StateOwner(Protocol):
     def synchronisers(self) -> Sequence[Synchroniser]: ...
 
     def kept(self) -> Iterable[StateTensor]:
-        """State of the plan's rooms."""
+        """Yield the state of the plan's strategies."""
 
 
 def is_for_updates(stepper: Stepper, name: str) -> bool:
-    """Whether nothing but an update writes to a tensor of a checkpoint: no forward, and no room of the plan."""
+    """Whether nothing but an update writes to a tensor of a checkpoint: no forward, and no strategy
+    of the plan.
+    """
     return name.startswith("optimizer/") or (
         name.startswith("parameters/") and not stepper.forwards_may_write
     )
@@ -120,11 +129,15 @@ def is_for_updates(stepper: Stepper, name: str) -> bool:
 def pieces(
     stepper: StateOwner, *, of_others: bool = False, host_ranks: int | None = None
 ) -> Iterator[TensorPiece]:
-    """What this rank writes of what it owns: its part of a tensor, if it is the one that does so of those that hold
-    that part. Each of these writes about as many bytes.
+    """Yield the pieces that this rank writes.
 
-    of_others: also what others write of what this rank holds. host_ranks: of each host, if the ranks of a host are to
-        write all that they hold.
+    Of the ranks that hold the same part of a tensor, one writes it. Each of these ranks writes
+    about as many bytes.
+
+    Args:
+        of_others: Whether to yield also pieces that other ranks write and this rank holds.
+        host_ranks: Number of ranks of each host, if the ranks of a host should write all that they
+            hold.
     """
     owners = Owners(stepper.mesh, host_ranks=host_ranks)
     for name, tensor, alike, extent in _tensors(stepper, owners):
@@ -148,12 +161,14 @@ def pieces(
 
 
 def _whole_bytes(tensor: torch.Tensor) -> int:
-    """Of a DTensor, what all of its parts have together."""
+    """Return the size of a tensor in bytes; for a DTensor, that of all its parts together."""
     return tensor.numel() * tensor.element_size()
 
 
 def alike_along(stepper: StateOwner, axis: str) -> dict[str, torch.Tensor]:
-    """Tensors of the optimizer's state that ranks along an axis of copies should hold alike, by name."""
+    """Return tensors of the optimizer's state that ranks along an axis of copies should hold alike,
+    by name.
+    """
     return {
         name: tensor
         for name, tensor, alike, _ in _tensors(stepper, Owners(stepper.mesh))
@@ -165,7 +180,7 @@ def alike_along(stepper: StateOwner, axis: str) -> dict[str, torch.Tensor]:
 
 
 def weights_of(pieces: Iterable[TensorPiece]) -> Iterator[TensorPiece]:
-    """Those of the model alone, without what belongs to its training."""
+    """Return the pieces of the model alone, without those of its training."""
     return (
         piece
         for piece in pieces
@@ -176,7 +191,9 @@ def weights_of(pieces: Iterable[TensorPiece]) -> Iterator[TensorPiece]:
 def _tensors(
     stepper: StateOwner, owners: Owners
 ) -> Iterator[tuple[str, torch.Tensor, tuple[str, ...], Extent | None]]:
-    """Names, tensors, along which axes ranks hold them alike, and where they lie if they are a part."""
+    """Yield names, tensors, the axes along which ranks hold them alike, and the place of tensors
+    that are a part.
+    """
     mesh, owned, extents = stepper.mesh, stepper.layout.owned, stepper.layout.extents
     stepper.optimizer_state.look()
     everywhere = mesh.alike_axes
@@ -201,7 +218,7 @@ def _tensors(
         if is_alone or (axes_cut(stepper.parameters[name]) and not axes_cut(parameter)):
             alike = () if own_steps else mesh.copy_axes  # one rank of several updates it whole
         for key, value in _stored_state(stepper.optimizer_state, name).items():
-            # Laid out like its parameter if it has its shape, else whole.
+            # Laid out like its parameter if it has the same shape, otherwise whole.
             yield (
                 f"{prefix}optimizer/{name}/{key}",
                 value,
@@ -228,7 +245,9 @@ def _tensors(
 
 
 def _stored_state(state: OptimizerState, name: str) -> dict[str, torch.Tensor]:
-    """Tensors that hold a parameter's optimizer state, by key; what is no tensor is in one of them, as text."""
+    """Return tensors that hold a parameter's optimizer state, by key. Values that are no tensors
+    are in one of them, as text.
+    """
     tensors: dict[str, torch.Tensor] = {}
     values: dict[str, Any] = {}
     for key, value in state.by_parameter(name):
@@ -240,7 +259,9 @@ def _stored_state(state: OptimizerState, name: str) -> dict[str, torch.Tensor]:
 
 
 def _packed_attributes(state: OptimizerState, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """The optimizer's attributes as JSON holds them; their tensors are added to `tensors`, by their stored names."""
+    """Return the optimizer's attributes as JSON holds them. Their tensors are added to `tensors`,
+    by their stored names.
+    """
     return {
         path: pack(value, f"optimizer-attributes/{path}", tensors)
         for path, value in state.attributes().items()
@@ -252,13 +273,15 @@ def _own_prefix(replica: int) -> str:
 
 
 def persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Buffers that belong to the state of the model."""
+    """Return the buffers that belong to the state of the model."""
     kept = set(model.state_dict(keep_vars=True)) if list(model.buffers()) else set()
     return {name: buffer for name, buffer in model.named_buffers() if name in kept}
 
 
 def stored_names(model: torch.nn.Module) -> dict[str, str]:
-    """For every name that `model.state_dict()` has for a tensor the one in a checkpoint: ties are there once."""
+    """Return for every name that `model.state_dict()` has for a tensor its name in a checkpoint.
+    Tied tensors are stored once.
+    """
     names: dict[str, str] = {}
     first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -271,7 +294,7 @@ def stored_names(model: torch.nn.Module) -> dict[str, str]:
 
 
 def ties(model: torch.nn.Module) -> dict[str, str]:
-    """For each further name that the model has for a tensor the one in a checkpoint."""
+    """Return for each further name that the model has for a tensor its name in the checkpoint."""
     return {
         name: stored
         for name, stored in stored_names(model).items()
@@ -280,8 +303,11 @@ def ties(model: torch.nn.Module) -> dict[str, str]:
 
 
 def export(model: torch.nn.Module, run_dir: Path, *, step: int) -> None:
-    """The trained model under its own names: tensor by tensor from the checkpoint of this step, as
-    far as it has them."""
+    """Write the trained model under its own names, tensor by tensor, from the checkpoint of this
+    step.
+
+    Tensors that the checkpoint does not store are left out.
+    """
     checkpoint = open_checkpoint(run_dir / "checkpoints" / f"step-{step}", checksums=False)
     stored = {
         name: key for name, key in stored_names(model).items() if key not in left_out(checkpoint)
@@ -299,13 +325,13 @@ def export(model: torch.nn.Module, run_dir: Path, *, step: int) -> None:
 def document(
     stepper: StateOwner, *, step: int, samples: int, left_out: Collection[str] = ()
 ) -> dict[str, Any]:
-    """What is not a tensor: the cursor, the optimizer's groups, the schedule.
+    """Return the state that is not in tensors: the cursor, the optimizer's groups, the schedule.
 
     left_out: tensors of the model that are not stored.
 
     Raises:
         JobError: a schedule or optimizer keeps something that JSON can't hold.
-        PlanRefused: the optimizer keeps something that this rank's part can't be told from.
+        PlanRefused: the optimizer keeps something from which this rank's part can't be separated.
     """
     return joined_document(
         fixed_document(stepper), changing_document(stepper, step=step, samples=samples)
@@ -313,7 +339,8 @@ def document(
 
 
 def fixed_document(stepper: StateOwner) -> dict[str, Any]:
-    """What of the document stays as it is while the state is made of the same objects.
+    """Return the part of the document that stays the same while the state consists of the same
+    objects.
 
     Raises:
         JobError, PlanRefused: as `document`.
@@ -340,7 +367,7 @@ def fixed_document(stepper: StateOwner) -> dict[str, Any]:
 
 
 def changing_document(stepper: StateOwner, *, step: int, samples: int) -> dict[str, Any]:
-    """What of the document steps change.
+    """Return the part of the document that steps change.
 
     Raises:
         JobError: as `document`.
@@ -357,7 +384,10 @@ def changing_document(stepper: StateOwner, *, step: int, samples: int) -> dict[s
 
 
 def joined_document(fixed: Mapping[str, Any], changing: Mapping[str, Any]) -> dict[str, Any]:
-    """The document. changing: its groups become the optimizer's."""
+    """Return the whole document.
+
+    changing: the part that steps change; its groups become the optimizer's.
+    """
     groups = [
         options | names
         for options, names in zip(changing["groups"], fixed["optimizer"]["groups"], strict=True)
@@ -367,12 +397,12 @@ def joined_document(fixed: Mapping[str, Any], changing: Mapping[str, Any]) -> di
 
 
 def left_out(checkpoint: Checkpoint) -> frozenset[str]:
-    """Tensors of the model that the checkpoint does not store."""
+    """Return the tensors of the model that the checkpoint does not store."""
     return frozenset(checkpoint.document.get("left_out", ()))
 
 
 def _batch(job: Job) -> int | str:
-    """Samples a step; in words where they change."""
+    """Return the samples of a step; in words if their number changes."""
     return str(job.batch) if isinstance(job.batch, ChangingBatch) else job.batch
 
 
@@ -380,8 +410,8 @@ def refuse_unsaveable(stepper: StateOwner) -> None:
     """Refuse a run whose state could not be saved, before it begins.
 
     Raises:
-        JobError: a schedule or optimizer keeps something that JSON can't hold, or a tensor has a dtype or a layout that
-            no file of a checkpoint can hold, such as a sparse one.
+        JobError: a schedule or optimizer keeps something that JSON can't hold, or a tensor has a
+            dtype or a layout that no file of a checkpoint can hold, such as a sparse one.
         PlanRefused: as `document`.
     """
     document(stepper, step=0, samples=0)
@@ -397,7 +427,7 @@ def refuse_unsaveable(stepper: StateOwner) -> None:
 
 
 def model_mismatch(model: torch.nn.Module, checkpoint: Checkpoint) -> str | None:
-    """Why a checkpoint's tensors are not this model's; None if they are."""
+    """Return why a checkpoint's tensors are not this model's; None if they are."""
     wanted = {f"parameters/{name}": tuple(p.shape) for name, p in model.named_parameters()}
     wanted |= {f"buffers/{name}": tuple(b.shape) for name, b in persistent_buffers(model).items()}
     wanted = {name: shape for name, shape in wanted.items() if name not in left_out(checkpoint)}
@@ -421,7 +451,7 @@ def model_mismatch(model: torch.nn.Module, checkpoint: Checkpoint) -> str | None
 
 
 def mismatch(stepper: StateOwner, checkpoint: Checkpoint) -> str | None:
-    """Why a run can't go on from a checkpoint; None if it can."""
+    """Return why a run can't continue from a checkpoint; None if it can."""
     other = model_mismatch(stepper.model, checkpoint)
     if other:
         return other
@@ -436,7 +466,8 @@ def mismatch(stepper: StateOwner, checkpoint: Checkpoint) -> str | None:
 def choose_checkpoint(
     context: RankContext, run_dir: Path, accept: Callable[[Checkpoint], str | None]
 ) -> Checkpoint | None:
-    """The newest valid checkpoint that is accepted; None if there is none. Rank 0 checks and chooses for all ranks.
+    """Return the newest valid checkpoint that is accepted; None if there is none. Rank 0 checks and
+    chooses for all ranks.
 
     Raises:
         CheckpointError: there are some and none can be used.
@@ -457,7 +488,9 @@ def load_weights(
     checkpoint: Checkpoint,
     extents: Mapping[str, Extent] = MappingProxyType({}),
 ) -> None:
-    """Read parameters, buffers and attributes into the model; each rank reads only the parts it holds."""
+    """Read parameters, buffers and attributes into the model. Each rank reads only the parts that
+    it holds.
+    """
     with torch.no_grad():
         for name, parameter in parameters.items():
             if f"parameters/{name}" not in left_out(checkpoint):
@@ -468,7 +501,9 @@ def load_weights(
 
 
 class _Saved:
-    """The tensors of a checkpoint that rooms of a plan have kept; see `strategies/state_tensors.py`."""
+    """The tensors of a checkpoint that strategies of a plan have saved; see
+    `strategies/state_tensors.py`.
+    """
 
     def __init__(self, stepper: StateOwner, checkpoint: Checkpoint) -> None:
         self.stepper, self.checkpoint = stepper, checkpoint
@@ -492,15 +527,16 @@ class _Saved:
 
 
 def restore(stepper: StateOwner, checkpoint: Checkpoint) -> list[str]:
-    """Put weights, optimizer and schedule where they were, under this run's layout.
+    """Restore weights, optimizer and schedule, under this run's plan.
 
     Returns:
-        What could not be taken over as it was, in words.
+        What could not be restored unchanged, in words.
 
     Raises:
         CheckpointError: the optimizer's state doesn't fit this job's.
     """
-    if stepper.has_modes:  # before: what it moves of the weights is overwritten
+    # Set the mode first, because the weights that it changes are overwritten below.
+    if stepper.has_modes:
         stepper.trains = checkpoint.document["trains"]
         set_mode(stepper.optimizer, is_training=stepper.trains)
     load_weights(stepper.model, stepper.local_parameters, checkpoint, stepper.layout.extents)
@@ -512,14 +548,18 @@ def restore(stepper: StateOwner, checkpoint: Checkpoint) -> list[str]:
         ]
     if (
         stepper.scaling is not None and "loss_scale" in checkpoint.document
-    ):  # else the run was in another precision
+    ):  # otherwise the run was in another precision
         stepper.scaling.restore(checkpoint.document["loss_scale"])
     return list(dict.fromkeys(notes)) + _restore_rooms(stepper, _Saved(stepper, checkpoint))
 
 
 def _restore_optimizer(stepper: StateOwner, checkpoint: Checkpoint) -> list[str]:
-    """In place: a schedule, and an optimizer that wraps others, may refer to what is there. Returns what this job says
-    otherwise than the checkpoint's, in words."""
+    """Restore the optimizer and the schedule. Returns what differs between this job and the
+    checkpoint's, in words.
+
+    Values are restored in place, because a schedule, or an optimizer that wraps others, may refer
+    to them.
+    """
     saved, state = checkpoint.document["optimizer"], stepper.optimizer_state
     optimizer: Any = stepper.optimizer
     _take_order(stepper, [group["parameters"] for group in saved["groups"]])
@@ -583,7 +623,7 @@ def _restore_optimizer(stepper: StateOwner, checkpoint: Checkpoint) -> list[str]
 
 
 def _take_order(stepper: StateOwner, saved: list[list[str]]) -> None:
-    """Let the optimizer have its groups, and the parameters in them, in the order of the checkpoint's.
+    """Put the optimizer's groups, and the parameters in them, into the order of the checkpoint.
 
     Raises:
         CheckpointError: they are other groups.
@@ -606,7 +646,8 @@ def _take_order(stepper: StateOwner, saved: list[list[str]]) -> None:
 
 
 def _name_and_key(full_name: str, parameters: Collection[str]) -> tuple[str, str]:
-    """A parameter's name and what follows it; both may have slashes in them, as Keras's names do.
+    """Split a full name into a parameter's name and the key after it. Both may contain slashes, as
+    Keras's names do.
 
     >>> _name_and_key("dense/kernel/exp_avg", {"dense", "dense/kernel"})
     ('dense/kernel', 'exp_avg')
@@ -621,7 +662,7 @@ def _name_and_key(full_name: str, parameters: Collection[str]) -> tuple[str, str
 
 
 def state_of_parameter(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
-    """What an optimizer had for a parameter, whole, on the CPU."""
+    """Return the state that an optimizer had for a parameter, whole, on the CPU."""
     prefix = f"optimizer/{name}/"
     stored = {
         full_name.removeprefix(prefix): full_name
@@ -637,7 +678,7 @@ def state_of_parameter(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
 
 
 def take_over(owner: Any, changing: Mapping[str, Any]) -> None:
-    """Let an optimizer's groups and a schedule be as a `changing_document` says.
+    """Set an optimizer's groups and a schedule to what a `changing_document` says.
 
     owner: has `optimizer` and `schedule`, which may be None.
     """
@@ -649,21 +690,17 @@ def take_over(owner: Any, changing: Mapping[str, Any]) -> None:
 
 @dataclass
 class _Reader:
-    """Reads what a checkpoint has for a parameter.
-
-    stored: names of tensors by key, of each replica that had its own. options: of the parameter's group.
-    is_plain: whether the optimizer has this rank's own part of a distributed parameter.
-    """
+    """Reads the state that a checkpoint has for a parameter."""
 
     checkpoint: Checkpoint
     parameter: torch.nn.Parameter
-    stored: dict[str, list[str]]
+    stored: dict[str, list[str]]  # names of tensors by key, of each replica that had its own
     extent: Extent | None
-    options: Mapping[str, Any]
-    is_plain: bool
+    options: Mapping[str, Any]  # of the parameter's group
+    is_plain: bool  # whether the optimizer has this rank's own part of a distributed parameter
 
     def take(self, key: str, like: Any = None) -> torch.Tensor:
-        """Each is read once."""
+        """Read the value of a key. Each value is read once."""
         values = [
             _read_like(self.parameter, name, self.checkpoint, self.extent)
             for name in self.stored.pop(key)
@@ -677,7 +714,10 @@ class _Reader:
 def _restore_state(
     reader: _Reader, state: OptimizerState, name: str, values: dict[str, Any]
 ) -> None:
-    """values: numbers of this parameter that the document has, as older versions wrote them."""
+    """Restore the optimizer's state of a parameter.
+
+    values: numbers of this parameter that the document has, as older versions wrote them.
+    """
     if _VALUES in reader.stored:
         for key, packed in from_text_tensor(
             reader.checkpoint.read(reader.stored.pop(_VALUES)[0])
@@ -708,8 +748,11 @@ def _restore_state(
 
 
 def _optimizer_tensors(stepper: StateOwner, checkpoint: Checkpoint) -> dict[str, list[str]]:
-    """For each tensor of the optimizer's state those of the checkpoint that it is read from: this replica's own, or
-    those of all replicas where others went on."""
+    """Return for each tensor of the optimizer's state the tensors of the checkpoint from which it
+    is read.
+
+    These are this replica's own, or those of all replicas if other replicas continue the run.
+    """
     replicas = checkpoint.document.get("replicas", 1)
     is_local = stepper.step_sync.has_own_steps and replicas == stepper.mesh.num_copies
     names: dict[str, list[str]] = {}
@@ -722,7 +765,7 @@ def _optimizer_tensors(stepper: StateOwner, checkpoint: Checkpoint) -> dict[str,
 
 
 def _mean(values: list[torch.Tensor]) -> torch.Tensor:
-    """Of whole numbers, such as counts of steps, the first."""
+    """Return the mean of the values. For whole numbers, such as counts of steps, return the first."""
     return sum(values[1:], values[0]) / len(values) if values[0].is_floating_point() else values[0]
 
 
@@ -744,13 +787,13 @@ def _restore_rooms(stepper: StateOwner, saved: _Saved) -> list[str]:
         notes.append(
             "what replicas had not sent yet of their gradients is dropped: this plan leaves nothing out"
         )
-    return list(dict.fromkeys(notes))  # rooms of several models say the same
+    return list(dict.fromkeys(notes))  # strategies of several models give the same notes
 
 
 def _read_like(
     parameter: torch.nn.Parameter, name: str, checkpoint: Checkpoint, extent: Extent | None
 ) -> torch.Tensor:
-    """A state tensor: laid out like its parameter if it has its shape, else whole."""
+    """Read a state tensor: laid out like its parameter if it has the same shape, otherwise whole."""
     entry = checkpoint.tensors[name]
     if extent is not None and tuple(entry.shape) == extent.shape:
         return checkpoint.read(name, extent.offsets, tuple(parameter.shape))
@@ -761,5 +804,6 @@ def _read_like(
     stored = checkpoint.read(name)
     if stored.shape != parameter.shape:
         return stored
-    # Fused kernels walk through a parameter and its state alike, so both must lie in memory in one order.
+    # Fused kernels go through a parameter and its state in parallel, so both need the same order in
+    # memory.
     return torch.empty_like(parameter, dtype=stored.dtype).copy_(stored)

@@ -1,4 +1,6 @@
-"""One optimizer step on one rank, the same code for every plan: what differs is in the plan's synchronisers."""
+"""Takes one optimizer step on one rank. The code is the same for every plan; plans differ in their
+synchronisers.
+"""
 
 from __future__ import annotations
 
@@ -58,50 +60,43 @@ from paceline.training.trace import TraceRecorder
 from paceline.training.upload import uploaded
 from paceline.training.window import WindowWork
 
-_CHANGED = (
-    STEP_FIGURES + 2
-)  # where a step's figures say whether forwards changed state that is not met yet
-_OVERFLOW = STEP_FIGURES + 5  # where they say whether a gradient overflowed
+# The place in a step's figures that says whether forwards changed state that is not synchronised
+# yet.
+_CHANGED = STEP_FIGURES + 2
+_OVERFLOW = STEP_FIGURES + 5  # the place that says whether a gradient overflowed
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What all ranks agree on after a step.
+    """The values on which all ranks agree after a step."""
 
-    losses: of every step since ranks last met, this one's last: the sum over a window by its global count. None where
-        ranks don't meet after this step.
-    stop: how many ranks were asked to stop.
-    gradient_norm: before clipping; None if the job doesn't clip, and of a step that was skipped. A replica's own where
-        it takes steps of its own.
-    is_settled: whether the run may be saved and evaluated here.
-    is_skipped: whether nothing was updated, as gradients overflowed under loss scaling, or as the step is a spike.
-    spike: why it is one, in words; "" if it is none.
-    digest: of the samples that all replicas used in the steps of `losses`; see `order.digest`.
-    """
-
+    # The losses of every step since ranks last synchronised, this one's last. Each is the sum over
+    # a window divided by its global count. Empty if ranks don't synchronise after this step.
     losses: tuple[float, ...]
-    stop: int
+    stop: int  # how many ranks were asked to stop
+    # Before clipping; None if the job doesn't clip, and for a skipped step. If replicas take their
+    # own steps, it is the replica's own norm.
     gradient_norm: float | None
-    is_settled: bool
+    is_settled: bool  # whether the run may be saved and evaluated here
+    # Whether nothing was updated, because gradients overflowed under loss scaling or the step is a
+    # spike.
     is_skipped: bool = False
-    spike: str = ""
+    spike: str = ""  # why the step is a spike, in words; "" if it is none
+    # Of the samples that all replicas used in the steps of `losses`; see `order.digest`.
     digest: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """A window's loss, at the weights that ranks hold; its gradients are in the parameters.
+    """A window's loss, at the weights that ranks hold. Its gradients are in the parameters."""
 
-    figures: as `_figures`, of all whose gradients an update is made of. host_figures: the same, read on the host.
-    norm: of the gradients before clipping; None if the job doesn't clip. is_skipped: whether there are none, as some
-        overflowed or as the step is a spike. spike: why it is one, in words.
-    """
-
+    # As `_figures`, for all ranks from whose gradients an update is made.
     figures: torch.Tensor
-    host_figures: list[float]
-    norm: float | None
+    host_figures: list[float]  # the same, read on the host
+    norm: float | None  # of the gradients before clipping; None if the job doesn't clip
+    # Whether there are no gradients, because some overflowed or the step is a spike.
     is_skipped: bool = False
-    spike: str = ""
+    spike: str = ""  # why the step is a spike, in words
 
     @property
     def loss(self) -> float:
@@ -110,26 +105,38 @@ class Evaluation:
 
 
 class Stepper:
-    """The model, optimizer and schedule of one rank, and how they take a step together with the other ranks.
+    """The model, optimizer and schedule of one rank. It takes steps together with the other ranks.
 
-    local_parameters: those of this rank by name, as it holds them (whole, or a shard). parameters: the trainable ones.
-    trainable: all trainable parameters of the model; stand-ins without memory where another rank holds them.
-    trace: notes what is done when, if it is set. after_backward: called when a window's gradients are there, if it is.
-    spikes: judges each step before its update, if it is set; see `watch`.
-    groups: names of the parameters in each of the optimizer's groups, wherever they are held.
-    job_state: what the job keeps outside its models. speaks_for_job: whether it is saved as it is on this rank.
-    has_modes: whether the optimizer has other weights for evaluations. trains: whether those that it trains are in
-        place.
-    made: what the job's functions made; see `as_made`.
-    optimizer_state: what is to be kept of the optimizer. gathered: what it updates whole though ranks hold parts.
-    own_parts: what it updates of tensors that ranks hold in parts. needs_closure: whether it evaluates the loss itself.
-    sparsely_trained: parameters of this rank that get sparse gradients.
-    forwards_may_write: whether a forward might write to a parameter; not looked at on CPUs.
-    freezing: which parameters are frozen in which steps.
-    scaling: of losses; None but in fp16.
-    loss_number: of this rank among those that compute a loss; keys random streams.
-    named_update: takes the step of an optimizer of several, given its name and its parameters that are here.
-    before_update: called before what only updates write to is written to; in each step, and at times more than once.
+    Attributes:
+        local_parameters: This rank's parameters by name, in the form in which it holds them (whole,
+            or a shard).
+        parameters: The trainable ones of these.
+        trainable: All trainable parameters of the model; stand-ins without memory if another rank
+            holds them.
+        trace: Records which work is done when, if it is set.
+        after_backward: Called when a window's gradients are computed, if it is set.
+        spikes: Judges each step before its update, if it is set; see `watch`.
+        groups: Names of the parameters in each of the optimizer's groups, on whichever rank they
+            are.
+        job_state: The state that the job keeps outside its models.
+        speaks_for_job: Whether that state is saved as it is on this rank.
+        has_modes: Whether the optimizer has other weights for evaluations.
+        trains: Whether the weights that it trains are in place.
+        made: What the job's functions made; see `as_made`.
+        optimizer_state: The state of the optimizer that is saved.
+        gathered: Tensors that the optimizer updates whole although ranks hold parts of them.
+        own_parts: Tensors held in parts of which the optimizer updates this rank's part.
+        needs_closure: Whether the optimizer evaluates the loss itself.
+        sparsely_trained: Parameters of this rank that get sparse gradients.
+        forwards_may_write: Whether a forward might write to a parameter. This is not checked on
+            CPUs.
+        freezing: Which parameters are frozen in which steps.
+        scaling: The scaling of losses; None except in fp16.
+        loss_number: This rank's number among those that compute a loss; keys random streams.
+        named_update: Takes the step of one of several optimizers, given its name and its parameters
+            on this rank.
+        before_update: Called before tensors are written to that only updates change; in each step,
+            and sometimes more than once.
     """
 
     def __init__(
@@ -142,7 +149,10 @@ class Stepper:
         devices: Sequence[Device] = (),
         shares: Sequence[int] = (),
     ) -> None:
-        """shares: of each replica in the global batch; equal ones if there are none."""
+        """Prepare the job for this rank.
+
+        shares: the share of each replica in the global batch; equal ones if there are none.
+        """
         self.job, self.mesh, self.device = job, mesh, device
         self.loss_number = mesh.loss_number
         self.named_update: Callable[[str, Mapping[str, torch.nn.Parameter]], None] = (
@@ -189,7 +199,7 @@ class Stepper:
         )
         self.gathered, self.own_parts = built.gathered, built.own_parts
         self.needs_closure = built.behaviour.needs_closure
-        # The loss is computed here, for the first samples of each step.
+        # This rank computes the loss for the first samples of each step.
         self.speaks_for_job = (
             not mesh.replica
             and mesh.is_first_of_same_loss
@@ -214,23 +224,24 @@ class Stepper:
         )
         self.has_begun = False
         self.note_verb: Callable[[int, str], None] | None = (
-            None  # leaves word of each verb of a step of one's own
+            None  # reports each verb of a job's own step
         )
         self.saw_unused = False
         self.written: set[str] = (
             set()
-        )  # parameters that the first step wrote to before its update: hooks may update
-        self.untrained = set(job.models)  # by no loss so far
+        )  # parameters to which the first step wrote before its update, because hooks may update
+        self.untrained = set(job.models)  # models that no loss has trained so far
         self.gradient_norm: float | None = None  # of the last step, before clipping
         self.trace: TraceRecorder | None = None
         self.after_backward: Callable[[], None] | None = None
         self.spikes: Spikes | None = None
 
     def watch(self, spikes: Spikes) -> None:
-        """Let no spike be updated with.
+        """Make no update with a spike.
 
         Raises:
-            PlanRefused: replicas take steps of their own. JobError: the optimizer evaluates the loss itself.
+            PlanRefused: each replica takes its own steps.
+            JobError: the optimizer evaluates the loss itself.
         """
         if self.step_sync.has_own_steps:
             raise PlanRefused(
@@ -246,7 +257,9 @@ class Stepper:
         self.spikes = spikes
 
     def _begin_from(self, plan: Plan) -> None:
-        """The job's initial weights, before the optimizer or anything else has seen those of the seed."""
+        """Load the job's initial weights, before the optimizer or anything else has seen those of
+        the seed.
+        """
         if self.job.init is None:
             return
         if self.parts:
@@ -279,20 +292,25 @@ class Stepper:
         on_launched: Callable[[], None] = lambda: None,
         observe: Callable[[Stepper], None] | None = None,
     ) -> StepResult:
-        """Forward and backward of every micro-batch, reduction, clipping, update.
+        """Run forward and backward of every micro-batch, then reduce and clip the gradients, and
+        update.
 
-        Collectives: those of the plan's rooms, and one small all-reduce of the loss over all ranks where they meet.
+        Collectives: those of the plan's strategies, and one small all-reduce of the loss over all
+        ranks when they synchronise.
 
         Args:
             step: Number of the step, from 0; keys the random streams.
-            stop: Whether this rank was asked to stop, asked after the backward; every rank learns of it in the result.
-            beat: Told which phase begins.
-            on_launched: Called when all but the update was launched, before the host waits for the device.
+            stop: Whether this rank was asked to stop. It is called after the backward; every rank
+                learns of it in the result.
+            beat: Is told which phase begins.
+            on_launched: Called when all but the update was launched, before the host waits for the
+                device.
             observe: Called when gradients are complete, before clipping.
 
         Raises:
-            TrainingError: a loss that is not finite or can't be trained on, or that uses no parameter. No weight was
-                changed, but by the updates of a step that the job brings: they are not to be saved.
+            TrainingError: a loss that is not finite, can't be trained on, or uses no parameter. No
+                weight was changed, except by the updates of a job's own step. Those weights must
+                not be saved.
         """
         sample_share = sum(batch.samples for batch in batches) / window.count
         if self.job.models:
@@ -357,9 +375,11 @@ class Stepper:
         observe: Callable[[Stepper], None] | None = None,
         is_first: bool = True,
     ) -> Evaluation:
-        """Forward and backward of every micro-batch, reduction, clipping: leaves the gradients of an update.
+        """Run forward and backward of every micro-batch, then reduce and clip. This leaves the
+        gradients of an update.
 
-        is_first: of the step; of others a loss that is not finite is the optimizer's affair.
+        is_first: whether this is the step's first evaluation. In later ones, the optimizer has to
+        handle a loss that is not finite.
         """
         part = self.loss_number
         versions = (
@@ -388,7 +408,7 @@ class Stepper:
         combined = torch.cat([figures, squares.reshape(1)])
         self.before_update()
         on_launched()
-        # The one time in an evaluation that the host waits for the device.
+        # In an evaluation, the host waits for the device only here.
         *host_figures, norm_squared = combined.tolist()
         loss, count, _, summed, _, edited, unknown, overflowed, _, *users = host_figures
         if edited and self.merges_edits:
@@ -404,7 +424,7 @@ class Stepper:
             norm = math.sqrt(norm_squared) * mean if self.job.clip is not None else None
             spike = self.spikes.judge(loss / count, norm)
             is_skipped = bool(spike)
-        if is_first:  # whether anything counts is known of all replicas together
+        if is_first:  # only all replicas together know whether anything counts
             check_loss(
                 0.0 if is_skipped else loss,
                 max(count, 1.0) if self.step_sync.has_own_steps else count,
@@ -413,7 +433,7 @@ class Stepper:
             )
         self._drop_unused(users)
         if not count:
-            self._clear_gradients()  # a replica without samples of its own takes no step
+            self._clear_gradients()  # a replica without samples takes no step
         if is_first and not self.step_sync.has_own_steps:
             self._check_used(users, step)
         if self.scaling is not None:
@@ -431,8 +451,11 @@ class Stepper:
         return Evaluation(figures, host_figures, math.sqrt(norm_squared) * mean)
 
     def _set_once(self) -> None:
-        """Go back to before the first step, in which replicas have set parameters by other samples each, and set them
-        by those of all."""
+        """Go back to the state before the first step, and set parameters by the samples of all
+        replicas.
+
+        In the first step each replica has set them by its own samples.
+        """
         self.edits.put_back()
         self.buffers.put_back()
         set_once(self)
@@ -450,9 +473,9 @@ class Stepper:
         on_launched: Callable[[], None],
         observe: Callable[[Stepper], None] | None,
     ) -> StepResult:
-        """The step that the job brings, and then its followers."""
+        """Take the step that the job brings, and then move its followers."""
         if step and not self.has_begun:
-            self.untrained.clear()  # a resumed run was looked at when it began
+            self.untrained.clear()  # a resumed run was checked when it began
         verbs = Verbs(
             self,
             window,
@@ -469,7 +492,7 @@ class Stepper:
                 p.grad = verbs.gradients.get(name)
             observe(self)
             self._clear_gradients()
-        if self.step_sync.has_own_steps:  # followers meet as buffers do
+        if self.step_sync.has_own_steps:  # followers are synchronised as buffers are
             self._follow(step)
         flags = torch.tensor(
             [0.0, 0.0, float(stop()), 0.0, float(self._changes()[0]), self._digest(batches)],
@@ -478,7 +501,8 @@ class Stepper:
         flags = self.step_sync.all_reduce_figures(uploaded(flags, self.device))
         on_launched()
         _, _, stops, _, changed, digest = verbs.end(flags)
-        # A step's loss is known on all ranks, or else of so many samples.
+        # All ranks know a step's loss. If replicas take their own steps, it is the loss of so many
+        # samples.
         weight = sample_share * window.count if self.step_sync.has_own_steps else 1.0
         host_figures = [
             verbs.loss * weight,
@@ -529,11 +553,13 @@ class Stepper:
 
     @contextmanager
     def evaluating(self, sample_share: float, *, step: int) -> Iterator[None]:
-        """While the model is evaluated: what its forwards change of its state meets as after a step. Collective over
-        the replicas.
+        """Synchronise, after the model is evaluated inside the block, the state that its forwards
+        change, as after a step.
+
+        Collective over the replicas.
 
         Args:
-            sample_share: This replica's, of the samples that the model is evaluated on.
+            sample_share: This replica's share of the samples on which the model is evaluated.
         """
         meets = len(self.mesh.replicas) > 1 and not self.step_sync.has_own_steps
         if meets:
@@ -554,9 +580,10 @@ class Stepper:
         self.buffers.meet(sample_share, group, has_unsynced=changed)
 
     def settle(self, step: int) -> StepResult | None:
-        """The run ends after `step` steps: on return all replicas hold the same. None if they already did.
+        """End the run after `step` steps: on return all replicas hold the same. Returns None if
+        they already did.
 
-        Collective where ranks have not met after the last step.
+        Collective if ranks have not synchronised after the last step.
         """
         synced = self.step_sync.finalize(step)
         if synced is None:
@@ -566,7 +593,10 @@ class Stepper:
     def _step_result(
         self, synced: SyncedFigures, *, sample_share: float, norm: float | None, step: int
     ) -> StepResult:
-        """What follows from a meeting. sample_share: this replica's, of the samples that it was about."""
+        """Return the step's result from the figures on which ranks agreed.
+
+        sample_share: this replica's share of the samples that the figures are about.
+        """
         stops, _, changed, _, _, _, digest, *users = synced.flags
         first = step + 2 - len(synced.figures)
         for number, (_, count) in enumerate(synced.figures):
@@ -577,7 +607,7 @@ class Stepper:
                 )
         if (
             first == 1 and self.step_sync.has_own_steps and not self.job.models
-        ):  # whose steps may differ
+        ):  # the steps of replicas may differ
             self._check_used(users, step)
         if len(self.mesh.replicas) > 1:
             self.buffers.meet(sample_share, self.mesh.group("replicas"), has_unsynced=bool(changed))
@@ -599,11 +629,13 @@ class Stepper:
         beat: Callable[[str], None] = lambda phase: None,
         tell: Callable[[list[Tally]], None] = lambda tallies: None,
     ) -> tuple[list[Tally], set[str]]:
-        """The gradients of a window, as far as the plan's synchronisers bring them together. Collective as they are.
+        """Compute the gradients of a window, as far as the plan's synchronisers reduce them.
+        Collective as they are.
 
         Args:
             part: Which part of the window this rank computes; keys the random streams.
-            tell: Told the losses of a rank that computes whole replicas before the last of its backwards begins.
+            tell: Called with the losses of a rank that computes whole replicas, before the last of
+                its backwards begins.
 
         Returns:
             The loss of each micro-batch, and the names of parameters that this rank used.
@@ -627,7 +659,9 @@ class Stepper:
         return work.tallies, used
 
     def _digest(self, batches: Sequence[MicroBatch]) -> float:
-        """Of the samples that this rank is to tell of: one rank of a replica tells of the replica's."""
+        """Return the digest of the samples that this rank reports. One rank of a replica reports
+        those of the replica.
+        """
         return (
             float(sum(batch.digest for batch in batches))
             if self.mesh.is_first_of_same_samples
@@ -642,9 +676,12 @@ class Stepper:
         overflow: torch.Tensor | None,
         digest: float,
     ) -> torch.Tensor:
-        """This rank's loss sum, its count, whether it was asked to stop, whether the loss is a sum, whether its
-        forwards changed state that is not met yet, a parameter, and one that is not known yet, whether a gradient
-        overflowed, the digest of its samples, and for each parameter whether it was used; float64.
+        """Return this rank's figures of a step, float64.
+
+        These are: the loss sum; its count; whether the rank was asked to stop; whether the loss is
+        a sum; whether its forwards changed state that is not synchronised yet, a parameter, and one
+        that is not known yet; whether a gradient overflowed; the digest of its samples; and for
+        each parameter whether it was used.
 
         Ranks without the model's output have no tallies and learn of the loss from others.
 
@@ -669,15 +706,18 @@ class Stepper:
     def loss_figures(
         self, tallies: list[Tally], flags: Sequence[float], used: set[str], trainable: Sequence[str]
     ) -> torch.Tensor:
-        """This rank's loss sum, its count, whether the loss is a sum, flags, and for each of these parameters whether
-        it was used; float64."""
+        """Return this rank's figures of a loss, float64.
+
+        These are: the loss sum, its count, whether the loss is a sum, the flags, and for each of
+        these parameters whether it was used.
+        """
         sums = sum(not tally.is_mean for tally in tallies) if self.mesh.is_first_of_same_loss else 0
         return self._with_loss(
             tallies, [float(sums), *flags, *(float(name in used) for name in trainable)]
         )
 
     def _with_loss(self, tallies: list[Tally], figures: Sequence[float]) -> torch.Tensor:
-        """This rank's loss sum and its count before other figures; float64."""
+        """Return this rank's loss sum and its count, followed by the other figures; float64."""
         if not self.mesh.is_first_of_same_loss:
             tallies = []
         on_device = [
@@ -698,14 +738,14 @@ class Stepper:
         return combined
 
     def shared_outputs(self, part: ModelPart, outputs: Sequence[Any]) -> Sequence[Any]:
-        """What a model returned, on every rank that has the step's samples."""
+        """Return a model's outputs, on every rank that has the step's samples."""
         if self.mesh.sizes[self.mesh.stage_axis] == 1:
             return outputs
         return from_last_stage(outputs, self.mesh, self.device)
 
     @property
     def all_go_back(self) -> bool:
-        """Whether ranks meet in backward."""
+        """Whether ranks wait for each other in backward."""
         return self.mesh.holds_parts or self.layout.meets_in_forward
 
     @property
@@ -714,15 +754,17 @@ class Stepper:
         return len(self.mesh.replicas) > 1 and not self.step_sync.has_own_steps
 
     def _before_forwards(self) -> None:
-        """Forwards come next: see what they start from."""
+        """Record the state from which the next forwards start."""
         if not self.has_begun and len(self.mesh.replicas) > 1:
-            self.buffers.look()  # what a checkpoint brought back is no change
+            self.buffers.look()  # values restored from a checkpoint are no change
         self.has_begun = True
         if self.merges_edits:
             self.edits.begin()
 
     def _changes(self) -> tuple[bool, bool, bool]:
-        """Whether forwards changed state that replicas don't meet yet, a parameter, and one that is not known yet."""
+        """Return whether forwards changed state that is not synchronised yet, a parameter, and one
+        that is not known yet.
+        """
         edited = self.edits.end() if self.merges_edits else (False, False)
         return len(self.mesh.replicas) > 1 and bool(self.buffers.unsynced()), *edited
 
@@ -732,13 +774,16 @@ class Stepper:
                 p.grad = None
 
     def _drop_unused(self, users: list[float]) -> None:
-        """A parameter that nobody used gets no gradient, as on one device. users: of each trainable parameter."""
+        """Drop the gradient of a parameter that no rank used, as on one device.
+
+        users: how many ranks used each trainable parameter.
+        """
         for name, count in zip(self.trainable, users, strict=True):
             if not count and name in self.parameters:
                 self.parameters[name].grad = None
 
     def _check_used(self, users: list[float], step: int) -> None:
-        """See `check_used`; once, in the first step in which a parameter is unused."""
+        """Call `check_used` once, in the first step in which a parameter is unused."""
         if not self.saw_unused and not all(users):
             self.saw_unused = True
             if any(users) or not self.written:
@@ -754,23 +799,28 @@ class Stepper:
     def scale_gradients(
         self, factor: float | torch.Tensor, parameters: Mapping[str, torch.nn.Parameter]
     ) -> None:
-        """Of these parameters, in place. factor: may be on the device, as a scalar in float64."""
+        """Multiply the gradients of these parameters by a factor, in place.
+
+        factor: may be on the device, as a scalar in float64.
+        """
         gradients = [local_part(p.grad) for p in parameters.values() if p.grad is not None]
         if not gradients:
             return
         if isinstance(factor, torch.Tensor) and gradients[0].dtype == torch.float32:
-            factor = factor.float()  # which lets one kernel scale all of them
+            factor = factor.float()  # so that one kernel can scale all of them
         torch._foreach_mul_(gradients, factor)
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
-        """A step of the optimizer, or of one of several. Collective where ranks hold parts of what it sees whole."""
+        """Take a step of the optimizer, or of one of several. Collective if ranks hold parts of
+        tensors that it sees whole.
+        """
         self.own_parts.before_update()
         if self.gathered is not None:
             self.gathered.before_update()
         try:
             if any(group["params"] for group in optimizer.param_groups):
                 optimizer.step()
-            else:  # other ranks update all; schedules look whether a step was taken
+            else:  # other ranks update everything; schedules check whether a step was taken
                 optimizer._opt_called = True  # type: ignore[attr-defined]
         except (RuntimeError, NotImplementedError) as error:
             if not is_about_parts(error):
@@ -786,8 +836,11 @@ class Stepper:
             self.gathered.after_update()
 
     def set_mode(self, *, trains: bool) -> None:
-        """Let an optimizer that has other weights for evaluations put those in place, or those that are trained.
-        Collective where ranks hold parts of what it sees whole."""
+        """Switch an optimizer that has other weights for evaluations to these or to the trained
+        weights.
+
+        Collective if ranks hold parts of tensors that it sees whole.
+        """
         self.before_update()
         self.own_parts.before_update()
         if self.gathered is not None:
@@ -801,9 +854,10 @@ class Stepper:
             self.edits.updated()
 
     def step_optimizer(self, name: str, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        """Clip the gradients of an optimizer of several, step it and its schedule. Collective as `update` is.
+        """Clip the gradients of one of several optimizers, and step it and its schedule. Collective
+        as `update` is.
 
-        parameters: that it updates and that are here.
+        parameters: those on this rank that it updates.
         """
         self.before_update()
         greatest = self.optimizer.clips[name]
@@ -821,17 +875,20 @@ class Stepper:
         sample_share: float,
         step: int,
     ) -> Evaluation:
-        """The update of an optimizer that evaluates the loss as often as it likes. Collective as `_evaluate` is.
+        """Update with an optimizer that decides how often it evaluates the loss. Collective as
+        `_evaluate` is.
 
         Args:
-            first: The step's first evaluation. evaluate: Makes another.
-            sample_share: This replica's, of the window's samples.
+            first: The step's first evaluation.
+            evaluate: Makes another evaluation.
+            sample_share: This replica's share of the window's samples.
 
         Returns:
-            The first evaluation's loss, and what the last one's forwards did.
+            The first evaluation's loss, with what the last evaluation's forwards did.
 
         Raises:
-            TrainingError: an evaluation's loss was not finite, and neither are the weights that were made of it.
+            TrainingError: an evaluation's loss was not finite, and neither are the weights that
+                resulted.
         """
         last, losses = first, [first.loss]
 
@@ -844,7 +901,7 @@ class Stepper:
                     has_unsynced=bool(last.host_figures[_CHANGED]),
                 )
             if self.merges_edits:
-                self.edits.updated()  # the optimizer's writes are no forward's
+                self.edits.updated()  # so that the optimizer's writes don't count as a forward's
             last = evaluate(is_first=False)
             self._let_optimizer_keep_gradients()
             losses.append(last.loss)
@@ -854,7 +911,7 @@ class Stepper:
         if self.gathered is not None:
             step_gathered(self.optimizer, self.gathered, first.loss, evaluate_again)
             if not self.gathered.whole:
-                self.optimizer._opt_called = True  # schedules look
+                self.optimizer._opt_called = True  # schedules check this
         else:
             self.optimizer.step(Closure(first.loss, evaluate_again, self.parameters.values()))
         if not all(map(math.isfinite, losses)):
@@ -867,13 +924,20 @@ class Stepper:
         )
 
     def _let_optimizer_keep_gradients(self) -> None:
-        """Replicas sum gradients in memory that the next evaluation overwrites; those of one device stay."""
+        """Copy gradients of replicas, because they are summed in memory that the next evaluation
+        overwrites.
+
+        The gradients of one device stay.
+        """
         if self.gathered is None and self.synchronisers:
             for p in self.parameters.values():
                 p.grad = None if p.grad is None else p.grad.clone()
 
     def _refuse_weights_that_are_not_finite(self, losses: Sequence[float], step: int) -> None:
-        """Collective over all ranks. losses: of the step's evaluations, of which some are not finite."""
+        """Refuse weights that are not finite after an update. Collective over all ranks.
+
+        losses: those of the step's evaluations, of which some are not finite.
+        """
         is_finite = all(
             bool(local_part(p.detach()).isfinite().all()) for p in self.parameters.values()
         )
@@ -892,12 +956,14 @@ class Stepper:
 
     @property
     def sent_bytes(self) -> float:
-        """What this rank has sent to other replicas so far: gradients or weights, and what they agree on."""
+        """The bytes that this rank has sent to other replicas so far: gradients or weights, and the
+        values on which they agree.
+        """
         return self.step_sync.met_bytes + sum(
             synchroniser.sent_bytes for synchroniser in self.synchronisers
         )
 
     def kept(self) -> Iterator[StateTensor]:
-        """State of the plan's rooms."""
+        """Yield the state of the plan's strategies."""
         for synchroniser in self.synchronisers:
             yield from synchroniser.kept()

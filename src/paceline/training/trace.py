@@ -1,4 +1,6 @@
-"""What every rank did when, on one clock: a Chrome trace (for Perfetto) and a picture with one row a rank."""
+"""Records what every rank did when, on one clock: as a Chrome trace (for Perfetto) and a picture
+with one row per rank.
+"""
 
 from __future__ import annotations
 
@@ -19,24 +21,27 @@ COLOURS = {
     "optimizer": "#34a853",
     "input": "#d7aefb",
 }
-# Of the phases that a rank tells as signs of life, those that are work of their own.
+# The phases among a rank's signs of life that are separate work.
 PHASES = ("input", "reduce", "optimizer")
 _WIDTH, _ROW, _LEFT = 1000, 26, 70  # pixels
 
 
 @dataclass(frozen=True, slots=True)
 class TraceSpan:
-    """Something that a rank did. start_s, end_s: seconds since the epoch, by the host's clock."""
+    """One piece of work of a rank."""
 
     rank: int
     what: str
     label: str
+    # In seconds since the epoch, by the host's clock.
     start_s: float
     end_s: float
 
 
 class TraceRecorder:
-    """Notes what one rank does in some steps. What is not noted is idle: waiting for other ranks."""
+    """Records what one rank does in some steps. Time in which nothing is recorded is idle: the rank
+    waits for others.
+    """
 
     def __init__(self, rank: int, steps: range) -> None:
         self.rank, self.steps, self.step = rank, steps, -1
@@ -45,18 +50,18 @@ class TraceRecorder:
         self._phase: tuple[str, float] | None = None
 
     def begin(self, step: int) -> None:
-        """The step of this number, from 0, is next."""
+        """Note that the step of this number, from 0, is next."""
         self.step = step
 
     def phase(self, name: str) -> None:
-        """A phase of the step begins, and the one before it ends."""
+        """Note that a phase of the step begins and the previous one ends."""
         now_s = time.perf_counter()
         if self._phase is not None and self._phase[0] in PHASES:
             self.add(self._phase[0], "", self._phase[1], now_s)
         self._phase = (name, now_s)
 
     def add(self, kind: str, label: str, start_s: float, end_s: float) -> None:
-        """Times are of `time.perf_counter`."""
+        """Record a span. Times are those of `time.perf_counter`."""
         if self.step in self.steps:
             self.spans.append(
                 TraceSpan(self.rank, kind, label, start_s + self._offset_s, end_s + self._offset_s)
@@ -69,7 +74,7 @@ class TraceRecorder:
 
 
 def bring_together(folder: Path, run_dir: Path, world_size: int) -> None:
-    """Make the trace and the picture of what all ranks wrote into `folder`."""
+    """Make the trace and the picture from the spans that all ranks wrote into `folder`."""
     paths = [folder / f"trace-rank-{rank}.json" for rank in range(world_size)]
     spans = [TraceSpan(**item) for path in paths for item in json.loads(path.read_text())]
     (run_dir / TRACE).write_text(json.dumps(chrome_trace(spans)))
@@ -79,7 +84,9 @@ def bring_together(folder: Path, run_dir: Path, world_size: int) -> None:
 
 
 def chrome_trace(spans: Sequence[TraceSpan]) -> dict[str, object]:
-    """The Trace Event Format, complete events in microseconds: Perfetto and chrome://tracing open it."""
+    """Return the spans in the Trace Event Format, as complete events in microseconds. Perfetto and
+    chrome://tracing open it.
+    """
     names = [
         {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
         for rank in sorted({span.rank for span in spans})
@@ -106,7 +113,9 @@ def chrome_trace(spans: Sequence[TraceSpan]) -> dict[str, object]:
 
 
 def idle_fraction(spans: Sequence[TraceSpan], *, world_size: int) -> float:
-    """Of all ranks' time, from the first span to the last, in which nothing was noted."""
+    """Return the fraction of all ranks' time, from the first span to the last, in which nothing was
+    recorded.
+    """
     if not spans:
         return 0.0
     total_s = max(span.end_s for span in spans) - min(span.start_s for span in spans)
@@ -114,7 +123,9 @@ def idle_fraction(spans: Sequence[TraceSpan], *, world_size: int) -> float:
 
 
 def picture(spans: Sequence[TraceSpan], *, world_size: int) -> str:
-    """An SVG: one row a rank, a box for each thing it did, idle time left white."""
+    """Return an SVG with one row per rank and a box for each piece of work. Idle time is left
+    white.
+    """
     first_s = min((span.start_s for span in spans), default=0.0)
     total_s = max((span.end_s for span in spans), default=1.0) - first_s
     scale = _WIDTH / max(total_s, 1e-9)

@@ -1,4 +1,6 @@
-"""The work around the micro-batches of a window on one rank: random streams, the loss and its weight."""
+"""The work around the micro-batches of a window on one rank: random streams, the loss and its
+weight.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,10 @@ if TYPE_CHECKING:
 class WindowWork:
     """The work around the micro-batches of one step.
 
-    criterion: (output, target) -> the loss. synchronisers: of what the loss trains. place: keys the random streams,
-    beside the step, the part and the micro-batch.
+    Attributes:
+        criterion: Computes the loss from (output, target).
+        synchronisers: Those of the parameters that the loss trains.
+        place: Keys the random streams, in addition to the step, the part and the micro-batch.
     """
 
     def __init__(
@@ -77,9 +81,9 @@ class WindowWork:
         self.tallies.append(
             tally if batch.samples else Tally(torch.zeros_like(tally.value), 0.0, tally.is_mean)
         )
-        # A mean over samples has its weight known before backward; (sum, count) is divided when the count of all the
-        # samples is known: the window's, or this replica's own where it takes steps of its own. A stand-in weighs
-        # nothing.
+        # The weight of a mean over samples is known before backward. (sum, count) is divided when
+        # the count of all samples is known: the window's, or this replica's own if replicas take
+        # their own steps. A padding batch has weight 0.
         weight = (
             batch.samples / self.samples * self.scale
             if tally.is_mean
@@ -87,17 +91,17 @@ class WindowWork:
         )
         value = (
             tally.value.float() if tally.value.dtype == torch.float16 else tally.value
-        )  # which a scale may not fit
+        )  # a scale may not fit into float16
         return value * weight
 
     def _explained_loss(self, output: Any, microbatch: int) -> Any:
-        """The job's loss, refused where it is made of shards."""
+        """Return the job's loss, and refuse it if it is made of shards."""
         try:
             value = self.criterion(output, self.batches[microbatch].target)
         except Exception as error:
             if isinstance(error, RuntimeError) and is_about_parts(
                 error
-            ):  # NotImplementedError is one
+            ):  # NotImplementedError is a RuntimeError
                 raise _reads_shards(str(error).splitlines()[0]) from error
             if not self.stepper.job.models:
                 note_sample(
@@ -131,7 +135,9 @@ class WindowWork:
         self.beat("backward")
 
     def drop_rows_of_stand_in(self) -> None:
-        """A stand-in adds zeros, and in a sparse gradient those are rows that an optimizer would update."""
+        """Drop the rows that a padding batch adds to sparse gradients. They are zeros, but an
+        optimizer would update such rows.
+        """
         for p, gradient in self.set_aside.items():
             p.grad = gradient
         self.set_aside = {}
