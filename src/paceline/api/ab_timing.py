@@ -1,4 +1,4 @@
-"""Steps of a calibration that run with and without a part of the plan, in turns: what that part gains."""
+"""Measure what a part of a plan gains: a calibration runs steps with it and without it in turns."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ NORMAL_95 = 1.96  # standard deviations of a normal distribution to each side of
 
 @dataclass(frozen=True, slots=True)
 class StepSeconds:
-    """Seconds of a step: by the clock, and of all threads of this process and its compilers together."""
+    """The duration of a step in seconds."""
 
-    clock_s: float
-    computed_s: float
+    clock_s: float  # by the clock
+    computed_s: float  # CPU time of all threads of this process and of its compilers together
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two steps that followed each other: with everything in the plan, and without a part of it."""
+    """Two consecutive steps: one with the whole plan, and one without a part of it."""
 
     with_all: StepSeconds
     without: StepSeconds
@@ -46,7 +46,11 @@ class Pair:
 
 
 class AlternatingSteps:
-    """Observes a run: rooms that can be left out of a step are in the first, out of the second, and so on."""
+    """Observe a run and switch the optional rooms on and off in turns.
+
+    The rooms are the synchronisers that a step can leave out. The first step uses them, the second
+    one does not, and so on.
+    """
 
     def __init__(self) -> None:
         self._rooms: list[Any] = []
@@ -68,7 +72,7 @@ class AlternatingSteps:
         self._began = _now()
 
     def gradients(self, step: int, stepper: StateOwner) -> None:
-        """Nothing is looked at."""
+        """Do nothing: the timing needs no gradients."""
 
     def weights(self, step: int, stepper: StateOwner, loss: float) -> None:
         ended, began = _now(), self._began
@@ -77,13 +81,13 @@ class AlternatingSteps:
         )
 
     def pairs(self) -> list[Pair]:
-        """None if there are no rooms to leave out."""
+        """Return the pairs of steps so far; none if the plan has no rooms to leave out."""
         steps = self._steps if self._rooms else []
         return [Pair(*steps) for steps in zip(steps[::2], steps[1::2], strict=False)]
 
 
 def start_s(pairs: Sequence[Pair]) -> float:
-    """By which the first pair of steps takes longer than the others.
+    """Return how many seconds longer the first pair of steps takes than the others.
 
     >>> warm = [Pair(StepSeconds(1.0, 1.0), StepSeconds(1.5, 1.5))] * 4
     >>> start_s([Pair(StepSeconds(21.0, 21.0), StepSeconds(1.5, 1.5)), *warm])
@@ -96,13 +100,15 @@ def start_s(pairs: Sequence[Pair]) -> float:
 
 
 def gain(warm: Sequence[Pair]) -> Gain:
-    """What a step gains, with its 95 % interval: the median of the means of any two pairs' gains.
+    """Return what a step gains, with its 95 % interval.
 
-    What was computed counts, as others that use the machine make hardly any difference to it. Threads that compute side
-    by side share a gain; a process that waits for others computes less than the clock says, and gains no more.
+    The gain is the median of the means of any two pairs' gains. It is measured in CPU time, because
+    other users of the machine hardly change that. Threads that compute side by side share a gain. A
+    process that waits for others has less CPU time than clock time, and gains no more than its CPU
+    time says.
 
-    Source: Hodges and Lehmann 1963, with the interval of Wilcoxon's signed-rank test. On noise that is nearly normal it
-    is as wide with two thirds of the pairs as the median's.
+    Source: Hodges and Lehmann 1963, with the interval of Wilcoxon's signed-rank test. On noise that
+    is nearly normal, this interval needs two thirds of the pairs to be as narrow as the median's.
 
     >>> pairs = [Pair(StepSeconds(0.8, 1.5), StepSeconds(1.0, 2.0)), Pair(StepSeconds(0.8, 1.4), StepSeconds(1.0, 2.0))]
     >>> step_gain = gain(pairs * 8)
@@ -126,7 +132,10 @@ def gain(warm: Sequence[Pair]) -> Gain:
 
 
 def more_pairs(warm: Sequence[Pair]) -> int:
-    """How many more pairs it takes until a gain is known; 0 where it is known, or where none is seen."""
+    """Return how many more pairs are needed until the gain is known precisely.
+
+    The number is 0 if the gain is known already, or if the pairs show no gain.
+    """
     warm_gain = gain(warm)
     if warm_gain.seconds <= 0:
         return 0
@@ -135,7 +144,9 @@ def more_pairs(warm: Sequence[Pair]) -> int:
 
 
 def _now() -> StepSeconds:
-    """Of this process and of those it has started and waited for, as compilers."""
+    """Return the clock time, and the CPU time of this process and of ended child processes such as
+    compilers.
+    """
     times = os.times()
     return StepSeconds(
         time.perf_counter(), time.process_time() + times.children_user + times.children_system

@@ -1,4 +1,6 @@
-"""The verb audit: whether each sample of an epoch counted in exactly one applied update, by a run's journal."""
+"""The verb audit: check by a run's journal whether each sample of an epoch counted in exactly one
+applied update.
+"""
 
 from __future__ import annotations
 
@@ -27,32 +29,30 @@ Kind = Literal[
 
 @dataclass(frozen=True, slots=True)
 class AuditFinding:
-    """What is wrong. positions: of the epoch, from the first to before the last. indices: of the first samples there,
-    where the order is the seed's shuffle."""
+    """A problem that an audit found."""
 
     kind: Kind
     message: str
     updates: tuple[str, ...] = ()
     epoch: int | None = None
+    # first position in the epoch, and the one after the last
     positions: tuple[int, int] | None = None
+    # samples at the first of these positions, if the order is the seed's shuffle
     indices: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Audit:
-    """What a journal shows.
-
-    updates, samples: that are in the weights. recomputed_updates: that were undone, as a launch went on from before
-    them, and made again. skipped_updates: which consumed samples and changed no weight: under loss scaling, or for
-    a spike. whole_epochs: all samples of which counted.
-    """
+    """The result of an audit."""
 
     run: Path
     launches: int
-    updates: int
-    samples: int
-    whole_epochs: int
+    updates: int  # updates that are in the weights
+    samples: int  # samples that are in the weights
+    whole_epochs: int  # epochs all of whose samples counted
+    # updates that were made again, because a launch went on from a point before them
     recomputed_updates: int
+    # updates that consumed samples and changed no weight, due to loss scaling or a spike
     skipped_updates: int
     findings: tuple[AuditFinding, ...]
 
@@ -74,7 +74,7 @@ class Audit:
         }
 
     def describe(self) -> str:
-        """What people read: the verdict, the counts, each finding."""
+        """Return the audit as text for people: the verdict, the counts, and each finding."""
         counts = (
             f"{self.updates} updates of {self.samples} samples in {self.launches} "
             f"launch{'es' if self.launches != 1 else ''}; {self.whole_epochs} whole epochs; "
@@ -91,11 +91,13 @@ class Audit:
 
 
 def audit(run: str | Path) -> Audit:
-    """Whether each position of an epoch contributed to exactly one applied update, over all launches of a run.
+    """Check that each position of an epoch contributed to exactly one applied update, over all
+    launches of a run.
 
-    Four things are held against each other: the windows of the updates, which must tile each epoch; what the ranks
-    fetched, as a digest that they added up in each update; the order that the seed gives; the cursors in the
-    checkpoints and the summary. A window that is still incomplete at the end of the last epoch is no loss.
+    The audit compares four sources: the windows of the updates, which must cover each epoch without
+    gaps or overlaps; the digest of the fetched samples, which the ranks sum up in each update; the
+    order that the seed gives; and the cursors in the checkpoints and in the summary. A window that
+    is still incomplete at the end of the last epoch does not count as a loss.
 
     Raises:
         UsageError: the folder has no journal.
@@ -126,7 +128,9 @@ def audit(run: str | Path) -> Audit:
 
 @dataclass
 class _Books:
-    """A journal that is read: what it says was applied, and what is wrong with it."""
+    """The contents of a journal: the updates that it says were applied, and the problems found in
+    it.
+    """
 
     launches: list[Launch] = field(default_factory=list)
     applied: list[Update] = field(default_factory=list)
@@ -187,7 +191,10 @@ class _Books:
         return self.launches[0]
 
     def _indices(self, epoch: int, positions: range) -> list[int]:
-        """Of the samples at these positions; the positions themselves where only they are in the digest."""
+        """Return the indices of the samples at these positions.
+
+        If the order is no shuffle, the digest contains only positions, and these are returned.
+        """
         if self._order.order != "shuffle":
             return list(positions)
         assert self._order.num_samples is not None
@@ -267,7 +274,9 @@ class _Books:
         return self._order.num_samples is None or update.positions.stop <= self._order.num_samples
 
     def check_epochs(self) -> int:
-        """Whether the windows of each epoch tile it. Returns the number of epochs that are complete."""
+        """Check that the windows of each epoch cover it without gaps or overlaps. Return the number
+        of complete epochs.
+        """
         by_epoch: dict[int, list[Update]] = {}
         for update in self.applied:
             by_epoch.setdefault(update.epoch, []).append(update)
@@ -283,7 +292,9 @@ class _Books:
         return whole
 
     def _check_tiles(self, epoch: int, updates: Sequence[Update]) -> tuple[int, bool]:
-        """Where an epoch's windows end, and whether each begins where another one ends."""
+        """Return where an epoch's windows end, and whether each window begins where another one
+        ends.
+        """
         before: Update | None = None
         num_findings = len(self.findings)
         for update in updates:
@@ -335,7 +346,7 @@ class _Books:
         return end >= size or (not is_last and self._order.drop_last)
 
     def check_cursors(self, run_dir: Path) -> None:
-        """Whether checkpoints and the summary count what the journal counts."""
+        """Check that checkpoints and the summary count steps and samples as the journal does."""
         counts: Counter[int] = Counter()
         for update in self.applied:
             counts[update.step] += update.count
@@ -351,7 +362,9 @@ class _Books:
 
 
 def _cursors(run_dir: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """What else of a run folder counts steps and samples. A checkpoint that is damaged counts nothing."""
+    """Yield the other records of a run folder that count steps and samples. Damaged checkpoints are
+    left out.
+    """
     for path in sorted((run_dir / folder.CHECKPOINTS).glob("step-*")):
         try:
             document = open_checkpoint(path).document

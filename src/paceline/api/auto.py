@@ -1,4 +1,6 @@
-"""`--plan auto`: the fastest exact plan that fits, found before a run in a small part of the run's own time."""
+"""`--plan auto`: find the fastest exact plan that fits, before a run and in a small part of its
+time.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +38,10 @@ def choose(
     memory: str | None,
     environment: Environment | None,
 ) -> Chosen:
-    """The plan for these devices; all of them are used where the user counted or named them.
+    """Choose the plan for these devices; it uses all of them if the user counted or named them.
 
-    Inside a launcher, whose ranks can't try plans, it is one replica a rank. What can't be priced is trained by
-    replicas, too.
+    Inside a launcher, whose ranks can't try plans, the plan is one replica per rank. A job that
+    can't be priced is trained by replicas, too.
 
     Raises:
         UsageError: 'auto' was asked for inside a launcher.
@@ -85,8 +87,12 @@ def _choose(job: Job, cluster: Cluster, *, may_be_fewer: bool) -> Chosen:
 
 
 def _search(problem: PlanningProblem, cluster: Cluster) -> Chosen:
-    """First by prediction alone, among plans that leave the model whole; then, where the run is long enough, by trying
-    the best of all."""
+    """Search in up to three steps, depending on the length of the run.
+
+    The first search predicts only, among plans that leave the model whole. If the run is long
+    enough, a second one also considers plans that split the model. If there is time, the best plans
+    are then tried.
+    """
     plans = replace(problem, may_split=False, times_operators=False).search(cluster)
     budget_s = _budget_s(problem.job, plans.chosen)
     if plans.chosen is None or budget_s >= CUTTING_S:
@@ -106,7 +112,7 @@ def _search(problem: PlanningProblem, cluster: Cluster) -> Chosen:
 
 
 def _budget_s(job: Job, best: Candidate | None) -> float:
-    """Of calibrations."""
+    """Return the seconds that calibrations may take."""
     if best is None or job.total_steps is None:
         return MOST_S
     return min(MOST_S, PART * job.total_steps * best.estimate.step_s)

@@ -1,4 +1,4 @@
-"""Short runs of plans on the devices that are here, which correct their prices."""
+"""Calibrate plans: run some of them briefly on the devices here, and correct their prices."""
 
 from __future__ import annotations
 
@@ -50,13 +50,20 @@ def calibrate_best(
     budget_s: float,
     worth: float = math.inf,
 ) -> RankedPlans:
-    """Calibrate the plan that looks best, correct all others by it, and again, until the best one was itself
-    calibrated. Then come plans of other kinds that may be as fast, and the best ones again: on an uneven machine one
-    trial may say little, and how far trials differ widens all intervals. Last come plans of kinds that look slower, and
-    those of a kind that have many more or fewer micro-batches.
+    """Try the most promising plans and correct the prices of all plans by the results.
 
-    run: takes a plan and its predicted step. A plan that fails is refused with its error.
-    worth: plans that look as if they took more than so many times the best one's step are not tried.
+    The plan that looks best is calibrated and all others are corrected by it, again and again,
+    until the best plan was itself calibrated. The next candidates are plans of other kinds that may
+    be as fast. Then the best ones run again, because on an uneven machine one trial may say little,
+    and the spread of the trials widens all intervals. Last come plans of kinds that look slower,
+    and plans that have many more or fewer micro-batches than a calibrated plan of their kind.
+
+    Args:
+        run: Takes a plan and its predicted step in seconds. If a plan fails, it is refused with its
+            error.
+        budget_s: Seconds that the trials may take.
+        worth: Plans are not tried if their predicted step is more than this many times the best
+            plan's step.
 
     Raises:
         RankFailed: a calibration was asked to stop.
@@ -86,8 +93,10 @@ def calibrate_best(
 
 
 def _calibrated(candidate: Candidate, run: Callable[[Plan, float], Calibration]) -> Calibration:
-    """What is slower than its interval is tried again, and the faster one counts: whatever else uses the machine only
-    makes steps slower."""
+    """Calibrate a plan; if it is slower than its interval, try it again and keep the faster result.
+
+    The faster result is better because other users of the machine only make steps slower.
+    """
     first = run(candidate.plan, candidate.estimate.step_s)
     if first.step_s <= candidate.estimate.high_s:
         return first
@@ -96,9 +105,17 @@ def _calibrated(candidate: Candidate, run: Callable[[Plan, float], Calibration])
 
 
 def _next(plans: RankedPlans, corrections: Corrections, worth: float) -> Candidate | None:
-    """The fastest exact plan, until it was calibrated. Then, of the exact plans that may be as fast as it, one of each
-    other kind, and again those that were calibrated. Then of all plans one of each other kind, exact ones first, those
-    far from any that was, and again. A plan that starts late, as its code is compiled, is tried for itself alone."""
+    """Return the plan to try next; None if no trial is left.
+
+    The order is:
+
+    1. the fastest exact plan, until it was calibrated;
+    2. exact plans that may be as fast as it: one of each other kind, then calibrated ones again;
+    3. all plans, exact ones first: one of each other kind, then those that are far from any
+       calibrated plan, then the calibrated ones again.
+
+    A plan that starts late, because its code is compiled, is only tried if it is the fastest one.
+    """
     exact = [candidate for candidate in plans.ranked if candidate.plan.relaxed is None]
     fastest = min(
         (candidate.estimate for candidate in exact if candidate.plan in corrections),
@@ -140,7 +157,7 @@ def _of_another_kind(candidates: Sequence[Candidate], corrections: Corrections) 
 
 
 def _again(candidates: Sequence[Candidate], corrections: Corrections) -> Candidate | None:
-    """The one that was tried less often than others."""
+    """Return the calibrated plan that was tried least often; None if all had enough trials."""
     return min(
         (
             candidate
@@ -169,22 +186,25 @@ def _corrected(
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """Steps that were taken. wall_s: of all of it, the start of ranks included. pairs: of steps in turns."""
+    """The result of a few steps of a plan."""
 
     step_s: float
     peak_memory_bytes: int
-    wall_s: float
+    wall_s: float  # for everything, including the start of ranks
     num_steps: int
-    pairs: Sequence[Pair]
+    pairs: Sequence[Pair]  # steps with and without a part of the plan, in turns
 
 
 def calibrate(job: Job, cluster: Cluster, plan: Plan, expected_s: float) -> Calibration:
-    """A few steps of a plan on the cluster's first devices, as `train` would take them; nothing is written.
+    """Run a few steps of a plan on the cluster's first devices, as `train` would; nothing is
+    written.
 
-    A plan that starts late takes every other step without what makes it late: what that brings is less than what two
-    runs differ by. It takes as many steps as its gain needs to be known.
+    A plan that starts late omits the part that makes it late in every other step, because what that
+    part gains is less than the difference between two runs. The trial takes as many steps as it
+    needs to know the gain.
 
-    expected_s: of a step; says how many are taken.
+    Args:
+        expected_s: Predicted seconds of a step; they decide how many steps are taken.
 
     Raises:
         RankFailed: a rank failed.
@@ -259,8 +279,11 @@ def _tried(job: Job, cluster: Cluster, plan: Plan, num_steps: int, *, in_turns: 
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """Nothing that this process says is heard, by whatever way it says it: rank 0's own stream has the terminal under
-    another number."""
+    """Discard everything that this process prints.
+
+    Rank 0's own stream writes to the terminal through another file descriptor, so it is silenced
+    separately.
+    """
     saved_descriptors = {number: os.dup(number) for number in (1, 2)}
     own_stream = sys.stderr if isinstance(sys.stderr, Tee) else None
     terminal = own_stream.terminal if own_stream is not None else None

@@ -1,4 +1,6 @@
-"""The check before a run: whether the plan's first update is one device's, and what an earlier check already says."""
+"""The check before a run: does the plan's first update equal one device's, and does an earlier
+check already say so?
+"""
 
 from __future__ import annotations
 
@@ -34,13 +36,17 @@ def first_update(
     timeout_s: float,
     loader_workers: int = 0,
 ) -> FirstUpdate | None:
-    """Check the plan's first update where that is possible and not known yet. None: one device does the job as it is.
+    """Check the plan's first update if that is possible and the result is not known yet.
 
-    Before it, some samples of what several ranks or loader workers read, on whatever device.
+    If several ranks or loader workers read samples, some of them are checked first, on whatever
+    device.
+
+    Returns:
+        The result; None if one device does the job as it is.
 
     Raises:
         PlanError: the model has fewer pieces than the plan has stages.
-        PlanRefused: it is not one device's, or the data set has a memory of its own.
+        PlanRefused: the update is not one device's, or the data set has a memory of its own.
         RankFailed: a rank failed, as it would have in the run.
     """
     from paceline.api.preflight import refuse_few_pieces
@@ -80,12 +86,12 @@ def first_update(
 
 
 def remember(source: JobFile, resolved: Resolved, *, verdict: str, reason: str) -> None:
-    """Note what a certificate says, so that runs of the same job under the plan need no check."""
+    """Store a certificate's verdict, so that runs of the same job under the plan need no check."""
     _remember(_key(source, resolved), verdict, reason)
 
 
 def _unchecked(resolved: Resolved, environment: Environment | None) -> str | None:
-    """Why a plan is not checked; None if it is."""
+    """Return why a plan is not checked; None if it is."""
     if resolved.plan.relaxed is not None:
         return f"the plan is relaxed ({resolved.plan.relaxed}) and can't equal one device"
     if environment is not None and environment.local_world_size < environment.world_size:
@@ -99,10 +105,11 @@ def _unchecked(resolved: Resolved, environment: Environment | None) -> str | Non
 
 
 def _key(source: JobFile, resolved: Resolved) -> str:
-    """A digest of all that decides what a first update is: the job's files and settings, the plan, the kinds of its
-    devices, the versions.
+    """Return a digest of everything that decides what a first update is.
 
-    The files are the job's own and the modules beside it that are loaded; data files that it reads are not looked at.
+    This is the job's files and settings, the plan, the kinds of its devices, and the versions. The
+    files are the job's own file and the loaded modules beside it; data files that it reads are not
+    included.
     """
     digest = hashlib.sha256()
     identity = {
@@ -138,7 +145,9 @@ def _files_of(source: JobFile) -> set[Path]:
 
 
 def _own_files() -> str:
-    """Sizes and times of this package's files: an edited one is another version."""
+    """Return sizes and modification times of this package's files, so that an edited file counts as
+    another version.
+    """
     package = Path(__file__).parent.parent
     stats = [
         (str(path.relative_to(package)), path.stat()) for path in sorted(package.rglob("*.py"))

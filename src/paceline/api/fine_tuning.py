@@ -1,4 +1,6 @@
-"""A Transformers model from its configuration as a job to plan for: nothing is downloaded, and no weights are made."""
+"""A Transformers model from its configuration as a job to plan for. Nothing is downloaded, and no
+weights are made.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +22,15 @@ USUAL_RANK = 16  # of adapters, where all weights are too many
 
 @dataclass(frozen=True)
 class FineTuning:
-    """A run as far as a plan depends on it.
+    """A fine-tuning run, with the settings that a plan depends on."""
 
-    source: a folder with a config.json, such a file, or a type of model such as "llama" in its usual size.
-    sequence: tokens of a sample. lora: rank of adapters by peft, on the layers that peft names for the model; None
-        trains all weights. weights: dtype of the model's weights; "" for what the configuration names, or float32.
-    """
-
+    # a folder with a config.json, such a file, or a type of model such as "llama" in its usual size
     source: str
     batch: int = 8
-    sequence: int = 1024
+    sequence: int = 1024  # tokens of a sample
+    # rank of peft's adapters, on the layers that peft names for the model; None trains all weights
     lora: int | None = None
+    # dtype of the model's weights; "" for the configuration's, or float32 if it names none
     weights: str = ""
 
     def __post_init__(self) -> None:
@@ -47,11 +47,12 @@ class FineTuning:
             )
 
     def job(self) -> Job:
-        """The job: computed in bf16, AdamW on what is trained.
+        """Return the job. It computes in bf16 and trains with AdamW.
 
         Raises:
-            MissingPackage: transformers is not installed, or peft where adapters are asked for.
-            UsageError: there is no configuration, it is of no language model, or of one with fewer positions.
+            MissingPackage: transformers is not installed, or peft if adapters are asked for.
+            UsageError: there is no configuration, or the model is no language model or has fewer
+                positions.
         """
         import torch
 
@@ -81,12 +82,12 @@ class FineTuning:
 
     @property
     def dtype(self) -> str:
-        """Of the model's weights."""
+        """The dtype of the model's weights."""
         stated = self._config().dtype
         return self.weights or str(stated or "float32").removeprefix("torch.")
 
     def smaller(self, cluster: Cluster) -> list[list[Attempt]]:
-        """Changes of the job that need less memory, by kind, each from small to large."""
+        """Return changes of the job that need less memory, by kind, each from small to large."""
 
         def attempt(change: FineTuning) -> Any:
             return lambda: (PlanningProblem.of(change.job(), device=cluster.first_here), cluster)
@@ -159,10 +160,10 @@ class FineTuning:
 
 
 def _language_model(config: Any) -> Any:
-    """The class of Transformers that builds it with a loss over tokens.
+    """Return the Transformers class that builds the model with a loss over tokens.
 
     Raises:
-        UsageError: it has none.
+        UsageError: there is no such class.
     """
     transformers = _imported("transformers")
     for kind in (transformers.AutoModelForCausalLM, transformers.AutoModelForMaskedLM):
@@ -175,7 +176,10 @@ def _language_model(config: Any) -> Any:
 
 
 def _positions(config: Any, kind: Any, sequence: int) -> float:
-    """Of a table of positions that the model has; infinite where it computes them, or has surely enough."""
+    """Return how many positions the model's table has.
+
+    The number is infinite if the model computes positions, or surely has enough of them.
+    """
     import torch
 
     most = getattr(config, "max_position_embeddings", None)

@@ -1,4 +1,7 @@
-"""The verb train on several hosts that may come and go: the plan for each number of them, and the ranks of this one."""
+"""The verb train on several hosts that may come and go.
+
+This module chooses the plan for each number of hosts and starts the ranks of this host.
+"""
 
 from __future__ import annotations
 
@@ -28,17 +31,19 @@ def train_on_hosts(
     patience_s: float,
     restarts: int | None,
 ) -> dict[str, Any] | None:
-    """Train as this host's part of a run, until the run has ended. Returns the run's figures on the
-    host that keeps the meeting place by then.
+    """Train as this host's part of a run, until the run has ended.
+
+    Returns the run's figures on the host that keeps the meeting place by then.
 
     Args:
-        plan: For all hosts. With fewer the run goes on under `resized` plans, which are known before it begins; without
-            a plan under one replica a rank.
+        plan: For all hosts. With fewer hosts the run goes on under `resized` plans, which are known
+            before it begins. Without a plan, it goes on with one replica per rank.
         train: Called in each rank with its plan.
         run: The folder that all hosts see; it says where to go on.
 
     Raises:
-        UsageError: there is no run folder, or no plan for some number of hosts. RankFailed, PeerLost: see `run_host`.
+        UsageError: there is no run folder, or no plan for some number of hosts.
+        RankFailed, PeerLost: see `run_host`.
     """
     if run is None:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""The verbs evaluate and predict: a trained run under any plan."""
+"""The verbs evaluate and predict: use a trained run under any plan."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def evaluate(
     devices: str | None = None,
     timeout_s: float = 300.0,
 ) -> dict[str, Any]:
-    """The validation loss and metrics of a run's newest checkpoint.
+    """Compute the validation loss and metrics of a run's newest checkpoint.
 
     Returns:
         {"plan", "step", "samples", "validation_loss", "metrics"}.
@@ -113,23 +113,27 @@ def predict(
     model: str | None = None,
     timeout_s: float = 300.0,
 ) -> dict[str, Any]:
-    """The model's outputs for the inputs in a file, in their order.
+    """Compute the model's outputs for the inputs in a file, in the order of the inputs.
 
-    Numbers with a fraction, of inputs and outputs, are float64 in a float64 job and float32 in any other.
+    Numbers with a fraction, in inputs and outputs, are float64 in a float64 job and float32 in any
+    other.
 
     Args:
-        input: `.npy` or `.csv` with one sample a row; rows of a `.csv` are numbers between commas, semicolons or tabs,
-            and a first row of names is left out; `.npz` or `.safetensors` with one tensor an argument: names
-            become keyword arguments, or positional ones if they are 0, 1, ...
-        output: Where outputs go: `.npy` for one tensor, `.npz` and `.safetensors` for any; by default
-            `DIR/predictions.npy` or `.safetensors`.
-        model: Of a job with several, the model or follower that predicts; by default its only one.
+        input: `.npy` or `.csv` with one sample per row, or `.npz` or `.safetensors` with one tensor
+            per argument. Rows of a `.csv` are numbers between commas, semicolons or tabs; a first
+            row of names is left out. Names of tensors become keyword arguments, or positional ones
+            if they are 0, 1, ...
+        output: Where outputs go: `.npy` for one tensor, `.npz` and `.safetensors` for any number;
+            by default `DIR/predictions.npy` or `.safetensors`.
+        model: The model or follower that predicts, in a job with several; by default the job's only
+            model.
 
     Returns:
         {"plan", "step", "samples", "output", "shapes"}.
 
     Raises:
-        UsageError: an input that can't be read, an output that can't be written, or one without a row a sample.
+        UsageError: an input can't be read, an output can't be written, or an output does not have
+            one row per sample.
     """
     target = _target(Path(output) if output else None, Path(input), Path(run))
     job, resolved, place = _open(Path(run), plan, devices=devices, timeout_s=timeout_s)
@@ -189,7 +193,9 @@ def predict(
 
 
 def _predicting(job: Job, model: str | None) -> str | None:
-    """The model or follower by name that predicts; None where the job has one model without a name."""
+    """Return the name of the model or follower that predicts; None if the job has one model without
+    a name.
+    """
     names = [*job.models, *job.followers]
     if model is None and len(job.models) > 1:
         raise UsageError(
@@ -216,7 +222,9 @@ def _open(
 
 
 def load_trained(context: RankContext, job: Job, resolved: Resolved, run_dir: Path) -> Trained:
-    """Build the model under the plan and read the run's newest weights into it; each rank reads what it holds."""
+    """Build the model under the plan and read the run's newest weights into it; each rank reads
+    what it holds.
+    """
     from paceline.strategies.mesh import Mesh
     from paceline.training import state
     from paceline.training.job_state import JobState
@@ -244,7 +252,7 @@ def load_trained(context: RankContext, job: Job, resolved: Resolved, run_dir: Pa
 
 
 class _Inputs:
-    """Rows of some tensors as a data set of (input, nothing)."""
+    """A data set of (input, nothing) from rows of tensors."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         if single := [name for name, tensor in tensors.items() if not tensor.dim()]:
@@ -258,10 +266,10 @@ class _Inputs:
         return self.count
 
     def as_in(self, job: Job) -> _Inputs:
-        """Numbers from a text as the job's own samples have them: whole ones where those are.
+        """Convert numbers from a text to integers if the job's own samples are integers.
 
         Raises:
-            UsageError: the job's are whole, and one of these is not.
+            UsageError: the job's samples are integers, and one of these numbers is not.
         """
         import torch
 
@@ -294,9 +302,10 @@ class _Inputs:
 
 
 def read_tensors(path: Path, *, float64: bool) -> dict[str, torch.Tensor]:
-    """The tensors of an input file by name; a single unnamed one is called "input".
+    """Read the tensors of an input file by name; a single unnamed one is called "input".
 
-    float64: what floats come as; else as float32. Integers stay what they are.
+    Args:
+        float64: Whether floats become float64; else they become float32. Integers keep their dtype.
 
     Raises:
         UsageError: the file is missing, of an unknown kind, or damaged.
@@ -339,7 +348,11 @@ def read_tensors(path: Path, *, float64: bool) -> dict[str, torch.Tensor]:
 
 
 def _manner(path: Path) -> dict[str, Any]:
-    """How a text of numbers is written, by its first row: what stands between them, and whether it has names alone."""
+    """Return how to read a text of numbers, judged by its first row: the delimiter, and the rows to
+    skip.
+
+    A first row that contains only names is skipped.
+    """
     with open(path, encoding="utf-8-sig") as file:
         number, first = next(
             ((n, row) for n, line in enumerate(file) if (row := line.partition("#")[0].strip())),
@@ -359,10 +372,10 @@ def _is_number(word: str) -> bool:
 
 
 def _target(path: Path | None, given: Path, run_dir: Path) -> Path | None:
-    """Where outputs go; None where that is left to their number.
+    """Return the file for the outputs; None if the number of outputs decides it.
 
     Raises:
-        UsageError: nothing can be written there, or something else would be lost.
+        UsageError: nothing can be written there, or another file would be lost.
     """
     if path is not None and path.suffix not in (".npy", ".npz", ".safetensors"):
         raise UsageError(

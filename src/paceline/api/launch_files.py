@@ -1,4 +1,6 @@
-"""Files that start a Paceline command on a cluster: of Slurm, Kubeflow Trainer, SkyPilot, KubeRay, and Docker."""
+"""Write files that start a Paceline command on a cluster: for Slurm, Kubeflow Trainer, SkyPilot,
+KubeRay and Docker.
+"""
 
 from __future__ import annotations
 
@@ -36,19 +38,15 @@ _CLAIM = re.compile(
 
 @dataclass(frozen=True)
 class LaunchRequest:
-    """A command on several hosts.
+    """A command on several hosts."""
 
-    command: what follows `paceline`, such as ["train", "job.py", "--run", "/runs/a"]. gpus: of a host, as N or NAME:N;
-    "0" for ranks on CPUs. time_limit: as Slurm writes it, HH:MM:SS or D-HH:MM:SS. volumes: where each named volume is
-    mounted.
-    """
-
+    # what follows `paceline`, such as ["train", "job.py", "--run", "/runs/a"]
     command: Sequence[str]
     num_hosts: int = 1
-    gpus: str = "0"
-    time_limit: str | None = None
+    gpus: str = "0"  # per host, as N or NAME:N; "0" for ranks on CPUs
+    time_limit: str | None = None  # as Slurm writes it: HH:MM:SS or D-HH:MM:SS
     image: str = IMAGE
-    volumes: Mapping[str, str] = field(default_factory=dict)
+    volumes: Mapping[str, str] = field(default_factory=dict)  # where each named volume is mounted
 
     def __post_init__(self) -> None:
         if not self.command or self.command[0] not in ("train", "evaluate", "predict"):
@@ -83,17 +81,20 @@ class LaunchRequest:
 
     @property
     def num_gpus(self) -> int:
-        """Of a host."""
+        """The number of GPUs per host."""
         return int(self.gpus.rpartition(":")[2])
 
     @property
     def num_ranks(self) -> int:
-        """Of a host: its part of the plan's or of --procs, else one a GPU, else one."""
+        """The number of ranks per host.
+
+        It is the host's part of the plan's ranks or of --procs; else one per GPU; else one.
+        """
         return self._world_size // self.num_hosts if self._world_size else self.num_gpus or 1
 
     @property
     def _world_size(self) -> int | None:
-        """That the command asks for."""
+        """The number of ranks that the command asks for; None if it does not say."""
         plan, procs = self._options.get("--plan"), self._options.get("--procs")
         if plan is not None and plan != "auto":
             return Plan.read(plan).world_size
@@ -101,7 +102,7 @@ class LaunchRequest:
 
     @property
     def _options(self) -> dict[str, str]:
-        """The word after each word, or what follows `=` in it."""
+        """The word that follows each word of the command, or the text after `=` in it."""
         pairs = dict(zip(self.command, [*self.command[1:], ""], strict=True))
         return {
             **pairs,
@@ -116,23 +117,24 @@ class LaunchRequest:
 
     @property
     def resumed(self) -> list[str]:
-        """The whole command. It goes on from the newest checkpoint, or begins where there is none."""
+        """The whole command. It resumes from the newest checkpoint, or begins if there is none."""
         words = ["paceline", *self.command]
         return words if self.command[0] != "train" or "--resume" in words else [*words, "--resume"]
 
     @property
     def name(self) -> str:
-        """Of letters that every cluster takes, from the job's file."""
+        """A name from the job's file, in letters that every cluster accepts."""
         file = next((word for word in self.command if word.partition(":")[0].endswith(".py")), "")
         stem = re.sub(r"[^a-z0-9]+", "-", Path(file.partition(":")[0]).stem.lower())
         return re.sub(r"^[^a-z]+", "", stem)[:40].rstrip("-") or "paceline"
 
 
 def _check_time_limit(limit: str) -> None:
-    """
+    """Refuse a time limit that is ambiguous or too short.
+
     Raises:
-        UsageError: it isn't written so that Slurm and a reader agree (Slurm takes 4:00 for four minutes), or ends a run
-            before it was asked to save.
+        UsageError: Slurm and a reader would understand the limit differently (Slurm takes 4:00 for
+            four minutes), or it ends a run before the run was asked to save.
     """
     match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d)(?::(\d\d))?", limit)
     if match is None or (match[1] is None and match[4] is None):
@@ -147,7 +149,8 @@ def _check_time_limit(limit: str) -> None:
 
 
 def _check_mounts(volumes: Mapping[str, str]) -> None:
-    """
+    """Refuse volumes that share a folder or have none.
+
     Raises:
         UsageError: a volume is not mounted at a folder of its own.
     """
@@ -171,10 +174,11 @@ def _check_mounts(volumes: Mapping[str, str]) -> None:
 
 
 def text(kind: str, request: LaunchRequest) -> str:
-    """The file of a kind of cluster.
+    """Return the text of the file for a kind of cluster.
 
     Raises:
-        UsageError: an unknown kind, or one that lacks something or has no place for it.
+        UsageError: the kind is unknown, or the request lacks something or has something that this
+            kind can't express.
     """
     if kind not in KINDS:
         raise UsageError(
@@ -203,7 +207,10 @@ def text(kind: str, request: LaunchRequest) -> str:
 
 
 def slurm(request: LaunchRequest) -> str:
-    """A batch file. Slurm sends USR1 before the time limit; a run that was stopped so is queued again."""
+    """Return a batch file for Slurm.
+
+    Slurm sends USR1 before the time limit; a run that was stopped in this way is queued again.
+    """
     options = {
         "job-name": request.name,
         "nodes": request.num_hosts,
@@ -230,10 +237,10 @@ def slurm(request: LaunchRequest) -> str:
 
 
 def kubernetes(request: LaunchRequest) -> str:
-    """A TrainJob of Kubeflow Trainer, v1alpha1, under its runtime `torch-distributed`.
+    """Return a TrainJob of Kubeflow Trainer, v1alpha1, under its runtime `torch-distributed`.
 
     Raises:
-        UsageError: a volume's name is none of Kubernetes.
+        UsageError: a volume's name is not valid in Kubernetes.
     """
     resources = {"limits": {"nvidia.com/gpu": request.num_gpus}} if request.num_gpus else None
     words = [
@@ -295,7 +302,7 @@ def kubernetes(request: LaunchRequest) -> str:
 
 
 def _claims(request: LaunchRequest) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """A pod's volumes, each a claim of its name, and where its container mounts them."""
+    """Return a pod's volumes, each a claim of its name, and where its container mounts them."""
     for name in request.volumes:
         if not _CLAIM.fullmatch(name):
             raise UsageError(
@@ -310,11 +317,14 @@ def _claims(request: LaunchRequest) -> tuple[list[dict[str, Any]], list[dict[str
 
 
 def skypilot(request: LaunchRequest) -> str:
-    """A task; `sky jobs launch` starts it again on other machines when its own are taken away, and where the run ends
-    because it was asked to, or because a host is lost.
+    """Return a SkyPilot task.
+
+    `sky jobs launch` starts it again on other machines if its own are taken away, and where the run
+    ends because it was asked to or because a host is lost.
 
     Raises:
-        UsageError: GPUs without a name, a run in a folder that would be lost, or no checkout to install from.
+        UsageError: GPUs without a name, a run in a folder that would be lost, or no checkout to
+            install from.
     """
     if request.num_gpus and ":" not in request.gpus:
         raise UsageError(
@@ -346,7 +356,10 @@ def skypilot(request: LaunchRequest) -> str:
 
 
 def _bucket(name: str, path: str, request: LaunchRequest) -> Any:
-    """What is mounted at a path. Of a folder of this machine, as of a bucket without a mode, machines get a copy."""
+    """Return what is mounted at a path.
+
+    Machines get a copy of a folder of this machine, as they get one of a bucket without a mode.
+    """
     if name[0] not in "./~":
         return {"source" if "://" in name else "name": name, "mode": "MOUNT"}
     if f"{posixpath.normpath(request._options.get('--run', ''))}/".startswith(
@@ -361,11 +374,13 @@ def _bucket(name: str, path: str, request: LaunchRequest) -> Any:
 
 
 def ray_job(request: LaunchRequest) -> str:
-    """A RayJob of KubeRay, v1: a head that runs the command and no ranks, and a pod a host. A host that is lost is
-    replaced by the operator, and the run goes on when it is back.
+    """Return a RayJob of KubeRay, v1: a head that runs the command and no ranks, and one pod per
+    host.
+
+    The operator replaces a host that is lost, and the run goes on when the host is back.
 
     Raises:
-        UsageError: the command is not train, or a volume's name is none of Kubernetes.
+        UsageError: the command is not train, or a volume's name is not valid in Kubernetes.
     """
     if request.command[0] != "train":
         raise UsageError(f"{request.command[0]} has no --on ray", hint="a RayJob is for train")
@@ -414,9 +429,10 @@ def ray_job(request: LaunchRequest) -> str:
 
 
 def compose(request: LaunchRequest) -> str:
-    """A file of `docker compose`: a service a host, which meet at the first. One that fails is started again.
+    """Return a file of `docker compose`: one service per host, which meet at the first one.
 
-    The hosts are containers of one machine, so a GPU that one of them has is not for the others.
+    A service that fails is started again. The hosts are containers of one machine, so a GPU that
+    one of them has is not available to the others.
 
     Raises:
         UsageError: a volume is neither Docker's nor a folder.
@@ -477,7 +493,7 @@ def _gpus_of_host(index: int, count: int) -> dict[str, Any]:
 
 
 def _yaml(document: Mapping[str, Any]) -> str:
-    """JSON, which is YAML; laid out as YAML where PyYAML is here."""
+    """Write JSON, which is also YAML; lay it out as YAML if PyYAML is installed."""
     try:
         import yaml
     except ImportError:

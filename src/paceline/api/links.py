@@ -1,7 +1,9 @@
-"""How long ranks of this machine wait for each other: measured with as many as there will be, kept in a cache.
+"""Measure how long ranks of this machine wait for each other, with as many ranks as a plan has, and
+cache the results.
 
-CPU ranks compute and meet in turns, because they share cores. GPU ranks gather and sum over NCCL, because only the
-speed that they reach counts, through bridges, switches, both processors of a host or its memory.
+CPU ranks compute and meet in turns, because they share cores. GPU ranks gather and sum over NCCL,
+because only the speed that they reach counts, through bridges, switches, both processors of a host
+or its memory.
 """
 
 from __future__ import annotations
@@ -55,13 +57,14 @@ GPU_TIMEOUT_S = 90.0  # NCCL looks at the wires first, and opens channels
 
 
 def with_links(cluster: Cluster, *, measure: bool = True) -> Cluster:
-    """The cluster with what its ranks were found to wait for a collective, by their number.
+    """Return the cluster with the measured wait for a collective, by number of ranks.
 
-    Takes some seconds the first time: ranks are started. Described devices stay as they are, and so does a cluster
-    whose ranks can't be started; of GPUs that is said. Figures of a machine that was busy with something else are used,
-    but not kept.
+    The first call takes some seconds, because ranks are started. Described devices stay as they
+    are, and so does a cluster whose ranks can't be started; if those are GPUs, a message says so.
+    Figures of a machine that was busy with something else are used, but not cached.
 
-    measure: whether what is not in the cache is measured; no where ranks are at work.
+    Args:
+        measure: Whether to measure what is not in the cache; use False while ranks are at work.
     """
     devices = cluster.devices
     names = {str(device) for device in devices}
@@ -95,7 +98,9 @@ def with_links(cluster: Cluster, *, measure: bool = True) -> Cluster:
 
 
 def _with_gpu_links(cluster: Cluster, *, measure: bool) -> Cluster:
-    """Measured on the first 2, 4, 8 and all GPUs: other ones may be wired otherwise."""
+    """Measure the links on the first 2, 4, 8 and all GPUs, because other GPUs may be wired
+    differently.
+    """
     names = {
         count: ",".join(str(device.index) for device in cluster.devices[:count])
         for count in _counts(len(cluster.devices))
@@ -123,10 +128,12 @@ def _with_gpu_links(cluster: Cluster, *, measure: bool) -> Cluster:
 
 
 def measure_link(cluster: Cluster, num_ranks: int) -> Link:
-    """Between so many CPU ranks that compute and meet in turns, as in training, or between the first so many GPUs.
+    """Measure the link between CPU ranks that compute and meet in turns, as in training, or between
+    the first GPUs.
 
     Raises:
-        RankFailed: a rank failed. PacelineError: ranks can't be started from this process.
+        RankFailed: a rank failed.
+        PacelineError: ranks can't be started from this process.
     """
     from paceline.launch.local.ranks import run_local
 
@@ -141,17 +148,19 @@ def measure_link(cluster: Cluster, num_ranks: int) -> Link:
 
 
 def _counts(num_devices: int) -> list[int]:
-    """2, 4, 8 and all, as far as there are devices."""
+    """Return 2, 4, 8 and the number of all devices, as far as there are devices."""
     most = min(num_devices, MOST_RANKS)
     return sorted({most, *(count for count in (2, 4, 8) if count <= most)})
 
 
 def _rank_times(context: RankContext) -> tuple[float, float, float, float, float, float, str]:
-    """A link's figures, as this rank sees them, and where they come from. Collective over the default group.
+    """Return a link's figures, as this rank sees them, and their source. Collective over the
+    default group.
 
-    Each is a mean, because a step has many collectives, and one in ten takes several times as long as the median. Of
-    rounds the faster one counts: whatever else uses the machine only makes them slower. The rate is that of gatherings
-    one after another: ranks that compute before them come late by as much as a large one takes.
+    Each figure is a mean, because a step has many collectives, and one in ten takes several times
+    as long as the median. The faster of the rounds counts, because other users of the machine only
+    make them slower. The rate is that of consecutive gatherings: ranks that compute before them are
+    late by as much as a large one takes.
     """
     import torch
     import torch.distributed as dist
@@ -165,7 +174,9 @@ def _rank_times(context: RankContext) -> tuple[float, float, float, float, float
     def each_s(
         times: int, collective: Callable[[], object], products: int = MANY_PRODUCTS
     ) -> float:
-        """Of a collective after products."""
+        """Return the mean seconds of a collective that follows matrix products; the slowest runs
+        are left out.
+        """
         collective()
         seconds = []
         for _ in range(times):
@@ -214,9 +225,10 @@ def _rank_times(context: RankContext) -> tuple[float, float, float, float, float
 
 
 def _gpu_rank_times(context: RankContext) -> tuple[float, float, float]:
-    """A link's figures, as this rank sees them. Collective over the default group.
+    """Return a link's figures, as this rank sees them. Collective over the default group.
 
-    An all-reduce of one number is 2 (n-1) hops, a gathering is n-1 hops and (n-1)/n of its bytes on each rank's link.
+    An all-reduce of one number is 2 (n-1) hops. A gathering is n-1 hops and puts (n-1)/n of its
+    bytes on each rank's link.
     """
     import torch
     import torch.distributed as dist
@@ -253,7 +265,7 @@ def _write(kind: DeviceKind, links: Mapping[str, Link]) -> None:
 
 
 def _read(kind: DeviceKind) -> dict[str, Link]:
-    """What the cache has; nothing where it is missing or makes no sense."""
+    """Return the links in the cache; none if the file is missing or makes no sense."""
     try:
         links = {str(name): _link(*figures) for name, figures in cache.read(CACHED, kind).items()}
     except (ValueError, TypeError, AttributeError):

@@ -9,9 +9,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Outcome:
-    """Figures by name, as the run folder has them in a file, and the folder."""
+    """The run folder that a verb leaves, and its figures."""
 
-    figures: dict[str, Any]
+    figures: dict[str, Any]  # by name, as in the run folder's file
     run: Path
 
     def to_dict(self) -> dict[str, Any]:

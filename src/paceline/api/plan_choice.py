@@ -1,4 +1,4 @@
-"""The plan of a run that nobody gave, as far as every run must know of it; `auto.py` chooses it."""
+"""The plan that Paceline chose because the user gave none; `auto.py` makes the choice."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ AUTO = "auto"
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A plan that nobody gave. estimate: as far as it is known. why: a line for people. profile: the job's."""
+    """A plan that Paceline chose because the user gave none."""
 
     plan: Plan
-    why: str = ""
-    estimate: Estimate | None = None
-    profile: Profile | None = None
+    why: str = ""  # a line for people
+    estimate: Estimate | None = None  # as far as it is known
+    profile: Profile | None = None  # the job's
 
 
 def is_auto(plan: str | Plan | None) -> bool:
-    """Whether nobody says how to train."""
+    """Whether the user leaves the choice of the plan to Paceline."""
     return plan is None or (isinstance(plan, str) and plan.strip() == AUTO)

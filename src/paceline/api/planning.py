@@ -1,4 +1,6 @@
-"""`plan`: which strategy is the fastest that fits, how fast and how sure that is, and why the others lose."""
+"""`plan`: find the fastest strategy that fits, how fast and how certain that is, and why the others
+lose.
+"""
 
 from __future__ import annotations
 
@@ -35,15 +37,16 @@ OTHER_PRECISION: Mapping[Precision, Precision] = {"float32": "bf16", "bf16": "fl
 
 @dataclass(frozen=True)
 class Planned:
-    """What is planned for. smaller: changes of the job that need less memory on a cluster, by kind; those that its own
-    fields show are known anyway."""
+    """A job to plan for."""
 
     job: Job
+    # Changes of the job that need less memory on a cluster, by kind. Changes that the job's own
+    # fields show are known anyway.
     smaller: Callable[[Cluster], Sequence[Sequence[Attempt]]] = lambda cluster: ()
 
     @classmethod
     def of(cls, job: AnyJob | FineTuning) -> Planned:
-        """The job, loaded or made if it has to be."""
+        """Return the job, and load or make it if necessary."""
         if isinstance(job, FineTuning):
             return cls(job.job(), job.smaller)
         return cls(open_job(job)[1])
@@ -64,19 +67,23 @@ def plan(
 
     Args:
         job: The job, a file that makes it, or the fine-tuning of a Transformers model.
-        cluster: What there is, or a word for it: "local", "2xcpu", "8xH100", "16x8xH100", "2x24GB", or a TOML file. On
-            this machine plans may leave devices out.
-        relaxed: Whether a plan may be chosen that gives something up against one device.
-        price_per_hour: Of a device. Plans are ranked by what a sample costs, and may leave devices out.
-        mtbf_hours: Mean time between failures of a device: for the best interval between checkpoints, and for what each
-            way to survive costs.
-        repair_hours: Until a host, or a GPU, that failed is back.
-        checkpoint_bytes_per_s: That a device writes of a checkpoint.
-        calibrate_s: Seconds after which no further plan is tried on devices that are here. A few steps of the most
-            promising plans, and of one of each kind, correct what is predicted; 0 predicts alone.
+        cluster: A cluster, or a word for it: "local", "2xcpu", "8xH100", "16x8xH100", "2x24GB", or
+            a TOML file. On this machine plans may leave devices out.
+        relaxed: Whether a relaxed plan may be chosen.
+        price_per_hour: Of a device. Plans are then ranked by what a sample costs, and may leave
+            devices out.
+        mtbf_hours: Mean time between failures of a device. It decides the best interval between
+            checkpoints, and what each way to survive costs.
+        repair_hours: Hours until a host or a GPU that failed is back.
+        checkpoint_bytes_per_s: Bytes of a checkpoint that a device writes per second.
+        calibrate_s: Seconds after which no further plan is tried on devices that are here. A few
+            steps of the most promising plans, and of one of each kind, correct the prediction; 0
+            only predicts.
 
     Raises:
-        JobError: the job makes no sense. ClusterError: the cluster can't be read. UsageError: a figure is not above 0.
+        JobError: the job makes no sense.
+        ClusterError: the cluster can't be read.
+        UsageError: a figure is not above 0.
         PlanError: nothing could be priced.
     """
     if price_per_hour is not None and not 0 < price_per_hour < float("inf"):
@@ -121,7 +128,11 @@ def _answer(
     rates: FailureRates | None,
     calibrate_s: float,
 ) -> Answer:
-    """Plans are tried where ranks can be forked, which is on machines without GPUs: who prices plans uses CUDA."""
+    """Rank the plans and collect what there is to say about them.
+
+    Plans are only tried on machines without GPUs, because elsewhere pricing uses CUDA in this
+    process, which can then fork no ranks.
+    """
     loaded = planned.job
     problem = PlanningProblem.of(loaded, price_per_hour, device=cluster.first_here)
     ranking = problem.search(cluster, may_relax=relaxed)
@@ -179,7 +190,10 @@ def _nothing_priced(problem: PlanningProblem, ranking: RankedPlans, cluster: Clu
 
 
 def _of_devices(candidates: Sequence[Candidate], chosen: Candidate | None) -> list[str]:
-    """What GPUs that are here don't have for tensors: what others hold, and what the chosen plan's ranks give away."""
+    """Return notes on the memory that GPUs of this machine don't have for tensors.
+
+    Other processes hold some of it, and the chosen plan's ranks need some for themselves.
+    """
     notes = reduced_memory(need for candidate in candidates for need in candidate.estimate.needs)
     aside = (
         set_aside(max(chosen.estimate.needs, key=lambda need: need.total_bytes))
@@ -190,7 +204,9 @@ def _of_devices(candidates: Sequence[Candidate], chosen: Candidate | None) -> li
 
 
 def nothing_fits(ranking: RankedPlans, cluster: str, changes: Sequence[Remedy] = ()) -> PlanError:
-    """Why no plan was chosen: the gap in bytes, the nearest plans, and changes under which one fits."""
+    """Return an error that says why no plan was chosen: the gap in bytes, the nearest plans, and
+    changes under which one fits.
+    """
     nearest = sorted(ranking.too_large, key=lambda candidate: candidate.missing_bytes)[:NEAREST]
     return PlanError(
         f"nothing fits on {cluster}: '{nearest[0].plan}' is nearest and is "
@@ -213,8 +229,12 @@ def nothing_fits(ranking: RankedPlans, cluster: str, changes: Sequence[Remedy] =
 
 
 def _advice(problem: PlanningProblem, chosen: Candidate | None, cluster: Cluster) -> Advice | None:
-    """Of the chosen plan; forward and backward are traced again, for their tensors have other sizes. What was found to
-    be slower than predicted is taken to be as much slower in the other precision."""
+    """Return advice on the precision of the chosen plan.
+
+    Forward and backward are traced again, because their tensors have other sizes. If calibration
+    found the plan slower than predicted, the other precision is assumed to be slower by the same
+    factor.
+    """
     precision = OTHER_PRECISION.get(problem.job.precision)
     if chosen is None or precision is None:
         return None

@@ -1,4 +1,6 @@
-"""What `plan` says to people: the chosen plan first, then a table as wide as the terminal."""
+"""Write the answer of `plan` for people: the chosen plan first, then a table as wide as the
+terminal.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,7 @@ def lines(answer: Answer) -> Iterator[str]:
 
 
 def _chosen(answer: Answer, chosen: Candidate) -> Iterator[str]:
-    """What there is to say of the chosen plan."""
+    """Yield the lines about the chosen plan."""
     cost = f", {_money(answer, chosen)} a million samples" if answer.is_priced else ""
     yield f"{_speed(chosen, answer.batch)}{cost}: {reason(chosen, chosen)}"
     if tied := answer.ranking.tied:
@@ -71,7 +73,7 @@ def _chosen(answer: Answer, chosen: Candidate) -> Iterator[str]:
 
 
 def _shown(plans: RankedPlans) -> list[Candidate]:
-    """The best of each kind, then the fastest of all, in order."""
+    """Return the best plan of each kind, then the fastest of all, in order."""
     best_and_nearest = [*best_of_each_kind(plans.ranked), *plans.too_large]
     more = [candidate for candidate in plans.ranked if candidate not in best_and_nearest]
     listed = [*best_and_nearest, *more[: max(0, SHOWN - len(best_and_nearest))]]
@@ -111,7 +113,7 @@ def _money(answer: Answer, candidate: Candidate) -> str:
 
 
 def _advised(advice: Advice, chosen: Candidate) -> str:
-    """What another precision would bring."""
+    """Say what another precision would bring."""
     estimate = advice.estimate
     if isinstance(estimate, str):
         return f"precision={advice.precision}: {estimate}"
@@ -126,13 +128,13 @@ def _advised(advice: Advice, chosen: Candidate) -> str:
 
 @dataclass(frozen=True)
 class Advice:
-    """What another precision would bring to the chosen plan. estimate: why there is none where it is text."""
+    """The effect that another precision would have on the chosen plan."""
 
     precision: Precision
-    estimate: Estimate | str
+    estimate: Estimate | str  # the new estimate; a text says why there is none
 
     def to_dict(self) -> dict[str, Any]:
-        """For `--json`."""
+        """Return the advice for `--json`."""
         if isinstance(self.estimate, str):
             return {"precision": self.precision, "problem": self.estimate}
         return {
@@ -145,35 +147,33 @@ class Advice:
 
 @dataclass(frozen=True)
 class Answer:
-    """What `plan` found.
+    """The answer of `plan`."""
 
-    cluster: as it was asked for. batch: samples a step. flips: changes of hardware, and the plan that then is best.
-    notes: which figures are rough, and why. is_priced: whether plans are ranked by what they cost.
-    remedies: where nothing fits, changes under which something does, the least first.
-    advice: None for a precision that has no other. outlook: None unless failures were asked for.
-    """
-
-    cluster: str
-    batch: int
+    cluster: str  # as it was asked for
+    batch: int  # samples per step
     ranking: RankedPlans
+    # changes of hardware, with the plan that is best after each
     flips: tuple[tuple[str, Candidate], ...]
-    notes: tuple[str, ...]
-    is_priced: bool = False
+    notes: tuple[str, ...]  # which figures are rough, and why
+    is_priced: bool = False  # whether plans are ranked by what they cost
+    # if nothing fits: changes under which something does, the least first
     remedies: tuple[Remedy, ...] = ()
-    advice: Advice | None = None
-    outlook: Goodput | None = None
+    advice: Advice | None = None  # None for a precision that has no other
+    outlook: Goodput | None = None  # None unless failures were asked for
 
     @property
     def chosen(self) -> Plan | None:
-        """The best plan that fits, exact unless relaxed ones were asked for; None if none does."""
+        """The best plan that fits; None if none does. It is exact unless relaxed plans were asked
+        for.
+        """
         return self.ranking.chosen.plan if self.ranking.chosen is not None else None
 
     def million_samples_cost(self, candidate: Candidate) -> float:
-        """In the unit of the price."""
+        """Return the cost of a million samples, in the unit of the price."""
         return candidate.step_cost / self.batch * MILLION
 
     def to_dict(self) -> dict[str, Any]:
-        """The document of `--json`."""
+        """Return the document of `--json`."""
         chosen = self.ranking.chosen
         return {
             "cluster": self.cluster,
@@ -222,11 +222,14 @@ class Answer:
         }
 
     def describe(self) -> str:
-        """For people: at most 100 columns."""
+        """Return the answer as text for people, in at most 100 columns."""
         return "\n".join(lines(self))
 
     def write_html(self, to: str | Path, *, command: str = "paceline train JOB") -> Path:
-        """One HTML file that needs no network. Returns where it lies. command: that trains under a plan.
+        """Write one HTML file that needs no network. Return its path.
+
+        Args:
+            command: The command that trains under a plan.
 
         Raises:
             UsageError: a package that draws is missing, or the file can't be written.

@@ -1,4 +1,4 @@
-"""The prediction for a run beside what the run measured."""
+"""Compare the prediction for a run with what the run measured."""
 
 from __future__ import annotations
 
@@ -38,27 +38,26 @@ MEMORY_SPREAD, SMALL_BYTES = (
 
 @dataclass(frozen=True)
 class Priced:
-    """A job's cost, as far as it is known before it runs.
-
-    estimate: where the planner has made one. problem: why there is no price.
-    """
+    """A job's cost, as far as it is known before it runs."""
 
     job: Job
     resolved: Resolved
     snapshot: bool
     profile: Profile | None = None
     split: SplitPrices | None = None
-    estimate: Estimate | None = None
-    problem: str = ""
+    estimate: Estimate | None = None  # if the planner has made one
+    problem: str = ""  # why there is no price
 
 
 def price(job: Job, resolved: Resolved, chosen: Chosen, *, snapshot: bool) -> Priced:
-    """Refuse a plan that doesn't fit where memory has a limit: one that the user set, or a GPU's.
+    """Refuse a plan that doesn't fit, if memory has a limit: one that the user set, or a GPU's.
 
-    Elsewhere nothing of the job runs in this process before its ranks have started, but for a plan that was chosen.
+    Without a limit, nothing of the job runs in this process before its ranks have started, unless a
+    plan was chosen.
 
     Raises:
-        PlanError: a rank needs more memory than its device has; with the ledger and the plans that fit.
+        PlanError: a rank needs more memory than its device has; with the ledger and the plans that
+            fit.
     """
     priced = Priced(job, resolved, snapshot, chosen.profile, estimate=chosen.estimate)
     if not any(device.is_limit or device.kind == "cuda" for device in resolved.cluster.devices):
@@ -81,7 +80,7 @@ def price(job: Job, resolved: Resolved, chosen: Chosen, *, snapshot: bool) -> Pr
 
 
 def _checked(priced: Priced) -> Priced:
-    """With the job's cost.
+    """Add the job's cost, and refuse a plan that doesn't fit.
 
     Raises:
         PlanError: see `price`.
@@ -116,7 +115,7 @@ def _without_price(priced: Priced, error: Exception) -> Priced:
 
 
 def _profiled(priced: Priced) -> Priced:
-    """With the job's cost. A job that can't be profiled trains all the same."""
+    """Add the job's cost. A job that can't be profiled is trained all the same."""
     from paceline.model.cost import profile_job
     from paceline.planner.multi_model import priced as as_priced
     from paceline.strategies.stages.price import SplitJob
@@ -133,7 +132,10 @@ def _profiled(priced: Priced) -> Priced:
 
 
 def predict_once_started(board: HeartbeatTable, priced: Priced, run_dir: Path) -> None:
-    """Predict beside the ranks, when the first has taken a step and start-up is over: it takes a device's rates."""
+    """Predict while the ranks run, once the first one has taken a step and start-up is over.
+
+    The prediction waits because it measures a device's rates.
+    """
     while priced.estimate is None and board.read(0).step < 2:
         if board.over:
             return
@@ -198,7 +200,7 @@ def _estimate(priced: Priced) -> Estimate | None:
 
 
 def sum_up(run_dir: Path, figures: dict[str, Any], priced: Priced) -> dict[str, Any]:
-    """Write the summary, with what was predicted; say so in a line where that was missed."""
+    """Write the summary together with the prediction; print a line if the prediction missed."""
     from paceline.base.files import write_json
 
     if not (run_dir / folder.PREDICTED).exists():
@@ -218,9 +220,11 @@ def sum_up(run_dir: Path, figures: dict[str, Any], priced: Priced) -> dict[str, 
 
 
 def miss(figures: Mapping[str, Any], *, load: float) -> str:
-    """A line about what was predicted wrongly, with its likeliest cause; empty if all is as it was said.
+    """Return a line about a wrong prediction and its likeliest cause; empty if the prediction was
+    right.
 
-    load: runnable processes of the machine, a minute's mean.
+    Args:
+        load: Runnable processes of the machine, as the mean over a minute.
     """
     predicted = figures["predicted"]
     low_s, high_s, took_s = predicted["step_s_low"], predicted["step_s_high"], figures["step_s"]
@@ -233,7 +237,12 @@ def miss(figures: Mapping[str, Any], *, load: float) -> str:
 
 
 def _cause(figures: Mapping[str, Any], *, load: float, late_s: float) -> str:
-    """late_s: by how much a step is longer than was predicted at most; negative if it is shorter."""
+    """Return the likeliest cause of a wrong prediction.
+
+    Args:
+        late_s: Seconds by which a step takes longer than the upper end of the prediction; negative
+            if it takes less.
+    """
     input_s, is_slower = figures.get("input_s", 0.0), late_s > 0
     if figures["steps"] <= FEW_STEPS:
         return f"{figures['steps']} steps are mostly a run's start"
@@ -272,7 +281,9 @@ def _memory_miss(figures: Mapping[str, Any]) -> str:
 
 
 def what_would_fit(priced: Priced) -> str:
-    """For a run that ran out of memory: the ledger of its ranks, and the smallest change of plan that needs less."""
+    """Return help for a run that ran out of memory: the ledger of its ranks, and the smallest
+    change of plan that needs less.
+    """
     return str(apart_from_cuda(lambda: _what_would_fit(priced)))
 
 

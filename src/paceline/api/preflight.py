@@ -1,4 +1,4 @@
-"""What is wrong with a job and can be known before a run has a folder and ranks."""
+"""Find what is wrong with a job before its run has a folder and ranks."""
 
 from __future__ import annotations
 
@@ -18,15 +18,18 @@ if TYPE_CHECKING:
 
 
 def refuse_early(job: Job, plan: Plan) -> bool:
-    """Refuse what a rank would refuse when it has built the model. In a fork, as the job's own code runs there; what
-    can't be known there is left to the ranks.
+    """Refuse what a rank would refuse after it has built the model.
+
+    This runs in a fork, because it runs the job's own code. Whatever can't be known there is left
+    to the ranks.
 
     Returns:
-        Whether there was anything to look at: `freeze`, `init`, `lr_schedule`, or models that the plan splits.
+        Whether there was anything to look at: `freeze`, `init`, `lr_schedule`, or models that the
+            plan splits.
 
     Raises:
-        JobError: a pattern of `freeze` that stands for nothing, initial weights that are not there or not the model's,
-            a schedule that waits for an evaluation that the job does not have.
+        JobError: a pattern of `freeze` that matches nothing, initial weights that are missing or
+            not the model's, or a schedule that waits for an evaluation that the job does not have.
         PlanRefused: a loss runs a model that the plan splits by itself.
     """
     from paceline.base.fork import in_a_fork
@@ -44,8 +47,10 @@ def refuse_early(job: Job, plan: Plan) -> bool:
 
 
 def refuse_few_pieces(job: Job, plan: Plan) -> None:
-    """Refuse a plan with more stages than the model has pieces, in a fork. A model with as many layers as the plan has
-    stages is left to the ranks, which cut it anyway.
+    """Refuse a plan with more stages than the model has pieces, in a fork.
+
+    A model with as many layers as the plan has stages is left to the ranks, which can cut it in any
+    case.
 
     Raises:
         PlanError: with the pieces.
@@ -104,7 +109,11 @@ def _look(job: Job, plan: Plan) -> None:
 
 
 def _schedule(job: Job) -> None:
-    """Built for an optimizer of one weight: what kind it is does not depend on the optimizer."""
+    """Refuse a learning-rate schedule that waits for an evaluation that the job does not have.
+
+    Each schedule is built for an optimizer of one weight, because its kind does not depend on the
+    optimizer.
+    """
     import torch
 
     from paceline.job.own_step import spec
@@ -146,7 +155,9 @@ def _weights(job: Job) -> None:
 
 
 def _initial(job: Job) -> Iterator[tuple[str, Weights]]:
-    """What models begin with, each with the name of its model; what a function gives is left to the ranks."""
+    """Yield the initial weights of each model with the model's name; weights from a function are
+    left to the ranks.
+    """
     from paceline.job.own_step import init_of
     from paceline.job.pretrained import Weights
 

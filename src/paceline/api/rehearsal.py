@@ -1,4 +1,6 @@
-"""The verb rehearse: a run under faults beside an undisturbed one, and what the faults cost and changed."""
+"""The verb rehearse: compare a run under faults with an undisturbed one, and report what the faults
+cost and changed.
+"""
 
 from __future__ import annotations
 
@@ -33,49 +35,50 @@ SAVES = 5  # in a run, if it is not said how often
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """What came of a fault.
-
-    step, phase: in which it struck; None if it did not. next_step_s: from then to the next applied update. caught_up_s:
-    to the first update of a step that was not applied before. Both None if there was none.
-    """
+    """The effect of a fault on a run."""
 
     fault: str
-    step: int | None = None
-    phase: str | None = None
-    next_step_s: float | None = None
+    step: int | None = None  # in which it struck; None if it did not strike
+    phase: str | None = None  # in which it struck; None if it did not strike
+    next_step_s: float | None = None  # from then to the next applied update; None if there was none
+    # from then to the first update of a step that was not applied before; None if there was none
     caught_up_s: float | None = None
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """A run under faults.
+    """The result of a run under faults, beside an undisturbed run.
 
-    ended: whether it reached its last step. messages: the first line of what each launch ended with, but of the last
-    one, which ended well; exit_codes likewise, of all; negative for a launch that was killed.
-    weights: how the final weights compare with those of the undisturbed run: "equal" bit by bit, or not; None if there
-    are none. difference: the greatest one of a weight. rounding: that of undisturbed runs under the plans that the run
-    went on with; None if it kept its plan, and then an exact plan gives equal weights.
-    undisturbed_s, disturbed_s: from where each run's first launch begins to train to its last step, with what starting
-    again took in between.
+    The seconds of a run count from where its first launch begins to train to its last step, and
+    include the restarts in between.
     """
 
     plan: str
     is_exact: bool
-    ended: bool
+    ended: bool  # whether the run reached its last step
     effects: tuple[Effect, ...]
-    exit_codes: tuple[int, ...]
+    exit_codes: tuple[int, ...]  # of all launches; negative for a launch that was killed
+    # the first line of what each launch ended with, except the last one if it ended well
     messages: tuple[str, ...]
     audit: Audit
+    # whether the final weights equal those of the undisturbed run bit by bit; None if there are
+    # none
     weights: Literal["equal", "different"] | None
-    difference: float | None
+    difference: float | None  # the greatest difference of a weight
     undisturbed_s: float
     disturbed_s: float
+    # The greatest difference of a weight between undisturbed runs: under the run's first plan, and
+    # under the plans that it went on with. None if the run kept its plan; an exact plan then gives
+    # equal weights.
     rounding: float | None = None
 
     @property
     def passed(self) -> bool:
-        """Whether the run ended with nothing lost or repeated; under an exact plan also with equal weights, or, if the
-        number of ranks changed, with weights that differ by rounding."""
+        """Whether the run ended with nothing lost or repeated.
+
+        Under an exact plan the weights must also be equal or, if the number of ranks changed,
+        differ only by rounding.
+        """
         return (
             self.ended
             and self.audit.passed
@@ -92,8 +95,12 @@ class Rehearsal:
 
     @property
     def goodput(self) -> float:
-        """The undisturbed run's time by the disturbed one's. Neither has the first start in it, whose time depends on
-        what the machine has read before."""
+        """The undisturbed run's time divided by the disturbed one's; 0 if the disturbed run did not
+        end.
+
+        Both times leave out the first start, whose time depends on what the machine has read
+        before.
+        """
         return self.undisturbed_s / self.disturbed_s if self.ended else 0.0
 
     def to_dict(self) -> dict[str, Any]:
@@ -118,7 +125,9 @@ class Rehearsal:
         }
 
     def describe(self) -> str:
-        """What people read: each fault, then what was lost, then the verdict."""
+        """Return the rehearsal as text for people: each fault, then what was lost, then the
+        verdict.
+        """
         lines = [f"plan {self.plan}"]
         for effect in self.effects:
             if effect.step is None:
@@ -173,21 +182,26 @@ def rehearse(
     timeout_s: float = TIMEOUT_S,
     **request: Any,
 ) -> Rehearsal:
-    """Train a job undisturbed, then under faults; a launch that ends before its time is resumed as a user would.
+    """Train a job undisturbed, then under faults. A launch that ends too early is resumed as a user
+    would resume it.
 
-    If a fault cuts a host off, each rank of both runs has a host of its own: a network namespace (Linux, root).
+    If a fault cuts a host off, each rank of both runs has a host of its own: a network namespace
+    (Linux, root).
 
     Args:
         plan: As in `train`.
-        faults: That strike the second run, each once: values, or texts such as "kill 1@50".
-        random: So many more, drawn by the seed.
-        run: The folder for both runs: `undisturbed` and `disturbed` in it; by default a new one in `runs/`.
-        save_every: Optimizer steps between checkpoints; by default five a run.
-        timeout_s: How long a rank may give no sign of life.
+        faults: Faults that strike the second run, each once: values, or texts such as "kill 1@50".
+        random: The number of additional faults that the seed draws.
+        run: The folder for both runs, which are `undisturbed` and `disturbed` in it; by default a
+            new one in `runs/`.
+        save_every: Optimizer steps between checkpoints; by default there are five checkpoints per
+            run.
+        timeout_s: Seconds without a sign of life after which a rank counts as hanging.
         request: "steps", "restarts", "recheck_every", "devices", "procs", "memory", as in `train`.
 
     Raises:
-        UsageError: the request makes no sense. RankFailed: the undisturbed run failed.
+        UsageError: the request makes no sense.
+        RankFailed: the undisturbed run failed.
     """
     source, loaded = open_job(job)
     if (steps := request.pop("steps", None)) is not None:
@@ -241,7 +255,11 @@ def _rehearsed(
     faults: Sequence[Fault],
     options: dict[str, Any],
 ) -> Rehearsal:
-    """Both runs, the one under faults resumed until it ends, or until no fault is left that could have ended it."""
+    """Execute both runs.
+
+    The run under faults is resumed until it ends, or until no fault is left that could have ended
+    it.
+    """
     _undisturbed(launch, base_dir / "undisturbed", options)
     run_dir, codes, messages = base_dir / "disturbed", list[int](), list[str]()
     while not codes or (codes[-1] and len(codes) <= len(faults)):
@@ -272,7 +290,9 @@ def _rehearsed(
 
 
 def _trained_s(run_dir: Path) -> float:
-    """From where the first launch begins to train to the last step; 0 if there was none."""
+    """Return the seconds from where the first launch begins to train to the last step; 0 if there
+    was no step.
+    """
     steps = _recorded(run_dir)
     return steps[-1][1] - _launches(run_dir)[0].time if steps else 0.0
 
@@ -286,7 +306,8 @@ def _launches(run_dir: Path) -> list[journal.Launch]:
 
 
 def _undisturbed(launch: Launch, run_dir: Path, options: dict[str, Any]) -> None:
-    """
+    """Train without faults.
+
     Raises:
         PacelineError: the run failed.
     """
@@ -298,7 +319,7 @@ def _undisturbed(launch: Launch, run_dir: Path, options: dict[str, Any]) -> None
 
 
 def _other_plans(run_dir: Path, plan: Plan) -> list[Plan]:
-    """Under which the run went on, beside this one."""
+    """Return the plans, other than this one, under which the run went on."""
     return [
         Plan.parse(text)
         for text in dict.fromkeys(launch.plan for launch in _launches(run_dir))
@@ -307,7 +328,9 @@ def _other_plans(run_dir: Path, plan: Plan) -> list[Plan]:
 
 
 def _rounding(request: TrainRequest, base_dir: Path, number: int, options: dict[str, Any]) -> float:
-    """How far the weights of an undisturbed run under another plan are from those of the undisturbed run."""
+    """Return the greatest difference of a weight between undisturbed runs under another plan and
+    under this one.
+    """
     other = base_dir / f"other-plan-{number + 1}"
     _undisturbed(partial(_launch, request), other, options)
     return _compared(base_dir / "undisturbed", other)[1] or 0.0
@@ -329,7 +352,9 @@ def _launch_on_hosts(
 
 
 def _launch(request: TrainRequest, run_dir: Path, options: dict[str, Any]) -> tuple[int, str]:
-    """Train in a process of its own, as faults may kill it. Returns its exit code and what it ended with."""
+    """Train in a separate process, because faults may kill it. Return its exit code and what it
+    ended with.
+    """
     prepare_to_fork()
     parent_end, child_end = multiprocessing.Pipe(duplex=False)
     process: Any = multiprocessing.get_context("fork").Process(
@@ -363,7 +388,7 @@ def _be_launcher(
 
 
 def _effects(run_dir: Path, faults: Sequence[Fault]) -> tuple[Effect, ...]:
-    """By the time of each fault and of each step that was recorded."""
+    """Return the effects of the faults, from the times of the faults and of the recorded steps."""
     strikes, steps = struck(run_dir), _recorded(run_dir)
     effects = []
     for number, fault in enumerate(faults):
@@ -385,7 +410,7 @@ def _effects(run_dir: Path, faults: Sequence[Fault]) -> tuple[Effect, ...]:
 
 
 def _recorded(run_dir: Path) -> list[tuple[int, float]]:
-    """Number and time of each step that is in the run's metrics, in the order of time."""
+    """Return the number and time of each step in the run's metrics, in the order of time."""
     path = run_dir / folder.METRICS
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     return [(line["step"], line["time"]) for line in lines if "step_s" in line]
@@ -394,7 +419,9 @@ def _recorded(run_dir: Path) -> list[tuple[int, float]]:
 def _compared(
     undisturbed: Path, disturbed: Path
 ) -> tuple[Literal["equal", "different"] | None, float | None]:
-    """How final weights compare, and their greatest difference."""
+    """Compare the final weights of two runs; return whether they are equal, and their greatest
+    difference.
+    """
     from paceline.checkpoint.dtypes import load_tensors
 
     if not (disturbed / folder.MODEL).exists():

@@ -1,4 +1,6 @@
-"""The runs of a rehearsal whose faults cut hosts off: each rank is on a host of its own, a network namespace here."""
+"""Rehearse faults that cut hosts off: each rank is on a host of its own, which is a network
+namespace of this machine.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,10 @@ PORT = 29500  # of the meeting place, in a network of its own
 
 @dataclass(frozen=True)
 class HostsRehearsal:
-    """A run under this plan on as many hosts as it has ranks.
-
-    train: called in each rank with its plan and the faults that strike it.
-    """
+    """A run under this plan on as many hosts as it has ranks."""
 
     plan: Plan
+    # called in each rank with its plan and the faults that strike it
     train: Callable[[Plan, Sequence[Fault]], Any]
     run_dir: Path
     faults: tuple[Fault, ...]
@@ -40,16 +40,18 @@ class HostsRehearsal:
 
     @property
     def lost(self) -> set[int]:
-        """Hosts that are cut off for good."""
+        """The hosts that are cut off for good."""
         return {
             fault.rank for fault in self.faults if fault.kind == "cut" and fault.heals_s is None
         }
 
     def launch(self) -> tuple[int, str]:
-        """Train until all hosts that are not cut off have ended. Returns the worst exit code and what goes with it.
+        """Train until all hosts that are not cut off have ended. Return the worst exit code and its
+        message.
 
         Raises:
-            NoNamespaces: there can be no hosts here. UsageError, PlanError: without these hosts the run can't go on.
+            NoNamespaces: this machine can't create hosts.
+            UsageError, PlanError: without these hosts the run can't go on.
         """
         self._refuse()
         prepare_to_fork()
@@ -66,7 +68,12 @@ class HostsRehearsal:
         return max(ended, key=lambda end: end[0])
 
     def _refuse(self) -> None:
-        """Hosts are lost one after another, and those that are left must be a majority each time."""
+        """Refuse faults after which the remaining hosts are no majority; hosts are lost one after
+        another.
+
+        Raises:
+            UsageError: a fault leaves no majority.
+        """
         standing = Standing(members=frozenset(range(self.plan.world_size)), has_ended=False)
         for fault in sorted(self.faults, key=lambda fault: fault.step):
             if fault.kind == "cut" and fault.heals_s is None and fault.rank in standing.members:
@@ -93,7 +100,7 @@ class HostsRehearsal:
     def _be_host(
         self, index: int, host: NetworkHost, address: str, answer: Connection, parent_pid: int
     ) -> None:
-        """In the host's process."""
+        """Train in the host's process, and send what the training ended with."""
         die_with(parent_pid)
         count = self.plan.world_size
         code, message = 0, "it ended"
@@ -115,7 +122,11 @@ class HostsRehearsal:
         os._exit(code)
 
     def _faults_of(self, index: int) -> list[Fault]:
-        """In a rank: the faults by the ranks that they strike, of which this host's may have another number by now."""
+        """Return the faults with the current number of the rank that each one strikes; runs in a
+        rank.
+
+        This host's rank may have another number by now than the fault says.
+        """
         rank = int(os.environ["RANK"])
         return [
             fault
@@ -126,7 +137,7 @@ class HostsRehearsal:
 
 
 def _ending(process: Any, answer: Connection) -> tuple[int, str]:
-    """A process's exit code, and what it ended with."""
+    """Return a process's exit code, and what it ended with."""
     try:
         message: str = json.loads(answer.recv_bytes())
     except EOFError:

@@ -1,4 +1,4 @@
-"""`report` and `compare`: what a run was like as one HTML file, and two runs side by side."""
+"""`report` and `compare`: show a run as one HTML file, and two runs side by side."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MOST_PLANS = 8  # that the page lists
 
 
 def report(run: str | Path, *, to: str | Path | None = None, price: bool = True) -> Path:
-    """Write one HTML file that needs no network about a run, a search, or a proof. Returns where it lies.
+    """Write one HTML file that needs no network about a run, a search, or a proof. Return its path.
 
     Args:
         run: A run folder, or that of a search or a verification.
@@ -42,11 +42,11 @@ def report(run: str | Path, *, to: str | Path | None = None, price: bool = True)
 
 
 def compare(first: str | Path, second: str | Path, *, fail_if: Sequence[str] = ()) -> Comparison:
-    """Two runs side by side.
+    """Compare two runs.
 
     Args:
-        fail_if: Conditions such as "step_s>5%": the second run's figure is worse than the first one's by more than
-            that, and by more than chance explains.
+        fail_if: Conditions such as "step_s>5%": the second run's figure is worse than the first
+            one's by more than that, and by more than chance explains.
 
     Raises:
         UsageError: a folder is not that of a run that ended, or a condition can't be read.
@@ -56,7 +56,7 @@ def compare(first: str | Path, second: str | Path, *, fail_if: Sequence[str] = (
 
 
 def _alternatives(path: Path) -> Alternatives | None:
-    """What other plans are predicted to take on this machine."""
+    """Predict the step time of other plans on this machine."""
     if not (path / folder.PLAN).exists():
         return None
     record = RunRecord.read(path)

@@ -1,4 +1,4 @@
-"""What a run leaves: figures, history and the trained model, of a run that has just ended or of a run folder."""
+"""The figures, history and trained model of a run that has just ended, or of a run folder."""
 
 from __future__ import annotations
 
@@ -21,31 +21,33 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """The model of one step of a run.
-
-    step: None for the newest that is there.
-    """
+    """The model of one step of a run."""
 
     run: Path
     job: Job | None = field(repr=False)
-    step: int | None = None
+    step: int | None = None  # None for the newest step that is there
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The weights, whole, in this process's memory, under the names of the model's own `state_dict`. A tensor that
-        the model has under several names is there under each, once in memory.
+        """Return the whole weights, in this process's memory, under the names of the model's own
+        `state_dict`.
+
+        A tensor that the model has under several names is there under each, but only once in
+        memory.
 
         Raises:
-            CheckpointError: they are not on the disk. OutOfMemory: they would not fit.
+            CheckpointError: the weights are not on the disk.
+            OutOfMemory: the weights would not fit.
         """
         from paceline.checkpoint.assemble import whole_state
 
         return whole_state(self.checkpoint())
 
     def model(self) -> torch.nn.Module:
-        """The model on the CPU, built by the job and given these weights, in evaluation mode.
+        """Build the model on the CPU with these weights, in evaluation mode.
 
         Raises:
-            UsageError: the job is not known here. CheckpointError, OutOfMemory: see `state_dict`.
+            UsageError: the job is not known here.
+            CheckpointError, OutOfMemory: see `state_dict`.
         """
         import torch
 
@@ -74,10 +76,11 @@ class TrainedModel:
         return model.eval()
 
     def save_pretrained(self, folder: str | Path) -> Path:
-        """Write the model by its own `save_pretrained`, as models of Transformers have it. Returns the folder.
+        """Write the model with its own `save_pretrained`, which models of Transformers have. Return
+        the folder.
 
         Raises:
-            UsageError: the model has no such method, or see `model`.
+            UsageError: the model has no such method; also see `model`.
         """
         model: Any = self.model()
         if not hasattr(model, "save_pretrained"):
@@ -89,10 +92,12 @@ class TrainedModel:
         return Path(folder)
 
     def export(self, path: str | Path) -> Path:
-        """Write the weights to a safetensors file, tensor by tensor, whatever their size. Returns its path.
+        """Write the weights to a safetensors file, tensor by tensor, whatever their size. Return
+        its path.
 
         Raises:
-            UsageError: another ending than .safetensors. CheckpointError: see `state_dict`.
+            UsageError: the path does not end in .safetensors.
+            CheckpointError: see `state_dict`.
         """
         from paceline.checkpoint.assemble import own_names
         from paceline.checkpoint.write import write_model
@@ -112,7 +117,7 @@ class TrainedModel:
         return target
 
     def checkpoint(self) -> Checkpoint:
-        """Where the weights are."""
+        """Return the checkpoint that holds the weights."""
         from paceline.base.logs import logger
         from paceline.checkpoint.read import newest_checkpoint, open_checkpoint
 
@@ -136,25 +141,22 @@ class TrainedModel:
 
 @dataclass(frozen=True)
 class Best(TrainedModel):
-    """The best evaluation of a run, and its model if a checkpoint of that step was kept.
+    """The best evaluation of a run, and its model if a checkpoint of that step was kept."""
 
-    monitor, value: by which it is the best. metrics: "validation_loss" and all metrics.
-    """
-
-    monitor: str = "validation_loss"
-    value: float = float("nan")
-    metrics: dict[str, float] = field(default_factory=dict)
+    monitor: str = "validation_loss"  # the figure by which it is the best
+    value: float = float("nan")  # of that figure
+    metrics: dict[str, float] = field(default_factory=dict)  # "validation_loss" and all metrics
 
 
 @dataclass(frozen=True)
 class Result(Outcome):
-    """What a run came to. `result["final_loss"]` is an item of `DIR/summary.json`: times in seconds, memory of the
-    fullest rank in bytes, devices of the first rank's host. A run that did not end has "plan" and "steps" alone.
+    """The result of a run. `result["final_loss"]` is an item of `DIR/summary.json`.
 
-    job: None where it is not known.
+    Times are in seconds. Memory is that of the fullest rank, in bytes. Devices are those of the
+    first rank's host. A run that did not end only has "plan" and "steps".
     """
 
-    job: Job | None = field(default=None, repr=False)
+    job: Job | None = field(default=None, repr=False)  # None if it is not known
 
     @property
     def run_dir(self) -> Path:
@@ -162,21 +164,28 @@ class Result(Outcome):
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """The lines of `metrics.jsonl`, a mapping each: of steps ("loss", "lr", ...), of evaluations
-        ("validation_loss", "metrics"), and of checkpoints ("saved")."""
+        """The lines of `metrics.jsonl`, one mapping each.
+
+        There are lines of steps ("loss", "lr", ...), of evaluations ("validation_loss", "metrics"),
+        and of checkpoints ("saved").
+        """
         from paceline.runs.metrics import read_history
 
         return read_history(self.run)
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The last evaluation: "validation_loss" and the job's metrics, by name; empty without validation data."""
+        """The figures of the last evaluation by name: "validation_loss" and the job's metrics;
+        empty without validation data.
+        """
         evaluations = _evaluations(self.history)
         return evaluations[-1][1] if evaluations else {}
 
     @property
     def best(self) -> Best | None:
-        """The best evaluation, by what `KeepBest` looks at, else by the validation loss; None without evaluations."""
+        """The best evaluation by the figure that `KeepBest` monitors, else by the validation loss;
+        None without evaluations.
+        """
         from paceline.callbacks.keep_best import ranking_of
         from paceline.callbacks.monitor import Monitor
 
@@ -184,7 +193,11 @@ class Result(Outcome):
         return self.best_by(monitor.name, monitor.mode)
 
     def best_by(self, monitor: str, mode: Any = None) -> Best | None:
-        """The best evaluation by another figure. mode: "min" or "max"; see `EarlyStopping`."""
+        """Return the best evaluation by another figure.
+
+        Args:
+            mode: "min" or "max"; see `EarlyStopping`.
+        """
         from paceline.callbacks.monitor import Monitor
 
         judge, best = Monitor(monitor, mode), None
@@ -202,11 +215,11 @@ class Result(Outcome):
         return TrainedModel(self.run, self.job)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The newest weights; see `TrainedModel.state_dict`."""
+        """Return the newest weights; see `TrainedModel.state_dict`."""
         return self.trained.state_dict()
 
     def model(self) -> torch.nn.Module:
-        """The newest model; see `TrainedModel.model`."""
+        """Return the newest model; see `TrainedModel.model`."""
         return self.trained.model()
 
     def save_pretrained(self, folder: str | Path) -> Path:
@@ -227,13 +240,14 @@ def _evaluations(history: list[dict[str, Any]]) -> list[tuple[int, dict[str, flo
 
 
 def open(run: str | Path, *, job: Job | JobFile | None = None) -> Result:
-    """A finished or interrupted run, as `pl.train` returned or would have returned it.
+    """Open a finished or interrupted run; the result is as `pl.train` returned or would have
+    returned it.
 
     Args:
-        job: What was trained, where the run folder does not name a job file; only `model` needs it.
+        job: The trained job, if the run folder does not name a job file; only `model` needs it.
 
     Raises:
-        UsageError: no run folder.
+        UsageError: there is no run folder.
     """
     run_dir = Path(run)
     plan = folder.read_document(run_dir, folder.PLAN)

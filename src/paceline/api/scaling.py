@@ -1,4 +1,6 @@
-"""`scale`: the best plan on each number of devices, how fast it is, and what becomes of each device's speed."""
+"""`scale`: find the best plan on each number of devices, its speed, and how efficiently it uses
+each device.
+"""
 
 from __future__ import annotations
 
@@ -30,34 +32,33 @@ FOUND, IDEAL = {"color": "#1f4e8c", "marker": "o"}, {"color": "#888888", "linest
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One number of devices. best: the plan, or None; problem: then why."""
+    """One number of devices."""
 
     num_devices: int
-    best: Candidate | None = None
-    problem: str = ""
+    best: Candidate | None = None  # None if there is no plan
+    problem: str = ""  # why there is no plan
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """What `scale` found: the same global batch on every number of devices (strong scaling).
-
-    batch: samples a step. points: in order of devices.
-    """
+    """The answer of `scale`: the same global batch on every number of devices (strong scaling)."""
 
     cluster: str
-    batch: int
-    points: tuple[Point, ...]
+    batch: int  # samples per step
+    points: tuple[Point, ...]  # in order of devices
 
     @property
     def first(self) -> Point | None:
-        """The fewest devices that anything fits on; efficiency is against each of them."""
+        """The point with the fewest devices that anything fits on; efficiency is relative to it."""
         return next((point for point in self.points if point.best is not None), None)
 
     def samples_per_s(self, point: Point) -> float | None:
         return None if point.best is None else self.batch / point.best.estimate.step_s
 
     def efficiency(self, point: Point) -> float | None:
-        """Samples a second and device, against the fewest devices that anything fits on."""
+        """Return samples per second and device, relative to the fewest devices that anything fits
+        on.
+        """
         speed, first = self.samples_per_s(point), self.first
         if speed is None or first is None:
             return None
@@ -66,7 +67,7 @@ class Scaling:
         return speed / point.num_devices / (least / first.num_devices)
 
     def to_dict(self) -> dict[str, Any]:
-        """The document of `--json`."""
+        """Return the document of `--json`."""
         return {
             "cluster": self.cluster,
             "batch": self.batch,
@@ -88,7 +89,7 @@ class Scaling:
         }
 
     def describe(self) -> str:
-        """For people."""
+        """Return the answer as text for people."""
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
@@ -116,7 +117,8 @@ class Scaling:
         """Draw throughput and efficiency over devices.
 
         Raises:
-            UsageError: the file is no .png or .svg, or matplotlib is missing. PacelineError: nothing fits anywhere.
+            UsageError: the file is no .png or .svg, or matplotlib is missing.
+            PacelineError: nothing fits anywhere.
         """
         check_plot(path)
         if self.first is None:
@@ -127,7 +129,10 @@ class Scaling:
 
 
 def _draw(scaling: Scaling, path: Path) -> Path:
-    """Two panels over devices. The ideal is the speed of each of the fewest; the band is the interval of 80 %."""
+    """Draw two panels over devices.
+
+    The ideal line is the speed per device on the fewest devices; the band is the interval of 80 %.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -177,16 +182,17 @@ def _draw(scaling: Scaling, path: Path) -> Path:
 def scale(
     job: AnyJob, cluster: Cluster | str, counts: str = "1..1024", *, relaxed: bool = False
 ) -> Scaling:
-    """The best plan on each of several numbers of devices, with the global batch of the job.
+    """Find the best plan on each of several numbers of devices, with the global batch of the job.
 
     Args:
-        cluster: Whose devices, links and nodes are taken: a word such as "8xH100", or a TOML file with nodes that are
-            alike.
-        counts: "1..4096": both, and the powers of two between them.
-        relaxed: Whether a plan may be chosen that gives something up against one device.
+        cluster: The cluster that provides devices, links and nodes: a word such as "8xH100", or a
+            TOML file with equal nodes.
+        counts: "1..4096" means both numbers, and the powers of two between them.
+        relaxed: Whether a relaxed plan may be chosen.
 
     Raises:
-        UsageError: counts can't be read. JobError: the job makes no sense.
+        UsageError: counts can't be read.
+        JobError: the job makes no sense.
         ClusterError: the cluster can't be read, or not be resized.
     """
     numbers = parse_counts(counts)
@@ -206,7 +212,8 @@ def scale(
 
 
 def parse_counts(text: str) -> list[int]:
-    """
+    """Return the numbers of devices in a range.
+
     Raises:
         UsageError: it is no range of devices.
 
@@ -225,7 +232,7 @@ def parse_counts(text: str) -> list[int]:
 
 
 def check_plot(path: str | Path) -> None:
-    """Whether a plot can be drawn to a file, before the work is done.
+    """Check that a plot can be drawn to a file, before the work is done.
 
     Raises:
         UsageError: the file is no .png or .svg, or matplotlib is missing.

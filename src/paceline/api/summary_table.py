@@ -9,7 +9,7 @@ from typing import Any
 
 
 def summary_table(summary: Mapping[str, Any]) -> str:
-    """A run's figures and its card."""
+    """Return a run's figures and its card."""
     predicted = summary.get("predicted") or {}
     ranks = summary["world_size"]
     return table(
@@ -36,12 +36,15 @@ def summary_table(summary: Mapping[str, Any]) -> str:
 
 
 def card(run: str | Path) -> str:
-    """Five lines on what limits a run, or what ended it, and what to do next; empty where its folder is not here."""
+    """Return five lines about what limits a run, or what ended it, and what to do next.
+
+    The text is empty if the run's folder is not here.
+    """
     return table(_card(str(run)))
 
 
 def _card(run: str | None) -> dict[str, str]:
-    """Nothing where the folder is not here, as on a host that did not write it."""
+    """Return the card's rows; none if the folder is not here, as on hosts that did not write it."""
     from paceline.reports.diagnosis import diagnose  # loads torch
     from paceline.reports.record import RunRecord
     from paceline.runs import folder
@@ -55,7 +58,7 @@ def _card(run: str | None) -> dict[str, str]:
 
 
 def _checked(check: Mapping[str, Any] | None) -> str | None:
-    """What the check before the run said, for people; nothing on one device."""
+    """Return the result of the check before the run, for people; None on one device."""
     if check is None:
         return None
     verdict = {
@@ -67,7 +70,9 @@ def _checked(check: Mapping[str, Any] | None) -> str | None:
 
 
 def table(rows: Mapping[str, Any]) -> str:
-    """One line a row; rows without a value are left out, rows of rows are opened."""
+    """Return a table with one line per row. Rows without a value are left out, and nested rows are
+    expanded.
+    """
     flat: dict[str, Any] = {}
     for label, value in rows.items():
         inner = value if isinstance(value, Mapping) else {"": value}

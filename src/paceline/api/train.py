@@ -1,4 +1,4 @@
-"""The verbs train, evaluate and predict: from a job, a plan and devices to a run folder and back."""
+"""The verb train: get from a job, a plan and devices to a run folder."""
 
 from __future__ import annotations
 
@@ -68,40 +68,50 @@ def train(
     """Train a job under a plan and leave a run folder.
 
     Args:
-        plan: A plan, its text or a plan file. By default, or as "auto", the fastest exact plan that fits: predicted,
-            and corrected by short runs where the run is long enough; inside a launcher one replica a rank. A run
-            that is resumed keeps its plan.
-        devices: Names such as "cpu:0,cpu:1"; by default this machine's GPUs, else one CPU rank a core.
-        on: "ray", or "ray:HOST:PORT" of its head: the nodes of a Ray cluster, in place of this machine.
+        plan: A plan, its text or a plan file. By default, or as "auto", the fastest exact plan that
+            fits: predicted, and corrected by short runs if the run is long enough. Inside a
+            launcher the default is one replica per rank. A run that is resumed keeps its plan.
+        devices: Names such as "cpu:0,cpu:1"; by default this machine's GPUs, else one CPU rank per
+            core.
+        on: "ray", or "ray:HOST:PORT" of its head: use the nodes of a Ray cluster instead of this
+            machine.
         procs: Number of ranks, if the plan doesn't say; contradicting it is an error.
-        memory: What each CPU rank may use, such as "512MiB", or one size a rank; a rank that needs more is stopped.
+        memory: What each CPU rank may use, such as "512MiB", or one size per rank; a rank that
+            needs more is stopped.
         steps: Optimizer steps instead of the job's own length.
         save_every: Optimizer steps between checkpoints; one is always written at the end.
-        keep: How many of the newest checkpoints stay, beside the one with the least validation loss and those that
-            `KeepBest` keeps; by default all.
-        trace: Steps, after the first, of which every rank's work is noted: `trace.json` (Perfetto) and `schedule.svg`.
+        keep: How many of the newest checkpoints stay, in addition to the one with the least
+            validation loss and those that `KeepBest` keeps; by default all.
+        trace: Number of steps, after the first, for which every rank's work is recorded in
+            `trace.json` (Perfetto) and `schedule.svg`.
         run: The run folder; by default a new one in `runs/`. All hosts of a run must see it.
-        resume: Go on from the newest valid checkpoint in the run folder, under this plan and these devices.
-        loader_workers: Processes a rank that read samples ahead; 0 reads them in the rank. By default as many as the
-            job's `DataLoader` has, or none.
-        timeout_s: How long a rank may give no sign of life before the run is ended and the rank named.
-        restarts: How often in a run ranks that were killed, or hang, are started again: a worker alone where the
-            others go on without it, else all ranks, from a copy of their state in memory or the newest checkpoint. By
-            default 100; a launcher such as torchrun starts ranks again itself.
-        on_spike: What to do about a step whose loss or gradient norm is far above those before it, or not finite:
-            "stop", "skip" it, or "rewind" to the newest checkpoint and skip all samples since. By default only a loss
-            that is not finite stops the run; see docs/survive.md.
-        recheck_every: Optimizer steps from one whose gradients are computed a second time, and after which weights and
-            optimizer state are looked at, to the next. By default there are none; see docs/survive.md.
-        spares: How many GPUs of this machine are left without a rank. If a GPU fails, one of them takes its place, and
-            all ranks start again.
-        check: Whether ranks of their own first take one step, held against one device; `proof/first_update.py`.
-        log: "tensorboard", "mlflow", "wandb" or "trackio", each with ":WHERE" if need be, one or several of them:
-            where the run is logged beside its folder; see docs/callbacks.md.
+        resume: Go on from the newest valid checkpoint in the run folder, under this plan and these
+            devices.
+        loader_workers: Processes per rank that read samples ahead; 0 reads them in the rank. By
+            default as many as the job's `DataLoader` has, or none.
+        timeout_s: Seconds without a sign of life from a rank after which the run is ended and the
+            rank named.
+        restarts: How often per run ranks that were killed, or hang, are started again. If the
+            others can go on without the rank, only this worker is started again; else all ranks,
+            from a copy of their state in memory or the newest checkpoint. By default 100; a
+            launcher such as torchrun starts ranks again itself.
+        on_spike: What to do if a step's loss or gradient norm is far above those before it, or not
+            finite: "stop", "skip" it, or "rewind" to the newest checkpoint and skip all samples
+            since. By default only a loss that is not finite stops the run; see docs/survive.md.
+        recheck_every: Number of optimizer steps between rechecks. A recheck computes the gradients
+            of a step a second time and examines weights and optimizer state after it. By default
+            there are none; see docs/survive.md.
+        spares: How many GPUs of this machine are left without a rank. If a GPU fails, one of them
+            takes its place, and all ranks start again.
+        check: Whether separate ranks first take one step and compare it with one device; see
+            `proof/first_update.py`.
+        log: Where the run is logged in addition to its folder: one or several of "tensorboard",
+            "mlflow", "wandb" or "trackio", each with ":WHERE" if necessary; see docs/callbacks.md.
         table: Whether the figures are printed at the end.
 
     Raises:
-        UsageError: the request makes no sense (job, plan or cluster); nothing was started or written.
+        UsageError: the request makes no sense (job, plan or cluster); nothing was started or
+            written.
         PlanRefused: the plan's first update is not what one device computes; nothing was trained.
         RankFailed: a rank failed; its report names rank, step and line.
     """
@@ -188,16 +198,13 @@ def train(
 
 @dataclass(frozen=True)
 class TrainRequest:
-    """A job that is to be trained as was asked.
-
-    source: its file, if it has one. by_name: whether the devices were named.
-    """
+    """A job with the plan and devices to train it on."""
 
     job: Job
-    source: JobFile | None
+    source: JobFile | None  # the job's file, if it has one
     resolved: Resolved
     chosen: Chosen
-    by_name: bool
+    by_name: bool  # whether the user named the devices
     spares: tuple[Device, ...] = ()
 
     @classmethod
@@ -212,9 +219,10 @@ class TrainRequest:
         memory: str | None = None,
         spares: int = 0,
     ) -> TrainRequest:
-        """
+        """Resolve what the user asked for into a request.
+
         Args:
-            spares: How many GPUs are left without a rank, for the places of those that fail.
+            spares: How many GPUs are left without a rank, to replace those that fail.
 
         Raises:
             UsageError: the request makes no sense.
@@ -250,10 +258,10 @@ class TrainRequest:
         follow: Follow | None = None,
         **options: Any,
     ) -> Result:
-        """Train it, in a run folder that is claimed meanwhile.
+        """Train the job in a run folder that is claimed meanwhile.
 
         Args:
-            follow: Makes a rank's observer, of its context and the run folder.
+            follow: Makes a rank's observer from its context and the run folder.
             options: See `Settings`.
         """
         with ExitStack() as claims:
@@ -433,7 +441,11 @@ class TrainRequest:
     def _claim(
         self, claims: ExitStack, run: str | Path | None, *, resume: bool, lost_s: float
     ) -> str:
-        """The run folder, as text. lost_s: for lost ranks of an earlier start to end."""
+        """Claim the run folder, and return it as text.
+
+        Args:
+            lost_s: Seconds to wait until lost ranks of an earlier start end.
+        """
         run_dir = (
             Path(run)
             if run is not None
@@ -452,10 +464,11 @@ class TrainRequest:
 def _checked(
     job: Job, source: JobFile | None, resolved: Resolved, launcher: Launcher, loader_workers: int
 ) -> FirstUpdate | None:
-    """What the check before the run found; says so where the run is not what one device computes, or may not be.
+    """Check the first update before the run; print a line if the run is not, or may not be, what
+    one device computes.
 
-    Where the job's own error ended the check on one device and under the plan, the run itself reports that error. Only
-    a run that ends without it is told of the check afterwards.
+    If the job's own error ended the check both on one device and under the plan, the run itself
+    reports that error. Only if the run ends without it, a line reports the check afterwards.
 
     Inside a launcher rank 0 checks for all.
     """
@@ -497,7 +510,7 @@ def _check(**counts: float | None) -> None:
 
 
 def _begin(run_dir: Path, resolved: Resolved, source: JobFile | None) -> None:
-    """What is known before the first rank starts. Nothing of a finished run is left standing."""
+    """Write what is known before the first rank starts; remove the results of a finished run."""
     from paceline.base.files import write_json
 
     for name in (folder.SUMMARY, folder.MODEL, folder.PREDICTED, folder.SPLIT):
@@ -517,16 +530,19 @@ def _begin(run_dir: Path, resolved: Resolved, source: JobFile | None) -> None:
 
 
 def _plan_of(run: str | Path | None, *, procs: int | None) -> Plan | None:
-    """The plan that a run folder was left with, if it is for as many ranks as were asked for."""
+    """Return the plan that a run folder was left with, if it is for as many ranks as were asked
+    for.
+    """
     path = Path(run or "") / folder.PLAN
     plan = Plan.read(str(path)) if path.exists() else None
     return plan if plan is not None and procs in (None, plan.world_size) else None
 
 
 def _banner(job: Job, resolved: Resolved, why: str, run_dir: Path, *, by_name: bool) -> str:
-    """What is about to run, with every derived number.
+    """Return the lines about the run that is about to start, with every derived number.
 
-    by_name: whether the devices were named. spares: GPUs without a rank.
+    Args:
+        by_name: Whether the user named the devices.
     """
     from paceline.job.order import split
 
@@ -547,14 +563,14 @@ def _banner(job: Job, resolved: Resolved, why: str, run_dir: Path, *, by_name: b
 
 
 def _all_at_once(job: Job) -> str:
-    """A line about a batch that is larger than the data; nothing where it is not."""
+    """Return a line about a batch that is larger than the data; empty if it is not."""
     if job.num_samples is None or job.batch <= job.num_samples:
         return ""
     return f"note: a batch of {job.batch} is more than the {job.num_samples} samples: each step takes all of them\n"
 
 
 def _sharing(resolved: Resolved) -> str:
-    """A line about ranks that share a GPU; nothing where each has its own."""
+    """Return a line about ranks that share a GPU; empty if each has its own."""
     if not resolved.cluster.are_shared:
         return ""
     return (
@@ -564,7 +580,7 @@ def _sharing(resolved: Resolved) -> str:
 
 
 def _unused(resolved: Resolved) -> str:
-    """A line about a GPU that is here and idle; nothing where there is none."""
+    """Return a line about a GPU that is here and idle; empty if there is none."""
     from paceline.cluster.accelerators import unused
 
     reason = unused()
@@ -572,7 +588,7 @@ def _unused(resolved: Resolved) -> str:
 
 
 def _plan_notes(plan: Plan) -> str:
-    """What the strategies of a plan say of it, a line each."""
+    """Return the notes of a plan's strategies, one line each."""
     from paceline.strategies.registry import active
 
     return "".join(f"{line}\n" for strategy in active(plan) for line in strategy.lines(plan))

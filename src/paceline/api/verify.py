@@ -50,34 +50,34 @@ _REFUSALS = (PlanError.__name__, PlanRefused.__name__, NotDeterministic.__name__
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """The verdict on one plan: in the job's own precision, and in float64, which tells a bug from rounding.
-
-    problem: what keeps the plan from being judged or the job from being exact under any plan; None if nothing.
-    coupling: why the plan computes something else than one device although it equals one that cuts the batch alike.
-    overflow: where loss scaling skips other steps than it does of whole batches, so that the plan is held against one
-        device that cuts each batch alike; None where it skips the same ones.
-    weakness: why the comparison would not have noticed an error; None if it would.
-    note: what the verdict does not cover; None if nothing.
-    refused: why the plan is none for this model; it neither passes nor fails.
-    asked_for: whether the plan was named.
-    resumed_from: the plan that wrote the checkpoint from which this one went on; None if it did not.
+    """The verdict on one plan: in the job's own precision, and in float64, which tells a bug from
+    rounding.
     """
 
     plan: str
     verdicts: tuple[Verdict, ...]
+    # Why the plan can't be judged, or why the job is exact under no plan; None if nothing is wrong.
     problem: str | None = None
-    note: str | None = None
+    note: str | None = None  # what the verdict does not cover; None if it covers everything
+    # why the plan does not apply to this model; it neither passes nor fails
     refused: str | None = None
+    # Why the plan computes something else than one device, although it equals one device that cuts
+    # the batch in the same way.
     coupling: str | None = None
+    # Set if loss scaling skips other steps with cut batches than with whole ones, so that the plan
+    # is compared with one device that cuts each batch in the same way; None if it skips the same
+    # steps.
     overflow: str | None = None
+    # why the comparison would not have noticed an error; None if it would
     weakness: str | None = None
+    # the plan that wrote the checkpoint from which this one went on; None if it did not
     resumed_from: str | None = None
     power: dict[str, Any] | None = field(default=None)
-    asked_for: bool = False
+    asked_for: bool = False  # whether the user named the plan
 
     @property
     def verdict(self) -> str:
-        """ "passed", "failed", "coupled", "inconclusive" or "refused"."""
+        """The verdict in a word: "passed", "failed", "coupled", "inconclusive" or "refused"."""
         if self.refused is not None:
             return "refused"
         if (
@@ -95,9 +95,10 @@ class Certificate:
         return self.verdict == "passed"
 
     def to_dict(self) -> dict[str, Any]:
-        """The contract's fields, of the job's precision; `precisions` holds them for each.
+        """Return the contract's fields for the job's precision; `precisions` holds them for each
+        precision.
 
-        `worst` is what used up most of what it may differ by, of the losses, the gradients and the weights.
+        `worst` is the loss, gradient or weight that used up most of its limit.
         """
         shown = [
             {
@@ -144,12 +145,12 @@ class Certificate:
 
     @property
     def reason(self) -> str | None:
-        """Why the plan did not pass; None if it did."""
+        """The reason why the plan did not pass; None if it did."""
         differences = (f"{v.precision}: {v.difference}" for v in self.verdicts if v.difference)
         return self.problem or next(differences, None) or self.coupling or self.weakness
 
     def describe(self) -> str:
-        """A line for the verdict, and lines for what differs."""
+        """Return a line for the verdict, and lines for what differs."""
         if self.refused is not None:
             lines = self.refused.splitlines()
             return "\n".join(
@@ -187,24 +188,28 @@ def verify(
     devices: str | None = None,
     timeout_s: float = 120.0,
 ) -> list[Certificate]:
-    """Run the job for some steps on one device and under each plan, and compare what they compute and keep.
+    """Run the job for some steps on one device and under each plan, and compare what they compute
+    and keep.
 
-    Both start from the same initial weights and use the same global batches. Random layers are switched off. A
-    difference may be ten times as large as what rounding does on one device; docs/verify.md says how it is measured.
+    Both start from the same initial weights and use the same global batches. Random layers are
+    switched off. A difference may be ten times as large as what rounding does on one device;
+    docs/verify.md says how it is measured.
 
     Args:
-        plans: Plans or their texts; by default those of `EXACT_PLANS` that the job has samples for, and that the named
-            devices are enough for.
-        run: A folder, made if need be, for `certificate.json` and `certificate.txt`; without it none is written.
-        resume: Which plans also go on from a checkpoint that another plan wrote at an odd step: of the default plans
-            the first on each axis ("short"), all ("full"), or none ("no"). Plans that are named all do unless "no".
-        devices: Names such as "cuda:0-3". A plan takes as many as it has ranks, from the first on, and the first one
-            alone is what plans are held against; a GPU then uses deterministic algorithms. By default CPUs, as many as
-            each plan has ranks.
+        plans: Plans or their texts; by default those of `EXACT_PLANS` for which the job has enough
+            samples and the named devices are enough.
+        run: A folder, created if necessary, for `certificate.json` and `certificate.txt`; without
+            it none is written.
+        resume: Which plans also resume from a checkpoint that another plan wrote at an odd step. Of
+            the default plans these are the first on each axis ("short"), all ("full"), or none
+            ("no"). Plans that the user names all do, unless it is "no".
+        devices: Names such as "cuda:0-3". A plan uses as many as it has ranks, beginning with the
+            first one. The first one alone is what plans are compared with; a GPU then uses
+            deterministic algorithms. By default CPUs, as many as each plan has ranks.
 
     Raises:
-        UsageError: a plan that can't be read, doesn't suit the job or has more ranks than there are devices, a device
-            that isn't there, or a folder that can't be written.
+        UsageError: a plan can't be read, doesn't suit the job or has more ranks than there are
+            devices; a device isn't there; or a folder can't be written.
         PacelineError: the job fails on one device.
     """
     from paceline.proof.ranks import Proof, reference_of
@@ -248,7 +253,9 @@ def verify(
 def _remember(
     source: JobFile, job: Job, certificates: Sequence[Certificate], devices: Sequence[str] | None
 ) -> None:
-    """Runs under plans that were proved, on devices of the same kind, need no check of their first update."""
+    """Remember the proved plans: runs under them, on devices of the same kind, need no check of
+    their first update.
+    """
     from paceline.api import checks
     from paceline.planner.resolve import resolve
     from paceline.proof.ranks import devices_of, num_devices
@@ -268,7 +275,9 @@ def _check(steps: int, resume: str) -> None:
 
 
 def _shortened(job: Job, steps: int) -> Job:
-    """The job's first steps, on so few of its samples that the short last batch of an epoch is among them."""
+    """Return the job's first steps, on so few of its samples that they include the short last batch
+    of an epoch.
+    """
     from torch.utils.data import Subset
 
     if job.total_steps is not None:
@@ -286,7 +295,10 @@ def _shortened(job: Job, steps: int) -> Job:
 
 
 def _devices_here(devices: str | None) -> tuple[str, ...] | None:
-    """The devices by name, each of which is here; None if none are named. Says where GPUs are left out of a proof."""
+    """Return the devices by name, each of which is here; None if none are named.
+
+    Prints a line if GPUs are left out of a proof.
+    """
     from paceline.cluster.accelerators import gpus, unused
     from paceline.cluster.cluster import Cluster
 
@@ -331,7 +343,11 @@ def _check_ranks(plans: Sequence[Plan], devices: Sequence[str] | None) -> None:
 
 
 def _hopping(plans: Sequence[Plan]) -> set[int]:
-    """Of the plans with at most one axis the first on each: what they save and restore, products do as well."""
+    """Return the numbers of the plans that also resume: the first one on each axis, among plans
+    with at most one axis.
+
+    Plans with several axes save and restore in the same way as these.
+    """
     first: dict[tuple[str, ...], int] = {}
     for number, plan in enumerate(plans):
         axes = tuple(axis for axis, size in plan.axes.sizes().items() if size > 1)
@@ -348,7 +364,7 @@ def _document(
     num_samples: int | None,
     devices: Sequence[str] | None,
 ) -> dict[str, Any]:
-    """All that the certificates stand on, for a file."""
+    """Return everything that the certificates are based on, for a file."""
     subject = dict(reference["subject"])
     if devices is not None:
         subject["device"] = {
@@ -416,7 +432,9 @@ def _certify(
     asked_for: bool,
     checkpoint: tuple[str, Path] | None,
 ) -> Certificate:
-    """Train under the plan with a recorder on every rank. A rank that fails is a problem, not an error."""
+    """Train under the plan with a recorder on every rank. A rank that fails is a problem, not an
+    error.
+    """
     from paceline.launch.process.failure import RankFailed
     from paceline.planner.resolve import resolve
     from paceline.proof.problems import Problem
@@ -449,12 +467,12 @@ def _certify(
 
 @dataclass
 class _Trial:
-    """One plan under proof. checkpoint: the plan that wrote it, and its run folder."""
+    """One plan under proof."""
 
     proof: Proof
     resolved: Resolved
     number: int
-    checkpoint: tuple[str, Path] | None
+    checkpoint: tuple[str, Path] | None  # the plan that wrote it, and its run folder
     note: str | None
 
     @property
@@ -463,8 +481,11 @@ class _Trial:
         return self.resolved.plan.replicas > 1 or self.resolved.plan.num_microbatches != 1
 
     def certificate(self, problem: Any) -> Certificate:
-        """Held against one device; where the plan cuts and the job couples samples, or smaller pieces overflow in other
-        steps, against one that cuts alike."""
+        """Compare the plan with one device, and return the certificate.
+
+        If the plan cuts the batch and either the job couples samples or smaller parts overflow in
+        other steps, the plan is compared with one device that cuts in the same way.
+        """
         whole = {precision: self.proof.folder / precision for precision in self.proof.figures}
         if (
             problem is None or self.resolved.plan.num_microbatches == 1
@@ -502,9 +523,11 @@ class _Trial:
     def _uncoupled(
         self, against: dict[Precision, tuple[dict[str, Any], Path]], problem: Any
     ) -> Certificate:
-        """Where no training step shows that cutting a batch matters, but for what overflows.
+        """Judge a plan if no training step shows that cutting a batch matters, except for
+        overflows.
 
-        against: the figures of one device, and their folder.
+        Args:
+            against: The figures of one device, and their folder, by precision.
         """
         figures = {precision: each for precision, (each, _) in against.items()}
         folders = {precision: folder for precision, (_, folder) in against.items()}
@@ -570,7 +593,7 @@ class _Trial:
 
 
 def _coupling(problem: Any, difference: str) -> str:
-    """Why a plan that does what it should computes something else than one device."""
+    """Return why a correct plan computes something else than one device."""
     return (
         "the plan equals one device that cuts each batch alike, but not one that doesn't: cutting moves the "
         f"{difference} on one device already. {problem or 'The job couples the samples of a batch'}"
@@ -578,7 +601,10 @@ def _coupling(problem: Any, difference: str) -> str:
 
 
 def _overflow(figures: Mapping[Precision, Mapping[str, Any]]) -> str | None:
-    """That a plan is held against a device that cuts each batch alike, for loss scaling skips other steps there."""
+    """Return a note that loss scaling skips other steps under the plan; None if it does not.
+
+    The plan is then compared with one device that cuts each batch in the same way.
+    """
     overflow = next((each["overflow"] for each in figures.values() if each["overflow"]), None)
     return (
         overflow
@@ -587,7 +613,7 @@ def _overflow(figures: Mapping[Precision, Mapping[str, Any]]) -> str | None:
 
 
 def _weakness(power: dict[str, Any], precision: str) -> str | None:
-    """Why a comparison proves nothing; None if planted errors would have been noticed."""
+    """Return why a comparison proves nothing; None if planted errors would have been noticed."""
     if 2 * power["caught"] >= power["gradients"] > 0 and power["dropped"] is not False:
         return None
     if power["gradients"] and 2 * power["caught"] < power["gradients"]:
