@@ -1,1 +1,3 @@
-"""From a profile, a plan and a cluster to an estimate; from a request to a plan without open questions."""
+"""The planner turns a profile, a plan and a cluster into an estimate, and a request into a complete
+plan.
+"""

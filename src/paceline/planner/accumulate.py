@@ -1,4 +1,6 @@
-"""`accumulate=auto`: the fewest micro-batches with which a plan fits its devices, or why none does."""
+"""`accumulate=auto`: find the fewest micro-batches with which a plan fits its devices, or say why
+none fits.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,12 @@ ANY_RATES = DeviceRates(1e9, 1e9, 1e9, 1e9, 0.0)
 def fewest_microbatches(
     profile: Profile, plan: Plan, cluster: Cluster, *, batch: int, precision: Precision = "float32"
 ) -> int:
-    """The fewest micro-batches an update with which every rank stays within its device's memory.
+    """Return the fewest micro-batches per update with which every rank stays within its device's
+    memory.
 
     Raises:
-        PlanError: one sample a micro-batch is too much for some device; says by how much, for what, and which
-            plan on the same devices would fit.
+        PlanError: even one sample per micro-batch is too much for some device. The message says by
+            how much, for what, and which plan on the same devices would fit.
     """
 
     def worst(count: int) -> MemoryNeed:
@@ -52,7 +55,9 @@ def fewest_microbatches(
 def _worst(
     profile: Profile, plan: Plan, cluster: Cluster, *, batch: int, precision: Precision
 ) -> MemoryNeed:
-    """Of the rank that is the furthest over its device's memory, or has the least left."""
+    """Return the memory of the rank that exceeds its device's memory the most, or has the least
+    left.
+    """
     kinds = rank_kinds(plan, cluster, batch=batch, rates=ANY_RATES)
     needs = (
         kind.play(profile, plan, precision=precision, snapshot=True).need(plan) for kind in kinds
@@ -61,7 +66,7 @@ def _worst(
 
 
 def _most_samples(plan: Plan, cluster: Cluster, batch: int) -> int:
-    """That a rank has of a batch."""
+    """Return the largest number of samples that a rank gets of a batch."""
     kinds = rank_kinds(plan.with_(accumulate=1), cluster, batch=batch, rates=ANY_RATES)
     return int(max(sum(kind.microbatches) for kind in kinds))
 
@@ -69,7 +74,9 @@ def _most_samples(plan: Plan, cluster: Cluster, batch: int) -> int:
 def _plans_that_fit(
     profile: Profile, plan: Plan, cluster: Cluster, *, batch: int, precision: Precision
 ) -> Iterator[Plan]:
-    """Plans on the same devices that hold less, from the smallest change to the largest, where they fit."""
+    """Yield the plans on the same devices that hold less and fit, from the smallest change to the
+    largest.
+    """
     smaller = [plan.with_(recompute="full")]
     if plan.world_size > 1:
         smaller += [

@@ -1,4 +1,6 @@
-"""What a part of a plan gains in every step, and from how many steps on that pays for what it takes once."""
+"""Compute what a part of a plan gains in every step, and after how many steps that pays for its
+cost at the start.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +10,23 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """By which a step is shorter, in seconds. low_s, high_s: between them it is 95 times in 100.
-
-    num_pairs: of steps with and without the part, in which it was measured; 0 where it is predicted.
-    """
+    """The seconds by which a step is shorter, with their 95 % interval."""
 
     seconds: float
     low_s: float
     high_s: float
+    # pairs of steps, with and without the part, in which the gain was measured; 0 if it is
+    # predicted
     num_pairs: int = 0
 
     @property
     def is_sure(self) -> bool:
-        """Whether there is a gain at all, as far as the interval goes."""
+        """Whether the whole interval lies above 0."""
         return self.low_s > 0
 
     def pays_after(self, start_s: float) -> tuple[float, float, float]:
-        """Steps after which so many seconds are paid back, with the interval's ends; infinite without a gain.
+        """Return after how many steps the start is paid back, with the interval's ends; infinite
+        without a gain.
 
         >>> Gain(0.5, 0.4, 0.8).pays_after(20.0)
         (40.0, 25.0, 50.0)
@@ -36,7 +38,7 @@ class Gain:
         return steps(self.seconds), steps(self.high_s), steps(self.low_s)
 
     def describe(self, start_s: float) -> str:
-        """For people.
+        """Return the gain and its break-even as text for people.
 
         >>> Gain(0.036, 0.033, 0.04, 24).describe(25.2)
         'pays from 700 steps on (95 %: 630 to 764): it takes 25.2 s once and gains 36 ms a step (33 to 40), in 24 pairs'

@@ -1,11 +1,14 @@
-"""Corrects prices by steps that were really taken: of the parts of a step, of calibrated plans, and of plans like them.
+"""Correct prices by measured steps: of the parts of a step, of calibrated plans, and of plans like
+them.
 
-Computing, the optimizer and messages are each off by a factor, nearly the same in all plans: a rank alone, ranks beside
-each other and compiled code may each differ from it. A bubble is as long as the computing that it waits for. The
-factors are those that explain the measured steps best. What a calibrated plan takes beyond them is not explained, and
-the breakdown says so. A plan that runs the same code on as many ranks gets the same remaining factor on its time and
-the same bytes on its memory, interpolated by the number of micro-batches between two calibrated plans. Any other plan
-gets the correction of the plans that are most like it.
+The price of computing, of the optimizer and of messages is wrong by one factor each, which is
+nearly the same in all plans. A single rank, ranks beside each other and compiled code may each have
+another factor. A bubble lasts as long as the computing that it waits for. The chosen factors are
+those that explain the measured steps best. The time that a calibrated plan takes beyond them is
+shown as unexplained in the breakdown. A plan that runs the same code on as many ranks gets the same
+remaining factor on its time and the same bytes on its memory, interpolated by the number of
+micro-batches between two calibrated plans. Any other plan gets the correction of the plans that are
+most like it.
 """
 
 from __future__ import annotations
@@ -43,21 +46,22 @@ MEASURED = "unaccounted"  # of a ledger: what was measured above everything that
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """A few steps of a plan on the devices: the mean step, the fullest rank's peak, and seconds that it took
-    once, as for compiling; of ranks without a process group with what they take to start.
+    """The measurements from a few steps of a plan on the devices."""
 
-    gain: by which a step of compiled code is shorter than one of the blocks' own, of steps in turns; None where code is
-        not compiled.
-    """
-
-    step_s: float
-    peak_memory_bytes: int
+    step_s: float  # mean of the steps
+    peak_memory_bytes: int  # of the fullest rank
+    # Seconds that the plan takes once, as for compiling; for ranks without a process group they
+    # include what the ranks take to start.
     start_s: float = 0.0
+    # The gain of a step of compiled code against the blocks' own code, from steps in turns; None if
+    # code is not compiled.
     gain: Gain | None = None
 
 
 class Corrections:
-    """Calibrations beside what had been predicted for them."""
+    """The calibrations so far, with the predictions for the same plans, and the corrections from
+    both.
+    """
 
     def __init__(self) -> None:
         self._calibrations: dict[Plan, Calibration] = {}
@@ -70,7 +74,11 @@ class Corrections:
         return plan in self._calibrations
 
     def add(self, plan: Plan, predicted: Estimate, calibration: Calibration) -> None:
-        """Of several trials of a plan the median step counts. predicted: without any correction."""
+        """Add a calibration. If a plan has several trials, the median of their steps counts.
+
+        Args:
+            predicted: The estimate without any correction.
+        """
         for likeness in _likenesses(plan) if plan not in self else ():
             self._plans_by_likeness.setdefault(likeness, []).append(plan)
         trials = self._trials.setdefault(plan, [])
@@ -103,7 +111,10 @@ class Corrections:
         return math.sqrt(squares / degrees)
 
     def _spread(self, plan: Plan) -> float:
-        """Half the width of the interval around a plan's step, on a machine as uneven as trials show it to be."""
+        """Return half the width of the interval around a plan's step, as a logarithm.
+
+        It includes how uneven the trials have shown this machine to be.
+        """
         fitted = SPREAD[
             "itself" if plan in self else "kind" if self.knows_kind_of(plan) else "nothing"
         ]
@@ -114,7 +125,7 @@ class Corrections:
         return _likenesses(plan)[0] in self._plans_by_likeness
 
     def is_far(self, plan: Plan) -> bool:
-        """Whether all of its kind that were calibrated have many more or many fewer micro-batches."""
+        """Whether all calibrated plans of its kind have many more or many fewer micro-batches."""
         calibrated = self._plans_by_likeness.get(_likenesses(plan)[0], ())
         return all(
             max(
@@ -126,7 +137,7 @@ class Corrections:
         )
 
     def apply(self, plan: Plan, predicted: Estimate) -> Estimate:
-        """The estimate with what is known of plans like it, and how sure that is."""
+        """Return the corrected estimate, with an interval that says how certain it is."""
         spread = self._spread(plan)
         explained_s = self._explained_s(plan, predicted)
         error = self._error_of(plan, predicted) if plan in self else self._of_the_nearest(plan)
@@ -149,8 +160,12 @@ class Corrections:
         )
 
     def _step_s(self, plan: Plan) -> float:
-        """Two runs of one plan differ by more than compiled code may gain: where both plans were calibrated, the gain
-        that was found in turns counts, and one that is not sure does not."""
+        """Return the measured step of a calibrated plan.
+
+        Two runs of one plan differ by more than compiled code may gain. If a compiled plan and the
+        same plan without compiling were both calibrated, the step is therefore the second plan's
+        step less the gain from steps in turns. A gain that is not certain does not count.
+        """
         calibration = self._calibrations[plan]
         plain = self._calibrations.get(uncompiled_variant(plan))
         if calibration.gain is None or plain is None:
@@ -159,7 +174,10 @@ class Corrections:
         return plain.step_s - (gain.seconds if gain.is_sure else min(0.0, gain.seconds))
 
     def _start_s(self, plan: Plan, predicted: Estimate) -> float:
-        """A calibration leaves compiled code in torch's cache, so that a run starts sooner than it did."""
+        """Return the seconds that the plan takes once, as measured if the plan was calibrated.
+
+        A calibration leaves compiled code in torch's cache, so the run itself starts sooner.
+        """
         return (
             self._calibrations[plan].start_s
             if plan in self and predicted.start_s
@@ -167,7 +185,7 @@ class Corrections:
         )
 
     def _parts(self, plan: Plan, predicted: Estimate) -> dict[str, float]:
-        """Seconds of a step's parts, as they were found to be."""
+        """Return the corrected seconds of a step's parts."""
         return {
             part: seconds * self._factor(plan, part)
             for part, seconds in predicted.breakdown.items()
@@ -179,7 +197,7 @@ class Corrections:
         )
 
     def _explained_s(self, plan: Plan, predicted: Estimate) -> float:
-        """The step that parts explain, as they were found to be."""
+        """Return the seconds of a step according to its corrected parts."""
         before_s = sum(predicted.breakdown.values())
         return (
             predicted.step_s * sum(self._parts(plan, predicted).values()) / before_s
@@ -188,7 +206,7 @@ class Corrections:
         )
 
     def _error_of(self, plan: Plan, predicted: Estimate) -> _Error:
-        """What is left of a calibrated plan's error beside that of its parts."""
+        """Return the rest of a calibrated plan's error that its corrected parts do not explain."""
         calibration = self._calibrations[plan]
         return _Error(
             calibration.step_s / self._explained_s(plan, predicted),
@@ -196,7 +214,9 @@ class Corrections:
         )
 
     def _of_the_nearest(self, plan: Plan) -> _Error:
-        """What the plans that are most like this one are off by; their memory only if they are of its kind."""
+        """Return the error of the plans that are most like this one; their error in memory only if
+        they are of its kind.
+        """
         for nearness, likeness in enumerate(_likenesses(plan)):
             if likeness in self._plans_by_likeness:
                 errors = {
@@ -217,7 +237,7 @@ class Corrections:
         return _Error(1.0, 0)
 
     def _breakdown(self, plan: Plan, predicted: Estimate, step_s: float) -> dict[str, float]:
-        """Parts as they were found to be; what a step takes beyond them is not explained."""
+        """Return the corrected parts, and the rest of the step as unexplained."""
         parts = self._parts(plan, predicted)
         known_s = sum(parts.values())
         if known_s >= step_s:
@@ -226,19 +246,20 @@ class Corrections:
 
 
 class Cause(NamedTuple):
-    """Why predicted seconds of some part may be wrong in many plans. among: only in these plans."""
+    """A reason why the predicted seconds of a part may be wrong in many plans."""
 
     part: str
+    # the plans that it concerns
     among: Literal["all", "alone", "beside others", "compiled"] = "all"
 
 
 def _spread_of(predicted: Estimate) -> float:
-    """Half the width of its interval."""
+    """Return half the width of an estimate's interval, as a logarithm."""
     return math.log(predicted.high_s / predicted.low_s) / 2
 
 
 def causes_s(plan: Plan, breakdown: Mapping[str, float]) -> dict[Cause, float]:
-    """The predicted seconds of a plan's step that each cause would change."""
+    """Return the predicted seconds of a plan's step that each cause would change."""
     seconds_by_cause: dict[Cause, float] = {}
     for part, seconds in breakdown.items():
         for cause in _causes(plan, part):
@@ -257,12 +278,17 @@ def _causes(plan: Plan, part: str) -> Iterator[Cause]:
 def cause_changes(
     steps: Sequence[tuple[Mapping[Cause, float], float]], *, prices_spread: float
 ) -> dict[Cause, float]:
-    """By how much of itself each cause makes predicted seconds longer, so that steps come nearest to what was measured.
+    """Return by which part of itself each cause changes the predicted seconds, to come nearest to
+    the measured steps.
 
-    Least squares of what is left, as a part of each step; changes stay near 0 where nothing speaks against it.
+    This is a least-squares fit of the remaining error as a part of each step. Changes stay near 0
+    unless the steps contradict that.
 
-    steps: (predicted seconds that each cause would change, measured seconds).
-    prices_spread: half the width of the prices' intervals; the surer prices are, the less steps change them.
+    Args:
+        steps: Pairs of the predicted seconds that each cause would change, and the measured
+            seconds.
+        prices_spread: Half the width of the prices' intervals. The more certain prices are, the
+            less the steps change them.
 
     >>> compute, messages = Cause("compute"), Cause("communication")
     >>> steps = [({compute: 2.0}, 3.0), ({compute: 1.0, messages: 1.0}, 2.5)]
@@ -303,14 +329,17 @@ def cause_changes(
 
 @dataclass(frozen=True, slots=True)
 class _Error:
-    """By what a step is longer, as a factor, and a peak higher."""
+    """The remaining error of an estimate."""
 
-    factor: float
-    num_bytes: int
+    factor: float  # by which a step is longer
+    num_bytes: int  # by which a peak is higher
 
 
 def _between(errors: Mapping[Plan, _Error], plan: Plan) -> _Error:
-    """A line through what is known, over the logarithm of the number of micro-batches; level beyond its ends."""
+    """Interpolate between calibrated plans, over the logarithm of the number of micro-batches.
+
+    Beyond the first and the last calibrated plan, the error is constant.
+    """
 
     def log_count(calibrated: Plan) -> float:
         return math.log(calibrated.num_microbatches)
@@ -329,7 +358,9 @@ def _between(errors: Mapping[Plan, _Error], plan: Plan) -> _Error:
 
 
 def _likenesses(plan: Plan) -> tuple[tuple[object, ...], ...]:
-    """What a plan shares with others, from plans that run the same code to all plans."""
+    """Return the groups of similar plans that a plan belongs to, from plans that run the same code
+    to all plans.
+    """
     kind, ranks = kind_of(plan), plan.world_size
     code = tuple((strategy.name, strategy.code(plan)) for strategy in active(plan))
     return (kind, ranks, code), (kind, ranks), (kind,), ()

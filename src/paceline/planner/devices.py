@@ -9,8 +9,11 @@ from paceline.strategies.plan import Plan
 
 
 def devices_of(plan: Plan, cluster: Cluster) -> tuple[Device, ...]:
-    """The device of every rank. A cluster that lists the devices of one host stands for as many like it as needed;
-    CPUs beside GPUs, which are for servers, are on the first."""
+    """Return the device of every rank.
+
+    If a cluster lists the devices of one host, it stands for as many such hosts as needed. CPUs
+    beside GPUs are for servers; they are on the first host.
+    """
     hosts, rest = divmod(plan.world_size, len(cluster.devices))
     if rest and hosts:
         raise PlanError(

@@ -1,4 +1,4 @@
-"""Whether a plan fits its devices: the ledger for people, and which plans would fit where it doesn't."""
+"""Check whether a plan fits its devices; if not, show the ledger and which plans would fit."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def check_fits(
     *,
     snapshot: bool,
 ) -> None:
-    """Refuse a plan that needs more than its devices have, before anything starts.
+    """Refuse a plan that needs more memory than its devices have, before anything starts.
 
     Raises:
         PlanError: with the ledger of every kind of rank, and plans that would fit.
@@ -77,8 +77,9 @@ def smallest_change(
     *,
     snapshot: bool,
 ) -> str:
-    """For a plan that ran out of memory: its ledger, and the first change, from small to large, that needs so much less
-    that it fits for all that is known."""
+    """Return the ledger of a plan that ran out of memory, and the smallest change that is predicted
+    to fit.
+    """
     estimate = _estimate(job, plan, cluster, profile, split, snapshot=snapshot)
     worst = max(estimate.needs, key=lambda need: need.missing_bytes)
     allowed_bytes = min(worst.device.memory_bytes, int(LESS * worst.total_bytes))
@@ -103,7 +104,7 @@ def smallest_change(
 
 
 def _other_than_plans(job: Job, cluster: Cluster, profile: Profile) -> str:
-    """Changes of the job or the devices under which some plan fits."""
+    """Return changes of the job or the devices under which some plan fits."""
     if not cluster.nodes and any(
         device.kind != "cpu" for device in cluster.devices
     ):  # whose rates are not taken here
@@ -134,7 +135,9 @@ def _from_small_to_large(
     *,
     snapshot: bool,
 ) -> Iterator[tuple[Plan, Sequence[MemoryNeed]]]:
-    """Plans that may need less: smaller micro-batches, recomputation, then other ways to split over as many ranks."""
+    """Yield plans that may need less: smaller micro-batches, recomputation, then other ways to
+    split over as many ranks.
+    """
     ranks, samples = plan.world_size, -(-job.batch // plan.replicas)
     counts = [
         count
@@ -174,7 +177,9 @@ def _other_splits(size: int, job: Job) -> list[Plan]:
 
 
 def _as_many(cluster: Cluster, plan: Plan) -> Cluster:
-    """The cluster with a device a rank, like those it has; like its GPUs, where there are CPUs beside them."""
+    """Return the cluster with one device per rank, like those it has; like its GPUs, if it also has
+    CPUs.
+    """
     same_kind = [device for device in cluster.devices if device.kind == cluster.devices[-1].kind]
     if plan.world_size == len(same_kind):
         return replace(cluster, devices=tuple(same_kind))
@@ -185,7 +190,9 @@ def _as_many(cluster: Cluster, plan: Plan) -> Cluster:
 
 
 def set_aside(need: MemoryNeed) -> str:
-    """What a GPU gives away beside a rank's tensors, and for what; empty where it is nothing."""
+    """Return how much memory a GPU needs in addition to a rank's tensors, and for what; empty if it
+    is nothing.
+    """
     for_what = {
         "context": "for the driver's context",
         "NCCL": "for NCCL's buffers",
@@ -200,12 +207,12 @@ def set_aside(need: MemoryNeed) -> str:
 
 
 def reduced_memory(needs: Iterable[MemoryNeed]) -> list[str]:
-    """Which devices have less than all of their memory, and who has the rest."""
+    """Return which devices have less than all of their memory, and who has the rest."""
     return list(dict.fromkeys(need.device.taken for need in needs if need.device.taken))
 
 
 def ledger(needs: Sequence[MemoryNeed]) -> str:
-    """What each kind of rank holds at its peak, in MiB, a line each."""
+    """Return the memory of each kind of rank at its peak, in MiB, one line each."""
     columns = {
         name: keys
         for name, keys in _COLUMNS.items()
@@ -234,7 +241,9 @@ def _plans_that_fit(
     *,
     snapshot: bool,
 ) -> Iterator[tuple[Plan, MemoryNeed]]:
-    """Of every kind the plan with the fewest ranks that fits, and what its fullest rank needs."""
+    """Yield, for each kind of plan, the one with the fewest ranks that fits, and the need of its
+    fullest rank.
+    """
     least = min(cluster.devices, key=lambda device: device.memory_bytes)
     most = (
         MOST_CPU_RANKS

@@ -1,4 +1,6 @@
-"""How a plan fares in a long run on devices that fail: how often to save, and which part of the time is useful."""
+"""Predict a long run on devices that fail: how often to save, and which part of the time is
+useful.
+"""
 
 from __future__ import annotations
 
@@ -23,17 +25,13 @@ from paceline.simulate.failures import RESTART_S, young_interval_s
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """What failures cost a plan.
+    """The cost of failures under a plan."""
 
-    state_bytes: of a checkpoint. bytes_per_s: at which all that hold it together write it.
-    survivals: those that exist under the plan on the cluster; the last one resumes the run.
-    refused: why others don't exist.
-    """
-
-    state_bytes: int
-    bytes_per_s: float
+    state_bytes: int  # of a checkpoint
+    bytes_per_s: float  # at which all ranks that hold the state write it together
+    # the ways that exist under the plan on the cluster; the last one resumes the run
     survivals: tuple[Survival, ...]
-    refused: Mapping[SurvivalName, str] = field(default_factory=dict)
+    refused: Mapping[SurvivalName, str] = field(default_factory=dict)  # why other ways don't exist
 
     @property
     def resumed(self) -> Survival:
@@ -41,7 +39,7 @@ class Goodput:
         return self.survivals[-1]
 
     def to_dict(self) -> dict[str, Any]:
-        """For `--json`."""
+        """Return the figures for `--json`."""
         failures, resumed = self.resumed.failures, self.resumed
         return {
             "mtbf_s": failures.mtbf_s,
@@ -58,7 +56,7 @@ class Goodput:
         }
 
     def lines(self) -> Iterator[str]:
-        """For people: how often to save, and a sentence for each way to survive."""
+        """Yield lines for people: how often to save, and a sentence for each way to survive."""
         failures = self.resumed.failures
         yield (
             f"with a failure every {in_hours(failures.mtbf_s)}: a checkpoint every "
@@ -78,7 +76,7 @@ class Goodput:
 def outlook(
     problem: PlanningProblem, chosen: Candidate, cluster: Cluster, rates: FailureRates
 ) -> Goodput:
-    """What failures cost a plan that was chosen on a cluster."""
+    """Predict what failures cost a plan that was chosen on a cluster."""
     run = FailingRun(problem, chosen, cluster, rates)
     is_one_host = not cluster.nodes or chosen.plan.world_size <= len(cluster.nodes[0].devices)
     survivals: list[Survival] = []

@@ -1,6 +1,8 @@
-"""A job with several models as one whose cost can be read off: each model runs once on inputs like the step's.
+"""Turn a job with several models into one whose cost can be traced: each model runs once, on inputs
+like the step's.
 
-What this leaves out: a model that the step runs several times, losses themselves, and second backwards.
+This leaves out that the step may run a model several times, the losses themselves, and second
+backwards.
 """
 
 from __future__ import annotations
@@ -21,9 +23,10 @@ SAMPLES, TIMEOUT_S = 4, 60.0
 
 
 def priced(job: Job) -> Job:
-    """The same job for whoever asks what it costs; itself if it has one model.
+    """Return the job in a form whose cost can be traced; a job with one model is returned as it is.
 
-    The step is tried on a few samples in a fork of this process, for the shapes that models are run with.
+    The step is tried on a few samples in a fork of this process, to find the shapes of the models'
+    inputs.
 
     Raises:
         PacelineError: the step fails.
@@ -59,7 +62,7 @@ def priced(job: Job) -> Job:
 
 
 class _Together(nn.Module):
-    """All models and followers, under their names, each run on inputs of its own."""
+    """All models and followers, under their names, each of which runs on its own inputs."""
 
     def __init__(self, job: Job, described: Mapping[str, Any]) -> None:
         super().__init__()
@@ -91,10 +94,12 @@ class _Together(nn.Module):
 
 
 def _described(value: Any, *, is_cut: bool) -> Any:
-    """As JSON holds it. Of tensors that are cut the shape is of one sample.
+    """Describe a model's input so that JSON can hold it.
+
+    If tensors are cut, their shape is that of one sample.
 
     Raises:
-        JobError: it holds something else than tensors, numbers and text.
+        JobError: the input holds something else than tensors, numbers and text.
     """
     if isinstance(value, torch.Tensor):
         return {
@@ -115,7 +120,7 @@ def _described(value: Any, *, is_cut: bool) -> Any:
 
 
 def _given(entry: Any, stacked: Any) -> Any:
-    """What a model is given, of stacked samples."""
+    """Return a model's input, made of stacked samples."""
     if "dtype" in entry:
         return stacked if entry["cut"] else stacked[0]
     if "items" in entry:

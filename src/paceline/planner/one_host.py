@@ -1,4 +1,4 @@
-"""How a run outlives failures on one host, whose process replaces ranks that are lost."""
+"""The ways in which a run outlives failures on one host, whose process replaces lost ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STATE_TENSORS = 3  # a parameter: itself, and what Adam keeps of it
 
 
 def ways(run: FailingRun) -> Iterator[tuple[SurvivalName, Callable[[], Survival]]]:
-    """The ways that exist on one host, if nothing speaks against them."""
+    """Yield the ways that exist on one host; building one may still raise `NoSurvival`."""
     yield "copies", partial(_copies, run)
     yield "checkpoint", partial(_checkpoint, run)
     if run.cluster.devices[0].kind == "cuda":
@@ -58,7 +58,7 @@ def _checkpoint(run: FailingRun) -> Survival:
 
 
 def _spare(run: FailingRun) -> Survival:
-    """One GPU waits; the one that it took the place of is repaired when the run has ended."""
+    """Price a GPU that waits. A GPU that it replaced is repaired when the run has ended."""
     plan, num_gpus = (
         run.plan,
         len(run.cluster.nodes[0].devices if run.cluster.nodes else run.cluster.devices),

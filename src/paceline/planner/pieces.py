@@ -1,4 +1,4 @@
-"""A job's model in pieces, captured when somebody first asks for them."""
+"""A job's model in pieces, which are captured at the first request."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 
 
 class LazyPieces:
-    """See `planner.estimate.SplitPrices`. A capture takes seconds, and many plans need none.
+    """The pieces of a job's model; see `planner.estimate.SplitPrices`.
 
-    built: the job's model, where somebody has it.
+    A capture takes seconds, and many plans need none, so it happens at the first request. `built`
+    is the job's model, if it exists already.
     """
 
     def __init__(self, job: Job, profile: Profile, built: FakeModel | None = None) -> None:
@@ -30,7 +31,7 @@ class LazyPieces:
         self._layers: Profile | None = None
 
     def layers(self) -> Profile:
-        """The profile of a model that is cut on described devices.
+        """Return the profile of a model that is cut on described devices.
 
         Raises:
             PlanError: the model can't be cut.
@@ -54,10 +55,10 @@ class LazyPieces:
     def ranks(
         self, plan: Plan, devices: Sequence[Device], *, microbatch_samples: int
     ) -> Sequence[RankCost]:
-        """What each rank of a split model holds and does.
+        """Return what each rank of a split model holds and does.
 
         Raises:
-            PlanError: the model can't be cut, or not so.
+            PlanError: the model can't be cut, or not in this way.
         """
         split = self._captured()
         if split is None:
@@ -78,14 +79,17 @@ class LazyPieces:
             ) from error
 
     def count(self, *, each: bool = True) -> int:
-        """How many there are; 0 if the model can't be cut. each: whether each block is captured, though it is like
-        another one."""
+        """Return the number of pieces; 0 if the model can't be cut.
+
+        Args:
+            each: Whether each block is captured, even if it equals another one.
+        """
         split = self._captured(each=each)
         return 0 if split is None else len(split.pieces)
 
     @property
     def problem(self) -> str:
-        """Why the model can't be cut; empty if it can, or nobody has asked."""
+        """The reason why the model can't be cut; empty if it can, or if nobody has asked yet."""
         return self._problem
 
     def _captured(self, *, each: bool = True) -> SplitJob | None:
@@ -103,7 +107,7 @@ class LazyPieces:
         return self._splits.get(each)
 
     def _leave_nothing_out(self) -> None:
-        """A capture was not that of a chain, as the forward before was."""
+        """Forget the chains, because the capture contradicted them although the forward had not."""
         if self.built is not None:
             self.built.chains = ()
         self._splits.pop(False, None)

@@ -1,4 +1,4 @@
-"""What is asked of the planner: a job, its cost, and the plans that it allows on a cluster."""
+"""The planning problem: a job, its cost, and the plans that it allows on a cluster."""
 
 from __future__ import annotations
 
@@ -30,20 +30,16 @@ HOUR_S = 3600.0
 
 @dataclass(frozen=True)
 class PlanningProblem:
-    """A job with its cost.
-
-    price_per_hour: of a device, by which plans are ranked; None ranks them by time, unless all devices of a cluster
-        state theirs.
-    may_be_fewer: whether plans may leave out devices that are here. may_split: whether the model may be cut; finding
-        out how takes seconds.
-    """
+    """A job with its cost."""
 
     job: Job
     profile: Profile
     pieces: LazyPieces
+    # The price of a device, by which plans are ranked. None ranks them by time, unless all devices
+    # of a cluster state their own price.
     price_per_hour: float | None = None
-    may_be_fewer: bool = True
-    may_split: bool = True
+    may_be_fewer: bool = True  # whether plans may leave out devices that are here
+    may_split: bool = True  # whether the model may be cut; finding out how takes seconds
     times_operators: bool = True
 
     @classmethod
@@ -55,8 +51,12 @@ class PlanningProblem:
         device: str = "cpu",
         like: PlanningProblem | None = None,
     ) -> PlanningProblem:
-        """Trace a job. Reads the first samples of its data. device: see `profile_job`. like: of the same job in another
-        precision of the same weights."""
+        """Trace a job. This reads the first samples of its data.
+
+        Args:
+            device: See `profile_job`.
+            like: The problem of the same job in another precision with the same weights.
+        """
         from paceline.model.cost import profile_job
         from paceline.model.cost.trace import fake_model
         from paceline.planner.multi_model import priced
@@ -70,12 +70,12 @@ class PlanningProblem:
 
     @cached_property
     def folded(self) -> Profile:
-        """The job's cost on devices that are described, where layers that are alike are played once."""
+        """The job's cost on described devices, where equal layers are simulated once."""
         return folded(self.profile)
 
     @cached_property
     def computes_in(self) -> Precision:
-        """The precision of most products: without autocast it is that of the weights."""
+        """The precision of most products. Without autocast it is that of the weights."""
         half_bytes = sum(
             p.num_bytes * p.count
             for p in self.profile.parameters
@@ -85,7 +85,7 @@ class PlanningProblem:
         return "bf16" if is_half else self.job.precision
 
     def limits(self, cluster: Cluster) -> Limits:
-        """What the job allows."""
+        """Return how far the job can be divided."""
         job = self.job
         batch = min(job.batch, job.num_samples or job.batch)
         num_devices = len(cluster.devices)
@@ -97,13 +97,20 @@ class PlanningProblem:
         return replace(whole, layers=layers, tensor=MOST_TENSOR, parts=num_devices)
 
     def _compiled_steps(self, cluster: Cluster) -> int | None:
-        """What compiling brings is not known before it was tried, which only CPUs that are here let us do."""
+        """Return the run's steps if compiling can be tried here, else None.
+
+        The gain of compiling is only known after a trial, and trials run only on CPUs of this
+        machine.
+        """
         if cluster.nodes or any(device.kind != "cpu" for device in cluster.devices):
             return None
         return self.job.total_steps
 
     def shape(self, cluster: Cluster) -> DeviceCounts:
-        """Devices may be left out on this machine, and where they cost something."""
+        """Return the numbers of devices that a plan may use.
+
+        Devices may be left out on this machine, and on clusters where they have a price.
+        """
         num_devices = len(cluster.devices)
         per_node = (
             min(len(kind.devices) for kind in cluster.nodes) if cluster.nodes else num_devices
@@ -118,7 +125,9 @@ class PlanningProblem:
         )
 
     def rent(self, cluster: Cluster) -> Rent:
-        """What a plan's devices cost a second; 1 where nothing has a price."""
+        """Return a function that gives the price of a plan's devices per second; 1 if nothing has a
+        price.
+        """
 
         def rent_of(plan: Plan) -> float:
             count = plan.num_workers
@@ -130,9 +139,11 @@ class PlanningProblem:
         return rent_of
 
     def price(self, plan: Plan, cluster: Cluster) -> Estimate:
-        """
+        """Predict the step of a plan.
+
         Raises:
-            PlanError: the plan can't be on this cluster. NotPriced: it can, and nobody knows what it costs.
+            PlanError: the plan can't be on this cluster.
+            NotPriced: the plan can be on this cluster, but its cost is not known.
         """
         conflicts.check_precision(plan, self.job.precision)
         check_step(self.job, plan)
@@ -191,7 +202,9 @@ class PlanningProblem:
         )
 
     def flips(self, ranking: RankedPlans, cluster: Cluster) -> list[tuple[str, Candidate]]:
-        """Changes of hardware, and the plan that then is best."""
+        """Return changes of hardware that change the best plan, each with the plan that then is
+        best.
+        """
         changes = [
             Change(
                 name,
@@ -210,12 +223,13 @@ class PlanningProblem:
 
 
 def check_step(job: Job, plan: Plan) -> None:
-    """
+    """Refuse a plan that can't run the job's own step.
+
     Args:
-        job: As its cost was read off.
+        job: The job in the form whose cost was traced.
 
     Raises:
-        PlanError: it has a step of its own, which can't run under the plan.
+        PlanError: the job has its own step, which can't run under the plan.
     """
     from paceline.model.cost.shaped_samples import step_of
     from paceline.training.own_step.recorded import refuse_to_split
@@ -228,8 +242,11 @@ def check_step(job: Job, plan: Plan) -> None:
 
 
 def _changes(cluster: Cluster) -> Iterator[tuple[str, Cluster, Callable[[Estimate], float]]]:
-    """The cluster with other links, and with other memory. Each with what a step takes at least then, of what it takes
-    without the change."""
+    """Yield the cluster with other links and with other memory.
+
+    Each comes with a function from the estimate without the change to the least seconds of a step
+    under the change.
+    """
     if len(cluster.devices) == 1:
         return
     yield f"links {TIMES} times as fast", _with_links(cluster, TIMES), _busy_s
@@ -251,7 +268,10 @@ def _changes(cluster: Cluster) -> Iterator[tuple[str, Cluster, Callable[[Estimat
 
 
 def _busy_s(estimate: Estimate) -> float:
-    """Of a step, what no link takes: computing, without what collectives beside it may have made it longer."""
+    """Return the seconds of a step that do not depend on links: computing and the optimizer.
+
+    The slowdown that concurrent collectives may have caused in computing is taken out.
+    """
     return estimate.breakdown["compute"] / (1 + PACELINE.slowdown) + estimate.breakdown["optimizer"]
 
 
@@ -276,7 +296,7 @@ def _with_links(cluster: Cluster, times: float) -> Cluster:
 
 
 def with_memory(kind: Nodes, times: float) -> Nodes:
-    """Nodes whose devices have so many times the memory."""
+    """Return nodes whose devices have this many times the memory."""
     return replace(
         kind,
         devices=tuple(

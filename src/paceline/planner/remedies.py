@@ -1,4 +1,6 @@
-"""Where nothing fits: the smallest change of each kind that makes something fit, priced like any plan."""
+"""If nothing fits, find the smallest change of each kind that makes something fit, priced like any
+plan.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +33,14 @@ Attempt = tuple[
 
 @dataclass(frozen=True)
 class Remedy:
-    """A change under which a plan fits. candidate: the best plan then. batch: samples a step then."""
+    """A change under which a plan fits."""
 
     change: str
-    candidate: Candidate
-    batch: int
+    candidate: Candidate  # the best plan under the change
+    batch: int  # samples per step under the change
 
     def to_dict(self) -> dict[str, Any]:
-        """For `--json`."""
+        """Return the remedy for `--json`."""
         estimate = self.candidate.estimate
         return {
             "change": self.change,
@@ -59,14 +61,15 @@ class Remedy:
 def remedies(
     problem: PlanningProblem, cluster: Cluster, smaller: Sequence[Sequence[Attempt]] = ()
 ) -> tuple[Remedy, ...]:
-    """The first change of each kind that lets a plan fit, the least change first.
+    """Return the first change of each kind that lets a plan fit, the least change first.
 
-    What changes the experiment least stands first: numbers of fewer bits, then what the caller knows of its job, then
-    the batch. Other devices leave the experiment alone and come last. Plans that compute activations again, cut the
-    batch into more pieces or split the model another way are no remedies: the search has tried them all.
+    Changes that affect the experiment least come first: numbers with fewer bits, then changes that
+    the caller knows for its job, then the batch. Other devices do not affect the experiment and
+    come last. Plans that recompute activations, cut the batch into more parts or split the model in
+    another way are no remedies, because the search has tried them all.
 
     Args:
-        smaller: Kinds of changes of the job that are known to who made it, each from small to large.
+        smaller: Kinds of changes that whoever made the job knows, each from small to large.
     """
     kinds = [
         _precision(problem, cluster),
@@ -118,7 +121,9 @@ def _batch(problem: PlanningProblem, cluster: Cluster) -> Iterator[Attempt]:
 
 
 def _devices(problem: PlanningProblem, cluster: Cluster) -> Iterator[Iterable[Attempt]]:
-    """More devices of the kind, and the kind with more memory. Of described clusters whose nodes are alike."""
+    """Yield more devices of the same kind, and the same kind with more memory; only for described
+    clusters with equal nodes.
+    """
     if len(cluster.nodes) != 1:
         return
     count, device = len(cluster.devices), cluster.devices[0]
@@ -141,7 +146,7 @@ def _devices(problem: PlanningProblem, cluster: Cluster) -> Iterator[Iterable[At
 
 
 def _counts(count: int) -> list[int]:
-    """A few more, then twice as many and so on."""
+    """Return slightly larger numbers first, then multiples of the number."""
     return sorted(
         {count + 1, count + 2, count + 3, *(count * times for times in (2, 4, MOST_TIMES))}
     )

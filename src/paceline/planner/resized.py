@@ -1,4 +1,6 @@
-"""The plan of a run that goes on with another number of ranks: as few of its counts changed as possible."""
+"""The plan of a run that goes on with another number of ranks, with as few changed counts as
+possible.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,13 @@ _MOST_CHANGED = 3  # counts of a plan; of axes, or servers and workers
 
 
 def resized(plan: Plan, world_size: int) -> Plan:
-    """The plan under which a run goes on with so many ranks; a checkpoint of either resumes under the other.
+    """Return the plan under which a run goes on with this many ranks; a checkpoint of either
+    resumes under the other.
 
-    What cuts the model stays if it can, then as many counts of ranks as possible, then that is taken which holds the
-    weights the least often. The parts of the batch become equal where the plan gave each replica a share of its own. No
-    other key changes, and so neither do the global batch and the order of data.
+    The cut of the model stays if possible. Next, as many counts of ranks as possible stay. Among
+    the remaining plans, the one that holds the weights the least often is taken. If the plan gave
+    each replica its own share of the batch, the shares become equal. No other key changes, so the
+    global batch and the order of data do not change.
 
     Raises:
         PlanError: none of the plan's counts can be changed to that.
@@ -66,13 +70,15 @@ def _candidates(plan: Plan, world_size: int) -> Iterator[Plan]:
 
 
 def _num_ranks(plan: Plan, counts: Mapping[str, int]) -> int:
-    """0 for a plan that can't be, as one of too few ranks may be."""
+    """Return the number of ranks; 0 for a plan that is not valid, for example because it has too
+    few ranks.
+    """
     other = _changed(plan, counts)
     return 0 if other is None else other.world_size
 
 
 def _changed(plan: Plan, counts: Mapping[str, int]) -> Plan | None:
-    """The plan with other counts of ranks; None if they contradict the rest of it."""
+    """Return the plan with other counts of ranks; None if they contradict the rest of the plan."""
     for shares in dict.fromkeys((plan.modifiers.shares, "equal")):
         try:
             return plan.with_(**counts, shares=shares)
@@ -82,7 +88,7 @@ def _changed(plan: Plan, counts: Mapping[str, int]) -> Plan | None:
 
 
 def _counts(plan: Plan) -> dict[str, int]:
-    """The keys of a plan that count ranks, as far as it has more than one."""
+    """Return the keys of a plan that count ranks, if their count is above one."""
     return {
         name: value
         for name, value in plan.values().items()

@@ -1,4 +1,6 @@
-"""From what a user asked for to what runs: counts checked, `auto` and shares decided, before any rank starts."""
+"""Turn a request into a plan that can run: check counts and decide `auto` and shares, before any
+rank starts.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +17,17 @@ from paceline.strategies.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A plan without open questions, the devices of this host, and each replica's weight in the global batch."""
+    """A complete plan, with the devices of this host."""
 
     plan: Plan
     cluster: Cluster
-    shares: tuple[int, ...]
+    shares: tuple[int, ...]  # each replica's weight in the global batch
 
     @property
     def devices(self) -> str:
-        """This host's devices by name; with what each kind is for where CPUs are beside GPUs."""
+        """This host's devices by name. If there are CPUs beside GPUs, the text says what each kind
+        is for.
+        """
         devices = self.cluster.devices
         if len({device.kind for device in devices}) == 1:
             return names_of(devices)
@@ -42,13 +46,15 @@ def resolve(
     memory: str | None = None,
     environment: Environment | None = None,
 ) -> Resolved:
-    """Check a request against the devices and the job, and settle what it left open.
+    """Check a request against the devices and the job, and decide what it left open.
 
-    memory: limits of CPU ranks, see `Cluster.local`.
+    Args:
+        memory: Limits of CPU ranks, see `Cluster.local`.
 
     Raises:
-        PlanError: counts that contradict each other, or more replicas than the job has samples for.
-        ClusterError: a device that isn't there.
+        PlanError: counts contradict each other, or there are more replicas than the job has samples
+            for.
+        ClusterError: a device isn't there.
     """
     settled = Plan.read(plan) if plan is not None else None
     num_ranks = (
@@ -115,11 +121,14 @@ def set_aside(
     procs: int | None,
     environment: Environment | None,
 ) -> tuple[str, tuple[Device, ...]]:
-    """The names of the GPUs that get ranks, and the GPUs that are left for the places of those that fail: the last
-    ones that are named, or else those after as many as the plan needs.
+    """Return the names of the GPUs that get ranks, and the spare GPUs that replace those that fail.
+
+    The spares are the last ones of the named devices, or else those after as many as the plan
+    needs.
 
     Raises:
-        PlanError: there are no ranks here that start again, or they compute on CPUs. ClusterError: too few GPUs.
+        PlanError: there are no ranks here that start again, or they compute on CPUs.
+        ClusterError: there are too few GPUs.
     """
     if environment is not None:
         raise PlanError(
@@ -145,7 +154,7 @@ def set_aside(
 
 
 def default_plan(job: Job, num_devices: int) -> Plan:
-    """One replica a device, but no more than there are samples in a step."""
+    """Return a plan with one replica per device, but no more replicas than samples in a step."""
     return Plan.of(data=min(num_devices, job.batch, job.num_samples or job.batch))
 
 
@@ -195,7 +204,10 @@ def _check_counts(
 
 
 def _cpu_ranks_here(plan: Plan, environment: Environment | None) -> int:
-    """How many of this host's ranks compute on the CPU beside others with GPUs. Launchers number ranks host by host."""
+    """Return how many of this host's ranks compute on the CPU beside others with GPUs.
+
+    Launchers number ranks host by host.
+    """
     if environment is None:
         return plan.num_cpu_ranks
     first = environment.rank - environment.local_rank

@@ -1,4 +1,6 @@
-"""Which plan of a space is fastest and fits, why each other kind loses, and what would change the answer."""
+"""Find the fastest plan of a space that fits, say why each other kind loses, and what would change
+the answer.
+"""
 
 from __future__ import annotations
 
@@ -36,20 +38,21 @@ Rent = Callable[[Plan], float]  # what a plan's devices cost a second
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A plan that was priced.
-
-    rent_per_s: what its devices cost a second; 1 where nobody asks, so that cost is time.
-    steps: of the run, over which what it takes once is spread; None where that is not known.
-    """
+    """A plan with its price."""
 
     plan: Plan
     estimate: Estimate
+    # what the plan's devices cost per second; 1 if prices do not matter, so that cost is time
     rent_per_s: float = 1.0
+    # steps of the run, over which the plan's cost at the start is spread; None if not known
     steps: int | None = None
 
     @property
     def step_cost(self) -> float:
-        """What plans are ranked by: seconds a step with its part of what the run takes once, or what they cost."""
+        """The figure by which plans are ranked: seconds per step, or the price of these seconds.
+
+        It includes the step's part of the cost that the run has once.
+        """
         start_s = self.estimate.start_s / self.steps if self.steps else 0.0
         return (self.estimate.step_s + start_s) * self.rent_per_s
 
@@ -59,35 +62,34 @@ class Candidate:
 
     @property
     def missing_bytes(self) -> int:
-        """By how much the fullest rank is over its device's memory; not above 0 if the plan fits."""
+        """The bytes by which the fullest rank exceeds its device's memory; at most 0 if the plan
+        fits.
+        """
         return max(need.missing_bytes for need in self.estimate.needs)
 
 
 @dataclass(slots=True)
 class RankedPlans:
-    """What a search came to.
+    """The result of a search."""
 
-    ranked: plans that fit, the fastest first; exact and relaxed ones. too_large: the nearest ones that don't.
-    refused: why plans could not be priced, by their kind. num_tried: plans that were priced.
-    may_relax: whether a relaxed plan may be chosen.
-    ways: exact plans that fit, of every way to split the first that does.
-    fitting, over: plans that fit with their prices, before any was tried, and those that don't or have no price.
-    compiling: what compiled blocks bring to the best plan by their price; empty where none was asked for.
-    """
-
+    # plans that fit, exact and relaxed ones, the fastest first
     ranked: list[Candidate] = field(default_factory=list)
-    too_large: list[Candidate] = field(default_factory=list)
+    too_large: list[Candidate] = field(default_factory=list)  # the nearest plans that don't fit
+    # why plans could not be priced, by their kind
     refused: dict[str, str] = field(default_factory=dict)
-    num_tried: int = 0
-    may_relax: bool = False
+    num_tried: int = 0  # plans that were priced
+    may_relax: bool = False  # whether a relaxed plan may be chosen
+    # for every way to split: the first exact plan that fits
     ways: tuple[Plan, ...] = ()
+    # plans that fit, with their prices before any was tried
     fitting: dict[Plan, Candidate] = field(default_factory=dict)
-    over: tuple[Plan, ...] = ()
+    over: tuple[Plan, ...] = ()  # plans that don't fit or have no price
+    # the gain of compiled blocks for the best plan, by price; empty if not asked for
     compiling: str = ""
 
     @property
     def rivals(self) -> list[Candidate]:
-        """Plans that may be chosen."""
+        """The plans that may be chosen."""
         return [
             candidate
             for candidate in self.ranked
@@ -96,7 +98,10 @@ class RankedPlans:
 
     @property
     def chosen(self) -> Candidate | None:
-        """The first that may be chosen; of those that tie, the one that gives up and does the least."""
+        """The best plan that may be chosen, or None.
+
+        Among plans that tie with the first one, an exact plan with the fewest keys is chosen.
+        """
         rivals = self.rivals
         tied = [candidate for candidate in rivals if ties(candidate, rivals[0])]
         return min(
@@ -111,7 +116,7 @@ class RankedPlans:
 
     @property
     def tied(self) -> list[Candidate]:
-        """Plans that are as good as the chosen one for all that is known."""
+        """The plans that are as good as the chosen one, as far as the estimates can tell."""
         chosen = self.chosen
         return (
             []
@@ -121,7 +126,10 @@ class RankedPlans:
 
 
 def ties(candidate: Candidate, other: Candidate) -> bool:
-    """Whether nobody can say which is better: they are within a tie and, where intervals are known, those overlap."""
+    """Whether the estimates can't tell which plan is better.
+
+    The costs differ by less than a tie, and the intervals overlap if they are known.
+    """
     is_apart = any(
         first.estimate.low_s * first.rent_per_s > second.estimate.high_s * second.rent_per_s
         for first, second in ((candidate, other), (other, candidate))
@@ -147,13 +155,17 @@ def search(
     may_relax: bool = False,
     most_refined: int = MOST_REFINED,
 ) -> RankedPlans:
-    """Price what may be the fastest of every way to split, then every schedule of the best ones.
+    """Price the candidates for the fastest plan of every way to split, then every schedule of the
+    best ones.
 
-    A way to split is first taken with the least recomputation and the fewest micro-batches that fit. More of either
-    never makes a step without a pipeline faster.
+    A way to split is first priced with the least recomputation and the fewest micro-batches that
+    fit. More of either never makes a step without a pipeline faster.
 
-    least: A plan that is over by more than another of its kind is not priced.
-    most_refined: Cuts of the model whose schedules and micro-batches are all tried.
+    Args:
+        least: Returns the least bytes by which a plan is over. A plan that is over by more than
+            another of its kind is not priced.
+        most_refined: The number of cuts of the model for which all schedules and micro-batches are
+            tried.
     """
     ranking = RankedPlans(may_relax=may_relax)
     prices = _PriceTable(price, ranking, least, rent)
@@ -178,7 +190,7 @@ def search(
 
 
 def _first(prices: _PriceTable, plans: Iterable[Plan], limits: Limits) -> list[Candidate]:
-    """What may be the fastest of each way to split, the fastest first."""
+    """Return the candidate for the fastest plan of each way to split, the fastest first."""
     candidates = (_least_that_fits(prices, plan, limits) for plan in plans)
     return sorted((candidate for candidate in candidates if candidate is not None), key=_cost)
 
@@ -188,7 +200,11 @@ def _cost(candidate: Candidate) -> tuple[float, str]:
 
 
 class _PriceTable:
-    """Prices that are known. too_large: of each kind the plan that is over by the least, unless nobody wants them."""
+    """The known prices.
+
+    `too_large` holds, for each kind, the plan that exceeds the memory the least; it stays empty
+    unless `wants_nearest`.
+    """
 
     def __init__(
         self,
@@ -211,7 +227,7 @@ class _PriceTable:
         self.over: set[Plan] = set()
 
     def __call__(self, plan: Plan) -> Candidate | None:
-        """The plan with its price; None if it doesn't fit, or can't be priced."""
+        """Return the plan with its price; None if it doesn't fit, or can't be priced."""
         if plan in self.fitting or plan in self.over:
             return self.fitting.get(plan)
         kind = kind_of(plan)
@@ -244,7 +260,11 @@ class _PriceTable:
 
 
 def _least_that_fits(prices: _PriceTable, plan: Plan, limits: Limits) -> Candidate | None:
-    """The least recomputation, then the fewest micro-batches; of a pipeline four to a rank where there are as many."""
+    """Return the plan with the least recomputation, then the fewest micro-batches, that fits; None
+    if none does.
+
+    A pipeline has at least four micro-batches per rank, if there are enough samples.
+    """
     counts = microbatch_counts(plan, limits)
     if plan.has_schedule:
         counts = [count for count in counts if count >= min(counts[-1], 4 * plan.num_stage_ranks)]
@@ -257,7 +277,7 @@ def _least_that_fits(prices: _PriceTable, plan: Plan, limits: Limits) -> Candida
 
 
 def _refine(prices: _PriceTable, plan: Plan, limits: Limits) -> None:
-    """Every number of micro-batches, every schedule, every recomputation."""
+    """Price every recomputation, every number of micro-batches and every schedule."""
     for recompute in limits.recomputes:
         for count in microbatch_counts(plan, limits):
             other = plan.with_(recompute=recompute).with_microbatches(count)
@@ -274,8 +294,11 @@ def _refine(prices: _PriceTable, plan: Plan, limits: Limits) -> None:
 
 
 def _compile(prices: _PriceTable, limits: Limits) -> str:
-    """The best exact plan of each kind with compiled blocks, where they gain anything for sure, and the run is so long
-    that all its steps gain more than compiling takes. Returns what the first of them gains."""
+    """Add the best exact plan of each kind with compiled blocks, if compiling pays.
+
+    It pays if the gain is certain, and if the run is so long that its steps gain more than
+    compiling takes. Returns a text about the gain of the first of these plans.
+    """
     if limits.compiled_steps is None:
         return ""
     texts: list[str] = []
@@ -296,13 +319,18 @@ def _compile(prices: _PriceTable, limits: Limits) -> str:
 
 
 def predicted_gain(plain: Estimate, compiled: Estimate) -> Gain:
-    """Both prices are off alike, and their difference by a part of the step."""
+    """Return the gain of compiled code by price.
+
+    Both prices have the same error, so their difference is uncertain by a part of the step.
+    """
     gain_s, off_s = plain.step_s - compiled.step_s, GAIN_SPREAD * plain.step_s
     return Gain(gain_s, gain_s - off_s, gain_s + off_s)
 
 
 def compiling(plans: RankedPlans) -> str:
-    """What compiled blocks bring here, as measured if that was tried; empty where nobody asked."""
+    """Return a text about the gain of compiled blocks, as measured if it was tried; empty if not
+    asked for.
+    """
     tried = [
         candidate
         for candidate in plans.ranked
@@ -314,7 +342,7 @@ def compiling(plans: RankedPlans) -> str:
 
 
 def kind_of(plan: Plan) -> str:
-    """What a plan does at all, without how much of it.
+    """Return the axes and options that a plan uses, without their sizes.
 
     >>> kind_of(Plan.parse("pipeline=4 data=2 microbatches=8")), kind_of(Plan.parse("data=2 compress=int8"))
     ('pipeline data', 'data compress=int8')
@@ -325,7 +353,7 @@ def kind_of(plan: Plan) -> str:
 
 
 def binding(estimate: Estimate) -> str:
-    """The part that takes most of a step, and the next one where it takes a tenth or more."""
+    """Return the part that takes most of a step, and the next one if it takes a tenth or more."""
     first, *rest = sorted(estimate.breakdown.items(), key=lambda item: -item[1])
     parts = _share(first[0], estimate)
     if rest and rest[0][1] >= 0.1 * estimate.step_s:
@@ -341,10 +369,11 @@ def _share(name: str, estimate: Estimate) -> str:
 
 
 def reason(candidate: Candidate, chosen: Candidate) -> str:
-    """Why a plan is not the chosen one, in a few words.
+    """Say in a few words why a plan is not the chosen one.
 
-    What it spends more seconds on than the chosen plan is named, by its part of the plan's own step; where plans are
-    ranked by cost, by how much more it costs.
+    The text names the part on which the plan spends more seconds than the chosen one, with its
+    share of the plan's own step. If plans are ranked by cost, the text says how much more the plan
+    costs.
     """
     best, estimate = chosen.estimate, candidate.estimate
     if not estimate.fits:
@@ -383,7 +412,8 @@ def worst_device(candidate: Candidate) -> str:
 
 
 def amount(num_bytes: float) -> str:
-    """
+    """Return bytes as text with a unit.
+
     >>> amount(85_899_345_920), amount(1.5 * 2**20)
     ('80 GiB', '1.5 MiB')
     """
@@ -391,7 +421,7 @@ def amount(num_bytes: float) -> str:
 
 
 def best_of_each_kind(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """The first of each kind, in their order."""
+    """Return the first candidate of each kind, in their order."""
     best: dict[str, Candidate] = {}
     for candidate in candidates:
         best.setdefault(candidate.kind, candidate)
@@ -400,18 +430,16 @@ def best_of_each_kind(candidates: Iterable[Candidate]) -> list[Candidate]:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change of hardware. name: as a user would say it. price: under it.
+    """A change of hardware."""
 
-    least: see `search`; under it. has_same_memory: whether the same plans fit. has_same_speed: whether plans that fit
-    without it do so with it, and take as long.
-    least_s: seconds that a step takes at least under it, of the estimate without it, where the same plans fit.
-    """
-
-    name: str
-    price: Price
-    least: Least = _nothing_is_sure
-    has_same_memory: bool = False
+    name: str  # as a user would say it
+    price: Price  # gives prices under the change
+    least: Least = _nothing_is_sure  # see `search`; under the change
+    has_same_memory: bool = False  # whether the same plans fit
+    # whether plans that fit without the change also fit with it, and take as long
     has_same_speed: bool = False
+    # the least seconds of a step under the change, from the estimate without it, if the same plans
+    # fit
     least_s: Callable[[Estimate], float] = lambda estimate: 0.0
 
 
@@ -423,10 +451,12 @@ def flips(
     *,
     rent: Rent = _time_is_money,
 ) -> list[tuple[str, Candidate]]:
-    """Changes of hardware under which another kind of exact plan is faster by more than a tie, and its best plan.
+    """Return the changes of hardware that make another kind of exact plan best, each with that
+    plan.
 
-    Every way to split is looked at again, without all of its schedules; the best plans of each kind as they were found.
-    What plans that were tried are off by, they are off by after a change, too.
+    The other plan must be faster by more than a tie. Every way to split is priced again, but not
+    with all of its schedules; the best plans of each kind are priced as they were found. The
+    measured error of a calibrated plan's price is assumed to stay the same after a change.
     """
     chosen = ranking.chosen
     if chosen is None:
@@ -477,7 +507,9 @@ def flips(
 
 
 def _as_found(price: Price, factors: Mapping[Plan, float], plan: Plan) -> Estimate:
-    """A price, off by what the plan's price was found to be off by; of a plan that had none, by the median."""
+    """Return a price, corrected by the measured error of the plan's price, or by the median if it
+    has none.
+    """
     estimate, factor = (
         price(plan),
         factors.get(plan) or statistics.median(factors.values() or [1.0]),
@@ -498,7 +530,10 @@ def _fastest(
     unchanged: Candidate | None,
     factors: Mapping[Plan, float],
 ) -> Candidate | None:
-    """The best of some plans under a change. Those that can't be better than `unchanged` or another aren't priced."""
+    """Return the best of some plans under a change.
+
+    Plans that can't be better than `unchanged` or another priced plan are not priced.
+    """
 
     def least_cost(plan: Plan) -> float:
         candidate = ranking.fitting.get(plan)

@@ -1,4 +1,6 @@
-"""How a run of several hosts outlives the loss of a rank, and of a host: `paceline train --hosts MIN:MAX`."""
+"""The ways in which a run on several hosts outlives the loss of a rank or a host: `paceline train
+--hosts MIN:MAX`.
+"""
 
 from __future__ import annotations
 
@@ -37,22 +39,21 @@ MANY_RANKS = 512  # of which it may lack one host: `resized` takes 2 to 12 s for
 
 @dataclass(frozen=True)
 class _Hosts:
-    """The hosts of a run.
-
-    held_bytes: of the state, what the ranks of a host hold, without what they hold alike. is_sent: whether hosts also
-    keep copies of others, as one alone holds some part.
-    """
+    """The hosts of a run."""
 
     run: FailingRun
     num_ranks: int
+    # bytes of the state that the ranks of a host hold; what several of them hold counts once
     held_bytes: float
+    # whether hosts also keep copies of others, because some part of the state is on one host only
     is_sent: bool
 
     @classmethod
     def of(cls, run: FailingRun) -> _Hosts:
-        """
+        """Find out which parts of the state the hosts of a run hold.
+
         Raises:
-            NoSurvival: ranks of such a plan don't lie on hosts as they would need to.
+            NoSurvival: the plan's ranks are not placed on hosts in the required way.
         """
         plan, num_ranks = run.plan, len(run.cluster.nodes[0].devices)
         if (
@@ -81,12 +82,12 @@ class _Hosts:
 
     @property
     def part_out(self) -> float:
-        """Of the time, that a host is out."""
+        """The part of the time that a host is out."""
         return self.run.rates.repair_s / (self.run.rates.repair_s + self.run.mtbf_s * self.count)
 
     @property
     def copied_s(self) -> float:
-        """For which ranks wait at a copy."""
+        """The seconds that ranks wait at a copy."""
         return max(self.held_bytes / self.num_ranks / COPIED_BYTES_PER_S, 1e-3)
 
     @property
@@ -95,19 +96,24 @@ class _Hosts:
 
     @property
     def sent_s(self) -> float:
-        """Of what a host holds, from one process to another."""
+        """The seconds to send what a host holds from one process to another."""
         return self.held_bytes / min(
             self.run.cluster.link.bytes_per_s, PACELINE.process_bytes_per_s
         )
 
     @property
     def resumed_s(self) -> float:
-        """What it costs if too few hosts are left: those wait for a while, and then the run ends."""
+        """The seconds that are lost if too few hosts are left: those wait for a while, and then the
+        run ends.
+        """
         return self.lost[0].restart_s if self.run.rates.repair_s <= JOIN_S else self.run.resumed_s
 
     @cached_property
     def lost(self) -> tuple[Failures, float]:
-        """A run that loses hosts, and how far it goes back at most: to copies, or to a checkpoint if that is newer."""
+        """The figures of a run that loses hosts, and how many seconds it goes back at most.
+
+        It goes back to copies, or to a checkpoint if that is newer.
+        """
         every_s = (
             max(self.copies_every_s, self.sent_s / TIME_SHARE)
             if self.is_sent
@@ -127,9 +133,10 @@ class _Hosts:
         ), every_s
 
     def check_alike(self) -> None:
-        """
+        """Check that the loss of any host has the same effect.
+
         Raises:
-            NoSurvival: it depends on which host is lost whether, and how fast, the others go on.
+            NoSurvival: whether the others go on, and how fast, depends on which host is lost.
         """
         if len(self.run.cluster.nodes) > 1:
             raise NoSurvival(
@@ -142,7 +149,7 @@ class _Hosts:
 
 
 def ways(run: FailingRun) -> Iterator[tuple[SurvivalName, Callable[[], Survival]]]:
-    """The ways that exist on several hosts, if nothing speaks against them."""
+    """Yield the ways that exist on several hosts; building one may still raise `NoSurvival`."""
     yield "copies", partial(_copies, run)
     yield "fewer", partial(_fewer, run)
     yield "spare", partial(_spare, run)
@@ -161,7 +168,7 @@ def _copies(run: FailingRun) -> Survival:
 
 
 def _fewer(run: FailingRun) -> Survival:
-    """Until a lost host is back, the others go on under a smaller plan."""
+    """Price a smaller plan, under which the other hosts go on until a lost host is back."""
     hosts = _Hosts.of(run)
     hosts.check_alike()
     smaller = _smaller(hosts)
@@ -189,8 +196,11 @@ def _fewer(run: FailingRun) -> Survival:
 
 
 def _smaller(hosts: _Hosts) -> list[tuple[Plan, float]]:
-    """The plans with one host less, two, ... with their steps' seconds: for as many as are out on average and two
-    standard deviations more, if the others may go on without so many, one after the other."""
+    """Return the plans with one host less, two less and so on, each with the seconds of its step.
+
+    The number of plans covers the hosts that are out on average and two standard deviations more,
+    as far as the others may go on without so many, one after the other.
+    """
     mean = hosts.count * hosts.part_out
     most = max(1, math.ceil(mean + 2 * math.sqrt(mean * (1 - hosts.part_out))))
     most = min(most, hosts.count - 2, MOST_FEWER if hosts.run.plan.world_size <= MANY_RANKS else 1)
@@ -207,7 +217,7 @@ def _smaller(hosts: _Hosts) -> list[tuple[Plan, float]]:
 
 
 def _spare(run: FailingRun) -> Survival:
-    """As many more hosts wait as are out on average and two standard deviations more."""
+    """Price spare hosts: as many as are out on average and two standard deviations more."""
     hosts = _Hosts.of(run)
     hosts.check_alike()
     num_spares = (

@@ -1,4 +1,6 @@
-"""The plans that a job and a number of devices allow, in families: the plans of a family split the work alike."""
+"""The plans that a job and a number of devices allow, in families. The plans of a family split the
+work in the same way.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,10 @@ MOST_PARTS = 8
 
 
 def splits(limits: Limits, shape: DeviceCounts) -> Iterator[Plan]:
-    """Exact plans by all-reduce and sharding, one a way to split; nothing else is decided.
+    """Yield exact plans by all-reduce and sharding, one for each way to split; nothing else is
+    decided.
 
-    The tensor axis stays in a node: its exchanges are waited for.
+    The tensor axis stays in a node, because ranks wait for its exchanges.
     """
     for count in shape.counts:
         yield from _splits(limits, count, shape.per_node)
@@ -42,23 +45,25 @@ def _splits(limits: Limits, count: int, per_node: int) -> Iterator[Plan]:
 
 
 def served(limits: Limits, shape: DeviceCounts) -> Iterator[Plan]:
-    """Other exact plans on all devices, as each strategy has them."""
+    """Yield other exact plans on all devices, as each strategy defines them."""
     if 1 < shape.num_devices <= limits.batch:
         for strategy in strategies():
             yield from strategy.plans(limits, shape)
 
 
 def relaxed(limits: Limits, shape: DeviceCounts) -> Iterator[Plan]:
-    """Plans that give something up against one device, from the least to the most of each kind."""
+    """Yield relaxed plans; for each kind, from the least to the greatest difference."""
     if 1 < shape.num_devices <= limits.batch:
         for strategy in strategies():
             yield from strategy.relaxed_plans(limits, shape)
 
 
 def microbatch_counts(plan: Plan, limits: Limits) -> list[int]:
-    """Micro-batches of a step, from the fewest: as many samples as can be at first, half as many, down to one.
+    """Return the possible numbers of micro-batches of a step, from the fewest.
 
-    A pipeline has one for each rank at least, where there are as many samples.
+    The first number puts as many samples as possible into each micro-batch, the next half as many,
+    and so on down to one. A pipeline has at least one micro-batch for each rank, if there are
+    enough samples.
     """
     samples = -(-limits.batch // plan.replicas)
     least = min(plan.num_stage_ranks, samples)
@@ -69,7 +74,7 @@ def microbatch_counts(plan: Plan, limits: Limits) -> list[int]:
 
 
 def variants(plan: Plan, limits: Limits) -> Iterator[Plan]:
-    """A plan in its other forms, such as schedules, for what is split alike."""
+    """Yield a plan in its other forms, such as schedules, with the same split."""
     for strategy in active(plan):
         for other in strategy.variants(plan, limits):
             if other != plan and _composes(other):
@@ -77,7 +82,7 @@ def variants(plan: Plan, limits: Limits) -> Iterator[Plan]:
 
 
 def compiled_variant(plan: Plan) -> Plan | None:
-    """The plan with compiled blocks; None if that doesn't compose."""
+    """Return the plan with compiled blocks; None if that doesn't compose."""
     compiled = plan.with_(compile="blocks")
     return compiled if _composes(compiled) else None
 
@@ -91,12 +96,12 @@ def _composes(plan: Plan) -> bool:
 
 
 def uncompiled_variant(plan: Plan) -> Plan:
-    """The plan that runs the blocks' own code."""
+    """Return the plan that runs the blocks' own code."""
     return plan.with_(compile="none")
 
 
 def _plan(**values: object) -> Plan:
-    """Axes of one device, and what is None, are left out."""
+    """Make a plan, and leave out axes of size one and values that are None."""
     return Plan.of(
         **{
             key: value

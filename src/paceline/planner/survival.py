@@ -1,4 +1,4 @@
-"""A way in which a run outlives failures, and what is known of a run to say what that costs."""
+"""A way in which a run outlives failures, and the figures of a run that its cost depends on."""
 
 from __future__ import annotations
 
@@ -32,17 +32,15 @@ _NUM_PLAYED = 5000  # failures
 
 @dataclass(frozen=True, slots=True)
 class FailureRates:
-    """How often devices fail, and how fast what is lost is back.
-
-    mtbf_hours: Mean time between failures of one device. repair_hours: until a host, or a GPU, that failed is back.
-    checkpoint_bytes_per_s: That one device writes, and reads; all write their part at the same time.
+    """How often devices fail, and how soon what is lost is back.
 
     Raises:
         UsageError: a figure is not above 0.
     """
 
-    mtbf_hours: float
-    repair_hours: float = REPAIR_HOURS
+    mtbf_hours: float  # mean time between failures of one device
+    repair_hours: float = REPAIR_HOURS  # until a host or a GPU that failed is back
+    # bytes that one device writes, and reads; all write their part at the same time
     checkpoint_bytes_per_s: float = CHECKPOINT_BYTES_PER_S
 
     def __post_init__(self) -> None:
@@ -74,7 +72,7 @@ class FailingRun:
 
     @property
     def mtbf_s(self) -> float:
-        """Between failures of all devices together."""
+        """The mean time between failures of all devices together."""
         return self.rates.mtbf_hours * HOUR_S / self.plan.world_size
 
     @property
@@ -83,26 +81,30 @@ class FailingRun:
 
     @cached_property
     def state_bytes(self) -> int:
-        """Of a checkpoint."""
+        """The size of a checkpoint."""
         return sum((p.num_bytes + p.state_bytes) * p.count for p in self.problem.profile.parameters)
 
     @property
     def bytes_per_s(self) -> float:
-        """At which all that hold the state write or read it together."""
+        """The rate at which all ranks that hold the state write or read it together."""
         return self.num_savers * self.rates.checkpoint_bytes_per_s
 
     @property
     def copied_s(self) -> float:
-        """For which training waits at a checkpoint."""
+        """The seconds that training waits at a checkpoint."""
         return max(self.state_bytes / self.num_savers / COPIED_BYTES_PER_S, 1e-3)
 
     @property
     def read_s(self) -> float:
-        """Of a checkpoint."""
+        """The seconds to read a checkpoint."""
         return max(self.state_bytes / self.bytes_per_s, 1e-3)
 
     def saving(self, restart_s: float) -> tuple[Failures, float]:
-        """A run that goes on from the newest checkpoint, with its best interval: at least a step lies between two."""
+        """Return the figures of a run that goes on from the newest checkpoint, with its best
+        interval in seconds.
+
+        The interval is at least one step.
+        """
         saving = Failures(
             self.mtbf_s,
             self.copied_s + self.read_s,
@@ -113,20 +115,20 @@ class FailingRun:
 
     @cached_property
     def resumed_s(self) -> float:
-        """What it costs to resume a run that ended without a checkpoint of its last step."""
+        """The seconds lost to resuming a run that ended without a checkpoint of its last step."""
         saving, interval_s = self.saving(RESTART_S)
         return saving.restart_s + interval_s / 2
 
 
 class NoSurvival(Exception):
-    """Why a way does not exist for this plan on this cluster."""
+    """A way does not exist for this plan on this cluster; the message says why."""
 
 
 def fitting_step_s(run: FailingRun, plan: Plan) -> float:
-    """Of another plan on the first devices.
+    """Return the seconds of a step of another plan on the first devices.
 
     Raises:
-        NoSurvival: it can't be there, or does not fit.
+        NoSurvival: the plan can't be there, or does not fit.
     """
     try:
         estimate = run.problem.price(plan, run.cluster)
@@ -140,19 +142,18 @@ def fitting_step_s(run: FailingRun, plan: Plan) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Survival:
-    """How a run outlives failures, and what they cost it then.
-
-    words: what happens. interval_s: of work between copies or checkpoints, or of a step where ranks leave their state.
-    goodput: the part of the time that lasts, by formula, of all devices that the run has; and as played.
-    options: of the command, and what else sets this way apart, for `--json`.
-    """
+    """A way in which a run outlives failures, and what failures cost the run then."""
 
     name: SurvivalName
-    words: str
+    words: str  # what happens, for people
     failures: Failures
+    # seconds of work between copies or checkpoints, or of a step if ranks leave their state in
+    # memory
     interval_s: float
+    # the useful part of the time of all devices that the run has, by formula
     goodput: float
-    simulated_goodput: float
+    simulated_goodput: float  # the same from a simulation
+    # options of the command, and what else is specific to this way, for `--json`
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -167,7 +168,12 @@ class Survival:
         used: float = 1.0,
         options: Mapping[str, Any] | None = None,
     ) -> Survival:
-        """used: the part that the whole run makes of what its devices could do: spares wait."""
+        """Compute the goodput of a way.
+
+        Args:
+            used: The part of all devices that trains in an undisturbed run; it is below 1 if spares
+                wait.
+        """
         lasting = goodput(failures, interval_s, outages)
         played = (
             simulated_goodput(failures, interval_s, outages, num_failures=_NUM_PLAYED)
@@ -177,7 +183,7 @@ class Survival:
         return cls(name, words, failures, interval_s, used * lasting, used * played, options or {})
 
     def to_dict(self) -> dict[str, Any]:
-        """For `--json`."""
+        """Return the way for `--json`."""
         return {
             "restart_s": self.failures.restart_s,
             "blocked_s": self.failures.waited_s,
@@ -197,7 +203,8 @@ class Survival:
 
 
 def in_hours(seconds: float) -> str:
-    """
+    """Return seconds as text in a suitable unit.
+
     >>> in_hours(90), in_hours(600), in_hours(7200), in_hours(864000), in_hours(1e9)
     ('90 s', '10 min', '2 h', '10 days', '11,574 days')
     """
