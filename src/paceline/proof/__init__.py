@@ -1,1 +1,3 @@
-"""Whether a plan computes what one device computes: a plain loop to compare with, a yardstick, a comparison."""
+"""Prove that a plan computes what one device computes, with a plain loop, a yardstick and a
+comparison.
+"""

@@ -35,12 +35,13 @@ def document(
     coupling: Mapping[str, Any] | None,
     note: str | None,
 ) -> dict[str, Any]:
-    """What certificate.json holds.
+    """Return the content of certificate.json.
 
     Args:
-        subject: The model, versions, device and randomness. Where devices were named, the device has their names
-            (`ranks`) and the operators that have no deterministic form there (`nondeterministic`).
-        plans: Of each plan what `verify --json` prints of it.
+        subject: The model, versions, device and randomness. If the user named devices, it also has
+            their names (`ranks`) and the operators that have no deterministic form there
+            (`nondeterministic`).
+        plans: For each plan, what `verify --json` prints of it.
         job: The file, its function and its settings; None for a job that was made in Python.
         run: Batch, seed, steps, precision and the like.
         yardstick: By precision, then by "loss", "gradient" and "weight".
@@ -67,7 +68,9 @@ def document(
 
 
 def write(folder: Path, document: Mapping[str, Any]) -> None:
-    """Write both files, each in one move; the document last, so that its table is there when it is."""
+    """Write both files, each in one move. The document is last, so its table exists when the
+    document does.
+    """
     from paceline.base.files import write_text
 
     write_text(folder / TABLE, table(document) + "\n")
@@ -75,7 +78,7 @@ def write(folder: Path, document: Mapping[str, Any]) -> None:
 
 
 def table(document: Mapping[str, Any]) -> str:
-    """The document for people; no line is longer than `WIDTH`."""
+    """Return the document as text for people; no line is longer than `WIDTH`."""
     plans = document["plans"]
     counts = Counter(_verdict(plan) for plan in plans)
     others = "".join(
@@ -142,7 +145,9 @@ def _facts(document: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _device(device: Mapping[str, Any]) -> Iterator[str]:
-    """Where one device and the ranks computed; of GPUs also what they round to TF32."""
+    """Yield lines about where one device and the ranks computed; for GPUs also about what they
+    round to TF32.
+    """
     if device["kind"] == "cpu":
         yield from _row("device", f"cpu ({device['machine']}, {device['capability']})")
         return
@@ -190,7 +195,9 @@ def _yardstick(yardstick: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _verdicts(plans: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Two lines a plan, one for each precision, beside the plan's text; then why it failed or was refused."""
+    """Yield two lines per plan, one for each precision, beside the plan's text; then why it failed
+    or was refused.
+    """
     yield f"{'':<8}{'plan':<{_PLAN}}  {'in':<8} {'loss':<8} {'gradient':<8} {'weight':<8} nearest to its limit"
     for plan in plans:
         mark = MARKS[_verdict(plan)]
@@ -210,7 +217,7 @@ def _verdicts(plans: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _power(plan: Mapping[str, Any]) -> str | None:
-    """Which errors would have been noticed."""
+    """Return a text about which errors the comparison would have noticed."""
     power = plan.get("power")
     if power is None:
         return None
@@ -246,7 +253,7 @@ def _line(verdict: Mapping[str, Any]) -> str:
 
 
 def _share(furthest: Mapping[str, Any]) -> float:
-    """How much of what is allowed a difference uses up."""
+    """Return which part of its limit a difference uses up."""
     off, allowed = furthest["diff"], furthest["tolerance"]
     if off is None:
         return float("inf")

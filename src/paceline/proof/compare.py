@@ -1,4 +1,4 @@
-"""Compares what the planned ranks compute with one device, and gives the verdict."""
+"""Compare what the ranks of a plan compute with one device, and give the verdict."""
 
 from __future__ import annotations
 
@@ -32,11 +32,14 @@ SAME_RATE = 1e-9  # relative; a schedule is a formula, computed by the same code
 
 
 class DifferenceRecorder:
-    """An observer on one rank: how far what it holds, whole tensors or shards, is from one device's.
+    """An observer on one rank that measures how far the rank's tensors, whole or shards, are from
+    one device's.
 
-    folder: of the reference. random: switched-off random layers; tells which streams they would have drawn from.
-    first_step: of the run that is watched; above 0 for one that was resumed.
-    ready: returns when the reference is in the folder; asked before the first comparison.
+    Args:
+        folder: The folder of the reference.
+        random: The switched-off random layers; they tell from which streams they would have drawn.
+        first_step: The first step of the observed run; above 0 if it was resumed.
+        ready: Returns when the reference is in the folder; called before the first comparison.
     """
 
     def __init__(
@@ -63,7 +66,7 @@ class DifferenceRecorder:
         }
 
     def initial(self, stepper: state.StateOwner) -> None:
-        """The weights before a forward may have changed them."""
+        """Note the weights before a forward may change them."""
         self.digests = {
             name: [
                 _digest(piece.tensor)
@@ -123,7 +126,7 @@ class DifferenceRecorder:
         self._compare_stored(step, state.pieces(stepper))
 
     def evaluation(self, step: int, figures: Mapping[str, float]) -> None:
-        """What the run says of an evaluation; told on rank 0."""
+        """Note the figures of the run's evaluation; called on rank 0."""
         self.evaluated = {
             "loss" if name == "validation_loss" else name: value for name, value in figures.items()
         }
@@ -135,7 +138,10 @@ class DifferenceRecorder:
         tensors: Mapping[str, torch.Tensor],
         extents: Mapping[str, Extent],
     ) -> None:
-        """The greatest distance of each tensor's elements on this rank; one that only one side has counts as zeros."""
+        """Note the greatest difference of each tensor's elements on this rank.
+
+        A tensor that only one side has is compared with zeros.
+        """
         distances = {}
         with safe_open(self.folder / f"{kind}-{step}.safetensors", framework="pt") as reference:
             names = set(reference.keys())
@@ -152,7 +158,11 @@ class DifferenceRecorder:
         self.distances[kind].append(distances)
 
     def _compare_initial(self, stepper: state.StateOwner) -> None:
-        """Weights that were equal to the last bit are; of others it is known how far they are apart now."""
+        """Compare the initial weights.
+
+        Weights whose bits were equal at the start have a difference of 0. For the others, the
+        current difference is noted.
+        """
         with safe_open(self.folder / "initial-0.safetensors", framework="pt") as reference:
             known, parameters = set(reference.keys()), stepper.local_parameters
             pieces = {
@@ -173,7 +183,7 @@ class DifferenceRecorder:
         }
 
     def _compare_stored(self, step: int, pieces: Iterator[TensorPiece]) -> None:
-        """What this rank would write into a checkpoint."""
+        """Compare what this rank would write into a checkpoint."""
         distances: dict[str, float] = {}
         elements: dict[str, int] = {}
         files = {
@@ -208,7 +218,7 @@ class DifferenceRecorder:
 
 
 def _region(file: Any, piece: TensorPiece) -> torch.Tensor:
-    """The reference's elements of a piece."""
+    """Return the reference's elements for a piece."""
     name = piece.name if piece.name in file.keys() else piece.name.partition("/")[2]  # noqa: SIM118  # no mapping
     stored: torch.Tensor = (
         file.get_slice(name)[piece.region.slices((0,) * piece.tensor.ndim)]
@@ -219,7 +229,7 @@ def _region(file: Any, piece: TensorPiece) -> torch.Tensor:
 
 
 def _digest(tensor: torch.Tensor) -> bytes:
-    """Equal for equal bits in equal places."""
+    """Return a digest that is equal only for equal bits in equal places."""
     return blake2b(
         tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
     ).digest()
@@ -233,9 +243,15 @@ def _greatest(actual: torch.Tensor, expected: torch.Tensor | None) -> float:
 def file_difference(
     checkpoint: Checkpoint, folder: Path, reference: Mapping[str, Any], *, step: int
 ) -> str | None:
-    """What in the files of a checkpoint after `step` steps is not one device's, in words; None if nothing.
+    """Compare the files of a checkpoint after `step` steps with one device.
 
-    folder: of the reference. Every tensor is read whole, as another plan's ranks together would read it.
+    Every tensor is read whole, as another plan's ranks together would read it.
+
+    Args:
+        folder: The folder of the reference.
+
+    Returns:
+        The first difference in words; None if there is none.
     """
     for section, kind in _STORED.items():
         limits = reference[f"{kind}_limit"][step - 1]
@@ -258,17 +274,14 @@ def file_difference(
 
 @dataclass(frozen=True, slots=True)
 class Furthest:
-    """What came nearest to its limit, or went furthest beyond it.
+    """The figure that is nearest to its limit, or furthest beyond it."""
 
-    name: of the parameter; "" for the loss. step: from 0. off, allowed: how far it is from one device's, and may be.
-    ranks: where it is beyond its limit. others: so many parameters are beyond theirs too, in that step.
-    """
-
-    name: str
-    step: int
-    off: float
-    allowed: float
-    ranks: tuple[int, ...] = ()
+    name: str  # of the parameter; "" for the loss
+    step: int  # from 0
+    off: float  # difference from one device
+    allowed: float  # the limit
+    ranks: tuple[int, ...] = ()  # ranks where the limit is exceeded
+    # number of other parameters that exceed their limits in the same step
     others: int = 0
 
     @property
@@ -307,32 +320,30 @@ class Furthest:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One plan in one precision against one device.
-
-    max_loss_diff, max_gradient_diff, max_param_diff, max_buffer_diff: the greatest difference of all.
-    loss, gradient, weight: what used up most of what it may differ by, which need not be the greatest difference.
-    difference: The first thing that differs by more than it may, in words; None if nothing does.
-    """
+    """The comparison of one plan in one precision with one device."""
 
     precision: str
     steps: int
+    # The greatest differences of all steps and tensors.
     max_loss_diff: float
     max_gradient_diff: float
     max_param_diff: float
     max_buffer_diff: float
+    # The figures that used up most of their limit; these need not be the greatest differences.
     loss: Furthest
     gradient: Furthest
     weight: Furthest
+    # The first difference beyond its limit, in words; None if there is none.
     difference: str | None = None
 
     @property
     def worst_param(self) -> str:
-        """The parameter whose weights used up most of what they may differ by."""
+        """The parameter whose weights used up most of their limit."""
         return self.weight.name
 
     @property
     def tolerance(self) -> float:
-        """What the weights of `worst_param` may differ by."""
+        """The limit of the weights of `worst_param`."""
         return self.weight.allowed
 
     @property
@@ -347,14 +358,17 @@ def judge(
     precision: str,
     forwards: int | None = None,
 ) -> Verdict:
-    """Hold every rank's record against the reference: samples, initial weights, then step by step loss, gradients,
-    weights, buffers, what a checkpoint would hold and learning rates; then the evaluation and the random streams.
+    """Compare every rank's record with the reference, and return the verdict.
+
+    The order is: samples and initial weights; then step by step loss, gradients, weights, buffers,
+    what a checkpoint would hold, and learning rates; then the evaluation and the random streams.
 
     Args:
-        reference: what `write_reference` gave.
+        reference: The result of `write_reference`.
         ranks: `DifferenceRecorder.to_dict()` of every rank, in order.
-        forwards: Of the whole model on a rank in a step, where it computes some of them again: what it draws may be
-            no more than one device draws in so many. None where nothing is computed again.
+        forwards: The number of forwards of the whole model on a rank in a step, if the plan
+            recomputes some of them. A rank may then draw no more than one device draws in that many
+            forwards. None if nothing is recomputed.
     """
     first, steps = ranks[0]["first_step"], len(reference["losses"])
     span = range(
@@ -415,7 +429,7 @@ def judge(
 def _differences(
     reference: dict[str, Any], ranks: list[dict[str, Any]], step: int
 ) -> Iterator[str]:
-    """What is wrong in a step: where it begins, and how the loss shows it."""
+    """Yield what is wrong in a step: where the difference begins, and how the loss shows it."""
     first = ranks[0]["first_step"]
     samples = _sample_difference(reference["marks"][step], ranks, step)
     if samples:
@@ -469,9 +483,10 @@ def _differences(
 def _lost_elements(
     reference: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]], step: int
 ) -> Iterator[str]:
-    """Tensors of one device's optimizer of which no rank, or more than one, would write some elements.
+    """Yield an optimizer tensor of one device of which no rank, or more than one, would write some
+    elements.
 
-    A count of steps is written by each server that has a part of the parameter.
+    A count of steps may be written several times, by each server that has a part of the parameter.
     """
     for name, size in reference["state_sizes"][step].items():
         elements = sum(rank["stored_elements"].get(f"optimizer/{name}", 0) for rank in ranks)
@@ -504,8 +519,12 @@ def _evaluation_difference(
 def _stream_difference(
     reference: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]], forwards: int | None
 ) -> str | None:
-    """Where random layers would draw the same in two steps, on two replicas or in two micro-batches, or draw anew what
-    they recompute. None of a job that seeds the generator itself."""
+    """Return how the random streams of ranks are wrong, in words; None if they are right.
+
+    Random layers must not draw the same in two steps, on two replicas or in two micro-batches, and
+    must draw the same again in recomputed forwards. The result is None for a job that seeds the
+    generator itself.
+    """
     if reference["seeds_itself"]:
         return None
     for number, rank in enumerate(ranks):
@@ -543,7 +562,7 @@ def _stream_difference(
 
 
 def _at(ranks: Sequence[Mapping[str, Any]], kind: str, step: int) -> list[dict[str, float]]:
-    """What each rank recorded of a step; nothing where it doesn't hold such tensors."""
+    """Return each rank's record of a step; empty for a rank that doesn't hold such tensors."""
     return [
         rank[kind][step - rank["first_step"]] if len(rank[kind]) > step - rank["first_step"] else {}
         for rank in ranks
@@ -557,7 +576,7 @@ def _loss_off(reference: dict[str, Any], ranks: list[dict[str, Any]], step: int)
 
 
 def _excess(off: float, allowed: float) -> float:
-    """How much of what is allowed is used up; above 1 is too much."""
+    """Return which part of the limit is used up; above 1 is too much."""
     return off / allowed if allowed else (math.inf if off else 0.0)
 
 
@@ -590,7 +609,11 @@ def _most(ranks: list[dict[str, Any]], kind: str) -> float:
 def _sample_difference(
     expected: list[float | None], ranks: list[dict[str, Any]], step: int
 ) -> str | None:
-    """Which rank was fed other samples than its replica's part of the window. Replicas take theirs in order."""
+    """Return which rank got other samples than its replica's part of the window; None if all are
+    right.
+
+    Replicas take their parts in order.
+    """
     index = step - ranks[0]["first_step"]
     starts, start = {}, 0
     for rank in sorted(ranks, key=lambda rank: rank["replica"]):

@@ -1,4 +1,6 @@
-"""The one device of a proof: where its plain loop computes. What is compared lies on the CPU."""
+"""The one device of a proof, on which its plain loop computes. The compared tensors are on the
+CPU.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,15 @@ _device: ContextVar[torch.device | None] = ContextVar("device", default=None)
 
 
 def one_device() -> torch.device:
-    """Where the plain loop computes; the CPU if nobody said otherwise."""
+    """Return the device on which the plain loop computes; the CPU unless `computing_on` set another
+    one.
+    """
     return _device.get() or torch.device("cpu")
 
 
 @contextmanager
 def computing_on(device: torch.device) -> Iterator[None]:
-    """Meanwhile the plain loop computes on this device."""
+    """Let the plain loop compute on this device inside the context."""
     token = _device.set(device)
     try:
         yield
@@ -40,12 +44,14 @@ def computing_on(device: torch.device) -> Iterator[None]:
 
 
 def cpu_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of a tensor on the CPU."""
+    """Return a copy of a tensor on the CPU."""
     return tensor.detach().to("cpu", copy=True)
 
 
 def tf32() -> dict[str, bool]:
-    """For which operators torch may round the float32 numbers that it multiplies to TF32 on this device."""
+    """Return for which kinds of operators torch may round float32 factors to TF32 on this
+    device.
+    """
     backends: Any = torch.backends
     device = one_device()
     is_there = (
@@ -64,7 +70,11 @@ def tf32() -> dict[str, bool]:
 
 
 def rounds_to_tf32(operator: Any, result: Any, allowed: dict[str, bool]) -> bool:
-    """Whether an operator that gave this rounds what it multiplies to TF32. allowed: what `tf32` says."""
+    """Whether an operator with this result rounds its factors to TF32.
+
+    Args:
+        allowed: The result of `tf32`.
+    """
     first = result[0] if isinstance(result, tuple | list) else result
     return (
         isinstance(first, torch.Tensor)
@@ -78,9 +88,8 @@ def rounds_to_tf32(operator: Any, result: Any, allowed: dict[str, bool]) -> bool
 
 
 def described() -> dict[str, Any]:
-    """What a certificate says of the device; JSON-able.
-
-    tf32: of GPUs alone, see `tf32`.
+    """Return what a certificate says of the device; JSON-able. Only GPUs have "tf32", see
+    `tf32`.
     """
     device = one_device()
     if device.type == "cpu":

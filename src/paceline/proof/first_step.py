@@ -1,9 +1,11 @@
-"""One device's first step, for the check before a run: limits without a cost first, measured limits only if needed.
+"""One device's first step, for the check before a run. It first computes limits without extra cost,
+and measures limits only if needed.
 
-Each variation of a yardstick costs a forward and a backward. A first update can be judged without them: by the rounding
-of the job's precision, and by how far gradients shaken by a unit in the last place move the update. These limits are
-never above those of `write_reference`, so figures within them need nothing more. Only for figures beyond them is the
-yardstick measured, and the batch cut as the plan cuts it.
+Each variation of a yardstick costs a forward and a backward. A first update can be judged without
+them, by the rounding of the job's precision, and by how far the update moves if gradients are
+shaken by a unit in the last place. These limits are never above those of `write_reference`, so
+figures within them need nothing more. Only for figures beyond them, the yardstick is measured and
+the batch is cut as the plan cuts it.
 """
 
 from __future__ import annotations
@@ -58,10 +60,13 @@ _FEW = 4  # samples of a window that are looked at
 
 
 class FirstStep:
-    """One device's first step with the whole batch; its tensors go to files in `folder`, as in `write_reference`.
+    """One device's first step with the whole batch; its tensors go to files in `folder`, as in
+    `write_reference`.
 
-    random: Switches random layers off; entered here.
-    take_cores: Called in a step that is long enough to gain from more threads, until it says that it has taken them.
+    Args:
+        random: Switches random layers off; entered here.
+        take_cores: Called repeatedly in a step that is long enough to gain from more threads, until
+            it returns that it has taken them.
     """
 
     def __init__(
@@ -122,10 +127,13 @@ class FirstStep:
                 self.figures["kept_rows"] = kept_rows(run, batch)
 
     def look_further(self, *, steps: int | None) -> None:
-        """Whether a cut that is uneven, or other samples, would show what the first update does not; see
-        `uneven_problem`. In all no more samples are looked at than a batch has.
+        """Look for problems that the first update does not show: uneven cuts, or other samples; see
+        `uneven_problem`.
 
-        steps: of the whole job; None where only its data's end decides.
+        All checks together use no more samples than a batch has.
+
+        Args:
+            steps: Of the whole job; None if the end of its data decides.
         """
         job, samples = self.job, min(_FEW, self.job.batch)
         count = (
@@ -147,13 +155,17 @@ class FirstStep:
             )
 
     def narrow(self) -> dict[str, Any]:
-        """A reference like that of `write_reference`, with limits that need no second forward."""
+        """Return a reference like that of `write_reference`, with limits that need no second
+        forward.
+        """
         return self._reference(EPSILON[self.job.precision], ())
 
     def measured(
         self, *, shares: Sequence[int], microbatches: int, cut_folder: Path
     ) -> dict[str, Any]:
-        """A reference with measured limits. Tensors of a batch that is cut go to `cut_folder`; see `write_cut`."""
+        """Return a reference with measured limits. Tensors of cut batches go to `cut_folder`; see
+        `write_cut`.
+        """
         epsilon = max(EPSILON[self.job.precision], self.dtypes.epsilon)
         with self.random if self.random.is_needed else nullcontext():
             reference = self._reference(epsilon, _NUDGED)
@@ -190,7 +202,9 @@ class FirstStep:
         return with_limits({**self.figures, "epsilon": epsilon}, limits_of(floors, spreads))
 
     def _shaken(self, epsilon: float) -> Kinds:
-        """How far weights and the optimizer's state move when the same gradients are shaken by `epsilon`."""
+        """Return how far weights and optimizer state move if the same gradients are shaken by
+        `epsilon`.
+        """
         if self.job.models:
             shaken = PlainRun(self.job, variation=Variation(shake=epsilon))
             return self._moved(shaken.step(next(whole_batches(self.job, 1))))
@@ -220,7 +234,7 @@ class FirstStep:
 
 
 class _Watched(Dtypes):
-    """Also asks `take_cores`, when operators have been seen for a while."""
+    """Record dtypes and also call `take_cores`, once operators have run for a while."""
 
     def __init__(self, seen: set[torch.dtype], take_cores: Callable[[], bool]) -> None:
         super().__init__(seen)

@@ -1,7 +1,7 @@
-"""Whether a plan's first update is one device's: the check that a run makes before it trains.
+"""Check whether a plan's first update is one device's; a run does this before it trains.
 
-A separate process takes the first step on one device, and separate ranks take it under the plan. Both end before the
-run's ranks start, so the check leaves no trace in the run.
+A separate process takes the first step on one device, and separate ranks take it under the plan.
+Both end before the run's ranks start, so the check leaves no trace in the run.
 """
 
 from __future__ import annotations
@@ -29,17 +29,15 @@ _WAITS = "waits-{}"  # a file of each rank that has taken its step and waits for
 
 @dataclass(frozen=True, slots=True)
 class FirstUpdate:
-    """What is known of a plan before the first step of a run.
+    """The result of the check of a plan's first update."""
 
-    verdict: "passed", "coupled" (it equals one device that cuts the batch alike) or "unchecked".
-    reason: why it is coupled or was not checked; "" if it passed.
-    seconds: that the check took; 0.0 if it didn't run.
-    fails_alike: one device and a rank failed with an error of the same kind, so the run will report it.
-    """
-
+    # "passed", "coupled" (the plan equals one device that cuts the batch in the same way) or
+    # "unchecked"
     verdict: str
-    reason: str = ""
-    seconds: float = 0.0
+    reason: str = ""  # why it is coupled or was not checked; "" if it passed
+    seconds: float = 0.0  # duration of the check; 0.0 if it didn't run
+    # whether one device and a rank failed with an error of the same kind, so that the run will
+    # report it
     fails_alike: bool = False
 
     def to_dict(self) -> dict[str, Any]:
@@ -52,13 +50,15 @@ class FirstUpdate:
 
 
 def check_first_update(job: Job, resolved: Resolved, *, timeout_s: float) -> FirstUpdate:
-    """Take the first step on one device and under the plan, and compare loss, gradients, weights and buffers.
+    """Take the first step on one device and under the plan, and compare loss, gradients, weights
+    and buffers.
 
-    Most plans are within limits that cost one device no second step. For others the yardstick is measured, and the
-    plan's ranks take their step once more beside one device that cuts the batch alike.
+    Most plans are within limits for which one device needs no second step. For others, the
+    yardstick is measured, and the plan's ranks take their step once more beside one device that
+    cuts the batch in the same way.
 
     Raises:
-        PlanRefused: they differ by more than rounding.
+        PlanRefused: the two differ by more than rounding.
         RankFailed: a rank failed, as it would have in the run.
     """
     from paceline.launch.process.background import aside
@@ -90,10 +90,15 @@ def _compared(
     *,
     timeout_s: float,
 ) -> tuple[dict[str, Any], str | None]:
-    """Have the plan's ranks take the first step while one device does. Returns its figures, or its error, and what
-    differs, in words; None if nothing does.
+    """Let the plan's ranks take the first step while one device does.
 
-    document, tensors: where one device leaves its figures and its tensors. has_ended: whether its process has.
+    Args:
+        document: The file in which one device leaves its figures.
+        tensors: The folder in which one device leaves its tensors.
+        has_ended: Returns whether one device's process has ended.
+
+    Returns:
+        One device's figures or its error, and the difference in words; None if there is none.
     """
     from paceline.launch.local.ranks import run_local
     from paceline.launch.process.failure import RankFailed
@@ -132,7 +137,11 @@ def _compared(
 
 
 def _read_reference(document: Path, *, over: bool) -> dict[str, Any]:
-    """One device's figures or its error; nothing while it is at work. over: whether its process has ended."""
+    """Return one device's figures or its error; empty while it computes.
+
+    Args:
+        over: Whether its process has ended.
+    """
     if document.exists():
         figures: dict[str, Any] = json.loads(document.read_text())
         return figures
@@ -216,7 +225,11 @@ def _watched(
     has_ended: Callable[[], bool],
     devices: Any,
 ) -> Callable[[Any], dict[str, Any]]:
-    """What each rank does: the first step, beside one device, with a recorder that waits for what that comes to."""
+    """Return the function that each rank runs.
+
+    It takes the first step, while one device does the same, with a recorder that waits for one
+    device's figures.
+    """
 
     def body(context: Any) -> dict[str, Any]:
         from paceline.base.logs import without_notes
@@ -257,10 +270,14 @@ class _NoReferenceError(Exception):
 
 
 def _write_references(job: Job, resolved: Resolved, folder: Path, *, steps: int | None) -> None:
-    """One device's first step, whole; then, where the plan is beyond its limits, measured and as the plan cuts the
-    batch. Runs in a process of its own, which is ended when no more is needed.
+    """Write one device's first step with the whole batch, and measured limits if the plan exceeds
+    the first ones.
 
-    steps: of the whole job; None where only its data's end decides.
+    The measured reference also cuts the batch as the plan does. This runs in a separate process,
+    which is ended when no more is needed.
+
+    Args:
+        steps: Of the whole job; None if the end of its data decides.
     """
     from paceline.launch.process.background import take_cores
     from paceline.model.randomness import WithoutRandomness
@@ -305,7 +322,7 @@ def _write_references(job: Job, resolved: Resolved, folder: Path, *, steps: int 
 
 
 def _tell(document: Path, compute: Callable[[], dict[str, Any]]) -> None:
-    """Write what is computed, or the error, in one move."""
+    """Write the result of `compute`, or its error, in one move."""
     try:
         figures = compute()
     except Exception as error:

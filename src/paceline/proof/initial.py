@@ -1,4 +1,6 @@
-"""The weights that a job begins with, loaded into a model on one device as torch loads a state dict."""
+"""Load the weights that a job begins with into a model on one device, as torch loads a state
+dict.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,10 @@ from paceline.training.initial import matched, source_of
 
 
 def load_plainly(job: Job, model: torch.nn.Module) -> None:
-    """Put the job's initial weights, if it has some, into the whole model.
+    """Load the job's initial weights, if it has some, into the whole model.
 
     Raises:
-        JobError: there are none, or their names or shapes are not the model's.
+        JobError: the weights don't exist, or their names or shapes are not the model's.
     """
     if job.models:
         for name in (*job.models, *job.followers):
@@ -46,7 +48,7 @@ def _load(init: Weights, model: torch.nn.Module) -> None:
 
 
 def _has_ties(model: torch.nn.Module) -> bool:
-    """Whether a tensor has several names, of which a file may have one."""
+    """Whether a tensor has several names, of which a file may have only one."""
     named = [
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),

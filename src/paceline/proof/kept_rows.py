@@ -1,4 +1,6 @@
-"""What a model keeps of the samples of one batch for the next, such as a hidden state that goes on."""
+"""Find tensors that a model keeps from one batch to the next with a part for each sample, such as a
+hidden state.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,17 @@ from paceline.training.feed import MicroBatch
 
 
 def kept_rows(run: PlainRun, batch: MicroBatch) -> str | None:
-    """A tensor that forwards leave in an attribute, whose shape depends on the number of samples, and from which the
-    next forward goes on: its name and shape. None if there is none; activations that are kept to be looked at are not.
+    """Find a tensor of samples that forwards leave in an attribute and that the next forward uses.
 
-    Call it after a step on the batch, with random layers off. The forwards of jobs without such tensors are not run.
-    Buffers that forwards change go on changing; attributes are put back to what they were before the step.
+    Its shape depends on the number of samples. Activations that are only kept to be looked at do
+    not count.
+
+    Call this after a step on the batch, with random layers off. Jobs without such tensors run no
+    further forwards. Buffers that forwards change go on changing; attributes are set back to their
+    values before the step.
+
+    Returns:
+        The tensor's name and shape; None if there is none.
     """
     before = run.attributes
     attributes = {

@@ -1,7 +1,8 @@
-"""The order of data once more, written plainly: a second implementation to compare the first one with.
+"""The order of data, implemented a second time in plain code, to compare the first implementation
+with it.
 
-It follows the contract (docs/tour.md, "The order of data") with whole numbers and loops. It shares with
-`job/order.py` and `training/feed.py` only the seeds of keys.
+This module follows the contract (docs/tour.md, "The order of data") with whole numbers and loops.
+It shares with `job/order.py` and `training/feed.py` only the seeds of keys.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ _ROUNDS = 8
 
 
 def shuffled(position: int, size: int, seed: int) -> int:
-    """Which of `size` samples stands at a position of the permutation that the seed fixes.
+    """Return which of `size` samples is at a position of the permutation that the seed fixes.
 
-    A Feistel network of eight rounds over the next power of four; what lands outside goes through again.
+    The permutation is a Feistel network of eight rounds over the next power of four. A result
+    outside the range goes through the network again.
 
     >>> sorted(shuffled(position, 5, seed=3) for position in range(5))
     [0, 1, 2, 3, 4]
@@ -48,7 +50,7 @@ def shuffled(position: int, size: int, seed: int) -> int:
 
 
 def _mixed(value: int, key: int) -> int:
-    """The finaliser of splitmix64 (Steele et al. 2014), keyed."""
+    """Mix a value with a key by the finaliser of splitmix64 (Steele et al. 2014)."""
     value = (value + key) & _WORD
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _WORD
@@ -56,7 +58,9 @@ def _mixed(value: int, key: int) -> int:
 
 
 def windows(job: Job) -> Iterator[tuple[int, list[int], list[int]]]:
-    """For every optimizer step its epoch, the positions of its samples in the epoch, and their indices; endless."""
+    """Yield for every optimizer step its epoch, the positions of its samples in the epoch, and
+    their indices; endless.
+    """
     num_samples, epoch, step = len(job.data) if job.sampler is None else len(job.sampler), 0, 0
     while True:
         start, seed = 0, key_to_seed(job.seed, "order", epoch)
@@ -87,8 +91,10 @@ def windows(job: Job) -> Iterator[tuple[int, list[int], list[int]]]:
 
 
 def _drawn(job: Job, epoch: int) -> list[Any]:
-    """The sampler's indices of an epoch, or its groups of them, drawn from generators that the seed and the epoch
-    fix."""
+    """Return the sampler's indices of an epoch, or its groups of indices.
+
+    The seed and the epoch fix the generators from which they are drawn.
+    """
     with kept_streams(), drawing():
         seed_streams(job.seed, "sampler", epoch)
         if isinstance(getattr(job.sampler, "generator", None), torch.Generator):
@@ -102,15 +108,15 @@ def _drawn(job: Job, epoch: int) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class CollatedBatch(MicroBatch):
-    """A batch that the job's `collate` made, and that is cut as plans cut it: by collating some of its samples.
-
-    picked: Makes the batch of the samples at these places in it.
+    """A batch that the job's `collate` made. It is cut as plans cut it: by collating some of its
+    samples.
     """
 
+    # makes the batch of the samples at these places of it
     picked: Callable[[Sequence[int]], MicroBatch] = lambda places: MicroBatch(None, None, 0)
 
     def mapped(self, function: Any) -> CollatedBatch:
-        """With every tensor replaced, here and in what is picked."""
+        """Return the batch with every tensor replaced, here and in what `picked` makes."""
         made = MicroBatch.mapped(self, function)
         return CollatedBatch(
             made.input,
@@ -123,7 +129,12 @@ class CollatedBatch(MicroBatch):
 def _batch(
     names: Sequence[Any], collate: Collate | None, items: Callable[[Sequence[int]], list[Any]]
 ) -> MicroBatch:
-    """The batch of all samples. names: of them. items: those at these places."""
+    """Return the batch of all samples.
+
+    Args:
+        names: Of the samples.
+        items: Returns the samples at the given places.
+    """
 
     def picked(places: Sequence[int]) -> MicroBatch:
         with kept_streams():
@@ -142,16 +153,21 @@ def _batch(
 
 
 def whole_batches(job: Job, steps: int) -> Iterator[MicroBatch]:
-    """The first windows of the job on the proof's one device, each as one batch; fewer if a stream ends."""
+    """Yield the first windows of the job on the proof's one device, each as one batch; fewer if a
+    stream ends.
+    """
     dtype = torch.float64 if job.precision == "float64" else None
     for batch in islice(_stream(job) if is_stream(job.data) else _indexed(job), steps):
         yield batch.to(one_device(), dtype)
 
 
 def later_batches(job: Job, *, steps: int, count: int, samples: int) -> Iterator[MicroBatch]:
-    """The first samples of a few windows that lie apart, on the proof's one device.
+    """Yield the first samples of a few windows that lie apart, on the proof's one device.
 
-    steps: of the job; where its sampler decides, those of the first epoch count. count: of windows, at most.
+    Args:
+        steps: Of the job; if its sampler decides, those of the first epoch count.
+        count: The largest number of windows.
+        samples: The number of samples from each window.
     """
     from paceline.job.order import Order
 
@@ -183,7 +199,7 @@ def _indexed(job: Job) -> Iterator[MicroBatch]:
 def _items(
     data: Any, seed: int, positions: Sequence[int], indices: Sequence[int], places: Sequence[int]
 ) -> list[Any]:
-    """The samples at these places of a window, each drawn from its own stream."""
+    """Return the samples at these places of a window, each drawn from its own stream."""
     items = []
     for place in places:
         seed_sample(seed, positions[place])
@@ -218,10 +234,11 @@ def _taken(taken: Sequence[Any], places: Sequence[int]) -> list[Any]:
 
 
 def order_difference(job: Job, *, steps: int) -> str | None:
-    """Where a run would read other samples than the contract says, in words; None if nowhere.
+    """Return in which step a run would read other samples than the contract says, in words; None if
+    in none.
 
-    The job's whole data set is looked at, though a proof trains on its first samples alone: the first steps, the last
-    step of the first epoch and the first of the second.
+    The check uses the job's whole data set, although a proof trains only on its first samples. It
+    covers the first steps, the last step of the first epoch and the first step of the second one.
     """
     from paceline.job.order import Order
 

@@ -1,7 +1,7 @@
-"""One device's step of a job's own: plain models, plain losses, plain updates.
+"""One device's execution of a job's own step: plain models, plain losses, plain updates.
 
-It can cut the batch of a step as a plan would cut it over replicas and micro-batches, of which each replica has buffers
-of its own that meet at the step's end.
+It can cut the batch of a step as a plan would cut it over replicas and micro-batches. Each replica
+then has its own buffers, which are joined at the step's end.
 """
 
 from __future__ import annotations
@@ -27,12 +27,15 @@ Pieces = Sequence[Sequence[MicroBatch]]
 class PlainStep:
     """A step's context on one device; see `StepContext`.
 
-    loss: the sum of what the losses came to. gradients: before clipping, summed over the updates. scale: that losses
-    are multiplied by; None without loss scaling. is_skipped: whether an update was, as gradients overflowed.
+    Attributes:
+        loss: The sum of the values of the losses.
+        gradients: Before clipping, summed over the updates.
+        scale: The factor of losses; None without loss scaling.
+        is_skipped: Whether an update was skipped because gradients overflowed.
 
     Args:
         replicas: The step's batch, as each replica takes it in micro-batches.
-        before: Is called with the parameters of an optimizer before an update clips their gradients.
+        before: Called with the parameters of an optimizer before an update clips their gradients.
     """
 
     def __init__(
@@ -72,7 +75,7 @@ class PlainStep:
         )
 
     def take(self) -> None:
-        """The step, and then the followers."""
+        """Run the step, and then update the followers."""
         assert self.job.own_step is not None
         with self.draws:
             self.job.own_step(self, self.batch)
@@ -108,7 +111,7 @@ class PlainStep:
         return _joined(outputs)
 
     def _run_alike(self, module: nn.Module, inputs: Any) -> Any:
-        """Every replica runs it on all of the inputs."""
+        """Run a model on all of the inputs in the state of every replica."""
         with self.draws.paused(), torch.no_grad():
             self.number += 1
             for replica in range(len(self.replicas)):
@@ -120,7 +123,9 @@ class PlainStep:
     def _pieces(
         self, *cut: Sequence[Any]
     ) -> Iterator[tuple[MicroBatch, tuple[int, int], tuple[Any, ...]]]:
-        """Every micro-batch in the state of its replica, with what was cut alike."""
+        """Yield every micro-batch in the state of its replica, with the values that were cut in the
+        same way.
+        """
         rows = iter(zip(*cut, strict=True))
         for replica, pieces in enumerate(self.replicas):
             with self._buffers.of(replica):
@@ -182,7 +187,9 @@ class PlainStep:
         *,
         gather: bool,
     ) -> Iterator[tuple[int, Any]]:
-        """The loss of each micro-batch, with its samples; or of all outputs at once."""
+        """Yield the loss of each micro-batch with its number of samples, or one loss of all outputs
+        together.
+        """
         outputs = []
         for piece, _, (model_inputs, *others) in self._pieces(*cut):
             with self.autocast():
@@ -238,7 +245,9 @@ class PlainStep:
                 p.grad = None
 
     def _overflows(self, parameters: list[nn.Parameter]) -> bool:
-        """Divide gradients by the loss scale. Whether they are infinite or NaN, and let go of."""
+        """Divide gradients by the loss scale. Return whether some are infinite or NaN; they are
+        then removed.
+        """
         gradients = [p.grad for p in parameters if p.grad is not None]
         if self.scale is None:
             return False
@@ -264,7 +273,7 @@ class PlainStep:
 
 
 class PlainEvaluation:
-    """The context of `validate` on one device: models run, nothing is trained."""
+    """The context of `validate` on one device, in which models run and nothing is trained."""
 
     def __init__(self, models: nn.Module, precision: str) -> None:
         self.models, self.makes_on = models, MakesOn(next(models.parameters()).device, precision)
@@ -276,11 +285,11 @@ class PlainEvaluation:
 
 
 class _BuffersOfReplicas:
-    """What replicas that begin a step alike make of the models' buffers: floats meet as the mean weighted by samples,
-    whole numbers as the greatest.
+    """The buffers of replicas that begin a step with the same state.
 
-    Each replica has tensors of its own. Copying values into the models' would change what a backward still needs of the
-    forwards before.
+    At the end of the step, floats become the mean weighted by samples, and whole numbers the
+    greatest. Each replica has its own tensors, because copying values into the models' buffers
+    would change what a backward still needs from earlier forwards.
     """
 
     def __init__(self, models: nn.Module, shares: Sequence[float]) -> None:
@@ -289,7 +298,7 @@ class _BuffersOfReplicas:
         self.values = [self._copies() for _ in shares] if len(shares) > 1 else []
 
     def _current_buffers(self) -> dict[str, torch.Tensor]:
-        """The models' buffers; one that modules share has several names."""
+        """Return the models' buffers; a buffer that modules share has several names."""
         return dict(self.models.named_buffers(remove_duplicate=False))
 
     def _copies(self) -> dict[str, torch.Tensor]:
@@ -303,7 +312,7 @@ class _BuffersOfReplicas:
 
     @contextmanager
     def of(self, replica: int) -> Iterator[None]:
-        """The models as this replica has them."""
+        """Give the models this replica's buffers inside the context."""
         if not self.values:
             yield
             return
@@ -314,7 +323,7 @@ class _BuffersOfReplicas:
 
     @torch.no_grad()
     def meet(self) -> None:
-        """The step is over."""
+        """Join the buffers of the replicas at the end of the step."""
         if not self.values:
             return
         for name, value in self.originals.items():
@@ -330,7 +339,7 @@ class _BuffersOfReplicas:
 
 
 def _joined(outputs: Sequence[Any]) -> Any:
-    """Outputs of micro-batches along dim 0."""
+    """Concatenate the outputs of micro-batches along dim 0."""
     parts: list[list[torch.Tensor]] = []
     for output in outputs:
         tensors: list[torch.Tensor] = []

@@ -1,7 +1,8 @@
-"""What in a job keeps plans that cut the batch from equalling one device: found on one device, named, with a way out.
+"""Find what keeps plans that cut the batch from equalling one device. One device finds it, and
+names a way out.
 
-A model must be built alike twice. A loss must be a mean or a (sum, count). No layer and no loss may let the samples of
-a batch influence each other.
+A model must be the same if it is built twice. A loss must be a mean or a (sum, count). No layer and
+no loss may let the samples of a batch influence each other.
 """
 
 from __future__ import annotations
@@ -56,24 +57,22 @@ _NO_COUPLING = (
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Why no plan that cuts the batch can equal one device.
+    """A reason why no plan that cuts the batch can equal one device."""
 
-    kind: "weights" that the seed doesn't fix; a "loss" that is no mean over its samples; "samples" that see each
-        other; a layer that "changes" with every forward.
-    names: modules or parameters that do it; "the loss" if that does it; empty where it couldn't be told.
-    reason: what was seen. instead: the conversion that makes the job exact.
-    """
-
+    # "weights" that the seed doesn't fix; a "loss" that is no mean over its samples; "samples" that
+    # influence each other; a layer that "changes" with every forward
     kind: Literal["weights", "loss", "samples", "changes"]
+    # modules or parameters that cause it; "the loss" if that causes it; empty if the cause is
+    # unknown
     names: tuple[str, ...]
-    reason: str
-    instead: str
+    reason: str  # what was seen
+    instead: str  # the conversion that makes the job exact
 
     def __str__(self) -> str:
         return f"{self.reason}. {self.instead[:1].upper()}{self.instead[1:]}"
 
     def to_dict(self) -> dict[str, Any]:
-        """As it stands in a certificate."""
+        """Return the problem as a certificate contains it."""
         return {
             "kind": self.kind,
             "names": list(self.names),
@@ -83,14 +82,16 @@ class Problem:
 
     @classmethod
     def from_dict(cls, document: dict[str, Any]) -> Problem:
-        """The inverse of `to_dict`."""
+        """Return the problem from the result of `to_dict`."""
         return cls(
             document["kind"], tuple(document["names"]), document["found"], document["instead"]
         )
 
 
 def job_problem(job: Job, *, steps: int) -> Problem | None:
-    """The first thing that keeps any plan that cuts the batch from being exact; None if nothing."""
+    """Return the first reason why no plan that cuts the batch can be exact; None if there is
+    none.
+    """
     if job.models:
         return _unsteady_weights(job) or _step_problem(job, steps=steps)
     return _unsteady_weights(job) or loss_problem(job, steps=steps) or _coupling(job, steps=steps)
@@ -111,7 +112,7 @@ def _unsteady_weights(job: Job) -> Problem | None:
 
 
 def _step_problem(job: Job, *, steps: int) -> Problem | None:
-    """Whether a step of the job's own computes something else when its losses are cut in two."""
+    """Check whether a job's own step computes something else when its losses are cut in two."""
     whole, cut = PlainRun(job), PlainRun(job, variation=Variation(cuts=2))
     for step, batch in enumerate(whole_batches(job, steps)):
         try:
@@ -156,7 +157,7 @@ _NOT_CUT = (RuntimeError, ValueError, TypeError, IndexError, AttributeError, Tra
 
 
 def loss_problem(job: Job, *, steps: int) -> Problem | None:
-    """Whether the loss compares samples, or a scalar one is no mean over its samples."""
+    """Check whether the loss compares samples, or is a scalar that is no mean over its samples."""
     model, loss = build_plain(job), job.criterion
     # It is called several times with one target, and may write to it.
     job = replace(job, loss=lambda output, target: loss(output, map_tensors(lazy_copy, target)))
@@ -181,12 +182,16 @@ def _loss_problem_of(job: Job, model: nn.Module, batch: MicroBatch, loss: Any) -
 
 
 def uneven_problem(job: Job, model: nn.Module, batches: Iterable[MicroBatch]) -> Problem | None:
-    """Whether some samples have another loss when they are cut unevenly than at once.
+    """Check whether some samples have another loss when they are cut unevenly than when they are
+    whole.
 
-    An even cut of the first batch may not show that: both halves may have as many tokens, or the same longest sequence.
+    An even cut of the first batch may not show that: both halves may have as many tokens, or the
+    same longest sequence.
 
     Args:
-        job: Its random layers are off. model: Trained; its state is left as it was. batches: Of few samples each.
+        job: Its random layers are off.
+        model: A trained model; its state is left as it was.
+        batches: Batches of few samples each.
     """
     if job.precision in AUTOCAST:  # whose rounding would hide it
         job = replace(job, precision="float32")
@@ -229,7 +234,9 @@ def uneven_problem(job: Job, model: nn.Module, batches: Iterable[MicroBatch]) ->
 
 
 def _collated_otherwise(batch: MicroBatch, part: MicroBatch, symptom: str) -> Problem | None:
-    """Whether the job's collate gives the first samples another input in a part of the batch."""
+    """Check whether the job's collate gives the first samples another input if it collates only
+    part of the batch.
+    """
     same = rows(batch.input, range(part.samples), batch.samples)
     if all(map(is_same, tree_leaves(same), tree_leaves(part.input))):
         return None
@@ -244,7 +251,7 @@ def _collated_otherwise(batch: MicroBatch, part: MicroBatch, symptom: str) -> Pr
 
 
 def _loss_of(job: Job, model: nn.Module, pieces: Sequence[MicroBatch]) -> float:
-    """Of all pieces together, each from the state that the model is in now."""
+    """Return the loss of all pieces together, each computed from the model's current state."""
     snapshot, total, count = StateSnapshot(model), 0.0, 0.0
     for piece in map(unspoilt, pieces):
         with snapshot.watching(), autocast(job):
@@ -259,11 +266,15 @@ def _loss_of(job: Job, model: nn.Module, pieces: Sequence[MicroBatch]) -> float:
 
 
 def _comparing(job: Job, output: Any, batch: MicroBatch) -> Problem | None:
-    """Whether the gradient for some samples' outputs changes with the outputs of the others."""
+    """Check whether the gradient of some samples' outputs changes with the outputs of the
+    others.
+    """
     half = batch.samples // 2
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
-        """The second half of the samples drawn towards the first: within the range that outputs have."""
+        """Return outputs whose second half is moved towards the first, so that they stay in their
+        range.
+        """
         if not _by_sample(tensor, batch.samples):
             return tensor
         others = tensor[: batch.samples - half].flip(0)
@@ -298,9 +309,12 @@ def _comparing(job: Job, output: Any, batch: MicroBatch) -> Problem | None:
 
 
 def _no_mean(job: Job, output: Any, batch: MicroBatch, *, loss: Any) -> Problem | None:
-    """Whether a scalar loss is no mean over its samples: computed whole and in two parts of one output, cut twice.
+    """Check whether a scalar loss is no mean over its samples.
 
-    loss: the user's own, in place of which the job's may stand.
+    The loss is computed for one output as a whole and in two parts, for two different cuts.
+
+    Args:
+        loss: The user's own loss, if the job's replaces it.
     """
     with torch.no_grad(), autocast(job):
         value = job.criterion(output, batch.target)
@@ -337,7 +351,10 @@ def _no_mean(job: Job, output: Any, batch: MicroBatch, *, loss: Any) -> Problem 
 
 
 def _targets(batch: MicroBatch, part: range) -> Any:
-    """Of some samples; collated again where they don't lie along dim 0, as lists of boxes don't."""
+    """Return the targets of some samples.
+
+    They are collated again if they don't lie along dim 0, as lists of boxes don't.
+    """
     if all(_has_rows(leaf, batch.samples) for leaf in tree_leaves(batch.target)):
         return rows(batch.target, part, batch.samples)
     return part_of_batch(batch, part).target
@@ -346,7 +363,7 @@ def _targets(batch: MicroBatch, part: range) -> Any:
 def _as_pair(
     job: Job, loss: Any, output: Any, batch: MicroBatch, parts: list[tuple[Any, Any]]
 ) -> str:
-    """The replacement of a loss as code, where one was found; else what it is in words."""
+    """Return the replacement of a loss as code if one was found; else describe it in words."""
     with torch.no_grad(), autocast(job), suppress(Exception):  # the loss is the user's
         if (code := replacement(loss, output, batch.target, parts)) is not None:
             return f". This is the same loss:\n\n{textwrap.indent(code, '    ')}\n"
@@ -357,7 +374,9 @@ def _as_pair(
 
 
 def _coupling(job: Job, *, steps: int) -> Problem | None:
-    """Whether cutting a batch changes its gradients by more than rounding can explain: samples see each other."""
+    """Check whether cutting a batch changes its gradients by more than rounding: its samples then
+    influence each other.
+    """
     model = build_plain(job)
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     optimizer = for_training(job.optimizer, named)
@@ -386,7 +405,9 @@ def _coupling(job: Job, *, steps: int) -> Problem | None:
 
 
 def _described(job: Job, model: nn.Module, batch: MicroBatch, symptom: str) -> Problem:
-    """The layer behind it, if one can be seen: the first whose output for some samples depends on the others."""
+    """Describe the problem by the first layer whose output for some samples depends on the others,
+    if there is one.
+    """
     whole, repeated, part = (
         _outputs(job, model, inputs) for inputs in (batch, batch, cut_batch(batch, 2)[0])
     )
@@ -435,7 +456,9 @@ def _described(job: Job, model: nn.Module, batch: MicroBatch, symptom: str) -> P
 
 
 def _group_norm(norm: nn.Module) -> str:
-    """A GroupNorm of at least four channels a group, for the same channels."""
+    """Return the code of a GroupNorm with at least four channels per group, for the same
+    channels.
+    """
     channels = int(norm.num_features)  # type: ignore[arg-type]
     groups = math.gcd(32, channels)
     while groups > 1 and channels // groups < 4:
@@ -444,7 +467,7 @@ def _group_norm(norm: nn.Module) -> str:
 
 
 def _outputs(job: Job, model: nn.Module, batch: MicroBatch) -> list[tuple[str, list[torch.Tensor]]]:
-    """What every module returned, in the order in which they were done."""
+    """Return every module's outputs, in the order in which the modules finished."""
     outputs: list[tuple[str, list[torch.Tensor]]] = []
 
     def note(path: str) -> Callable[..., None]:
@@ -467,7 +490,8 @@ def _first_difference(
     other: Sequence[tuple[str, list[torch.Tensor]]],
     samples: int,
 ) -> str | None:
-    """The first module whose outputs differ for the samples that both have; None if none does.
+    """Return the first module whose outputs differ for the samples that both have; None if none
+    does.
 
     Tensors that don't have the samples along dim 0 are not compared.
     """

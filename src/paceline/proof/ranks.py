@@ -1,4 +1,6 @@
-"""The processes of a proof: one that computes the reference on one device, and the ranks of a plan, watched."""
+"""The processes of a proof: one that computes the reference on one device, and the observed ranks
+of a plan.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +23,16 @@ RUNS = "runs"  # below the folder of a proof: a run folder for each plan, with i
 
 @dataclass(frozen=True)
 class Proof:
-    """What all plans of a proof are held against.
+    """The reference with which all plans of a proof are compared."""
 
-    job: as it is trained for the proof. folder: of the reference; one for each precision.
-    saved_step: after which runs save; 0 if they don't.
-    figures: of `write_reference`, by precision; the last one is the finest.
-    devices: names of those that one device and the ranks are among; None for as many of the CPU as a plan has ranks.
-    """
-
-    job: Job
-    folder: Path
-    saved_step: int
+    job: Job  # as it is trained for the proof
+    folder: Path  # of the reference, with a folder for each precision
+    saved_step: int  # the step after which runs save; 0 if they don't
+    # results of `write_reference`, by precision; the last one is the finest
     figures: Mapping[Precision, dict[str, Any]]
     timeout_s: float
+    # The devices that one device and the ranks use; None for as many CPU devices as a plan has
+    # ranks.
     devices: tuple[str, ...] | None = None
 
     @property
@@ -42,7 +41,8 @@ class Proof:
 
 
 def devices_of(devices: Sequence[str] | None, count: int) -> str:
-    """So many devices for ranks, or for the one that they are held against: the first of those that were given.
+    """Return the names of the first `count` given devices, for ranks or for the one device of the
+    reference.
 
     >>> devices_of(("cuda:1", "cuda:2"), 1), devices_of(None, 2)
     ('cuda:1', 'cpu:0-1')
@@ -51,7 +51,9 @@ def devices_of(devices: Sequence[str] | None, count: int) -> str:
 
 
 def num_devices(plan: Plan, devices: Sequence[str] | None) -> int:
-    """How many of the given devices a plan takes: beside GPUs servers compute on the CPU."""
+    """Return how many of the given devices a plan takes; if these are GPUs, servers compute on the
+    CPU.
+    """
     has_gpus = devices is not None and not devices[0].startswith("cpu")
     return plan.world_size - (plan.num_cpu_ranks if has_gpus else 0)
 
@@ -59,11 +61,12 @@ def num_devices(plan: Plan, devices: Sequence[str] | None) -> int:
 def _alone(
     work: Callable[[Any], dict[str, Any]], devices: Sequence[str] | None, *, timeout_s: float
 ) -> dict[str, Any]:
-    """What `work(context)` returns in a process of its own whose plain loop computes on the first of the devices, so
-    that this one stays free to fork.
+    """Return `work(context)` from a separate process, whose plain loop computes on the first of the
+    devices.
 
-    A GPU uses deterministic algorithms. Where an operator has none, all is done again without, and `nondeterministic`
-    of what is returned names such operators.
+    Because of the separate process, this one can still fork. A GPU uses deterministic algorithms.
+    If an operator has none, everything is done again without, and `nondeterministic` of the result
+    names such operators.
     """
     from paceline.proof.device import computing_on
     from paceline.training.determinism import deterministic_algorithms
@@ -84,7 +87,9 @@ def _alone(
 
 
 def in_precision(job: Job, precision: Precision, random: Any) -> Job:
-    """The job as it is compared: in a precision, its random layers off but for the initial weights."""
+    """Return the job as it is compared: in a precision, and with random layers off except for the
+    initial weights.
+    """
     if job.models:
         return replace(
             job,
@@ -103,13 +108,15 @@ def reference_of(
     timeout_s: float,
     devices: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """One device's figures by precision, computed on the first of the devices in a process of its own.
+    """Compute one device's figures by precision, in a separate process on the first of the devices.
 
     A checkpoint of one device after `saved_step` steps is left in `folder`/runs/single.
 
     Returns:
-        figures: of each precision that the job runs in. problem: of the job itself, as a document; None if there is
-        none. note: what the proof does not cover. subject: what was compared.
+        figures: for each precision that the job runs in.
+        problem: of the job itself, as a document; None if there is none.
+        note: what the proof does not cover.
+        subject: what was compared.
 
     Raises:
         PacelineError: the job fails on one device.
@@ -182,7 +189,7 @@ def reference_of(
 def _save_single(
     context: Any, job: Job, precision: Precision, folder: Path, saved_step: int
 ) -> None:
-    """A checkpoint that a plan without ranks wrote, for others to go on from."""
+    """Save a checkpoint under a plan without ranks, for other plans to go on from."""
     from paceline.model.randomness import WithoutRandomness
     from paceline.training.drivers import train_rank
     from paceline.training.loop import Settings
@@ -199,7 +206,10 @@ def _save_single(
 def cut_reference(
     proof: Proof, *, shares: Sequence[int], microbatches: int
 ) -> dict[Precision, dict[str, Any]]:
-    """One device that cuts every batch as a plan does; tensors are beside the reference's. See `write_cut`."""
+    """Compute the figures of one device that cuts every batch as a plan does; see `write_cut`.
+
+    The tensors are stored beside those of the reference.
+    """
     from paceline.model.randomness import WithoutRandomness
     from paceline.proof.tolerances import write_cut
 
@@ -223,14 +233,16 @@ def cut_reference(
 
 
 def recomputed_forwards(plan: Plan) -> int | None:
-    """Forwards of the whole model on a rank in a step, if the plan computes some again; None if not, or not known."""
+    """Return the forwards of the whole model on a rank in a step, if the plan recomputes some; None
+    if not, or not known.
+    """
     from paceline.strategies.compose import runs_again
 
     return plan.num_microbatches if runs_again(plan) else None
 
 
 def cut_folder(folder: Path, shares: Sequence[int], microbatches: int) -> Path:
-    """Where the tensors of such a reference are."""
+    """Return the folder for the tensors of one device that cuts every batch in this way."""
     return folder / f"cut-{'-'.join(map(str, shares))}-{microbatches}"
 
 
@@ -242,12 +254,14 @@ def watched(
     number: int,
     resumed_from: Path | None,
 ) -> list[dict[str, Any]]:
-    """What every rank records of the job under a plan, by precision; `resumed` holds a resumed run's, where asked for.
+    """Train the job under a plan, and return every rank's record by precision.
+
+    If `resumed_from` is given, `resumed` of a record is that of a resumed run.
 
     Args:
-        folders: Of the reference that the ranks are held against.
+        folders: Of the reference with which the ranks are compared.
         number: Of the plan in the proof; its run folder is named by it.
-        resumed_from: A run folder of another plan to go on from in a run of its own.
+        resumed_from: A run folder of another plan, from which a separate run goes on.
 
     Raises:
         RankFailed: a rank failed.
@@ -301,7 +315,10 @@ def _watch(
     *,
     resume: bool = False,
 ) -> dict[str, Any]:
-    """The job in one precision. With a run folder it also evaluates, and saves on its way or goes on from there."""
+    """Train the job in one precision, and return the rank's record.
+
+    With a run folder, the rank also evaluates, and saves on its way or resumes from there.
+    """
     from paceline.model.randomness import WithoutRandomness
     from paceline.proof.compare import DifferenceRecorder
     from paceline.proof.tolerances import evaluation_data

@@ -1,7 +1,9 @@
-"""One device: a plain training loop that shares nothing with the distributed path but the seeds of random streams.
+"""A plain training loop on one device. It shares only the seeds of random streams with the
+distributed path.
 
-It can train as a loop by hand would, or cut every batch as a plan would cut it over replicas and micro-batches. If the
-samples of a batch are coupled, the two differ, and the job itself causes that.
+It can train as a hand-written loop would, or cut every batch as a plan would cut it over replicas
+and micro-batches. If the samples of a batch are coupled, the two differ, and the job itself causes
+that.
 """
 
 from __future__ import annotations
@@ -43,34 +45,32 @@ from paceline.training.own_step.step_batch import StepBatch
 
 @dataclass(frozen=True, slots=True)
 class Variation:
-    """How a run differs from the plain one: a change that exact arithmetic would not notice, or a cut.
-
-    cuts: micro-batches a batch. shake: added to or taken from every gradient, by a fixed draw, in units of the largest.
-    permuted: whether the samples of each batch come in another order. nudge: relative change of every initial weight;
-    Adam's betas are rounded to float32 then, too.
+    """A difference from the plain run: a change that exact arithmetic would not notice, or a
+    cut.
     """
 
-    cuts: int = 1
+    cuts: int = 1  # micro-batches per batch
+    # added to or taken from every gradient by a fixed draw; in units of the largest gradient
     shake: float = 0.0
-    permuted: bool = False
+    permuted: bool = False  # whether the samples of each batch come in another order
+    # relative change of every initial weight; Adam's betas are then also rounded to float32
     nudge: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """What one device has after a step, by name, on the CPU: gradients before clipping, the rest after the update.
+    """The tensors of one device after a step, by name, on the CPU.
 
-    gradients: none of a step that loss scaling skipped.
-    buffers: and tensors in attributes that are used like buffers.
-    rates: the next step's learning rate of each group of the optimizer.
-    state: the optimizer's tensors as `NAME/KEY`, not copied where they are on the CPU.
+    Gradients are those before clipping; everything else is as after the update.
     """
 
     loss: float
-    gradients: dict[str, torch.Tensor]
+    gradients: dict[str, torch.Tensor]  # empty for a step that loss scaling skipped
     weights: dict[str, torch.Tensor]
+    # buffers, and tensors in attributes that are used like buffers
     buffers: dict[str, torch.Tensor]
-    rates: list[float]
+    rates: list[float]  # the next step's learning rate of each group of the optimizer
+    # the optimizer's tensors as `NAME/KEY`; those on the CPU are not copied
     state: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def tensors(self, kind: str) -> dict[str, torch.Tensor]:
@@ -83,7 +83,9 @@ class StepRecord:
 
 
 def build_plain(job: Job) -> torch.nn.Module:
-    """The job's model in training mode with its initial weights, on the proof's one device."""
+    """Build the job's model in training mode with its initial weights, on the proof's one
+    device.
+    """
     seed_model(job.seed)
     model = job.model().to(one_device())
     if job.precision == "float64":
@@ -98,7 +100,7 @@ def build_plain(job: Job) -> torch.nn.Module:
 
 
 class PlainRun:
-    """The plain loop, step by step. model: after the steps so far."""
+    """The plain loop, step by step. `model` is the model after the steps so far."""
 
     def __init__(
         self,
@@ -134,7 +136,7 @@ class PlainRun:
             _nudge([p for _, p in self.named], variation.nudge, self.draws)
 
     def make_optimizer(self) -> None:
-        """A new optimizer, and its schedule, for the weights as they are."""
+        """Make a new optimizer, and its schedule, for the current weights."""
         self.optimizer = for_training(self.job.optimizer, self.named)
         if self.variation.nudge:
             _round_betas(self.optimizer)
@@ -142,12 +144,12 @@ class PlainRun:
         self.schedule = self.job.lr_schedule(self.optimizer) if self.job.lr_schedule else None
 
     def steps(self, steps: int) -> Iterator[StepRecord]:
-        """The first steps of the job."""
+        """Take the first steps of the job, and yield the record of each."""
         for batch in whole_batches(self.job, steps):
             yield self.step(batch)
 
     def step(self, batch: MicroBatch) -> StepRecord:
-        """Forward, backward, clipping, update and schedule for one batch."""
+        """Do forward, backward, clipping, update and schedule for one batch."""
         try:
             return self._step(batch)
         except Exception as error:
@@ -169,7 +171,9 @@ class PlainRun:
         return self.update(loss, gradients, shake=shake)
 
     def _own_step(self, batch: MicroBatch) -> StepRecord:
-        """The step that the job brings. Its draws belong to places in the batch, so samples keep theirs."""
+        """Run the job's own step. Its random draws belong to places in the batch, so each sample
+        keeps its draws.
+        """
         self._freeze()
         replicas = (
             [cut_batch(batch, self.variation.cuts)]
@@ -203,14 +207,16 @@ class PlainRun:
         return self._record(step.loss, step.gradients)
 
     def _freeze(self) -> None:
-        """What is frozen in the step that is next."""
+        """Freeze the parameters that are frozen in the next step."""
         if len(set(self.frozen.values)) > 1:
             frozen = self.frozen.at(self.num_steps, next(self.epochs))
             for name, p in self.named:
                 p.requires_grad_(name not in frozen)
 
     def gradients(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
-        """Of a batch, before clipping; of a step of the job's own, summed over its updates."""
+        """Return the gradients of a batch before clipping; if the job has its own step, summed over
+        its updates.
+        """
         if self.job.models:
             return self._own_step(batch).gradients
         self.backward(batch)
@@ -255,11 +261,11 @@ class PlainRun:
     def update(
         self, loss: float, gradients: dict[str, torch.Tensor], *, shake: float = 0.0
     ) -> StepRecord:
-        """Clipping, update and schedule.
+        """Do clipping, update and schedule.
 
         Args:
             loss, gradients: Go into the record.
-            shake: Is added to each element of the gradients first, or taken away, by a fixed draw.
+            shake: Is first added to, or taken from, each element of the gradients by a fixed draw.
         """
 
         def adjust_gradients() -> None:
@@ -308,7 +314,9 @@ class PlainRun:
         )
 
     def evaluate(self, data: Any) -> dict[str, float]:
-        """The loss (as "loss") and every metric over all samples of the data, in batches of the job's size."""
+        """Return the loss (as "loss") and every metric over all samples of the data, in batches of
+        the job's size.
+        """
         set_mode(self.optimizer, is_training=False)
         figures = self._evaluation(data)
         set_mode(self.optimizer, is_training=True)
@@ -345,7 +353,7 @@ class PlainRun:
         return {name: sums[name] / counts[name] for name in functions if counts[name]}
 
     def _own_evaluation(self, data: Any) -> dict[str, float]:
-        """What the job's `validate` gives over all samples."""
+        """Return the result of the job's `validate` over all samples."""
         sums: dict[str, float] = {}
         counts: dict[str, float] = {}
         validate = self.job.own_validate
@@ -386,10 +394,12 @@ class PlainRun:
 def update(
     optimizer: torch.optim.Optimizer, evaluate: Callable[[], float] | None, loss: float
 ) -> None:
-    """A step of an optimizer, with gradients there.
+    """Take a step of an optimizer; the gradients must exist already.
 
-    evaluate: For one that evaluates the loss itself, as often as it likes. It finds the loss that is known if it asks
-        at the weights and gradients that are there. loss: That one.
+    Args:
+        evaluate: For an optimizer that evaluates the loss itself, any number of times. If it first
+            asks for the loss at the current weights and gradients, it gets `loss`.
+        loss: The known loss.
     """
     if evaluate is None:
         optimizer.step()
@@ -415,7 +425,7 @@ def update(
 
 
 def autocast(job: Job) -> torch.autocast:
-    """The numeric context of the job's forward passes on the proof's one device."""
+    """Return the numeric context of the job's forward passes on the proof's one device."""
     name = AUTOCAST.get(job.precision)
     return torch.autocast(
         one_device().type, getattr(torch, name or "bfloat16"), enabled=name is not None
@@ -426,7 +436,9 @@ def autocast(job: Job) -> torch.autocast:
 
 
 def cut_batch(batch: MicroBatch, pieces: int) -> list[MicroBatch]:
-    """The batch in consecutive pieces along dim 0, as equal as can be; fewer if it has fewer samples."""
+    """Cut the batch into consecutive pieces along dim 0, as equal as possible; fewer if it has
+    fewer samples.
+    """
     edges = sorted({batch.samples * i // pieces for i in range(pieces + 1)})
     return [part_of_batch(batch, range(first, last)) for first, last in pairwise(edges)]
 
@@ -434,7 +446,9 @@ def cut_batch(batch: MicroBatch, pieces: int) -> list[MicroBatch]:
 def as_planned(
     batch: MicroBatch, shares: Sequence[int], microbatches: int
 ) -> list[list[MicroBatch]]:
-    """The micro-batches of every replica that has samples, as a plan with these shares cuts a window."""
+    """Return the micro-batches of every replica that has samples, as a plan with these shares cuts
+    a window.
+    """
     if len(shares) == 1 and microbatches == 1:
         return [[batch]]
     replicas = []
@@ -448,7 +462,7 @@ def as_planned(
 
 
 def permuted(batch: MicroBatch, draws: torch.Generator) -> MicroBatch:
-    """The batch with its samples in another order."""
+    """Return the batch with its samples in another order."""
     order = torch.randperm(batch.samples, generator=draws)
     if isinstance(batch, CollatedBatch):
         return batch.picked(order.tolist())
@@ -457,12 +471,14 @@ def permuted(batch: MicroBatch, draws: torch.Generator) -> MicroBatch:
 
 
 def unspoilt(batch: MicroBatch) -> MicroBatch:
-    """The batch with copies of its tensors, for a model or a loss that writes to them, and is run on it again."""
+    """Return the batch with copies of its tensors, for a model or loss that writes to them and is
+    run on it again.
+    """
     return batch.mapped(lazy_copy)
 
 
 def part_of_batch(batch: MicroBatch, part: range) -> MicroBatch:
-    """Some samples of a batch."""
+    """Return some samples of a batch."""
     if isinstance(batch, CollatedBatch):
         return batch.picked(part)
     return MicroBatch(
@@ -471,7 +487,7 @@ def part_of_batch(batch: MicroBatch, part: range) -> MicroBatch:
 
 
 def rows(value: Any, part: range, samples: int) -> Any:
-    """Some samples of tensors that have all of them along dim 0."""
+    """Return some samples of the tensors that have all of them along dim 0."""
     return map_tensors(
         lambda t: t[part.start : part.stop] if t.ndim and t.shape[0] == samples else t, value
     )
@@ -491,12 +507,14 @@ def backward(
 ) -> float:
     """Leave the gradients of a batch in the model, and return its loss.
 
-    step: keys the random streams of what can't be switched off, as in a run.
-    scale, sum_scale: that a loss is multiplied by before backward, as a mean or as a sum; gradients are divided by it.
-    counts: is given what each micro-batch counts.
+    Each replica starts from the model's current state. Afterwards their buffers, tensors in
+    attributes, and weights that a forward changes are joined (docs/verify.md).
 
-    Each replica starts from the state that the model is in now; what they make of buffers, of tensors in attributes and
-    of weights that a forward changes is then brought together (docs/verify.md).
+    Args:
+        step: Keys the random streams that can't be switched off, as in a run.
+        scale, sum_scale: The factor of a loss before backward, if it is a mean or a sum. Gradients
+            are divided by it.
+        counts: A list to which the count of each micro-batch is added.
     """
     model.zero_grad()
     samples = sum(piece.samples for pieces in replicas for piece in pieces)
@@ -531,7 +549,11 @@ def backward(
 
 
 class _Replicas:
-    """What replicas that start alike make of a model: sums of gradients, means of buffers, changes of weights once."""
+    """Joins the replicas of a model that start with the same state.
+
+    Gradients are summed, and buffers become means. If several replicas change a weight in the
+    forward, it changes by the mean of their changes.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
@@ -545,7 +567,7 @@ class _Replicas:
         self.is_first = True
 
     def _counts(self) -> dict[tuple[str, str], int]:
-        """Attributes that are whole numbers, by module and name."""
+        """Return the attributes that are whole numbers, by module and name."""
         return {
             (name.rpartition(".")[0], key): value
             for name, _, key, value in plain_attributes(self.model)
@@ -570,7 +592,7 @@ class _Replicas:
                 p.copy_(self.weights[name])
 
     def add(self, share: float) -> None:
-        """A replica with this share of the samples is done."""
+        """Add the results of a replica that has this share of the samples."""
         self.counts = {
             key: max(count, self.counts.get(key, count)) for key, count in self._counts().items()
         }
@@ -606,7 +628,7 @@ class _Replicas:
 
 
 def _state_of(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The tensors of a parameter's state, those in lists as `KEY.INDEX`."""
+    """Return the tensors of a parameter's state; those in lists are named `KEY.INDEX`."""
     listed = {
         f"{key}.{index}": item
         for key, value in state.items()
@@ -621,17 +643,19 @@ def _state_of(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def is_weight(parameter: torch.Tensor) -> bool:
-    """Whether a parameter holds real or complex numbers; Keras keeps counters of its generators among them, too."""
+    """Whether a parameter holds real or complex numbers. Keras also keeps the counters of its
+    generators in parameters.
+    """
     return parameter.is_floating_point() or parameter.is_complex()
 
 
 def rates_of(optimizer: torch.optim.Optimizer) -> list[float]:
-    """The learning rate of each group that has one."""
+    """Return the learning rate of each group that has one."""
     return [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
 
 
 def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of the gradients that are there, by parameter name, on the CPU."""
+    """Return copies of the existing gradients on the CPU, by parameter name."""
     return {
         name: p.grad.to_dense().cpu() if p.grad.is_sparse else cpu_copy(p.grad)
         for name, p in model.named_parameters()
@@ -640,8 +664,11 @@ def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _real(parameter: torch.Tensor) -> torch.Tensor:
-    """A complex parameter as pairs of real numbers, with its gradient, or the values of a sparse gradient: what a norm
-    is taken of."""
+    """Return the tensor of which a norm is taken, with its gradient.
+
+    This is a complex parameter as pairs of real numbers, or the values of a sparse gradient, or the
+    parameter itself.
+    """
     if parameter.grad is not None and parameter.grad.is_sparse:
         parameter.grad = parameter.grad.coalesce()
         rows = torch.empty_like(parameter.grad.values())
@@ -669,7 +696,7 @@ def _nudge(weights: Iterable[torch.Tensor], relative: float, draws: torch.Genera
 
 
 def _round_betas(optimizer: torch.optim.Optimizer) -> None:
-    """Let Adam and its like have betas as float32 holds them, but for weights in float64."""
+    """Round the betas of Adam and similar optimizers to float32, unless all weights are float64."""
     for group in optimizer.param_groups:
         if "betas" in group and any(p.dtype != torch.float64 for p in group["params"]):
             group["betas"] = tuple(
@@ -678,7 +705,7 @@ def _round_betas(optimizer: torch.optim.Optimizer) -> None:
 
 
 def greatest(tensors: Iterable[torch.Tensor]) -> float:
-    """The largest absolute value of any element; 0.0 without elements."""
+    """Return the largest absolute value of any element; 0.0 without elements."""
     return max(
         (
             float((tensor.int() if tensor.dtype == torch.bool else tensor).abs().max())
@@ -690,7 +717,7 @@ def greatest(tensors: Iterable[torch.Tensor]) -> float:
 
 
 def distance(actual: torch.Tensor, expected: torch.Tensor | None) -> float:
-    """How far two tensors are apart at most; a missing one counts as zeros."""
+    """Return the greatest difference of two tensors' elements; a missing tensor counts as zeros."""
     if not actual.numel():
         return 0.0
     if actual.dtype == torch.bool:
@@ -701,14 +728,19 @@ def distance(actual: torch.Tensor, expected: torch.Tensor | None) -> float:
 
 
 def expected_marks(job: Job, batch: MicroBatch) -> list[float | None]:
-    """`sample_marks` of one device's batch; None for each sample that the job collates, as padding depends on what else
-    is in a batch. Gradients tell these apart."""
+    """Return `sample_marks` of one device's batch, or None for each sample if the job collates.
+
+    Padding depends on the other samples of a batch, so collated samples have no fixed mark. Wrong
+    samples then show in the gradients.
+    """
     return [None] * batch.samples if job.collate is not None else list(sample_marks(batch).tolist())
 
 
 def sample_marks(batch: MicroBatch) -> torch.Tensor:
-    """A number for each sample of a batch that tells it from the others, whatever its shape; float64 (samples,), on the
-    CPU."""
+    """Return a number for each sample of a batch that tells it from the others, whatever its shape.
+
+    The numbers are float64 of shape (samples,), on the CPU.
+    """
     marks = torch.zeros(max(batch.samples, 1), dtype=torch.float64)
 
     def add(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,10 @@
-"""The (sum, count) form of a user's scalar loss, as code to paste: for losses that are a mean, but not over samples.
+"""Rewrite a user's scalar loss as (sum, count), as code to paste, if it is a mean of something else
+than samples.
 
-The loss's own source is rewritten where it returns a mean: of a function of torch, of `.mean()`, or of a sum divided by
-a count. The rewritten loss is then tried. It is shown only if its sum divided by its count is the loss, and if sums and
-counts of parts of the batch add up, which makes it exact however a batch is cut.
+The loss's own source is rewritten where it returns a mean: by a function of torch, by `.mean()`, or
+as a sum divided by a count. The rewritten loss is then tried. It is only shown if its sum divided
+by its count is the loss, and if sums and counts of parts of the batch add up. It is then exact for
+any cut of a batch.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ Pair = tuple[ast.expr, ast.expr]
 def replacement(
     loss: Callable[..., Any], output: Any, target: Any, parts: list[tuple[Any, Any]]
 ) -> str | None:
-    """Code of a loss that returns (sum, count) and is this one; None if none is found.
+    """Return code of a loss that returns (sum, count) and equals this one; None if none is found.
 
     Args:
         output, target: Of a batch, in which the loss is the mean of something.
@@ -86,7 +88,7 @@ def _is_near(value: float, other: float) -> bool:
 
 
 def _candidates(loss: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Code of rewritten losses, with the names that it uses."""
+    """Yield code of rewritten losses, with the names that it uses."""
     if (plain := _of_torch(loss)) is not None:
         text, names = plain
         criterion = type(loss).__name__ if isinstance(loss, nn.Module) else "partial"
@@ -115,7 +117,9 @@ def _candidates(loss: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _of_torch(loss: Any) -> tuple[str, dict[str, Any]] | None:
-    """The call of a loss of torch itself, given as it is, as a module, or with arguments by `partial`."""
+    """Return the call of torch's own loss, which is given as it is, as a module, or with arguments
+    by `partial`.
+    """
     function, keywords = (
         (loss.func, dict(loss.keywords))
         if isinstance(loss, partial) and not loss.args
@@ -145,7 +149,9 @@ def _closure(function: Any) -> dict[str, Any]:
 
 
 def _definitions(code: Any) -> Iterator[Any]:
-    """The function's definition, or each lambda on its line that has its arguments, in its file's source."""
+    """Yield the function's definition from its file's source; for a lambda, each lambda on its
+    line.
+    """
     source = "".join(linecache.getlines(code.co_filename))
     with suppress(SyntaxError):
         for node in ast.walk(ast.parse(source)):
@@ -162,7 +168,7 @@ def _definitions(code: Any) -> Iterator[Any]:
 
 
 def _defined(arguments: ast.arguments, body: list[ast.stmt]) -> ast.FunctionDef:
-    """A function `loss`."""
+    """Return the definition of a function `loss` with these arguments and this body."""
     made = ast.parse("def loss(): pass").body[0]
     assert isinstance(made, ast.FunctionDef)
     made.args, made.body = arguments, body
@@ -170,7 +176,7 @@ def _defined(arguments: ast.arguments, body: list[ast.stmt]) -> ast.FunctionDef:
 
 
 def _rewritten(node: Any, names: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The definition with its last return as (sum, count)."""
+    """Yield the definition whose last return gives (sum, count)."""
     body = list(node.body)
     if not isinstance(body[-1], ast.Return) or body[-1].value is None:
         return
@@ -201,7 +207,7 @@ def _rewritten(node: Any, names: dict[str, Any]) -> Iterator[tuple[str, dict[str
 
 
 def _pair(value: ast.expr, names: dict[str, Any]) -> Pair | None:
-    """Expressions of the sum and of the count whose quotient an expression is."""
+    """Return expressions of a sum and a count whose quotient is the given expression."""
     if isinstance(value, ast.BinOp):
         if isinstance(value.op, ast.Div):
             inner = _pair(value.left, names) if isinstance(value.right, ast.Constant) else None
@@ -273,7 +279,9 @@ def _is_default(key: str, setting: Any) -> bool:
 
 
 def _count(value: ast.expr) -> ast.expr:
-    """A divisor without what keeps it from 0: a count of 0 says that nothing counts."""
+    """Return a divisor without the part that keeps it from being 0, because a count of 0 says that
+    nothing counts.
+    """
     if (
         isinstance(value, ast.Call)
         and isinstance(value.func, ast.Attribute)
@@ -298,7 +306,9 @@ def _method(value: ast.expr, name: str) -> ast.expr:
 
 
 def _value(expression: ast.expr, names: dict[str, Any]) -> Any:
-    """What a name or an attribute in the loss stands for; None if that is not known before it runs."""
+    """Return the value of a name or an attribute in the loss; None if it is not known before the
+    loss runs.
+    """
     if isinstance(expression, ast.Name):
         return names.get(expression.id, getattr(builtins, expression.id, None))
     if isinstance(expression, ast.Attribute):

@@ -1,4 +1,6 @@
-"""Whether a data set gives a sample alike whatever was read before: ranks and loader workers each read a part alone."""
+"""Check whether a data set gives the same sample whatever was read before, because ranks and loader
+workers read only parts.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,16 @@ _TIMEOUT_S = 60.0  # at most
 
 
 def refuse_memory(job: Job, readers: str, *, timeout_s: float) -> None:
-    """Refuse a data set with a memory of its own, as a cache filled at first touch or a generator is.
+    """Refuse a data set with a memory of its own, such as a cache that is filled at first touch, or
+    a generator.
 
-    A fork reads some samples as a run does in its last epoch; another one reads them, and others, as in earlier epochs
-    before. Where a third does not repeat the first one's samples, nothing is refused: no seed fixes those.
+    One fork reads some samples as a run does in its last epoch. A second fork reads the same
+    samples after it has read these and others as in earlier epochs. If a third fork does not repeat
+    the first one's samples, nothing is refused, because no seed fixes them.
 
-    readers: what reads the data, in words. timeout_s: how long a fork may take.
+    Args:
+        readers: The processes that read the data, in words.
+        timeout_s: Seconds that a fork may take.
 
     Raises:
         PlanRefused: the samples differ.
@@ -81,7 +87,11 @@ def refuse_memory(job: Job, readers: str, *, timeout_s: float) -> None:
 def _contents(
     data: Any, collate: Collate | None, reads: Sequence[tuple[list[int], int]]
 ) -> list[int]:
-    """Fingerprints of the samples that are read last. reads: their places, and a seed."""
+    """Return fingerprints of the samples that are read last.
+
+    Args:
+        reads: The places of the samples, and a seed, for each read.
+    """
     from paceline.base.logs import redirect
 
     redirect(None)  # the job's own code says all it says when it runs for the run

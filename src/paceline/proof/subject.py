@@ -1,4 +1,6 @@
-"""What a certificate is about: the model by its weights, the packages that made it, and what in it is random."""
+"""The subject of a certificate: the model by its weights, the packages that made it, and its random
+parts.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from paceline.proof.reference_loop import PlainRun, autocast, build_plain, unspo
 
 
 def subject(job: Job) -> dict[str, Any]:
-    """The job's model and optimizer, versions of what they are made of, the device, and what is random; JSON-able."""
+    """Return the job's model and optimizer, the versions of their packages, the device, and what is
+    random; JSON-able.
+    """
     model = build_plain(job)
     parameters = dict(model.named_parameters())
     return {
@@ -44,7 +48,7 @@ def subject(job: Job) -> dict[str, Any]:
 
 
 def weights_sha256(parameters: dict[str, nn.Parameter]) -> str:
-    """A digest of names, dtypes, shapes and elements, in the order of the names."""
+    """Return a digest of names, dtypes, shapes and elements, in the order of the names."""
     digest = hashlib.sha256()
     for name, p in sorted(parameters.items()):
         digest.update(f"{name} {p.dtype} {tuple(p.shape)}\n".encode())
@@ -53,7 +57,7 @@ def weights_sha256(parameters: dict[str, nn.Parameter]) -> str:
 
 
 def _packages(model: nn.Module) -> dict[str, str]:
-    """Versions of the packages that the model's layers come from, where they have any."""
+    """Return the versions of the packages that the model's layers come from, if they have any."""
     tops = {type(module).__module__.partition(".")[0] for module in model.modules()} - {
         "torch",
         "paceline",
@@ -63,7 +67,7 @@ def _packages(model: nn.Module) -> dict[str, str]:
 
 
 def _randomness(job: Job, model: nn.Module) -> dict[str, Any]:
-    """Which modules draw in a training step and what is switched off in them; seen in the first step."""
+    """Return which modules draw in the first training step, and what is switched off in them."""
     random = WithoutRandomness()
     if job.models:
         run = PlainRun(job)

@@ -1,14 +1,18 @@
-"""The reference of a proof: one device's figures on disk, and the yardstick: how far rounding moves each figure.
+"""The reference of a proof, which is one device's figures on disk, and the yardstick: how far
+rounding moves each figure.
 
-The same loop runs again with shaken gradients and with initial weights nudged by a unit in the last place, with the
-samples of each batch in another order, and with every batch cut into 2 and 4 micro-batches. Shaking shows what the
-optimizer makes of rounding: Adam turns the noise of a gradient that is zero in exact arithmetic into steps of the
-learning rate. The run with nudged weights has Adam's betas in float32, as kernels of an update may hold them: ranks on
-GPUs update with torch's fused Adam, where 1 - 0.999 is the 0.00099998713 that float32 leaves of it, and the plain loop
-updates with 0.001. A second moment is then off by a hundred roundings though gradients are equal.
+The same loop runs again with shaken gradients and with initial weights nudged by a unit in the last
+place, with the samples of each batch in another order, and with every batch cut into 2 and 4
+micro-batches. Shaking shows how the optimizer amplifies rounding: Adam turns the noise of a
+gradient that is zero in exact arithmetic into steps of the learning rate. The run with nudged
+weights has Adam's betas in float32, because the kernels of an update may hold them so. Ranks on
+GPUs update with torch's fused Adam, where float32 turns 1 - 0.999 into 0.00099998713, while the
+plain loop updates with 0.001. A second moment then differs by a hundred roundings although
+gradients are equal.
 
-Other kernels may compute a reordered or cut batch. If such a variation moves a figure much further than rounding does,
-the samples of the batch are coupled, and that is no yardstick: these variations count only up to a bound.
+Other kernels may compute a reordered or cut batch. If such a variation moves a figure much further
+than rounding does, the samples of the batch are coupled, and the variation is no yardstick. Such
+variations therefore count only up to a bound.
 """
 
 from __future__ import annotations
@@ -80,24 +84,33 @@ Kinds = dict[str, Named]  # figures of a step by kind and name
 def write_reference(
     job: Job, folder: Path, *, steps: int, random: WithoutRandomness, evaluation: Any = None
 ) -> dict[str, Any]:
-    """Run the plain loop, then its variations. Its tensors go to files in `folder`, named by kind and step.
+    """Run the plain loop, then its variations. Its tensors go to files in `folder`, named by kind
+    and step.
 
     Args:
-        random: Switches random layers off; entered here, after the plain loop only if the job draws at all.
-        evaluation: Data to evaluate on after the last step, samples with an index; None for no evaluation.
+        random: Switches random layers off; entered here, after the plain loop only if the job draws
+            at all.
+        evaluation: Data to evaluate on after the last step, samples with an index; None for no
+            evaluation.
 
     Returns:
-        draws: of each step: how often random layers draw. most_repeats: how often a forward draws the same number, at
-        most. seeds_itself: whether the job gives the random generator seeds of its own while it takes a step.
-        losses, rates, marks, state_sizes, skipped: of each step: the loss, the learning rates, a mark for each sample,
-        the elements of the optimizer's tensors by name, whether loss scaling skipped it.
-        loss_limit: what losses may differ by. gradient_limit, weight_limit, buffer_limit: of each step, what any
-        element of a tensor may differ by, by name. state_limit: the same of the optimizer's state, after each step.
-        evaluation, evaluation_limit: figures by name after the last step, and what they may differ by.
-        not_evaluated: why there are none although data was given; None if there are, or none was.
-        yardstick: of losses, gradients and weights, the largest spread over the variations, what plans may differ by
-        there, the parameter, and the step from 1.
-        power: which planted errors the limits would have caught. epsilon: of the coarsest numbers computed with.
+        draws: for each step, how often random layers draw.
+        most_repeats: the most times that a forward draws the same number.
+        seeds_itself: whether the job seeds the random generator itself during a step.
+        losses, rates, marks, state_sizes, skipped: for each step, the loss, the learning rates, a
+            mark for each sample, the elements of the optimizer's tensors by name, and whether loss
+            scaling skipped it.
+        loss_limit: for each step, the limit of the loss.
+        gradient_limit, weight_limit, buffer_limit: for each step, the limit of any element of a
+            tensor, by name.
+        state_limit: the same for the optimizer's state, after each step.
+        evaluation, evaluation_limit: figures by name after the last step, and their limits.
+        not_evaluated: why there are no figures although data was given; None if there are, or if no
+            data was given.
+        yardstick: for losses, gradients and weights, the largest spread over the variations, the
+            limit there, the parameter, and the step from 1.
+        power: which planted errors the limits would have caught.
+        epsilon: the rounding of the coarsest numbers that were computed with.
     """
     folder.mkdir(exist_ok=True)
     reference: dict[str, Any] = {
@@ -142,7 +155,9 @@ def write_reference(
 
 
 def limits_of(floors: Sequence[Kinds], spreads: Sequence[Kinds]) -> list[Kinds]:
-    """What each figure may differ by, from how far rounding moves it and from what it never has to be nearer than."""
+    """Return the limit of each figure: `ALLOWED` times its spread under rounding, or times its
+    floor if that is larger.
+    """
     return [
         {
             kind: {name: ALLOWED * max(spread[kind][name], least) for name, least in named.items()}
@@ -153,7 +168,7 @@ def limits_of(floors: Sequence[Kinds], spreads: Sequence[Kinds]) -> list[Kinds]:
 
 
 def with_limits(figures: Mapping[str, Any], limits: Sequence[Kinds]) -> dict[str, Any]:
-    """The figures of one device with what ranks may differ by, as `write_reference` returns it."""
+    """Return the figures of one device with their limits, as `write_reference` returns them."""
     return {
         **figures,
         "loss_limit": [limit["loss"][""] for limit in limits],
@@ -170,7 +185,9 @@ def _write_plain(
     evaluation: Any,
     epsilon: float,
 ) -> tuple[list[Kinds], Named]:
-    """The plain loop: tensors go to files, figures into `reference`. Returns floors by step, and the evaluation."""
+    """Run the plain loop: tensors go to files, figures into `reference`. Return floors by step, and
+    the evaluation.
+    """
     run = PlainRun(job)
     save_kind(folder, "initial", 0, {name: p.detach() for name, p in run.model.named_parameters()})
     floors: list[Kinds] = []
@@ -207,7 +224,10 @@ def _write_plain(
 
 
 def floors_of(record: StepRecord, epsilon: float, *, largest_loss: float) -> Kinds:
-    """What no plan has to be nearer than, before it is multiplied by `ALLOWED`."""
+    """Return the floors of the limits, before they are multiplied by `ALLOWED`.
+
+    No plan has to be nearer to one device than its floor.
+    """
     # A gradient's own size says nothing about its rounding: terms that cancel leave noise of the terms' size.
     noise = epsilon * greatest(record.gradients.values())
     return {
@@ -225,7 +245,7 @@ def floors_of(record: StepRecord, epsilon: float, *, largest_loss: float) -> Kin
 
 
 def _eps(tensor: torch.Tensor, epsilon: float) -> float:
-    """The rounding of a tensor's elements; 0 for whole numbers, which are equal or not."""
+    """Return the rounding of a tensor's elements; 0 for whole numbers, which must be equal."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return 0.0
     return max(torch.finfo(tensor.dtype).eps, epsilon if tensor.dtype != torch.float64 else 0.0)
@@ -233,17 +253,13 @@ def _eps(tensor: torch.Tensor, epsilon: float) -> float:
 
 @dataclass(frozen=True)
 class PlainFigures:
-    """What the plain loop gave, for its variations to be compared with.
+    """The figures of the plain loop, with which its variations are compared."""
 
-    folder: where its tensors are. losses: of each step. floors: the least that figures may differ by, of each step.
-    figures: of an evaluation on the data `evaluation`, by name.
-    """
-
-    folder: Path
-    losses: list[float]
-    floors: list[Kinds]
-    figures: Named = field(default_factory=dict)
-    evaluation: Any = None
+    folder: Path  # the folder of the loop's tensors
+    losses: list[float]  # of each step
+    floors: list[Kinds]  # the least limits of figures, of each step
+    figures: Named = field(default_factory=dict)  # of an evaluation, by name
+    evaluation: Any = None  # the data of the evaluation
 
 
 def spreads_of(
@@ -255,9 +271,10 @@ def spreads_of(
     shares: Sequence[int] = (1,),
     microbatches: int = 1,
 ) -> list[Kinds]:
-    """How far the variations move each figure at most, by step, kind and name.
+    """Return how far the variations move each figure at most, by step, kind and name.
 
-    shares, microbatches: how the run that is varied cuts its batches.
+    Args:
+        shares, microbatches: How the varied run cuts its batches.
     """
     spreads: list[Kinds] = [
         {kind: dict.fromkeys(names, 0.0) for kind, names in floor.items()} for floor in plain.floors
@@ -277,7 +294,7 @@ def spreads_of(
 
 
 def _vary(run: PlainRun, plain: PlainFigures, spreads: list[Kinds]) -> None:
-    """Widen the spreads by what one more run gives."""
+    """Widen the spreads by the results of one more run."""
     folder, losses = plain.folder, plain.losses
     for step, batch in enumerate(whole_batches(run.job, len(losses))):
         record = run.step(batch)
@@ -303,12 +320,16 @@ def _vary(run: PlainRun, plain: PlainFigures, spreads: list[Kinds]) -> None:
 
 
 def _spread(rounding: float, reordered: float, least: float) -> float:
-    """reordered: counts up to a bound, beyond which it is a coupling of samples and no rounding."""
+    """Return the spread of a figure.
+
+    The spread of a reordered batch counts only up to a bound. Beyond it, the cause is a coupling of
+    samples and not rounding.
+    """
     return max(rounding, min(reordered, REORDERED_AT_MOST * max(rounding, least)))
 
 
 def _widest(spreads: list[Kinds], limits: list[Kinds], kind: str) -> dict[str, Any]:
-    """Where rounding moves one device's own figures furthest, and what plans may differ by there."""
+    """Return where rounding moves one device's own figures furthest, and the limit there."""
     spread, step, name = max(
         (spread, -step, name)
         for step, kinds in enumerate(spreads)
@@ -328,7 +349,7 @@ def widen(spread: Named, distances: Mapping[str, float]) -> None:
 
 
 def _first_evaluation(run: PlainRun, data: Any) -> tuple[Named, str | None]:
-    """The figures of an evaluation, or why a proof can't compare them."""
+    """Return the figures of an evaluation, or why a proof can't compare them."""
     if data is None:
         return {}, None
     buffers = {name: buffer.detach().clone() for name, buffer in run.model.named_buffers()}
@@ -356,9 +377,10 @@ def _first_evaluation(run: PlainRun, data: Any) -> tuple[Named, str | None]:
 
 
 def evaluation_data(job: Job) -> Any:
-    """Samples that a proof evaluates on: the first of the job's validation data, else of its training data.
+    """Return samples that a proof evaluates on: the first of the job's validation data, else of its
+    training data.
 
-    Two batches but for one sample, so that ranks get unequal parts; None for streams.
+    They are two batches less one sample, so that ranks get unequal parts; None for streams.
     """
     data = job.data if job.validation is None else job.validation
     if job.models and job.own_validate is None:
@@ -381,18 +403,21 @@ def write_cut(
     microbatches: int,
     variations: Sequence[Variation] = ROUNDING,
 ) -> dict[str, Any]:
-    """One device that cuts every batch as a plan with these shares and micro-batches would. Tensors go to `folder`.
+    """Run one device that cuts every batch as a plan with these shares and micro-batches would.
+    Tensors go to `folder`.
 
     Args:
         beside: The folder of `whole`.
-        variations: How far rounding moves the figures is measured by these where samples are coupled (a BatchNorm
-            amplifies it the more the fewer samples it sees), and where other steps are skipped than in `whole`.
+        variations: They measure how far rounding moves the figures, if samples are coupled (a
+            BatchNorm amplifies rounding the more, the fewer samples it sees), or if other steps are
+            skipped than in `whole`.
 
     Returns:
-        A reference like `whole`, but without an evaluation (a loss that couples samples depends on how ranks cut them
-        there, too). `coupling` says what is further from `whole` than rounding allows, in words; None if nothing is.
-        `overflow` says in which step gradients overflow for whole batches alone, or for those that are cut alone, so
-        that loss scaling skips other steps; None if it skips the same ones.
+        A reference like `whole`, but without an evaluation, because a loss that couples samples
+        also depends on how ranks cut them there. `coupling` says what is further from `whole` than
+        rounding allows, in words; None if nothing is. `overflow` says in which step gradients
+        overflow only for whole batches or only for cut ones, so that loss scaling skips other
+        steps; None if it skips the same ones.
     """
     run, losses, floors, coupling = (
         PlainRun(job, shares=shares, microbatches=microbatches),
@@ -450,19 +475,23 @@ def write_cut(
 
 
 def state_sizes(record: StepRecord) -> dict[str, int]:
-    """The elements of the optimizer's tensors after a step, by name."""
+    """Return the number of elements of the optimizer's tensors after a step, by name."""
     return {name: tensor.numel() for name, tensor in record.state.items()}
 
 
 def _overflow(step: int, cut: bool, whole: bool) -> str | None:
-    """In words, that a step is skipped by one device that cuts its batches, or by one that doesn't, alone."""
+    """Say that only one of two devices skips a step: the one that cuts its batches, or the one that
+    doesn't.
+
+    Returns None if both skip it or neither does.
+    """
     if cut == whole:
         return None
     return f"step {step + 1} overflows in float16 for {'a batch that is cut so' if cut else 'the whole batch'} alone"
 
 
 def _wider(limit: Kinds, whole: Mapping[str, Any], step: int) -> Kinds:
-    """The limits of a step, nowhere below those of whole batches."""
+    """Return the limits of a step, each at least as large as that of whole batches."""
     known = {
         "loss": {"": whole["loss_limit"][step]},
         "evaluation": {},
@@ -478,7 +507,9 @@ def _wider(limit: Kinds, whole: Mapping[str, Any], step: int) -> Kinds:
 
 
 def _coupled(folder: Path, step: int, record: StepRecord, whole: Mapping[str, Any]) -> str | None:
-    """Where a step with a cut batch differs from the one without."""
+    """Return the first figure in which a step with a cut batch differs from the one without; None
+    if there is none.
+    """
     for kind in KINDS:
         uncut = load_kind(folder, kind, step)
         for name, tensor in record.tensors(kind).items():
@@ -495,11 +526,15 @@ def _coupled(folder: Path, step: int, record: StepRecord, whole: Mapping[str, An
 
 
 def _power(job: Job, folder: Path, limits: Sequence[Mapping[str, Named]]) -> dict[str, Any]:
-    """Which errors would have been caught, had a plan made them.
+    """Return which planted errors the limits would have caught.
 
-    gradients, caught: parameters whose gradient is more than noise in some step, and those of them of which an error of
-    `PLANTED` of the gradient is beyond its limit. missed: the others. dropped: whether a window without its last
-    quarter is; None where every window has one sample.
+    Returns:
+        gradients: the number of parameters whose gradient is more than noise in some step.
+        caught: the number of these for which an error of `PLANTED` of the gradient is beyond its
+            limit.
+        missed: the others.
+        dropped: whether a window without its last quarter is beyond its limit; None if that can't
+            be told, for example because a window has one sample.
     """
     noticed: dict[str, bool] = {}
     for step, limit in enumerate(limits):
@@ -560,10 +595,11 @@ def _cached_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def coarsest(job: Job) -> float:
-    """The rounding of the coarsest numbers that a forward computes with, whatever the job's precision says.
+    """Return the rounding of the coarsest numbers that a forward computes with, whatever the job's
+    precision says.
 
-    Layers may compute in float32 whatever they are given; some norms and Keras's layers do. Of these numbers a GPU's
-    matrix products and convolutions may use ten bits alone (TF32).
+    Some layers, such as some norms and Keras's layers, compute in float32 whatever they are given.
+    A GPU's matrix products and convolutions may use only ten bits of these numbers (TF32).
     """
     model = build_plain(job)
     seen = Dtypes({p.dtype for p in model.parameters() if p.requires_grad})
@@ -580,8 +616,11 @@ def coarsest(job: Job) -> float:
 
 
 class Dtypes(TorchDispatchMode):
-    """Notes the floating-point types that operators return, but for float8 (see `EPSILON`), and whether any of them
-    rounds to TF32 before."""
+    """A mode that records the floating-point types of operators' results, and whether an operator
+    rounds to TF32.
+
+    It leaves out float8 (see `EPSILON`).
+    """
 
     def __init__(self, dtypes: set[torch.dtype]) -> None:
         super().__init__()
@@ -590,7 +629,7 @@ class Dtypes(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Meanwhile nothing is noted."""
+        """Record nothing inside the context."""
         self.is_paused = True
         yield
         self.is_paused = False
