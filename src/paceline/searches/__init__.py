@@ -1,1 +1,3 @@
-"""Search over hyperparameters and architectures: a controller samples, prunes and packs trials; ranks only train."""
+"""Search over hyperparameters and architectures. A controller samples, prunes and packs trials;
+ranks only train.
+"""

@@ -1,4 +1,4 @@
-"""Before the first trial: the job is built once, and the study is made or found."""
+"""Prepare a search before its first trial: build the job once, and create or open the study."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ _ASKED = "paceline:asked"  # user attribute of a study: what it searches for, th
 
 
 def probe(function: JobFunction, request: Request) -> tuple[Job, dict[str, Domain]]:
-    """Build the job once, with its defaults: refuses what no trial could do, and leaves warm what it loads.
+    """Build the job once, with its defaults, to refuse what no trial could do and to keep warm what
+    it loads.
 
-    Returns the job, and what its model lets choose, by name.
+    Returns the job, and the options of its model's choices, by name.
 
     Raises:
-        UsageError: nothing to vary, or an objective that the job won't report.
+        UsageError: there is nothing to vary, or the job won't report an objective.
     """
     import torch
 
@@ -62,7 +63,10 @@ def probe(function: JobFunction, request: Request) -> tuple[Job, dict[str, Domai
 
 
 def body(function: JobFunction) -> TrialBody:
-    """What ranks do. All that a training imports is loaded here, for forks of this process to have it."""
+    """Return the function that ranks run.
+
+    Everything that a training imports is loaded here, so that forks of this process have it.
+    """
     from paceline.searches.trial import TrialBody
     from paceline.strategies.compose import load
 
@@ -83,7 +87,11 @@ def open_study(
     function: JobFunction,
     joins: bool,
 ) -> Study:
-    """The study, made if need be."""
+    """Return the study; create it if necessary.
+
+    Raises:
+        UsageError: the study exists and may not be joined, or it was begun with another request.
+    """
     known = optuna().study.get_all_study_names(storage)
     count = len(request.objectives)
     if name in known and not joins:
@@ -121,9 +129,12 @@ def open_study(
 
 
 def refuse_changes(study: Study, domains: Mapping[str, Domain]) -> None:
-    """
+    """Check that choices still have the options that earlier trials of the study chose from.
+
+    Ranges may change.
+
     Raises:
-        UsageError: what earlier trials of the study chose from is not what it is now. Ranges may become others.
+        UsageError: the options or the kind of a parameter have changed.
     """
     for trial in study.get_trials(deepcopy=False):
         for name, distribution in trial.distributions.items():

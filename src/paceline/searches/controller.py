@@ -1,7 +1,8 @@
-"""The controller of a search: it alone samples, watches and prunes; ranks only train.
+"""The controller of a search. It alone samples, observes and prunes; ranks only train.
 
-A trial is asked of Optuna, perhaps priced on one device, then trained under its plan on a slice of the devices that are
-free. All that must outlive this process is in Optuna's storage.
+The controller gets a trial from Optuna, prices it on one device if necessary, and trains it under
+its plan on some of the free devices. Everything that must outlive this process is in Optuna's
+storage.
 """
 
 from __future__ import annotations
@@ -49,32 +50,26 @@ PlanOf = Callable[[Mapping[str, Any]], str]
 
 @dataclass
 class Running:
-    """A trial between asking and telling.
-
-    params: Settings of the job, and choices of its model so far.
-    plan: None until the planner has chosen.
-    wrong: Why no plan can be had of `plan_of`, if so. refused: Why the user's space pruned it, if so.
-    predicted: What was priced; None before.
-    num_reported: Evaluations that Optuna has already, from before this controller.
-    curious: Ranks that asked whether the trial's weights are worth keeping. keeps: what they were told.
-    """
+    """A trial that Optuna has given and whose result it does not have yet."""
 
     trial: optuna.trial.Trial
-    params: dict[str, Any]
-    plan: str | None
-    wrong: str | None = None
-    refused: str | None = None
-    predicted: dict[str, float] | None = None
+    params: dict[str, Any]  # settings of the job, and the model's choices so far
+    plan: str | None  # None until the planner has chosen
+    wrong: str | None = None  # why `plan_of` gives no valid plan, if so
+    refused: str | None = None  # why the user's space pruned it, if so
+    predicted: dict[str, float] | None = None  # the priced figures; None before pricing
     slots: tuple[int, ...] = ()
     began_s: float = field(default_factory=time.monotonic)
     num_evaluations: int = 0
+    # evaluations that Optuna already has from before this controller
     num_reported: int = 0
     step: int = 0
     total_steps: int | None = None
     figures: dict[str, float] = field(default_factory=dict)
     is_pruned: bool = False
+    # ranks that asked whether the trial's weights are worth keeping
     curious: list[Message] = field(default_factory=list)
-    keeps: bool | None = None
+    keeps: bool | None = None  # the answer to them
 
     @property
     def number(self) -> int:
@@ -83,17 +78,15 @@ class Running:
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked of a search.
-
-    plan_of: The plan of a trial from its parameters; `AUTO` leaves it to the planner.
-    define: Samples parameters that depend on each other, from Optuna's trial.
-    """
+    """The request for a search."""
 
     space: Space
     objectives: Sequence[Objective]
     limits: Sequence[Limit]
     num_trials: int
+    # gives the plan of a trial from its parameters; `AUTO` leaves it to the planner
     plan_of: PlanOf
+    # samples parameters that depend on each other, from Optuna's trial
     define: Callable[[Any], Mapping[str, Any]] | None
     memory: str | None
     source: JobFile | None
@@ -104,12 +97,12 @@ class AllFailed(PacelineError):
 
 
 class Controller:
-    """Runs the trials of a study that are left.
+    """Runs the remaining trials of a study.
 
     Args:
         owner: Names this run folder among the controllers that share a study.
         is_shared: Whether other controllers may use the study at the same time.
-        heed: Called after each change, with the trials that run; returns whether to stop.
+        heed: Called after each change with the controller; returns whether to stop.
     """
 
     def __init__(
@@ -141,7 +134,7 @@ class Controller:
     def run(self) -> None:
         """Run trials until there are as many as were asked for, or the sampler has no more.
 
-        Where `heed` says to stop, trials that run stay so.
+        If `heed` says to stop, running trials keep their state in the study.
 
         Raises:
             AllFailed: trial after trial failed, and none ended well.
@@ -172,7 +165,9 @@ class Controller:
     # --- Starting -----------------------------------------------------------------------------------------------
 
     def _left_running(self) -> list[optuna.trial.Trial]:
-        """Trials that a killed controller of this run folder left; they start anew with their parameters."""
+        """Return the trials that a killed controller of this run folder left; they start anew with
+        their parameters.
+        """
         import optuna
 
         unfinished = [
@@ -187,7 +182,10 @@ class Controller:
         return [trial for trial in counted(self.study) if trial.state.name == "RUNNING"]
 
     def _ownerless(self) -> list[optuna.trial.FrozenTrial]:
-        """Trials whose controller has not said yet that they are its own, or was killed before it could."""
+        """Return the unfinished trials that have no owner yet.
+
+        Their controller has not claimed them yet, or was killed before it could.
+        """
         return [trial for trial in self._unfinished() if OWNER not in trial.user_attrs]
 
     def _abandoned(self) -> list[optuna.trial.FrozenTrial]:
@@ -234,7 +232,7 @@ class Controller:
         return self._prepare(trial)
 
     def _prepare(self, trial: optuna.trial.Trial) -> Running:
-        """Claim a trial, and sample what is known of its parameters before its model is built."""
+        """Claim a trial, and sample the parameters that are known before its model is built."""
         import optuna
 
         trial.set_user_attr(OWNER, self.owner)
@@ -259,7 +257,7 @@ class Controller:
         return Running(trial, params, plan, wrong, num_reported=len(reported))
 
     def _plan_of(self, params: Mapping[str, Any]) -> tuple[str | None, str | None]:
-        """The plan, None if the planner chooses it; and what is wrong with it."""
+        """Return the plan, or None if the planner chooses it; and the error, or None."""
         try:
             plan = self.request.plan_of(params)
             return (None if plan == AUTO else str(Plan.read(plan))), None
@@ -269,7 +267,11 @@ class Controller:
             return None, f"plan= raised {type(error).__name__} at {user_frames(error)[0]}: {error}"
 
     def _start(self, running: Running) -> bool:
-        """Start a trial, or its pricing, if the devices that it needs are free; fail it if there are none."""
+        """Start a trial, or its pricing, if the devices that it needs are free. Return False if
+        they are not.
+
+        A trial that can't run at all fails at once.
+        """
         if running.refused is not None:
             self._tell(running, "PRUNED", {"refused": running.refused})
             return True
@@ -311,7 +313,9 @@ class Controller:
         return True
 
     def _begin(self, running: Running) -> Path:
-        """The trial's folder, which is a run folder, with nothing of an earlier start in it."""
+        """Create the trial's folder, which is a run folder, without anything of an earlier
+        start.
+        """
         trial_dir = self._trial_dir(running.number)
         if running.predicted is None:
             shutil.rmtree(trial_dir, ignore_errors=True)
@@ -341,7 +345,9 @@ class Controller:
             self._end(running, event)
 
     def _again(self, running: Running) -> None:
-        """Start a trial anew whose node was lost, as after a kill: under its number and with its parameters."""
+        """Start a trial again, under its number and with its parameters, because its node was
+        lost.
+        """
         import optuna
 
         shutil.rmtree(self._trial_dir(running.number), ignore_errors=True)
@@ -351,7 +357,9 @@ class Controller:
             self.adopted.append(optuna.trial.Trial(self.study, running.trial._trial_id))
 
     def _choose(self, running: Running, name: str, options: list[Any]) -> dict[str, Any]:
-        """The option of a choice inside the model, the same for every rank of the trial."""
+        """Return the option of a choice inside the model; it is the same for every rank of the
+        trial.
+        """
         self.choices_met.add(name)
         try:
             if name not in running.params:
@@ -361,7 +369,10 @@ class Controller:
             return {"error": f"choice '{name}' can't have the options {options}: {error}"}
 
     def _answer_keep(self, running: Running, event: Message) -> None:
-        """Tell all ranks, once rank 0 has reported its last, whether to save: no trial so far is better in all."""
+        """Tell all ranks whether to save, once rank 0 has reported its last figures.
+
+        They save unless an earlier trial dominates this one.
+        """
         running.curious.append(event)
         if running.keeps is None and event.rank == 0:
             known = {**(running.predicted or {}), **running.figures}
@@ -445,7 +456,9 @@ class Controller:
             self._drop_weights()
 
     def _drop_weights(self) -> None:
-        """Keep the weights of the best trials alone: of the Pareto front where there are several objectives."""
+        """Keep only the weights of the best trials: with several objectives, those of the Pareto
+        front.
+        """
         kept = {trial.number for trial in front(self.study)}
         ended = {trial.number for trial in counted(self.study) if trial.state.is_finished()}
         for number in ended - kept:  # a trial that has just saved may not have told its value yet
@@ -460,7 +473,14 @@ class Controller:
             self._give_up_if_hopeless()
 
     def _give_up_if_hopeless(self) -> None:
-        """A trial that fails does so sooner than one that works: those begun before one that runs are counted alone."""
+        """Stop the search if the first trials have all failed.
+
+        Trials that fail do so sooner than those that work. Therefore only failures of trials that
+        began before the oldest running one count.
+
+        Raises:
+            AllFailed: enough of the first trials failed.
+        """
         oldest = min((running.number for running in self.running.values()), default=math.inf)
         first = [reason for number, reason in self.failures.items() if number < oldest]
         enough = (
@@ -503,7 +523,9 @@ class Controller:
 
 @contextmanager
 def _loop_of(study: optuna.Study) -> Iterator[None]:
-    """While the block runs, a sampler or a pruner may stop the study, as GridSampler does at the end of its grid."""
+    """Allow a sampler or a pruner to stop the study inside the context, as GridSampler does at the
+    end of its grid.
+    """
     study._thread_local.in_optimize_loop, study._stop_flag = True, False
     try:
         yield
@@ -512,7 +534,7 @@ def _loop_of(study: optuna.Study) -> Iterator[None]:
 
 
 def suggest(trial: optuna.trial.Trial, name: str, domain: Numbers | Options) -> Any:
-    """A value of the domain, sampled by the study's sampler."""
+    """Sample a value of the domain with the study's sampler."""
     if isinstance(domain, Options):
         return trial.suggest_categorical(name, domain.options)
     if domain.whole:
@@ -523,7 +545,7 @@ def suggest(trial: optuna.trial.Trial, name: str, domain: Numbers | Options) -> 
 
 
 def domain_of(distribution: Any) -> Numbers | Options:
-    """What `suggest` made a distribution of."""
+    """Return the domain from which `suggest` made a distribution."""
     if hasattr(distribution, "choices"):
         return Options(tuple(distribution.choices))
     return Numbers(
@@ -536,14 +558,16 @@ def domain_of(distribution: Any) -> Numbers | Options:
 
 
 def common_cause(reasons: Sequence[str]) -> str:
-    """What most of the failed trials failed of, said once."""
+    """Return a text about the most frequent cause of the failed trials."""
     heads = [cause_of(reason) for reason in reasons]
     most = max(heads, key=heads.count)
     return f"{heads.count(most)} of them of this: {reasons[heads.index(most)]}"
 
 
 def cause_of(reason: str) -> str:
-    """A reason's first line without what may differ from trial to trial: paths, numbers, and words in quotes."""
+    """Return a reason's first line without parts that may differ between trials: paths, numbers,
+    and quoted words.
+    """
     return re.sub(
         r"'[^']*'|\"[^\"]*\"|[^\s:]*/[^\s:]*|[-+]?\d[\w.+-]*", "_", reason.partition("\n")[0]
     )

@@ -1,4 +1,6 @@
-"""What a search shows while it runs: a live table on a terminal, else a line for each new best and each new failure."""
+"""The display of a running search: a live table on a terminal, else a line for each new best and
+each new failure.
+"""
 
 from __future__ import annotations
 
@@ -135,7 +137,8 @@ def _row(running: Running, controller: Controller) -> tuple[str, ...]:
 
 
 def settings(params: Any) -> str:
-    """
+    """Return settings as text for people.
+
     >>> settings({"lr": 0.0123456, "act": "relu"})
     'lr=0.01235 act=relu'
     """

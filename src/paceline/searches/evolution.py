@@ -1,8 +1,9 @@
 """Regularised evolution as an Optuna sampler.
 
-The population is the youngest trials, so that each dies of age, however good it was by luck. It begins with as many as
-a tournament has, and grows; in the source it is drawn whole at random, which would use up a budget of tens of trials.
-Source: Real et al. 2019, "Regularized Evolution for Image Classifier Architecture Search" (AAAI).
+The population consists of the youngest trials, so each trial leaves it at some age, however good it
+was by luck. It begins with as many trials as a tournament has, and grows. In the source the whole
+population is first drawn at random, which would use up a budget of tens of trials. Source: Real et
+al. 2019, "Regularized Evolution for Image Classifier Architecture Search" (AAAI).
 """
 
 from __future__ import annotations
@@ -27,13 +28,15 @@ SPREAD = 0.2  # of a mutated number, as a part of its range
 
 
 class EvolutionSampler(BaseSampler):
-    """Each trial is the best of a few of the youngest trials, with one parameter changed.
+    """A sampler whose trials are the best of a few of the youngest trials, with one parameter
+    changed.
 
     A parameter that the parent doesn't have, as in a space with conditions, is drawn at random.
 
     Args:
-        population: Trials that are alive at most.
-        tournament: Of which the best becomes a parent; as many trials are drawn at random at first.
+        population: The largest number of living trials.
+        tournament: The number of trials of which the best becomes a parent. The same number of
+            trials is drawn at random at first.
     """
 
     def __init__(
@@ -89,7 +92,7 @@ class EvolutionSampler(BaseSampler):
         return mutated(value, param_distribution, self._rng) if param_name == changed else value
 
     def _parent(self, study: Study) -> FrozenTrial | None:
-        """The best of a few of the living; none while the first are drawn at random."""
+        """Return the best of a few living trials; None while the first ones are drawn at random."""
         done = [
             trial
             for trial in study.get_trials(
@@ -109,13 +112,17 @@ class EvolutionSampler(BaseSampler):
 
 
 def _rank(trial: FrozenTrial, sign: int) -> tuple[bool, float]:
-    """A pruned trial is worse than each that was trained to its end."""
+    """Return the sort key of a trial. A pruned trial is worse than each that was trained to its
+    end.
+    """
     assert trial.value is not None
     return trial.state == TrialState.PRUNED, sign * trial.value
 
 
 def mutated(value: Any, kind: BaseDistribution, rng: np.random.RandomState) -> Any:
-    """Another value of the distribution: another option, or a number at a normally distributed distance."""
+    """Return another value of the distribution: another option, or a number at a normally
+    distributed distance.
+    """
     if isinstance(kind, CategoricalDistribution):
         others = [
             option for option in kind.choices if option != value or type(option) is not type(value)

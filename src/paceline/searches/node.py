@@ -1,10 +1,11 @@
-"""A node of a search: a process that keeps this node's warm ranks and follows the controller's lines of JSON.
+"""A node of a search: a process that keeps this node's warm ranks and follows the controller's
+lines of JSON.
 
     python -m paceline.searches.node
 
-The first line names the job and the number of ranks; the end of stdin ends everything. Whoever starts this process
-carries the lines (`ray/nodes.py`). It is a separate process because ranks are forks, and a fork needs a process
-with one thread.
+The first line names the job and the number of ranks; the end of stdin ends everything. The program
+that starts this process carries the lines (`ray/nodes.py`). It is a separate process because ranks
+are forks, and a fork needs a process with one thread.
 """
 
 from __future__ import annotations
@@ -22,21 +23,18 @@ from paceline.launch.local.pool import Pool
 
 @dataclass(frozen=True)
 class Greeting:
-    """What a node is told first.
-
-    kind: Of the node's devices, "cpu" or "cuda". procs: Ranks at a time. threads: Of each rank, if not as usual.
-    """
+    """The first message to a node."""
 
     shared: SharedFiles
-    kind: str
-    procs: int
-    threads: str | None
+    kind: str  # of the node's devices: "cpu" or "cuda"
+    procs: int  # the number of ranks at a time
+    threads: str | None  # of each rank; None for the usual number
     memory: str | None
     timeout_s: float
 
 
 def main() -> None:
-    """Answer the greeting, then serve."""
+    """Answer the greeting, then serve requests."""
     out = os.dup(1)
     os.dup2(2, 1)  # what the job prints must not come between the lines
     requests = Lines(0)
@@ -55,7 +53,9 @@ def main() -> None:
 
 
 def _first(requests: Lines) -> Greeting | None:
-    """The first line; nothing comes after it before it is answered."""
+    """Return the greeting from the first line; no other line comes before it is answered. None if
+    stdin ends.
+    """
     while (lines := requests.read()) is not None:
         if lines:
             document = json.loads(lines[0])
@@ -64,10 +64,11 @@ def _first(requests: Lines) -> Greeting | None:
 
 
 def _open(greeted: Greeting) -> Pool:
-    """The warm ranks.
+    """Start the warm ranks.
 
     Raises:
-        UsageError: this node has another Paceline, another job or another run folder; or the job can't be loaded.
+        UsageError: this node has another Paceline, another job or another run folder; or the job
+            can't be loaded.
     """
     from paceline.searches.begin import body
 

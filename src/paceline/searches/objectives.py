@@ -1,4 +1,4 @@
-"""What a search minimises or maximises, and what it refuses before training."""
+"""The objectives of a search, and the limits by which it refuses trials before training."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ _MEASURED = ("loss", "samples_per_s")
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """A figure of a trial, made small unless it says otherwise: "validation_loss", "accuracy:max"."""
+    """A figure of a trial that a search minimises, or maximises if it says so: "validation_loss",
+    "accuracy:max".
+    """
 
     name: str
     direction: Literal["minimize", "maximize"] = "minimize"
 
     @classmethod
     def parse(cls, text: str) -> Objective:
-        """
+        """Read an objective from text.
+
         >>> Objective.parse("accuracy:max"), Objective.parse("top:5")
         (Objective(name='accuracy', direction='maximize'), Objective(name='top:5', direction='minimize'))
         """
@@ -44,7 +47,9 @@ class Objective:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """The most, or the least, of a predicted figure that is worth training: "step_ms<=2"."""
+    """The largest, or smallest, value of a predicted figure that is worth training:
+    "step_ms<=2".
+    """
 
     name: str
     bound: float
@@ -52,7 +57,8 @@ class Limit:
 
     @classmethod
     def parse(cls, text: str) -> Limit:
-        """
+        """Read a limit from text.
+
         >>> Limit.parse("parameters<=1e5")
         Limit(name='parameters', bound=100000.0, is_most=True)
 
@@ -76,7 +82,7 @@ class Limit:
         return cls(match[1], bound, match[2] == "<=")
 
     def breach(self, figures: Mapping[str, float]) -> str | None:
-        """How the figures pass the limit; None if they don't."""
+        """Say how the figures pass the limit; None if they don't."""
         value = figures[self.name]
         if value <= self.bound if self.is_most else value >= self.bound:
             return None
@@ -84,9 +90,10 @@ class Limit:
 
 
 def parse_objectives(texts: str | Iterable[str] | None) -> tuple[Objective, ...]:
-    """
+    """Read objectives from texts; by default the validation loss.
+
     Raises:
-        UsageError: one is there twice.
+        UsageError: an objective is given twice.
     """
     words = [texts] if isinstance(texts, str) else list(texts or ())
     objectives = tuple(Objective.parse(word) for word in words or [VALIDATION_LOSS])
@@ -100,7 +107,7 @@ def check_reported(objectives: Sequence[Objective], job: Job) -> None:
     """Refuse an objective that trials of this job won't report.
 
     Raises:
-        UsageError: with the names that they do.
+        UsageError: with the names that they report.
     """
     evaluated = (VALIDATION_LOSS, *job.metrics) if job.validation is not None else ()
     known = (*evaluated, *_MEASURED, *PREDICTED)
@@ -122,7 +129,7 @@ def check_reported(objectives: Sequence[Objective], job: Job) -> None:
 
 
 def final_figures(summary: Mapping[str, Any]) -> dict[str, float]:
-    """What a finished training is judged by."""
+    """Return the figures by which a finished training is judged."""
     figures = {
         VALIDATION_LOSS: summary["validation_loss"],
         **summary["metrics"],

@@ -1,4 +1,6 @@
-"""The results of a study, from Optuna's storage alone: study.json, the best configuration, and figures."""
+"""The results of a study: study.json, the best configuration, and figures. They come only from
+Optuna's storage.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,11 @@ def document(
     fixed: Mapping[str, Any],
     final: bool,
 ) -> dict[str, Any]:
-    """The content of study.json. final: with importances, which take a moment."""
+    """Return the content of study.json.
+
+    Args:
+        final: Whether to add importances, which take a moment.
+    """
     trials = counted(study)
     best = best_trial(study)
     began = min((trial.datetime_start for trial in trials if trial.datetime_start), default=None)
@@ -66,7 +72,11 @@ def document(
 def _trial(
     trial: optuna.trial.FrozenTrial, fixed: Mapping[str, Any], began: datetime | None
 ) -> dict[str, Any]:
-    """began: the start of the study's first trial, from which `ended_s` is counted."""
+    """Return a trial as study.json contains it.
+
+    Args:
+        began: The start of the study's first trial, from which `ended_s` is counted.
+    """
     record = trial.user_attrs.get(RECORD, {})
     values = (
         {"value": trial.values[0]}
@@ -108,7 +118,7 @@ def _best(
 
 
 def command(source: JobFile, settings: Mapping[str, Any], plan: str) -> str:
-    """The command line that trains a configuration."""
+    """Return the command line that trains a configuration."""
     words = ["paceline", "train", f"{source.path}:{source.function}"]
     for name, value in settings.items():
         words += ["--set", f"{name}={value}"]
@@ -116,10 +126,11 @@ def command(source: JobFile, settings: Mapping[str, Any], plan: str) -> str:
 
 
 def importances(study: optuna.Study, objectives: Sequence[Objective]) -> dict[str, Any]:
-    """How much of an objective's spread each parameter explains; by objective if there are several.
+    """Return how much of an objective's spread each parameter explains; by objective if there are
+    several.
 
-    Empty where there is too little to tell. Source: fANOVA (Hutter et al. 2014), or PED-ANOVA (Watanabe et al. 2023)
-    where scikit-learn is not installed; both Optuna's.
+    The result is empty if there are too few trials. Source: fANOVA (Hutter et al. 2014), or
+    PED-ANOVA (Watanabe et al. 2023) if scikit-learn is not installed; both are Optuna's.
     """
     by_objective = {each.name: _importances(study, index) for index, each in enumerate(objectives)}
     return by_objective if len(objectives) > 1 else next(iter(by_objective.values()))
@@ -211,7 +222,7 @@ def _save(plot: Any, run_dir: Path, name: str) -> Path | None:
 
 
 def failure_summary(reasons: Sequence[str]) -> str:
-    """One line about the trials that failed."""
+    """Return one line about the trials that failed."""
     return (
         f"{len(reasons)} trial{'s' * (len(reasons) != 1)} failed, {common_cause(reasons)}"
         if reasons

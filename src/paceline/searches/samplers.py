@@ -1,4 +1,6 @@
-"""Samplers and pruners by name: Optuna's, and regularised evolution. Any other of Optuna's can be given in Python."""
+"""Samplers and pruners by name: Optuna's, and regularised evolution. In Python, any other one of
+Optuna's can be given.
+"""
 
 from __future__ import annotations
 
@@ -64,12 +66,15 @@ _ONE_OBJECTIVE = ("cmaes", "evolution")
 def make_sampler(
     sampler: str | BaseSampler | None, *, num_objectives: int, seed: int
 ) -> BaseSampler:
-    """By default TPE.
+    """Make a sampler; by default TPE.
 
-    seed: differs for each part of a study that was interrupted, or the next part would draw the same again.
+    Args:
+        seed: Must differ for each part of a study that was interrupted, or the next part would draw
+            the same again.
 
     Raises:
-        UsageError: an unknown name, one that needs a package, or that can't have several objectives.
+        UsageError: the name is unknown, or the sampler can't have several objectives.
+        MissingPackage: the sampler needs a package that is not installed.
     """
     if sampler is not None and not isinstance(sampler, str):
         return sampler
@@ -88,10 +93,12 @@ def make_sampler(
 def make_pruner(
     pruner: str | BasePruner | None, *, num_objectives: int, evaluations: int | None
 ) -> BasePruner:
-    """By default the median's, with one objective; Optuna prunes by one alone.
+    """Make a pruner; by default the median pruner with one objective, and none with several.
+
+    Optuna prunes only by one objective.
 
     Raises:
-        UsageError: an unknown name, or several objectives.
+        UsageError: the name is unknown, or there are several objectives.
     """
     if pruner is not None and not isinstance(pruner, str):
         return pruner

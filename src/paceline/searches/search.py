@@ -42,7 +42,7 @@ _WRITE_EVERY_S = 10.0  # study.json, while the search runs
 
 
 class StudyResult(Outcome):
-    """What a search found; `DIR/study.json`."""
+    """The result of a search; its figures are those of `DIR/study.json`."""
 
 
 @unbroken()
@@ -72,33 +72,42 @@ def search(
     """Search a job's hyperparameters and its model's choices.
 
     Args:
-        job: A function that returns a Job, or the file of one. What its signature annotates is varied.
-        trials: How many the study has at its end, those of earlier parts and of other machines included.
-        objective: "NAME", made small, or "NAME:max": validation_loss (the default), a metric, loss, samples_per_s,
-            parameters, step_ms, memory_mb. Several give a Pareto front; pruning goes by one.
-        limits: "step_ms<=2": trials beyond are refused before they are trained. Of parameters, step_ms, memory_mb.
+        job: A function that returns a Job, or the file of one. Parameters with annotated domains in
+            its signature are varied.
+        trials: The number of trials that the study has at its end, including those of earlier parts
+            and of other machines.
+        objective: "NAME", which is minimised, or "NAME:max": validation_loss (the default), a
+            metric, loss, samples_per_s, parameters, step_ms, memory_mb. Several objectives give a
+            Pareto front; pruning uses only one objective.
+        limits: Such as "step_ms<=2": trials beyond a limit are refused before they are trained.
+            Possible figures are parameters, step_ms and memory_mb.
         settings: Parameters and choices that are fixed.
-        vary: Domains by parameter, in place of the signature's: "1e-5..1e-1:log", "2..8", "relu,gelu".
-        space: A function of Optuna's trial, or its name in the job's file, that returns parameters which depend on
-            each other.
-        plan: Of each trial, "auto" for the planner's choice on the fewest devices that hold it, or a function of
-            its parameters. By default one device a trial.
-        devices: What trials share; see `train`.
-        procs: Ranks that run at a time; see `train`. With `ray`, of each node.
+        vary: Domains by parameter, instead of the signature's: "1e-5..1e-1:log", "2..8",
+            "relu,gelu".
+        space: A function of Optuna's trial, or its name in the job's file, that returns parameters
+            which depend on each other.
+        plan: The plan of each trial, "auto" for the planner's choice on the fewest devices that
+            hold it, or a function of the trial's parameters. By default one device per trial.
+        devices: The devices that trials share; see `train`.
+        procs: Ranks that run at a time; see `train`. With `ray`, per node.
         memory: Of each rank; see `train`.
-        ray: "auto" or HOST:PORT of a Ray cluster, on a machine of it: trials run on its nodes, each within one. The
-            job's file and the run folder must be where all nodes see them.
+        ray: "auto" or HOST:PORT of a Ray cluster, on a machine of it: trials run on its nodes, each
+            within one node. All nodes must see the job's file and the run folder.
         sampler: random, tpe (the default), cmaes, gp, nsga2, evolution, or one of Optuna's.
-        pruner: none, median (the default with one objective), halving, hyperband, or one of Optuna's.
-        storage: A database's URL, which machines may share; by default a journal file in the run folder.
+        pruner: none, median (the default with one objective), halving, hyperband, or one of
+            Optuna's.
+        storage: A database's URL, which machines may share; by default a journal file in the run
+            folder.
         study: The study's name in the database; by default the run folder's.
         seed: Of the sampler.
-        run: Where all is written; by default a new folder in `runs/`.
-        resume: Go on with the study of the run folder. Trials that a killed search left are started again.
+        run: The folder for all results; by default a new folder in `runs/`.
+        resume: Go on with the study of the run folder. Trials that a killed search left are started
+            again.
 
     Raises:
         UsageError: the request makes no sense; nothing was trained.
-        AllFailed: no trial ended well; the message has the common cause. StorageError: the database failed.
+        AllFailed: no trial ended well; the message has the common cause.
+        StorageError: the database failed.
         Preempted: the search was asked to stop; it can be resumed.
     """
     source, function = _function(job)
@@ -186,7 +195,9 @@ def _plan_of(
 def _checked(
     define: Callable[[Any], Mapping[str, Any]] | None, function: JobFunction
 ) -> Callable[[Any], Mapping[str, Any]] | None:
-    """The user's space, refused where it gives what the job doesn't take."""
+    """Return the user's space, wrapped so that it is refused if it gives what the job doesn't
+    take.
+    """
     if define is None:
         return None
 
@@ -287,7 +298,7 @@ def _run(
 
 
 def _what_became_of_all(study: Any, controller: Controller) -> Iterator[str]:
-    """Of trials in each state their number, and why they are in it."""
+    """Yield, for each state, the number of trials in it and why they are in it."""
     trials = counted(study)
     states = [state_of(trial) for trial in trials]
     for state in dict.fromkeys(states):

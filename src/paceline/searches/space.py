@@ -1,4 +1,6 @@
-"""What a search may vary: read from the signature of the job's function, fixed by --set, widened by --vary."""
+"""The space of a search: parameters from the signature of the job's function, fixed by --set,
+widened by --vary.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +20,19 @@ SPECIFICATION = "LOW..HIGH, LOW..HIGH:STEP, LOW..HIGH:log or OPTION,OPTION,..."
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Numbers from low to high, both among them: `width: Annotated[int, Range(32, 256, step=32)]`.
-
-    step: Distance of the values from low; by default 1 for whole numbers, any for others.
-    """
+    """Numbers from low to high, both included: `width: Annotated[int, Range(32, 256, step=32)]`."""
 
     low: float
     high: float
+    # distance of the values from low; by default 1 for whole numbers, and any distance for others
     step: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """Numbers from low to high, both among them, as many in each decade: `lr: Annotated[float, Log(1e-5, 1e-1)]`."""
+    """Numbers from low to high, both included, as many in each decade: `lr: Annotated[float,
+    Log(1e-5, 1e-1)]`.
+    """
 
     low: float
     high: float
@@ -38,7 +40,7 @@ class Log:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """One of some values; what `Literal` comes to."""
+    """One of several values; `Literal` becomes this."""
 
     options: tuple[Any, ...]
 
@@ -51,13 +53,13 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """A range of numbers. whole: integers alone."""
+    """A range of numbers."""
 
     low: float
     high: float
     step: float | None
     is_log: bool
-    whole: bool
+    whole: bool  # whether only integers are in the range
 
     def __contains__(self, value: Any) -> bool:
         return (
@@ -77,18 +79,16 @@ Domain = Numbers | Options
 
 @dataclass(frozen=True)
 class Space:
-    """What is varied and what is set.
-
-    defaults: of what is varied, where the job has them. kept: of what is neither varied nor set.
-    """
+    """The parameters of a job's function: which are varied and which are fixed."""
 
     domains: Mapping[str, Domain]
     fixed: Mapping[str, Any]
-    defaults: Mapping[str, Any]
+    defaults: Mapping[str, Any]  # of varied parameters, if the job has defaults
+    # defaults of parameters that are neither varied nor set
     kept: Mapping[str, Any] = field(default_factory=dict)
 
     def example(self) -> dict[str, Any]:
-        """Settings to build the job with before the first trial."""
+        """Return settings to build the job with before the first trial."""
         first = {
             name: domain.options[0] if isinstance(domain, Options) else domain.low
             for name, domain in self.domains.items()
@@ -99,13 +99,15 @@ class Space:
 def read(
     function: JobFunction, *, settings: Mapping[str, Any] = {}, vary: Mapping[str, str] = {}
 ) -> Space:
-    """The space of a job's function.
+    """Read the space of a job's function.
 
     Args:
-        settings: Values that are fixed. vary: Text of a domain by parameter, in place of the signature's.
+        settings: Values that are fixed.
+        vary: Text of a domain by parameter, instead of the signature's.
 
     Raises:
-        JobError: the signature contradicts itself. UsageError: settings or vary do. All that is wrong is said at once.
+        JobError: the signature contradicts itself; the message lists all problems.
+        UsageError: settings or vary contradict themselves; the message lists all problems.
     """
     parameters = function.parameters()
     varied, problems = _varied(parameters, settings, vary)
@@ -135,7 +137,7 @@ def read(
 def _varied(
     parameters: Mapping[str, tuple[Any, Any]], settings: Mapping[str, Any], vary: Mapping[str, str]
 ) -> tuple[dict[str, Domain], list[str]]:
-    """The domains that were asked for, and what is wrong with them."""
+    """Return the domains of `vary`, and what is wrong with the request."""
     domains: dict[str, Domain] = {}
     problems = [
         f"unknown hyperparameter '{name}', {nearest(name, parameters)}"
@@ -160,7 +162,7 @@ def _varied(
 
 
 def parse(text: str, kind: Any) -> Domain:
-    """The domain that a text means for a parameter of this type.
+    """Read a domain for a parameter of this type from text.
 
     >>> parse("1e-5..1e-1:log", float)
     Numbers(low=1e-05, high=0.1, step=None, is_log=True, whole=False)
@@ -200,7 +202,7 @@ def _options(text: str, plain: Any) -> Options:
 
 
 def _domain(kind: Any) -> Domain | None:
-    """What an annotation lets vary; None for nothing."""
+    """Return the domain that an annotation gives; None if it gives none."""
     plain, *metadata = get_args(kind) if get_origin(kind) is Annotated else (kind,)
     marks = [mark for mark in metadata if isinstance(mark, Range | Log)]
     if len(marks) > 1:
@@ -214,7 +216,9 @@ def _domain(kind: Any) -> Domain | None:
 
 
 def _listed(kind: Any) -> list[Any]:
-    """All values of a type that lists them, as settings have them; empty of any other."""
+    """Return all values of a type that lists its values, as settings have them; empty for any other
+    type.
+    """
     if get_origin(kind) is Annotated:
         return _listed(get_args(kind)[0])
     if get_origin(kind) in (Union, types.UnionType):
@@ -246,7 +250,11 @@ def _marks_inside(kind: Any) -> Iterator[Range | Log]:
 
 
 def _numbers(mark: Range | Log, plain: Any) -> Numbers:
-    """A range for parameters of this type."""
+    """Return a range for parameters of this type.
+
+    Raises:
+        ValueError: the type has no ranges, or the range makes no sense.
+    """
     if plain not in (int, float):
         raise ValueError(
             f"{mark} is for whole numbers (int) and numbers (float), not for {_name(plain)}"

@@ -1,4 +1,6 @@
-"""Where a study is kept: Optuna's journal file in the run folder, or any of its databases by URL."""
+"""The storage of a study: Optuna's journal file in the run folder, or any of its databases by
+URL.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +30,10 @@ class StorageError(PacelineError):
 
 
 def optuna() -> Any:
-    """The package, its log quiet.
+    """Import Optuna and make its log quiet.
 
     Raises:
-        MissingPackage: it is not installed.
+        MissingPackage: Optuna is not installed.
     """
     try:
         import optuna
@@ -42,10 +44,13 @@ def optuna() -> Any:
 
 
 def open_storage(url: str | None, run_dir: Path) -> BaseStorage:
-    """The database at a URL such as sqlite:///FILE or postgresql+psycopg://HOST/NAME; else the run folder's journal.
+    """Open the database at a URL such as sqlite:///FILE or postgresql+psycopg://HOST/NAME; else the
+    run folder's journal.
 
     Raises:
-        UsageError: the URL is wrong. StorageError: the database can't be reached.
+        UsageError: the URL is wrong.
+        MissingPackage: the database's driver is not installed.
+        StorageError: the database can't be reached.
     """
     optuna()
     if url is None:
@@ -80,7 +85,9 @@ def open_storage(url: str | None, run_dir: Path) -> BaseStorage:
 
 @contextlib.contextmanager
 def opened(url: str | None, run_dir: Path) -> Iterator[BaseStorage]:
-    """`open_storage`, and close its connections at the end of the block; what fails in it is explained."""
+    """Open the storage, and close its connections at the end of the context. Errors of the database
+    inside are explained.
+    """
     with explained(url or str(run_dir / JOURNAL)):
         storage = open_storage(url, run_dir)
         try:
@@ -92,7 +99,7 @@ def opened(url: str | None, run_dir: Path) -> Iterator[BaseStorage]:
 
 
 def _with_tables(connect: Callable[[], RDBStorage]) -> RDBStorage:
-    """Connect to a database, whose tables another controller may be about to make."""
+    """Connect to a database; retry if another controller creates its tables at the same time."""
     from sqlalchemy.exc import IntegrityError, OperationalError, ProgrammingError
 
     for _ in range(_TABLE_TRIES):
@@ -109,7 +116,10 @@ def _with_tables(connect: Callable[[], RDBStorage]) -> RDBStorage:
 
 
 def _journal(path: Path) -> BaseStorage:
-    """The run folder's own journal, which no live process uses: what a killed one left half done is removed."""
+    """Open the run folder's own journal, which no live process uses.
+
+    Locks and half-written lines that a killed process left are removed.
+    """
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend
 
@@ -128,13 +138,17 @@ def _journal(path: Path) -> BaseStorage:
 
 
 class Heartbeats:
-    """Signs of life of running trials in a shared database, so that those of a dead machine are started again."""
+    """Heartbeats of running trials in a shared database, so that trials of a dead machine are
+    started again.
+    """
 
     def __init__(self, study: Study) -> None:
         self._study, self._next_s = study, 0.0
 
     def beat(self, trial_ids: Sequence[int]) -> None:
-        """Once in a while: record that these run, and give up those of others that say nothing any more."""
+        """Record that these trials run, and give up trials of others whose heartbeats have ended.
+        Do nothing if called too soon.
+        """
         from optuna.storages import fail_stale_trials
         from optuna.storages._heartbeat import BaseHeartbeat
 
@@ -150,7 +164,7 @@ class Heartbeats:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Leave out Optuna's warnings that a part of it is new."""
+    """Hide Optuna's warnings about experimental features."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", category=optuna().exceptions.ExperimentalWarning)
         yield
@@ -158,10 +172,10 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def explained(url: str) -> Iterator[None]:
-    """Turn what databases raise into a message.
+    """Turn errors of databases into a message.
 
     Raises:
-        StorageError
+        StorageError: the database failed.
     """
     try:
         yield

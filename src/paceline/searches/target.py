@@ -1,4 +1,4 @@
-"""Where the trials of a search run: on this machine, or on nodes where Ray places them."""
+"""The places where the trials of a search run: this machine, or nodes of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -24,20 +24,18 @@ _START_S = 90.0  # for nodes to give CPUs or GPUs, and start Paceline
 
 @dataclass(frozen=True)
 class ExecutionTarget:
-    """Where trials can run.
+    """A place where trials can run."""
 
-    most: Ranks that a trial can have. open: Makes the warm ranks of a run folder.
-    """
-
-    most: int
+    most: int  # the most ranks that a trial can have
+    # starts the warm ranks of a run folder
     open: Callable[[Path], AbstractContextManager[WorkerPool]]
     hint: str
 
     def check(self, plan: Plan) -> None:
-        """Refuse a plan of more ranks than a trial can have.
+        """Refuse a plan with more ranks than a trial can have.
 
         Raises:
-            PlanError
+            PlanError: the plan has too many ranks.
         """
         if plan.world_size > self.most:
             raise PlanError(
@@ -54,7 +52,7 @@ def here(
     memory: str | None,
     timeout_s: float,
 ) -> ExecutionTarget:
-    """This machine.
+    """Run trials on this machine.
 
     Raises:
         ClusterError: a device doesn't exist.
@@ -78,12 +76,14 @@ def on_ray(
     memory: str | None,
     timeout_s: float,
 ) -> ExecutionTarget:
-    """The nodes of a Ray cluster.
+    """Run trials on the nodes of a Ray cluster.
 
-    procs: Ranks at a time of each node; by default one a GPU, or one a CPU where no node has GPUs.
+    Args:
+        procs: Ranks at a time on each node; by default one per GPU, or one per CPU if no node has
+            GPUs.
 
     Raises:
-        UsageError: Ray is not installed, the address is none, or the request is one that Ray can't serve.
+        UsageError: Ray is not installed, the address is not valid, or Ray can't serve the request.
         ClusterError: no cluster answers there.
     """
     if source is None:
@@ -132,6 +132,8 @@ def on_ray(
 
 
 def _threads(node: Node, count: int) -> str | None:
-    """Of each rank: what the user says here; else of CPU ranks, their share of what Ray gives."""
+    """Return the threads of each rank: the user's setting here, else a CPU rank's share of what Ray
+    gives; else None.
+    """
     share = str(max(1, node.count // count)) if node.kind == "cpu" else None
     return os.environ.get("OMP_NUM_THREADS", share)

@@ -1,4 +1,6 @@
-"""A trial in its ranks: they price or train what the controller says, and choose nothing themselves."""
+"""A trial in its ranks. They price or train what the controller says, and choose nothing
+themselves.
+"""
 
 from __future__ import annotations
 
@@ -23,20 +25,21 @@ _NOT_THE_JOBS = ("runtime", "holes")
 
 @dataclass(frozen=True)
 class TrialDevices:
-    """The devices of a trial by name, and the limit of each CPU rank."""
+    """The devices of a trial."""
 
-    devices: Sequence[str]
-    memory: str | None
+    devices: Sequence[str]  # by name
+    memory: str | None  # the limit of each CPU rank
 
     def resolve(self, job: Job, plan: str) -> Resolved:
         return resolve(job, plan, devices=",".join(self.devices), memory=self.memory)
 
 
 class TrialBody:
-    """What ranks of a pool do in a search.
+    """The function that ranks of a pool run in a search.
 
-    Payloads: {"do": "price", "train" or "test", "params", "devices", "memory", "plan", "figures", "run_dir"}. They
-    return {"refused": why} where the job's function raises `optuna.TrialPruned`.
+    A payload is {"do": "price", "train" or "test", "params", "devices", "memory", "plan",
+    "figures", "run_dir"}. The result is {"refused": why} if the job's function raises
+    `optuna.TrialPruned`.
     """
 
     def __init__(self, function: JobFunction) -> None:
@@ -61,7 +64,9 @@ class TrialBody:
 
 
 def asking(line: Line, known: Mapping[str, Any]) -> Chooser:
-    """Chooses what is known; asks the controller for the rest, each once."""
+    """Return a function that makes the known choices, and asks the controller once for each of the
+    others.
+    """
     answers: dict[str, Option] = {}
 
     def choose(name: str, options: Sequence[Option]) -> Option:
@@ -80,8 +85,10 @@ def asking(line: Line, known: Mapping[str, Any]) -> Chooser:
 def train(
     context: RankContext, job: Job, payload: Mapping[str, Any], devices: TrialDevices, line: Line
 ) -> dict[str, Any]:
-    """Train on this rank as `paceline train` would; the job's callbacks run on the first. Returns the summary, or
-    {"preempted": True}."""
+    """Train on this rank as `paceline train` would; the job's callbacks run on the first rank.
+
+    Returns the summary, or {"preempted": True}.
+    """
     from paceline.api.result import Result
     from paceline.callbacks.controller import RunController, controlled
     from paceline.planner.devices import devices_of
@@ -123,7 +130,9 @@ def train(
 def test(
     context: RankContext, job: Job, plan: str, devices: TrialDevices, run_dir: Path
 ) -> dict[str, float]:
-    """The loss and metrics of a trained trial on the test data, under a plan of forwards. Collective."""
+    """Return the loss and metrics of a trained trial on the test data, under a plan of forwards.
+    Collective.
+    """
     from paceline.api.inference import load_trained
     from paceline.training.evaluate import evaluate
 
@@ -147,9 +156,10 @@ def test(
 def price(
     job: Job, plan: str | None, devices: TrialDevices, figures: Sequence[str]
 ) -> dict[str, Any]:
-    """Predicted figures of a job, and the plan that they are of.
+    """Predict figures of a job, and return them with the plan that they belong to.
 
-    plan: None for the planner's choice, on as few of the devices as it needs.
+    Args:
+        plan: None for the planner's choice, on as few of the devices as it needs.
 
     Raises:
         PlanError: no plan fits the devices.
@@ -167,7 +177,7 @@ def price(
 
 
 def num_parameters(model: Callable[[], Any]) -> int:
-    """Of a model, each shared one once; nothing of it is allocated."""
+    """Count the parameters of a model, each shared one once; no memory is allocated for them."""
     import torch
 
     with torch.device("meta"):
@@ -194,8 +204,11 @@ def _priced(job: Job, plan: str, devices: TrialDevices) -> tuple[Plan, Any]:
 
 
 def _chosen(job: Job, devices: TrialDevices) -> tuple[Plan, Any]:
-    """The planner's fastest plan on the fewest devices that hold the job: trials side by side need no links. Nothing is
-    calibrated, for other trials run."""
+    """Return the planner's fastest plan on the fewest devices that hold the job, and its estimate.
+
+    Few devices are best because independent trials need no links. Nothing is calibrated, because
+    other trials are running.
+    """
     from paceline.planner.problem import PlanningProblem
 
     first = devices.devices[0]

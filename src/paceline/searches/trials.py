@@ -1,4 +1,4 @@
-"""Which trials of a study count, which are the best, and what became of each."""
+"""The trials of a study: which of them count, which are the best, and what state each is in."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ TEST = "paceline:test"  # of a study: the winner's figures on the test data
 
 
 def counted(study: optuna.Study) -> list[optuna.trial.FrozenTrial]:
-    """The trials of a study, without those that were started again under another number, or never."""
+    """Return the trials of a study, without those that were started again under another number, or
+    never.
+    """
     trials = study.get_trials(deepcopy=False)
     again = {number for trial in trials for number in trial.system_attrs.get("retry_history", [])}
     return [
@@ -23,14 +25,16 @@ def counted(study: optuna.Study) -> list[optuna.trial.FrozenTrial]:
 
 
 def state_of(trial: optuna.trial.FrozenTrial) -> str:
-    """complete, pruned, refused, failed, running or waiting."""
+    """Return a trial's state: complete, pruned, refused, failed, running or waiting."""
     if trial.user_attrs.get(RECORD, {}).get("refused"):
         return "refused"
     return {"FAIL": "failed"}.get(trial.state.name, trial.state.name.lower())
 
 
 def front(study: optuna.Study) -> list[optuna.trial.FrozenTrial]:
-    """Trials that no other beats in every objective; with one objective, the best."""
+    """Return the trials that no other one beats in every objective; with one objective, the
+    best.
+    """
     if len(study.directions) > 1:
         return study.best_trials
     best = best_trial(study)
@@ -38,7 +42,7 @@ def front(study: optuna.Study) -> list[optuna.trial.FrozenTrial]:
 
 
 def best_trial(study: optuna.Study) -> optuna.trial.FrozenTrial | None:
-    """By the first objective."""
+    """Return the best complete trial by the first objective; None if there is none."""
     import optuna
 
     done = study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,))

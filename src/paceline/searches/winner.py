@@ -1,4 +1,4 @@
-"""After the last trial: the test data is read, once, for the winner."""
+"""Read the test data once, for the winner, after the last trial."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 def read_test_data(study: Study, pool: WorkerPool, job: Job, *, memory: str | None) -> None:
-    """Read the test data once, for the winner, with the weights that its trial has left.
+    """Evaluate the winner on the test data, once, with the weights that its trial has left.
 
     Raises:
-        PacelineError: what the rank that did it failed of.
+        PacelineError: the rank that evaluated failed; it is that rank's error.
     """
     best, before = best_trial(study), study.user_attrs.get(TEST)
     if job.test is None or best is None or (before is not None and before["trial"] == best.number):
