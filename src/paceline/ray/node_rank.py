@@ -1,4 +1,4 @@
-"""A rank of a training on Ray: `train` in a process of its own, with torchrun's variables.
+"""A rank of a training on Ray: it runs `train` in a separate process, with torchrun's variables.
 
     python -m paceline.ray.node_rank '{"job": ..., "options": ...}' PARENT
 
@@ -19,7 +19,7 @@ from paceline.launch.process.failure import RankFailed
 
 
 def main() -> None:
-    """Train, and say how it ended."""
+    """Train, and print how it ended."""
     order, parent_pid = json.loads(sys.argv[1]), int(sys.argv[2])
     die_with(parent_pid)
     out = os.dup(1)

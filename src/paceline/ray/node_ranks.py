@@ -1,10 +1,11 @@
-"""The ranks of a training on one node: processes that are started and signalled as lines of JSON on stdin say.
+"""The ranks of a training on one node: processes that lines of JSON on stdin start and signal.
 
     python -m paceline.ray.node_ranks
 
-The first line is a `TrainingGreeting`, the others are `Message`s; the end of stdin kills the ranks. What ranks print on
-stderr goes back line by line ("report"), and so does each one's end, with its exit code and what it printed on stdout
-("end"). Whoever starts this process carries the lines (`ray/nodes.py`).
+The first line is a `TrainingGreeting`, the others are `Message`s; the end of stdin kills the ranks.
+Lines that ranks print on stderr are sent back one by one ("report"). The end of each rank is sent
+with its exit code and what it printed on stdout ("end"). The program that starts this process
+carries the lines (`ray/nodes.py`).
 """
 
 from __future__ import annotations
@@ -33,12 +34,11 @@ _PORTS = range(20000, 32768)  # below those that Linux gives to outgoing connect
 
 @dataclass(frozen=True)
 class TrainingGreeting:
-    """What a node is told first; it answers with a port that is free. folder: where the ranks work. encrypts: whether
-    connections between nodes must be encrypted."""
+    """The first message to a node; the node answers with a free port."""
 
     shared: SharedFiles
-    folder: str
-    encrypts: bool
+    folder: str  # where the ranks work
+    encrypts: bool  # whether connections between nodes must be encrypted
 
     @classmethod
     def decode(cls, line: bytes) -> TrainingGreeting:
@@ -46,9 +46,11 @@ class TrainingGreeting:
         return cls(SharedFiles(**document["shared"]), document["folder"], document["encrypts"])
 
     def check(self) -> None:
-        """
+        """Check that this node can run ranks of the training.
+
         Raises:
-            UsageError: this node does not see the files, or the folder, or does not know that it must encrypt.
+            UsageError: this node does not see the files or the folder, or does not know that it
+                must encrypt.
         """
         if self.encrypts and not tls.is_asked_for():
             raise UsageError(
@@ -64,7 +66,7 @@ class TrainingGreeting:
 
 
 class _Ranks:
-    """The processes. out: takes lines."""
+    """The processes of the ranks. `out` is the file descriptor for lines."""
 
     def __init__(self, out: int) -> None:
         self.out, self.processes, self.tasks = out, {}, set()  # type: ignore[var-annotated]
@@ -119,7 +121,7 @@ class _Ranks:
 
 
 async def serve() -> None:
-    """Answer the greeting, then do what is asked until stdin ends."""
+    """Answer the greeting, then execute requests until stdin ends."""
     out = os.dup(1)
     os.dup2(2, 1)
     requests = asyncio.StreamReader(limit=_LINE_BYTES)
@@ -145,7 +147,11 @@ async def serve() -> None:
 
 
 def free_port() -> int:
-    """A port that nobody has on this host now."""
+    """Return a port that is free on this host now.
+
+    Raises:
+        UsageError: no port is free.
+    """
     for port in random.sample(_PORTS, len(_PORTS)):
         with suppress(OSError), socket.create_server(("", port)):
             return port

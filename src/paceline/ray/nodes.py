@@ -1,7 +1,9 @@
-"""Nodes of a Ray cluster: Ray places one actor on each, which carries lines of text to and from this process.
+"""Nodes of a Ray cluster. Ray places one actor on each, which carries lines of text to and from
+this process.
 
-An actor only starts a process beside it and passes lines on, because ranks are forks and Ray's workers have threads.
-Paceline sends only text. Ray packs its own calls with pickle, which Paceline does not control.
+An actor only starts a process beside it and passes lines on, because ranks are forks and Ray's
+workers have threads. Paceline sends only text. Ray packs its own calls with pickle, which Paceline
+does not control.
 """
 
 from __future__ import annotations
@@ -34,21 +36,21 @@ print("nodes " + json.dumps([[node["NodeID"], node["NodeManagerAddress"], node["
 
 @dataclass(frozen=True)
 class Node:
-    """A node of a Ray cluster. kind: of the devices that ranks get. count: how many Ray has. name: for people."""
+    """A node of a Ray cluster."""
 
     id: str
     address: str
-    kind: str
-    count: int
-    name: str
+    kind: str  # of the devices that ranks get: "cuda" or "cpu"
+    count: int  # how many of them Ray has
+    name: str  # for people
 
 
 def find_nodes(address: str) -> list[Node]:
-    """The nodes of the cluster that have GPUs; if none has, those that have CPUs.
+    """Return the nodes of the cluster that have GPUs; if none has, those that have CPUs.
 
     Raises:
-        UsageError: Ray is not installed, or the address is not one of a cluster's head. ClusterError: no cluster
-            answers, or it has neither CPUs nor GPUs.
+        UsageError: Ray is not installed, or the address is not one of a cluster's head.
+        ClusterError: no cluster answers, or it has neither CPUs nor GPUs.
     """
     _ray()
     host, _, port = address.rpartition(":")
@@ -80,10 +82,10 @@ def find_nodes(address: str) -> list[Node]:
 
 
 def nodes_now(address: str) -> list[Node]:
-    """As `find_nodes`, of the cluster that this process is connected to.
+    """Return the nodes of the cluster that this process is connected to, as `find_nodes` does.
 
     Raises:
-        ClusterError: it has neither CPUs nor GPUs.
+        ClusterError: the cluster has neither CPUs nor GPUs.
     """
     return _with_devices(
         [
@@ -111,7 +113,7 @@ def _with_devices(listed: Sequence[tuple[str, str, dict[str, float]]], address: 
 
 
 def _named_apart(nodes: list[Node]) -> list[Node]:
-    """Nodes of one host, as in tests, have the same address."""
+    """Give different names to nodes of one host, which have the same address, as in tests."""
     addresses = [node.address for node in nodes]
     return [
         replace(
@@ -126,7 +128,7 @@ def _named_apart(nodes: list[Node]) -> list[Node]:
 
 @contextmanager
 def connected(address: str) -> Iterator[None]:
-    """Within the block, this process is a driver of the cluster, unless it was one before."""
+    """Make this process a driver of the cluster inside the context, unless it is one already."""
     ray = _ray()
     if ray.is_initialized():
         yield
@@ -140,15 +142,19 @@ def connected(address: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Place:
-    """Where Ray puts an actor. name: for people. options: of the actor: what it takes there, and the node."""
+    """A place at which Ray puts an actor."""
 
-    name: str
+    name: str  # for people
     address: str
-    options: Mapping[str, Any]
+    options: Mapping[str, Any]  # of the actor: what it takes there, and the node
 
 
 def at_nodes(nodes: Sequence[Node], take: Sequence[int]) -> list[Place]:
-    """A place at each node. take: CPUs or GPUs that Ray takes from each."""
+    """Return a place at each node.
+
+    Args:
+        take: The number of CPUs or GPUs that Ray takes from each node.
+    """
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     return [
@@ -165,7 +171,8 @@ def at_nodes(nodes: Sequence[Node], take: Sequence[int]) -> list[Place]:
 
 
 def layouts(world_size: int, nodes: Sequence[Node]) -> list[tuple[int, int]]:
-    """How many nodes can have how many ranks each, the fewest nodes first; none where there are too few devices.
+    """Return how many nodes can have how many ranks each, the fewest nodes first; empty if there
+    are too few devices.
 
     >>> a, b, c = (Node(name, name, "cpu", count, name) for name, count in (("a", 4), ("b", 2), ("c", 2)))
     >>> layouts(4, [a, b, c]), layouts(6, [a, b, c]), layouts(8, [a, b, c])
@@ -183,9 +190,10 @@ def layouts(world_size: int, nodes: Sequence[Node]) -> list[tuple[int, int]]:
 def placed(
     world_size: int, nodes: Sequence[Node], *, timeout_s: float
 ) -> Iterator[list[Place] | None]:
-    """Places for ranks, equally many at each, on as few nodes as have devices that nobody holds; a placement group.
+    """Reserve places for ranks by a placement group, with equally many ranks at each place.
 
-    None if there are none within the timeout.
+    The places are on as few nodes as have enough free devices. The value is None if there are none
+    within the timeout.
     """
     from ray.util.placement_group import (
         placement_group,
@@ -229,15 +237,17 @@ def placed(
 
 
 def _resources(kind: str, count: int) -> dict[str, int]:
-    """That an actor takes."""
+    """Return the resources that an actor takes."""
     return {"num_cpus": count if kind == "cpu" else 0, "num_gpus": count if kind == "cuda" else 0}
 
 
 class Outpost:
-    """The actor in a node: starts a program beside it, writes lines to it, and hands on those that it prints."""
+    """The actor in a node. It starts a program beside it, writes lines to it, and passes on the
+    lines that it prints.
+    """
 
     def __init__(self, words: str) -> None:
-        """words: the program's arguments to Python, as a JSON list."""
+        """Store the program's arguments to Python, which `words` gives as a JSON list."""
         self._words, self._next, self._early = json.loads(words), 0, {}  # type: ignore[var-annotated]
         self._process: Any = None
         self._starting = asyncio.Lock()
@@ -255,7 +265,12 @@ class Outpost:
         return self._process
 
     async def tell(self, number: int, line: str) -> None:
-        """Write a line. number: Ray may bring calls in another order than they were made."""
+        """Write a line.
+
+        Args:
+            number: The position of the line, because Ray may bring calls in another order than they
+                were made.
+        """
         program = await self._program()
         self._early[number] = line
         while self._next in self._early:
@@ -264,13 +279,17 @@ class Outpost:
             self._next += 1
 
     async def hear(self) -> str:
-        """The next line; empty when the program has ended."""
+        """Return the next line; empty when the program has ended."""
         line: bytes = await (await self._program()).stdout.readline()
         return line.decode()
 
 
 class RayTransport:
-    """A `NodeTransport` to a program at each of some places. words: The program's arguments to Python."""
+    """A `NodeTransport` to a program at each of some places.
+
+    Args:
+        words: The program's arguments to Python.
+    """
 
     def __init__(self, places: Sequence[Place], words: Sequence[str]) -> None:
         self._ray = _ray()
@@ -320,10 +339,10 @@ class RayTransport:
 
 
 def _ray() -> Any:
-    """The package.
+    """Import Ray.
 
     Raises:
-        MissingPackage: it is not installed.
+        MissingPackage: Ray is not installed.
     """
     try:
         import ray

@@ -1,7 +1,8 @@
-"""`train --on ray`: the ranks of a run on the nodes of a Ray cluster, started again where nodes or ranks are lost.
+"""`train --on ray`: run the ranks on the nodes of a Ray cluster, and start them again if nodes or
+ranks are lost.
 
-Each node runs `ray/node_ranks.py`, which starts `ray/node_rank.py` once a rank with torchrun's variables. What
-travels is text: the path of the job's file, its settings, and the options of `train`.
+Each node runs `ray/node_ranks.py`, which starts `ray/node_rank.py` once per rank with torchrun's
+variables. Only text is sent: the path of the job's file, its settings, and the options of `train`.
 """
 
 from __future__ import annotations
@@ -63,18 +64,15 @@ _POLL_S = 0.5
 
 @dataclass(frozen=True)
 class RayRun:
-    """A training that Ray places.
-
-    options: of `train`, which each rank is given; the plan is among them.
-    timeout_s: how long nodes may be missing.
-    """
+    """A training whose ranks Ray places."""
 
     address: str
     source: JobFile
     plan: Plan
     run_dir: Path
+    # options of `train`, including the plan, which each rank is given
     options: Mapping[str, Any]
-    timeout_s: float
+    timeout_s: float  # how long nodes may be missing
 
     @classmethod
     def of(
@@ -88,9 +86,12 @@ class RayRun:
         timeout_s: float,
         options: Mapping[str, Any],
     ) -> RayRun:
-        """
+        """Check a request, and settle its plan and run folder.
+
         Raises:
-            UsageError: the request makes no sense. ClusterError: no cluster answers, or it has too few devices.
+            UsageError: the request makes no sense.
+            PlanError: the plan and `procs` contradict each other.
+            ClusterError: no cluster answers, or it has too few devices.
         """
         address = _address(on)
         if source is None:
@@ -142,10 +143,11 @@ class RayRun:
         )
 
     def train(self, job: Job, *, restarts: int | None) -> Result:
-        """Run the ranks, again where some were lost, until the run is over.
+        """Run the ranks until the run is over, and start them again if some were lost.
 
         Raises:
-            RankFailed: a rank failed, or ranks were lost once too often. PeerLost: too few nodes are left.
+            RankFailed: a rank failed.
+            PeerLost: ranks were lost once too often, or too few nodes are left.
         """
         is_new = not self.run_dir.exists()
         folder.check_free(self.run_dir, resume=bool(self.options.get("resume")))
@@ -166,10 +168,10 @@ class RayRun:
 
 
 def _address(on: str) -> str:
-    """Of the cluster's head, from "ray" or "ray:HOST:PORT".
+    """Return the address of the cluster's head, from "ray" or "ray:HOST:PORT".
 
     Raises:
-        UsageError: something else.
+        UsageError: the text is something else.
     """
     kind, _, address = on.partition(":")
     if kind != "ray":
@@ -181,7 +183,8 @@ def _address(on: str) -> str:
 
 
 def _check_room(plan: Plan, nodes: list[Node]) -> None:
-    """
+    """Check that the cluster has enough devices for a plan.
+
     Raises:
         ClusterError: no nodes have so many devices.
     """
@@ -202,21 +205,17 @@ def _listed(nodes: list[Node]) -> str:
 
 @dataclass
 class _Attempts:
-    """Starts of the ranks of a run, one after the other.
-
-    interrupted: signals that asked to stop. furthest: step that any start has come to. fruitless: starts in a row that
-    came no further.
-    """
+    """The consecutive starts of the ranks of a run."""
 
     run: RayRun
     restarts: int
-    interrupted: list[int] = field(default_factory=list)
+    interrupted: list[int] = field(default_factory=list)  # signals that asked to stop
     num_starts: int = 0
-    furthest: int = -1
-    fruitless: int = 0
+    furthest: int = -1  # the last step that any start has reached
+    fruitless: int = 0  # consecutive starts that came no further
 
     def run_once(self) -> bool:
-        """Whether the run is over."""
+        """Run the ranks once. Return whether the run is over."""
         run = self.run
         self.num_starts += 1
         if self.num_starts > 1:
@@ -241,10 +240,12 @@ class _Attempts:
         return lost is None
 
     def _nodes(self) -> list[Node]:
-        """Those that are there; waits until they have enough devices, if they had before.
+        """Return the nodes that are there; wait until they have enough devices, because they had
+        before.
 
         Raises:
-            PeerLost: they have not within the timeout. Preempted: the run was asked to stop meanwhile.
+            PeerLost: there are too few devices until the timeout.
+            Preempted: the run was asked to stop meanwhile.
         """
         deadline_s, is_told = time.monotonic() + self.run.timeout_s, False
         while not layouts(self.run.plan.world_size, nodes := nodes_now(self.run.address)):
@@ -267,7 +268,7 @@ class _Attempts:
         return nodes
 
     def _start(self, wire: NodeTransport, places: list[Place]) -> _Ends | None:
-        """Start the ranks; None if a node is lost before."""
+        """Start the ranks; return None if a node is lost meanwhile."""
         run, each = self.run, self.run.plan.world_size // len(places)
         with marked(run.source, run.run_dir) as shared:
             greeting = asdict(TrainingGreeting(shared, str(Path.cwd()), tls.is_asked_for()))
@@ -310,9 +311,11 @@ class _Attempts:
         return _Ends(wire, [rank // each for rank in range(run.plan.world_size)])
 
     def _note_restart(self, why: str) -> None:
-        """
+        """Count a restart.
+
         Raises:
             PeerLost: ranks were lost too often, or came no further.
+            Preempted: the run was asked to stop.
         """
         step = _steps(self.run.run_dir)
         self.fruitless = 0 if step > self.furthest else self.fruitless + 1
@@ -334,30 +337,28 @@ class _Attempts:
 
 @dataclass
 class _Ends:
-    """How the ranks of one start end.
-
-    homes: the node of each rank.
-    """
+    """The ends of the ranks of one start."""
 
     wire: NodeTransport
-    homes: list[int]
+    homes: list[int]  # the node of each rank
     codes: dict[int, int] = field(default_factory=dict)
     answers: dict[int, dict[str, Any]] = field(default_factory=dict)
     lost: dict[int, str] = field(default_factory=dict)
 
     @cached_property
     def _deadline_s(self) -> float:
-        """Of the others, once one has failed."""
+        """The time by which the others must end, once a rank has failed or was lost."""
         return time.monotonic() + _END_S
 
     def hear_out(self, interrupted: list[int]) -> str | None:
-        """Pass on what ranks print and who asks them to stop, until all have ended, or one was lost.
+        """Pass on what ranks print, and requests to stop, until all ranks have ended or one was
+        lost.
 
         Returns:
-            Which rank or node was lost, and that is why they ended; None if the run is over.
+            The rank or node whose loss ended the ranks, in words; None if the run is over.
 
         Raises:
-            PacelineError: what a rank raised.
+            PacelineError: the error of a rank.
         """
         passed_on = 0
         while len(self.codes) + len(self.lost) < len(self.homes):
@@ -428,7 +429,9 @@ class _Ends:
 def _variables(
     rank: int, world_size: int, local_rank: int, local_world_size: int, address: str, port: int
 ) -> dict[str, str]:
-    """Of torchrun; and the threads that the user asks for here."""
+    """Return torchrun's variables for a rank, and the number of threads if the user sets it
+    here.
+    """
     names = {
         "RANK": rank,
         "WORLD_SIZE": world_size,
@@ -445,7 +448,9 @@ def _variables(
 
 
 def _steps(run_dir: Path) -> int:
-    """That the run has come to, by its last whole line of metrics."""
+    """Return the step that the run has reached, by its last whole line of metrics; -1 without
+    any.
+    """
     metrics = run_dir / folder.METRICS
     lines = metrics.read_bytes().splitlines() if metrics.exists() else []
     for line in reversed(lines):
