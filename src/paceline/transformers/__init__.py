@@ -1,7 +1,8 @@
-"""Transformers' Trainer under any plan: a script changes one import.
+"""Run Transformers' Trainer under any plan, by changing one import of a script.
 
-`Trainer` stands for `transformers.Trainer`, `SFTTrainer` for TRL's. `PlannedTraining` is what makes them so, for a
-Trainer of one's own: `class Ours(PlannedTraining, transformers.Trainer)`.
+`Trainer` replaces `transformers.Trainer`, and `SFTTrainer` replaces TRL's. Both are built with
+`PlannedTraining`, which also works for your own Trainer: `class Ours(PlannedTraining,
+transformers.Trainer)`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""A Trainer's arguments that contradict a plan or are not honoured: refused, or named where they change nothing."""
+"""Check a Trainer's arguments: refuse those that contradict a plan or are not honoured, and name
+those without effect.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,7 @@ _LIBRARIES = ("paceline", "transformers", "trl", "builtins")
 
 
 def refuse(trainer: Any) -> None:
-    """Refuse what would not be done, all at once.
+    """Refuse everything that would not be done; the error lists all of it.
 
     Raises:
         UsageError: an argument, callback or overridden method that is not honoured.
@@ -93,9 +95,10 @@ def refuse(trainer: Any) -> None:
 
 
 def refuse_model(trainer: Any) -> None:
-    """
+    """Refuse a model that a plan can't distribute.
+
     Raises:
-        UsageError: it is placed, cut or quantized already.
+        UsageError: the model is already placed on devices, cut, or quantized.
     """
     _raise(list(_model(trainer.model)))
 
@@ -108,10 +111,12 @@ def _raise(problems: list[str]) -> None:
 
 
 def refuse_plan(trainer: Any, plan: Plan) -> None:
-    """
+    """Refuse a plan under which the Trainer can't work.
+
     Raises:
-        UsageError: servers update the weights, and Trainer is told of each update by the rank that makes it. Or
-            predictions or noise are to be generated, and no rank has the whole model.
+        UsageError: servers update the weights, although each update must be reported by the rank
+            that makes it. Or predictions or noise are to be generated, and no rank has the whole
+            model.
     """
     if not updates_on_ranks(plan):
         raise UsageError(
@@ -138,7 +143,7 @@ def updates_on_ranks(plan: Plan) -> bool:
 
 
 def name_idle(args: Any) -> None:
-    """A line about arguments that change nothing."""
+    """Print a line about arguments that have no effect."""
     idle = [name for name in _WITHOUT_EFFECT if _is_set(args, name)]
     if idle:
         print(f"without effect under a plan: {', '.join(idle)}", file=sys.stderr, flush=True)
@@ -180,7 +185,7 @@ def _methods(trainer: Any) -> Iterator[str]:
 
 
 def _home(trainer: Any, name: str) -> str:
-    """The package of what stands for a method."""
+    """Return the package that defines a method; "" if it is set on the trainer itself."""
     if name in vars(trainer):
         return ""
     home = next((kind for kind in type(trainer).__mro__ if name in vars(kind)), object)
@@ -205,15 +210,17 @@ def _is_of_user(callback: Any) -> bool:
 
 
 def overrides(callback: Any, event: str) -> bool:
-    """Whether a callback does something at an event."""
+    """Whether a callback overrides an event's method."""
     from transformers import TrainerCallback
 
     return getattr(type(callback), event, None) is not getattr(TrainerCallback, event, None)
 
 
 def must_wait(trainer: Any, events: tuple[str, ...]) -> bool:
-    """Whether code may want something of ranks at one of these events, so that they wait for it there: a callback of
-    the user's, an overridden method that is called there, or Trainer itself."""
+    """Whether ranks must wait at these events, because code may need something of them there.
+
+    Such code is a user's callback, an overridden method that is called there, or Trainer itself.
+    """
     args = trainer.args
     if (
         args.enable_jit_checkpoint
@@ -237,7 +244,7 @@ def _model(model: Any) -> Iterator[str]:
 
 
 def _best_metric(trainer: Any) -> Iterator[str]:
-    """A figure that no evaluation gives, where that is known."""
+    """Yield a problem if the metric is known to be missing from all evaluations."""
     metric, sets = trainer.args.metric_for_best_model, trainer.eval_dataset
     known = ["loss", "runtime", "samples_per_second", "steps_per_second"]
     if isinstance(sets, Mapping):

@@ -1,7 +1,8 @@
-"""Checkpoints in Trainer's folders: a run's own, which any plan goes on from, beside what `save_pretrained` writes.
+"""Checkpoints in Trainer's folders: a run's own, from which any plan resumes, beside what
+`save_pretrained` writes.
 
-Frozen weights, such as those below adapters, are not in a run's own: the script that resumes gives them, and a digest
-tells whether they are the same.
+A run's own checkpoint does not contain frozen weights, such as those below adapters. The script
+that resumes provides them, and a digest tells whether they are the same.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _SCHEDULE, _FROZEN = "plateau.json", "frozen.json"
 
 
 def keep(run_dir: Path, checkpoint: Path, *, step: int) -> None:
-    """Put the run's checkpoint of this step into Trainer's folder."""
+    """Copy the run's checkpoint of this step into Trainer's folder."""
     place = checkpoint / _PLACE / folder.CHECKPOINTS
     place.mkdir(parents=True, exist_ok=True)
     shutil.copytree(
@@ -36,8 +37,10 @@ def keep(run_dir: Path, checkpoint: Path, *, step: int) -> None:
 
 
 def frozen_record(model: torch.nn.Module) -> str:
-    """Of weights that are not trained, and so are in no checkpoint: what tells whether a model has
-    the same, as JSON."""
+    """Return a record of the weights that are not trained, as JSON.
+
+    These weights are in no checkpoint. The record tells whether a model has the same ones.
+    """
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     return json.dumps({"names": frozen, "sha256": _digest(model, frozen)})
 
@@ -47,9 +50,11 @@ def keep_frozen(record: str, checkpoint: Path) -> None:
 
 
 def check_frozen(model: torch.nn.Module, checkpoint: Path) -> None:
-    """
+    """Check that a model has the frozen weights that a checkpoint needs.
+
     Raises:
-        CheckpointError: the weights that are not in the checkpoint are not those that the run was trained with.
+        CheckpointError: the weights that are not in the checkpoint are not those that the run was
+            trained with.
     """
     path = checkpoint / _PLACE / _FROZEN
     then = json.loads(path.read_text()) if path.exists() else {"names": []}
@@ -61,7 +66,7 @@ def check_frozen(model: torch.nn.Module, checkpoint: Path) -> None:
 
 
 def _digest(model: torch.nn.Module, names: Sequence[str]) -> str:
-    """Of values, shapes and dtypes; a weight that the model lacks counts as none."""
+    """Return a digest of values, shapes and dtypes. A weight that the model lacks is left out."""
     digest, parameters = hashlib.sha256(), dict(model.named_parameters())
     for name in names:
         parameter = parameters.get(name)
@@ -73,12 +78,15 @@ def _digest(model: torch.nn.Module, names: Sequence[str]) -> str:
 
 
 def keep_schedule(schedule: Any, checkpoint: Path) -> None:
-    """A schedule that is stepped by evaluations; any other is in the run's checkpoint."""
+    """Write the state of a schedule that evaluations step; any other schedule is in the run's
+    checkpoint.
+    """
     (checkpoint / _PLACE / _SCHEDULE).write_text(json.dumps(schedule.state_dict()))
 
 
 def bring_schedule(schedule: Any, checkpoint: Path) -> None:
-    """
+    """Load the state of a schedule that evaluations step, and set the optimizer's learning rates.
+
     Raises:
         CheckpointError: the checkpoint was written with a schedule of another kind.
     """
@@ -94,7 +102,7 @@ def bring_schedule(schedule: Any, checkpoint: Path) -> None:
 
 
 def bring(checkpoint: Path, run_dir: Path, *, step: int) -> None:
-    """Let a new run folder begin with the checkpoint that is in Trainer's folder.
+    """Copy the checkpoint in Trainer's folder into a new run folder.
 
     Raises:
         CheckpointError: there is none.
@@ -110,12 +118,16 @@ def bring(checkpoint: Path, run_dir: Path, *, step: int) -> None:
 
 
 def drop(run_dir: Path, *, step: int) -> None:
-    """Forget a checkpoint of the run folder that is kept elsewhere or that nobody asked for."""
+    """Delete a checkpoint of the run folder that is kept elsewhere or that nobody asked for."""
     shutil.rmtree(_of_step(run_dir, step), ignore_errors=True)
 
 
 def load_weights(model: torch.nn.Module, run_dir: Path, *, prefix: str) -> None:
-    """Put what a run has saved last into the model. prefix: of its names on ranks."""
+    """Load a run's newest saved weights into the model.
+
+    Args:
+        prefix: The prefix of the model's names on ranks.
+    """
     weights = {
         name.removeprefix(prefix): tensor
         for name, tensor in load_file(run_dir / folder.MODEL).items()
@@ -127,7 +139,9 @@ def load_weights(model: torch.nn.Module, run_dir: Path, *, prefix: str) -> None:
 def optimizer_state(
     model: torch.nn.Module, run_dir: Path, *, step: int, prefix: str
 ) -> dict[Any, dict[str, Any]]:
-    """What a run has saved of its optimizer in a step, by parameter of the model; empty before the first."""
+    """Return the optimizer state that a run saved in a step, by parameter of the model; empty
+    before the first checkpoint.
+    """
     if not _of_step(run_dir, step).is_dir():
         return {}
     checkpoint = open_checkpoint(_of_step(run_dir, step), checksums=False)
@@ -143,7 +157,9 @@ def _of_step(run_dir: Path, step: int) -> Path:
 
 
 def _link(source: str, target: str) -> str:
-    """Where files can be linked, a checkpoint that lies in two folders takes no more room."""
+    """Link a file, so that a checkpoint in two folders takes no more room; copy it where links are
+    impossible.
+    """
     try:
         os.link(source, target)
     except OSError:

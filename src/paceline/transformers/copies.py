@@ -1,4 +1,6 @@
-"""Copies of a model whose forwards were replaced on its modules: they run the copy's modules and not the original's."""
+"""Copy models whose forwards were replaced on their modules, so that the copy runs its own
+modules.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,14 @@ from torch import nn
 
 
 def copied(model: nn.Module, *, shares_frozen: bool = False) -> nn.Module:
-    """A deep copy of the model. shares_frozen: parameters that are not trained lie in the same memory.
+    """Return a deep copy of the model.
 
-    `copy.deepcopy` leaves the hooks of parameters behind, and functions as they are. A forward that a library puts in
-    place of a module's own often holds the one before it: that of the original module, whose weights the copy would
-    then use.
+    `copy.deepcopy` does not copy the hooks of parameters, and does not change functions. A forward
+    with which a library replaces a module's own often holds the earlier forward of the original
+    module; the copy would then use the original's weights.
+
+    Args:
+        shares_frozen: Whether parameters that are not trained share memory with the original.
     """
     memo: dict[int, Any] = _sharing(model) if shares_frozen else {}
     twin = copy.deepcopy(model, memo)
@@ -34,7 +39,9 @@ def copied(model: nn.Module, *, shares_frozen: bool = False) -> nn.Module:
 
 
 def _sharing(model: nn.Module) -> dict[int, Any]:
-    """Parameters by the number of the one whose memory they share."""
+    """Return copies of the parameters that are not trained, by the id of the parameter whose memory
+    each shares.
+    """
     shared: dict[int, Any] = {}
     for parameter in model.parameters():
         if not parameter.requires_grad and type(parameter) is nn.Parameter:
@@ -44,7 +51,9 @@ def _sharing(model: nn.Module) -> dict[int, Any]:
 
 
 def _twin(value: Any, memo: Mapping[int, Any]) -> Any:
-    """What stands for a value in the copy: of a module its copy, of a function one that holds copies."""
+    """Return the copy's counterpart of a value: a module's copy, or a function that refers to
+    copies.
+    """
     if isinstance(value, nn.Module):
         return memo.get(id(value), value)
     if isinstance(value, MethodType):

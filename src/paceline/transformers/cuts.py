@@ -1,4 +1,4 @@
-"""A collated batch cut into its samples."""
+"""Cut a collated batch into its samples."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ _NOT_CUT = (type(None), bool, int, float, str)
 
 
 def batch_size(batch: Mapping[str, Any]) -> int:
-    """Samples of a batch: the length of its first tensor, or else of its first list.
+    """Return the number of samples of a batch: the length of its first tensor, or else of its first
+    list.
 
     Raises:
-        UsageError: it has neither.
+        UsageError: the batch has neither.
     """
     for kinds in ((torch.Tensor, np.ndarray), (list, tuple)):
         for item in batch.values():
@@ -33,7 +34,9 @@ def batch_size(batch: Mapping[str, Any]) -> int:
 
 
 def is_cut_by_sample(batch: Any, size: int) -> bool:
-    """Whether each item has a part for each sample, or is a number, a text or nothing, which all samples share."""
+    """Whether each item has a part for each sample, or is a number, a text or None, which all
+    samples share.
+    """
     if isinstance(batch, Mapping):
         return all(is_cut_by_sample(item, size) for item in batch.values())
     if isinstance(batch, torch.Tensor | np.ndarray):
@@ -44,7 +47,7 @@ def is_cut_by_sample(batch: Any, size: int) -> bool:
 
 
 def samples_of(batch: Any, part: range, size: int) -> Any:
-    """Some samples of a batch, and of one that can't be cut all."""
+    """Return some samples of a batch; if the batch can't be cut, return all of it."""
     if not is_cut_by_sample(batch, size):
         return batch
     if isinstance(batch, Mapping):

@@ -1,4 +1,4 @@
-"""A Trainer's parts as a job: its model, data in its order, loss, optimizer, schedule and length."""
+"""Turn a Trainer into a job: its model, data in its order, loss, optimizer, schedule and length."""
 
 from __future__ import annotations
 
@@ -27,7 +27,11 @@ _NO_LIMIT = sys.float_info.max  # Trainer reports the norm of gradients that it 
 
 
 def job_of(trainer: Any, loader: Any, *, steps: int) -> Job:
-    """The experiment that a Trainer describes. loader: what its `get_train_dataloader` made."""
+    """Return the job that a Trainer describes.
+
+    Args:
+        loader: The result of its `get_train_dataloader`.
+    """
     args, sampler, parts = trainer.args, None, _parts(trainer, loader)
     is_stream = isinstance(parts["data"], IterableDataset)
     if not is_stream:
@@ -51,7 +55,11 @@ def job_of(trainer: Any, loader: Any, *, steps: int) -> Job:
 
 
 def evaluation_of(trainer: Any, loader: Any) -> Job:
-    """A job to evaluate with, never to train. loader: what `get_eval_dataloader` made."""
+    """Return a job that is only evaluated and never trained.
+
+    Args:
+        loader: The result of `get_eval_dataloader`.
+    """
     parts, batch = _parts(trainer, loader), trainer.args.per_device_train_batch_size
     data = parts["data"]
     if (
@@ -62,7 +70,7 @@ def evaluation_of(trainer: Any, loader: Any) -> Job:
 
 
 def _parts(trainer: Any, loader: Any) -> dict[str, Any]:
-    """What training and evaluation have in common."""
+    """Return the fields of a job that training and evaluation have in common."""
     separates = separates_labels(trainer)
     loss = (
         CallersLoss()
@@ -89,7 +97,7 @@ def _parts(trainer: Any, loader: Any) -> dict[str, Any]:
 
 
 def _batch(args: Any, loader: Any) -> int:
-    """The global batch: the number of devices is not part of the experiment."""
+    """Return the global batch, which does not depend on the number of devices."""
     sampler = getattr(loader, "batch_sampler", None)
     size = (
         getattr(sampler, "batch_size", None)
@@ -100,7 +108,9 @@ def _batch(args: Any, loader: Any) -> int:
 
 
 def _draws_batches(loader: Any) -> bool:
-    """Whether a loader itself says which samples are a batch, and not a sampler or the order of a stream."""
+    """Whether a loader itself decides which samples are a batch, instead of a sampler or the order
+    of a stream.
+    """
     if not isinstance(loader, DataLoader):
         return True
     if isinstance(loader.dataset, IterableDataset):
@@ -111,7 +121,7 @@ def _draws_batches(loader: Any) -> bool:
 
 
 def precision_of(args: Any) -> Precision:
-    """Of the forwards; weights keep the model's own dtype."""
+    """Return the precision of forwards; weights keep the model's own dtype."""
     if args.fp16:
         return "fp16"
     return "bf16" if args.bf16 else "tf32" if args.tf32 else "float32"
@@ -119,15 +129,17 @@ def precision_of(args: Any) -> Precision:
 
 @dataclass(frozen=True)
 class EpochPlace:
-    """Where a step lies: in which epoch, as which step of it from 1 on, and whether it is the last one."""
+    """The place of a step in the data."""
 
     epoch: int
-    step: int
-    is_last: bool
+    step: int  # within the epoch, from 1
+    is_last: bool  # whether it is the epoch's last step
 
 
 class CountedStream(IterableDataset[Any]):
-    """An iterable data set that knows how long each epoch was before it gives an epoch's last sample."""
+    """An iterable data set that knows how long each epoch was before it gives an epoch's last
+    sample.
+    """
 
     def __init__(self, data: Any, *, batch: int, drop_last: bool) -> None:
         self.data, self.batch, self.drop_last = data, batch, drop_last
@@ -148,7 +160,7 @@ class CountedStream(IterableDataset[Any]):
             self.data.set_epoch(epoch)
 
     def place(self, step: int) -> EpochPlace:
-        """Of a step of the run, from 1 on, whose samples were read."""
+        """Return the place of a step of the run, counted from 1, whose samples were read."""
         for epoch, length in enumerate(self._lengths):
             whole, rest = divmod(length, self.batch)
             steps = whole + (1 if rest and not self.drop_last else 0)
@@ -159,9 +171,10 @@ class CountedStream(IterableDataset[Any]):
 
 
 class LoaderStream(IterableDataset[Any]):
-    """The samples of what a loader gives, by steps: one pass has those of one step's batches.
+    """The samples from a loader, step by step: one pass yields the samples of one step's batches.
 
-    Torch's global generator, which a loader may draw from, is as Trainer seeds it and nothing else draws.
+    A loader may draw from torch's global generator. The generator is seeded as Trainer seeds it,
+    and only the loader draws from it.
     """
 
     def __init__(self, loader: Any, args: Any) -> None:
@@ -179,7 +192,7 @@ class LoaderStream(IterableDataset[Any]):
         self._steps, self._latest = self._by_steps(), list[dict[str, Any]]()
 
     def set_epoch(self, epoch: int) -> None:
-        """Which step is next; a run takes each pass for an epoch."""
+        """Set the next step; a run calls this because it takes each pass for an epoch."""
         self.step = epoch
 
     def __iter__(self) -> Iterator[Any]:
@@ -231,10 +244,10 @@ class LoaderStream(IterableDataset[Any]):
 
 
 def joined(samples: list[Any]) -> Any:
-    """A batch of samples that were cut from batches.
+    """Join samples that were cut from batches to one batch.
 
     Raises:
-        UsageError: they are not of one size.
+        UsageError: the samples have different sizes.
     """
     first = samples[0]
     if isinstance(first, Mapping):
@@ -254,10 +267,13 @@ def joined(samples: list[Any]) -> Any:
 class EpochSampler:
     """A sampler of torch, drawn for each epoch as Trainer draws it on one device.
 
-    Accelerate seeds random samplers by the epoch and `data_seed`. Others draw from torch's global generator; here it
-    is seeded once, and epochs before are drawn again, which equals Trainer as long as nothing else draws.
+    Accelerate seeds random samplers by the epoch and `data_seed`. Others draw from torch's global
+    generator. Here it is seeded once and earlier epochs are drawn again, which equals Trainer as
+    long as nothing else draws.
 
-    length: of an epoch, without what a last short batch would leave out. seed: that Trainer gives the generator.
+    Args:
+        length: Of an epoch, without the samples of a last short batch that is left out.
+        seed: The seed that Trainer gives the generator.
     """
 
     def __init__(self, sampler: Any, length: int, *, seed: int) -> None:
@@ -282,10 +298,10 @@ class EpochSampler:
 
 
 class ModelOf:
-    """Builds a rank's own copy of a Trainer's model. In a fake mode it gives the model itself: real tensors must not
-    be copied there.
+    """Builds a rank's own copy of a Trainer's model.
 
-    A rank is a fork, which has the frozen weights in memory that it shares with the others until it writes there.
+    In a fake mode it returns the model itself, because real tensors must not be copied there. A
+    rank is a fork, so it shares the memory of frozen weights with the others until it writes there.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -305,19 +321,19 @@ class ModelOf:
 
 
 def computes_own_loss(trainer: Any) -> bool:
-    """Whether a subclass says how the loss comes about, running the model itself."""
+    """Whether a subclass computes the loss itself and runs the model to do so."""
     import transformers
 
     return type(trainer).compute_loss is not transformers.Trainer.compute_loss
 
 
 def prefix_of(trainer: Any) -> str:
-    """Of the model's names on ranks."""
+    """Return the prefix of the model's names on ranks."""
     return OwnLossModel.PREFIX if computes_own_loss(trainer) else ""
 
 
 def frozen_names(trainer: Any) -> list[str]:
-    """Weights that are not trained, by their names on ranks."""
+    """Return the names on ranks of the weights that are not trained."""
     prefix = prefix_of(trainer)
     return [
         prefix + name
@@ -327,13 +343,15 @@ def frozen_names(trainer: Any) -> list[str]:
 
 
 def separates_labels(trainer: Any) -> bool:
-    """Whether the loss is computed from the outputs and labels, which the model then isn't given."""
+    """Whether the loss is computed from outputs and labels, so that the model does not get the
+    labels.
+    """
     return trainer.compute_loss_func is not None or trainer.label_smoother is not None
 
 
 @dataclass(frozen=True)
 class Collated:
-    """The Trainer's collator; with the labels as the target if the model isn't given them."""
+    """The Trainer's collator. If the model does not get the labels, the target contains them."""
 
     collate: Callable[[list[Any]], Any]
     separates: bool
@@ -347,7 +365,7 @@ class Collated:
 
 
 def count_items(trainer: Any, batch: Mapping[str, Any]) -> torch.Tensor | None:
-    """Labels that count, by Trainer's rule; None where samples do."""
+    """Return the number of labels that count, by Trainer's rule; None if samples count instead."""
     labels = batch.get("labels")
     if not isinstance(labels, torch.Tensor):
         return None
@@ -369,10 +387,11 @@ def _shifts(trainer: Any) -> bool:
 
 
 class ModelsLoss:
-    """(output, batch) -> the model's own loss, which may be the first of a tuple, as (sum, count by Trainer's rule).
+    """Compute the model's own loss from (output, batch), as (sum, count by Trainer's rule).
 
-    Trainer counts the labels that it thinks the loss is over. Of GPT-2, whose loss does without each sample's first
-    label, it counts these, too (transformers 5.23), and so divides by more.
+    The loss may be the first item of a tuple. Trainer counts the labels that it believes the loss
+    to be a mean over. GPT-2's loss leaves out each sample's first label, but Trainer counts these
+    labels, too (transformers 5.23), and so divides by more.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -390,10 +409,11 @@ class ModelsLoss:
 
 
 class SeparateLoss:
-    """(output, batch) -> the loss of `compute_loss_func` or of label smoothing, as (sum, count).
+    """Compute the loss of `compute_loss_func` or of label smoothing from (output, batch), as (sum,
+    count).
 
-    Each is given the number of labels of its own micro-batch and so returns a mean over them, whether it divides by
-    that number or averages by itself.
+    Each function gets the number of labels of its own micro-batch. It therefore returns a mean over
+    them, whether it divides by that number or averages by itself.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -435,18 +455,18 @@ def _samples(batch: Mapping[str, Any]) -> int:
 
 
 def _is_training(loss: Any) -> bool:
-    """Whether a loss is of a step, and not of a trial without values."""
+    """Whether a loss belongs to a step, and not to a trial without values."""
     return isinstance(loss, torch.Tensor) and loss.requires_grad and detect_fake_mode() is None
 
 
 def _nothing(output: Any) -> torch.Tensor:
-    """The sum of no elements of the output: without effect, but with a gradient."""
+    """Return the sum of no elements of the output: it is 0, but has a gradient."""
     logits = output["logits"] if isinstance(output, Mapping) else output[0]
     return logits.flatten()[:0].sum()
 
 
 class _Replayed:
-    """A model that has run: returns what it returned."""
+    """A model that has already run: each call returns that output again."""
 
     def __init__(self, model: torch.nn.Module, output: Any) -> None:
         self._model, self._output = model, output
@@ -459,8 +479,10 @@ class _Replayed:
 
 
 class OwnLossModel(torch.nn.Module):
-    """A model whose forward is a Trainer's `compute_loss`: it returns the loss, what that is a mean over, and outputs
-    if they are wanted."""
+    """A model whose forward is a Trainer's `compute_loss`.
+
+    It returns the loss, the count that the loss is a mean over, and outputs if they are wanted.
+    """
 
     PREFIX = "model."
     wants_outputs = False
@@ -510,7 +532,10 @@ class OwnLossModel(torch.nn.Module):
     def _of_part(
         self, inputs: Mapping[str, Any], output: Any, part: range, samples: int
     ) -> tuple[Any, Any]:
-        """What `compute_loss` makes of some samples, and what that is a mean over; the model does not run again."""
+        """Return the loss of some samples by `compute_loss`, and the count that it is a mean over.
+
+        The model does not run again.
+        """
         (trainer,) = self._trainer
         cut = rows(inputs, part, samples)
         count = count_items(trainer, cut)
@@ -526,7 +551,7 @@ class OwnLossModel(torch.nn.Module):
 
 
 class CallersLoss:
-    """The loss that `OwnLossModel` computed, as (sum, count) where labels count."""
+    """Return the loss that `OwnLossModel` computed, as (sum, count) if labels count."""
 
     def __call__(self, output: Mapping[str, Any], batch: Any) -> Any:
         if "count" not in output:

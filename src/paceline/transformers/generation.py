@@ -1,4 +1,4 @@
-"""Options of a model's `generate` on their way to ranks: JSON, as all that ranks are told."""
+"""Send options of a model's `generate` to ranks as JSON, as everything is sent to ranks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _CONFIG = "__generation_config__"
 
 
 def told_generation(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of `generate` as ranks can be told of them; see `heard_generation`.
+    """Encode options of `generate` for ranks; see `heard_generation`.
 
     Raises:
-        UsageError: names one that can't be told.
+        UsageError: an option can't be encoded; the message names it.
     """
     encoded = {
         name: {_CONFIG: option.to_json_string(use_diff=False)}
@@ -38,7 +38,7 @@ def told_generation(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def heard_generation(encoded: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that `told_generation` was given."""
+    """Decode the options from the result of `told_generation`."""
     return {
         name: GenerationConfig.from_dict(json.loads(option[_CONFIG]))
         if isinstance(option, Mapping) and _CONFIG in option

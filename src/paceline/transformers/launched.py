@@ -1,7 +1,8 @@
-"""A script that torchrun or `accelerate launch` started: its first process trains on ranks of its own, the others end.
+"""Handle a script that torchrun or `accelerate launch` started: its first process starts all ranks,
+the others end.
 
-Every process runs the script up to its Trainer, as launchers have it. From there on one process is enough: it controls
-the run, and its ranks are no runs of the script.
+Launchers let every process run the script up to its Trainer. From there on one process is enough:
+it controls the run, and its ranks do not run the script.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ _OF_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 def stand_alone() -> int | None:
-    """Let the first process forget the launcher, and the others end with status 0.
+    """Make the first process forget the launcher, and end the others with status 0.
 
     Returns:
-        How many processes the launcher started; None if this is the only one.
+        The number of processes that the launcher started; None if this is the only one.
 
     Raises:
-        UsageError: they are on several hosts, or Slurm's.
+        UsageError: the processes are on several hosts, or Slurm started them.
     """
     launcher = current()
     if (

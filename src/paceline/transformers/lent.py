@@ -1,8 +1,8 @@
-"""What the script's process has of a model, its optimizer and its schedule while ranks train them.
+"""The model, its optimizer and its schedule in the script's process while ranks train them.
 
-Weights and the optimizer's state are brought from the ranks when code looks at them. What code changes of the
-optimizer's options, the schedule, `requires_grad` and plain attributes of modules is told to the ranks before their
-next step. What can't be told is refused there.
+Weights and optimizer state are fetched from the ranks when code looks at them. Changes that code
+makes to the optimizer's options, the schedule, `requires_grad` and plain attributes of modules are
+sent to the ranks before their next step. Any other change is refused at that moment.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _OF_OPTIMIZER = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 class _Weight(torch.nn.Parameter):
-    """A weight that ranks train. It has their values when something reads it."""
+    """A weight that ranks train. Its values are fetched from them when something reads it."""
 
     lent: ClassVar[Lent | None] = None
 
@@ -77,11 +77,12 @@ class _Weight(torch.nn.Parameter):
 
 
 class Lent:
-    """
+    """The model, optimizer and schedule that the ranks train meanwhile.
+
     Args:
-        bring: Lets the model have the weights of the moment.
-        read_state: Reads the optimizer's state of the moment, by parameter.
-        schedule: That ranks step, too; None if they are told its rates.
+        bring: Loads the current weights into the model.
+        read_state: Reads the current optimizer state, by parameter.
+        schedule: A schedule that ranks step, too; None if they are told its rates.
     """
 
     def __init__(
@@ -110,7 +111,11 @@ class Lent:
 
     @contextmanager
     def lent(self, options: Mapping[str, Any]) -> Iterator[None]:
-        """While ranks train. options: of their optimizer and schedule."""
+        """Follow the ranks' training inside the context.
+
+        Args:
+            options: Of their optimizer and schedule.
+        """
         kept = self.optimizer.state
         self.take(options)
         try:
@@ -132,15 +137,17 @@ class Lent:
                 vars(self.optimizer).pop(name, None)
 
     def take(self, options: Mapping[str, Any]) -> None:
-        """Let optimizer and schedule be as those of ranks."""
+        """Set optimizer and schedule to the options of those on ranks."""
         state.take_over(self, options)
         self._told = self._options()
 
     def attend(self, function: Any) -> None:
-        """Code calls a function of torch with a weight.
+        """React to code that calls a function of torch with a weight: fetch the weights if it reads
+        values.
 
         Raises:
-            UsageError: it looks at what is not there.
+            UsageError: it looks at a gradient, or at weights before an update that ranks have made
+                already.
         """
         if self._is_busy or function in _READ_NO_VALUES:
             return
@@ -159,7 +166,7 @@ class Lent:
 
     @contextmanager
     def being_filled(self) -> Iterator[None]:
-        """Weights are written here as they are on ranks."""
+        """Allow the weights to be overwritten inside the context with those on ranks."""
         self._is_busy = True
         try:
             yield
@@ -169,10 +176,11 @@ class Lent:
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Code is told that the update comes next, which ranks have made already.
+        """Tell code inside the context that the update comes next, although ranks have made it
+        already.
 
         Raises:
-            UsageError: it changes what that update was to follow.
+            UsageError: the code changes options that the update should have followed.
         """
         before, self._is_updating = self._options(), True
         try:
@@ -186,7 +194,11 @@ class Lent:
             )
 
     def step(self, options: Mapping[str, Any], *, is_skipped: bool) -> None:
-        """Ranks have made an update and stepped their schedule. options: of both since then."""
+        """Follow the ranks, which have made an update and stepped their schedule.
+
+        Args:
+            options: Of both after the step.
+        """
         self._is_changed |= self._options() != self._told
         if not self._is_changed:
             self.take(options)
@@ -196,10 +208,10 @@ class Lent:
             self.schedule.step()
 
     def changes(self) -> dict[str, Any] | None:
-        """What ranks are to be told of before they go on; None for nothing.
+        """Return the changes that ranks must be told of before they go on; None if there are none.
 
         Raises:
-            UsageError: code has changed what they can't be told of.
+            UsageError: code has made a change that they can't be told of.
         """
         self._refuse()
         self._state.forget()
@@ -283,21 +295,21 @@ class Lent:
 
 
 def give_back(model: torch.nn.Module) -> None:
-    """Let weights be parameters like others again, here or in a fork."""
+    """Turn the weights back into normal parameters, here or in a fork."""
     for p in model.parameters():
         if type(p) is _Weight:
             cast(Any, p).__class__ = torch.nn.Parameter
 
 
 class _StateOnRanks(Mapping[Any, dict[str, Any]]):
-    """An optimizer's state by parameter, read when it is looked at."""
+    """An optimizer's state by parameter, which is read from ranks when it is looked at."""
 
     def __init__(self, read: Callable[[], dict[Any, dict[str, Any]]]) -> None:
         self._read = read
         self.forget()
 
     def forget(self) -> None:
-        """Ranks go on."""
+        """Forget the state that was read, because the ranks go on."""
         self._seen: dict[Any, dict[str, Any]] = {}
         self._versions: list[int] = []
 

@@ -1,4 +1,4 @@
-"""Whether the loss of a Trainer's script is the mean that it has to be where a plan cuts batches."""
+"""Check that the loss of a Trainer's script is a mean, which it must be if a plan cuts batches."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _NEAR = {
 
 
 class MeanCheck:
-    """Holds the loss of some micro-batches against the losses of their parts. No model runs for it.
+    """Compares the loss of some micro-batches with the losses of their parts. No model runs for it.
 
     Args:
-        name: Of what computes the loss.
+        name: Of the function that computes the loss.
     """
 
     def __init__(self, trainer: Any, name: str, precision: str) -> None:
@@ -30,7 +30,9 @@ class MeanCheck:
         self.looks_left = _LOOKED_AT
 
     def is_due(self, samples: int) -> bool:
-        """Whether a micro-batch is to be looked at: one of the first under a plan that cuts the batch."""
+        """Whether to check a micro-batch: it is one of the first under a plan that cuts the
+        batch.
+        """
         plan = self._trainer._plan_in_use
         is_cut = plan is not None and (plan.replicas > 1 or plan.num_microbatches > 1)
         return self.looks_left > 0 and samples > 1 and is_cut
@@ -39,13 +41,15 @@ class MeanCheck:
     def look(
         self, loss: torch.Tensor, samples: int, of_part: Callable[[range], tuple[Any, Any]]
     ) -> None:
-        """
+        """Check a loss.
+
         Args:
-            loss: Of all samples. of_part: The loss of some of them, and what it is a mean over: a count, or None for
-                its samples.
+            loss: Of all samples.
+            of_part: Returns the loss of some of them, and what it is a mean over: a count, or None
+                for its samples.
 
         Raises:
-            PlanRefused: the parts come to another loss.
+            PlanRefused: the parts give another loss.
         """
         self.looks_left -= 1
         if not torch.isfinite(loss).all():  # the run says so

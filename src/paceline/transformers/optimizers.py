@@ -1,4 +1,4 @@
-"""A Trainer's optimizer and schedule, made again for the parameters of a rank."""
+"""Make a Trainer's optimizer and schedule again for the parameters of a rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from paceline.base.errors import UsageError
 
 
 def follows_evaluations(trainer: Any) -> bool:
-    """Whether the schedule is one that Trainer steps by a metric of evaluations, in its own process."""
+    """Whether the schedule is one that Trainer steps by a metric of evaluations, in its own
+    process.
+    """
     scheduler = trainer.lr_scheduler
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
     return isinstance(scheduler, plateau) or (
@@ -24,19 +26,23 @@ def follows_evaluations(trainer: Any) -> bool:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to make an optimizer again: its class, what it was given, and its groups by the names of parameters."""
+    """The information to make an optimizer again."""
 
     kind: type[torch.optim.Optimizer]
-    arguments: Mapping[str, Any]
+    arguments: Mapping[str, Any]  # the arguments of its class
+    # options and parameter names of each group
     groups: tuple[tuple[Mapping[str, Any], tuple[str, ...]], ...]
 
     @classmethod
     def of(cls, optimizer: Any, model: torch.nn.Module, *, prefix: str = "") -> Recipe:
-        """prefix: of the names of the model's parameters on ranks.
+        """Read the recipe from an optimizer.
+
+        Args:
+            prefix: The prefix of the names of the model's parameters on ranks.
 
         Raises:
-            UsageError: it is no optimizer of torch, has taken steps or hooks, or has parameters that are not the
-                model's.
+            UsageError: it is no optimizer of torch, has taken steps or hooks, or has parameters
+                that are not the model's.
         """
         optimizer = getattr(optimizer, "optimizer", optimizer)  # what Accelerate has wrapped
         if not isinstance(optimizer, torch.optim.Optimizer):
@@ -92,8 +98,10 @@ class Recipe:
 
 
 def schedule_of(trainer: Any, optimizer: torch.optim.Optimizer, *, steps: int) -> Any:
-    """The Trainer's learning-rate schedule of this optimizer: as `create_scheduler` makes it, or a
-    copy of a given one."""
+    """Make the Trainer's learning-rate schedule for this optimizer.
+
+    It is made by `create_scheduler`, or is a copy of a schedule that the Trainer was given.
+    """
     scheduler = trainer.lr_scheduler
     if scheduler is not None and not trainer._created_lr_scheduler:
         if type(scheduler) is torch.optim.lr_scheduler.LambdaLR:

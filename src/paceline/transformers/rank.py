@@ -1,4 +1,6 @@
-"""A Trainer's training on a rank: it goes on until it is to wait, and then does what the controlling process says."""
+"""Train for a Trainer on a rank: take steps up to a pause, then do what the controlling process
+orders.
+"""
 
 from __future__ import annotations
 
@@ -52,20 +54,26 @@ class Evaluated:
 
 
 class TrainerRank:
-    """Looks on at a run and obeys the controlling process between steps. All ranks are told the same.
+    """Observes a run and obeys the controlling process between steps. All ranks get the same
+    orders.
 
-    prepare: what logits and labels become before they are sent.
+    Args:
+        prepare: Changes logits and labels before they are sent.
 
     Orders are mappings with the item "do":
+
         "go": take steps up to "until", or to the end of an epoch of a stream, then wait.
-        "evaluate": answer with loss, what that is a mean over, logits and labels of this rank's part of "inputs".
-            "generation", if given, has the options of the model's `generate` from now on.
-        "save": a checkpoint and the model by itself, in the run folder, without frozen weights: the script has them.
-        "count": answer with floating-point operations and input tokens of this rank's samples, as Trainer counts them.
-        "change": options of the optimizer, the schedule's state, the names of frozen weights and attributes of modules
-            are those of "told" from now on.
-        "end": the run ends after this step.
-        "abandon": leave at once; it may come at any time.
+        "evaluate": answer with the loss, its weight in the mean, logits and labels of this rank's
+            part of "inputs". "generation", if given, has the options of the model's `generate`
+            from now on.
+        "save": write a checkpoint and the model by itself into the run folder, without frozen
+            weights, because the script has them.
+        "count": answer with floating-point operations and input tokens of this rank's samples, as
+            Trainer counts them.
+        "change": from now on, use the options of the optimizer, the schedule's state, the names of
+            frozen weights and the attributes of modules in "told".
+        "end": end the run after this step.
+        "abandon": leave at once; this may come at any time.
     """
 
     def __init__(
@@ -86,27 +94,29 @@ class TrainerRank:
         trainer.state.num_input_tokens_seen = 0  # of this rank
 
     def initial(self, stepper: Any) -> None:
-        """Before the first step: told where to wait first."""
+        """Report the options before the first step, and wait for orders."""
         self._say({"options": state.changing_document(stepper, step=0, samples=0)})
         self._obey(stepper, self.context.step - 1)
 
     def serve(self, evaluated: Evaluated) -> None:
-        """Without training: what is asked of a model, until the end."""
+        """Obey orders without training, until the end."""
         self._say({"options": None})
         self._obey(evaluated, 0)
 
     def samples(self, step: int, batches: list[MicroBatch]) -> None:
-        """Counted where they are this rank's own."""
+        """Count the operations and tokens of this rank's own samples."""
         for batch in batches:
             if batch.samples and isinstance(batch.input, Mapping):
                 self._operations += self.trainer.floating_point_ops(batch.input)
                 self.trainer._track_num_input_tokens(batch.input)
 
     def gradients(self, step: int, stepper: Any) -> None:
-        """Not looked at."""
+        """Do nothing: gradients are not needed here."""
 
     def weights(self, step: int, stepper: Any, loss: float) -> bool:
-        """Tell of a step, and wait where this rank is to. Returns whether the run ends here."""
+        """Report a step, and wait for orders if this rank must pause. Return whether the run ends
+        here.
+        """
         data = stepper.job.data
         place = data.place(step + 1) if isinstance(data, CountedStream) else None
         if self.context.rank == 0:
@@ -169,12 +179,14 @@ class TrainerRank:
             setattr(modules[path], attribute, value)
 
     def _rest(self, stepper: Stepper | Evaluated) -> None:
-        """Until the next step the weights are in place that are evaluated and saved."""
+        """Put the weights in place that are evaluated and saved; they stay until the next step."""
         if isinstance(stepper, Stepper) and stepper.has_modes and stepper.trains:
             stepper.set_mode(trains=False)
 
     def _next_order(self) -> dict[str, Any]:
-        """Waits with signs of life: callbacks may take long."""
+        """Wait for an order and return it, with heartbeats meanwhile, because callbacks may take
+        long.
+        """
         with waiting:
             while not self.connection.poll(_BEAT_S):
                 self.context.beat("callback")
@@ -207,7 +219,7 @@ class TrainerRank:
             state.export(stepper.model, self.run_dir, step=step)
 
     def _evaluate(self, stepper: Stepper | Evaluated, order: Mapping[str, Any]) -> dict[str, Any]:
-        """This rank's part of a batch of samples. Collective."""
+        """Evaluate this rank's part of a batch of samples. Collective."""
         inputs, layout, mesh = order["inputs"], stepper.layout, stepper.mesh
         total = batch_size(inputs)
         can_be_cut = is_cut_by_sample(inputs, total)
@@ -235,7 +247,7 @@ class TrainerRank:
     def _predicted(
         self, calls: _Calls, part: dict[str, Any], order: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Loss, logits and labels by Trainer's own rules."""
+        """Return loss, logits and labels by Trainer's own rules."""
         trainer, size, count = self.trainer, batch_size(part), count_items(self.trainer, part)
         model = trainer.model
         if order["generation"] is not None:
@@ -274,13 +286,16 @@ class TrainerRank:
 
 
 def generates(trainer: Any) -> bool:
-    """Whether predictions are made by the model's `generate` and not by a forward."""
+    """Whether the model's `generate` makes predictions, instead of a forward."""
     return bool(getattr(trainer.args, "predict_with_generate", False))
 
 
 class _Calls:
-    """Stands for the model in Trainer's code: runs the rank's layout of it, in the job's numeric context. What else is
-    asked of it is the model's own, whose weights this rank may have a part of."""
+    """Replaces the model in Trainer's code: a call runs the rank's layout of it, in the job's
+    numeric context.
+
+    Other attributes are the model's own, but this rank may have only a part of its weights.
+    """
 
     def __init__(self, stepper: Stepper | Evaluated, samples: int) -> None:
         self.stepper, self.samples = stepper, samples
@@ -302,7 +317,7 @@ class _Calls:
     def own_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, **_: Any
     ) -> Any:
-        """What a subclass computes in the forward of `OwnLossModel`."""
+        """Return the loss that a subclass computes in the forward of `OwnLossModel`."""
         wrapped: Any = self.stepper.model
         wrapped.wants_outputs = return_outputs
         try:
@@ -316,7 +331,9 @@ class _Calls:
     def loss_of_job(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, **_: Any
     ) -> Any:
-        """What training computes from outputs and labels. The model isn't given the latter if the loss is separate."""
+        """Compute the loss from outputs and labels as in training. If the loss is separate, the
+        model does not get the labels.
+        """
         job = self.stepper.job
         separates = isinstance(job.loss, SeparateLoss)
         outputs = self(
@@ -331,7 +348,7 @@ class _Calls:
 
 
 class _Outputs(dict[str, Any]):
-    """What a model returned, by item and by attribute, as Transformers has it."""
+    """A model's outputs, by item and by attribute, as Transformers has them."""
 
     __getattr__ = dict.__getitem__
 
@@ -340,7 +357,7 @@ _HALVES = (torch.float16, torch.bfloat16)  # Accelerate returns outputs of autoc
 
 
 def samples_until(job: Any, step: int) -> int:
-    """Samples that the steps before this one have used."""
+    """Return the number of samples that the steps before this one have used."""
     if job.num_samples is None:
         return int(step * job.batch)
     window = Order.of(job).window(step)

@@ -33,7 +33,9 @@ Follow = Callable[["RankContext", Path], TrainerRank]
 
 
 def serve(job: Job, resolved: Resolved, follow: Follow) -> None:
-    """Ranks that hold a job's model under a plan and evaluate it, until they are told to end."""
+    """Start ranks that hold a job's model under a plan and evaluate it, until they are told to
+    end.
+    """
     from paceline.planner.devices import devices_of
     from paceline.strategies.compose import load
     from paceline.strategies.mesh import Mesh
@@ -60,15 +62,13 @@ def serve(job: Job, resolved: Resolved, follow: Follow) -> None:
 
 @dataclass(frozen=True)
 class _Ranks:
-    """What is started for a trainer: ranks that each obey the other end of a connection.
-
-    run: starts them and returns when they have ended. prepare: see `TrainerRank`.
-    """
+    """Starts ranks for a trainer, each of which obeys the other end of a connection."""
 
     trainer: Any
+    # starts the ranks and returns when they have ended
     run: Callable[[Follow], Any]
     shares: tuple[int, ...]
-    prepare: Callable[[Any, Any], Any] | None
+    prepare: Callable[[Any, Any], Any] | None  # see `TrainerRank`
 
     def __call__(self, connections: Sequence[Connection]) -> None:
         def follow(context: RankContext, run_dir: Path) -> TrainerRank:
@@ -80,11 +80,15 @@ class _Ranks:
 
 
 class Session:
-    """Ranks at work. They are started and supervised on a thread, so that callbacks run on the caller's own. They are
-    forks of this process, or of a fresh one if this process has used CUDA.
+    """Controls ranks that work.
 
-    step: that the ranks have told of last. is_waiting: whether they wait for orders. options: of their optimizer and
-        schedule when they began; None of ranks that only evaluate.
+    They are started and supervised on a thread, so that callbacks run on the caller's own thread.
+    They are forks of this process, or of a fresh one if this process has used CUDA.
+
+    Attributes:
+        step: The last step that the ranks have reported.
+        is_waiting: Whether they wait for orders.
+        options: Of their optimizer and schedule when they began; None for ranks that only evaluate.
     """
 
     def __init__(
@@ -121,8 +125,11 @@ class Session:
         self._until, self.is_waiting = until, False
 
     def next_step(self) -> dict[str, Any]:
-        """What is known of the next step, once it is taken: step, loss, grad_norm (None if it was skipped), the options
-        of optimizer and schedule after it, and its `EpochPlace` in a stream."""
+        """Wait for the next step, and return its report.
+
+        The report contains step, loss, grad_norm (None if the step was skipped), the options of
+        optimizer and schedule after it, and its `EpochPlace` in a stream.
+        """
         report: dict[str, Any] = self._hear([0])[0]
         place = report["place"] = report["place"] and EpochPlace(**report["place"])
         self.step = report["step"]
@@ -130,15 +137,18 @@ class Session:
         return report
 
     def evaluate(self, inputs: Any, **options: Any) -> list[dict[str, Any]]:
-        """What the ranks that have outputs say of their parts of a batch, in the order of the samples."""
+        """Return the answers of the ranks that have outputs, each for its part of a batch, in the
+        order of the samples.
+        """
         before, self._generation = self._generation, _generation(self._trainer)
         generation = None if self._generation is before else told_generation(self._generation)
         self._tell({"do": "evaluate", "inputs": inputs, "generation": generation, **options})
         return [answer for answer in self._hear(range(len(self._pipes))) if answer]
 
     def counts(self) -> dict[str, float]:
-        """Floating-point operations and input tokens of the steps since the ranks were started, as
-        Trainer counts them."""
+        """Return floating-point operations and input tokens since the ranks were started, as
+        Trainer counts them.
+        """
         self._tell({"do": "count"})
         answers = self._hear(range(len(self._pipes)))
         return {
@@ -147,7 +157,7 @@ class Session:
         }
 
     def change(self, told: dict[str, Any]) -> None:
-        """What `Lent.changes` gives holds from the next step on."""
+        """Send the result of `Lent.changes` to the ranks; it holds from the next step on."""
         self._tell({"do": "change", "told": told})
 
     def save(self) -> None:
@@ -156,10 +166,10 @@ class Session:
         self._hear(range(len(self._pipes)))
 
     def end(self) -> None:
-        """Let the run end here, and wait for it.
+        """End the run here, and wait until it has ended.
 
         Raises:
-            RankFailed, PacelineError: it failed.
+            RankFailed, PacelineError: the run failed.
         """
         if self.is_waiting:
             self._tell({"do": "end"})
@@ -169,7 +179,7 @@ class Session:
             raise self._error
 
     def abandon(self) -> None:
-        """End ranks after an error here; their own errors say nothing more."""
+        """End ranks after an error in this process, and ignore their own errors."""
         self.is_waiting = True
         self._tell({"do": "abandon"})
         self._thread.join(timeout=_LEAVE_S)
@@ -189,7 +199,7 @@ class Session:
                 parent_end.send_bytes(data)
 
     def _hear(self, ranks: Sequence[int]) -> list[Any]:
-        """A word of each rank, in their order."""
+        """Return one message of each rank, in their order."""
         answers: dict[Connection, Any] = {}
         connections = [self._pipes[rank][0] for rank in ranks]
         while silent := [connection for connection in connections if connection not in answers]:
@@ -203,5 +213,8 @@ class Session:
 
 
 def _generation(trainer: Any) -> Any:
-    """Options of the model's `generate`: a new mapping for each `evaluate` and `predict` of a `Seq2SeqTrainer`."""
+    """Return the options of the model's `generate`.
+
+    They are a new mapping for each `evaluate` and `predict` of a `Seq2SeqTrainer`.
+    """
     return getattr(trainer, "_gen_kwargs", None)

@@ -10,5 +10,6 @@ from paceline.transformers.trainer import PlannedTraining
 class SFTTrainer(PlannedTraining, trl.SFTTrainer):
     """`trl.SFTTrainer` under a plan; see `PlannedTraining`.
 
-    The entropy and accuracy of tokens that it logs are noted on ranks and stay there.
+    The entropy and accuracy of tokens, which `trl.SFTTrainer` logs, stay on the ranks and are not
+    logged.
     """

@@ -55,17 +55,21 @@ _PLAN = "PACELINE_PLAN"
 
 
 class PlannedTraining(_AnyTrainer):
-    """What makes a Trainer train and evaluate under a plan; to stand before it among the bases of a class.
+    """A base class with which a Trainer trains and evaluates under a plan; it must come before the
+    Trainer among the bases.
 
-    Callbacks, logs, checkpoints and metrics stay in the process that calls `train`. Ranks, which it starts, take the
-    steps. `self.model` and `self.optimizer` have the weights and the state of the moment wherever a callback or an
-    overridden method looks at them; what these change of options and schedule is followed.
+    Callbacks, logs, checkpoints and metrics stay in the process that calls `train`. Ranks, which it
+    starts, take the steps. `self.model` and `self.optimizer` have the current weights and state
+    whenever a callback or an overridden method looks at them. Changes that these make to options
+    and schedule also apply on ranks.
 
     Args:
-        plan: A plan or its text; by default the environment's PACELINE_PLAN, else a replica for each process that a
-            launcher has started, else the fastest that fits.
-        devices: Names such as "cpu:0,cpu:1"; by default this machine's GPUs, else one CPU rank a core.
-        run: Folder of the run's own files; by default a new one in the output directory, then in `self.run_dir`.
+        plan: A plan or its text; by default the environment's PACELINE_PLAN, else one replica for
+            each process that a launcher has started, else the fastest plan that fits.
+        devices: Names such as "cpu:0,cpu:1"; by default this machine's GPUs, else one CPU rank per
+            core.
+        run: Folder of the run's own files; by default a new one in the output directory, which is
+            then in `self.run_dir`.
 
     Raises:
         UsageError: an argument contradicts a plan or is not honoured.
@@ -117,7 +121,10 @@ class PlannedTraining(_AnyTrainer):
         arguments.name_idle(self.args)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What ranks need in a process that is no fork of this one: neither events nor what ranks are told through."""
+        """Return the state for ranks in a process that is no fork of this one.
+
+        It leaves out the event handlers and the connections to ranks.
+        """
         stays = ("callback_handler", "_session", "_lent")
         return {name: value for name, value in vars(self).items() if name not in stays} | {
             "_session": None,
@@ -125,7 +132,7 @@ class PlannedTraining(_AnyTrainer):
         }
 
     def _build_accelerator_args(self, **options: Any) -> dict[str, Any]:
-        """Nothing is computed in this process, so it needs no autocast."""
+        """Switch autocast off, because nothing is computed in this process."""
         made: dict[str, Any] = super()._build_accelerator_args(**options)
         return made | {"mixed_precision": "no"}
 
@@ -139,7 +146,7 @@ class PlannedTraining(_AnyTrainer):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
-        """Train under the plan; events, logs and checkpoints in the order that Trainer has them."""
+        """Train under the plan, with events, logs and checkpoints in Trainer's order."""
         arguments.refuse(self)  # callbacks may have been added
         arguments.refuse_model(self)
         if args.auto_find_batch_size:
@@ -187,7 +194,7 @@ class PlannedTraining(_AnyTrainer):
 
     @contextmanager
     def _ranks(self, job: Job, resume_from_checkpoint: str | None) -> Iterator[None]:
-        """Ranks that work for this trainer meanwhile."""
+        """Run ranks that train for this trainer inside the context."""
         request = TrainRequest.of(job, None, self._named_plan(job), devices=self.devices)
         if is_auto(self.plan) and not arguments.updates_on_ranks(plan := request.resolved.plan):
             request = TrainRequest.of(job, None, f"data={plan.replicas}", devices=self.devices)
@@ -239,7 +246,9 @@ class PlannedTraining(_AnyTrainer):
                 self._lent = None
 
     def _named_plan(self, job: Job) -> str | Plan | None:
-        """As it was given; the fastest where this process can't try plans in forks."""
+        """Return the plan as it was given, or find the fastest one in a fresh process if forks of
+        this one can't try plans.
+        """
         if not is_auto(self.plan) or forks_can_use_cuda():
             return self.plan
         devices = self.devices
@@ -269,7 +278,9 @@ class PlannedTraining(_AnyTrainer):
 
     @contextmanager
     def _evaluating(self, loader: Any) -> Iterator[None]:
-        """Ranks that evaluate: those that train, else others under the same plan."""
+        """Run ranks that evaluate inside the context: those that train, else others under the same
+        plan.
+        """
         if self._session is not None:
             yield
             return
@@ -291,14 +302,14 @@ class PlannedTraining(_AnyTrainer):
             yield
 
     def store_flos(self) -> None:
-        """Where ranks wait, they say what they have counted since."""
+        """Add the operations that ranks have counted since the last call, if the ranks wait."""
         if self._session is not None and self._session.is_waiting:
             counted = self._session.counts()["operations"]
             self.state.total_flos += counted - self._counted
             self._counted = counted
 
     def _bring_weights(self) -> None:
-        """Let `self.model` have the weights that ranks have now."""
+        """Load the weights that ranks have now into `self.model`."""
         session, step = self._session, self.state.global_step
         if session is None or self._lent is None or self._weights_step == step:
             return
@@ -308,14 +319,16 @@ class PlannedTraining(_AnyTrainer):
         self._weights_step = step
 
     def _tell_changes(self) -> None:
-        """Let ranks follow what code has changed here."""
+        """Tell ranks what code has changed here."""
         assert self._session is not None and self._lent is not None
         told = self._lent.changes()
         if told is not None:
             self._session.change(told)
 
     def _save_ranks(self, session: Session) -> None:
-        """Let the run folder have a checkpoint of this step, and none before it."""
+        """Let ranks save a checkpoint of this step in the run folder, and delete the one before
+        it.
+        """
         step = self.state.global_step
         if self._saved_step != step:
             self._tell_changes()
@@ -325,14 +338,14 @@ class PlannedTraining(_AnyTrainer):
             self._saved_step = step
 
     def _read_state(self) -> dict[Any, dict[str, Any]]:
-        """The optimizer's state that ranks have now, by parameter."""
+        """Return the optimizer state that ranks have now, by parameter."""
         self._bring_weights()
         return checkpoints.optimizer_state(
             self.model, self.run_dir, step=self.state.global_step, prefix=prefix_of(self)
         )
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
-        """As Trainer does; a figure that is not there does not cost the steps so far."""
+        """Do the same as Trainer, but save a checkpoint before an error about a missing metric."""
         try:
             is_best: bool = super()._determine_best_metric(metrics, trial)
         except KeyError as error:
@@ -347,7 +360,7 @@ class PlannedTraining(_AnyTrainer):
     # --- Checkpoints --------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As Trainer does; while it trains, with the weights of the moment."""
+        """Do the same as Trainer; during training, save the current weights."""
         self._bring_weights()
         super().save_model(output_dir, _internal_call)
 
@@ -362,15 +375,15 @@ class PlannedTraining(_AnyTrainer):
             checkpoints.keep_schedule(self.lr_scheduler, Path(output_dir))
 
     def _save_scaler(self, output_dir: str) -> None:
-        """It is in the run's checkpoint."""
+        """Do nothing: the scaler's state is in the run's checkpoint."""
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Random streams are known from the seed and the step."""
+        """Do nothing: the seed and the step fix the random streams."""
 
     # --- Evaluation ---------------------------------------------------------------------------------------------
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **options: Any) -> Any:
-        """Trainer's own, by the ranks that train, or by ranks that are started for it."""
+        """Run Trainer's own loop on the ranks that train, or on ranks that are started for it."""
         if not self.accelerator._models:
             self.accelerator._models.append(self.model)  # nothing is to be prepared here
         if not self.is_in_train and (self.args.fp16_full_eval or self.args.bf16_full_eval):
@@ -394,7 +407,9 @@ class PlannedTraining(_AnyTrainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Any, Any, Any]:
-        """Loss, logits and labels of a batch, each rank computing its part by `prediction_step`."""
+        """Return loss, logits and labels of a batch; each rank computes its part by
+        `prediction_step`.
+        """
         assert self._session is not None
         answers = self._session.evaluate(
             dict(inputs), prediction_loss_only=prediction_loss_only, ignore_keys=ignore_keys
@@ -418,7 +433,7 @@ class Trainer(PlannedTraining, transformers.Trainer):
 
 
 class _Progress:
-    """Follows the ranks step by step and lets Trainer's events happen, as its own loop does."""
+    """Follows the ranks step by step and triggers Trainer's events as its own loop does."""
 
     def __init__(
         self,
@@ -443,7 +458,7 @@ class _Progress:
         self.learning_rate: float | None = None
 
     def run(self) -> None:
-        """Until the last step, or until a callback has it stop."""
+        """Follow the ranks until the last step, or until a callback stops the training."""
         trainer = self.trainer
         args, state, handler = trainer.args, trainer.state, trainer.callback_handler
         while state.global_step < self.steps and not trainer.control.should_training_stop:
@@ -491,7 +506,7 @@ class _Progress:
         return place
 
     def _place(self, step: int) -> EpochPlace:
-        """Of a step of data whose length is known."""
+        """Return the place of a step in data whose length is known."""
         epoch, before = divmod(step - 1, self.steps_per_epoch)
         return EpochPlace(epoch, before + 1, before + 1 == self.steps_per_epoch)
 
@@ -509,7 +524,9 @@ class _Progress:
         )
 
     def _next_pause(self, step: int) -> int:
-        """The step after which ranks wait: the next at which this process may want something of them."""
+        """Return the step after which ranks wait: the next one at which this process may need
+        something of them.
+        """
         args, state = self.trainer.args, self.trainer.state
         if self.waits_each_step:
             return step + 1
@@ -524,7 +541,9 @@ class _Progress:
 
 
 def _joined(parts: list[Any]) -> Any:
-    """Parts of a batch one after the other: tensors, padded on the right to the longest, in tuples and mappings."""
+    """Join parts of a batch: tensors, padded on the right to the longest, in tuples and
+    mappings.
+    """
     from transformers.trainer_pt_utils import nested_concat
 
     joined = parts[0]
@@ -534,5 +553,7 @@ def _joined(parts: list[Any]) -> Any:
 
 
 def _new_run_dir(output_dir: Path) -> Path:
-    """Its first character keeps it out of what Trainer pushes to the Hub."""
+    """Return a new run folder. Its first character keeps it out of what Trainer pushes to the
+    Hub.
+    """
     return output_dir / "_runs" / f"{datetime.now():%Y%m%d-%H%M%S-%f}"
