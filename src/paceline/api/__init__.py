@@ -1,1 +1,4 @@
-"""What a user asks for: train, evaluate, predict, verify. The command line only calls these."""
+"""The verbs of Paceline, such as train, evaluate, predict and verify.
+
+The command line only calls these.
+"""

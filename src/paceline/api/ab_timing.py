@@ -15,9 +15,11 @@ from paceline.planner.break_even import Gain
 if TYPE_CHECKING:
     from paceline.training.state import StateOwner
 
-WARM_UP_PAIRS = 2  # code is compiled in the first, and memory is found in the second
-FEWEST_PAIRS = 6  # from which an interval of 95 % exists
-PRECISE = 0.1  # half the width of a gain's interval, as a part of the gain, from which on no further steps are taken
+WARM_UP_PAIRS = 2  # the first pair compiles code, the second one finds memory
+FEWEST_PAIRS = 6  # the least number for which an interval of 95 % exists
+# No further steps are taken once half the width of a gain's interval is below this part of the
+# gain.
+PRECISE = 0.1
 NORMAL_95 = 1.96  # standard deviations of a normal distribution to each side of its middle 95 %
 
 

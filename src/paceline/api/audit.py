@@ -19,8 +19,8 @@ from paceline.job.order import Permutation, digest
 from paceline.runs import folder, journal
 from paceline.runs.journal import Launch, Update
 
-NAMED = 8  # samples that a finding names
-SHOWN = 20  # findings that people are shown
+NAMED = 8  # samples that the message of a finding names
+SHOWN = 20  # findings that `describe` shows
 
 Kind = Literal[
     "lost", "repeated", "other samples", "outdated writer", "unreadable", "changed job", "disagrees"

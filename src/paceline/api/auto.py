@@ -23,10 +23,12 @@ from paceline.planner.resolve import default_plan
 from paceline.planner.search import Candidate, reason
 from paceline.strategies.plan import Plan
 
-PART = 0.1  # of a run's predicted length that finding its plan may take
-LEAST_S, MOST_S = 1.0, 30.0  # of calibrations; less is worth none
-WORTH = 1.5  # times the best plan's step: what looks slower is not tried
-CUTTING_S = 6.0  # that finding out how a model can be cut must be worth, and trying it
+PART = 0.1  # part of a run's predicted length that finding its plan may take
+LEAST_S, MOST_S = 1.0, 30.0  # seconds for calibrations; fewer are not worth the effort
+WORTH = 1.5  # plans are not tried if they look slower than this many times the best plan
+# The model may only be cut if there are this many seconds: finding out how to cut it takes time,
+# and so do trials.
+CUTTING_S = 6.0
 
 
 def choose(
@@ -97,7 +99,8 @@ def _search(problem: PlanningProblem, cluster: Cluster) -> Chosen:
     budget_s = _budget_s(problem.job, plans.chosen)
     if plans.chosen is None or budget_s >= CUTTING_S:
         plans = replace(problem, times_operators=budget_s >= CUTTING_S).search(cluster)
-    if budget_s >= LEAST_S and not has_gpus():  # this process uses CUDA by now, and its forks can't
+    # otherwise this process uses CUDA by now, and its forks can't
+    if budget_s >= LEAST_S and not has_gpus():
         plans = calibrate_best(
             plans, partial(calibrate, problem.job, cluster), budget_s=budget_s, worth=WORTH
         )

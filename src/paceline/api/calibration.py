@@ -33,14 +33,15 @@ from paceline.planner.search import Candidate, RankedPlans
 from paceline.strategies.plan import Plan
 
 FEWEST_STEPS, MOST_STEPS = 12, 300
-MOST_TRIALS = 3  # of a plan, while there is time
-TURN_S = 1.0  # of steps in one calibration, as far as the prediction is right
-# The same of a plan that starts late, whose steps are taken with and without what makes it late, in turns.
+MOST_TRIALS = 3  # trials of a plan, while there is time
+TURN_S = 1.0  # seconds of steps in one calibration, if the prediction is right
+# The same for a plan that starts late, whose steps run in turns with and without the late part.
 FEWEST_IN_TURNS, IN_TURNS_S, MOST_IN_TURNS_S = 30, 10.0, 60.0
-# What a CPU rank of a run holds beyond one of a calibration: figures and a last checkpoint are written. Measured on two
-# small models: 1 MiB under replicas, 4 where a tensor axis is put together.
+# Memory that a CPU rank holds in a run and not in a calibration, because a run writes figures and a
+# last checkpoint. Measured on two small models: 1 MiB under replicas, and 4 MiB if a tensor axis is
+# put together.
 RUN_FOLDER_BYTES = 2 * 2**20
-TIMEOUT_S = 300.0  # without a sign of life, as while a block is compiled
+TIMEOUT_S = 300.0  # seconds without a sign of life, for example while a block is compiled
 
 
 def calibrate_best(
@@ -235,7 +236,7 @@ def calibrate(job: Job, cluster: Cluster, plan: Plan, expected_s: float) -> Cali
         second = _tried(job, cluster, plan, 2 * (WARM_UP_PAIRS + more), in_turns=True)
         warm += second.pairs[WARM_UP_PAIRS:]
     gained = gain(warm)
-    # The mean step is that of every other step with the gain.
+    # The mean step is the mean of every other step, which has the gain.
     return Calibration(
         trial.step_s - gained.seconds / 2, trial.peak_memory_bytes, start_s(trial.pairs), gained
     )
@@ -260,7 +261,8 @@ def _tried(job: Job, cluster: Cluster, plan: Plan, num_steps: int, *, in_turns: 
         with _silence():
             figures = train_rank(context, short, plan, replace(settings, observer=turns))
         pairs = [asdict(pair) for pair in turns.pairs()] if turns is not None else []
-        return None if figures is None else {**figures, "pairs": pairs}  # of servers, rank 0's
+        # under servers these are rank 0's
+        return None if figures is None else {**figures, "pairs": pairs}
 
     figures = run_local(body, used.devices, timeout_s=TIMEOUT_S, fault_policy=fault_policy(plan))[0]
     beyond = RUN_FOLDER_BYTES if used.devices[0].kind == "cpu" else 0

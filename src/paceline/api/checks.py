@@ -24,7 +24,8 @@ from paceline.strategies.plan import Plan
 if TYPE_CHECKING:
     from paceline.proof.first_update import FirstUpdate
 
-_DOCUMENT, _REMEMBERED = "checks", 1000  # in the cache of this machine; the latest so many
+# file in this machine's cache, and how many of the latest checks it keeps
+_DOCUMENT, _REMEMBERED = "checks", 1000
 
 
 def first_update(
@@ -54,9 +55,8 @@ def first_update(
     from paceline.proof.samples import refuse_memory
 
     refuse_few_pieces(job, resolved.plan)
-    looks_ahead = (
-        resolved.plan.with_(deterministic="no", accumulate=1) != Plan()
-    )  # at the model, with some samples
+    # The check also looks at the model with some other samples.
+    looks_ahead = resolved.plan.with_(deterministic="no", accumulate=1) != Plan()
     if resolved.plan.relaxed is None and (looks_ahead or loader_workers > 1):
         readers = (
             f"The ranks of '{resolved.plan}'"

@@ -16,8 +16,8 @@ from paceline.planner.problem import PlanningProblem
 from paceline.planner.remedies import Attempt
 from paceline.runs.documents import read
 
-SHORTEST, LOWEST_RANK = 128, 4  # sequences and adapters that are thought of
-USUAL_RANK = 16  # of adapters, where all weights are too many
+SHORTEST, LOWEST_RANK = 128, 4  # the smallest sequences and adapters that are suggested
+USUAL_RANK = 16  # rank of suggested adapters, if training all weights needs too much memory
 
 
 @dataclass(frozen=True)

@@ -30,10 +30,11 @@ if TYPE_CHECKING:
     from paceline.training.feed import DataShard
     from paceline.training.own_step.named_parts import ModelPart
 
+# Default file names, for one output and for several.
 _PREDICTIONS = (
     "predictions.npy",
     "predictions.safetensors",
-)  # by default, of one output and of several
+)
 
 
 @dataclass(frozen=True)

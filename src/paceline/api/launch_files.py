@@ -17,12 +17,15 @@ from paceline.base.errors import PeerLost, Preempted, UsageError
 from paceline.cluster.cluster import HOSTS_HERE
 from paceline.strategies.plan import Plan
 
-NOTICE_S = 120  # before a time limit, or after a request to stop: a run finishes its step and saves
-LAST_RANK_S = 600  # from the first end of a rank until Slurm kills the last: `on_end` of rank 0 may upload a model
-IMAGE = "paceline"  # that the Dockerfile of this project is built as
+# seconds for a run to finish its step and save, before a time limit or after a request to stop
+NOTICE_S = 120
+# Seconds from the first end of a rank until Slurm kills the last one: `on_end` of rank 0 may upload
+# a model.
+LAST_RANK_S = 600
+IMAGE = "paceline"  # the name under which this project's Dockerfile is built
 KINDS = ("slurm", "k8s", "sky", "ray", "docker")
-PORT = 29500  # where containers meet: torchrun's own default
-# Options that only some kinds have a place for: the field, the option, the kinds.
+PORT = 29500  # the port where containers meet; torchrun's default
+# Options that only some kinds of files can express: the field, the option, the kinds.
 _OPTIONAL = (
     ("time_limit", "--time", ("slurm",)),
     ("image", "--image", ("k8s", "ray", "docker")),
@@ -31,9 +34,8 @@ _OPTIONAL = (
 _NAMED_GPUS = ("slurm", "sky")
 _SKY_CHECKOUT = "~/paceline"  # where SkyPilot's machines find the checkout of this machine
 _VOLUME = re.compile(r"[a-zA-Z0-9][\w.-]*", re.ASCII)  # as Docker names volumes
-_CLAIM = re.compile(
-    r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
-)  # RFC 1123 label, as Kubernetes names volumes
+# RFC 1123 label, as Kubernetes names volumes.
+_CLAIM = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from paceline.launch.process.context import RankContext
 from paceline.launch.process.failure import RankFailed
 from paceline.model.cost import cache
 
+# The figures of a link that the cache keeps.
 FIGURES = (
     "bytes_per_s",
     "latency_s",
@@ -33,27 +34,31 @@ FIGURES = (
     "late_s",
     "small_s",
     "small_late_s",
-)  # of a link, that are kept
-CACHED = "links"  # by the number of CPU ranks, or by the numbers of the GPUs
-MOST_RANKS = 8  # with so many at most; more wait as those do
+)
+CACHED = "links"  # cache document; keys are the number of CPU ranks, or the numbers of the GPUs
+MOST_RANKS = 8  # the most CPU ranks that are measured; larger numbers use this result
+# How many small and large collectives are timed per round, and the number of rounds.
 SMALL, LARGE, ROUNDS = (
     40,
     24,
     2,
-)  # collectives of each size that are timed; times that small ones are
-SMALL_NUMBERS = 1024  # in a small one: one number takes half as long as 16 do, or 8,192, because it is not cut in parts
-LARGE_BYTES = 8 * 2**20  # gathered by each rank
-# Products of matrices of this side that each rank computes before each collective: half a millisecond of them, and
-# `LATE_AFTER_S`, after which ranks come at different times.
+)
+# Numbers in a small collective. One number takes half as long as 16 or 8,192, because it is not cut
+# into parts.
+SMALL_NUMBERS = 1024
+LARGE_BYTES = 8 * 2**20  # bytes that each rank gathers
+# Products of matrices of this side that each rank computes before each collective. The small number
+# takes half a millisecond. The large one takes `LATE_AFTER_S`, after which ranks arrive at
+# different times.
 BUSY_SIDE, FEW_PRODUCTS, MANY_PRODUCTS = 256, 1, 30
-SLOWEST = 0.02  # of exchanges, as a part, that don't count: the machine may have paused
-GPU_LARGE_BYTES = 128 * 2**20  # gathered by each GPU: some buckets of gradients
-# Of the cores' time that ranks get where nothing else runs: 0.97 to 1.0, and 0.27 beside two busy processes (2 cores).
-# Figures that were measured with less are those of a busy machine.
+SLOWEST = 0.02  # part of the exchanges that does not count, because the machine may have paused
+GPU_LARGE_BYTES = 128 * 2**20  # bytes that each GPU gathers, as large as some buckets of gradients
+# The part of the cores' time that ranks must get. They get 0.97 to 1.0 if nothing else runs, and
+# 0.27 beside two busy processes (2 cores). Figures measured with less are those of a busy machine.
 QUIET_SHARE = 0.8
 BUSY = "measured while other work had these cores"
 TIMEOUT_S = 30.0
-GPU_TIMEOUT_S = 90.0  # NCCL looks at the wires first, and opens channels
+GPU_TIMEOUT_S = 90.0  # longer than for CPUs: NCCL first examines the wires, and opens channels
 
 
 def with_links(cluster: Cluster, *, measure: bool = True) -> Cluster:

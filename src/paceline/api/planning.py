@@ -31,7 +31,7 @@ from paceline.planner.survival import REPAIR_HOURS, FailureRates
 from paceline.simulate.failures import CHECKPOINT_BYTES_PER_S
 
 CALIBRATE_S = 20.0
-NEAREST = 3  # plans that are named where none fits
+NEAREST = 3  # plans that are named if none fits
 OTHER_PRECISION: Mapping[Precision, Precision] = {"float32": "bf16", "bf16": "float32"}
 
 
@@ -98,7 +98,7 @@ def plan(
     named = cluster if isinstance(cluster, str) else f"{len(target.devices)} devices"
 
     def answer() -> Answer:
-        # Ranks are started on devices that are here alone, and would go on without the collector.
+        # Ranks are only started on devices of this machine, and would go on without the collector.
         with without_collector() if target.nodes else nullcontext():
             return _answer(
                 planned,
@@ -112,9 +112,8 @@ def plan(
 
     if not has_gpus():
         return answer()
-    answered: Answer = value_of(
-        in_a_fork(lambda: plain(answer()))
-    )  # this process stays one whose forks can use CUDA
+    # A fork plans, so that this process's later forks can still use CUDA.
+    answered: Answer = value_of(in_a_fork(lambda: plain(answer())))
     return answered
 
 

@@ -18,7 +18,7 @@ from paceline.planner.remedies import Remedy
 from paceline.planner.search import Candidate, RankedPlans, best_of_each_kind, compiling, reason
 from paceline.strategies.plan import Plan
 
-SHOWN = 16  # plans of the table
+SHOWN = 16  # plans in the table
 
 
 MILLION = 1_000_000

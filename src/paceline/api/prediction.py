@@ -27,13 +27,14 @@ if TYPE_CHECKING:
     from paceline.model.cost import Profile
     from paceline.planner.estimate import Estimate, SplitPrices
 
-FEW_STEPS = 10  # a run of fewer is mostly its start
-EXPLAINS = 0.5  # of what is missing, that a cause must be
-BUSY = 0.7  # runnable processes above a run's ranks from which others are in the way
+FEW_STEPS = 10  # a run of fewer steps is mostly start-up
+EXPLAINS = 0.5  # the part of a deviation that a cause must explain
+BUSY = 0.7  # runnable processes in addition to a run's ranks, from which others slow the run
+# The deviation of a peak that is not reported: as a part of it, and at least in bytes.
 MEMORY_SPREAD, SMALL_BYTES = (
     0.15,
     20 * 2**20,
-)  # by which a peak may be off, as a part and at the least
+)
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,8 @@ def price(job: Job, resolved: Resolved, chosen: Chosen, *, snapshot: bool) -> Pr
         from paceline.planner.rank_kinds import gpu_rates
 
         if resolved.cluster.devices[-1].kind == "cuda":
-            # Kept for the prediction: once ranks run, a measurement would be in their way.
+            # The result is kept for the prediction: once ranks run, a measurement would disturb
+            # them.
             with suppress(RuntimeError):
                 gpu_rates(resolved.cluster.devices[-1])
         checked = _checked(priced)
@@ -103,7 +105,7 @@ def _checked(priced: Priced) -> Priced:
         )
     except PlanError:
         raise
-    except Exception as error:  # pieces of the model are run on fake tensors for their price
+    except Exception as error:  # pricing runs pieces of the model on fake tensors
         return _without_price(priced, error)
     return priced
 
@@ -142,7 +144,7 @@ def predict_once_started(board: HeartbeatTable, priced: Priced, run_dir: Path) -
         time.sleep(0.05)
     try:
         apart_from_cuda(lambda: _predict(priced, run_dir))
-    except OSError as error:  # a full disk, or no run folder any more, which ranks tell of
+    except OSError as error:  # a full disk, or a missing run folder, which ranks report
         print(
             f"warning: can't write {run_dir / folder.PREDICTED}: {error.strerror}", file=sys.stderr
         )

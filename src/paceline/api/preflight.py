@@ -98,13 +98,13 @@ def _cut(job: Job, plan: Plan) -> None:
 def _look(job: Job, plan: Plan) -> None:
     from paceline.base.logs import redirect
 
-    redirect(None)  # the job's own code says all it says when it runs for the run
+    redirect(None)  # hide what the job's own code prints; it prints all of it again in the run
     for check in (_schedule, _weights, lambda job: _step(job, plan)):
         try:
             check(job)
         except PacelineError:
             raise
-        except Exception:  # of the job's own code, which a rank shows with its lines
+        except Exception:  # an error of the job's own code, which a rank reports with its lines
             continue
 
 

@@ -23,14 +23,13 @@ from paceline.launch.process.faults import Fault, draw, struck
 from paceline.runs import folder, journal
 from paceline.strategies.plan import Plan
 
-TIMEOUT_S = (
-    10.0  # without a sign of life; a rehearsed run is a short one, and a hang is what is rehearsed
-)
+# Seconds without a sign of life. The value is small because rehearsed runs are short and rehearse
+# hangs.
+TIMEOUT_S = 10.0
 ALLOWED = 10.0  # times the rounding, as in `verify`; see docs/verify.md
-Launch = Callable[
-    [Path, dict[str, Any]], tuple[int, str]
-]  # a run folder and options to exit code and message
-SAVES = 5  # in a run, if it is not said how often
+# Takes a run folder and options; returns an exit code and a message.
+Launch = Callable[[Path, dict[str, Any]], tuple[int, str]]
+SAVES = 5  # checkpoints in a run, by default
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from paceline.launch.process.faults import Fault
 from paceline.planner.resized import resized
 from paceline.strategies.plan import Plan
 
-PORT = 29500  # of the meeting place, in a network of its own
+PORT = 29500  # of the meeting place, in a separate network
 
 
 @dataclass(frozen=True)

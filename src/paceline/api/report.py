@@ -17,7 +17,7 @@ from paceline.reports.record import RunRecord
 from paceline.runs import folder
 from paceline.runs.provenance import note_edits
 
-MOST_PLANS = 8  # that the page lists
+MOST_PLANS = 8  # plans that the page lists
 
 
 def report(run: str | Path, *, to: str | Path | None = None, price: bool = True) -> Path:

@@ -21,12 +21,12 @@ from paceline.planner.problem import PlanningProblem
 from paceline.planner.search import Candidate, amount
 
 MOST_DEVICES = 1_000_000
-# Cuts of the model whose schedules are all tried on each number of devices; `plan` tries more on one.
+# Cuts of the model whose schedules are all tried on each number of devices; `plan` tries more.
 REFINED = 4
 SUFFIXES = (".png", ".svg")
 
 
-# A colour and a dash that are told apart without colour too.
+# A colour and a dash, so that the lines also differ without colour.
 FOUND, IDEAL = {"color": "#1f4e8c", "marker": "o"}, {"color": "#888888", "linestyle": "--"}
 
 

@@ -391,9 +391,8 @@ class TrainRequest:
                     },
                     priced,
                 )
-            result = Result(
-                figures or {}, run_dir, job
-            )  # of servers and their workers rank 0 alone has them
+            # With servers and their workers, only rank 0 has figures.
+            result = Result(figures or {}, run_dir, job)
             if controller is not None and launcher.is_first:
                 controller.ended(result)
         return result

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from paceline.planner.resolve import Resolved
     from paceline.proof.ranks import Proof
 
-# What is tried when no plan is named: every axis, its stages, their products, uneven numbers, accumulation.
+# Plans that are tried if none is named: every axis, its stages, their products, uneven numbers,
+# accumulation.
 EXACT_PLANS = (
     "single accumulate=4",
     "data=2",

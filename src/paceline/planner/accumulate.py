@@ -14,7 +14,7 @@ from paceline.planner.rank_kinds import MemoryNeed, rank_kinds
 from paceline.simulate.device import DeviceRates
 from paceline.strategies.plan import Plan
 
-# Rates that only stand in where nothing but memory is asked for.
+# Arbitrary rates, for estimates of which only the memory is used.
 ANY_RATES = DeviceRates(1e9, 1e9, 1e9, 1e9, 0.0)
 
 
@@ -35,7 +35,8 @@ def fewest_microbatches(
         )
 
     most = _most_samples(plan, cluster, batch)
-    # One alone needs no second gradient beside the first; from two on the need only falls, so the interval is halved.
+    # A single micro-batch needs no second gradient beside the first. From two on, more
+    # micro-batches always need less, so bisection finds the number.
     at_once, at_most = worst(1), worst(most)
     if at_once.missing_bytes <= 0:
         return 1

@@ -27,21 +27,26 @@ from paceline.planner.space import uncompiled_variant
 from paceline.strategies.plan import Plan
 from paceline.strategies.registry import active
 
-# Half the width of an 80 % interval around a step's time, as a natural logarithm: of a plan that was calibrated, of
-# one whose kind was, and of others. Fitted on `benchmarks.regret`; see docs/formulas.md.
+# Half the width of an 80 % interval around a step's time, as a natural logarithm: for a calibrated
+# plan, for a plan of a calibrated kind, and for others. Fitted on `benchmarks.regret`; see
+# docs/formulas.md.
 SPREAD = {"itself": 0.075, "kind": 0.13, "nothing": 0.25}
-# The standard deviation of the logarithm of a step that was calibrated with which those were fitted, a second run's in
-# it; and how many trials that counts for, beside those of the plans that were tried again.
+# The standard deviation of the logarithm of a calibrated step in the runs of that fit, including
+# that of a second run. It counts as many trials as `NOISE_TRIALS`, beside those of plans that were
+# tried again.
 NOISE = SPREAD["itself"] / 1.28 / math.sqrt(2)
 NOISE_TRIALS = 4
-FAR = 4  # times as many micro-batches, or as few, from which a plan of the same kind is worth a calibration of its own
-UNEXPLAINED = "unexplained"  # of a breakdown: what was measured above all parts together
-# How far a part's factor is from 1, and how far its factor in plans of one rank and of several is from it, as parts of
-# the half width of the prices' intervals; how far it is in compiled code; how far a step is from its parts' sum. Fitted
-# on `benchmarks.regret`, each plan corrected by the others of its job; that of compiled code is assumed.
+# A plan is worth its own calibration if it has this many times more, or fewer, micro-batches than
+# calibrated plans of its kind.
+FAR = 4
+UNEXPLAINED = "unexplained"  # part of a breakdown: measured time beyond all parts together
+# Spreads, as parts of the half width of the prices' intervals: of a part's factor around 1; of its
+# factor in plans of one or several ranks around that; of its factor in compiled code; and of a step
+# around the sum of its parts. Fitted on `benchmarks.regret`, each plan corrected by the others of
+# its job; the value for compiled code is assumed.
 FACTOR_SPREAD, RANKS_SPREAD, COMPILED_SPREAD, STEP_SPREAD = 0.25, 0.05, 0.5, 0.1
 LEAST_FACTOR = 0.2
-MEASURED = "unaccounted"  # of a ledger: what was measured above everything that is accounted for
+MEASURED = "unaccounted"  # entry of a ledger: measured memory beyond all other entries
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +231,7 @@ class Corrections:
                 if nearness == 0:
                     return _between(errors, plan)
                 factor = statistics.geometric_mean(error.factor for error in errors.values())
-                # The surer prices are, the less one plan's error says of another kind.
+                # The more certain prices are, the less one plan's error says about another kind.
                 part = min(1.0, FACTOR_SPREAD * _spread_of(self._predicted[next(iter(errors))]))
                 return _Error(
                     factor**part,

@@ -20,11 +20,12 @@ from paceline.planner.remedies import remedies
 from paceline.strategies.plan import Plan
 
 MIB = 2**20
-MOST_CPU_RANKS = (
-    8  # that are tried where a plan doesn't fit; ranks on one machine may outnumber its cores
-)
-LESS = 0.85  # of what was predicted for a plan that ran out of memory all the same
-SET_ASIDE = "set aside"  # the column of what a GPU gives away beside tensors
+# The most ranks that are tried if a plan doesn't fit; ranks on one machine may outnumber its cores.
+MOST_CPU_RANKS = 8
+# Part of the predicted need that another plan may have, after a plan ran out of memory against its
+# prediction.
+LESS = 0.85
+SET_ASIDE = "set aside"  # the column for memory that a GPU needs beside tensors
 _COLUMNS = {
     "weights": ("parameters",),
     "gradients": ("gradients",),
@@ -156,7 +157,7 @@ def _from_small_to_large(
             estimate = _estimate(
                 job, other, _as_many(cluster, other), profile, split, snapshot=snapshot
             )
-        except PlanError:  # what doesn't compose, or fewer pieces than ranks
+        except PlanError:  # the keys don't compose, or there are fewer pieces than ranks
             continue
         yield other, estimate.needs
 

@@ -22,7 +22,7 @@ from paceline.strategies.plan import Plan
 from paceline.strategies.registry import active
 
 MOST_TENSOR = 8
-TIMES = 4  # by which links are made faster and slower, to see what flips the choice
+TIMES = 4  # links are made this many times faster and slower, to see whether the choice changes
 _PART = {4: "quarter"}[TIMES]
 MORE_MEMORY = "twice the memory"
 HOUR_S = 3600.0
@@ -211,7 +211,7 @@ class PlanningProblem:
                 partial(self.price, cluster=changed),
                 partial(self.least_missing_bytes, cluster=changed),
                 has_same_memory=name != MORE_MEMORY,
-                # A cut for devices that are here follows from their memory.
+                # On devices that are here, the cut of a model depends on their memory.
                 has_same_speed=name == MORE_MEMORY and bool(cluster.nodes),
                 least_s=least_s,
             )

@@ -17,8 +17,8 @@ from paceline.planner.estimate import NotPriced
 from paceline.planner.problem import PlanningProblem, with_memory
 from paceline.planner.search import Candidate
 
-HALVINGS = 3  # of a batch
-MOST_TIMES = 8  # as many devices are thought of
+HALVINGS = 3  # times that a batch is halved at most
+MOST_TIMES = 8  # the largest multiple of the devices that is tried
 GIB = 2**30
 LOWER_PRECISION: dict[Precision, Precision] = {
     "float32": "bf16",
@@ -26,9 +26,8 @@ LOWER_PRECISION: dict[Precision, Precision] = {
     "float64": "float32",
 }
 
-Attempt = tuple[
-    str, Callable[[], tuple[PlanningProblem, Cluster]]
-]  # the change in words, and what is asked then
+# The change in words, and a function that gives the planning problem and cluster after it.
+Attempt = tuple[str, Callable[[], tuple[PlanningProblem, Cluster]]]
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ def _first_that_fits(attempts: Iterable[Attempt]) -> Remedy | None:
         try:
             problem, cluster = make_problem()
             chosen = problem.search(cluster).chosen
-        except (PacelineError, NotPriced):  # a job or a cluster that can't be so
+        except (PacelineError, NotPriced):  # the job or the cluster can't be changed in this way
             continue
         if chosen is not None:
             return Remedy(change, chosen, problem.job.batch)

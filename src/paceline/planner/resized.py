@@ -12,7 +12,7 @@ from paceline.base.errors import PlanError
 from paceline.strategies.key_registry import key
 from paceline.strategies.plan import Plan
 
-_MOST_CHANGED = 3  # counts of a plan; of axes, or servers and workers
+_MOST_CHANGED = 3  # counts of a plan that may change: of axes, or of servers and workers
 
 
 def resized(plan: Plan, world_size: int) -> Plan:
@@ -57,7 +57,7 @@ def _candidates(plan: Plan, world_size: int) -> Iterator[Plan]:
         for *names, last in itertools.permutations(counts, num_changed):
             for sizes in itertools.product(divisors, repeat=len(names)):
                 first = dict(zip(names, sizes, strict=True))
-                # the number of ranks grows with each count
+                # Bisection works because the number of ranks grows with each count.
                 size = 1 + bisect_left(
                     range(1, world_size + 1),
                     world_size,

@@ -105,9 +105,8 @@ def resolve(
         )
         settled = settled.with_(accumulate=accumulate)
     if settled.has_schedule and settled.schedule.microbatches == "auto":
-        settled = settled.with_(
-            microbatches=2 * settled.num_stage_ranks
-        )  # idle a third of the time at most under 1F1B
+        # Under 1F1B, ranks are then idle at most a third of the time.
+        settled = settled.with_(microbatches=2 * settled.num_stage_ranks)
     return Resolved(
         settled, cluster, shares if isinstance(shares, tuple) else (1,) * settled.replicas
     )

@@ -25,15 +25,18 @@ from paceline.strategies.limits import DeviceCounts, Limits
 from paceline.strategies.plan import Plan
 from paceline.strategies.registry import active
 
-TIE = 0.02  # plans whose steps differ by less, as a part, tie: two measurements of one plan do
+# Plans tie if their steps differ by a smaller part, because two measurements of one plan do.
+TIE = 0.02
 MOST_REFINED = 12
-# Half the width of a 95 % interval around what compiled blocks gain by their price, as a part of the step: kernels that
-# torch compiles are that much slower or faster than others. See docs/strategies/compile.md.
+# Half the width of a 95 % interval around the predicted gain of compiled blocks, as a part of the
+# step: kernels that torch compiles are that much slower or faster than others. See
+# docs/strategies/compile.md.
 GAIN_SPREAD = 0.03
 Price = Callable[[Plan], Estimate]
-# Bytes that a plan is over its devices' memory by at least; cheap. It may stop where they are above 0 and enough.
+# Returns the least bytes by which a plan exceeds its devices' memory; must be cheap. It may stop
+# early once the bytes are above 0 and reach the second argument.
 Least = Callable[[Plan, float], int]
-Rent = Callable[[Plan], float]  # what a plan's devices cost a second
+Rent = Callable[[Plan], float]  # price of a plan's devices per second
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,7 +293,7 @@ def _refine(prices: _PriceTable, plan: Plan, limits: Limits) -> None:
             for variant in variants(other, limits):
                 prices(variant)
             if not plan.has_schedule and other in prices.fitting:
-                break  # more of them take longer
+                break  # more micro-batches take longer
 
 
 def _compile(prices: _PriceTable, limits: Limits) -> str:
@@ -485,9 +488,8 @@ def flips(
             each.plan
             for each in (*ranking.ranked, *(() if change.has_same_memory else ranking.too_large))
         }
-        prices.over |= (
-            ranking.fitting.keys() - known
-        )  # they failed when they were tried, or needed more memory
+        # The other plans failed when they were tried, or needed more memory than predicted.
+        prices.over |= ranking.fitting.keys() - known
         prices.fitting |= ranking.fitting if change.has_same_speed else {}
         ways: Iterable[Plan] = ranking.ways
         if not change.has_same_memory:

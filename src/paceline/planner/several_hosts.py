@@ -28,13 +28,13 @@ from paceline.simulate.outages import Outages, spares_for
 from paceline.strategies.mesh import Mesh, hosts_of_parts
 from paceline.strategies.plan import Plan
 
-# Until ranks of several hosts that start again compute: after one was killed; after a host was given up; and with one
-# that has come, after the save. Medians of the tables in docs/survive.md, on two cores: 3.7 to 3.9 s; 9.9 and 10.3 s
-# with a patience of 4 s; 4.2 s.
+# Seconds until the ranks of several hosts that start again compute: after a rank was killed; after
+# a host was given up; and with a host that has joined, after the save. Medians of the tables in
+# docs/survive.md, on two cores: 3.7 to 3.9 s; 9.9 and 10.3 s with a patience of 4 s; 4.2 s.
 REPLACED_S, LEFT_S, JOINED_S = 3.8, 6.1, 4.2
-SILENCE_S = MOST_SILENCE_S  # until a host is given up: what --patience comes to if nobody says
-MOST_FEWER = 8  # hosts that a run may lack; a plan is priced for each number
-MANY_RANKS = 512  # of which it may lack one host: `resized` takes 2 to 12 s for 16,000 ranks
+SILENCE_S = MOST_SILENCE_S  # seconds until a host is given up: the default of --patience
+MOST_FEWER = 8  # most hosts that a run may lack; a plan is priced for each number
+MANY_RANKS = 512  # Larger runs may lack only one host: `resized` takes 2 to 12 s for 16,000 ranks.
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,9 @@ class _Hosts:
         if mesh.world_size != plan.world_size:
             raise NoSurvival("hosts keep no copies of servers")
         hosts = hosts_of_parts(mesh, num_ranks)
-        num_held = sum(0 in of_part for of_part in hosts.values())  # the others hold as many
+        num_held = sum(0 in of_part for of_part in hosts.values())  # the other hosts hold as many
         part_bytes = run.state_bytes / len(hosts)
-        if plan.relaxed is not None:  # each replica has a state of its own
+        if plan.relaxed is not None:  # each replica has its own state
             return cls(run, num_ranks, num_ranks * part_bytes, True)
         return cls(
             run,
@@ -122,9 +122,8 @@ class _Hosts:
         saving, saved_every_s = self.run.saving(SILENCE_S + LEFT_S)
         if saved_every_s < every_s:
             return saving, saved_every_s
-        waited_s = (
-            self.copied_s * every_s / self.copies_every_s
-        )  # of all copies until the next one that is sent
+        # For all copies until the next one that is sent.
+        waited_s = self.copied_s * every_s / self.copies_every_s
         return Failures(
             self.run.mtbf_s,
             waited_s + self.is_sent * self.sent_s,

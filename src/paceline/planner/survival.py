@@ -25,14 +25,15 @@ from paceline.simulate.outages import Outages
 from paceline.strategies.plan import Plan
 
 SurvivalName = Literal["copies", "checkpoint", "fewer", "spare", "resume"]
-REPAIR_HOURS = 1.0  # until a host, or a GPU, that failed is back, if nobody says. A guess.
-COPIED_BYTES_PER_S = 6.5e9  # by one core, to memory that it has used before; measured on two cores
-_NUM_PLAYED = 5000  # failures
+REPAIR_HOURS = 1.0  # default time until a host or a GPU that failed is back; a guess
+# rate of one core, to memory that it has used before; measured on two cores
+COPIED_BYTES_PER_S = 6.5e9
+_NUM_PLAYED = 5000  # failures in a simulation
 
 
 @dataclass(frozen=True, slots=True)
 class FailureRates:
-    """How often devices fail, and how soon what is lost is back.
+    """The failure rate of devices, and the speed of repairs and checkpoints.
 
     Raises:
         UsageError: a figure is not above 0.

@@ -21,8 +21,8 @@ MARKS = {
     "inconclusive": "UNCLEAR",
     "refused": "no plan",
 }
-WIDTH = 99  # characters a line of the table
-_PLAN, _NAME = 27, 26  # characters of a plan's column and of a parameter's
+WIDTH = 99  # characters in a line of the table
+_PLAN, _NAME = 27, 26  # characters in the column of a plan, and in that of a parameter
 
 
 def document(

@@ -23,11 +23,12 @@ from paceline.strategies.layout import Extent, Whole
 from paceline.training import state
 from paceline.training.feed import MicroBatch
 
+# The kinds of tensors, by the sections of a checkpoint.
 _STORED = {
     "parameters": "weight",
     "buffers": "buffer",
     "optimizer": "state",
-}  # kinds of what a checkpoint names
+}
 SAME_RATE = 1e-9  # relative; a schedule is a formula, computed by the same code on every rank
 
 
@@ -107,7 +108,7 @@ class DifferenceRecorder:
         parameters = getattr(stepper, "local_parameters", stepper.parameters)
         weights = {name: p for name, p in parameters.items() if is_weight(p)}
         self._compare("weight", step, weights, stepper.layout.extents)
-        if not hasattr(stepper, "optimizer"):  # a worker: servers have the rest
+        if not hasattr(stepper, "optimizer"):  # a worker, whose servers have the rest
             return
         self.rates.append(rates_of(stepper.optimizer))
         answered = stepper.layout.owned_buffers

@@ -12,16 +12,16 @@ from typing import Any
 
 import torch
 
-# Operators that torch has done by tensor cores, as it calls them below autograd.
+# Operators that torch may run on tensor cores, by their names below autograd.
 _USERS = {
     "matrix products": frozenset({"mm", "addmm", "bmm", "baddbmm", "addbmm", "_addmm_activation"}),
     "convolutions": frozenset({"convolution"}),
     "recurrent layers": frozenset({"_cudnn_rnn"}),
 }
-TF32_EPSILON = (
-    2.0**-10
-)  # of a number with ten bits of mantissa; NVIDIA, "A100 Tensor Core GPU Architecture" (2020)
-_TF32_CAPABILITY = (8, 0)  # the first compute capability that has it
+# Rounding of a number with ten bits of mantissa; NVIDIA, "A100 Tensor Core GPU Architecture"
+# (2020).
+TF32_EPSILON = 2.0**-10
+_TF32_CAPABILITY = (8, 0)  # the first compute capability with TF32
 
 _device: ContextVar[torch.device | None] = ContextVar("device", default=None)
 

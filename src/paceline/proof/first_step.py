@@ -53,10 +53,11 @@ from paceline.proof.tolerances import (
     write_cut,
 )
 
-_SHORT_S = 0.1  # a step that takes no longer loses more by waking threads, and waiting for them, than it gains
-_ASKED_S = 0.02  # between questions whether there are cores to take; an operator of a long step takes about as long
+_SHORT_S = 0.1  # Shorter steps lose more by waking threads and waiting for them than they gain.
+# Seconds between questions whether cores are free; an operator of a long step takes about as long.
+_ASKED_S = 0.02
 _NUDGED = (Variation(nudge=1.0),)
-_FEW = 4  # samples of a window that are looked at
+_FEW = 4  # samples of a window that are examined
 
 
 class FirstStep:
@@ -123,7 +124,7 @@ class FirstStep:
             with (
                 random if random.is_needed else nullcontext(),
                 suppress(Exception),
-            ):  # it may refuse half a batch
+            ):  # the model may refuse half a batch
                 self.figures["kept_rows"] = kept_rows(run, batch)
 
     def look_further(self, *, steps: int | None) -> None:
@@ -136,9 +137,8 @@ class FirstStep:
             steps: Of the whole job; None if the end of its data decides.
         """
         job, samples = self.job, min(_FEW, self.job.batch)
-        count = (
-            1 if self.job.models else job.batch // samples
-        )  # a step of one's own needs models of its own
+        # A job's own step needs new models for each batch.
+        count = 1 if self.job.models else job.batch // samples
         if self.random.left_on:
             return
         with (
@@ -180,7 +180,7 @@ class FirstStep:
                     variations=_NUDGED,
                 )
             if reference["coupling"] is not None:
-                with suppress(Exception):  # it says more, or nothing
+                with suppress(Exception):  # the cause is only additional information
                     problem = loss_problem(self.job, steps=1)
                     reference["cause"] = str(problem) if problem is not None else reference["cause"]
         return reference
@@ -196,7 +196,8 @@ class FirstStep:
             self.job, PlainFigures(self.folder, self.figures["losses"], floors), variations, epsilon
         )
         with self.random if self.random.is_needed else nullcontext(), suppress(Exception):
-            # An optimizer that can't be made a second time for one model is judged without.
+            # If an optimizer can't be made a second time for one model, the limits omit its shaken
+            # update.
             for kind, moved in self._shaken(epsilon).items():
                 widen(spreads[0][kind], moved)
         return with_limits({**self.figures, "epsilon": epsilon}, limits_of(floors, spreads))

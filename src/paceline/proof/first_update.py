@@ -22,9 +22,11 @@ from paceline.job import Job
 from paceline.planner.resolve import Resolved
 
 _POLL_S = 0.005
-# In the folder of a check: documents and tensors of one device, and a file that says that a plan is beyond the first.
+# Files in the folder of a check: documents and tensors of one device, and a file that says that a
+# plan exceeds the first limits.
 _NARROW, _MEASURED, _WHOLE, _CUT, _BEYOND = "narrow.json", "measured.json", "whole", "cut", "beyond"
-_WAITS = "waits-{}"  # a file of each rank that has taken its step and waits for one device: it leaves a core
+# file of a rank that has taken its step and waits for one device, so its core is free
+_WAITS = "waits-{}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +286,8 @@ def _write_references(job: Job, resolved: Resolved, folder: Path, *, steps: int 
     from paceline.proof.first_step import FirstStep
     from paceline.proof.ranks import in_precision
 
-    models = 1 + resolved.plan.num_copies  # that are in memory at once: each replica has its own
+    # models in memory at once: each replica has its own
+    models = 1 + resolved.plan.num_copies
     most_bytes = free_memory_bytes() // models
     with suppress(
         ValueError, OSError

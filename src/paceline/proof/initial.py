@@ -34,9 +34,8 @@ def load_plainly(job: Job, model: torch.nn.Module) -> None:
 
 def _load(init: Weights, model: torch.nn.Module) -> None:
     state = _state_of(init)
-    matched(
-        init, {name: tuple(tensor.shape) for name, tensor in state.items()}, model
-    )  # refuses in words
+    # This refuses, with a readable message, weights that are not the model's.
+    matched(init, {name: tuple(tensor.shape) for name, tensor in state.items()}, model)
     model.load_state_dict(
         {
             renamed: tensor

@@ -262,4 +262,4 @@ def order_difference(job: Job, *, steps: int) -> str | None:
     return None
 
 
-_FEW = 20_000  # samples that are put in order twice by hand; 0.1 s
+_FEW = 20_000  # largest number of samples that are put in order a second time; takes 0.1 s

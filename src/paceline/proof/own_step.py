@@ -153,9 +153,8 @@ class PlainStep:
         for p in trained:
             p.grad = None
         cut = [self.batch.cut(each, "inputs") for each in (inputs, *more)]
-        expected = 2.0 ** round(
-            math.log2(self.samples)
-        )  # divides sums before backward, so that they overflow less
+        # Sums are divided by this before backward, so that they overflow less.
+        expected = 2.0 ** round(math.log2(self.samples))
         with self.draws.paused():
             self.number += 1
             for samples, value in self._losses(module, cut, loss, more, gather=gather):

@@ -152,14 +152,14 @@ def _step_problem(job: Job, *, steps: int) -> Problem | None:
 # --- The loss -----------------------------------------------------------------------------------------------------
 
 _MEAN_IN_FLOAT32 = 1e-4
-# What a loss raises for an output that is not cut by samples: that says nothing about the loss.
+# Errors of a loss for an output that is not cut by samples. They say nothing about the loss.
 _NOT_CUT = (RuntimeError, ValueError, TypeError, IndexError, AttributeError, TrainingError)
 
 
 def loss_problem(job: Job, *, steps: int) -> Problem | None:
     """Check whether the loss compares samples, or is a scalar that is no mean over its samples."""
     model, loss = build_plain(job), job.criterion
-    # It is called several times with one target, and may write to it.
+    # The loss is called several times with one target, and may write to it.
     job = replace(job, loss=lambda output, target: loss(output, map_tensors(lazy_copy, target)))
     return next(
         (
@@ -193,7 +193,7 @@ def uneven_problem(job: Job, model: nn.Module, batches: Iterable[MicroBatch]) ->
         model: A trained model; its state is left as it was.
         batches: Batches of few samples each.
     """
-    if job.precision in AUTOCAST:  # whose rounding would hide it
+    if job.precision in AUTOCAST:  # the rounding of autocast would hide a difference
         job = replace(job, precision="float32")
     for batch in (batch for batch in batches if batch.samples > 1):
         seen = Dtypes({p.dtype for p in model.parameters() if p.is_floating_point()})
@@ -322,14 +322,16 @@ def _no_mean(job: Job, output: Any, batch: MicroBatch, *, loss: Any) -> Problem 
             _has_rows(t, batch.samples) for t in _tensors(output)
         ):
             return None
-    # A mean of values in float32 is that exact, however many; class weights can move it by no more than a thousandth.
+    # A mean of values in float32 is this exact, however many there are. Class weights can move it
+    # by no more than a thousandth.
     exact = (
         min(EXACT[job.precision], _MEAN_IN_FLOAT32)
         if job.precision == "float32"
         else EXACT[job.precision]
     )
     third = max(1, batch.samples // 3)
-    # One cut may part what counts evenly by chance; the next one then does not, unless each sample counts alike.
+    # By chance, one cut may split evenly what the loss counts. The second cut then does not, unless
+    # each sample counts the same.
     for first in sorted({third, min(batch.samples - 1, third + 1)}):
         parts = [
             (rows(output, part, batch.samples), _targets(batch, part))

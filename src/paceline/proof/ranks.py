@@ -18,7 +18,7 @@ from paceline.launch.local.ranks import run_local
 from paceline.planner.resolve import Resolved
 from paceline.strategies.plan import Plan
 
-RUNS = "runs"  # below the folder of a proof: a run folder for each plan, with its checkpoint
+RUNS = "runs"  # below the folder of a proof: run folders with checkpoints, one for each plan
 
 
 @dataclass(frozen=True)
@@ -149,9 +149,8 @@ def reference_of(
         }
 
     def work(context: Any) -> dict[str, Any]:
-        Stepper(
-            job, Plan(), Mesh.of(Plan(), 0), context.device
-        )  # refuses in words what can't be trained
+        # This refuses, with a readable message, a job that can't be trained.
+        Stepper(job, Plan(), Mesh.of(Plan(), 0), context.device)
         with float32_products(job, context):
             figures, note = {job.precision: run(job.precision)}, None
         if job.precision != "float64":

@@ -128,7 +128,7 @@ class PlainRun:
         # Loss scaling as of torch.amp.GradScaler; too few steps for its growth. A loss that is a sum is divided by a
         # power of two near the window's count before: the first time by its samples, then by the count before.
         self.around_updates: Callable[[], AbstractContextManager[None]] = (
-            nullcontext  # of a step of the job's own
+            nullcontext  # for a job's own step
         )
         self.scale, self.count = 2.0**16 if job.precision == "fp16" else 1.0, 0.0
         self.is_skipped = False

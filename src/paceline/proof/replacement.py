@@ -21,7 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-_COUNTED: dict[Any, int] = {F.cross_entropy: -100, F.nll_loss: -100}  # what they ignore by default
+# targets that they ignore by default
+_COUNTED: dict[Any, int] = {F.cross_entropy: -100, F.nll_loss: -100}
 _ELEMENTWISE = (
     F.mse_loss,
     F.l1_loss,
@@ -52,7 +53,7 @@ _DEFAULTS = {
     "delta": 1.0,
 }
 _AT_LEAST = ("clamp", "clamp_min", "clip")
-_SMALL = 1e-3  # what is added to a count so that it is never 0
+_SMALL = 1e-3  # the largest number that is taken for a guard against a count of 0
 
 Pair = tuple[ast.expr, ast.expr]
 
@@ -68,7 +69,7 @@ def replacement(
     """
     whole = float(loss(output, target))
     for code, names in _candidates(loss):
-        with suppress(Exception):  # whatever a rewritten loss does, it is not shown then
+        with suppress(Exception):  # a rewritten loss that fails is not shown
             exec(compile(code, "<replacement>", "exec"), names)
             made = partial(names["loss"], names["self"]) if "self" in names else names["loss"]
             total, count = map(float, made(output, target))
@@ -137,7 +138,7 @@ def _of_torch(loss: Any) -> tuple[str, dict[str, Any]] | None:
     for key, value in keywords.items():
         if isinstance(value, torch.Tensor):
             names[key] = value
-            words.append(f"{key}={key}")  # a tensor of the user's, by its name
+            words.append(f"{key}={key}")  # a tensor of the user's is shown by its name
         elif key != "reduction" and value != _DEFAULTS.get(key):
             words.append(f"{key}={value!r}")
     return f"F.{name}({', '.join(['output', 'target', *words])})", names

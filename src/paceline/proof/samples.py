@@ -94,7 +94,7 @@ def _contents(
     """
     from paceline.base.logs import redirect
 
-    redirect(None)  # the job's own code says all it says when it runs for the run
+    redirect(None)  # hide what the job's own code prints; it prints all of it again in the run
     batches = [
         fetch(data, places, places, seed=seed, collate=collate) for places, seed in reads if places
     ]

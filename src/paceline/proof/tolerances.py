@@ -51,21 +51,25 @@ from paceline.proof.reference_loop import (
 )
 from paceline.training.feed import is_stream
 
-ALLOWED = 10.0  # times the yardstick; see DESIGN: how equal is equal
+ALLOWED = 10.0  # times the yardstick; see docs/verify.md
 KINDS = ("gradient", "weight", "buffer")
 ALL_KINDS = (*KINDS, "state")
-# A unit in the last place moves one figure of the run, none of its samples: what that does is rounding's doing.
+# These move a figure of the run by a unit in the last place and leave the samples as they are, so
+# their effects are those of rounding.
 ROUNDING = (Variation(shake=1.0), Variation(shake=-1.0), Variation(nudge=1.0))
-# Other kernels, or other sums of the same terms; a coupling of samples shows here, too.
+# These stand for other kernels, or other sums of the same terms. They also show a coupling of
+# samples.
 REORDERED = (Variation(permuted=True), Variation(cuts=2), Variation(cuts=4))
-# A reordering may move a figure so many times as far as shaking does before it is taken for a coupling: sums of n terms
-# in another order differ by up to about sqrt(n) roundings, and a batch has some thousand terms.
+# A reordering may move a figure this many times as far as shaking does before it counts as a
+# coupling. Sums of n terms in another order differ by up to about sqrt(n) roundings, and a batch
+# has some thousand terms.
 REORDERED_AT_MOST = 100.0
-# How far a job that is exact may move when it is cut, relative to its size. Losses and layers may compute in float32
-# whatever they are given.
+# How far an exact job may move when it is cut, relative to its size. Losses and layers may compute
+# in float32 whatever they are given.
 EXACT = {"fp8": 0.1, "bf16": 0.1, "fp16": 0.02, "tf32": 1e-3, "float32": 1e-3, "float64": 1e-5}
-# tf32: proofs run on the CPU, where it is float32. fp8: plans compute in bf16 what layers then round to float8, by
-# scales of each row alone; where that makes a flip of the last place larger, the variations show it.
+# tf32: proofs run on the CPU, where it is float32. fp8: plans compute in bf16, and layers then
+# round to float8 by scales of each row; if that makes a flip of the last place larger, the
+# variations show it.
 EPSILON = {
     "fp8": torch.finfo(torch.bfloat16).eps,
     "bf16": torch.finfo(torch.bfloat16).eps,
@@ -75,7 +79,8 @@ EPSILON = {
     "float64": torch.finfo(torch.float64).eps,
 }
 PLANTED = 1e-3  # relative error of one gradient that a comparison must notice to prove anything
-_KEPT_BYTES = 2**22  # of a file that stays in memory once it was read; 128 of them are half a GiB
+# files up to this size stay in memory once they are read; 128 of them are half a GiB
+_KEPT_BYTES = 2**22
 
 Named = dict[str, float]
 Kinds = dict[str, Named]  # figures of a step by kind and name
@@ -193,9 +198,8 @@ def _write_plain(
     floors: list[Kinds] = []
     for step, batch in enumerate(whole_batches(job, steps)):
         random.forget()
-        reference["marks"].append(
-            expected_marks(job, batch)
-        )  # a model may write to what it is given
+        # Marks are taken before the step, because a model may write to its inputs.
+        reference["marks"].append(expected_marks(job, batch))
         record = run.step(batch)
         reference["draws"].append(len(random.drawn))
         reference["most_repeats"] = max(reference["most_repeats"], random.most_repeats())
@@ -216,10 +220,11 @@ def _write_plain(
             hint="--steps 20 leaves time for a smaller scale to be found",
         )
     figures, reference["not_evaluated"] = _first_evaluation(run, evaluation)
+    # Metrics are often means in float32.
     floors[-1]["evaluation"] = {
         name: max(epsilon, 0.0 if name == "loss" else EPSILON["float32"]) * abs(value)
         for name, value in figures.items()
-    }  # metrics are often means of float32
+    }
     return floors, figures
 
 
@@ -443,9 +448,8 @@ def write_cut(
             }
         )
         overflow = overflow or _overflow(step, skipped[-1], whole["skipped"][step])
-        if (
-            coupling is None and overflow is None
-        ):  # after a step that one of them skips nothing is alike
+        # After a step that only one of them skips, all figures differ.
+        if coupling is None and overflow is None:
             coupling = _coupled(beside, step, record, whole)
     cut = {
         **whole,
@@ -605,7 +609,7 @@ def coarsest(job: Job) -> float:
     seen = Dtypes({p.dtype for p in model.parameters() if p.requires_grad})
     if job.models:
         run = PlainRun(job)
-        run.around_updates = seen.paused  # of an update, shaken gradients show what rounding does
+        run.around_updates = seen.paused  # shaken gradients show the rounding of an update
         with seen:
             next(run.steps(1))
         return max(EPSILON[job.precision], seen.epsilon)

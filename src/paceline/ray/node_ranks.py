@@ -27,9 +27,10 @@ from paceline.launch.hosts.nodes import STARTED, write_line
 from paceline.launch.hosts.shared_files import SharedFiles
 from paceline.launch.process.messages import Message
 
-_LINE_BYTES = 2**26  # the longest line
-_PRINTED_S = 2.0  # for what a rank printed to come, after its end: its forks may keep the pipe open
-_PORTS = range(20000, 32768)  # below those that Linux gives to outgoing connections
+_LINE_BYTES = 2**26  # length of the longest line
+# seconds to wait for a rank's output after its end, because its forks may keep the pipe open
+_PRINTED_S = 2.0
+_PORTS = range(20000, 32768)  # below the ports that Linux uses for outgoing connections
 
 
 @dataclass(frozen=True)

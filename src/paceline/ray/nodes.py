@@ -22,10 +22,11 @@ from typing import Any
 from paceline.base.errors import ClusterError, MissingPackage, UsageError, with_extra
 
 _CONNECT_S = 30.0
-_LINE_BYTES = 2**26  # the longest line
-_PLACE_S = 5.0  # for Ray to place ranks in one way, before another one is tried
+_LINE_BYTES = 2**26  # length of the longest line
+_PLACE_S = 5.0  # seconds for Ray to place ranks in one way, before another way is tried
 
-# Ray tries for minutes to reach an address where no cluster is, and may end its process then; so another one asks.
+# Ray tries for minutes to reach an address without a cluster, and may then end its process.
+# Therefore another process asks.
 _ASK = """
 import json, sys, ray
 ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")

@@ -54,11 +54,10 @@ from paceline.ray.nodes import (
 from paceline.runs import folder
 from paceline.strategies.plan import Plan
 
-_START_S = 90.0  # for nodes to give CPUs or GPUs, and start Paceline
-_END_S = 20.0  # after a first rank failed, for the others to notice and end
-_LOCK_S = (
-    120.0  # for the last ranks of a lost node to end: NFS takes a dead host's locks after 90 s
-)
+_START_S = 90.0  # seconds for nodes to give CPUs or GPUs and to start Paceline
+_END_S = 20.0  # seconds for the other ranks to notice a failed rank and end
+# Seconds for the last ranks of a lost node to end: NFS releases a dead host's locks after 90 s.
+_LOCK_S = 120.0
 _POLL_S = 0.5
 
 

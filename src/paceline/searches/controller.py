@@ -38,12 +38,11 @@ if TYPE_CHECKING:
     import optuna
 
 AUTO = "auto"
-_LOOK_S = 0.25  # for what ranks say, between looks at requests to stop
+_LOOK_S = 0.25  # seconds to wait for messages of ranks, between checks for requests to stop
 _OWNED_WITHIN = timedelta(seconds=10)
-_ALIKE_TO_GIVE_UP = (
-    5  # trials that all fail of one cause before one has ended well: so will the others
-)
-_FAILED_TO_GIVE_UP = 20  # of different causes
+# The search ends if this many trials fail of one cause before one has ended well.
+_ALIKE_TO_GIVE_UP = 5
+_FAILED_TO_GIVE_UP = 20  # the same for different causes
 
 PlanOf = Callable[[Mapping[str, Any]], str]
 
@@ -120,8 +119,9 @@ class Controller:
         self.owner, self.is_shared, self.heed = owner, is_shared, heed
         self._beats = Heartbeats(study) if is_shared else None
         self.running: dict[int, Running] = {}  # by the pool's number
-        self.waiting: deque[Running] = deque()  # for enough free devices
-        self.adopted: deque[optuna.trial.Trial] = deque()  # begun before, and to be started anew
+        self.waiting: deque[Running] = deque()  # trials that wait for enough free devices
+        # unfinished trials of earlier controllers, to be started anew
+        self.adopted: deque[optuna.trial.Trial] = deque()
         self.num_done = 0
         self.failures: dict[int, str] = {}  # why a trial failed, by its number
         self.has_success = False
@@ -152,7 +152,7 @@ class Controller:
             if self.heed(self):
                 return
             if not (self.running or self.waiting):
-                self.adopted.extend(self._left_running())  # nobody came to claim them meanwhile
+                self.adopted.extend(self._left_running())  # nobody has claimed them meanwhile
                 if not self.adopted and not self._ownerless():
                     return
             if self._beats is not None:
@@ -224,9 +224,8 @@ class Controller:
             sum(each.number <= trial.number for each in counted(self.study))
             > self.request.num_trials
         ):
-            trial.set_user_attr(
-                SURPLUS, True
-            )  # another controller asked for the last one at the same time
+            # Another controller asked for the last trial at the same time.
+            trial.set_user_attr(SURPLUS, True)
             self.study.tell(trial, state=optuna.trial.TrialState.FAIL)
             return None
         return self._prepare(trial)

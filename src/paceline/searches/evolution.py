@@ -24,7 +24,7 @@ from optuna.samplers import BaseSampler, RandomSampler
 from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
-SPREAD = 0.2  # of a mutated number, as a part of its range
+SPREAD = 0.2  # of the change of a mutated number, as a part of its range
 
 
 class EvolutionSampler(BaseSampler):
@@ -45,9 +45,8 @@ class EvolutionSampler(BaseSampler):
         self.population, self.tournament = population, tournament
         self._random = RandomSampler(seed=seed)
         self._rng = np.random.RandomState(seed)
-        self._parents: dict[
-            int, tuple[FrozenTrial, str]
-        ] = {}  # of running trials, with what is to change
+        # The parent of each running trial, and the parameter that is to change.
+        self._parents: dict[int, tuple[FrozenTrial, str]] = {}
 
     def reseed_rng(self) -> None:
         self._random.reseed_rng()

@@ -12,10 +12,10 @@ from paceline.base.errors import UsageError, nearest
 from paceline.job import Job
 
 VALIDATION_LOSS = "validation_loss"
-# Known before training: parameters of the model; the planner's step time, and its memory of the fullest rank without
-# what libraries take.
+# Figures that are known before training: the number of parameters, the planner's step time, and its
+# memory of the fullest rank without the memory of libraries.
 PREDICTED = ("parameters", "step_ms", "memory_mb")
-# Known after training, of every job.
+# Figures that are known after the training of any job.
 _MEASURED = ("loss", "samples_per_s")
 
 

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 def _tpe(samplers: Any, seed: int) -> Any:
-    # Trials that still run count as bad ones, or devices that are free at the same time would get the same parameters.
+    # Running trials count as bad ones; otherwise devices that are free at the same time would get
+    # the same parameters.
     return samplers.TPESampler(seed=seed, multivariate=True, group=True, constant_liar=True)
 
 
@@ -49,7 +50,7 @@ SAMPLERS: Mapping[str, Callable[[Any, int], Any]] = {
     "nsga2": _nsga2,
     "evolution": _evolution,
 }
-# From the number of evaluations of a trial, if it is known.
+# Each function takes the number of evaluations of a trial, or None if it is not known.
 PRUNERS: Mapping[str, Callable[[Any, int | None], Any]] = {
     "none": lambda pruners, evaluations: pruners.NopPruner(),
     "median": lambda pruners, evaluations: pruners.MedianPruner(

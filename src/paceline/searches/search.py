@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from optuna.pruners import BasePruner
     from optuna.samplers import BaseSampler
 
-_WRITE_EVERY_S = 10.0  # study.json, while the search runs
+_WRITE_EVERY_S = 10.0  # seconds between writes of study.json during the search
 
 
 class StudyResult(Outcome):
@@ -127,9 +127,8 @@ def search(
         memory,
         source,
     )
-    make_sampler(
-        sampler, num_objectives=len(objectives), seed=seed
-    )  # a wrong name, before anything takes time
+    # This refuses a wrong name before anything takes time.
+    make_sampler(sampler, num_objectives=len(objectives), seed=seed)
     make_pruner(pruner, num_objectives=len(objectives), evaluations=None)
     example, varied = probe(function, request)
     run_dir = Path(run) if run is not None else folder.fresh_name(f"search-{function.path.stem}")
@@ -258,7 +257,7 @@ def _run(
     stopped: list[int] = []
 
     def note(number: int) -> None:
-        if number in stopped:  # a second request takes its default course
+        if number in stopped:  # a second request has its default effect
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         stopped.append(number)

@@ -19,10 +19,11 @@ if TYPE_CHECKING:
     from optuna.study import Study
 
 JOURNAL = "journal.log"
-HEARTBEAT_S = 30.0  # of running trials in a database that several controllers share
-_GRACE_S = 150.0  # without a heartbeat, after which another controller starts a trial again
+# seconds between heartbeats of running trials in a database that several controllers share
+HEARTBEAT_S = 30.0
+_GRACE_S = 150.0  # seconds without a heartbeat after which another controller starts a trial again
 _TABLE_TRIES = 5
-_BUSY_S = 60.0  # that SQLite waits for another process's lock
+_BUSY_S = 60.0  # seconds that SQLite waits for another process's lock
 
 
 class StorageError(PacelineError):

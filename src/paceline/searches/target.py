@@ -19,7 +19,7 @@ from paceline.ray.nodes import Node, RayTransport, at_nodes, connected, find_nod
 from paceline.searches.node import Greeting
 from paceline.strategies.plan import Plan
 
-_START_S = 90.0  # for nodes to give CPUs or GPUs, and start Paceline
+_START_S = 90.0  # seconds for nodes to give CPUs or GPUs and to start Paceline
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from paceline.launch.process.messages import Line
 from paceline.planner.resolve import Resolved, resolve
 from paceline.strategies.plan import Plan
 
-# Of the planner's ledger of a CPU rank: what libraries take, and what the heap wastes; not the job's.
+# Entries of a CPU rank's ledger that do not belong to the job: memory of libraries, and holes of
+# the heap.
 _NOT_THE_JOBS = ("runtime", "holes")
 
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import optuna
 
-# User attributes of a trial: whose it is, what became of it, and whether it was one too many.
+# User attributes of a trial: its owner, its result, and whether it was one too many.
 OWNER, RECORD, SURPLUS = "paceline:run", "paceline:record", "paceline:surplus"
-TEST = "paceline:test"  # of a study: the winner's figures on the test data
+TEST = "paceline:test"  # user attribute of a study: the winner's figures on the test data
 
 
 def counted(study: optuna.Study) -> list[optuna.trial.FrozenTrial]:

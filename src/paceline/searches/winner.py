@@ -28,7 +28,7 @@ def read_test_data(study: Study, pool: WorkerPool, job: Job, *, memory: str | No
     if job.test is None or best is None or (before is not None and before["trial"] == best.number):
         return
     if not all(trial.state.is_finished() for trial in counted(study)):
-        return  # other machines still run trials: the last one does it
+        return  # other machines still run trials; the last one reads the data
     record, home = best.user_attrs[RECORD], best.user_attrs[OWNER]
     trial_dir = Path(home.partition(":")[2]) / "trials" / str(best.number)
     if not (trial_dir / folder.MODEL).exists():

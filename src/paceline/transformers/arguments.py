@@ -14,7 +14,7 @@ from paceline.strategies.compose import active
 from paceline.strategies.plan import Plan
 from paceline.transformers.rank import generates
 
-# Why an argument is refused where it is not what it is by default.
+# Arguments that are refused unless they have their default values, each with the reason.
 _REFUSED = {
     "fsdp": 'the plan says how a model is sharded: plan="shard=N"',
     "deepspeed": 'the plan says how a model is sharded: plan="shard=N"',
@@ -43,14 +43,15 @@ _WITHOUT_EFFECT = (
     "save_on_each_node",
     "log_on_each_node",
 )
+# Optimizers that step in hooks of backward, or need the whole model.
 _OPTIMIZERS = (
     "galore",
     "apollo",
     "lomo",
     "layerwise",
-)  # they step in hooks of backward, or see the whole model
+)
 _SCHEDULES = ("greedy",)
-_METHODS = {  # that are not called, and what to do in their place
+_METHODS = {  # methods that are not called, and what to use instead
     "training_step": "compute_loss",
     "get_batch_samples": "a data collator",
     "_prepare_inputs": "a data collator",
@@ -70,11 +71,12 @@ _METHODS = {  # that are not called, and what to do in their place
     "_load_rng_state": "callbacks",
     "_load_scaler": "callbacks",
 }
+# Methods that are called between steps.
 _AT_STEPS = (
     "log",
     "_maybe_log_save_evaluate",
     "_get_learning_rate",
-)  # that are called between steps
+)
 _LIBRARIES = ("paceline", "transformers", "trl", "builtins")
 
 

@@ -23,7 +23,7 @@ from paceline.transformers.cuts import batch_size, is_cut_by_sample, samples_of
 from paceline.transformers.loss_check import MeanCheck
 from paceline.transformers.optimizers import Recipe, follows_evaluations, schedule_of
 
-_NO_LIMIT = sys.float_info.max  # Trainer reports the norm of gradients that it doesn't clip, too
+_NO_LIMIT = sys.float_info.max  # Trainer reports the norm of gradients even if it doesn't clip them
 
 
 def job_of(trainer: Any, loader: Any, *, steps: int) -> Job:
@@ -62,9 +62,8 @@ def evaluation_of(trainer: Any, loader: Any) -> Job:
     """
     parts, batch = _parts(trainer, loader), trainer.args.per_device_train_batch_size
     data = parts["data"]
-    if (
-        not isinstance(data, IterableDataset) and 0 < len(data) < batch
-    ):  # a plan wants a sample for each replica
+    # A plan needs a sample for each replica.
+    if not isinstance(data, IterableDataset) and 0 < len(data) < batch:
         parts["data"] = Subset(data, [place % len(data) for place in range(batch)])
     return Job(**parts, optimizer=torch.optim.SGD, batch=batch, steps=1)
 
@@ -224,9 +223,9 @@ class LoaderStream(IterableDataset[Any]):
             while True:
                 before = torch.get_rng_state()
                 torch.set_rng_state(drawn)
-                batches = (
-                    islice(iter(self.loader), length) if batches is None else batches
-                )  # no further, as Trainer
+                # Batches beyond the loader's length are not read; Trainer does not read them
+                # either.
+                batches = islice(iter(self.loader), length) if batches is None else batches
                 batch = next(batches, None)
                 drawn = torch.get_rng_state()
                 torch.set_rng_state(before)

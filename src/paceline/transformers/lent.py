@@ -96,11 +96,12 @@ class Lent:
     ) -> None:
         self.model, self.schedule, self._bring = model, schedule, bring
         self.optimizer = getattr(optimizer, "optimizer", optimizer)
+        # Only ranks have the first two.
         self.scaling, self.has_modes, self.process = (
             None,
             False,
             os.getpid(),
-        )  # ranks have the first two
+        )
         self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
         self._is_busy = self._is_updating = self._is_changed = False
@@ -121,9 +122,8 @@ class Lent:
         try:
             self.optimizer.state = self._state
             if has_modes(self.optimizer):
-                vars(self.optimizer).update(
-                    dict.fromkeys(("train", "eval"), lambda: None)
-                )  # ranks do it
+                # Ranks change the mode instead.
+                vars(self.optimizer).update(dict.fromkeys(("train", "eval"), lambda: None))
             for p in self._trained.values():
                 if type(p) is torch.nn.Parameter:
                     p.__class__ = _Weight

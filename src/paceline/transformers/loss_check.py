@@ -9,13 +9,15 @@ import torch
 
 from paceline.base.errors import PlanRefused
 
-_LOOKED_AT = 4  # micro-batches of a run; labels of one may weigh alike by chance
+# micro-batches of a run that are checked; the labels of one may have equal weights by chance
+_LOOKED_AT = 4
+# Relative differences that sums in another order may have.
 _NEAR = {
     "float32": 1e-4,
     "tf32": 1e-3,
     "bf16": 2e-2,
     "fp16": 2e-3,
-}  # relative: of sums in another order
+}
 
 
 class MeanCheck:
@@ -59,7 +61,7 @@ class MeanCheck:
             parts = (range(first), range(first, samples))
             try:
                 values = [of_part(part) for part in parts]
-            except Exception:  # the user's code does more with a model than to run it once
+            except Exception:  # the user's code does not only run the model once
                 self.looks_left = 0
                 return
             total = counted = 0.0

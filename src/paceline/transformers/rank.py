@@ -91,7 +91,7 @@ class TrainerRank:
         self._writer: Writer | None = None
         self._prepare = prepare
         self._operations = 0.0
-        trainer.state.num_input_tokens_seen = 0  # of this rank
+        trainer.state.num_input_tokens_seen = 0  # only of this rank
 
     def initial(self, stepper: Any) -> None:
         """Report the options before the first step, and wait for orders."""
@@ -169,7 +169,7 @@ class TrainerRank:
     def _change(self, stepper: Stepper, told: Mapping[str, Any]) -> None:
         prefix = prefix_of(self.trainer)
         if stepper.has_modes and not stepper.trains:
-            stepper.set_mode(trains=True)  # its groups say which weights are in place
+            stepper.set_mode(trains=True)  # its groups tell which weights are in place
         state.take_over(stepper, told)
         stepper.freezing.held = frozenset(prefix + name for name in told["frozen"])
         stepper.freezing.refuse_kept(stepper.kept())
@@ -211,7 +211,8 @@ class TrainerRank:
         document = state.document(
             stepper, step=step, samples=samples_until(stepper.job, step), left_out=frozen
         )
-        del document["batch"], document["num_samples"]  # Trainer goes on by steps, whatever one has
+        # Trainer counts steps, whatever their samples are
+        del document["batch"], document["num_samples"]
         pieces = (piece for piece in state.pieces(stepper) if piece.name not in frozen)
         self._writer.save(step, pieces, document, snapshot=False)
         self._writer.wait()

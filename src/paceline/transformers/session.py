@@ -116,7 +116,7 @@ class Session:
 
         self._thread = threading.Thread(target=supervise, name="ranks", daemon=True)
         self._thread.start()
-        # That they have copies: what changes here from now on changes nothing there.
+        # This waits until ranks have their copies: later changes here do not affect them.
         self.options: dict[str, Any] | None = self._hear(range(world_size))[0]["options"]
 
     def go(self, until: int) -> None:
@@ -195,7 +195,7 @@ class Session:
             raise RuntimeError("ranks are told something only where they wait")
         data = encode(order)
         for parent_end, _ in self._pipes:
-            with suppress(OSError):  # a rank that is gone is heard of below
+            with suppress(OSError):  # `_hear` reports a rank that is gone
                 parent_end.send_bytes(data)
 
     def _hear(self, ranks: Sequence[int]) -> list[Any]:

@@ -99,9 +99,9 @@ class PlannedTraining(_AnyTrainer):
         self._session: Session | None = None
         self._lent: Lent | None = None
         self._plan_in_use: Plan | None = None
-        self._weights_step: int | None = None  # of the weights in this process
-        self._saved_step: int | None = None  # that the run folder has a checkpoint of
-        self._counted = 0.0  # operations that ranks have told of
+        self._weights_step: int | None = None  # step of the weights in this process
+        self._saved_step: int | None = None  # step of the checkpoint in the run folder
+        self._counted = 0.0  # operations that ranks have reported
         self._frozen: str | None = None  # the record of weights that are in no checkpoint
         training_args = options.get("args") or next(
             (each for each in args if isinstance(each, TrainingArguments)), None
