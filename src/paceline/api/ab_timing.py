@@ -48,10 +48,10 @@ class Pair:
 
 
 class AlternatingSteps:
-    """Observe a run and switch the optional rooms on and off in turns.
+    """Observe a run and switch the optional synchronisers on and off in turns.
 
-    The rooms are the synchronisers that a step can leave out. The first step uses them, the second
-    one does not, and so on.
+    These are the synchronisers that a step can leave out. The first step uses them, the second one
+    does not, and so on.
     """
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class AlternatingSteps:
         )
 
     def pairs(self) -> list[Pair]:
-        """Return the pairs of steps so far; none if the plan has no rooms to leave out."""
+        """Return the pairs of steps so far; none if a step can leave nothing out."""
         steps = self._steps if self._rooms else []
         return [Pair(*steps) for steps in zip(steps[::2], steps[1::2], strict=False)]
 

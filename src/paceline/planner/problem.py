@@ -174,7 +174,7 @@ class PlanningProblem:
         )
 
     def least_missing_bytes(self, plan: Plan, enough_bytes: float, *, cluster: Cluster) -> int:
-        """See `planner.pipelines`."""
+        """Return the least bytes by which a plan exceeds memory; see `planner.pipelines`."""
         if not cluster.nodes or not plan.has_schedule:
             return 0
         return least_missing_bytes(

@@ -458,7 +458,7 @@ def flips(
     plan.
 
     The other plan must be faster by more than a tie. Every way to split is priced again, but not
-    with all of its schedules; the best plans of each kind are priced as they were found. The
+    with all of its schedules; the best plan of each kind keeps the schedule that was found. The
     measured error of a calibrated plan's price is assumed to stay the same after a change.
     """
     chosen = ranking.chosen

@@ -1,5 +1,6 @@
-"""One device's first step, for the check before a run. It first computes limits without extra cost,
-and measures limits only if needed.
+"""One device's first step, for the check before a run.
+
+This module first computes limits without extra cost, and measures limits only if needed.
 
 Each variation of a yardstick costs a forward and a backward. A first update can be judged without
 them, by the rounding of the job's precision, and by how far the update moves if gradients are

@@ -251,7 +251,7 @@ def _collated_otherwise(batch: MicroBatch, part: MicroBatch, symptom: str) -> Pr
 
 
 def _loss_of(job: Job, model: nn.Module, pieces: Sequence[MicroBatch]) -> float:
-    """Return the loss of all pieces together, each computed from the model's current state."""
+    """Return the loss of all micro-batches, each computed from the model's current state."""
     snapshot, total, count = StateSnapshot(model), 0.0, 0.0
     for piece in map(unspoilt, pieces):
         with snapshot.watching(), autocast(job):

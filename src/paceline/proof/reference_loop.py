@@ -436,8 +436,8 @@ def autocast(job: Job) -> torch.autocast:
 
 
 def cut_batch(batch: MicroBatch, pieces: int) -> list[MicroBatch]:
-    """Cut the batch into consecutive pieces along dim 0, as equal as possible; fewer if it has
-    fewer samples.
+    """Cut the batch into consecutive parts along dim 0, as equal as possible; fewer if it has fewer
+    samples.
     """
     edges = sorted({batch.samples * i // pieces for i in range(pieces + 1)})
     return [part_of_batch(batch, range(first, last)) for first, last in pairwise(edges)]

@@ -1,5 +1,6 @@
-"""Check whether a data set gives the same sample whatever was read before, because ranks and loader
-workers read only parts.
+"""Check whether a data set gives the same sample whatever was read before.
+
+This matters because ranks and loader workers each read only a part of the data.
 """
 
 from __future__ import annotations
