@@ -23,7 +23,7 @@ from paceline.checkpoint.write import Writer
 from paceline.launch.process.malloc import trim_heap
 from paceline.launch.process.memory_use import PeakMemory, reset_peak
 from paceline.strategies.plan import Plan
-from paceline.training import loop
+from paceline.training.stepper import Stepper
 
 
 def adamw(named: Any) -> torch.optim.Optimizer:
@@ -124,7 +124,7 @@ def test_a_checkpoint_holds_the_state_of_its_step(
 ):
     """As if the run had waited for each copy."""
     beside = saved(job, plan, tmp_path / "beside")
-    monkeypatch.setattr(loop.state, "is_for_updates", lambda stepper, name: False)
+    monkeypatch.setattr(Stepper, "is_for_updates", lambda self, name: False)
     alone = saved(job, plan, tmp_path / "alone")
     assert alone.keys() == beside.keys() and len(alone) > 1
     for step, tensors in alone.items():

@@ -973,7 +973,7 @@ def _compare(run: _Run) -> None:
         mesh=run.mesh,
         step=run.step,
         more=partial(state.alike_along, stepper),
-        stays=partial(state.is_for_updates, stepper),
+        stays=stepper.is_for_updates,
     )
     run.compared_step = run.step
     if not run.comparison.is_beside:
@@ -1045,7 +1045,7 @@ def _copy(run: _Run) -> None:
         run.step,
         pieces,
         _copy_document(run),
-        is_for_updates=partial(state.is_for_updates, run.stepper),
+        is_for_updates=run.stepper.is_for_updates,
         began_s=began_s,
     )
     if copier.num_copies == 2 and run.live is None:  # all ranks have the one before
@@ -1233,7 +1233,7 @@ def _save(run: _Run, *, last: bool = False) -> None:
         state.pieces(run.stepper),
         document,
         snapshot=not last,
-        is_for_updates=partial(state.is_for_updates, run.stepper),
+        is_for_updates=run.stepper.is_for_updates,
         held_alike=run.comparison.held_alike if run.comparison is not None else dict,
         before_commit=run.journal.sync,
     )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -45,9 +45,6 @@ from paceline.training.optimizers.local_shards import as_plain
 from paceline.training.optimizers.parts import groups_of, parts_of
 from paceline.training.optimizers.state import OptimizerState, placed
 from paceline.training.scaling import LossScale
-
-if TYPE_CHECKING:
-    from paceline.training.stepper import Stepper
 
 # Names of tensors in a checkpoint: parameters/NAME, buffers/NAME, optimizer/NAME/KEY (keys: see
 # OptimizerState), optimizer-attributes/PATH, attributes/NAME, and those of the plan's strategies:
@@ -115,15 +112,6 @@ class StateOwner(Protocol):
 
     def kept(self) -> Iterable[StateTensor]:
         """Yield the state of the plan's strategies."""
-
-
-def is_for_updates(stepper: Stepper, name: str) -> bool:
-    """Whether nothing but an update writes to a tensor of a checkpoint: no forward, and no strategy
-    of the plan.
-    """
-    return name.startswith("optimizer/") or (
-        name.startswith("parameters/") and not stepper.forwards_may_write
-    )
 
 
 def pieces(

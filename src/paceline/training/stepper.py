@@ -551,6 +551,14 @@ class Stepper:
         for name in self.job.followers:
             end_evaluation(self.parts[name].synchronisers)
 
+    def is_for_updates(self, name: str) -> bool:
+        """Whether nothing but an update writes to a tensor of a checkpoint: no forward, and no
+        strategy of the plan.
+        """
+        return name.startswith("optimizer/") or (
+            name.startswith("parameters/") and not self.forwards_may_write
+        )
+
     @contextmanager
     def evaluating(self, sample_share: float, *, step: int) -> Iterator[None]:
         """Synchronise, after the model is evaluated inside the block, the state that its forwards
