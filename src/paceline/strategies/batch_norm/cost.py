@@ -1,4 +1,5 @@
-"""Under which plans batch norms see the samples of all replicas, and what that adds to a step."""
+"""The cost of batch norms that see the samples of all replicas, and the plans under which they
+do."""
 
 from __future__ import annotations
 
@@ -11,18 +12,23 @@ from paceline.strategies.costs import Step, small_all_reduce
 from paceline.strategies.plan import Plan
 from paceline.strategies.synchronisation import AllReduce
 
-# By what torch calls it on CPUs and on GPUs; the argument that says whether it takes the batch's statistics.
+# torch's names of the operator on CPUs and on GPUs, and the index of its argument `training`.
 _NAMES, _TRAINING = ("native_batch_norm", "cudnn_batch_norm"), 5
 
 
 def joins_statistics(plan: Plan) -> bool:
-    """Whether replicas join the statistics of their batch norms: each has its part of the window at once."""
+    """Whether replicas join the statistics of their batch norms.
+
+    They do if each processes its part of the window as one micro-batch.
+    """
     return isinstance(plan.sync, AllReduce) and plan.replicas > 1 and plan.num_microbatches == 1
 
 
 def sums(step: Step, segment: Segment) -> Iterator[Collective]:
-    """What a segment's forward sums over the replicas, and its backward likewise: two figures of each channel of each
-    batch norm, and two more."""
+    """Yield the sums over replicas of a segment's forward. Its backward has the same sums.
+
+    Each batch norm sums two figures of each channel, and two more.
+    """
     if joins_statistics(step.plan):
         calls = segment.forward.calls
         for call, count in zip(calls.first, calls.counts or [1.0] * len(calls.first), strict=True):

@@ -1,12 +1,13 @@
-"""Batch norms by the mean and the variance of a window's samples on all replicas, with the gradient through them.
+"""Synchronised batch normalisation: the mean and the variance are those of a window's samples on
+all replicas.
 
-The field calls this synchronised batch normalisation. torch's `SyncBatchNorm` takes the place of modules, and runs on
-GPUs alone. Here torch's operator is told of the replicas, whoever calls it: a module or one that inherits from it,
-`F.batch_norm`, a captured graph, compiled code.
+Gradients pass through these statistics. torch's `SyncBatchNorm` replaces modules, and runs only on
+GPUs. This module changes torch's operator instead. It therefore works for every caller: a module or
+a class that inherits from it, `F.batch_norm`, a captured graph, compiled code.
 
-A replica whose part of the window is one micro-batch then computes what one device computes. Several micro-batches
-would have to wait for each other within their forwards: each keeps statistics of its own, as on one device that cuts
-the batch alike.
+A replica whose part of the window is one micro-batch then computes the same as one device. Several
+micro-batches would have to wait for each other within their forwards. Each of them therefore keeps
+its own statistics, as on one device that cuts the batch in the same way.
 """
 
 from __future__ import annotations
@@ -33,8 +34,10 @@ aten = torch.ops.aten
 
 
 class JoinedStatistics(Statistics):
-    """What the batch norms of a model sum over its replicas. All ranks come to the same ones in the same order, which
-    they compare on CPUs. Whether there are any the first forward shows, unless they are modules.
+    """Sums the statistics of a model's batch norms over its replicas.
+
+    All ranks must run the same batch norms in the same order; on CPUs they compare this. Batch
+    norms that are modules are found at once. The first forward shows whether there are others.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
@@ -49,12 +52,13 @@ class JoinedStatistics(Statistics):
 
     @contextmanager
     def over(self, samples: int) -> Iterator[None]:
-        """A forward comes next, and its backward. Collective if the model has batch norms.
+        """Enter this around a forward and its backward. Collective if the model has batch norms.
 
-        samples: that count of this rank's; 0 of a stand-in.
+        Args:
+            samples: The number of this rank's samples; 0 for a padding batch.
 
         Raises:
-            TrainingError: ranks have come to different ones.
+            TrainingError: ranks have run different batch norms.
         """
         global _joined
         if _joined is not None:  # a loss runs a model once more
@@ -70,11 +74,12 @@ class JoinedStatistics(Statistics):
         self.may_meet = self._is_seen
 
     def note(self) -> None:
-        """The model has a batch norm, in whatever mode it is now."""
+        """Record that the model has a batch norm, whatever its mode is now."""
         self._is_seen = True
 
     def number_of(self, tensor: Tensor | None) -> int:
-        """Of a layer by one of its tensors; 0 where that is none of the model's own."""
+        """Return a layer's number by one of its tensors; 0 if the tensor doesn't belong to the
+        model."""
         return next((number for number, each in enumerate(self._tensors, 1) if each is tensor), 0)
 
     @cached_property
@@ -82,10 +87,13 @@ class JoinedStatistics(Statistics):
         return [*self._model.buffers(), *self._model.parameters()]
 
     def sum(self, figures: Tensor, *, of_gradients: bool = False) -> Tensor:
-        """Figures of all replicas; the last one is the layer's number. Collective. A stand-in adds nothing, and its
-        inputs get no gradient."""
+        """Sum figures over all replicas. The last figure is the layer's number. Collective.
+
+        A padding batch adds nothing, and its inputs get no gradient.
+        """
         if self._group is None:
-            # Gradients travel over the others meanwhile, on each rank as they come.
+            # A group of its own: gradients use the other groups at the same time, on each rank in
+            # its own order.
             self._group = dist.new_group(self._replicas, use_local_synchronization=True)
             self._compares = figures.device.type == "cpu"
         self.num_meetings += 1
@@ -114,18 +122,24 @@ def _other_course() -> TrainingError:
     )
 
 
-_joined: JoinedStatistics | None = None  # of the model whose forward or backward runs
+_joined: JoinedStatistics | None = None  # statistics of the model whose forward or backward runs
 _is_apart = False
 
 
 def is_joined() -> bool:
-    """Whether a batch norm now is one of all replicas. The cache of compiled code must not mistake the two."""
+    """Whether batch norms now join all replicas.
+
+    The cache of compiled code must keep the two cases apart.
+    """
     return _joined is not None
 
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """Meanwhile each rank's samples are all there are, as where all ranks run a model on the same ones."""
+    """Let batch norms use only this rank's samples while the context is entered.
+
+    This is needed where all ranks run a model on the same samples.
+    """
     global _is_apart
     before, _is_apart = _is_apart, True
     try:
@@ -134,12 +148,15 @@ def apart() -> Iterator[None]:
         _is_apart = before
 
 
-# --- torch's operator ---------------------------------------------------------------------------------------------
+# --- torch's operator -----------------------------------------------------------------------------
 
 
 @cache
 def _install() -> list[torch.library.Library]:
-    """Take the operator over in this process. Without a model that joins its statistics it is torch's own."""
+    """Replace torch's operator in this process.
+
+    It works like torch's if no model joins its statistics.
+    """
     own = torch.library.Library("paceline", "FRAGMENT")
     own.define("sum_over_replicas(Tensor figures, bool of_gradients) -> Tensor")
     own.impl("sum_over_replicas", _sum_over_replicas, "CompositeExplicitAutograd")
@@ -147,17 +164,19 @@ def _install() -> list[torch.library.Library]:
         "paceline::sum_over_replicas", lambda figures, _: torch.empty_like(figures), lib=own
     )
     of_torch = torch.library.Library("aten", "IMPL")
+    # The keys without Autograd are for inference mode.
     for key in (
         "CPU",
         "AutogradCPU",
         "CUDA",
         "AutogradCUDA",
-    ):  # the former without gradients, in inference mode
+    ):
         of_torch.impl("batch_norm", _batch_norm, key)
         of_torch.impl("instance_norm", _instance_norm, key)
     for operator in (aten.batch_norm.default, aten.instance_norm.default):
-        operator._dispatch_cache.clear()  # an export before has found torch's own kernels for these keys
-    functional: Any = F  # whose own check would not let a rank have one sample of many
+        # An earlier export may have cached torch's own kernels for these keys.
+        operator._dispatch_cache.clear()
+    functional: Any = F  # its own check would refuse a rank with one sample
     check_size = functional._verify_batch_size
     functional._verify_batch_size = lambda size: (
         None if _joined is not None and not _is_apart else check_size(size)
@@ -170,7 +189,8 @@ def _sum_over_replicas(figures: Tensor, of_gradients: bool) -> Tensor:
 
 
 def _instance_norm(*arguments: Any) -> Tensor:
-    """It calls the other one, for channels that are those of single samples."""
+    """Run instance norm without joining replicas: it calls batch norm with channels of single
+    samples."""
     with apart():
         return aten.instance_norm.default.decompose(*arguments)
 
@@ -186,9 +206,8 @@ def _batch_norm(
 ) -> Tensor:
     if _joined is not None:
         _joined.note()
-    if (
-        training and is_fake(x) and x.numel() <= x.shape[1]
-    ):  # torch's decomposition divides by their number less one
+    # torch's decomposition divides by the number of values minus one.
+    if training and is_fake(x) and x.numel() <= x.shape[1]:
         running_mean = running_var = None
     if _joined is None or _is_apart or not training:
         return aten._batch_norm_impl_index(
@@ -205,8 +224,11 @@ def _batch_norm(
 
 
 class _Normalised(torch.autograd.Function):
-    """Returns the output, and what it was made with: the mean and the variance of each channel, and how many values
-    they are of."""
+    """Normalises a batch with statistics of all replicas.
+
+    Returns the output, the mean and the variance of each channel, and the number of values behind
+    them.
+    """
 
     @staticmethod
     def forward(
@@ -225,6 +247,7 @@ class _Normalised(torch.autograd.Function):
             else x.new_zeros(2, channels, dtype=torch.float64)
         )
         size = x.numel() // channels
+        # `new_full` fills on the device; a copy from the host would wait for it.
         mean, square, (count, _) = torch.ops.paceline.sum_over_replicas(
             torch.cat(
                 [
@@ -235,9 +258,7 @@ class _Normalised(torch.autograd.Function):
                 ]
             ),
             False,
-        ).split(
-            [channels, channels, 2]
-        )  # filled there: a copy from the host would wait for the device
+        ).split([channels, channels, 2])
         if size < 2 and not is_fake(x) and float(count) < 2:
             raise ValueError(
                 f"Expected more than 1 value per channel when training, got input size {x.shape}"
@@ -253,7 +274,7 @@ class _Normalised(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         x, weight, bias, mean, variance, count = ctx.saved_tensors
-        if torch.is_grad_enabled():  # for a gradient of this one
+        if torch.is_grad_enabled():  # for a gradient of this gradient
             inputs = (x, weight, bias)
             output = _composed(x, weight, bias, ctx.eps, ctx.number)
             needed = [
@@ -307,7 +328,7 @@ class _Sum(torch.autograd.Function):
 def _composed(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, number: int
 ) -> Tensor:
-    """The same of operators that torch can differentiate."""
+    """Compute the same output as `_Normalised`, with operators that torch can differentiate."""
     dims, shape = (
         [dim for dim in range(x.ndim) if dim != 1],
         [-1 if dim == 1 else 1 for dim in range(x.ndim)],
