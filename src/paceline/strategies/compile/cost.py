@@ -1,4 +1,4 @@
-"""What compiled blocks change: their small operators are fused, and a run starts later."""
+"""The cost of compiled blocks: their small operators are fused, and a run starts later."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from paceline.model.cost.profile import Affine, Fused, Profile, Segment, Work
 from paceline.strategies.costs import Hooks, Step
 from paceline.strategies.plan import Plan
 
-# Seconds of a core that a machine's first compilation takes on its own (g++ tries the processor's instructions, and
-# translates torch's headers), and those of each kernel, from tracing to g++. See docs/strategies/compile.md.
+# FIRST_S: core seconds that a machine's first compilation takes in addition: g++ tries the
+# processor's instructions, and compiles torch's headers. KERNEL_S: core seconds of each kernel,
+# from tracing to g++. See docs/strategies/compile.md.
 FIRST_S = 14.5
 KERNEL_S = 0.85
 NOTHING_COMPILED = "torch.compile takes no nn.RNN, nn.GRU or nn.LSTM, and the model, or each of its blocks, holds one"
@@ -19,11 +20,14 @@ WITHOUT = "leave out compile=blocks: the plan computes the same without it"
 
 
 def narrow(profile: Profile, plan: Plan, software: Software) -> Profile:
-    """Memory is priced as without compiling: fused kernels keep as much for backward, or less. A compiled block is one
-    function for autograd, which keeps tensors at its end: all of it is recomputed.
+    """Return the profile with the work of compiled blocks.
+
+    Memory is priced as without compiling: fused kernels keep as much for backward, or less. To
+    autograd, a compiled block is one function, which saves tensors at its end. Recomputing
+    therefore repeats all of it.
 
     Raises:
-        PlanError: torch.compile takes none of the model's blocks.
+        PlanError: torch.compile accepts none of the model's blocks.
     """
     if not plan.splits_model and set(profile.units or [""]) <= set(profile.recurrent):
         raise PlanError(NOTHING_COMPILED, hint=WITHOUT)
@@ -37,7 +41,10 @@ def narrow(profile: Profile, plan: Plan, software: Software) -> Profile:
 
 
 def _compiled(segment: Segment) -> Segment:
-    """At most one tensor is kept of each operator that is left."""
+    """Return a segment in compiled form.
+
+    Each remaining operator keeps at most one tensor for backward.
+    """
     forward = _fused(segment.forward)
     return replace(
         segment,
@@ -49,8 +56,11 @@ def _compiled(segment: Segment) -> Segment:
 
 
 def start_s(profile: Profile, plan: Plan) -> float:
-    """Seconds of compiling with an empty cache: blocks that do the same work are compiled once. Ranks compile one after
-    the other, and all but the first find the code in the cache."""
+    """Return the seconds of compiling with an empty cache.
+
+    Blocks that do the same work are compiled once. Ranks compile one after the other, and all but
+    the first find the code in the cache.
+    """
     kinds = {
         _kind(segment): segment.forward.fused.kernels + segment.backward.fused.kernels
         for segment in profile.segments
@@ -60,20 +70,27 @@ def start_s(profile: Profile, plan: Plan) -> float:
 
 
 def _is_compiled(segment: Segment, profile: Profile, plan: Plan) -> bool:
-    """A model without units is compiled whole. Where a model is split, each piece is, also a recurrent layer alone."""
+    """Whether a segment is compiled.
+
+    A model without units is compiled whole. If a model is split, every piece is compiled, even a
+    single recurrent layer.
+    """
     return (bool(segment.unit) or not profile.units) and (
         plan.splits_model or segment.unit not in profile.recurrent
     )
 
 
 def _kind(segment: Segment) -> tuple[object, ...]:
-    """What segments that are alike have in common."""
+    """Return a key that is equal for equal segments."""
     return segment.forward, segment.backward, segment.kept_bytes, segment.output_bytes
 
 
 def _fused(work: Work) -> Work:
-    """Arithmetic takes as long, and what operators hand each other is neither written nor read: that is plain traffic,
-    also between functions, so that `moved_bytes` may fall below zero."""
+    """Return work with fused operators.
+
+    Arithmetic takes as long as before. Tensors between fused operators are neither written nor
+    read. This traffic includes that between functions, so that `moved_bytes` may fall below zero.
+    """
     if work.fused == Fused():
         return work
     spared, moved = work.fused.spared_bytes, work.moved_bytes
@@ -87,5 +104,5 @@ def _fused(work: Work) -> Work:
 
 
 def enter(step: Step) -> Hooks:
-    """Nothing happens beside the work itself."""
+    """Return no events: compiled blocks add none to a step."""
     return {}

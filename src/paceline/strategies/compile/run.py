@@ -1,8 +1,10 @@
-"""Compiled blocks: torch.compile turns the forward of each repeated block, and its backward, into fused kernels.
+"""Compiled blocks: torch.compile turns the forward of each repeated block, and its backward, into
+fused kernels.
 
-Blocks are compiled one by one and before they are sharded (regional compilation), so that blocks that are alike share
-one compilation, and FSDP2's hooks and the user's run outside of compiled code. What lies between blocks is left as it
-is. A forward without gradients, as of an evaluation, runs the block's own code: it would need a compilation of its own.
+Blocks are compiled one by one, before they are sharded (regional compilation). Equal blocks
+therefore share one compilation, and the hooks of FSDP2 and of the user run outside of compiled
+code. Code between blocks is not compiled. A forward without gradients, such as that of an
+evaluation, runs the block's own code, because it would need a compilation of its own.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ if TYPE_CHECKING:
     from paceline.strategies.mesh import Mesh
     from paceline.strategies.plan import Plan
 _LOSES = "torch.compile would lose what it writes to its buffer '{}', which is a float64 scalar"
-# Ways to run one block that are compiled at most, where torch allows 8 for all blocks of one class together.
+# The most compiled variants of one block. torch by itself allows 8 for all blocks of one class
+# together.
 MOST_WAYS = 8
 
 
@@ -48,7 +51,8 @@ def prepare(
     A model without units is compiled whole. Nothing is compiled before the first forward.
 
     Raises:
-        PlanRefused: there is no C++ compiler, a part of the model is compiled already, or no block can be compiled.
+        PlanRefused: there is no C++ compiler, a part of the model is compiled already, or no block
+            can be compiled.
     """
     place = device or next(model.parameters()).device
     refuse_scripted(model, "compile=blocks")
@@ -67,9 +71,8 @@ def prepare(
     for path, unit in units.items():
         name = path or type(model).__name__
         most_ways = MOST_WAYS * len(units)
-        if (
-            wrap_runs := getattr(unit, "wrap_runs", None)
-        ) is not None:  # pieces of a captured model
+        # The units of a captured model are pieces, which wrap their own runs.
+        if (wrap_runs := getattr(unit, "wrap_runs", None)) is not None:
             buffers_at = getattr(model, "buffers_at", {})
             lost = {
                 path for path, (module, key) in buffers_at.items() if _is_lost(module._buffers[key])
@@ -88,12 +91,13 @@ def is_compiled(module: nn.Module) -> bool:
     """Whether a module's forward is compiled code, in which torch's functions can't be watched."""
     forward = vars(module).get("forward")
     while forward is not None and not isinstance(forward, Compiled):
-        forward = getattr(forward, "forward", None)  # one that is run again in backward
+        forward = getattr(forward, "forward", None)  # a forward that is recomputed in backward
     return forward is not None
 
 
 def refuse_compiled(model: nn.Module, plan_key: str) -> None:
-    """
+    """Refuse a model of which the user has compiled a module.
+
     Args:
         plan_key: The plan's key that needs the modules' own code, for the message.
 
@@ -113,7 +117,10 @@ def refuse_compiled(model: nn.Module, plan_key: str) -> None:
 
 
 def _is_lost(buffer: torch.Tensor | None) -> bool:
-    """Whether compiled code of torch 2.13 forgets what a forward writes to it: it takes float64 scalars for numbers."""
+    """Whether compiled code of torch 2.13 loses what a forward writes to a buffer.
+
+    It treats float64 scalars as plain numbers.
+    """
     return buffer is not None and buffer.ndim == 0 and buffer.dtype == torch.float64
 
 
@@ -134,7 +141,7 @@ def _refuse_without_compiler(device: torch.device) -> None:
 
 
 def inductor(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-    """torch's own backend."""
+    """Compile a graph with torch's default backend."""
     from torch._inductor.compile_fx import compile_fx
 
     config: Any = torch.compiler.config
@@ -143,22 +150,27 @@ def inductor(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
 
 
 def inductor_with_means(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-    """The same, and random operators give the mean of what they draw; for comparisons with one device."""
+    """Compile a graph like `inductor`, but let random operators return the mean of their
+    distribution.
+
+    Used for comparisons with one device.
+    """
     from torch._functorch import config
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.decomposition import select_decomp_table
 
-    with config.patch(enable_autograd_cache=False):  # its key doesn't know of the means
+    with config.patch(enable_autograd_cache=False):  # the cache's key ignores the means
         return compile_fx(graph, inputs, decompositions={**select_decomp_table(), **means()})
 
 
 class Compiled:
-    """A block's forward, compiled where gradients are wanted.
+    """A block's forward. It runs compiled code if gradients are needed.
 
     Args:
-        block: Its name, for messages.
-        most_ways: Compilations of one forward's code after which there are no more.
-        again: Why the block is compiled if it was before, as another forward.
+        block: The block's name, for messages.
+        most_ways: The most compilations of one forward's code.
+        again: The reason of a further compilation, if the block was compiled before as another
+            forward.
     """
 
     def __init__(
@@ -191,9 +203,10 @@ class Compiled:
     def _refuse(
         self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any], *, too_often: bool
     ) -> None:
-        """
+        """Run the block's own code, to raise its error if it fails too; otherwise refuse the plan.
+
         Raises:
-            PlanRefused: torch can't compile the block. Where the block's own code fails too, its error is raised.
+            PlanRefused: torch can't compile the block.
         """
         self.forward(*args, **kwargs)
         if too_often:
@@ -215,16 +228,18 @@ def _first_line(error: Exception) -> str:
 def _compiled_piece(
     piece: Piece, run: Any, *, watch: CompilationWatch, most_ways: int, lost: Set[str]
 ) -> Callable[..., Any]:
-    """What runs a piece of a captured model; one with modules that are taken whole keeps running their own code."""
+    """Return the function that runs a piece of a captured model.
+
+    A piece with modules that are taken whole runs their own code.
+    """
     if piece.opaque:
         watch.leave_out(piece.key, f"'{piece.opaque[0]}' in it is taken whole")
         return run
     if changed := piece.changes & lost:
         watch.leave_out(piece.key, _LOSES.format(min(changed)))
         return run
-    _LazyGraphModule.force_recompile(
-        run
-    )  # its graph becomes code now, and not while it is compiled
+    # This turns the graph into code now, and not during compilation.
+    _LazyGraphModule.force_recompile(run)
     return Compiled(
         piece.key,
         run.forward,

@@ -1,4 +1,4 @@
-"""Repeated blocks that torch.compile compiles."""
+"""The strategy `compile`: torch.compile compiles repeated blocks."""
 
 from paceline.strategies.compile.cost import enter, narrow, start_s
 from paceline.strategies.compile.keys import KEYS

@@ -1,4 +1,5 @@
-"""What torch compiled in this process: which block, how long it took, and why a block had to be compiled again."""
+"""Records torch's compilations in this process: the block, the duration, and the reason of
+recompilations."""
 
 from __future__ import annotations
 
@@ -27,33 +28,32 @@ LOCK = "paceline.lock"
 
 @dataclass(slots=True)
 class Compilation:
-    """One compilation of a block's forward, with its backward.
-
-    seconds: of torch's compiler, waiting for other ranks left out. again: why a block that was compiled before was
-        compiled once more, in torch's words; "" the first time.
-    """
+    """One compilation of a block's forward, with its backward."""
 
     block: str
-    seconds: float
+    seconds: float  # of torch's compiler, without waiting for other ranks
+    # torch's reason for compiling a block again; "" for the first compilation.
     again: str = ""
 
 
 class CompilationWatch:
     """The compilations of one model's blocks.
 
-    Ranks of one machine compile one after the other: they share torch's cache on disk, so that the second finds there
-    what the first has compiled. It counts as a synchroniser that has nothing to synchronise.
+    Ranks of one machine compile one after the other. They share torch's cache on disk, so that the
+    second rank finds the code that the first one has compiled. This class is also a synchroniser,
+    but synchronises nothing.
 
-    num_ranks: that train together; workers of servers have no process group.
-    is_on: whether blocks run compiled code now.
-    uncompiled: blocks that are left as they are, with the reason.
+    Args:
+        num_ranks: The number of ranks that train together. Workers of parameter servers have no
+            process group.
     """
 
     sent_bytes = 0.0
 
     def __init__(self, device: torch.device, *, num_ranks: int) -> None:
+        # is_on: whether blocks run compiled code now.
         self.device, self.num_ranks, self.is_on = device, num_ranks, True
-        self.uncompiled: dict[str, str] = {}
+        self.uncompiled: dict[str, str] = {}  # reason by block
         self.made: dict[str, Compilation] = {}
         self._known: set[str] = set()
         self._heard: dict[Any, int] = {}
@@ -64,15 +64,16 @@ class CompilationWatch:
         _listen(self)
 
     def leave_out(self, block: str, why: str) -> None:
-        """A block is not compiled."""
+        """Record that a block is not compiled."""
         logger.info("'%s' is not compiled: %s", block, why)
         self.uncompiled[block] = why
 
     @contextmanager
     def running(self, block: str, again: str = "") -> Iterator[None]:
-        """What is compiled meanwhile belongs to the block.
+        """Attribute compilations to the block while the context is entered.
 
-        again: why it is compiled if it was before, where torch does not know that it was.
+        again: the reason of a further compilation, if torch does not know that the block was
+        compiled before.
         """
         before, made = self._block, len(self.made)
         self._block = block
@@ -99,7 +100,7 @@ class CompilationWatch:
         )
 
     def _new_failures(self) -> list[str]:
-        """What did not hold of code that was compiled before, in torch's words, since this was last asked."""
+        """Return torch's descriptions of guards that have failed since the last call."""
         from torch._dynamo.utils import guard_failures
 
         failures = [
@@ -111,17 +112,15 @@ class CompilationWatch:
         return list(dict.fromkeys(failures))
 
     def begin_compiling(self, compilation: CallbackArgs) -> None:
-        """Waits until no other rank of this machine compiles."""
+        """Wait until no other rank of this machine compiles."""
         from torch._inductor.runtime.cache_dir_utils import cache_dir
 
         path = Path(cache_dir()) / LOCK
         path.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(
-            OSError
-        ):  # another user's: ranks of this machine then compile at the same time
-            self._lock = os.fdopen(
-                open_own(path, os.O_WRONLY | os.O_CREAT), "w"
-            )  # held until the compilation ends
+        # The file may belong to another user; ranks of this machine then compile at the same time.
+        with suppress(OSError):
+            # The lock is held until the compilation ends.
+            self._lock = os.fdopen(open_own(path, os.O_WRONLY | os.O_CREAT), "w")
             fcntl.flock(self._lock, fcntl.LOCK_EX)
         self._began_s = time.perf_counter()
 
@@ -130,9 +129,8 @@ class CompilationWatch:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
-        if (
-            compilation.compile_id in self.made
-        ):  # its backward, which is compiled when it is first run
+        # A known compilation now compiles the block's backward, when that first runs.
+        if compilation.compile_id in self.made:
             compilation_of_block = self.made[compilation.compile_id]
             compilation_of_block.seconds += seconds
             logger.info(
@@ -142,7 +140,7 @@ class CompilationWatch:
             self.made[compilation.compile_id] = Compilation(self._block, seconds)
 
     def figures(self) -> dict[str, Any]:
-        """This rank's."""
+        """Return this rank's figures."""
         return {
             "seconds": sum(compilation.seconds for compilation in self.made.values()),
             "compiled": len(self.made),
@@ -153,7 +151,10 @@ class CompilationWatch:
         }
 
     def summary(self) -> Mapping[str, Any]:
-        """Collective. seconds: of the rank that compiled longest."""
+        """Return the figures of all ranks. Collective.
+
+        The seconds are those of the rank that compiled longest.
+        """
         ranks = (
             _of_all_ranks(self.figures(), self.device) if self.num_ranks > 1 else [self.figures()]
         )
@@ -173,20 +174,20 @@ class CompilationWatch:
         }
 
     def switch(self, *, on: bool) -> None:
-        """The next step runs compiled code, or the blocks' own."""
+        """Let the next step run compiled code, or the blocks' own code."""
         self.is_on = on
 
     def begin(self, *, last: bool) -> None:
-        """Compiling needs no other rank."""
+        """Do nothing: compiling needs no other rank."""
 
     def unused(self) -> set[str]:
         return set()
 
     def finish(self) -> None:
-        """Nothing is left to do after a backward."""
+        """Do nothing: no work is left after a backward."""
 
     def kept(self) -> tuple[StateTensor, ...]:
-        """Compiled code is in torch's cache and in no checkpoint."""
+        """Return no state: compiled code is in torch's cache and not in checkpoints."""
         return ()
 
     def restore(self, saved: SavedState) -> list[str]:
@@ -197,7 +198,7 @@ _listener: CompilationWatch | None = None
 
 
 def _listen(watch: CompilationWatch) -> None:
-    """Tell this one of compilations, and no longer the one of the model before."""
+    """Report compilations to this watch, and no longer to the previous model's."""
     from torch._dynamo.callback import callback_handler
 
     global _listener
@@ -218,7 +219,7 @@ def _ended(compilation: CallbackArgs) -> None:
 
 
 def _of_all_ranks(figures: dict[str, Any], device: torch.device) -> list[dict[str, Any]]:
-    """By rank. Collective."""
+    """Return the figures of all ranks, by rank. Collective."""
     text_here = torch.frombuffer(bytearray(json.dumps(figures).encode()), dtype=torch.uint8).to(
         device
     )
