@@ -1,17 +1,19 @@
-"""Sums over a group of ranks in compressed form, beside the work that makes what is summed.
+"""Sums over a group of ranks in compressed form, while backward makes further gradients.
 
-    form      on the wire                                 left out                       source
-    bf16      each rank's part of a bucket in bfloat16    nothing; rounded twice         -
-    int8      the same in int8 with a scale a block       nothing; rounded twice         Dettmers 2016, in blocks
-    topk      1 % of the elements and their places        the rest, sent in later steps  Lin et al. 2018
-    powersgd  two factors of each matrix                  the rest, sent in later steps  Vogels et al. 2019
+    form      on the wire                              left out                source
+    bf16      a rank's part of a bucket in bfloat16    nothing; rounded twice  -
+    int8      the same in int8 with a scale per block  nothing; rounded twice  Dettmers 2016, in blocks
+    topk      1 % of the elements and their indices    the rest, sent later    Lin et al. 2018
+    powersgd  two factors of each matrix               the rest, sent later    Vogels et al. 2019
 
-bf16 and int8: every rank sums one part of a bucket, in the order of ranks and in float32 (or float64), and sends the
-rounded sum to all. That is a ring's number of bytes, and two roundings however many ranks there are. An all-reduce in
-bfloat16 rounds a partial sum at every rank; an all-gather rounds once and sends n / 2 times as much.
+bf16 and int8: every rank sums one part of a bucket, in the order of ranks and in float32 (or
+float64), and sends the rounded sum to all. This sends as many bytes as a ring, and rounds twice for
+any number of ranks. An all-reduce in bfloat16 rounds a partial sum at every rank. An all-gather
+rounds once and sends n / 2 times as much.
 
-PowerSGD is not torch's hook for DistributedDataParallel: that one starts its collectives from callbacks, whose order
-over buckets is left to the network, and keeps its state by bucket in an object that only pickle can save.
+PowerSGD does not use torch's hook for DistributedDataParallel. That hook starts its collectives
+from callbacks, so that the network determines their order over buckets. It also keeps its state by
+bucket in an object that only pickle can save.
 """
 
 from __future__ import annotations
@@ -40,31 +42,39 @@ from paceline.strategies.compress.size import (
 
 
 class Method(Protocol):
-    """Sums buckets in one form. Entered by all ranks of the group, bucket by bucket in one order.
+    """Sums buckets in one form.
 
-    residuals: what this rank has not sent yet of each bucket; empty where nothing is left out.
-    factors: what all ranks keep alike, by bucket and matrix.
+    All ranks of the group call it for the buckets in the same order.
     """
 
+    # The values that this rank has not sent yet, by bucket; empty if the method leaves nothing out.
     residuals: dict[int, torch.Tensor]
+    # The factors, by bucket and matrix. They are equal on all ranks.
     factors: dict[tuple[int, int], torch.Tensor]
 
     def sum(self, number: int, flat: torch.Tensor) -> float:
-        """Put the sum over the group in the bucket's place. Returns the bytes that this rank sent."""
+        """Replace the bucket's values by their sum over the group.
+
+        Returns the bytes that this rank sent.
+        """
 
 
 class Beside(Protocol):
-    """Runs sums beside the work that makes what is summed, one after the other as they are started."""
+    """Runs sums concurrently with backward, one after the other in the order in which they are
+    started."""
 
     def start(self, sum_: Callable[[], float]) -> None:
-        """Run it after those before. It enters collectives, and returns bytes."""
+        """Run a sum after the earlier ones.
+
+        It enters collectives, and returns the bytes that it sent.
+        """
 
     def finish(self) -> float:
-        """Wait for all. Returns the bytes of them together."""
+        """Wait for all sums. Returns the bytes that they sent together."""
 
 
 class OnThread:
-    """On CPUs, where a collective holds up whoever asks for it."""
+    """Runs sums on a thread. Used on CPUs, where a collective blocks its caller."""
 
     def __init__(self) -> None:
         self.thread: ThreadPoolExecutor | None = None
@@ -81,15 +91,15 @@ class OnThread:
 
 
 class OnStream:
-    """On GPUs: launched at once, on a stream of its own.
+    """Runs sums on a separate CUDA stream, where they are launched at once. Used on GPUs.
 
-    Collectives of all groups are then launched in the order of the program, which is that of all ranks. Those of a
-    thread would come between them in another order on each rank, and NCCL's ranks would wait for each other.
-
-    stream: None on a CPU, where sums are over when they are started.
+    Collectives of all groups are then launched in program order, which is the same on all ranks. A
+    thread would launch its collectives between the others in a different order on each rank, and
+    NCCL's ranks would wait for each other.
     """
 
     def __init__(self, device: torch.device) -> None:
+        # None on a CPU, where a sum is complete when `start` returns.
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.sent_bytes = 0.0
 
@@ -109,7 +119,7 @@ class OnStream:
 
 
 def beside(device: torch.device) -> Beside:
-    """How sums of a device's tensors run."""
+    """Return the runner of sums for a device's tensors."""
     return OnStream(device) if device.type == "cuda" else OnThread()
 
 
@@ -125,10 +135,12 @@ class Compressed:
         shapes: Sequence[Sequence[Sequence[int]]],
         group: dist.ProcessGroup,
     ) -> None:
-        """
+        """Allocate the buckets and the method's state.
+
         Args:
-            like: A tensor of each bucket's dtype and device.
-            shapes: Of the tensors in each bucket; a matrix as (rows, columns), as it lies in memory.
+            like: A tensor with the dtype and device of each bucket.
+            shapes: The shapes of the tensors in each bucket. A matrix has (rows, columns) as in
+                memory.
         """
         self.group, self.sent_bytes = group, 0.0
         self.memory = [
@@ -170,7 +182,7 @@ def _summing_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class Rounded:
-    """bf16 and int8."""
+    """Sums in bf16 or int8."""
 
     def __init__(self, form: str, group: dist.ProcessGroup) -> None:
         self.form, self.group = form, group
@@ -197,7 +209,10 @@ class Rounded:
 
 
 class TopK:
-    """Each rank sends its largest elements; what it leaves out is added to its next bucket (error feedback)."""
+    """Sums the largest elements of each rank.
+
+    The others are added to the rank's next bucket (error feedback).
+    """
 
     def __init__(self, memory: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
         if any(len(flat) >= 2**31 for flat in memory):
@@ -235,7 +250,8 @@ class TopK:
 
 
 class PowerSGD:
-    """Matrices as the product of two factors, found by one step of power iteration from the last ones."""
+    """Sums matrices as products of two factors, by one step of power iteration from the last
+    factors."""
 
     def __init__(
         self,
@@ -250,7 +266,7 @@ class PowerSGD:
             if flat.is_floating_point()
         }
         self.factors: dict[tuple[int, int], torch.Tensor] = {}
-        draw = torch.Generator().manual_seed(0)  # any will do, the same on all ranks
+        draw = torch.Generator().manual_seed(0)  # any seed works if it is the same on all ranks
         for number, flat in enumerate(memory):
             for index, shape in enumerate(shapes[number]):
                 if is_factored(shape) and number in self.residuals:
@@ -298,7 +314,7 @@ class PowerSGD:
         return powersgd_bytes(shapes, flat.element_size(), dist.get_world_size(self.group))
 
     def _summed(self, factors: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Every factor's sum over the ranks, in one message."""
+        """Sum all factors over the ranks, in one message."""
         if not factors:
             return {}
         flat = torch.cat([factor.flatten() for factor in factors.values()])

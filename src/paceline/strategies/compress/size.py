@@ -1,30 +1,37 @@
-"""What a reduction puts on the wire in each form: one arithmetic, counted by `run.py` and priced by the costs."""
+"""The bytes that a reduction sends in each form.
+
+`run.py` counts them, and cost models price them.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-BLOCK = 256  # elements that share a scale: 1.6 % of their int8 bytes, and an error of 1/254 of the block's largest
+# Elements that share a scale. The scale adds 1.6 % to their int8 bytes. The error is 1/254 of the
+# block's largest value.
+BLOCK = 256
 SCALE_BYTES = 4
-# Elements of which each rank sends the largest, and the bytes that say where one is. 1 % is 50 times fewer bytes than
-# all of them in float32 on two ranks; the rest waits in the residual.
+# The part of the elements that each rank sends (the largest ones), and the bytes of an index. On
+# two ranks, 1 % is 50 times fewer bytes than all elements in float32. The rest waits in the
+# residual.
 TOPK_FRACTION = 0.01
 INDEX_BYTES = 4
-# How often `run.py` goes through a bucket, reading or writing: its operators, counted. The products of powersgd are
-# small beside that.
+# How often `run.py` reads or writes a whole bucket, by a count of its operators. The products of
+# powersgd are small compared with that.
 PASSES = {"bf16": 8, "int8": 18, "topk": 10, "powersgd": 12}
 # Columns of the factors; Vogels et al. 2019 use 1 to 4, and 4 for language models.
 POWERSGD_RANK = 4
 
 
 def all_reduce_bytes(num_bytes: float, ranks: int) -> float:
-    """What each rank sends in a ring's all-reduce (Thakur, Rabenseifner, Gropp 2005)."""
+    """Return the bytes that each rank sends in a ring all-reduce (Thakur, Rabenseifner, Gropp
+    2005)."""
     return 2 * (ranks - 1) * num_bytes / ranks
 
 
 def coded_bytes(form: str, elements: int) -> int:
-    """A vector in the form bf16, or int8 with its scales.
+    """Return the bytes of a vector in the form bf16, or int8 with its scales.
 
     >>> coded_bytes("bf16", 512), coded_bytes("int8", 512)
     (1024, 520)
@@ -33,12 +40,15 @@ def coded_bytes(form: str, elements: int) -> int:
 
 
 def part_elements(elements: int, ranks: int) -> int:
-    """What one of the ranks sums of a vector, in whole blocks."""
+    """Return the number of elements of a vector that one rank sums, in whole blocks."""
     return -(-elements // (ranks * BLOCK)) * BLOCK
 
 
 def rounded_bytes(form: str, elements: int, ranks: int) -> int:
-    """What each rank sends of bf16 or int8: every other's part to its owner, and the sum of its own to every other."""
+    """Return the bytes that each rank sends in the forms bf16 and int8.
+
+    It sends each other rank's part to that rank, and the sum of its own part to all others.
+    """
     return 2 * (ranks - 1) * coded_bytes(form, part_elements(elements, ranks))
 
 
@@ -47,12 +57,13 @@ def topk_elements(elements: int) -> int:
 
 
 def topk_bytes(elements: int, item_bytes: int, ranks: int) -> int:
-    """What each rank sends on a ring: all values and places but those of the rank after it."""
+    """Return the bytes that each rank sends on a ring: all values and indices except those of the
+    next rank."""
     return (ranks - 1) * topk_elements(elements) * (item_bytes + INDEX_BYTES)
 
 
 def is_factored(shape: Sequence[int]) -> bool:
-    """Whether a matrix is at least halved by its factors.
+    """Whether a matrix's factors have at most half of its elements.
 
     >>> is_factored((256, 256)), is_factored((256, 8)), is_factored((256,))
     (True, False, False)
@@ -61,7 +72,8 @@ def is_factored(shape: Sequence[int]) -> bool:
 
 
 def powersgd_bytes(shapes: Sequence[Sequence[int]], item_bytes: int, ranks: int) -> float:
-    """What each rank sends: both factors of each matrix that is factored, and the rest as it is."""
+    """Return the bytes that each rank sends: both factors of each factored matrix, and all others
+    unchanged."""
     elements = sum(
         POWERSGD_RANK * sum(shape) if is_factored(shape) else math.prod(shape) for shape in shapes
     )
@@ -69,9 +81,9 @@ def powersgd_bytes(shapes: Sequence[Sequence[int]], item_bytes: int, ranks: int)
 
 
 def sent_bytes(form: str, shapes: Sequence[Sequence[int]], item_bytes: int, ranks: int) -> float:
-    """What each rank sends to sum one bucket over the ranks, in any form.
+    """Return the bytes that each rank sends to sum one bucket over the ranks, in any form.
 
-    shapes: of the tensors in the bucket; matrices as (rows, columns).
+    shapes: the shapes of the tensors in the bucket; matrices as (rows, columns).
     """
     elements = sum(math.prod(shape) for shape in shapes)
     if form in ("bf16", "int8"):

@@ -1,4 +1,4 @@
-"""Messages between replicas in fewer bytes."""
+"""The strategy `compress`: replicas send each other fewer bytes."""
 
 from __future__ import annotations
 
