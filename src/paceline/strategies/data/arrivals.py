@@ -1,8 +1,10 @@
-"""When a gradient is complete: backward reports each time that it adds to a gradient, and may add to it again.
+"""Decides when a gradient is complete. Backward reports each addition to a gradient, and may add to
+it again.
 
-If a layer is used several times in one backward, backward reports it once, with two exceptions: reentrant checkpoints
-run a separate backward for each use, and stages of one rank may share the layer. Nothing therefore leaves early in the
-first window. That window shows which parameters are added to again, and these never leave early afterwards.
+If a layer is used several times in one backward, backward reports it once, with two exceptions:
+reentrant checkpoints run a separate backward for each use, and stages of one rank may share the
+layer. Therefore no gradient is sent early in the first window. That window shows which gradients
+are added to again, and these are never sent early afterwards.
 """
 
 from __future__ import annotations
@@ -14,35 +16,36 @@ from paceline.base.errors import TrainingError
 
 
 class GradientArrivals:
-    """Gradients of one window as they come.
-
-    arrived: parameters with a gradient of this window. complete: those that are taken to get nothing more.
-    is_first: whether this is the first window.
+    """The arrivals of gradients in one window.
 
     Args:
-        name: Of a parameter, or of what stands for it here, for messages.
-        has_left: Whether a parameter's gradient was sent off already.
+        name: Returns the name of a parameter, or of the key that represents it here, for messages.
+        has_left: Whether a parameter's gradient was already sent.
     """
 
     def __init__(self, name: Callable[[Any], str], has_left: Callable[[Any], bool]) -> None:
         self._name, self._has_left = name, has_left
         self._repeated: set[Hashable] = set()
         self._in_last: set[Hashable] = set()
-        self.is_first = True
-        self.arrived: set[Hashable] = set()
-        self.complete: set[Hashable] = set()
+        self.is_first = True  # whether this is the first window
+        self.arrived: set[Hashable] = set()  # parameters with a gradient in this window
+        self.complete: set[Hashable] = set()  # those that are expected to get no more additions
 
     def begin(self) -> None:
-        """A window begins."""
+        """Begin a window."""
         self.arrived, self.complete, self._in_last = set(), set(), set()
 
     def add(self, parameter: Hashable, *, last: bool) -> bool:
-        """Backward has added to a gradient. Whether it is complete now, as far as is known.
+        """Record that backward has added to a gradient.
 
-        last: whether it does so for the last micro-batch.
+        Args:
+            last: Whether the backward is that of the last micro-batch.
+
+        Returns:
+            Whether the gradient is complete now, as far as is known.
 
         Raises:
-            TrainingError: the gradient was sent off already.
+            TrainingError: the gradient was already sent.
         """
         self.arrived.add(parameter)
         if parameter in self._in_last:
@@ -61,5 +64,5 @@ class GradientArrivals:
         return True
 
     def end(self) -> None:
-        """All backwards of the window are through."""
+        """End the window after all its backwards."""
         self.is_first = False

@@ -1,4 +1,5 @@
-"""What replicas add to a step: the sum of their buckets of gradients, beside backward or after it."""
+"""The cost that replicas add to a step: they sum their buckets of gradients, during backward or
+after it."""
 
 from __future__ import annotations
 
@@ -15,12 +16,15 @@ from paceline.strategies.data.buckets import LARGEST_BUCKET_BYTES, assign
 from paceline.strategies.plan import Plan
 
 _AT_THE_END = -1  # after the backward of every segment
-COPIED = 2  # bytes moved a byte of gradient that is copied
+COPIED = 2  # bytes moved per byte of a gradient that is copied
 
 
 def enter(step: Step) -> Hooks:
-    """Ranks on CPUs of one host sum their buckets in memory that they share, all others over the network; what is
-    compressed goes over the network everywhere."""
+    """Return the events of the buckets' sums.
+
+    CPU ranks of one host sum their buckets in shared memory, and all others over the network.
+    Compressed buckets always use the network.
+    """
     replicas, form = step.plan.axes.data, step.plan.modifiers.compress
     leaving = departures(step)
     gradient_bytes = sum(
@@ -32,8 +36,12 @@ def enter(step: Step) -> Hooks:
     shared = step.device_kind == "cpu" and form == "none"
 
     def start(point: HookPoint) -> Iterable[Event]:
-        """Gradients live in the buckets, unless they are shards: those are copied in and out. Pages that are shared
-        count for every rank that touches them: each sums its part of all buckets."""
+        """Allocate memory for communication.
+
+        Gradients of whole parameters are in the buckets and need no more memory. Those of shards
+        are copied in and out. Shared pages count for every rank that touches them, and each rank
+        sums its part of all ranks' buckets.
+        """
         touched_bytes = gradient_bytes * (replicas - 1) / replicas if shared else 0
         residual_bytes = gradient_bytes if form in ("topk", "powersgd") else 0
         yield Allocate(
@@ -41,7 +49,7 @@ def enter(step: Step) -> Hooks:
         )
 
     def begin(point: HookPoint) -> Iterable[Event]:
-        """Backward on a CPU adds to zeros in the buckets."""
+        """Set the buckets to zero on a CPU, where backward adds to them."""
         if point.microbatch == 0 and step.device_kind == "cpu":
             yield Compute(moved_bytes=gradient_bytes)
 
@@ -73,10 +81,11 @@ def enter(step: Step) -> Hooks:
                     segment, step.profile.segments[segment].repeat if segment >= 0 else 1
                 )
         if shared and gradient_bytes:
-            yield small_all_reduce(step, 4, replicas)  # all are here
-            # Of its part a rank adds to one what each other holds, and copies the sum to each.
+            yield small_all_reduce(step, 4, replicas)  # wait until all ranks have arrived
+            # For its part, a rank adds the values of all other ranks and copies the sum to each of
+            # them.
             yield Compute(moved_bytes=(ADDED + COPIED) * (replicas - 1) / replicas * gradient_bytes)
-            yield small_all_reduce(step, 4, replicas)  # all are done
+            yield small_all_reduce(step, 4, replicas)  # wait until all ranks are done
         yield Compute(
             moved_bytes=2 * gradient_bytes if copied else 0,
             after=("buckets",) if gradient_bytes and not shared else (),
@@ -93,15 +102,14 @@ def enter(step: Step) -> Hooks:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """What is reduced at once.
-
-    shapes: of its tensors, whole; matrices as (rows, columns). times: how many like it leave together; a part of one
-        where more gradients are waited for.
-    """
+    """A bucket of gradients that is reduced at once."""
 
     num_bytes: float
+    # The shapes of the whole tensors; matrices as (rows, columns).
     shapes: tuple[tuple[int, ...], ...]
     item_bytes: int
+    # The number of equal buckets that are sent together; below 1 if the bucket waits for more
+    # gradients.
     times: float = 1.0
 
 
@@ -115,8 +123,11 @@ def reduce(
     times: float = 1.0,
     stride: int = 1,
 ) -> Iterable[Event]:
-    """A bucket's reduction over the network, so many times a step. A compressed one takes as long as an all-reduce that
-    sends as many bytes; its own steps are a few more or fewer."""
+    """Yield the events of a bucket's reduction over the network, `times` times a step.
+
+    A compressed reduction is priced like an all-reduce that sends as many bytes, although its
+    number of messages differs slightly.
+    """
     times *= bucket.times
     if form == "none":
         yield Collective(
@@ -130,7 +141,7 @@ def reduce(
         )
         return
     whole_bytes = bucket.item_bytes * sum(map(math.prod, bucket.shapes))
-    part = bucket.num_bytes / whole_bytes if whole_bytes else 0.0  # a shard's
+    part = bucket.num_bytes / whole_bytes if whole_bytes else 0.0  # below 1 for a shard
     message_bytes = sent_bytes(form, bucket.shapes, bucket.item_bytes, ranks) * part
     yield Compute(
         moved_bytes=times * PASSES[form] * bucket.num_bytes, operators=times * PASSES[form]
@@ -147,7 +158,7 @@ def reduce(
 
 
 def shape_of(parameter: Parameter) -> tuple[int, ...]:
-    """(rows, columns), or (elements,) where there is one column."""
+    """Return a parameter's shape as (rows, columns), or as (elements,) if there is one column."""
     elements = parameter.num_bytes // item_bytes(parameter)
     columns, rest = divmod(elements, max(parameter.rows, 1))
     return (parameter.rows, columns) if columns > 1 and not rest else (elements,)
@@ -160,10 +171,10 @@ def item_bytes(parameter: Parameter) -> int:
 
 
 def departures(step: Step) -> dict[int, list[Bucket]]:
-    """The buckets that leave after each segment's backward.
+    """Return the buckets that are sent after each segment's backward.
 
-    Buckets leave in their own order: one that is complete waits for those before it. Of a profile by dimensions each
-    repetition sends its part of a bucket.
+    Buckets are sent in a fixed order: a complete bucket waits for those before it. In a profile by
+    dimensions, each repetition of a segment sends its part of a bucket.
     """
     if step.profile.by_dimensions:
         return _by_dimensions(step)
@@ -205,14 +216,17 @@ def _by_dimensions(step: Step) -> dict[int, list[Bucket]]:
 
 
 def _ready_after(step: Step) -> dict[str, int]:
-    """The segment after whose backward each gradient is ready; a parameter that is missing has none before the end."""
+    """Return the segment after whose backward each gradient is ready.
+
+    A parameter that is missing in the result has no gradient before the end.
+    """
     ready: dict[str, int] = {}
     for number, segment in enumerate(step.profile.segments):
         names: Iterable[str] = segment.gradients
         if step.footprint.gradients_by_unit:
             names = [p.name for p in step.profile.owned_by(segment.unit)] if segment.unit else ()
         for name in names:
-            ready.setdefault(name, number)  # backward comes to a unit's first segment last
+            ready.setdefault(name, number)  # backward reaches a unit's first segment last
     return ready
 
 

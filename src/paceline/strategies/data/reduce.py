@@ -1,4 +1,4 @@
-"""How the buckets of several ranks are summed: over the network while backward goes on, or in memory they share."""
+"""Sums the buckets of several ranks: over the network during backward, or in shared memory."""
 
 from __future__ import annotations
 
@@ -14,35 +14,36 @@ from paceline.strategies.compress.size import all_reduce_bytes
 from paceline.strategies.host_all_reduce import all_reduce
 from paceline.strategies.shared_memory import HEADER_BYTES, shared_memory
 
-_BLOCK_BYTES = (
-    2**18
-)  # what is summed at a time: a block of each rank's stays in a core's cache until it is written
+# Bytes that are summed at a time: a block of each rank's memory stays in a core's cache until it is
+# written.
+_BLOCK_BYTES = 2**18
 _ALIGNED_BYTES = 64
 
 
 class Reduction(Protocol):
-    """Sums buckets over a group.
+    """Sums buckets over a group."""
 
-    memory: each bucket's, this rank's own, zero at first.
-    overlaps: whether sums are under way once they are started, so that it pays to start them beside backward.
-    sent_bytes: what this rank has given to others so far, over a network or by way of memory that they share.
-    """
-
+    # Bytes that this rank has given to others so far, over a network or in shared memory.
     sent_bytes: float
+    # Whether a sum runs from its start on, so that it is worth starting it during backward.
     overlaps: bool
 
+    # This rank's memory of each bucket, zero at first.
     @property
     def memory(self) -> list[torch.Tensor]: ...
 
     def start(self, number: int) -> None:
-        """A bucket is complete here. Called once a step for every bucket, in one order on all ranks."""
+        """Start the sum of a bucket that is complete on this rank.
+
+        Called once a step for every bucket, in the same order on all ranks.
+        """
 
     def finish(self) -> None:
-        """On return every bucket holds the sum. Collective."""
+        """Complete all sums. On return, every bucket holds its sum. Collective."""
 
 
 class OverNetwork:
-    """One all-reduce a bucket, beside the backward that is still going on."""
+    """Runs one all-reduce per bucket while backward continues."""
 
     overlaps = True
 
@@ -68,10 +69,11 @@ class OverNetwork:
 
 
 class InSharedMemory:
-    """Buckets of CPU ranks on one host lie in memory that all of them map.
+    """Sums buckets of CPU ranks on one host, in memory that all of them map.
 
-    Each rank sums its part of every bucket, in the order of ranks, and writes the sum to all of them: every byte is
-    read once and written once, where a ring over loopback copies it through sockets on the cores that compute.
+    Each rank sums its part of every bucket, in the order of ranks, and writes the sum to the memory
+    of all ranks. Every byte is read once and written once. A ring over loopback would copy it
+    through sockets on the cores that compute.
     """
 
     overlaps = False
@@ -82,7 +84,7 @@ class InSharedMemory:
         self.blocks = [list(_blocks(parts, self.rank)) for parts in zip(*memory, strict=True)]
 
     def start(self, number: int) -> None:
-        """All of them are summed at the end."""
+        """Do nothing: `finish` sums all buckets."""
 
     def finish(self) -> None:
         self._wait_for_all()
@@ -104,11 +106,11 @@ class InSharedMemory:
 def reduction(
     like: Sequence[torch.Tensor], sizes: Sequence[int], group: dist.ProcessGroup
 ) -> Reduction:
-    """The faster way for the ranks of a group. Collective.
+    """Return the faster reduction for the ranks of a group. Collective.
 
     Args:
-        like: A tensor of each bucket's dtype and device.
-        sizes: Elements of each bucket.
+        like: A tensor with the dtype and device of each bucket.
+        sizes: The number of elements of each bucket.
     """
     if like and all(tensor.device.type == "cpu" for tensor in like):
         shared = _share(like, sizes, group)
@@ -120,7 +122,10 @@ def reduction(
 def _share(
     like: Sequence[torch.Tensor], sizes: Sequence[int], group: dist.ProcessGroup
 ) -> list[list[torch.Tensor]] | None:
-    """Every rank's buckets, mapped here; None if a rank can't map another's. Collective."""
+    """Map the buckets of every rank.
+
+    Returns None if a rank can't map another's memory. Collective.
+    """
     starts, end = [], HEADER_BYTES
     for tensor, size in zip(like, sizes, strict=True):
         starts.append(end)
@@ -143,7 +148,10 @@ def _share(
 
 
 def _blocks(parts: Sequence[torch.Tensor], rank: int) -> Iterator[tuple[torch.Tensor, ...]]:
-    """This rank's share of a bucket, in blocks: each a piece of every rank's memory."""
+    """Yield this rank's part of a bucket in blocks.
+
+    Each block has one tensor in the memory of every rank.
+    """
     size, ranks = len(parts[0]), len(parts)
     step = max(1, _BLOCK_BYTES // parts[0].element_size())
     first, end = size * rank // ranks, size * (rank + 1) // ranks

@@ -1,8 +1,10 @@
-"""Replicas whose gradients are summed in buckets: over the network while backward goes on, or in shared memory.
+"""Replicas that sum their gradients in buckets: over the network during backward, or in shared
+memory.
 
-Why not DistributedDataParallel: it rebuilds its buckets after the first backward, which moves a resumed run by a
-rounding, and it is wrong or refused together with tensor and pipeline axes. The buckets here are fixed before the first
-step and hold whatever gradients the rank has, whole or a shard, so any axis can stand inside.
+DistributedDataParallel is not used, for two reasons. It rebuilds its buckets after the first
+backward, so that a resumed run differs by rounding. Together with tensor and pipeline axes it is
+wrong or raises an error. The buckets here are fixed before the first step and hold the gradients of
+the rank, whole or sharded, so that any axis can be nested inside.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ def prepare(
     observed: Observed = NOTHING,
     device: torch.device | None = None,
 ) -> GradientBuckets | None:
-    """None of a model that is not trained."""
+    """Return the buckets of a model's gradients; None for a model that is not trained."""
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trainable:
         return None
@@ -58,13 +60,16 @@ def prepare(
 
 
 class GradientBuckets:
-    """Sums gradients over a group. Buckets leave in one fixed order on every rank, whatever order backward takes.
+    """Sums gradients over a group. Buckets are sent in one fixed order on every rank, whatever the
+    order of backward.
 
-    Gradients of whole parameters live in the buckets, so they are neither held twice nor copied; those of shards
-    are copied in and out. On GPUs, where each operator costs the host, backward of a single micro-batch leaves new
-    gradients instead of adding to zeros, and those of a bucket are copied together when the last of them is there.
-    Compressed, a sum leaves something out on each replica, which belongs to the run's state.
-    Sparse gradients are in no bucket; they are summed at the end, and never compressed.
+    Gradients of whole parameters are views of the buckets, so that they are neither held twice nor
+    copied. Gradients of shards are copied in and out. On GPUs each operator costs host time. There,
+    the backward of a single micro-batch creates new gradients instead of adding to zeros, and the
+    gradients of a bucket are copied together when the last one has arrived.
+
+    A compressed sum leaves values out on each replica. They belong to the run's state. Sparse
+    gradients are in no bucket. They are summed at the end, and never compressed.
     """
 
     def __init__(
@@ -76,7 +81,10 @@ class GradientBuckets:
         replica: int = 0,
         sparse: frozenset[str] = frozenset(),
     ) -> None:
-        """sparse: names of parameters whose gradients are sparse."""
+        """Assign the gradients of parameters to buckets.
+
+        sparse: names of parameters with sparse gradients.
+        """
         apart = sparse_parameters(parameters, sparse)
         self.sparse_names = list(apart)
         parameters = {name: p for name, p in parameters.items() if name not in apart}
@@ -88,8 +96,9 @@ class GradientBuckets:
         self.names, self.parameters = list(parameters), list(parameters.values())
         trained, self.is_part = self.parameters, [_is_distributed(p) for p in self.parameters]
         sizes = [local_part(p).numel() * p.element_size() for p in trained]
-        # Shards come on the stream on which they were reduced, whole gradients on that of backward: one that waits for
-        # the last to come must not hold the other kind.
+        # Gradients of shards arrive on the stream on which they were reduced, and whole gradients
+        # on that of backward. A bucket that waits for the last gradient of one kind must not delay
+        # gradients of the other kind.
         kinds = [
             (p.dtype, p.device, is_part) for p, is_part in zip(trained, self.is_part, strict=True)
         ]
@@ -119,7 +128,8 @@ class GradientBuckets:
         self.armed = self.begun = False
         self.look: GradientLook | None = None
         self.sums = True
-        # Where shards and whole gradients come on two streams, a bucket may be started from a hook on the other one.
+        # If shards and whole gradients arrive on two streams, a hook on one stream may start a
+        # bucket of the other.
         self.filled = (
             [torch.cuda.Event() for _ in self.buckets]
             if self.whole and self.parts and self.memory[0].is_cuda
@@ -135,8 +145,9 @@ class GradientBuckets:
         if not self.begun:
             self.begun = True
             self.arrivals.begin()
-            # In the first window no bucket is known to be complete before the end, and all gradients would be held
-            # twice; so they would where later micro-batches add to those of the first.
+            # In the first window, no bucket is known to be complete before the end, so that all
+            # gradients would be held twice. The same holds if later micro-batches add to the
+            # gradients of the first.
             if not (last and self.copies) or self.arrivals.is_first:
                 if self.memory:
                     torch._foreach_zero_(self.memory)
@@ -146,8 +157,12 @@ class GradientBuckets:
 
     @contextmanager
     def gradients_seen(self, look: GradientLook, *, sums: bool) -> Iterator[None]:
-        """Meanwhile `look` is told of each gradient of this rank before it is summed, by name, in one order on all
-        ranks. sums: whether it is summed then; else gradients stay this rank's own."""
+        """Call `look` with the name and value of each gradient before it is summed, while the
+        context is entered.
+
+        The order is the same on all ranks. sums: whether gradients are summed afterwards; otherwise
+        they stay this rank's own.
+        """
         before = self.look, self.sums
         self.look, self.sums = look, sums
         try:
@@ -156,7 +171,8 @@ class GradientBuckets:
             self.look, self.sums = before
 
     def unused(self) -> set[str]:
-        """Whole parameters in buckets that no backward of this rank reached since the last `finish`."""
+        """Return the names of whole parameters in buckets that no backward has reached since
+        `finish`."""
         if not self.begun or len(self.arrivals.arrived) == len(self.names):
             return set()
         return {
@@ -167,11 +183,12 @@ class GradientBuckets:
 
     @property
     def sent_bytes(self) -> float:
-        """What this rank has sent so far."""
+        """The bytes that this rank has sent so far."""
         return self.reduction.sent_bytes + self.sparse.sent_bytes
 
     def kept(self) -> Iterator[StateTensor]:
-        """What the sums so far left out here, and the factors that the next ones start from."""
+        """Yield the values that past sums left out on this rank, and the factors for the next
+        sums."""
         if isinstance(self.reduction, Compressed):
             for number, residual in self.reduction.method.residuals.items():
                 residual_views = views(self.buckets[number], residual)
@@ -184,7 +201,10 @@ class GradientBuckets:
                 yield StateTensor(f"factors/{self.names[self.indices[number][index]]}", factor)
 
     def restore(self, saved: SavedState) -> list[str]:
-        """What was left out is owed to the model: other numbers of replicas share its sum."""
+        """Restore the values that past sums left out.
+
+        If the number of replicas has changed, the new replicas share the sum of these values.
+        """
         replicas, saved_replicas = dist.get_world_size(self.group), saved.replicas("residuals")
         kept = list(self.kept())
         for residual in kept:
@@ -203,7 +223,7 @@ class GradientBuckets:
         ]
 
     def _arrived(self, index: int, parameter: torch.Tensor) -> None:
-        if parameter.grad is None:  # a hook of the user's has taken it away
+        if parameter.grad is None:  # a hook of the user has removed it
             return
         if self.arrivals.add(index, last=self.armed) and self.reduction.overlaps:
             number = self.bucket_of[index]
@@ -215,7 +235,7 @@ class GradientBuckets:
 
     @torch.no_grad()
     def _fill(self, number: int) -> None:
-        """Bring a bucket's gradients to its memory, where backward has left them elsewhere."""
+        """Copy a bucket's gradients to its memory, if backward has created them elsewhere."""
         filled, gradients = [], []
         for index in self.indices[number]:
             parameter, view = self.parameters[index], self.views[index]
@@ -247,7 +267,10 @@ class GradientBuckets:
         self.started += 1
 
     def finish(self) -> None:
-        """Wait for every bucket; a gradient that never came (an unused parameter) counts as zero."""
+        """Wait for every bucket.
+
+        The gradient of an unused parameter, which never arrived, counts as zero.
+        """
         self.armed = self.begun = False
         self.arrivals.end()
         while self.started < len(self.buckets):
@@ -278,7 +301,10 @@ class GradientBuckets:
 def reduce_buckets(
     buckets: Sequence[Sequence[torch.Tensor]], group: dist.ProcessGroup, *, compress: str
 ) -> Reduction:
-    """What sums buckets of such tensors over a group, in some form. Collective."""
+    """Return the reduction that sums buckets of tensors over a group, compressed or not.
+
+    Collective.
+    """
     like = [bucket[0] for bucket in buckets]
     if compress == "none":
         return reduction(
@@ -290,7 +316,8 @@ def reduce_buckets(
 
 
 def _as_matrix(tensor: torch.Tensor) -> tuple[int, ...]:
-    """(rows, columns) as they lie in memory, of a tensor with more than one dim."""
+    """Return a tensor's shape as (rows, columns) in memory order; its own shape if it has one dim
+    or none."""
     sizes = sorted(zip(tensor.stride(), tensor.shape, strict=True), reverse=True)
     return (
         (sizes[0][1], math.prod(size for _, size in sizes[1:]))
@@ -304,8 +331,11 @@ def _is_distributed(tensor: torch.Tensor) -> bool:
 
 
 def views(bucket: Sequence[torch.Tensor], flat: torch.Tensor) -> Iterator[torch.Tensor]:
-    """A part of the bucket for each gradient, with the strides of its parameter, as backward gives them: fused
-    optimizers walk through both alike."""
+    """Yield the part of the bucket for each gradient, with the strides of its parameter.
+
+    Backward makes gradients with these strides, and fused optimizers iterate over both in the same
+    order.
+    """
     for parameter, part in zip(
         bucket, flat.split([local_part(p).numel() for p in bucket]), strict=True
     ):

@@ -1,7 +1,9 @@
-"""Sparse gradients of replicas: only rows that occur travel, and every rank makes the same sparse sum of them.
+"""Sums sparse gradients of replicas. Only occurring rows are sent, and every rank computes the same
+sparse sum.
 
-A gradient has its rows along dim 0, like those of `nn.Embedding` and `nn.EmbeddingBag` with `sparse=True`. Sums are
-sparse too: SparseAdam and Adagrad update the rows that occur in the window, and no others.
+A gradient has its rows along dim 0, like those of `nn.Embedding` and `nn.EmbeddingBag` with
+`sparse=True`. Sums are also sparse, because SparseAdam and Adagrad update only the rows that occur
+in the window.
 """
 
 from __future__ import annotations
@@ -17,23 +19,23 @@ from paceline.strategies.compress.size import all_reduce_bytes
 if TYPE_CHECKING:
     from torch import nn
 
-# What a rank tells of a gradient in the place of its number of rows.
+# Values that a rank sends instead of a number of rows, if it has no gradient or a dense one.
 _ABSENT, _DENSE = -2, -1
 
 
 class SparseGradients:
-    """Sums the sparse gradients of some parameters over a group, when the last backward of a window is through.
-
-    sent_bytes: what this rank has sent so far.
-    """
+    """Sums sparse gradients of parameters over a group, after the last backward of a window."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
-        """parameters: alike on all ranks of the group, and in one order."""
+        """Store the parameters. They are the same, in the same order, on all ranks of the group."""
+        # sent_bytes: what this rank has sent so far.
         self.parameters, self.group, self.sent_bytes = list(parameters), group, 0.0
 
     def parts(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """(row numbers, values) of this rank's own gradient of each parameter: of a dense one all values and no number,
-        and none at all where there is no gradient."""
+        """Yield (row numbers, values) of this rank's own gradient of each parameter.
+
+        A dense gradient has all its values and no row numbers. Without a gradient, both are empty.
+        """
         for p in self.parameters:
             gradient, nothing = (
                 _with_rows(p.grad),
@@ -49,10 +51,11 @@ class SparseGradients:
                 )
 
     def finish(self) -> None:
-        """On return every rank of the group has the sum of all gradients. Collective.
+        """Give every rank of the group the sum of all gradients. Collective.
 
-        A gradient that no rank has stays None. One that is dense on some rank, where another layer uses the weight,
-        becomes dense on all: dense and sparse gradients of one device add up to a dense one.
+        A gradient that no rank has stays None. A gradient is dense on a rank where another layer
+        uses the weight. It then becomes dense on all ranks: on one device, too, dense and sparse
+        gradients add up to a dense one.
         """
         if not self.parameters:
             return
@@ -74,9 +77,10 @@ class SparseGradients:
     def _exchange(
         self, gradients: Sequence[torch.Tensor | None], counts: Sequence[Sequence[int]]
     ) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
-        """(row numbers, values) of every parameter's sparse gradient on every rank, by rank. Collective.
+        """Return (row numbers, values) of every parameter's sparse gradient, by rank. Collective.
 
-        All of a rank's travel in one message of bytes, as long as the longest of them.
+        A rank sends all its gradients in one message of bytes. All messages are as long as the
+        longest one.
         """
         lengths = [
             sum(_message_bytes(p, count) for p, count in zip(self.parameters, of_rank, strict=True))
@@ -115,7 +119,8 @@ class SparseGradients:
                 of_parameter[: count * _ROW_NUMBER.itemsize],
                 of_parameter[count * _ROW_NUMBER.itemsize :],
             )
-            # Copies: bytes of one dtype may begin where another one can't.
+            # Copies are needed because bytes of one dtype may begin where another dtype isn't
+            # aligned.
             gradients.append(
                 (
                     rows.clone().view(_ROW_NUMBER),
@@ -130,7 +135,10 @@ class SparseGradients:
         gradient: torch.Tensor | None,
         parts: Sequence[tuple[torch.Tensor, torch.Tensor]],
     ) -> torch.Tensor:
-        """Of all ranks' gradients. parts: the sparse ones, by rank. Collective."""
+        """Return the dense sum of all ranks' gradients.
+
+        parts: the sparse gradients by rank. Collective.
+        """
         total = (
             torch.zeros_like(p)
             if gradient is None or gradient.is_sparse
@@ -142,7 +150,7 @@ class SparseGradients:
         return total + row_sum(parts, p)
 
     def _gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's, in the order of ranks. Collective."""
+        """Return every rank's tensor, in the order of ranks. Collective."""
         everyone = [torch.empty_like(tensor) for _ in range(dist.get_world_size(self.group))]
         dist.all_gather(everyone, tensor, group=self.group)
         self.sent_bytes += tensor.nbytes * (len(everyone) - 1)
@@ -153,9 +161,12 @@ _ROW_NUMBER = torch.int64
 
 
 def row_sum(parts: Sequence[tuple[torch.Tensor, torch.Tensor]], like: torch.Tensor) -> torch.Tensor:
-    """A sparse tensor from each rank's (row numbers, values). Equal parts in one order give equal bits.
+    """Sum each rank's (row numbers, values) to a sparse tensor. Equal parts in equal order give
+    equal bits.
 
-    parts: a rank's row numbers are distinct. like: a tensor of the whole's shape and dtype.
+    Args:
+        parts: The parts by rank. The row numbers of a rank are distinct.
+        like: A tensor with the shape and dtype of the whole.
 
     >>> parts = [(torch.tensor([0, 2]), torch.ones(2, 1)), (torch.tensor([2]), torch.ones(1, 1))]
     >>> row_sum(parts, torch.zeros(4, 1)).to_dense().flatten()
@@ -163,7 +174,7 @@ def row_sum(parts: Sequence[tuple[torch.Tensor, torch.Tensor]], like: torch.Tens
     """
     rows = torch.cat([of_rank for of_rank, _ in parts]).unique()
     values = torch.zeros(len(rows), *like.shape[1:], dtype=like.dtype, device=like.device)
-    for of_rank, added in parts:  # no row twice at a time: the order of additions is that of ranks
+    for of_rank, added in parts:  # each adds a row at most once, so ranks are added in order
         values.index_add_(0, torch.searchsorted(rows, of_rank), added)
     return torch.sparse_coo_tensor(
         rows[None], values, like.shape, is_coalesced=True, check_invariants=False
@@ -173,16 +184,21 @@ def row_sum(parts: Sequence[tuple[torch.Tensor, torch.Tensor]], like: torch.Tens
 def sparse_parameters(
     parameters: Mapping[str, nn.Parameter], names: frozenset[str]
 ) -> dict[str, nn.Parameter]:
-    """Those of these names whose gradients can be sparse here; a distributed tensor's is dense."""
+    """Return the named parameters whose gradients can be sparse.
+
+    A distributed tensor's gradient is dense.
+    """
     return {
         name: p for name, p in parameters.items() if name in names and not hasattr(p, "to_local")
     }
 
 
 def with_dense_gradient(p: torch.Tensor) -> torch.Tensor:
-    """What a norm is taken of, and scaled: the parameter, or a tensor whose gradient is the values of its sparse one.
+    """Return a tensor with a dense gradient, for computing a norm and for scaling.
 
-    The values share memory. Rows that occur twice are added up first, in place.
+    That is the parameter itself or, if its gradient is sparse, a tensor whose gradient has the
+    values of the sparse one. The values share memory. Rows that occur twice are added up first, in
+    place.
     """
     if p.grad is None or not p.grad.is_sparse:
         return p
@@ -194,7 +210,7 @@ def with_dense_gradient(p: torch.Tensor) -> torch.Tensor:
 
 
 def _with_rows(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """The gradient with each row once; dense if it isn't sparse along dim 0 alone."""
+    """Return the gradient with each row once; a dense one if it isn't sparse along dim 0 alone."""
     if gradient is None or gradient.layout is torch.strided:
         return gradient
     if gradient.is_sparse and gradient.sparse_dim() == 1:
@@ -209,5 +225,5 @@ def _rows(gradient: torch.Tensor | None) -> int:
 
 
 def _message_bytes(p: torch.Tensor, count: int) -> int:
-    """Of so many rows of a gradient, and their numbers."""
+    """Return the bytes of `count` rows of a gradient with their numbers."""
     return max(count, 0) * (_ROW_NUMBER.itemsize + p[:1].numel() * p.element_size())

@@ -1,4 +1,4 @@
-"""Replicas that sum their gradients."""
+"""The strategy `data`: replicas sum their gradients."""
 
 from paceline.strategies.costs import CostModel
 from paceline.strategies.data.cost import enter, hold
