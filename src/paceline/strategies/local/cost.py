@@ -1,4 +1,4 @@
-"""What local steps add to a step: an outer step every so often, and what it needs beside the weights."""
+"""The cost of local steps: a part of an outer step in each step, and memory for the outer state."""
 
 from __future__ import annotations
 
@@ -12,19 +12,23 @@ from paceline.strategies.local.schedule import assign, delay_steps
 
 
 def enter(step: Step) -> Hooks:
-    """A step's part of an outer step: 1 in `local`. Fragments travel beside the compute of later steps."""
+    """Return a step's part of the events of an outer step, which is 1 / `local`.
+
+    Fragments are transferred during the compute of later steps.
+    """
     order, replicas = step.plan.outer_steps, step.plan.axes.data
     assert order is not None
     trainable = [p for p in step.profile.parameters if p.trainable]
     whole_bytes = sum(p.num_bytes for p in trainable)
-    copies = 3 if order.outer == "diloco" else 2  # shared weights, the way from them, momentum
+    copies = 3 if order.outer == "diloco" else 2  # shared weights, pseudo-gradient, momentum
     stream = NETWORK if delay_steps(local=order.local, fragments=order.fragments) else COMPUTE
 
     def start(point: HookPoint) -> Iterable[Event]:
         yield Allocate("communication", copies * whole_bytes)
 
     def update(point: HookPoint) -> Iterable[Event]:
-        """Ranks meet about their steps' figures and parameters once a fragment, and send each fragment once a round."""
+        """Let ranks exchange figures of steps and parameters once a fragment, and send each
+        fragment once a round."""
         seldom = 1.0 / order.local
         met_bytes = 8 * (2 * order.local / order.fragments + 3 + len(trainable))
         yield Collective(
@@ -44,14 +48,15 @@ def enter(step: Step) -> Hooks:
                 stream=stream,
                 times=seldom,
             )
-        # The way is made and weighed, momentum and shared weights are updated, and the replica's are set.
+        # The pseudo-gradient is computed and weighted, momentum and shared weights are updated, and
+        # the replica's own weights are set.
         yield Compute(moved_bytes=(5 + 5 * (copies - 1)) * whole_bytes * seldom, part="optimizer")
 
     return {"start": start, "update": update}
 
 
 def _buckets(step: Step) -> list[Bucket]:
-    """Of all fragments."""
+    """Return the buckets of all fragments."""
     order = step.plan.outer_steps
     trainable = [p for p in step.profile.parameters if p.trainable]
     buckets = []

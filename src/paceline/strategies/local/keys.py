@@ -22,15 +22,15 @@ FRAGMENTS = count("fragments", "sync", "F")
 
 @dataclass(frozen=True, slots=True)
 class Local(Synchronisation):
-    """Replicas take steps of their own and meet in outer steps.
+    """The synchronisation of replicas that take steps of their own and meet in outer steps."""
 
-    local: steps from one outer step to the next. 1 with outer="average" is the synchronous case: gradients meet.
-    outer: what becomes of the mean way the replicas went: "average" goes it; "diloco" goes it with Nesterov momentum.
-    fragments: groups of parameters whose outer steps are staggered over the `local` steps.
-    """
-
+    # Steps from one outer step to the next. 1 with outer="average" is the synchronous case, which
+    # sums gradients.
     local: int
+    # How the mean pseudo-gradient updates the shared weights: "average" subtracts it;
+    # "diloco" uses Nesterov momentum.
     outer: OuterName = OUTER.default
+    # Number of groups of parameters whose outer steps are staggered over the `local` steps.
     fragments: int = FRAGMENTS.default
 
     @property

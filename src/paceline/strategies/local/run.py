@@ -1,18 +1,21 @@
 """Replicas that take local steps and meet in outer steps.
 
-A replica takes `local` steps on its part of each global batch, with its own optimizer. Then the replicas average how
-far they went from the shared weights, each weighted by what it counted, and that average becomes one outer step:
+A replica takes `local` steps on its part of each global batch, with its own optimizer. Then the
+replicas average their pseudo-gradients, each weighted by the replica's count. The average updates
+the shared weights in one outer step:
 
-    outer     shared weights                                         source
-    average   go the whole way                                       Stich 2019, local SGD
+    outer     update of the shared weights                           source
+    average   subtract the mean pseudo-gradient                      Stich 2019, local SGD
     diloco    SGD, Nesterov momentum 0.9, learning rate 0.7          Douillard et al. 2023
 
-With fragments=F the parameters are in F groups whose outer steps are spread over the local steps (Douillard et al.
-2025). A group travels while some local steps go on. When it arrives, a replica takes the middle between the shared
-weights and its own, which have gone on meanwhile.
+With fragments=F the parameters are in F groups whose outer steps are spread over the local steps
+(Douillard et al. 2025). A group is transferred while local steps continue. When it arrives, a
+replica takes the mean of the shared weights and its own weights, which have changed in the
+meantime.
 
-`local=1 outer=average` is not done here. It means that replicas meet after every step. For an optimizer that is not
-linear in the gradient, only summed gradients give what one device would get, so it is `data=N`.
+`local=1 outer=average` does not use this module. It means that replicas meet after every step. If
+the optimizer is not linear in the gradient, only summed gradients give the result of one device, so
+that this plan runs as `data=N`.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ if TYPE_CHECKING:
     from paceline.strategies.mesh import Mesh
     from paceline.strategies.plan import Plan
 MOMENTUM, LEARNING_RATE = 0.9, 0.7  # Douillard et al. 2023, section 3
-LOCAL_WEIGHT = 0.5  # of its own weights, when a fragment arrives
+LOCAL_WEIGHT = 0.5  # weight of a replica's own weights when a fragment arrives
 
 
 def prepare(
@@ -60,11 +63,7 @@ def prepare(
 
 
 class Fragment:
-    """Parameters that have their outer steps together.
-
-    outer: what all replicas hold alike of them. momentum: of the outer steps, by name. steps, count: local steps since
-    the last outer one, and what they counted here.
-    """
+    """A group of parameters that take their outer steps together."""
 
     def __init__(
         self,
@@ -75,7 +74,9 @@ class Fragment:
         compress: str,
     ) -> None:
         self.parameters = dict(parameters)
+        # The weights that all replicas share, by name.
         self.outer = {name: p.detach().clone() for name, p in parameters.items()}
+        # Momentum of the outer steps, by name.
         self.momentum = (
             {name: torch.zeros_like(tensor) for name, tensor in self.outer.items()}
             if order.outer == "diloco"
@@ -89,15 +90,17 @@ class Fragment:
         self.reduction = reduce_buckets(
             [[tensors[i] for i in bucket] for bucket in buckets], group, compress=compress
         )
+        # Pseudo-gradients by name.
         self.ways = {
             names[i]: view
             for bucket, flat in zip(buckets, self.reduction.memory, strict=True)
             for i, view in zip(bucket, views([tensors[i] for i in bucket], flat), strict=True)
         }
+        # Local steps since the last outer step, and their count on this replica.
         self.steps, self.count = 0, 0.0
 
     def send(self, weight: float) -> None:
-        """Begin to add up the replicas' ways from the shared weights."""
+        """Start the sum of the replicas' weighted pseudo-gradients."""
         for name, way in self.ways.items():
             torch.sub(self.outer[name], self.parameters[name], out=way)
             way.mul_(weight)
@@ -106,7 +109,7 @@ class Fragment:
         self.steps, self.count = 0, 0.0
 
     def step(self) -> None:
-        """The outer step, with the mean way in `ways`."""
+        """Take the outer step with the mean pseudo-gradient, which is in `ways`."""
         for name, way in self.ways.items():
             if self.momentum:
                 self.momentum[name].mul_(MOMENTUM).add_(way)
@@ -117,7 +120,8 @@ class Fragment:
                 self.outer[name].sub_(way)
 
     def take_over(self, local_weight: float) -> None:
-        """Go on from the shared weights, or from between them and this replica's own."""
+        """Continue from the shared weights, or from a mean of them and this replica's own
+        weights."""
         for name, p in self.parameters.items():
             if local_weight:
                 p.mul_(local_weight).add_(self.outer[name], alpha=1.0 - local_weight)
@@ -127,21 +131,21 @@ class Fragment:
 
 @dataclass
 class _Transfer:
-    """A fragment under way.
-
-    arrives: the step after which its outer step is taken. landed: whether its sum is here already.
-    """
+    """A pending transfer of a fragment."""
 
     fragment: int
-    arrives: int
-    landed: bool = False
+    arrives: int  # the step after which the outer step is taken
+    landed: bool = False  # whether the sum has already arrived
 
 
 class OuterSync:
-    """A synchroniser that never touches gradients, and the step synchronisation of its replicas."""
+    """Runs the outer steps.
+
+    It is a synchroniser that never touches gradients, and also the step synchronisation.
+    """
 
     has_own_steps = True
-    world_size = 1  # a step's figures are this replica's own
+    world_size = 1  # the figures of a step are those of this replica alone
 
     def __init__(
         self,
@@ -159,7 +163,8 @@ class OuterSync:
         names = list(parameters)
         self.order, self.group = order, group
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
-        # Fragments travel while ranks may meet for something else, and a group's collectives are taken in their order.
+        # A separate group: ranks may communicate for other purposes while a fragment is
+        # transferred, and the collectives of one group run in order.
         travel = (
             dist.new_group(dist.get_process_group_ranks(group)) if order.fragments > 1 else group
         )
@@ -178,13 +183,13 @@ class OuterSync:
         self.met_bytes = 0.0
 
     def begin(self, *, last: bool) -> None:
-        """Gradients stay here."""
+        """Do nothing: gradients stay on this rank."""
 
     def unused(self) -> set[str]:
         return set()
 
     def finish(self) -> None:
-        """Gradients stay here."""
+        """Do nothing: gradients stay on this rank."""
 
     @property
     def sent_bytes(self) -> float:
@@ -230,9 +235,8 @@ class OuterSync:
                 self._arrive(0.0)
         for fragment in self.fragments:
             fragment.take_over(0.0)
-        return (
-            synced if synced is not None and synced.figures else None
-        )  # fragments may be left after a meeting
+        # Unfinished fragments may remain after the last meeting, without new figures.
+        return synced if synced is not None and synced.figures else None
 
     def drain(self) -> None:
         if self.transfer is not None and not self.transfer.landed:
@@ -252,7 +256,9 @@ class OuterSync:
     @contextmanager
     def global_weights_in_place(self) -> Iterator[None]:
         if self.order.fragments == 1:
-            yield  # a run is looked at when a round ends, and then they are there
+            # Evaluations and checkpoints come at the end of a round, when the weights are the
+            # shared ones.
+            yield
             return
         local_weights = [
             {name: p.detach().clone() for name, p in fragment.parameters.items()}
@@ -270,9 +276,13 @@ class OuterSync:
                         p.copy_(weights[name])
 
     def _meet(self, leaving: list[int]) -> tuple[SyncedFigures, list[float]]:
-        """What all replicas did since the last meeting, and this one's weight in each of the fragments.
+        """Sum the figures of all replicas since the last meeting.
 
-        The figures were read in their steps. They travel from host to host, so that no replica waits for its GPU.
+        The figures were read to the host in their steps and are sent from there, so that no replica
+        waits for its GPU.
+
+        Returns:
+            The synchronised figures, and this replica's weight in each of the fragments.
         """
         counts = torch.tensor(
             [self.fragments[number].count for number in leaving], dtype=torch.float64
@@ -304,7 +314,7 @@ class OuterSync:
         self.transfer = _Transfer(number, arrives)
 
     def _arrive(self, local_weight: float) -> None:
-        """The outer step of the fragment that is under way."""
+        """Complete the pending transfer and take the fragment's outer step."""
         self.drain()
         assert self.transfer is not None
         fragment, self.transfer = self.fragments[self.transfer.fragment], None
@@ -312,9 +322,10 @@ class OuterSync:
         fragment.take_over(local_weight)
 
     def kept(self) -> Iterator[StateTensor]:
-        """Collective while a fragment is under way.
+        """Yield the state for a checkpoint. Collective while a fragment's transfer is pending.
 
-        outer/order says which plan the rest can go on under as it is: replicas, local steps, fragments.
+        outer/order holds the number of replicas, local steps and fragments. Only a plan with the
+        same numbers can continue from the rest of the state.
         """
         self.drain()
         under_way = self.transfer.fragment if self.transfer is not None else -1
@@ -350,7 +361,8 @@ class OuterSync:
 
     @torch.no_grad()
     def restore(self, saved: SavedState) -> list[str]:
-        """Bit by bit under the same plan. Under another one replicas start from the shared weights."""
+        """Continue from a checkpoint: to the bit under the same plan; otherwise from the shared
+        weights."""
         for fragment in self.fragments:
             for name, p in fragment.parameters.items():
                 fragment.outer[name].copy_(p)

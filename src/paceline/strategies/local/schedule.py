@@ -1,4 +1,7 @@
-"""Which parameters have their outer step after which local step: priced by `cost.py` and done by `run.py`."""
+"""Schedules outer steps: which parameters take theirs after which local step.
+
+Used by `cost.py` and `run.py`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ LONGEST_DELAY_STEPS = 5
 
 
 def assign(sizes_bytes: Sequence[int], fragments: int) -> list[list[int]]:
-    """Consecutive parameters in groups of about equal bytes; none is empty.
+    """Divide consecutive parameters into groups of about equal bytes. No group is empty.
 
     Raises:
         ValueError: there are fewer parameters than fragments.
@@ -33,7 +36,9 @@ def assign(sizes_bytes: Sequence[int], fragments: int) -> list[list[int]]:
 
 
 def fragment_after(step: int, *, local: int, fragments: int) -> int | None:
-    """The fragment whose outer step begins after a step (counted from 1); the last one's ends the round.
+    """Return the fragment whose outer step begins after a step (counted from 1), or None.
+
+    The outer step of the last fragment ends the round.
 
     >>> [fragment_after(step, local=6, fragments=2) for step in range(1, 8)]
     [None, None, 0, None, None, 1, None]
@@ -45,5 +50,8 @@ def fragment_after(step: int, *, local: int, fragments: int) -> int | None:
 
 
 def delay_steps(*, local: int, fragments: int) -> int:
-    """Local steps that go on while a fragment travels: all before the next one leaves, and none of whole models."""
+    """Return the number of local steps during which a fragment is transferred.
+
+    The transfer ends before the next fragment is sent. For whole models the number is 0.
+    """
     return 0 if fragments == 1 else max(1, min(LONGEST_DELAY_STEPS, local // fragments - 1))

@@ -1,4 +1,4 @@
-"""Replicas that take steps of their own and meet in outer steps."""
+"""The strategy `local`: replicas take steps of their own and meet in outer steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.strategies.strategy import Conflict, Strategy
 if TYPE_CHECKING:
     from paceline.strategies.limits import DeviceCounts, Limits
 
-LOCAL_STEPS = (10, 100)  # that a search tries
+LOCAL_STEPS = (10, 100)  # values that a search tries
 
 
 def _relaxed_plans(limits: Limits, shape: DeviceCounts) -> Iterator[Plan]:
