@@ -1,4 +1,4 @@
-"""Which pieces of a captured model make which stage."""
+"""Assigns the pieces of a captured model to pipeline stages."""
 
 from __future__ import annotations
 
@@ -20,18 +20,23 @@ def assign(
     memory_bytes: Sequence[float],
     in_flight: Sequence[int],
 ) -> dict[str, int]:
-    """The stage of each piece by key: consecutive pieces, balanced by the cost of their forwards.
+    """Assign consecutive pieces to stages, balanced by the cost of their forwards.
 
-    A cut lies before a piece with parameters, and never between a value and an edit of it in place.
+    A cut comes before a piece with parameters, and never between a value and an edit of it in
+    place.
 
     Args:
-        needs: What each piece holds, by key; its activations for each micro-batch in flight.
-        flops_per_byte: Of the devices; see `Device.flops_per_byte`.
-        speeds, memory_bytes, in_flight: Of each stage: how fast and how large its device is, and how many
-            micro-batches it holds at once.
+        needs: The memory of each piece, by key. Activations are those of one micro-batch in flight.
+        flops_per_byte: The figure of the devices; see `Device.flops_per_byte`.
+        speeds: The speed of each stage's device.
+        memory_bytes: The memory of each stage's device.
+        in_flight: The number of micro-batches that each stage holds at once.
+
+    Returns:
+        The stage of each piece, by key.
 
     Raises:
-        PlanError: there are fewer places to cut at than stages, or no cut fits the memory.
+        PlanError: there are fewer places to cut than stages, or no cut fits the memory.
     """
     num_stages = len(speeds)
     starts = [0]

@@ -1,7 +1,7 @@
-"""Cuts a profile by dimensions into stages, and deals these out to ranks as a run would.
+"""Cuts a profile by dimensions into stages, and assigns these to ranks as a run would.
 
-A captured model is cut by `stages/price.py`. Here the model is only segments that repeat, so the cut takes no time, and
-equal stages share one profile.
+`stages/price.py` cuts captured models. Here the model consists only of repeated segments, so that
+the cut takes no time, and equal stages share one profile.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from paceline.strategies.stages.cost import RankCost, StageCost, StageMessage
 
 
 def deal(num_layers: int, num_stages: int) -> list[int]:
-    """Layers of each stage: evenly, with what is left over in the middle, for the ends also hold what comes before and
-    after the layers. The ends may be without layers.
+    """Return the number of layers of each stage.
+
+    Layers are divided evenly. Remaining layers go to the middle, because the first and last stages
+    also hold the parts before and after the layers. These two stages may have no layers.
 
     Raises:
-        PlanError: fewer layers than stages between the ends.
+        PlanError: there are fewer layers than stages between the first and the last.
 
     >>> deal(10, 4), deal(126, 128)[:2], deal(126, 128)[-1]
     ([2, 3, 3, 2], [0, 1], 0)
@@ -51,11 +53,14 @@ def ranks(
     flops_per_byte: float,
     most_microbatches: int | None = None,
 ) -> Iterator[RankCost]:
-    """What each rank of the pipeline holds and does, from the first. Ranks that are alike but for their neighbours
-    share a profile.
+    """Yield the cost of each rank of the pipeline, from the first.
 
-    flops_per_byte: that the first rank's device does in the time that a byte takes.
-    most_microbatches: that orders are made for; a schedule's further rounds are like those before.
+    Ranks that differ only in their neighbours share a profile.
+
+    Args:
+        flops_per_byte: FLOPs that the first rank's device computes in the time of moving a byte.
+        most_microbatches: The most micro-batches for which orders are made. Further rounds of a
+            schedule repeat.
 
     Raises:
         PlanError: the model has too few layers.
@@ -96,18 +101,18 @@ def ranks(
 def orders_of(
     name: ScheduleName, num_ranks: int, num_microbatches: int, virtual: int
 ) -> tuple[Sequence[Action], ...]:
-    """The schedule's orders, which many plans share."""
+    """Return the order of each rank under a schedule. Cached, because many plans share it."""
     return tuple(
         schedule(name, num_ranks=num_ranks, num_microbatches=num_microbatches, virtual=virtual)
     )
 
 
-Run = tuple[tuple[int, int], ...]  # (segment, how many of its repetitions)
+Run = tuple[tuple[int, int], ...]  # (segment, number of its repetitions)
 
 
 @lru_cache(maxsize=256)
 def _cut(profile: Profile, num_stages: int, flops_per_byte: float) -> list[Run]:
-    """The segments of each stage. Those of the root stay with the layers next to them."""
+    """Return the segments of each stage. Segments of the root stay with the layers next to them."""
     counts = [s.repeat if s.unit else 0 for s in profile.segments]
     dealt = _dealt([s for s in profile.segments if s.unit], num_stages, flops_per_byte)
     cuts: list[list[tuple[int, int]]] = [[] for _ in range(num_stages)]
@@ -129,7 +134,11 @@ def _cut(profile: Profile, num_stages: int, flops_per_byte: float) -> list[Run]:
 
 
 def _dealt(layers: Sequence[Segment], num_stages: int, flops_per_byte: float) -> list[int]:
-    """Layers of each stage: evenly where all are alike, else so that the longest stage is the shortest possible."""
+    """Return the number of layers of each stage.
+
+    Equal layers are divided evenly. Others are divided so that the longest stage is as short as
+    possible.
+    """
     if len(layers) == 1:
         return deal(layers[0].repeat, num_stages)
     flops = [
@@ -150,7 +159,7 @@ def _dealt(layers: Sequence[Segment], num_stages: int, flops_per_byte: float) ->
 
 
 def _homes(profile: Profile, runs: Sequence[Run], num_ranks: int) -> dict[str, set[int]]:
-    """The ranks that use each parameter of the root."""
+    """Return the ranks that use each parameter of the root, by name."""
     homes: dict[str, set[int]] = {}
     for stage, run in enumerate(runs):
         for number, _ in run:
@@ -163,7 +172,8 @@ def _homes(profile: Profile, runs: Sequence[Run], num_ranks: int) -> dict[str, s
 
 @lru_cache(maxsize=1024)
 def _part(profile: Profile, key: tuple[Run, ...], *, halves: int) -> tuple[Profile, list[range]]:
-    """The profile of a rank with these runs of segments, and where in it each run is."""
+    """Return the profile of a rank with these runs of segments, and the position of each run in
+    it."""
     known = {p.name: p for p in profile.parameters}
     parameters: dict[str, Parameter] = {}
     segments: list[Segment] = []
@@ -209,7 +219,7 @@ def _part(profile: Profile, key: tuple[Run, ...], *, halves: int) -> tuple[Profi
 
 
 def _boundary_bytes(profile: Profile) -> Affine:
-    """Of what a stage hands to the next: a layer's output."""
+    """Return the bytes that a stage sends to the next one: the output of a layer."""
     layers: list[Segment] = [s for s in profile.segments if s.unit]
     return max((s.output_bytes for s in layers), key=lambda figure: figure.per_sample)
 

@@ -1,4 +1,5 @@
-"""Where a model is cut into stages: consecutive pieces, so that the slowest stage is as fast as can be."""
+"""Cuts a model into stages of consecutive pieces, so that the slowest stage is as fast as
+possible."""
 
 from __future__ import annotations
 
@@ -18,22 +19,25 @@ def balance(
     memory_bytes: Sequence[float],
     in_flight: Sequence[int],
 ) -> list[int]:
-    """Cut consecutive pieces into one run a stage, exactly: the longest stage is the shortest possible.
+    """Cut consecutive pieces into one run per stage, so that the longest stage is as short as
+    possible.
 
-    Dynamic programming over (pieces, stages); of equally fast cuts the one whose stages are the more even.
+    The result is exact, by dynamic programming over (pieces, stages). Among equally fast cuts, the
+    function prefers the one with the more even stages.
 
     Args:
-        work: of each piece: the time that it takes on a device of speed 1, in any unit.
-        held_bytes: what a piece takes of its stage's memory at all times.
-        kept_bytes: what it keeps besides for each micro-batch in flight.
-        speeds, memory_bytes: of each stage's device.
-        in_flight: micro-batches that each stage holds at once.
+        work: The time of each piece on a device of speed 1, in any unit.
+        held_bytes: The memory of each piece that is always in use.
+        kept_bytes: The additional memory of each piece for each micro-batch in flight.
+        speeds: The speed of each stage's device.
+        memory_bytes: The memory of each stage's device.
+        in_flight: The number of micro-batches that each stage holds at once.
 
     Returns:
         The first piece of each stage.
 
     Raises:
-        PlanError: fewer pieces than stages, or no cut that fits.
+        PlanError: there are fewer pieces than stages, or no cut fits.
 
     >>> balance([1, 1, 1, 3], [1] * 4, [0] * 4, speeds=[1, 1], memory_bytes=[4, 4], in_flight=[2, 1])
     [0, 3]
@@ -50,7 +54,7 @@ def balance(
     bytes_to, kept_to = [0.0, *accumulate(held_bytes)], [0.0, *accumulate(kept_bytes)]
 
     def stage_time(stage: int, first: int, end: int) -> float:
-        """Time of a stage with these pieces; infinite if they don't fit."""
+        """Return the time of a stage with these pieces; infinite if they don't fit."""
         if (
             bytes_to[end] - bytes_to[first] + in_flight[stage] * (kept_to[end] - kept_to[first])
             > memory_bytes[stage]
@@ -60,7 +64,8 @@ def balance(
 
     @cache
     def best(stage: int, first: int) -> tuple[float, float, int]:
-        """(longest stage, sum of squares, end of this stage) for the stages from this one on."""
+        """Return (longest stage, sum of squares, end of this stage) for the stages from this one
+        on."""
         if stage == num_stages - 1:
             last_time = stage_time(stage, first, num_pieces)
             return last_time, last_time * last_time, num_pieces

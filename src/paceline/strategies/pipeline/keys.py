@@ -17,11 +17,12 @@ SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 SCHEDULE = choice("schedule", "schedule", SCHEDULES, default="1f1b")
 MICROBATCHES = count_or("auto", "microbatches", "schedule", default="auto", allowed="M|auto")
 VIRTUAL = count("virtual", "schedule", "V")
-LEAST_VIRTUAL = 2  # stages a rank, of the interleaved schedule
+LEAST_VIRTUAL = 2  # smallest number of stages per rank in the interleaved schedule
 
 
 def splits_backward(plan: Plan) -> bool:
-    """Whether a stage's backward is two actions: the gradients of inputs, and those of weights."""
+    """Whether a stage's backward consists of two actions: gradients of inputs, and gradients of
+    weights."""
     return plan.schedule.schedule == "zero-bubble"
 
 

@@ -1,7 +1,9 @@
-"""In which order each rank of a pipeline works: one program that the simulator plays and the runtime carries out.
+"""Pipeline schedules: the order in which each rank works. The simulator and the runtime use the
+same order.
 
-Sources: Huang et al. 2019 (GPipe: all forwards, then all backwards); Narayanan et al. 2019 and 2021 (1F1B and its
-interleaved form); Qi et al. 2024 (zero bubble, ZB-H1: backward in two parts, the memory of 1F1B).
+Sources: Huang et al. 2019 (GPipe: all forwards, then all backwards); Narayanan et al. 2019 and 2021
+(1F1B and its interleaved form); Qi et al. 2024 (zero bubble, ZB-H1: backward in two parts, the
+memory of 1F1B).
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from paceline.strategies.pipeline.keys import ScheduleName, splits_backward
 if TYPE_CHECKING:
     from paceline.strategies.plan import Plan
 
-# F forward, B backward, I the gradients of inputs alone, W those of weights.
+# F: forward. B: backward. I: only the gradients of inputs. W: only the gradients of weights.
 ActionKind = Literal["F", "B", "I", "W"]
 
 
@@ -26,7 +28,7 @@ _SECONDS: dict[ActionKind, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 
 @dataclass(frozen=True, slots=True, order=True)
 class Action:
-    """Work of one stage on one micro-batch.
+    """The work of one stage on one micro-batch.
 
     >>> str(Action("F", 2, 0))
     'F2.0'
@@ -40,7 +42,10 @@ class Action:
         return f"{self.kind}{self.stage}.{self.microbatch}"
 
     def needs(self, num_stages: int) -> list[Action]:
-        """What must be done before, on any rank: the last stage's backward starts from its own forward."""
+        """Return the actions of any rank that must be done before this one.
+
+        The last stage's backward needs only its own forward.
+        """
         stage, microbatch = self.stage, self.microbatch
         if self.kind == "F":
             return [Action("F", stage - 1, microbatch)] if stage else []
@@ -51,12 +56,12 @@ class Action:
 
 
 def kinds_of(plan: Plan) -> tuple[ActionKind, ...]:
-    """What a rank does for each micro-batch of a stage, in order."""
+    """Return the kinds of actions that a rank runs for each micro-batch of a stage, in order."""
     return ("F", "I", "W") if splits_backward(plan) else ("F", "B")
 
 
 def stages_of(rank: int, *, num_ranks: int, virtual: int) -> list[int]:
-    """Stages that a rank holds: every `num_ranks`-th.
+    """Return the stages that a rank holds: every `num_ranks`-th one.
 
     >>> stages_of(1, num_ranks=2, virtual=2)
     [1, 3]
@@ -67,13 +72,15 @@ def stages_of(rank: int, *, num_ranks: int, virtual: int) -> list[int]:
 def schedule(
     name: ScheduleName, *, num_ranks: int, num_microbatches: int, virtual: int = 1
 ) -> list[list[Action]]:
-    """Each rank's actions in order.
+    """Return each rank's actions in order.
 
-    Carried out in this order by ranks that wait only for what an action needs, no schedule can block.
+    No schedule can block if ranks run their actions in this order and wait only for the actions
+    that they need.
     """
     if name == "zero-bubble":
         return _zero_bubble(num_ranks, num_microbatches)
-    # Micro-batches that don't come in whole rounds can block the interleaved order; more forwards ahead never do.
+    # The interleaved order can block if the micro-batches don't fill whole rounds. More forwards
+    # ahead never block.
     for more in count():
         orders = [
             _forward_backward(name, rank, num_ranks, num_microbatches, virtual, more)
@@ -85,7 +92,7 @@ def schedule(
 
 
 def blocked(orders: Sequence[Sequence[Action]], *, num_stages: int) -> bool:
-    """Whether ranks that follow these orders come to wait for each other."""
+    """Whether ranks that follow these orders wait for each other forever."""
     done: set[Action] = set()
     remaining = [list(reversed(order)) for order in orders]
     moved = True
@@ -101,10 +108,12 @@ def blocked(orders: Sequence[Sequence[Action]], *, num_stages: int) -> bool:
 def _forward_backward(
     name: ScheduleName, rank: int, num_ranks: int, num_microbatches: int, virtual: int, more: int
 ) -> list[Action]:
-    """Some forwards first, then one forward and one backward in turns, then the backwards that are left."""
+    """Order a rank's actions: first some forwards, then one forward and one backward in turns, then
+    the other backwards."""
 
     def rounds(turns: Sequence[int]) -> list[tuple[int, int]]:
-        """(stage, micro-batch): `num_ranks` micro-batches through one stage of the rank, then through the next."""
+        """Return (stage, micro-batch) in order: `num_ranks` micro-batches for one stage of the
+        rank, then for the next."""
         return [
             (rank + num_ranks * turn, microbatch)
             for first in range(0, num_microbatches, num_ranks)
@@ -130,10 +139,12 @@ def _forward_backward(
 
 
 def _zero_bubble(num_ranks: int, num_microbatches: int) -> list[list[Action]]:
-    """Greedy: a free rank takes a gradient that others wait for, else a forward, else a weight gradient.
+    """Make the order of the zero-bubble schedule by a greedy choice.
 
-    Of each kind a rank takes micro-batches in turn, so that three actions of it are looked at, and again only once
-    it or a neighbour has done something.
+    A free rank takes a gradient that others wait for; otherwise a forward; otherwise a weight
+    gradient. Within each kind, a rank takes micro-batches in order. The algorithm therefore
+    compares only three actions of a rank, and compares them again only after the rank or a
+    neighbour has taken an action.
     """
     best: dict[ActionKind, int] = {"I": 0, "F": 1, "W": 2}
     ended: dict[ActionKind, list[list[float]]] = {
@@ -143,7 +154,10 @@ def _zero_bubble(num_ranks: int, num_microbatches: int) -> list[list[Action]]:
     orders: list[list[Action]] = [[] for _ in range(num_ranks)]
 
     def ready_at(kind: ActionKind, rank: int, microbatch: int) -> float:
-        """When what an action needs is done; infinite while it is not known. See `Action.needs`."""
+        """Return the time at which an action can start; infinite while it is unknown.
+
+        See `Action.needs`.
+        """
         latest = free[rank]
         for needed, stage in _NEEDED[kind]:
             if 0 <= rank + stage < num_ranks:
@@ -171,7 +185,7 @@ def _zero_bubble(num_ranks: int, num_microbatches: int) -> list[list[Action]]:
     return orders
 
 
-# What an action of each kind waits for: of its own stage, and of the one before or after.
+# The actions that each kind of action needs: (kind, stage relative to its own).
 _NEEDED: dict[ActionKind, list[tuple[ActionKind, int]]] = {
     "F": [("F", -1)],
     "I": [("F", 0), ("I", 1)],
@@ -180,7 +194,7 @@ _NEEDED: dict[ActionKind, list[tuple[ActionKind, int]]] = {
 
 
 def in_flight(order: list[Action]) -> int:
-    """The most forwards whose activations a rank holds at one time."""
+    """Return the largest number of forwards whose activations a rank holds at one time."""
     current = most = 0
     for action in order:
         current += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
@@ -189,9 +203,11 @@ def in_flight(order: list[Action]) -> int:
 
 
 def bubble(orders: Sequence[Sequence[Action]], *, num_stages: int) -> float:
-    """The part of all ranks' time that a schedule itself leaves idle, with stages whose F, I and W take equally long.
+    """Return the part of all ranks' time that a schedule leaves idle if F, I and W take equally
+    long in all stages.
 
-    Source: played, rank by rank; for GPipe and 1F1B it is (p-1) / (m+p-1) (Huang et al. 2019).
+    Source: simulation, rank by rank. For GPipe and 1F1B the result is (p-1) / (m+p-1) (Huang et al.
+    2019).
     """
     done: dict[Action, float] = {}
     free, remaining = [0.0] * len(orders), [list(reversed(order)) for order in orders]

@@ -1,4 +1,4 @@
-"""Consecutive stages of a model on consecutive ranks."""
+"""The strategy `pipeline`: consecutive ranks hold consecutive stages of a model."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from paceline.strategies.strategy import Conflict, Strategy
 if TYPE_CHECKING:
     from paceline.strategies.limits import Limits
 
-MOST_VIRTUAL = 4  # stages a rank, that a search tries
+MOST_VIRTUAL = 4  # largest number of stages per rank that a search tries
 
 
 def _variants(plan: Plan, limits: Limits) -> Iterator[Plan]:
-    """The other schedules."""
+    """Yield the plan with all schedules that are possible."""
     for name in SCHEDULES:
         for virtual in range(2, MOST_VIRTUAL + 1) if name == "interleaved" else (1,):
             if plan.axes.pipeline * virtual > max(limits.layers, plan.axes.pipeline):
@@ -32,7 +32,7 @@ def _variants(plan: Plan, limits: Limits) -> Iterator[Plan]:
 
 
 def _lines(plan: Plan) -> Iterable[str]:
-    """The time that the schedule leaves ranks idle."""
+    """Yield a line about the time that the schedule leaves ranks idle."""
     ranks, name, virtual = plan.axes.pipeline, plan.schedule.schedule, plan.schedule.virtual
 
     def idle(microbatches: int) -> float:

@@ -1,7 +1,9 @@
-"""How long a schedule takes, given the seconds of its actions. Equal rounds are played once and counted.
+"""Computes the time of a schedule from the seconds of its actions. Equal rounds are simulated once
+and multiplied.
 
-Once a pipeline is full, a round of as many micro-batches as ranks takes as long as the round before. Two plays that
-differ by one round give the length of a round, and so the time for any number of micro-batches.
+Once a pipeline is full, a round of as many micro-batches as ranks takes as long as the round
+before. Two simulations that differ by one round give the length of a round, and so the time for any
+number of micro-batches.
 """
 
 from __future__ import annotations
@@ -14,21 +16,18 @@ from paceline.strategies.pipeline.cost import orders_of
 from paceline.strategies.pipeline.keys import ScheduleName
 from paceline.strategies.pipeline.schedule import ActionKind
 
-ROUNDS = 2  # that are played before one is taken to be as long as the one before
+ROUNDS = 2  # simulated rounds before further rounds are assumed to take equally long
 FIRST, MIDDLE, LAST = "first", "middle", "last"  # micro-batches of a step
-Key = tuple[int, ActionKind, str]  # stage, what is done, for which of the micro-batches
+Key = tuple[int, ActionKind, str]  # stage, kind of action, FIRST, MIDDLE or LAST micro-batch
 
 
 @dataclass(frozen=True, slots=True)
 class ActionSeconds:
-    """Seconds of an action: of the rank, and until what it makes is with the rank that needs it.
+    """The seconds of an action."""
 
-    waits: whether the rank goes on only then.
-    """
-
-    self_s: float
-    sent_s: float = 0.0
-    waits: bool = False
+    self_s: float  # that the rank computes
+    sent_s: float = 0.0  # until the result is with the rank that needs it
+    waits: bool = False  # whether the rank waits until then
 
 
 def rank_ends(
@@ -39,7 +38,7 @@ def rank_ends(
     num_microbatches: int,
     virtual: int = 1,
 ) -> list[float]:
-    """When each rank is through with its actions, in seconds."""
+    """Return the time at which each rank ends its actions, in seconds."""
     fewer = shortened(num_ranks, num_microbatches)
     if fewer == num_microbatches:
         return _played(_course(name, num_ranks, num_microbatches, virtual), action_seconds)
@@ -52,19 +51,19 @@ def rank_ends(
 
 
 def shortened(num_ranks: int, num_microbatches: int) -> int:
-    """The micro-batches of a shorter step with the same beginning and end, and fewer of the rounds that are alike."""
+    """Return the number of micro-batches of a shorter step with equal beginning and end and fewer
+    equal rounds."""
     fewer = ROUNDS * num_ranks + num_microbatches % num_ranks
     return fewer if fewer + num_ranks < num_microbatches else num_microbatches
 
 
 @dataclass(frozen=True, slots=True)
 class _Course:
-    """All actions in an order in which each comes after what it needs.
-
-    steps: (rank, number of its key, position of what it waits for on another rank or -1).
-    """
+    """All actions of all ranks, in an order in which each comes after the actions that it needs."""
 
     keys: tuple[Key, ...]
+    # (rank, number of the action's key, position of the action that it waits for on another rank,
+    # or -1).
     steps: tuple[tuple[int, int, int], ...]
     num_ranks: int
 
@@ -98,7 +97,7 @@ def _course(name: ScheduleName, num_ranks: int, num_microbatches: int, virtual: 
 
 
 def which(microbatch: int, num_microbatches: int) -> str:
-    """Whether a micro-batch is the step's last, its first, or between."""
+    """Return whether a micro-batch is the step's first, its last, or one between."""
     return LAST if microbatch == num_microbatches - 1 else FIRST if microbatch == 0 else MIDDLE
 
 
