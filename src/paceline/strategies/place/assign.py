@@ -1,4 +1,4 @@
-"""Which part of the devices each piece of a captured model goes to."""
+"""Assigns the pieces of a captured model to parts, automatically or by a file."""
 
 from __future__ import annotations
 
@@ -18,18 +18,23 @@ def place_automatically(
     memory_bytes: Sequence[float],
     names: Sequence[str],
 ) -> dict[str, int]:
-    """A part for every piece, by key: what can run at the same time on different parts, and memory shared out.
+    """Assign every piece to a part, so that parts can work at the same time and share the memory.
 
-    Pieces are taken in the model's order and given to the part where they would end first, of those that still have
-    room (list scheduling: Topcuoglu et al. 2002, without their ranking). A part's room is its share of the whole by
-    its memory, or an equal one where that is not known, and at least one piece.
+    The function takes pieces in the model's order. It assigns each one to the part where it would
+    end first, among the parts that still have room (list scheduling: Topcuoglu et al. 2002, without
+    their ranking). A part's room is its share of the whole by its memory, or an equal share if
+    memories are not known. Each part gets at least one piece.
 
     Args:
-        work: of each piece's forward, by key, in any unit of time.
-        memory_bytes: of each part's device.
+        work: The time of each piece's forward, by key, in any unit.
+        memory_bytes: The memory of each part's device.
+
+    Returns:
+        The part of each piece, by key.
 
     Raises:
-        PlanError: fewer pieces than parts, or a part that gets more than its device has; with the ledger.
+        PlanError: there are fewer pieces than parts, or a part needs more memory than its device
+            has. The message shows the ledger.
     """
     with_parameters = [piece for piece in capture.pieces if piece.parameters]
     if len(with_parameters) < len(memory_bytes):
@@ -59,7 +64,8 @@ def place_automatically(
         ) -> tuple[bool, float, bool, int]:
             ready = max([0.0, *(ended[key] for key in sources)])
             is_apart = any(part_of[key] != part for key in sources)
-            # Half a piece beyond the share still belongs here rather than to the next part.
+            # A piece that exceeds the share by up to a half still belongs to this part rather than
+            # to the next.
             return held_bytes[part] + need / 2 > room[part], max(ready, free[part]), is_apart, part
 
         empty = (
@@ -92,12 +98,17 @@ def place_by_file(
     memory_bytes: Sequence[float],
     names: Sequence[str],
 ) -> dict[str, int]:
-    """A part for every piece, by key, as a file says.
+    """Assign every piece to the part that a file says.
 
-    known: names of all modules of the model.
+    Args:
+        known: The names of all modules of the model.
+
+    Returns:
+        The part of each piece, by key.
 
     Raises:
-        PlanError: the file leaves a module out, names a missing one, or overfills a device; with the ledger.
+        PlanError: the file leaves a module out, names a missing one, or overfills a device (with
+            the ledger).
     """
     pieces = {piece.key: _module_of(piece) for piece in capture.pieces if piece.parameters}
     parts = placement.part_of(list(dict.fromkeys(pieces.values())), known=known)
@@ -117,7 +128,7 @@ def place_by_file(
 
 
 def _module_of(piece: Piece) -> str:
-    """The module that a piece's parameters belong to."""
+    """Return the name of the module that a piece's parameters belong to."""
     return piece.path or piece.parameters[0].rpartition(".")[0] or piece.parameters[0]
 
 
@@ -127,7 +138,7 @@ def refuse_overfull(
     memory_bytes: Sequence[float],
     names: Sequence[str],
 ) -> None:
-    """Raise PlanError with the ledger if a device would have to hold more than it has."""
+    """Raise PlanError with the ledger if a device needs more memory than it has."""
     needed = by_device(needs, part_of, len(memory_bytes))
     if any(need.total > has for need, has in zip(needed, memory_bytes, strict=True)):
         raise PlanError(
@@ -137,9 +148,11 @@ def refuse_overfull(
 
 
 def stages(capture: Capture, part_of: Mapping[str, int]) -> tuple[dict[str, int], list[int]]:
-    """Pieces as stages that begin where a part needs something of another and end where another needs something.
+    """Group pieces into stages that begin where a part needs a value of another, and end where
+    another needs one.
 
-    So a part sends what others wait for before it goes on, and does what it can before it waits.
+    A part therefore sends the values that others wait for before it continues, and does all
+    possible work before it waits.
 
     Returns:
         The stage of each piece, by key; the part of each stage.
@@ -171,7 +184,8 @@ def stages(capture: Capture, part_of: Mapping[str, int]) -> tuple[dict[str, int]
 
 
 def in_turn(parts: Sequence[int], *, num_parts: int, num_microbatches: int) -> list[list[Action]]:
-    """Each part's actions: all its stages forward, then all backward, micro-batch by micro-batch."""
+    """Return each part's actions: for each micro-batch, the forwards of all its stages, then the
+    backwards."""
     return [
         [
             action

@@ -1,4 +1,4 @@
-"""A placement by hand: which part of the devices each module goes to, by patterns of names."""
+"""A placement by hand: a file assigns modules to parts by patterns of names."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ EXAMPLE = '[parts]\n0 = ["embed", "blocks.0"]\n1 = ["blocks.*", "head"]'
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Patterns of module names for each part; a pattern stands for a module and all that is in it.
+    """Patterns of module names for each part. A pattern covers a module and all modules inside it.
 
-    Of several patterns that match, the longest wins.
+    If several patterns match, the longest wins.
     """
 
     path: Path
@@ -28,14 +28,15 @@ class Placement:
         return len(self.patterns)
 
     def part_of(self, modules: Sequence[str], *, known: Iterable[str]) -> dict[str, int]:
-        """The part of each module.
+        """Return the part of each module, by name.
 
         Args:
-            modules: those that have to be somewhere.
-            known: all names in the model.
+            modules: The modules that need a part.
+            known: All names of modules in the model.
 
         Raises:
-            PlanError: a module that no pattern names, a pattern that no module has, or two that contradict.
+            PlanError: a module matches no pattern, a pattern matches no module, or two patterns
+                contradict each other.
         """
         known = list(known)
         for pattern in (p for patterns in self.patterns for p in patterns):
@@ -68,7 +69,7 @@ class Placement:
 
 
 def _covers(pattern: str, module: str) -> bool:
-    """Whether the pattern names the module or one that it is in."""
+    """Whether the pattern matches the module or one that contains it."""
     parts = module.split(".")
     return any(
         fnmatchcase(".".join(parts[:length]), pattern) for length in range(1, len(parts) + 1)
@@ -76,10 +77,10 @@ def _covers(pattern: str, module: str) -> bool:
 
 
 def read_placement(path: Path) -> Placement:
-    """Read a TOML file with one list of patterns a part.
+    """Read a TOML file with one list of patterns per part.
 
     Raises:
-        PlanError: it is missing or not of that form.
+        PlanError: the file is missing or has another form.
     """
     try:
         document = tomllib.loads(path.read_text())

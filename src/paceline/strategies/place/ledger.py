@@ -1,4 +1,4 @@
-"""What each device of a placement has to hold: the figures that decide where modules go, as a table."""
+"""The memory that each device of a placement needs, by purpose, and a table of it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,12 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class PieceMemory:
-    """Bytes that a piece of a model, or a device, has to hold in training.
-
-    activations: kept for backward, of all samples in flight.
-    """
+    """Bytes that a piece of a model, or a device, holds in training."""
 
     weights: float = 0.0
     gradients: float = 0.0
     optimizer: float = 0.0
-    activations: float = 0.0
+    activations: float = 0.0  # kept for backward, of all samples in flight
 
     @property
     def total(self) -> float:
@@ -38,7 +35,7 @@ class PieceMemory:
 def by_device(
     needs: Mapping[str, PieceMemory], part_of: Mapping[str, int], num_parts: int
 ) -> list[PieceMemory]:
-    """The sum of each device's pieces."""
+    """Return the sum of the pieces' memory for each device."""
     sums = [PieceMemory() for _ in range(num_parts)]
     for key, need in needs.items():
         sums[part_of[key]] += need
@@ -46,7 +43,7 @@ def by_device(
 
 
 def table(needs: Sequence[PieceMemory], names: Sequence[str], memory_bytes: Sequence[float]) -> str:
-    """The ledger for people, a line a device, in MiB."""
+    """Format the ledger as a table in MiB, with one line per device."""
     return aligned(
         ["device", "weights", "gradients", "optimizer", "activations", "sum", "has MiB"],
         [

@@ -1,4 +1,4 @@
-"""Modules that are put on ranks as a placement says."""
+"""The strategy `parts`: a placement assigns modules to ranks."""
 
 from paceline.strategies.place.keys import KEYS
 from paceline.strategies.strategy import Strategy
