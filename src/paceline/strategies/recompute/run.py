@@ -1,4 +1,5 @@
-"""Recomputation: each block keeps only its input and is computed again in backward, or its attention alone is."""
+"""Recomputation: backward computes each block again from its input, or only the block's
+attention."""
 
 from __future__ import annotations
 
@@ -34,11 +35,12 @@ def prepare(
     observed: Observed = NOTHING,
     device: torch.device | None = None,
 ) -> None:
-    """Wrap the forward of every unit, so that the names of modules and parameters stay as they are.
+    """Wrap the forward of every unit. The names of modules and parameters stay the same.
 
-    recompute=selective watches a unit's operators; see `attention.py`. The rest is about recompute=full.
-    A model without units is recomputed whole. The second forward reads the state and draws the random numbers that the
-    first one did, and what it writes to buffers, attributes and parameters is dropped.
+    recompute=selective watches a unit's operators; see `attention.py`. Under recompute=full, a
+    model without units is recomputed whole. The second forward reads the same state and draws the
+    same random numbers as the first one. Its writes to buffers, attributes and parameters are
+    dropped.
     """
     if plan.modifiers.recompute == "selective":
         for unit in list(find_units(model).values()) or [model]:
@@ -46,26 +48,28 @@ def prepare(
         return
     refuse_scripted(model, "recompute=full")
     buffers: MutableMapping[str, torch.Tensor] | None = getattr(model, "buffers_", None)
-    # FSDP2 gives a unit other parameters in each forward; those that a forward edits are no business of its.
+    # FSDP2 gives a unit new parameters in each forward, except for those that a forward edits,
+    # which it does not shard.
     whole = {
         p for name, p in model.named_parameters() if name in observed.edited or plan.axes.shard == 1
     }
     for unit in list(find_units(model).values()) or [model]:
-        if getattr(
-            unit, "runs_once", False
-        ):  # a piece of the user's own code, which may count how often it runs
+        # Skip a piece of the user's own code, whose result may depend on how often it runs.
+        if getattr(unit, "runs_once", False):
             continue
         state = ForwardState(unit, buffers=buffers, edited=whole.__contains__)
         unit.forward = _Recomputed(unit.forward, state)
 
 
 def refuse_unseen_state(model: nn.Module, path: str) -> None:
-    """
+    """Refuse to recompute a module with unseen state.
+
     Args:
-        path: Of a module with a state that the model doesn't show; see `module_with_unseen_state`.
+        path: The path of a module whose state the model doesn't show; see
+            `module_with_unseen_state`.
 
     Raises:
-        PlanRefused: it is recomputed.
+        PlanRefused: the module is recomputed.
     """
     if any(
         not unit or path == unit or path.startswith(f"{unit}.")
@@ -80,7 +84,7 @@ def refuse_unseen_state(model: nn.Module, path: str) -> None:
 
 
 class _Watched:
-    """A forward whose attention is made again in backward."""
+    """A forward whose attention is recomputed in backward."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         self.forward = forward
@@ -94,13 +98,16 @@ class _Watched:
 
 @dataclass(frozen=True, slots=True)
 class _Buffer:
-    """Stands for a buffer among a forward's arguments: its value when it is read."""
+    """A reference to a buffer among a forward's arguments.
+
+    It stands for the buffer's value when it is read.
+    """
 
     name: str
 
 
 class _Recomputed:
-    """A forward that is run again in backward."""
+    """A forward that runs again in backward."""
 
     def __init__(self, forward: Callable[..., Any], state: ForwardState) -> None:
         self.forward, self.state = forward, state
@@ -112,7 +119,8 @@ class _Recomputed:
         args = tuple(self.buffers.get(id(argument), argument) for argument in args)
         names = tuple(argument.name for argument in args if isinstance(argument, _Buffer))
         inputs = _Inputs(args, kwargs)
-        # torch is given what nothing writes to: it refuses in backward what was written to, and looks for devices here.
+        # torch looks for devices in these arguments, and raises an error in backward if one was
+        # written to. It therefore gets tensors that nothing writes to.
         return checkpoint(
             partial(self._run, inputs),
             *inputs.values(),
@@ -139,7 +147,7 @@ class _Recomputed:
 
 
 class _Inputs:
-    """What a forward is given. It may write to these tensors, and add to and take from these lists and dicts."""
+    """The arguments of a forward. It may write to the tensors, and change the lists and dicts."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         leaves, self.structure = pytree.tree_flatten((args, kwargs))
@@ -147,7 +155,10 @@ class _Inputs:
         self.inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
 
     def values(self) -> list[torch.Tensor]:
-        """The tensors; those that may be written to, without gradient and at values that stay."""
+        """Return the tensors.
+
+        Those that the forward may write to are replaced by fixed values without gradient.
+        """
         return [
             leaf.value if isinstance(leaf, SeenValue) else leaf
             for leaf in self.leaves
@@ -155,7 +166,8 @@ class _Inputs:
         ]
 
     def next(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments themselves, and from the second time on the same once more, as they were."""
+        """Return the arguments themselves on the first call, and copies of their original values
+        later."""
         inputs, self.inputs = self.inputs, None
         if inputs is not None:
             return inputs

@@ -1,4 +1,4 @@
-"""Activations that are computed again instead of being kept."""
+"""The strategy `recompute`: activations are computed again instead of being kept."""
 
 from paceline.strategies.costs import CostModel
 from paceline.strategies.recompute.cost import enter
