@@ -1,9 +1,11 @@
-"""What parameter servers add to a worker's step: gradients on their way to them, and weights on their way back.
+"""The cost that parameter servers add to a worker's step: it sends gradients, and receives weights.
 
-Gradients leave while backward goes on. A server updates what has come from all workers and sends it back on the other
-direction of the same links, so weights travel beside later gradients. A step shows the slower direction, as far as
-computing does not hide it, and then the way back of the last chunk, with which the next forward begins. With staleness
-a worker computes while its weights and gradients are under way, and a step takes the longest of the three.
+A worker sends gradients during backward. A server updates the weights of a chunk that has come from
+all workers. It sends them back in the other direction of the same links, so that weights and later
+gradients are transferred at the same time. The time of a step includes the slower direction, as far
+as computing does not hide it. It also includes the transfer of the last chunk's weights, which the
+next forward needs. With staleness, a worker computes while weights and gradients are transferred,
+and a step takes the longest of the three.
 """
 
 from __future__ import annotations
@@ -27,18 +29,20 @@ from paceline.strategies.plan import Plan
 from paceline.strategies.server.keys import Servers
 from paceline.strategies.server.shards import BYTES_BEFORE_BF16, CHUNKS, mean_chunks
 
-# Reading a gradient from the wire, adding it, and writing the weights to the wire: what a server's memory moves for
-# each byte that a worker sends, beside the optimizer's own passes.
+# Passes over a server's memory for each byte that a worker sends, besides those of the optimizer:
+# receiving the gradient, adding it, and sending the weights.
 SERVER_PASSES = 3
-# Of a core, for each message that a process sends or takes: threads of CPU workers took 9 to 19 ms a step beside the
-# update for 76 to 156 messages (GPT 128 wide, two towers, a wide perceptron; one and two servers in two workers).
+# Core seconds for each message that a process sends or receives. Threads of CPU workers took 9 to
+# 19 ms a step, besides the update, for 76 to 156 messages (GPT 128 wide, two towers, a wide
+# perceptron; one and two servers in two workers).
 MESSAGE_S = 1e-4
 WITHOUT_STATISTICS = "GroupNorm or LayerNorm in place of BatchNorm, or a data=N plan"
 PUSHED, PULLED, WEIGHTS = "pushed", "pulled", "weights"
 
 
 def enter(step: Step) -> Hooks:
-    """
+    """Return the events of a worker's step.
+
     Raises:
         PlanError: the model has running statistics, which servers don't keep.
     """
@@ -70,8 +74,11 @@ def enter(step: Step) -> Hooks:
         )
 
     def start(point: HookPoint) -> Iterable[Event]:
-        """A second copy of the weights, into which the next ones come. On a CPU a rank holds its own server's part,
-        too; elsewhere servers are on hosts."""
+        """Allocate a second copy of the weights, which receives the next ones.
+
+        On a CPU, a rank with a server in its process also holds the server's part. Otherwise
+        servers use the memory of the host.
+        """
         yield Allocate("communication", all_bytes)
         if step.device_kind == "cpu" and sync.colocate == "yes":
             for name, held_bytes in server_ledger(step.profile, step.plan).items():
@@ -84,11 +91,14 @@ def enter(step: Step) -> Hooks:
             yield travel("pull", num_bytes, PULLED, WEIGHTS)
 
     def finish(point: HookPoint) -> Iterable[Event]:
-        """The server adds what all workers sent; its own passes over the weights are the update's."""
+        """Yield the work of the server, which adds the gradients of all workers.
+
+        The optimizer's passes over the weights are counted in the update.
+        """
         if not is_stale:
             yield Compute(after=(PUSHED, PULLED))
             yield travel("pull", all_bytes / CHUNKS, PULLED, COMPUTE)
-        if step.device_kind == "cpu":  # else hosts have cores beside workers
+        if step.device_kind == "cpu":  # otherwise the hosts have cores that workers don't use
             yield Compute(fixed_s=MESSAGE_S * _num_messages(step.profile, sync))
         yield Compute(
             moved_bytes=SERVER_PASSES * sync.workers * all_bytes / sync.server, part="optimizer"
@@ -98,7 +108,8 @@ def enter(step: Step) -> Hooks:
 
 
 def _num_messages(profile: Profile, sync: Servers) -> float:
-    """That a worker's process sends and takes in a step; of a server in it, too."""
+    """Return the messages that a worker's process, with a server in it, sends and receives in a
+    step."""
     chunks = mean_chunks(
         [(p.gradient_bytes, p.count) for p in profile.parameters if p.trainable], sync.server
     )
@@ -111,7 +122,7 @@ def _num_messages(profile: Profile, sync: Servers) -> float:
 
 
 def sent_part(dtype: str, compress: str) -> float:
-    """Bytes that are sent for a byte of a tensor.
+    """Return the bytes that are sent per byte of a tensor.
 
     >>> sent_part("float32", "none"), sent_part("float32", "bf16"), sent_part("float64", "bf16")
     (1.0, 0.5, 0.25)
@@ -122,7 +133,8 @@ def sent_part(dtype: str, compress: str) -> float:
 
 
 def server_ledger(profile: Profile, plan: Plan) -> dict[str, int]:
-    """What one server holds: its part of the weights, of the sum of their gradients and of the optimizer's state."""
+    """Return the bytes of one server: its part of the weights, the gradients' sum and the optimizer
+    state."""
     sync = plan.sync
     assert isinstance(sync, Servers)
     parts = {
@@ -134,5 +146,5 @@ def server_ledger(profile: Profile, plan: Plan) -> dict[str, int]:
 
 
 def hold(footprint: Footprint, plan: Plan, profile: Profile) -> Footprint:
-    """Servers have the optimizer's state."""
+    """Return the footprint of a worker, without optimizer state: servers hold it."""
     return replace(footprint, state=dict.fromkeys(footprint.state, 0))

@@ -23,22 +23,22 @@ OF_SERVERS = (SERVER, WORKERS, STALENESS, COLOCATE, DAMPING)
 
 @dataclass(frozen=True, slots=True)
 class Servers(Synchronisation):
-    """Parameters and optimizer state live on servers; workers send them gradients and fetch weights.
+    """The synchronisation by parameter servers, which hold the parameters and the optimizer state.
 
-    server: how many servers, each with a part of the parameters.
-    workers: ranks that compute gradients.
-    staleness: every step's batch is divided over the workers. With 0 the parts of the gradient are summed to one
-        update, and each worker waits for it. Above 0 each part is an update of its own, and a worker starts the next
-        one when it has done at most so many more than the slowest; "inf" never waits.
-    colocate: "yes" puts the servers into the first workers' processes, "no" gives each a rank of its own.
-    damping: "inverse" divides the learning rate of an update by its staleness in steps: by the updates it has not
-        seen, over the workers.
+    Workers send them gradients and fetch weights.
     """
 
-    server: int = SERVER.default
-    workers: int = WORKERS.default
+    server: int = SERVER.default  # number of servers, each with a part of the parameters
+    workers: int = WORKERS.default  # number of ranks that compute gradients
+    # The batch of every step is divided over the workers. With staleness 0, the parts of the
+    # gradient are summed to one update, and each worker waits for it. Above 0, each part is an
+    # update of its own. A worker then starts its next part if it has done at most this number of
+    # parts more than the slowest worker; with "inf" it never waits.
     staleness: int | Literal["inf"] = STALENESS.default
+    # "yes" puts the servers into the first workers' processes. "no" gives each server its own rank.
     colocate: Literal["yes", "no"] = COLOCATE.default
+    # "inverse" divides the learning rate of an update by its staleness in steps: the number of
+    # updates that it has not seen, divided by the number of workers.
     damping: Literal["none", "inverse"] = DAMPING.default
 
     def num_ranks(self, axes: Axes) -> int:
@@ -58,16 +58,16 @@ class Servers(Synchronisation):
 
     @property
     def num_cpu_ranks(self) -> int:
-        """Servers with a rank of their own, which come first."""
+        """The number of servers with their own rank. These ranks come first."""
         return 0 if self.colocate == "yes" else self.server
 
     @property
     def leaves_state(self) -> bool:
-        """Servers change it while workers compute."""
+        """False: servers change the state while workers compute."""
         return False
 
     def of_forwards(self, plan: Plan) -> Plan:
-        """Workers of servers are replicas."""
+        """Return the plan for runs without updates, in which workers become replicas."""
         return replace(plan, axes=replace(plan.axes, data=self.workers), sync=AllReduce())
 
 

@@ -1,4 +1,7 @@
-"""Which server holds which rows of which parameter, and in what chunks they travel: pure, and the same on all ranks."""
+"""Assigns rows of parameters to servers, and divides them into chunks for sending.
+
+The functions are pure, and give the same result on all ranks.
+"""
 
 from __future__ import annotations
 
@@ -10,34 +13,30 @@ from dataclasses import asdict, dataclass, field
 
 from paceline.base.errors import PlanError
 
-BYTES_BEFORE_BF16 = {"float32": 4, "float64": 8}  # of what compress=bf16 sends as bfloat16
-# One message has a sixteenth of what a server holds within these bounds: large enough that Python's work for it (50 us)
-# is a tenth of its time on a fast link, small enough that the first leaves early in a backward and the last one, which
-# nothing hides, is short.
+BYTES_BEFORE_BF16 = {"float32": 4, "float64": 8}  # dtypes that compress=bf16 sends as bfloat16
+# One message has a sixteenth of a server's bytes, within these bounds. It is large enough that
+# Python's work for it (50 us) is a tenth of its time on a fast link. It is small enough that the
+# first message is sent early in a backward, and that the last one, which nothing hides, is short.
 CHUNKS = 16
 _LEAST_BYTES, _MOST_BYTES = 512 * 2**10, 2 * 2**20
-# A chunk that ends with a parameter is closed when it has so much: it leaves without waiting for the next parameter.
+# A chunk of at least this size is closed at the end of a parameter, so that it need not wait for
+# the next parameter.
 _CLOSED_BYTES = 64 * 2**10
-# A tensor with more than this part of a server's fair share is cut over all servers. Whole tensors that are left can't
-# put one further out of balance than this.
+# A tensor with more than this part of a server's fair share is cut over all servers. The other
+# tensors, which stay whole, can't make a server more unbalanced than this.
 _SMALL = 1 / 8
 
 
 @dataclass(frozen=True, slots=True)
 class ServedParameter:
-    """A parameter as servers see it.
-
-    dtype: by torch's name of it, without "torch.".
-    optimizer: that updates it, of a job with several by name.
-    may_split: whether it may be cut; an optimizer that looks at whole tensors forbids it.
-    """
+    """A parameter as servers see it."""
 
     name: str
     shape: tuple[int, ...]
-    dtype: str
+    dtype: str  # torch's name without "torch."
     item_bytes: int
-    optimizer: str = ""
-    may_split: bool = True
+    optimizer: str = ""  # name of the optimizer that updates it, in a job with several
+    may_split: bool = True  # whether it may be cut; not if the optimizer uses whole tensors
 
     @property
     def num_bytes(self) -> int:
@@ -46,18 +45,15 @@ class ServedParameter:
 
 @dataclass(frozen=True, slots=True)
 class RowSlice:
-    """Rows of a parameter, along dim 0; all of it for a scalar, whose one row is the whole.
-
-    shape: of the whole parameter. optimizer: that updates it, of a job with several by name.
-    """
+    """Consecutive rows of a parameter along dim 0. A scalar has one row, which is the whole."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the whole parameter
     dtype: str
     item_bytes: int
     start: int
     stop: int
-    optimizer: str = ""
+    optimizer: str = ""  # name of the optimizer that updates it, in a job with several
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -65,7 +61,7 @@ class RowSlice:
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Where it lies in the whole parameter, along each dim."""
+        """The position in the whole parameter, along each dim."""
         return (self.start, *(0 for _ in self.shape[1:])) if self.shape else ()
 
     @property
@@ -78,48 +74,42 @@ class RowSlice:
 
     @property
     def first_element(self) -> int:
-        """Its place in the whole parameter, row after row."""
+        """The index of the first element in the whole parameter, row after row."""
         return self.start * math.prod(self.shape[1:]) if self.shape else 0
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkSpan:
-    """Elements of one slice that travel in a chunk: `slice` by its place among the server's, from where to where."""
+    """The elements of one slice that are part of a chunk."""
 
-    slice: int
+    slice: int  # index among the server's slices
     start: int
     stop: int
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What travels in one message: a run of the elements that a server holds of one dtype.
-
-    start, stop: in the server's memory of that dtype, where its slices lie one after another.
-    wire_dtype: that it has on the wire. num_bytes: of it there.
-    optimizer: that updates all of it, of a job with several by name.
-    """
+    """The content of one message: a run of elements of one dtype that a server holds."""
 
     dtype: str
-    wire_dtype: str
+    wire_dtype: str  # dtype in the message
+    # Position in the server's memory of that dtype, where its slices come one after another.
     start: int
     stop: int
-    num_bytes: int
+    num_bytes: int  # size of the message
     spans: tuple[ChunkSpan, ...]
-    optimizer: str = ""
+    optimizer: str = ""  # name of the optimizer that updates all of it, in a job with several
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What one server holds.
+    """The parameters that one server holds."""
 
-    slices: last parameter of the model first, as backward makes gradients; of several optimizers one after another.
-    chunks: in that order too.
-    tables: parameters of which single rows travel, and which are in no chunk; in the model's order.
-    """
-
+    # The last parameter of the model comes first, in the order of backward; with several
+    # optimizers, one optimizer after the other.
     slices: tuple[RowSlice, ...]
-    chunks: tuple[Chunk, ...] = field(default=())
+    chunks: tuple[Chunk, ...] = field(default=())  # in the same order
+    # Parameters of which single rows are sent, and which are in no chunk; in the model's order.
     tables: tuple[RowSlice, ...] = field(default=())
 
     @property
@@ -127,7 +117,8 @@ class Shard:
         return sum(part.num_bytes for part in (*self.slices, *self.tables))
 
     def updated_by(self, optimizer: str | None) -> list[int]:
-        """The numbers of the chunks that an optimizer updates; of all chunks for None."""
+        """Return the numbers of the chunks that an optimizer updates; those of all chunks for
+        None."""
         return [
             number
             for number, chunk in enumerate(self.chunks)
@@ -135,7 +126,7 @@ class Shard:
         ]
 
     def numels(self) -> dict[str, int]:
-        """Elements of each dtype, but for tables."""
+        """Return the number of elements of each dtype, without tables."""
         numels: dict[str, int] = {}
         for part in self.slices:
             numels[part.dtype] = numels.get(part.dtype, 0) + part.numel
@@ -152,17 +143,18 @@ def assign(
 ) -> tuple[Shard, ...]:
     """Balance parameters over servers by bytes.
 
-    Large tensors are cut over all servers, so that every link is busy during all of a backward; the others go whole,
-    the largest first, to the server that has least.
+    Large tensors are cut over all servers, so that every link is busy throughout a backward. Other
+    tensors stay whole. The largest first, each goes to the server that has least.
 
     Args:
-        parameters: In the model's order.
+        parameters: The parameters in the model's order.
         compress: "none", or "bf16" to send real numbers as bfloat16.
-        chunk_bytes: Most that travels at once; by default it goes by what a server holds.
-        tables: Parameters of which single rows travel; each is cut evenly over all servers.
+        chunk_bytes: The largest size of a message; by default it depends on the bytes that a server
+            holds.
+        tables: Parameters of which single rows are sent; each is cut evenly over all servers.
 
     Raises:
-        PlanError: a server would have nothing to hold.
+        PlanError: a server would hold nothing.
     """
     fair_bytes = sum(parameter.num_bytes for parameter in parameters) / num_servers
     if chunk_bytes is None:
@@ -194,9 +186,8 @@ def assign(
             and num_servers > 1
         ):
             emptiest = sorted(range(num_servers), key=lambda server: (loads[server], server))
-            for place, server in enumerate(
-                emptiest
-            ):  # those with least get the rows that are left over
+            # The servers with least get the remaining rows.
+            for place, server in enumerate(emptiest):
                 start, stop = (rows * (num_servers - k) // num_servers for k in (place + 1, place))
                 if start < stop:
                     put(server, number, start, stop)
@@ -222,7 +213,7 @@ def assign(
             hint=f"at most {sum(map(bool, loads))} servers",
         )
     optimizers = list(dict.fromkeys(parameter.optimizer for parameter in parameters))
-    # Last first, as backward makes them.
+    # The last parameter first, in the order of backward.
     ordered = [
         tuple(
             part
@@ -253,14 +244,14 @@ def assign(
 
 
 def _most_chunk_bytes(fair_bytes: float) -> int:
-    """fair_bytes: what each server holds."""
+    """Return the largest size of a message. fair_bytes: bytes that each server holds."""
     return int(min(max(_LEAST_BYTES, fair_bytes / CHUNKS), _MOST_BYTES))
 
 
 def mean_chunks(parameters: Iterable[tuple[float, int]], num_servers: int) -> float:
-    """About how many chunks a server holds, by the parameters' sizes alone.
+    """Estimate the number of chunks of a server from the parameters' sizes alone.
 
-    parameters: bytes of one, and how many are alike.
+    parameters: (bytes of one parameter, number of equal parameters).
 
     >>> round(mean_chunks([(256 * 2**10, 8), (1024, 8)], 2), 1)
     8.1
@@ -281,7 +272,7 @@ def mean_chunks(parameters: Iterable[tuple[float, int]], num_servers: int) -> fl
 
 
 def wire_format(dtype: str, item_bytes: int, compress: str) -> tuple[str, int]:
-    """In which dtype an element of a tensor is sent, and its bytes there.
+    """Return the dtype in which an element of a tensor is sent, and its bytes in that dtype.
 
     >>> wire_format("float64", 8, "bf16"), wire_format("float16", 2, "bf16"), wire_format("float64", 8, "none")
     (('bfloat16', 2), ('float16', 2), ('float64', 8))
@@ -294,7 +285,8 @@ def wire_format(dtype: str, item_bytes: int, compress: str) -> tuple[str, int]:
 
 
 def _chunks(slices: Sequence[RowSlice], compress: str, chunk_bytes: int) -> tuple[Chunk, ...]:
-    """Cut each dtype's memory into runs of at most so many bytes; in the order in which they are complete."""
+    """Cut each dtype's memory into runs of at most `chunk_bytes` bytes, in the order in which they
+    are complete."""
     chunks: list[tuple[int, Chunk]] = []
     starts = dict.fromkeys((part.dtype for part in slices), 0)
     for dtype, optimizer in dict.fromkeys((part.dtype, part.optimizer) for part in slices):
@@ -335,7 +327,7 @@ def _chunks(slices: Sequence[RowSlice], compress: str, chunk_bytes: int) -> tupl
 
 
 def fingerprint(shards: Sequence[Shard]) -> bytes:
-    """32 bytes that two peers share if they cut the same model in the same way."""
+    """Return 32 bytes that are equal for two peers if they cut the same model in the same way."""
     document = json.dumps(
         [
             [asdict(part) for parts in (shard.slices, shard.chunks, shard.tables) for part in parts]

@@ -1,4 +1,5 @@
-"""Servers that keep parameters and optimizer state, and workers that send them gradients."""
+"""The strategy `server`: servers keep parameters and optimizer state, and workers send them
+gradients."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from paceline.model.cost.profile import Profile
     from paceline.strategies.limits import DeviceCounts, Limits
 
-STALENESS = (1, 4, "inf")  # that a search tries
+STALENESS = (1, 4, "inf")  # values that a search tries
 
 
 def _is_served(plan: Plan) -> bool:
@@ -41,7 +42,8 @@ def _code(plan: Plan) -> tuple[object, ...]:
 
 
 def _plans(limits: Limits, shape: DeviceCounts) -> Iterator[Plan]:
-    """Servers on all devices: one in each worker, one beside a worker, or one on its own."""
+    """Yield plans with a server in each worker, with one server in a worker, and with one on its
+    own rank."""
     workers = shape.num_devices
     yield Plan.of(server=workers, workers=workers, colocate="yes")
     yield Plan.of(server=1, workers=workers, colocate="yes")
@@ -64,7 +66,7 @@ def _ranks_apart(profile: Profile, plan: Plan) -> Mapping[str, Mapping[str, int]
 
 
 def _held_elsewhere(model: nn.Module) -> Iterable[torch.Tensor]:
-    """Tables whose rows lie on servers."""
+    """Return the tables whose rows are on servers."""
     from paceline.strategies.server.tables import tables
 
     return [module.weight for module in tables(model).values()]

@@ -1,4 +1,4 @@
-"""Tables of which a step touches a few rows: the weights of embeddings with sparse gradients."""
+"""Tables of which a step uses only a few rows: the weights of embeddings with sparse gradients."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ if TYPE_CHECKING:
 
 
 def tables(model: nn.Module) -> dict[str, Table]:
-    """Modules whose weights are tables, by the name of the weight.
+    """Return the modules whose weights are tables, by the name of the weight.
 
     Raises:
-        JobError: a module makes sparse gradients in a way that can't be kept when it holds a few rows.
+        JobError: a module makes sparse gradients in a way that does not work if it holds only a few
+            rows.
     """
     modules: dict[str, Table] = {}
     users: dict[int, int] = {}
