@@ -1,4 +1,5 @@
-"""What sharding changes: each rank holds a part, gathers a unit when it is used and keeps its part of the gradients.
+"""The cost of sharding: each rank holds a part, gathers a unit when it is used, and keeps its part
+of the gradients.
 
 The three stages differ in when FSDP2 gathers and reduces; `run.py` has the table.
 """
@@ -21,17 +22,24 @@ from paceline.strategies.costs import (
 )
 from paceline.strategies.plan import Plan
 
-# What FSDP2's hooks cost around one gathering or reduction of a unit, in Python. Measured; see docs/formulas.md.
+# Python's time in FSDP2's hooks around one gather or reduction of a unit. Measured; see
+# docs/formulas.md.
 HOOK_S = 800e-6
-# What a CPU rank's resident size grows by for FSDP2's own pages and objects. Measured likewise.
+# Growth of a CPU rank's resident size by FSDP2's own pages and objects. Measured; see
+# docs/formulas.md.
 CPU_RUNTIME_BYTES = 12 * 2**20
 ROLL_BYTES = 16  # two whole numbers, see `roll.py`
 ROOT = ""
-REDUCED = "reduced"  # on accelerators nobody waits for a unit's gradients before the end
+REDUCED = (
+    "reduced"  # one name for all units: on accelerators nothing waits for gradients before the end
+)
 
 
 def hold(footprint: Footprint, plan: Plan, profile: Profile) -> Footprint:
-    """The first rank's part, which is the largest: dim 0 is cut into runs of equal length, rounded up."""
+    """Return the footprint of the first rank, whose part is the largest.
+
+    Dim 0 is cut into runs of equal length, rounded up.
+    """
     local = {p.name: _part(p, plan.axes.shard) for p in profile.parameters}
     return replace(
         footprint,
@@ -51,14 +59,15 @@ def _part(parameter: Parameter, ranks: int) -> float:
 
 
 def _sharded(step: Step, unit: str) -> list[Parameter]:
-    """A unit's parameters without those that stay whole."""
+    """Return a unit's parameters without those that stay whole."""
     return [p for p in step.profile.owned_by(unit) if not p.is_sparse]
 
 
 def gathers_cast(plan: Plan) -> bool:
-    """Whether parameters that autocast casts are cast before they are gathered: those of modules that run as they are.
+    """Whether parameters that autocast casts are cast before they are gathered.
 
-    Pieces of split models are not looked at. Compiled blocks need not round what they cast.
+    This holds only for modules that run unchanged. Pieces of split models are not observed, and
+    compiled blocks do not always round the values that they cast.
     """
     return plan.axes.shard > 1 and not plan.splits_model and plan.modifiers.compile == "none"
 
@@ -83,34 +92,34 @@ def enter(step: Step) -> Hooks:
 
 
 class _Sharding:
-    """What FSDP2 does at each moment of a step.
-
-    stream: on which collectives run; on the CPU one of FSDP2 ends before it goes on.
-    is_ahead: whether a unit is asked for while the one before it computes.
-    cast: whether what autocast casts is gathered cast. gathered: bytes of units, as they are first asked for.
-    kept_whole: without gathering ahead, and along a pipeline, whose stages would wait one after another, parameters
-        that are only updated in parts are gathered where they were updated, and kept whole.
-    reduces_at_the_end: whether all gradients are reduced together after the last backward.
-    forwards, backwards: segments whose pass a gathering is for, in the order of the pass.
-    """
+    """The events of FSDP2 at each moment of a step."""
 
     def __init__(self, step: Step) -> None:
         software = step.software
         self.step, self.zero, self.ranks = step, step.plan.zero, step.plan.axes.shard
         self.on_cpu, self.stride = step.device_kind == "cpu", step.plan.axes.tensor
+        # The stream of collectives. On the CPU, FSDP2 waits for each of its collectives.
         self.stream = COMPUTE if self.on_cpu or not software.overlaps else NETWORK
+        # Whether a unit is gathered while the one before it computes.
         self.is_ahead = not self.on_cpu and software.prefetches
         self.hook_s = HOOK_S if self.on_cpu else software.hook_s
+        # Whether parameters are gathered right after their update and kept whole. This holds below
+        # stage 3 on accelerators, if the software does not prefetch, or along a pipeline, whose
+        # stages would otherwise wait one after another.
         self.kept_whole = (
             self.zero < 3
             and not self.on_cpu
             and (not software.prefetches or step.plan.axes.pipeline > 1)
         )
+        # Whether all gradients are reduced together after the last backward.
         self.reduces_at_the_end = self.zero == 1 and not self.on_cpu and not software.overlaps
+        # Whether parameters that autocast casts are cast before they are gathered.
         self.cast = gathers_cast(step.plan)
+        # Cache of `_gathered_bytes` by unit.
         self.gathered: dict[str, tuple[float, float]] = {}
         self.units = [segment.unit for segment in step.profile.segments]
         self.first_segment = {unit: self.units.index(unit) for unit in self.units if unit}
+        # Segments before whose pass a unit is gathered, in the order of the pass.
         self.forwards = [number for number in range(len(self.units)) if self._is_gathered(number)]
         self.backwards = [
             number for number in reversed(range(len(self.units))) if self.units[number]
@@ -177,7 +186,7 @@ class _Sharding:
         unit = self.step.segment(point).unit
         if not unit:
             return
-        if self.first_segment[unit] == point.segment:  # backward is through with the unit
+        if self.first_segment[unit] == point.segment:  # the unit's backward is done
             yield from self._reduce(unit, point)
             if self.zero < 3 and self.step.is_last(point):
                 yield self._release(unit)
@@ -253,14 +262,14 @@ class _Sharding:
         yield free("communication", 0 if self.on_cpu else whole_bytes + local_bytes)
 
     def _buffer_bytes(self) -> float:
-        """Of the buffers that a CPU rank uses again and again, for a gathering and for a reduction;
-        see `exchange.py`."""
+        """Return the bytes of the buffers that a CPU rank reuses for gathers and reductions; see
+        `exchange.py`."""
         units = {ROOT, *self.units}
         gathered_bytes = max(self._gathered_bytes(unit)[0] for unit in units)
         return gathered_bytes + max(self._sent_bytes(unit) for unit in units)
 
     def _sent_bytes(self, unit: str) -> float:
-        """Of a unit's gradients, as they are reduced."""
+        """Return the bytes of a unit's gradients in the form in which they are reduced."""
         return self.step.profile.reduced_part * sum(
             p.gradient_bytes for p in _sharded(self.step, unit) if p.trainable
         )
@@ -274,7 +283,8 @@ class _Sharding:
         return free("parameters", 0 if self.kept_whole else self._gathered_bytes(unit)[0])
 
     def _reduce(self, unit: str, point: HookPoint) -> Iterable[Event]:
-        """The unit's gradients go into a buffer, and each rank gets the sum of its part."""
+        """Yield the reduction of a unit: its gradients go into a buffer, and each rank gets the sum
+        of its part."""
         if self.reduces_at_the_end:
             return
         trainable = [p for p in _sharded(self.step, unit) if p.trainable]
@@ -305,7 +315,10 @@ class _Sharding:
             yield free("gradients", whole_bytes - local_bytes)
 
     def _roll_call(self) -> Iterable[Event]:
-        """The ranks compare which unit comes next; on GPUs in the first forwards only."""
+        """Yield the exchange in which CPU ranks compare the next unit.
+
+        On GPUs only the first forwards have it.
+        """
         if self.step.software.roll_call and self.on_cpu:
             yield small_all_reduce(
                 self.step, ROLL_BYTES, self.ranks, name="roll", stride=self.stride
@@ -315,14 +328,17 @@ class _Sharding:
         return not self.kept_whole and (self.zero == 3 or (point.microbatch == 0 and not backward))
 
     def _is_gathered(self, segment: int) -> bool:
-        """Whether a segment's forward is one that a gathering is for."""
+        """Whether a unit is gathered for a segment's forward."""
         unit = self.units[segment]
         return bool(unit) and (self.zero == 3 or self.first_segment[unit] == segment)
 
     def _ahead(
         self, segments: Sequence[int], point: HookPoint, *, is_first: bool, is_last: bool
     ) -> Iterable[Event]:
-        """Take the unit that was asked for, and ask for the next one. segments: in the order of the pass."""
+        """Use the unit that was requested before, and request the next one.
+
+        segments: the segments in the order of the pass.
+        """
         unit, place = self.units[point.segment], segments.index(point.segment)
         if place == 0 and is_first:
             yield from self._issue(unit)
@@ -333,13 +349,14 @@ class _Sharding:
             yield from self._issue(self.units[segments[place + 1]])
 
     def _kept_bytes(self) -> float:
-        """Of all parameters, whole, as they are gathered."""
+        """Return the bytes of all whole parameters in the form in which they are gathered."""
         return sum(
             self._part_gathered(p) * p.num_bytes * p.count for p in self.step.profile.parameters
         )
 
     def _gathered_bytes(self, unit: str) -> tuple[float, float]:
-        """Of a unit's parameters on their way: whole, and what this rank sends."""
+        """Return the bytes of gathering a unit's parameters: of the whole unit, and of the part
+        that this rank sends."""
         if unit not in self.gathered:
             owned = _sharded(self.step, unit)
             self.gathered[unit] = (
@@ -349,5 +366,5 @@ class _Sharding:
         return self.gathered[unit]
 
     def _part_gathered(self, parameter: Parameter) -> float:
-        """Bytes that are gathered a byte of a parameter."""
+        """Return the bytes that are gathered per byte of a parameter."""
         return self.step.profile.gathered_part * (parameter.gathered_part if self.cast else 1.0)

@@ -1,7 +1,8 @@
-"""How CPU ranks gather a unit and sum its gradients: in place, in buffers that are used again.
+"""Gathers units and sums gradients of CPU ranks in place, in buffers that are reused.
 
-gloo gathers into a buffer of its own, and sums a copy of the whole tensor. FSDP2 takes new buffers for both. The C
-library's heap then keeps several times the bytes that are in use; see docs/memory.md.
+gloo gathers into a buffer of its own, and sums a copy of the whole tensor. FSDP2 allocates new
+buffers for both. The C library's heap would then keep several times the bytes that are in use; see
+docs/memory.md.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ if TYPE_CHECKING:
 
 
 class Buffers:
-    """Memory that is given out again once nothing uses it."""
+    """A pool of memory that is reused once nothing refers to it."""
 
     def __init__(self) -> None:
         self._memory: list[torch.Tensor] = []
 
     def take(self, numbers: int, dtype: torch.dtype) -> torch.Tensor:
-        """A flat tensor. Its contents are what was there before."""
+        """Return a flat tensor with arbitrary contents."""
         num_bytes = numbers * dtype.itemsize
         unused = [memory for memory in self._memory if _num_references(memory) == _UNUSED]
         memory = next((memory for memory in unused if memory.numel() >= num_bytes), None)
@@ -34,14 +35,14 @@ class Buffers:
             self._memory = [
                 memory for memory in self._memory if all(memory is not other for other in unused)
             ]
-            del unused  # its memory is given back first
+            del unused  # frees the memory first
             memory = torch.empty(num_bytes, dtype=torch.uint8)
             self._memory.append(memory)
         return memory[:num_bytes].view(dtype)
 
 
 def _num_references(memory: torch.Tensor) -> int:
-    """Of tensors, and of this function's storage, that share the memory."""
+    """Return the number of tensors, and of this function's storage, that share the memory."""
     return int(torch._C._storage_Use_Count(memory.untyped_storage()._cdata))
 
 
@@ -49,7 +50,8 @@ _UNUSED = _num_references(torch.empty(1))
 
 
 class InPlaceGather:
-    """FSDP2's `AllGather`: every rank broadcasts its part to where it belongs."""
+    """An implementation of FSDP2's `AllGather` in which every rank broadcasts its part into the
+    output."""
 
     def __init__(self, buffers: Buffers) -> None:
         self.buffers = buffers
@@ -66,12 +68,19 @@ class InPlaceGather:
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> None:
-        """input_tensor: this rank's part of output_tensor. Collective."""
+        """Gather all parts into `output_tensor`.
+
+        Collective. input_tensor: this rank's part of output_tensor.
+        """
         gather_in_place(output_tensor, group)
 
 
 class InPlaceReduceScatter:
-    """FSDP2's `ReduceScatter`: all ranks sum the whole tensor, as gloo does anyway, and each keeps its part."""
+    """An implementation of FSDP2's `ReduceScatter`: all ranks sum the whole tensor, and each keeps
+    its part.
+
+    gloo's own reduce-scatter also sums the whole tensor.
+    """
 
     def __init__(self, buffers: Buffers, num_ranks: int) -> None:
         self.buffers, self.num_ranks, self._last = buffers, num_ranks, 0
@@ -79,7 +88,10 @@ class InPlaceReduceScatter:
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """A buffer for the whole tensor. A part of the last one becomes gradients, which stay."""
+        """Return a buffer for the whole tensor, or new memory for a part of the last one.
+
+        The part becomes gradients, which are kept.
+        """
         numbers = math.prod(size)
         is_part, self._last = numbers * self.num_ranks == self._last, numbers
         return torch.empty(numbers, dtype=dtype) if is_part else self.buffers.take(numbers, dtype)
@@ -92,14 +104,18 @@ class InPlaceReduceScatter:
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Collective. input_tensor holds the sums of all parts afterwards."""
+        """Sum the parts of all ranks.
+
+        Collective. Afterwards, `input_tensor` holds the sums of all parts.
+        """
         reduce_scatter(output_tensor, input_tensor, group, op)
 
 
 def exchange_in_place(modules: Sequence[FSDPModule], num_ranks: int) -> None:
-    """Have modules whose parameters are on the CPU use the same buffers."""
+    """Make modules with parameters on the CPU use the same buffers."""
     buffers = Buffers()
     for module in modules:
-        # torch's base classes have no code, and to import them takes as long as all of FSDP2.
+        # These do not inherit from torch's base classes, which have no code, and whose import takes
+        # as long as FSDP2's.
         module.set_custom_all_gather(InPlaceGather(buffers))  # type: ignore[arg-type]
         module.set_custom_reduce_scatter(InPlaceReduceScatter(buffers, num_ranks))  # type: ignore[arg-type]

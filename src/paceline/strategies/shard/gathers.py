@@ -1,8 +1,10 @@
-"""Gathers parameters in the precision that autocast casts them to, in half of the bytes and with the same bits.
+"""Gathers parameters in the precision to which autocast casts them: half of the bytes with the same
+bits.
 
-FSDP2 gathers a unit in one dtype and reduces its gradients in one. Here each parameter has its own dtype: a unit may
-have weights of products beside those of norms, which autocast leaves in float32. Gradients are cast to float32 as soon
-as they are made, as in the backward of autocast's own cast.
+FSDP2 gathers a unit in one dtype, and reduces its gradients in one dtype. Here each parameter has
+its own dtype, because a unit may have weights of products, and also weights of norms, which
+autocast leaves in float32. Gradients are cast to float32 as soon as they are made, as in the
+backward of autocast's own cast.
 """
 
 from __future__ import annotations
@@ -20,9 +22,9 @@ if TYPE_CHECKING:
 
 
 class _Cast(FSDPParam):
-    """A parameter that is cast before it is gathered. cast_dtype: what to."""
+    """A parameter that is cast before it is gathered."""
 
-    cast_dtype: torch.dtype
+    cast_dtype: torch.dtype  # the dtype to which it is cast
 
     def init_dtype_attrs(self, mp_policy: MixedPrecisionPolicy) -> None:
         super().init_dtype_attrs(mp_policy)
@@ -40,7 +42,7 @@ class _Cast(FSDPParam):
 
 
 def gather_in(dtype: torch.dtype, module: FSDPModule, parameters: Set[torch.Tensor]) -> None:
-    """Cast these shards of a module before they are gathered; to be asked for before the first forward."""
+    """Cast these shards of a module before they are gathered. Call it before the first forward."""
     for group in groups_of(module):
         for parameter in group.fsdp_params:
             if parameter.sharded_param in parameters:

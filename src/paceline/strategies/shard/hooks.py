@@ -1,4 +1,5 @@
-"""The user's hooks on parameters: FSDP2 replaces the parameters that they were registered on."""
+"""Transfers the user's hooks on parameters, because FSDP2 replaces the parameters that have
+them."""
 
 from __future__ import annotations
 
@@ -13,16 +14,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Hooks:
-    """Those of one parameter, by the numbers that torch gave them; a hook that is removed leaves its mapping.
+    """The hooks of one parameter, by the numbers that torch gave them.
 
-    before: of `register_hook`. after: of `register_post_accumulate_grad_hook`.
+    A hook that is removed disappears from its mapping.
     """
 
-    before: Mapping[int, Callable[..., Any]]
-    after: Mapping[int, Callable[..., Any]]
+    before: Mapping[int, Callable[..., Any]]  # registered by `register_hook`
+    after: Mapping[int, Callable[..., Any]]  # registered by `register_post_accumulate_grad_hook`
 
     def register(self, parameter: torch.Tensor) -> None:
-        """Let them see the gradients of another tensor that stands for the parameter."""
+        """Register the hooks on another tensor that replaces the parameter."""
         for number in self.before:
             parameter.register_hook(
                 lambda gradient, number=number: (
@@ -38,7 +39,7 @@ class Hooks:
 
 
 def hooks_of(model: nn.Module) -> dict[str, Hooks]:
-    """The hooks of every parameter that has any, by name."""
+    """Return the hooks of every parameter that has any, by name."""
     return {
         name: Hooks(parameter._backward_hooks or {}, parameter._post_accumulate_grad_hooks or {})
         for name, parameter in model.named_parameters()

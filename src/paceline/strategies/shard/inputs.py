@@ -1,7 +1,8 @@
 """Units that change their inputs, and losses that change the model's output.
 
-FSDP2 passes a unit views of its tensors, which torch does not allow to be written to, in copies of lists and dicts. It
-hooks into the gradients of a unit's outputs, and loses the hook of a view that is written to.
+FSDP2 passes views of tensors to a unit, in copies of lists and dicts. torch does not allow writes
+to these views. FSDP2 also registers hooks on the gradients of a unit's outputs, and loses the hook
+of a view that is written to.
 """
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ if TYPE_CHECKING:
 
 
 def writable_outputs(module: nn.Module, args: Any, output: Any) -> Any:
-    """A forward hook: the model's output without views, so that a loss may write to it. Memory is shared until then."""
+    """Replace views in the model's output by lazy copies, so that a loss may write to it. A forward
+    hook.
+
+    A copy shares memory with its view until it is written to.
+    """
 
     def is_view(leaf: Any) -> bool:
         return isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf._base is not None
@@ -30,22 +35,22 @@ def writable_outputs(module: nn.Module, args: Any, output: Any) -> Any:
 
 
 class WritableInputs:
-    """Hands a unit copies of such views, and writes what becomes of a copy to the tensor that the caller gave.
-
-    writes: whether the unit's first forward with gradients wrote to one; None before that. A unit that did not is
-        given the views from then on.
+    """Passes lazy copies of FSDP2's views to a unit, and writes changes of a copy to the caller's
+    tensor.
 
     Raises:
-        PlanRefused: in the forward, which adds to a list or dict that it is given, or takes from it.
+        PlanRefused: the forward adds to a list or dict among its arguments, or removes from it.
+            Raised in the forward.
     """
 
     def __init__(self, unit: nn.Module, path: str) -> None:
         self.path = path
+        # Whether the unit's first forward with gradients wrote to an input; None before that. A
+        # unit that did not write gets the views from then on.
         self.writes: bool | None = None
         self.forward, self.input_leaves = unit.forward, list[Any]()
-        unit.register_forward_pre_hook(
-            self._before, prepend=True, with_kwargs=True
-        )  # before FSDP2's
+        # This hook runs before FSDP2's.
+        unit.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
         unit.forward = self._run
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -1,10 +1,12 @@
-"""Ranks that share parameters must call the same units in the same order; they compare this before each gathering.
+"""Checks that ranks that share parameters call the same units in the same order. They compare
+before each gather.
 
-Without the check, ranks whose data take different branches of a model would gather different units together: they would
-hang, or go on with each other's weights.
+Without the check, ranks whose data take different branches of a model would gather different units
+together. They would hang, or continue with each other's weights.
 
-On GPUs the check makes the host wait, and a gathering does not. Ranks there therefore compare only if the last forwards
-did not all go the same way. A rank that goes another way is alone at its check, and reports that.
+On GPUs the check makes the host wait, and a gather does not. Ranks there therefore compare only if
+the last forwards did not all take the same path. A rank that leaves the usual path is then alone at
+its check, and reports that.
 """
 
 from __future__ import annotations
@@ -20,14 +22,18 @@ from paceline.base.waiting import waiting
 from paceline.strategies.host_all_reduce import all_reduce
 
 ALIKE = 3  # forwards after which ranks expect the next unit without asking
-MOST_PLACES = 10_000  # that are kept, 3 MB: a model that leaves out blocks by chance goes another way each time
-PATIENCE_S = 60.0  # for the others to come to a roll call that not all may have been at
+# Most places that are kept; they need 3 MB. A model that skips blocks at random takes a different
+# path each time.
+MOST_PLACES = 10_000
+PATIENCE_S = 60.0  # time for the others to join a comparison that some ranks may skip
 
 
 class OrderCheck:
-    """Compares over a group of ranks which unit comes next. Its messages are small and stay on the CPU.
+    """Compares the next unit over a group of ranks. Its messages are small and stay on the CPU.
 
-    expects: whether what came next in earlier forwards need not be asked again. The group must then have no other use.
+    Args:
+        expects: Whether ranks skip the comparison if earlier forwards always continued in the same
+            way. The group must then have no other use.
     """
 
     def __init__(
@@ -38,11 +44,13 @@ class OrderCheck:
         self.num_places = 0
 
     def call(self, unit: int) -> None:
-        """The unit of this number is next. Collective, unless all ranks have gone on so from here often enough.
+        """Report that the unit of this number comes next.
+
+        Collective, unless all ranks have continued in this way from here often enough.
 
         Raises:
-            TrainingError: on every rank, if they don't all call the same unit; on those that go another way than ever
-                before, if others don't.
+            TrainingError: the ranks call different units. Every rank raises it if all compare. If
+                only some ranks leave the usual path, only these raise it.
         """
         if not self.expects:
             self._compare(unit, may_be_alone=False)
@@ -55,10 +63,11 @@ class OrderCheck:
         if unit not in place.next and self.num_places < MOST_PLACES:
             self.num_places += 1
             place.next[unit] = _Place()
-        self.place = place.next.get(unit) or _Place()  # one that is not kept is asked at
+        # Ranks always compare at a place that is not kept.
+        self.place = place.next.get(unit) or _Place()
 
     def end(self) -> None:
-        """Forward is through. Collective and raises as `call`."""
+        """Report the end of the forward. Collective, and raises like `call`."""
         self.call(len(self.units))
         self.place = self.before_any
 
@@ -112,7 +121,10 @@ _WAY_OUT = (
 
 
 class _Place:
-    """A place in a forward: how often it was passed, and what came next, over all ranks alike."""
+    """A place in a forward: how often it was passed, and which units came next.
+
+    Equal on all ranks.
+    """
 
     __slots__ = ("next", "times")
 

@@ -1,4 +1,4 @@
-"""Recurrent layers on GPUs: they must leave their weights in the memory that FSDP2 gathers them in."""
+"""Keeps the weights of recurrent layers on GPUs in the memory into which FSDP2 gathers them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ if TYPE_CHECKING:
 def keep_in_place(model: nn.Module) -> None:
     """Keep every recurrent layer from moving its weights.
 
-    A layer that finds other weights than in its last forward moves them into one piece of memory, as cuDNN computes
-    fastest with them (`RNNBase.flatten_parameters`, which does nothing on CPUs). FSDP2 fills the memory that it knows:
-    the layer would compute with the weights of its first forward in all others. Without the move, cuDNN copies the
-    weights in each forward, and torch warns of that.
+    If a layer finds other weights than in its last forward, it moves them into one block of memory,
+    which is fastest for cuDNN (`RNNBase.flatten_parameters`, which does nothing on CPUs). FSDP2
+    continues to fill the memory that it knows, so that the layer would compute with the weights of
+    its first forward in all others. Without the move, cuDNN copies the weights in each forward, and
+    torch warns of that.
     """
     layers = [module for module in model.modules() if isinstance(module, RNNBase)]
     for layer in layers:
@@ -29,4 +30,4 @@ def keep_in_place(model: nn.Module) -> None:
 
 
 def _leave_in_place() -> None:
-    """In place of `flatten_parameters`."""
+    """Replace `flatten_parameters` and do nothing."""

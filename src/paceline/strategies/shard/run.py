@@ -1,14 +1,16 @@
-"""Sharded replicas: each rank holds a part of every parameter, its gradient and its optimizer state (FSDP2).
+"""Sharded replicas: each rank holds a part of every parameter, its gradient and its optimizer state
+(FSDP2).
 
-The three stages of ZeRO (Rajbhandari et al. 2020) are three settings of when FSDP2 gathers and reduces:
+The three stages of ZeRO (Rajbhandari et al. 2020) differ in when FSDP2 gathers and reduces:
 
     zero  parameters between forward and backward   gradients between micro-batches
     1     whole                                     whole, reduced once an update
     2     whole                                     sharded, reduced every micro-batch
     3     sharded, gathered unit by unit            sharded, reduced every micro-batch
 
-What FSDP2 can't shard (scalars, empty and complex parameters, those with sparse gradients, the odd dtypes of a unit)
-stays whole on every rank, and its gradient is summed at the end of a step.
+Parameters that FSDP2 can't shard stay whole on every rank, and their gradients are summed at the
+end of a step. These are scalars, empty and complex parameters, those with sparse gradients, and
+those with a less usual dtype in their unit.
 """
 
 from __future__ import annotations
@@ -53,12 +55,13 @@ def prepare(
     observed: Observed = NOTHING,
     device: torch.device | None = None,
 ) -> Sharding:
-    """Shard every unit and what is left at the root along dim 0.
+    """Shard every unit, and the remaining parameters at the root, along dim 0.
 
-    Parameters that a forward writes to stay whole: FSDP2 drops what is written to the weights it has gathered. Those
-    of a block that is not running are not gathered, and are written to in parts.
-    A model that is not on the device is brought there unit by unit, each cut before the next one comes.
-    Parameters that autocast casts in any case are gathered cast; see `gathers.py`.
+    Parameters that a forward writes to stay whole, because FSDP2 drops writes to the weights that
+    it has gathered. Parameters of a block that is not running are not gathered, and are written to
+    in parts. A model that is not on the device is moved there unit by unit, and each unit is cut
+    before the next one is moved. Parameters that autocast always casts are cast before they are
+    gathered; see `gathers.py`.
     """
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -74,20 +77,20 @@ def prepare(
         if name in observed.edited | observed.sparse
         or (name in hooks and hooks[name].after and plan.num_microbatches > 1 and plan.zero > 1)
     }
-    if not is_callable(model):  # pieces of stages: nothing would gather what lies outside them
+    if not is_callable(model):  # pieces of stages: nothing would gather parameters outside them
         whole |= _outside(units.values(), model).keys()
     for parameter in model.parameters():
         if parameter not in whole:
-            parameter.data = parameter.data.contiguous()  # FSDP2 takes no other memory format
+            parameter.data = parameter.data.contiguous()  # FSDP2 accepts no other memory format
     kind = device.type if device is not None else next(model.parameters()).device.type
-    # FSDP2 wants its mesh and that of split layers from one parent.
+    # FSDP2 requires that its mesh and that of split layers have the same parent.
     along = (
         mesh.devices(kind)["shard"]
         if mesh.sizes["tensor"] > 1
         else DeviceMesh.from_group(mesh.group("shard"), kind, mesh_dim_names=("shard",))
     )
     outermost = {"": model} if is_callable(model) else {}
-    # Pieces that edit each other's outputs in place are refused before (strategies/stages).
+    # Pieces that edit each other's outputs in place have been refused before (strategies/stages).
     warnings.filterwarnings(
         "ignore", message=r"FSDP2-wrapped module \(FSDPPieceModule\) returned a view"
     )
@@ -122,7 +125,8 @@ def prepare(
     if device is not None:
         _bring(device, [*(p for p in model.parameters() if not is_sharded(p)), *model.buffers()])
     running = _Running()
-    if outermost:  # a captured piece is called by every rank alike, and returns tensors
+    # Captured pieces need no check: all ranks call them alike, and they return tensors.
+    if outermost:
         running = _watch_calls(sharded, _roll(list(sharded), mesh, expects=kind == "cuda"))
         model.forward = _explained(model.forward)
     trainable = {name: p for name, p in model.named_parameters() if p in whole and p.requires_grad}
@@ -144,7 +148,8 @@ def _shard_unit(
     stays_gathered: bool,
     device: torch.device | None,
 ) -> FSDPModule:
-    """Hand a unit to FSDP2, but for what stays whole, and bring it to the device, where one is given."""
+    """Shard a unit with FSDP2, except for parameters that stay whole, and move it to the device if
+    one is given."""
     from torch.distributed.fsdp import fully_shard
 
     uncut = (
@@ -152,7 +157,7 @@ def _shard_unit(
         if device is not None
         else []
     )
-    if device is not None:  # FSDP2 brings the others
+    if device is not None:  # FSDP2 moves the others
         _bring(device, [p for p in uncut if hasattr(p, "device_mesh")])
     module = fully_shard(
         unit, mesh=along, reshard_after_forward=not stays_gathered, ignored_params=whole
@@ -169,7 +174,10 @@ def _shard_unit(
 def _gathered_cast(
     model: nn.Module, observed: Observed, hooked: Collection[str], along: DeviceMesh
 ) -> frozenset[str]:
-    """Parameters that are gathered in the dtype that autocast casts them to. Collective."""
+    """Return the names of parameters that are gathered in the dtype to which autocast casts them.
+
+    Collective.
+    """
     if observed.cast_dtype is None:
         return frozenset()
     cast = _agreed(observed.cast.difference(hooked), model, along)
@@ -184,7 +192,10 @@ def _gathered_cast(
 
 
 def _agreed(names: Collection[str], model: nn.Module, mesh: DeviceMesh) -> frozenset[str]:
-    """Of these parameters those that all ranks of the mesh name: they must gather alike. Collective."""
+    """Return those of these names that all ranks of the mesh have, so that they gather alike.
+
+    Collective.
+    """
     every = [name for name, _ in model.named_parameters()]
     flags = torch.tensor(
         [name in names for name in every], dtype=torch.uint8, device=mesh.device_type
@@ -194,25 +205,26 @@ def _agreed(names: Collection[str], model: nn.Module, mesh: DeviceMesh) -> froze
 
 
 def _roll(units: Sequence[str], mesh: Mesh, *, expects: bool) -> OrderCheck:
-    """Collective if ranks expect: each row of the axis then has a group for it alone."""
+    """Make the collective-order check.
+
+    Collective if `expects`: each row of the axis then gets its own group.
+    """
     if not expects:
         return OrderCheck(units, mesh.group("shard"), mesh.ranks_along("shard"), expects=False)
-    groups = [
-        (row, dist.new_group(row, backend="gloo")) for row in mesh.rows("shard")
-    ]  # all of them on each rank
+    # Every rank makes all groups.
+    groups = [(row, dist.new_group(row, backend="gloo")) for row in mesh.rows("shard")]
     return next(
         OrderCheck(units, group, row, expects=True) for row, group in groups if mesh.rank in row
     )
 
 
 def _bring(device: torch.device, tensors: Iterable[torch.Tensor]) -> None:
-    """To the device, in place."""
+    """Move tensors to the device, in place."""
     for tensor in tensors:
         if tensor.device == device:
             continue
-        if hasattr(
-            tensor, "device_mesh"
-        ):  # a part of a split layer: its data can't be put in the place of others
+        # The `data` of a part of a split layer can't be replaced.
+        if hasattr(tensor, "device_mesh"):
             with torch.no_grad():
                 torch.utils.swap_tensors(
                     tensor, torch.nn.Parameter(tensor.to(device), tensor.requires_grad)
@@ -222,8 +234,11 @@ def _bring(device: torch.device, tensors: Iterable[torch.Tensor]) -> None:
 
 
 def _let_go_of(parameter: nn.Parameter) -> None:
-    """Of a whole parameter after its shard was made: others may still refer to it, and find one
-    element in its shape."""
+    """Free the memory of a whole parameter after its shard was made.
+
+    Other code may still refer to the parameter. It then sees one element, expanded to the
+    parameter's shape.
+    """
     if not hasattr(parameter, "device_mesh"):
         parameter.data = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(
             parameter.shape
@@ -231,13 +246,20 @@ def _let_go_of(parameter: nn.Parameter) -> None:
 
 
 def _let_go_without_gradients(module: Any, inputs: Any, output: Any) -> None:
-    """FSDP2 keeps the outermost unit's gathered weights for a backward, and an evaluation has none."""
+    """Free the outermost unit's gathered weights after an evaluation.
+
+    FSDP2 would keep them for a backward.
+    """
     if not torch.is_grad_enabled():
         module.reshard()
 
 
 class Sharding:
-    """Tells FSDP2 before each micro-batch what to keep whole after it, and sums what it doesn't shard."""
+    """The synchroniser of sharding.
+
+    It tells FSDP2 before each micro-batch what to keep whole afterwards, and sums gradients of
+    parameters that FSDP2 doesn't shard.
+    """
 
     def __init__(
         self,
@@ -249,7 +271,7 @@ class Sharding:
         hooks: Mapping[str, Hooks],
         running: _Running,
     ) -> None:
-        # The outermost tells those inside it.
+        # Settings of the outermost module apply to those inside it.
         self.outermost: list[FSDPModule] = (
             [sharded[""]] if "" in sharded else list(sharded.values())  # type: ignore[list-item, arg-type]
         )
@@ -261,10 +283,10 @@ class Sharding:
         self.used: set[str] = set()
         self.marked: set[str] = set()
         self.edits: list[_Edits] = []
-        self.is_collected: bool | None = None  # where the model was ever frozen for a while
-        self.open: bool | None = (
-            None  # whether the backward is the last one, where it must be ended here
-        )
+        # Whether the model now gets gradients; None if it was never frozen for a while.
+        self.is_collected: bool | None = None
+        # Whether the backward is the last one, if `_complete` must end it; None if it need not.
+        self.open: bool | None = None
         places = _own_places(sharded)
         for name, module in sharded.items():
             module.register_forward_pre_hook(
@@ -274,9 +296,8 @@ class Sharding:
             module.register_forward_pre_hook(self._mark(name))
             self.edits.append(edits := _Edits(places[name]))
             module.register_forward_pre_hook(edits.before)
-            module.register_forward_hook(
-                edits.after, prepend=True
-            )  # before FSDP2 lets go of the weights
+            # This hook runs before FSDP2 frees the weights.
+            module.register_forward_hook(edits.after, prepend=True)
 
     def begin(self, *, last: bool) -> None:
         self.running.end()
@@ -288,8 +309,11 @@ class Sharding:
             edits.stays_gathered = self.zero < 3 and not last
 
     def collect(self, *, on: bool) -> None:
-        """Whether the model is run for its own gradients, and not frozen inside of another's loss. FSDP2 makes the
-        parameters that a forward uses once, so they are told as well."""
+        """Set whether the model runs for its own gradients, or frozen inside another model's loss.
+
+        FSDP2 makes the parameters of a forward only once, so that hooks set their `requires_grad`
+        as well.
+        """
         self.running.is_own, self.is_collected = on, on
         for module in self.outermost:
             module.set_requires_gradient_sync(on)
@@ -298,14 +322,18 @@ class Sharding:
             self.end_evaluation()
 
     def hold(self) -> None:
-        """A forward is next, of a loss that may run the model again, or go back through it before the step's own
-        backward, as a gradient penalty does. FSDP2 takes the end of any such pass for that of the backward."""
+        """Prepare for a loss that may run the model again, or run a backward before the step's own.
+
+        A gradient penalty is an example. FSDP2 would mistake the end of such a pass for the end of
+        the step's backward.
+        """
         self._complete()
         self.running.hold()
         self._set(is_last=False, reshards=False, reduces=False)
 
     def _complete(self) -> None:
-        """End a backward whose passes FSDP2 was not let end: reduce gradients and let go of weights."""
+        """End a backward that FSDP2 was not allowed to end: reduce gradients and free gathered
+        weights."""
         if self.open is None:
             return
         last, self.open = self.open, None
@@ -322,13 +350,19 @@ class Sharding:
             module.set_requires_gradient_sync(reduces)
 
     def end_evaluation(self) -> None:
-        """Below stage 3 FSDP2 keeps gathered weights for a backward. An evaluation has none: they would outlive the
-        next update, and the forward after it would still use them."""
+        """Free gathered weights after an evaluation.
+
+        Below stage 3, FSDP2 keeps them for a backward, which an evaluation doesn't have. They would
+        stay beyond the next update, and the next forward would use them.
+        """
         for module in self.units:
             module.reshard()
 
     def unused(self) -> set[str]:
-        """Parameters without a gradient of this rank since the last `finish`; FSDP2 gives them zeros."""
+        """Return the names of parameters without a gradient of this rank since `finish`.
+
+        FSDP2 gives them zeros.
+        """
         self._complete()
         return self.names - self.used
 
@@ -340,7 +374,8 @@ class Sharding:
 
     @property
     def sent_bytes(self) -> float:
-        """FSDP2 counts nothing; see `Synchroniser`."""
+        """The bytes that this rank has sent, without FSDP2's own, which it doesn't count; see
+        `Synchroniser`."""
         return self.whole.sent_bytes
 
     def kept(self) -> Iterable[StateTensor]:
@@ -350,12 +385,15 @@ class Sharding:
         return []
 
     def _mark(self, unit: str) -> Callable[..., None]:
-        """A hook that comes after FSDP2's, when the unit's parameters are whole, and waits for their gradients."""
+        """Return a forward pre-hook that registers hooks on the gradients of a unit's whole
+        parameters.
+
+        It runs after FSDP2's hook, when the parameters are whole.
+        """
 
         def before_forward(module: nn.Module, inputs: Any) -> None:
-            if (
-                unit in self.marked or self.is_collected is False
-            ):  # run frozen, in another model's loss
+            # `is_collected` is False if the model runs frozen in another model's loss.
+            if unit in self.marked or self.is_collected is False:
                 return
             self.marked.add(unit)
             for path, parameter in module.named_parameters(prefix=unit):
@@ -368,11 +406,14 @@ class Sharding:
         return before_forward
 
     def _use(self, name: str, parameter: torch.Tensor) -> None:
-        if parameter.grad is not None:  # a hook of the user's may have taken it away
+        if parameter.grad is not None:  # a hook of the user may have removed it
             self.used.add(name)
 
     def _freeze(self, places: Sequence[tuple[nn.Module, str, str]]) -> Callable[..., None]:
-        """A hook that comes after FSDP2's: whether the parameters that the forward uses get gradients."""
+        """Return a forward pre-hook that sets whether the parameters get gradients.
+
+        It runs after FSDP2's hook.
+        """
 
         def before_forward(module: nn.Module, inputs: Any) -> None:
             if self.is_collected is not None:
@@ -383,12 +424,13 @@ class Sharding:
 
 
 class _Edits:
-    """Refuses a forward that writes to the weights which FSDP2 has gathered for a unit, or moves them to other memory.
-    Version counters and addresses tell.
+    """Refuses a forward that writes to a unit's gathered weights, or moves them to other memory.
 
-    That is in the unit's forward, and below stage 3 from one micro-batch to the next, in which it stays gathered.
+    It compares version counters and addresses before and after the unit's forward. Below stage 3, a
+    unit stays gathered from one micro-batch to the next, so that it also compares between them.
 
-    places: of the unit's own parameters, each with its name in the model.
+    Args:
+        places: The places of the unit's own parameters, each with its name in the model.
     """
 
     def __init__(self, places: Sequence[tuple[nn.Module, str, str]]) -> None:
@@ -422,16 +464,17 @@ class _Edits:
             )
 
     def _states(self) -> list[tuple[int, int]]:
-        """Of each parameter: its version, and the address of its memory."""
+        """Return the version and the memory address of each parameter."""
         gathered: list[Any] = [holder._parameters[key] for holder, key, _ in self.places]
         return [(p._version, getattr(p, "_local_tensor", p).data_ptr()) for p in gathered]
 
 
 def _own_places(sharded: Mapping[str, nn.Module]) -> dict[str, list[tuple[nn.Module, str, str]]]:
-    """For every unit the parameters that FSDP2 shards with it and not with a unit inside it."""
+    """Return the parameters of every unit that FSDP2 shards with it, and not with a unit inside
+    it."""
     places: dict[str, list[tuple[nn.Module, str, str]]] = {}
     known: set[torch.Tensor] = set()
-    for unit in sorted(sharded, key=len, reverse=True):  # what is inside comes first
+    for unit in sorted(sharded, key=len, reverse=True):  # inner units come first
         places[unit] = [
             (holder, key, name_in_model(f"{unit}.{path}.{key}".strip(".").replace("..", ".")))
             for path, holder in sharded[unit].named_modules()
@@ -445,10 +488,12 @@ def _own_places(sharded: Mapping[str, nn.Module]) -> dict[str, list[tuple[nn.Mod
 def _refuse_other_weights(
     places: Sequence[tuple[nn.Module, str, str]], module: nn.Module, inputs: Any
 ) -> None:
-    """A hook before FSDP2's, which would put a unit's own weights in the place of those that it is run with.
+    """Refuse to run a unit with other weights than its own. A hook that runs before FSDP2's.
+
+    FSDP2's hook would replace the other weights by the unit's own.
 
     Raises:
-        PlanRefused: the unit holds tensors that are no parameters of the model.
+        PlanRefused: the unit holds tensors that are not parameters of the model.
     """
     from torch import nn
 
@@ -463,7 +508,7 @@ def _refuse_other_weights(
 
 
 def is_sharded(parameter: torch.Tensor) -> bool:
-    """Whether FSDP2 holds it in parts; a part of a split layer is not what this asks for."""
+    """Whether FSDP2 holds the parameter in parts. A part of a split layer does not count."""
     return hasattr(parameter, "device_mesh") and "shard" in (
         parameter.device_mesh.mesh_dim_names or ()
     )
@@ -472,9 +517,12 @@ def is_sharded(parameter: torch.Tensor) -> bool:
 def _called_alike(
     units: Mapping[str, nn.Module], model: nn.Module, choosing: Collection[str]
 ) -> dict[str, nn.Module]:
-    """Units that every rank calls: a module that chooses between some of them is one itself. The root needs to be none.
+    """Return the units that every rank calls.
 
-    choosing: paths of such modules.
+    A module that chooses between units replaces them as one unit. If the root chooses, no unit is
+    needed for it.
+
+    choosing: the paths of modules that choose.
     """
     alike: dict[str, nn.Module] = {}
     for path, unit in units.items():
@@ -486,13 +534,16 @@ def _called_alike(
 
 
 def _outside(units: Iterable[nn.Module], model: nn.Module) -> dict[nn.Parameter, None]:
-    """The model's parameters that no unit has, in its order."""
+    """Return the model's parameters that belong to no unit, in the model's order."""
     in_units = {p for unit in units for p in unit.parameters()}
     return dict.fromkeys(p for p in model.parameters() if p not in in_units)
 
 
 def _kept_whole(model: nn.Module, units: Collection[nn.Module]) -> set[nn.Parameter]:
-    """Parameters that FSDP2 can't shard, unit by unit: it wants one dtype of the trainable ones in each."""
+    """Return the parameters that FSDP2 can't shard.
+
+    It requires one dtype of all trainable parameters of a unit.
+    """
     groups = [list(unit.parameters()) for unit in units]
     groups.append(list(_outside(units, model)))
     whole: set[nn.Parameter] = set()
@@ -507,7 +558,8 @@ def _kept_whole(model: nn.Module, units: Collection[nn.Module]) -> set[nn.Parame
 
 
 def _watch_calls(sharded: Mapping[str, nn.Module], roll: OrderCheck) -> _Running:
-    """Compare over the ranks which unit is called next, before FSDP2 gathers it; refuse outputs it can't see into."""
+    """Let ranks compare the next unit before FSDP2 gathers it, and refuse outputs in which it finds
+    no tensors."""
     for number, module in enumerate(sharded.values()):
         if number + 1 < len(sharded):
             module.register_forward_pre_hook(
@@ -526,20 +578,22 @@ def _watch_calls(sharded: Mapping[str, nn.Module], roll: OrderCheck) -> _Running
 
 
 class _Running:
-    """Refuses a backward before the step's own, inside of a forward or a loss: FSDP2 takes it for the step's, and lets
-    go of weights and gradients. A step of one's own says `hold` before a forward, and then it is noted alone.
+    """Refuses a backward inside a forward or a loss, before the step's own backward.
 
-    is_on: whether the model's forward is going on, or the loss after it. is_own: whether a step's own backward follows;
-    not where the model runs frozen inside another's loss. runs_again: whether the model ran more than once since
-    `hold`, or a backward has gone through it.
+    FSDP2 would mistake it for the step's backward, and free weights and gradients. A job that
+    defines its own step calls `hold` before a forward. Such a backward is then recorded and not
+    refused.
     """
 
     def __init__(self) -> None:
+        # is_on: whether the model's forward is running, or the loss after it. is_own: whether a
+        # step's own backward follows; False if the model runs frozen inside another model's loss.
         self.is_on, self.is_own, self.is_held, self.runs = False, True, False, 0
+        # Whether the model ran more than once since `hold`, or a backward has passed through it.
         self.runs_again = False
 
     def hold(self) -> None:
-        """A loss begins that may do both."""
+        """Begin a loss that may run the model again, or run a backward through it."""
         self.is_held, self.runs, self.runs_again = True, 0, False
 
     def begin(self, module: nn.Module, inputs: Any) -> None:
@@ -548,7 +602,7 @@ class _Running:
         self.runs_again = self.runs_again or (self.is_held and self.runs > 1)
 
     def end(self) -> None:
-        """The step's own backward is next."""
+        """End the forward and the loss: the step's own backward comes next."""
         self.is_on = False
 
     def watch(self, unit: str, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -569,7 +623,11 @@ class _Running:
 
 
 def _refuse_opaque(module: nn.Module, inputs: Any, output: Any) -> None:
-    """FSDP2 gathers a unit for backward when a gradient arrives at its output, and must find the tensors in it."""
+    """Refuse an output without tensors that can be found.
+
+    FSDP2 gathers a unit for backward when a gradient arrives at its output, so that it must find
+    the tensors in it.
+    """
     if torch.is_grad_enabled() and not any(True for _ in tensors_in(output)):
         kind = type(module).__name__.removeprefix("FSDP")
         raise JobError(
@@ -579,7 +637,8 @@ def _refuse_opaque(module: nn.Module, inputs: Any, output: Any) -> None:
 
 
 def _explained(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The same forward with a clear error where it reaches into a unit whose parameters are not gathered."""
+    """Return the same forward, with a clear error if it uses parameters of a unit that are not
+    gathered."""
 
     @wraps(forward)
     def explained(*args: Any, **kwargs: Any) -> Any:

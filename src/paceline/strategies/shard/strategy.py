@@ -1,4 +1,4 @@
-"""Replicas that share parameters, gradients and optimizer state."""
+"""The strategy `shard`: replicas share parameters, gradients and optimizer state."""
 
 from __future__ import annotations
 
@@ -14,11 +14,15 @@ if TYPE_CHECKING:
 
 
 def _observes(plan: Plan) -> frozenset[Observation]:
-    """What a forward writes to parameters; and, where whole blocks are gathered, whether its values choose between
-    them, and what is cast before it is gathered.
+    """Return the observations that sharding needs.
 
-    Below stage 3 a block stays gathered between the micro-batches of a step; and of several micro-batches some may be
-    stand-ins on all ranks, whose writes must leave nothing behind. So parts are written to with one micro-batch alone.
+    It always needs the parameters that a forward writes to. If whole blocks are gathered, it also
+    needs whether values choose between blocks, and which parameters are cast before they are
+    gathered.
+
+    Writes to parts are possible only with one micro-batch, for two reasons. Below stage 3, a block
+    stays gathered between the micro-batches of a step. And some of several micro-batches may be
+    padding batches on all ranks, whose writes must have no effect.
     """
     if plan.splits_model:
         return frozenset({"writes"})

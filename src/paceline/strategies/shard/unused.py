@@ -1,4 +1,5 @@
-"""Ranks may use different parameters of a unit, such as experts: all parameters take part in its reduction."""
+"""Lets all parameters of a unit take part in its reduction, because ranks may use different ones,
+such as experts."""
 
 from __future__ import annotations
 
@@ -20,7 +21,10 @@ def reduce_unused(module: FSDPModule) -> None:
 
 
 def groups_of(module: FSDPModule) -> list[Any]:
-    """FSDP2's groups of the module's own parameters, of which a module has at most one in torch 2.11."""
+    """Return FSDP2's groups of the module's own parameters.
+
+    In torch 2.11 a module has at most one.
+    """
     state: Any = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
@@ -28,8 +32,11 @@ def groups_of(module: FSDPModule) -> list[Any]:
 
 
 def _put_zeros_first(group: Any) -> None:
-    """For torch before 2.13, whose groups reduce what has a gradient: the sizes of ranks' messages would differ then,
-    which ends them."""
+    """Set missing gradients to zero before a group reduces them, for torch before 2.13.
+
+    Its groups reduce only parameters with a gradient. The messages of ranks would then differ in
+    size, and the ranks would fail.
+    """
     post_backward = group.post_backward
 
     def with_zeros(*unused: Any) -> None:
