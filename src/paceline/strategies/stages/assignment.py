@@ -1,4 +1,7 @@
-"""Which rank runs which pieces of a captured model, and in what order: one answer before a run and on its ranks."""
+"""Assigns the pieces of a captured model to ranks, with the order in which they run.
+
+The planner and the ranks of a run compute the same assignment.
+"""
 
 from __future__ import annotations
 
@@ -22,20 +25,16 @@ from paceline.strategies.place.file import read_placement
 from paceline.strategies.place.ledger import PieceMemory
 from paceline.strategies.plan import Plan
 
-EXAMPLE_SAMPLES = 2  # of the small batch that a model is captured with
+EXAMPLE_SAMPLES = 2  # samples of the small batch with which a model is captured
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """A model as stages on ranks.
+    """The stages of a model and their ranks."""
 
-    stage_of: the stage of each piece, by key. ranks: where each stage runs, along the axis that stages are spread
-    over. orders: of actions, for each of those places.
-    """
-
-    stage_of: Mapping[str, int]
-    ranks: Sequence[int]
-    orders: Sequence[Sequence[Action]]
+    stage_of: Mapping[str, int]  # the stage of each piece, by key
+    ranks: Sequence[int]  # the place of each stage along the axis of stages
+    orders: Sequence[Sequence[Action]]  # the order of actions at each of those places
 
 
 def assigned(
@@ -51,18 +50,21 @@ def assigned(
     """Cut a captured model as a plan says.
 
     Args:
-        capture: Captured with EXAMPLE_SAMPLES samples.
-        samples: Most of a micro-batch.
-        state_factor: Bytes of optimizer state a byte of trainable parameters.
-        devices: Of each rank; without them nothing is too large, and all are ordinary CPUs that are equally fast.
-        precision: Of the job; a device computes faster in some, and moves bytes as before.
+        capture: The capture with EXAMPLE_SAMPLES samples.
+        samples: The samples of the largest micro-batch.
+        state_factor: Bytes of optimizer state per byte of trainable parameters.
+        devices: The device of each rank. Without devices, all ranks count as ordinary, equally fast
+            CPUs with unlimited memory.
+        precision: The precision of the job. It changes how fast a device computes, and not how fast
+            it moves bytes.
 
     Raises:
-        PlanError: the model has fewer pieces than the plan has stages, or what it is cut into doesn't fit.
+        PlanError: the model has fewer pieces than the plan has stages, or a part doesn't fit into
+            its device.
     """
     needs = piece_needs(model, capture, samples=samples, state_factor=state_factor)
     places = weakest(plan, devices)
-    holders = plan.axes.tensor * plan.axes.shard  # ranks that have a stage's weights together
+    holders = plan.axes.tensor * plan.axes.shard  # ranks that together hold a stage's weights
     memory_bytes = [
         float("inf")
         if device is None
@@ -100,7 +102,7 @@ def assigned(
 
 
 def _check_edits(capture: Capture, stage_of: Mapping[str, int]) -> None:
-    """Refuse a cut between a value and an edit of it in place, of which other stages would not learn.
+    """Refuse a cut between a value and an edit of it in place, which other stages would not see.
 
     `pipeline=N` makes no such cut.
     """
@@ -119,7 +121,10 @@ def _check_edits(capture: Capture, stage_of: Mapping[str, int]) -> None:
 
 
 def _speeds(places: Sequence[Device | None]) -> list[float]:
-    """Relative speeds; devices count as equally fast unless all state theirs."""
+    """Return the relative speeds of devices.
+
+    They count as equally fast unless all state their speed.
+    """
     stated = [device.flops_per_s for device in places if device is not None and device.flops_per_s]
     return (
         [speed / max(stated) for speed in stated]
@@ -156,9 +161,10 @@ def _part_of(
 def piece_needs(
     model: nn.Module, capture: Capture, *, samples: int, state_factor: float
 ) -> dict[str, PieceMemory]:
-    """What each piece has to hold in training, by key. A tied parameter counts in each piece that uses it.
+    """Return the memory that each piece needs in training, by key.
 
-    samples: whose activations are in flight.
+    A tied parameter counts in each piece that uses it. samples: the number of samples whose
+    activations are in flight.
     """
     parameters = dict(model.named_parameters())
     buffers = dict(model.named_buffers(remove_duplicate=False))

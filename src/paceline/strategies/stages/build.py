@@ -1,4 +1,5 @@
-"""From a whole model to what one rank runs of it: captured once, split into stages and over ranks."""
+"""Builds one rank's part of a model: captures the whole model once, and splits it into stages and
+over ranks."""
 
 from __future__ import annotations
 
@@ -50,15 +51,18 @@ def lay_out(
     mesh: Mesh,
     device: torch.device,
 ) -> Stages:
-    """This rank's part of a model that is cut into stages, or whose layers are split, or both. Collective.
+    """Build this rank's part of a model that is cut into stages, or whose layers are split, or
+    both. Collective.
 
     Args:
-        model: Whole, with its initial weights; it is left hollow. It need not be on the device.
+        model: The whole model with its initial weights. Afterwards it is hollow. It need not be on
+            the device.
 
     Raises:
-        PlanRefused: the model can't be captured, or its capture would compute something else, or it can't be evaluated
-            by these stages, or a function uses more of the model than its output.
-        PlanError: it has fewer pieces than the plan has stages, or what it is cut into doesn't fit.
+        PlanRefused: the model can't be captured, or its capture would compute something else, or
+            these stages can't evaluate it, or a function uses more of the model than its output.
+        PlanError: the model has fewer pieces than the plan has stages, or a part doesn't fit into
+            its device.
     """
     model.train()
     refuse_scripted(model, "a plan that splits the model")
@@ -114,13 +118,18 @@ def lay_out(
 def _captured(
     model: nn.Module, use: ModelUse, device: torch.device, *, is_staged: bool
 ) -> tuple[CapturedModel, torch.device]:
-    """The model's forward, and where it was captured: where the weights are, if the model's own code runs there.
+    """Capture the model's forward, on the device of its weights if its own code runs there.
 
-    is_staged: whether there are several stages, of which the last one has the functions.
+    Args:
+        is_staged: Whether there are several stages, of which the last one runs the loss and
+            metrics.
+
+    Returns:
+        The captured model, and the device on which it was captured.
 
     Raises:
-        PlanRefused: the model can't be captured, or a function uses more of the model than its output, or sets what
-            other stages read.
+        PlanRefused: the model can't be captured, or a function uses more of the model than its
+            output, or a function sets a value that other stages read.
     """
     opaque, here = OpaqueModules(), next(model.parameters()).device
     with use.context():
@@ -161,8 +170,8 @@ def _captured(
             use.running,
             altered=example.reads.changed if is_staged else list,
         )
-        if here.type == "cpu":  # apart from what the functions keep in objects of the job's own
-            with suppress(RuntimeError):  # what fails there fails in the first step, too
+        if here.type == "cpu":  # in a fork, so that the functions don't change objects of the job
+            with suppress(RuntimeError):  # an error there also occurs in the first step
                 in_a_fork(look)
         else:
             look()
@@ -172,10 +181,11 @@ def _captured(
 def _captured_on(
     device: torch.device, model: nn.Module, use: ModelUse, opaque: OpaqueModules
 ) -> Capture:
-    """The capture of a model as it runs on a device that its weights are not on. Its buffers are brought there.
+    """Capture a model as it runs on a device other than that of its weights. Its buffers are moved
+    there.
 
     Raises:
-        PlanRefused: it runs there in a way that can't be captured.
+        PlanRefused: the model runs there in a way that can't be captured.
     """
     originals = [(module, dict(module._parameters)) for module in model.modules()]
     tensors = hollow(model, device)
@@ -198,7 +208,7 @@ def _refused(failed: CaptureFailed) -> PlanRefused:
 
 
 def _nearby(example: Callable[[int], Batch], device: torch.device) -> Callable[[int], Batch]:
-    """Makes the same batches, on the device."""
+    """Return a function that makes the same batches on the device."""
     return lambda samples: example(samples).to(device)
 
 
@@ -212,10 +222,12 @@ def faithful_capture(
     opaque: OpaqueModules,
     running: Callable[[], AbstractContextManager[None]],
 ) -> tuple[Capture, Findings]:
-    """A capture that computes what the model computes; what a graph would lose is taken whole.
+    """Capture a model so that the capture computes the same as the model.
+
+    Modules with effects that a graph would lose are taken whole.
 
     Raises:
-        PlanRefused: the model's own forward does what no graph can hold.
+        PlanRefused: the model's own forward has effects that no graph can represent.
     """
 
     def arguments(samples: int) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -1,6 +1,7 @@
-"""What a rank of a split model does in a step: its own pieces in its schedule's order, and messages to other ranks.
+"""The step of a rank of a split model: its own pieces in its schedule's order, and messages to
+other ranks.
 
-The engine carries out the same order of actions; the simulator plays the ranks together.
+The engine runs the same order of actions. The simulator plays all ranks together.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from paceline.strategies.costs import (
 from paceline.strategies.pipeline.schedule import Action
 
 ENDING: tuple[MomentName, ...] = ("finish", "meet", "update", "save")
-POSTED_AHEAD = 2  # actions whose messages a rank makes room for: the one at hand and the next
+POSTED_AHEAD = 2  # actions for whose messages a rank has buffers: the current one and the next
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,48 +45,40 @@ class StageMessage:
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """A stage as a run of its rank's segments, and its messages.
-
-    takes, gives: values in forward, from and to other ranks. regains, returns: gradients in backward.
-    """
+    """A stage as a run of its rank's segments, and its messages."""
 
     segments: range
-    takes: tuple[StageMessage, ...] = ()
-    gives: tuple[StageMessage, ...] = ()
-    regains: tuple[StageMessage, ...] = ()
-    returns: tuple[StageMessage, ...] = ()
+    takes: tuple[StageMessage, ...] = ()  # values from other ranks, in forward
+    gives: tuple[StageMessage, ...] = ()  # values to other ranks, in forward
+    regains: tuple[StageMessage, ...] = ()  # gradients from other ranks, in backward
+    returns: tuple[StageMessage, ...] = ()  # gradients to other ranks, in backward
 
 
 @dataclass(frozen=True)
 class RankCost:
-    """One place along the axis of stages.
+    """The cost of the rank at one place along the axis of stages."""
 
-    profile: of what it holds and runs; its figures are for micro-batches as large as they come.
-    stages: by number. order: of actions. batch_bytes: inputs and targets of all micro-batches.
-    tied_bytes: gradients of parameters that other ranks use too. tied_stride: how far apart those are
-        numbered. samples: of a micro-batch, in the profile's unit. action_s: of the host for an action, beside its
-        operators.
-    """
-
+    # The profile of the rank's own part. Its figures are for micro-batches of their actual size.
     profile: Profile
-    stages: dict[int, StageCost]
+    stages: dict[int, StageCost]  # by number
     order: Sequence[Action]
-    batch_bytes: float = 0.0
-    tied_bytes: float = 0.0
-    tied_stride: int = 1
-    samples: float = 1.0
-    action_s: float = 0.0
+    batch_bytes: float = 0.0  # inputs and targets of all micro-batches
+    tied_bytes: float = 0.0  # gradients of parameters that other ranks also use
+    tied_stride: int = 1  # difference between the numbers of these ranks
+    samples: float = 1.0  # of a micro-batch, in the profile's unit
+    action_s: float = 0.0  # host time of an action besides its operators
 
 
 def tie(rank: RankCost) -> Event:
-    """The sum of gradients that two ranks have of the same parameters."""
+    """Return the all-reduce of gradients of parameters that two ranks use."""
     return Collective(
         "all_reduce", rank.tied_bytes, 2, name="ties", stream=COMPUTE, stride=rank.tied_stride
     )
 
 
 def course(rank: RankCost) -> Iterator[Event | tuple[MomentName, HookPoint]]:
-    """The rank's step up to its update, as messages and as moments that the rooms of the plan fill."""
+    """Yield the rank's step as messages, and as moments to which the plan's strategies add
+    events."""
     yield "start", HookPoint()
     yield Allocate("activations", rank.batch_bytes)
     posted: set[Action] = set()
@@ -118,7 +111,10 @@ def course(rank: RankCost) -> Iterator[Event | tuple[MomentName, HookPoint]]:
 
 
 def _room_bytes(stage: StageCost, action: Action) -> float:
-    """Of the buffers that an action's messages come into; they are kept until the stage's backward is done."""
+    """Return the bytes of the buffers for an action's messages.
+
+    They are kept until the stage's backward is done.
+    """
     arriving = {"F": stage.takes, "B": stage.regains, "I": stage.regains}.get(action.kind, ())
     return sum(message.num_bytes for message in arriving)
 
@@ -126,14 +122,17 @@ def _room_bytes(stage: StageCost, action: Action) -> float:
 def forward_course(
     rank: RankCost, stage: StageCost, microbatch: int
 ) -> Iterator[tuple[MomentName, HookPoint]]:
-    """A stage's forward of a micro-batch."""
+    """Yield the moments of a stage's forward of a micro-batch."""
     yield "begin", HookPoint(microbatch, stage.segments.start)
     for segment in stage.segments:
         yield from forward_moments(microbatch, segment, rank.profile.segments[segment].repeat)
 
 
 def input_gradients(profile: Profile, stage: StageCost, samples: float) -> Iterator[Event]:
-    """The half of a stage's backward that other stages wait for; the other half is done with the weights' gradients."""
+    """Yield the half of a stage's backward that other stages wait for.
+
+    The other half computes weight gradients.
+    """
     for segment in (profile.segments[k] for k in reversed(stage.segments)):
         yield Repeat((compute(segment.backward, samples),), segment.repeat)
 
@@ -141,7 +140,7 @@ def input_gradients(profile: Profile, stage: StageCost, samples: float) -> Itera
 def backward_course(
     rank: RankCost, stage: StageCost, microbatch: int
 ) -> Iterator[tuple[MomentName, HookPoint]]:
-    """A stage's backward of a micro-batch."""
+    """Yield the moments of a stage's backward of a micro-batch."""
     yield "turn", HookPoint(microbatch, stage.segments.start)
     for segment in reversed(stage.segments):
         yield from backward_moments(microbatch, segment, rank.profile.segments[segment].repeat)

@@ -1,7 +1,9 @@
-"""Runs a model that is cut into stages, each on its rank; values and gradients go straight to the ranks that need them.
+"""Runs a model that is cut into stages, each on its rank.
 
-A stage takes values from any earlier stage on any rank, and gives values to any later one, so skips over stages and
-branches need nothing special. Ranks follow their own order of actions and wait only for what an action needs.
+Values and gradients are sent directly to the ranks that need them. A stage takes values from any
+earlier stage on any rank, and gives values to any later stage. Skip connections over stages and
+branches therefore need no special treatment. Ranks follow their own order of actions, and wait only
+for the values that an action needs.
 """
 
 from __future__ import annotations
@@ -24,34 +26,27 @@ RunPiece = Callable[[Piece, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]
 
 @dataclass(frozen=True)
 class Stage:
-    """Pieces that run one after the other on one rank.
-
-    rank: where, counted along the axis that stages are spread over.
-    inputs: values of earlier stages that it needs. outputs: values that later stages need.
-    """
+    """Pieces that run one after the other on one rank."""
 
     number: int
-    rank: int
+    rank: int  # place along the axis of stages
     pieces: tuple[Piece, ...]
-    inputs: tuple[Value, ...]
-    outputs: tuple[Value, ...]
+    inputs: tuple[Value, ...]  # values of earlier stages that this stage needs
+    outputs: tuple[Value, ...]  # values that later stages need
 
 
 @dataclass(frozen=True)
 class Staged:
-    """A capture cut into stages; the last one also has the model's output and the loss.
-
-    producer: stage of each value that crosses. consumers: stages that need it, in order.
-    """
+    """A capture cut into stages. The last stage also has the model's output and the loss."""
 
     capture: Capture
     stages: tuple[Stage, ...]
-    producer: Mapping[str, int]
-    consumers: Mapping[str, tuple[int, ...]]
+    producer: Mapping[str, int]  # by value that other stages need: the stage that makes it
+    consumers: Mapping[str, tuple[int, ...]]  # by value: the stages that need it, in order
 
 
 def cut(capture: Capture, stage_of: Callable[[Piece], int], ranks: Sequence[int]) -> Staged:
-    """A capture whose pieces are given to stages; `ranks` says where each stage runs."""
+    """Cut a capture into stages. ranks: the place of each stage along the axis of stages."""
     members: list[list[Piece]] = [[] for _ in ranks]
     producer: dict[str, int] = {}
     for piece in capture.pieces:
@@ -93,7 +88,7 @@ def cut(capture: Capture, stage_of: Callable[[Piece], int], ranks: Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class PeerMessage:
-    """A value on its way to a rank, or its gradient on the way back from one of its consumers."""
+    """A message with a value, or with its gradient from one of its consumers."""
 
     value: str
     microbatch: int
@@ -102,7 +97,7 @@ class PeerMessage:
 
 @dataclass
 class _Flight:
-    """What a stage keeps of a micro-batch between its forward and its backward."""
+    """The tensors that a stage keeps of a micro-batch between its forward and its backward."""
 
     inputs: dict[str, torch.Tensor]
     outputs: dict[str, torch.Tensor]
@@ -113,13 +108,18 @@ class _Flight:
 class Links:
     """Sends and receives between the ranks along an axis.
 
-    Messages from one rank to another come in the sender's order, which the receiver knows: no tags are needed.
+    Messages from one rank to another arrive in the sender's order, which the receiver knows, so
+    that no tags are needed.
 
-    NCCL carries out what a group was asked for between two ranks one after the other: ranks that both wait for the
-    other's message before they send would wait for ever. So each direction has a group.
+    NCCL runs the messages of a group between two ranks one after the other. Two ranks that wait for
+    each other's message before they send would wait forever. Therefore each direction has its own
+    group.
 
-    ranks: of the axis. place: this rank's place among them. ahead, back: groups for messages to later and to earlier
-    places.
+    Args:
+        ranks: The ranks of the axis.
+        place: This rank's place among them.
+        ahead: The group for messages to later places.
+        back: The group for messages to earlier places.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Links:
         self.sent: list[tuple[dist.Work, torch.Tensor]] = []
 
     def expect(self, messages: Mapping[int, Sequence[tuple[PeerMessage, Value]]]) -> None:
-        """What each rank will send to this one in the coming step, in order."""
+        """Set the messages that each rank will send to this one in the coming step, in order."""
         self.expected = {rank: iter(items) for rank, items in messages.items()}
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
@@ -158,7 +158,7 @@ class Links:
         self.sent.append((work, tensor))
 
     def post(self, message: PeerMessage, source: int) -> None:
-        """Be ready to receive a message, and those that come before it."""
+        """Start to receive a message, and all messages before it."""
         while (source, message) not in self.posted:
             coming, value = next(self.expected[source])
             buffer = torch.empty(value.shape, dtype=value.dtype, device=self.device)
@@ -176,7 +176,7 @@ class Links:
         return buffer
 
     def finish(self) -> None:
-        """Wait until everything that was sent has left."""
+        """Wait until all messages have been sent."""
         with waiting:
             for work, _ in self.sent:
                 work.wait()
@@ -186,24 +186,19 @@ class Links:
 
 @dataclass
 class Engine:
-    """One rank's part of a step.
+    """Runs one rank's part of a step."""
 
-    orders: every rank's actions.
-    links: to the other ranks of the axis.
-    run_piece: runs one piece with the tensors that this rank holds.
-    weights: where the gradients of a stage of this rank end.
-    record: told of each action when its work began, after it had what it needs, and when it ended; perf_counter.
-    """
-
-    orders: Sequence[Sequence[Action]]
-    links: Links
-    run_piece: RunPiece
+    orders: Sequence[Sequence[Action]]  # the actions of every rank
+    links: Links  # to the other ranks of the axis
+    run_piece: RunPiece  # runs one piece with the tensors that this rank holds
+    # Returns the tensors on which gradients of a stage of this rank accumulate.
     weights: Callable[[Stage], list[torch.nn.Parameter]]
+    # Receives each action with the times at which its work began (after its inputs had arrived) and
+    # ended, by perf_counter.
     record: Callable[[Action, float, float], None] | None = None
     _ready_s: float = 0.0
-    _separable: dict[tuple[int, int], bool] = field(
-        default_factory=dict
-    )  # of a capture's stage, whether I and W are
+    # By capture and stage: whether its backward can be done in two actions, I and W.
+    _separable: dict[tuple[int, int], bool] = field(default_factory=dict)
     _received: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
     _uses: dict[tuple[str, int], int] = field(default_factory=dict)
     _gradients: dict[PeerMessage, torch.Tensor | None] = field(default_factory=dict)
@@ -218,14 +213,18 @@ class Engine:
         before: Callable[[Action], None] = lambda action: None,
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        """Forward and backward of these micro-batches; the orders' other ones are left out.
+        """Run forward and backward of these micro-batches. Other micro-batches of the orders are
+        left out.
 
         Args:
-            staged: The cut capture of each micro-batch by number, the same numbers on every rank.
+            staged: The cut capture of each micro-batch by number. The numbers are the same on every
+                rank.
             inputs: The model's own inputs of each micro-batch, by name.
-            loss: From a micro-batch's number and the model's output to what backward starts from.
+            loss: Returns the tensor from which backward starts, from a micro-batch's number and the
+                model's output.
             before: Called before each action.
-            context: The numeric context of a forward. A backward has none: autograd knows what each operator ran in.
+            context: The numeric context of a forward. A backward needs none: autograd knows that of
+                each operator.
         """
         orders = [
             [action for action in order if action.microbatch in staged] for order in self.orders
@@ -248,7 +247,8 @@ class Engine:
         self.links.finish()
 
     def run_forward(self, staged: Staged, inputs: Mapping[str, torch.Tensor]) -> Any:
-        """The model's output for one batch, on the rank of the last stage; None on others."""
+        """Return the model's output for one batch on the rank of the last stage; None on other
+        ranks."""
         place, output = self.links.place, None
         self.links.expect(
             {
@@ -276,7 +276,7 @@ class Engine:
         return output
 
     def forget(self, staged: Staged) -> None:
-        """It will not be run again, and another one may get its id."""
+        """Forget a cut capture that will not run again. Another one may get its id."""
         for stage in staged.stages:
             self._separable.pop((id(staged), stage.number), None)
 
@@ -294,7 +294,7 @@ class Engine:
     def _messages(
         self, order: Sequence[Action], staged: Mapping[int, Staged], *, to: int, rank: int
     ) -> Iterator[tuple[PeerMessage, Value]]:
-        """What a rank with this order sends to another."""
+        """Yield the messages that a rank with this order sends to another rank."""
         for action in order:
             stages_of = staged[action.microbatch]
             stage = stages_of.stages[action.stage]
@@ -313,12 +313,12 @@ class Engine:
                 )
 
     def _takers(self, staged: Staged, name: str) -> list[int]:
-        """Ranks that need a value of another rank."""
+        """Return the ranks that need a value of another rank."""
         home = staged.stages[staged.producer[name]].rank
         return sorted({staged.stages[k].rank for k in staged.consumers[name]} - {home})
 
     def _post(self, action: Action, staged: Staged) -> None:
-        """Be ready for what other ranks send for an action."""
+        """Start to receive the messages that an action needs."""
         place, stage, number = self.links.place, staged.stages[action.stage], action.microbatch
         if action.kind == "F":
             for value in stage.inputs:
@@ -334,7 +334,10 @@ class Engine:
                         )
 
     def _take(self, staged: Staged, value: Value, number: int) -> torch.Tensor:
-        """A value of an earlier stage, from this rank or another; kept until the last stage here has taken it."""
+        """Return a value of an earlier stage, from this rank or another.
+
+        It is kept until the last stage of this rank has taken it.
+        """
         key = (value.name, number)
         if key not in self._received:
             home = staged.stages[staged.producer[value.name]].rank
@@ -423,7 +426,10 @@ class Engine:
     def _roots(
         self, action: Action, staged: Staged, flight: _Flight
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Where a stage's backward starts: its outputs with the gradients that came for them, and the loss."""
+        """Return the tensors from which a stage's backward starts, and their gradients.
+
+        These are the outputs for which gradients have arrived, and the loss.
+        """
         stage, number = staged.stages[action.stage], action.microbatch
         roots: list[torch.Tensor] = []
         gradients: list[torch.Tensor] = []
@@ -456,7 +462,7 @@ class Engine:
         return self.links.receive(message, home)
 
     def _return_gradients(self, action: Action, staged: Staged, flight: _Flight) -> None:
-        """Give the gradients of a stage's inputs to the stages that they come from."""
+        """Give the gradients of a stage's inputs to the stages that made the inputs."""
         stage, number = staged.stages[action.stage], action.microbatch
         for value in stage.inputs:
             if not value.differentiable:
@@ -477,14 +483,15 @@ class Engine:
 
 
 def _nothing() -> None:
-    """What is left of a backward that was done at once."""
+    """Do nothing: the whole backward was done at once."""
 
 
 def uses_weights_once(roots: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> bool:
-    """Whether a backward can be done in two parts: no weight is used at two places of the graph.
+    """Whether a backward can be done in two parts, because no weight is used at two places of the
+    graph.
 
-    torch starts the second part at every place where a weight is used. From the one that is nearer to the roots it
-    would come to the other one again.
+    torch starts the second part at every place where a weight is used. From the place nearer to the
+    roots, it would reach the other place a second time.
     """
     ends = {torch.autograd.graph.get_gradient_edge(tensor).node for tensor in inputs}
     order: list[Any] = []
@@ -493,7 +500,7 @@ def uses_weights_once(roots: Sequence[torch.Tensor], inputs: Sequence[torch.Tens
         (root.grad_fn, False) for root in roots if root.grad_fn is not None
     ]
     seen: set[Any] = set()
-    while stack:  # depth first; a node comes into the order after all that it leads to
+    while stack:  # depth first; a node enters the order after all nodes that it leads to
         node, is_done = stack.pop()
         if is_done:
             order.append(node)
@@ -517,17 +524,17 @@ def backward_of_inputs(
     inputs: list[torch.Tensor],
     weights: list[torch.nn.Parameter],
 ) -> Callable[[], None]:
-    """The first half of a backward: gradients of the inputs alone. What is returned does the other half.
+    """Run the first half of a backward, which computes only the gradients of the inputs.
 
-    The graph is kept in between.
+    Returns a function that runs the other half. The graph is kept in between.
     """
     from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
     if not roots:
         return lambda: None
-    if not inputs:  # the first stage: all of its backward is its weights'
+    if not inputs:  # the first stage: its whole backward computes weight gradients
         return lambda: torch.autograd.backward(roots, gradients)
-    # torch detaches in place what it is given, which views don't allow.
+    # torch detaches these tensors in place, which views don't allow.
     _, groups = stage_backward_input(
         [root.clone() for root in roots], gradients, inputs, iter(weights)
     )
@@ -535,12 +542,13 @@ def backward_of_inputs(
     reached = {edges[node] for group in groups for node in group["params"]}
 
     def rest() -> None:
-        # Weights that no path from the inputs leads past, such as those of an embedding that this stage adds.
+        # Weights that are on no path from the inputs, such as those of an embedding that this stage
+        # adds.
         apart = [weight for weight in weights if weight not in reached]
         if apart:
             torch.autograd.backward(roots, gradients, inputs=apart, retain_graph=True)
         stage_backward_weight(iter(weights), groups)
-        for weight in reached:  # torch adds these gradients without telling those who wait for them
+        for weight in reached:  # torch adds these gradients without calling the hooks
             for hook in (weight._post_accumulate_grad_hooks or {}).values():
                 hook(weight)
 

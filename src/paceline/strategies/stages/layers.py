@@ -1,8 +1,10 @@
-"""A captured model as layers that repeat: a profile that can be cut anywhere without another capture.
+"""The profile of a captured model as repeated layers. It can be cut anywhere without another
+capture.
 
-Pieces that are alike and follow each other are one segment, as in a profile by dimensions
+Consecutive equal pieces are one segment, as in a profile by dimensions
 (`model/reference/transformer.py`), so that a plan for thousands of devices is priced in
-milliseconds. Figures are lines through two captures."""
+milliseconds. Figures are lines through two captures.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,9 @@ from paceline.strategies.stages.assignment import EXAMPLE_SAMPLES
 from paceline.strategies.stages.price import LOSS, SplitJob
 
 SAMPLES = (EXAMPLE_SAMPLES, 2 * EXAMPLE_SAMPLES)  # of the two captures
-# Of what a transformer layer keeps and moves for a token, this many times its output is done whole by each rank of a
-# tensor axis: norms, sums and their inputs. As counted for `model/reference/transformer.py`; a
-# rough figure for other layers.
+# Each rank of a tensor axis is assumed to keep 4x and to move 10x a transformer layer's output
+# without splitting it: norms, sums and their inputs. Counted for `model/reference/transformer.py`;
+# a rough figure for other layers.
 WHOLE_KEPT, WHOLE_MOVED = 4, 10
 TENSOR_NOTE = (
     "tensor=N: every matrix that can be is taken to be split, and a layer to exchange its output once, or "
@@ -34,18 +36,17 @@ TENSOR_NOTE = (
 
 
 def layered(split: SplitJob) -> Profile:
-    """The job's profile, cut at its modules.
+    """Return the job's profile, cut at its modules.
 
     Raises:
-        ValueError: the model is in other pieces for another number of samples.
+        ValueError: the model has different pieces for another number of samples.
     """
     (small, first), (large, second) = (split.priced(samples) for samples in SAMPLES)
     if [piece.key for piece in small.pieces] != [piece.key for piece in large.pieces]:
         raise ValueError("the model is in other pieces for another number of samples")
     known = {p.name: p for p in split.whole.parameters}
-    places = {
-        name: place for place, name in enumerate(known)
-    }  # of a parameter in the model, whichever uses it first
+    # Place of a parameter in the model, independent of the piece that uses it first.
+    places = {name: place for place, name in enumerate(known)}
     units = set(split.whole.units) or {piece.key for piece in split.pieces if piece.parameters}
     used: set[str] = set()
     segments: list[Segment] = []
@@ -83,7 +84,10 @@ def layered(split: SplitJob) -> Profile:
 
 
 def _divides(p: Parameter) -> bool:
-    """Matrices; what is rounded up where a side doesn't divide is little."""
+    """Whether a parameter is split: matrices are.
+
+    Rounding up if a side doesn't divide changes little.
+    """
     return p.num_bytes > p.rows * 8
 
 
@@ -103,12 +107,18 @@ def _cut(segment: Segment) -> TensorCut | None:
 
 
 def _less(figure: Affine, output: Affine, times: int) -> Affine:
-    """What doesn't grow with the samples comes with the matrices, as their casts do."""
+    """Return the part of a figure that is split: the figure without `times` the output.
+
+    The fixed part stays, because it belongs to the matrices, like their casts.
+    """
     return Affine(max(0.0, figure.fixed), max(0.0, figure.per_sample - times * output.per_sample))
 
 
 def _line(first: Segment, second: Segment) -> Segment:
-    """Figures that grow with the samples, as accelerators take them: what waits for memory is one figure."""
+    """Return a segment with figures that grow with the samples, as accelerators need them.
+
+    All work that waits for memory is one figure.
+    """
 
     def work(separate: Work) -> Work:
         moved, functions = separate.moved_bytes, separate.function_bytes
@@ -132,7 +142,11 @@ def _line(first: Segment, second: Segment) -> Segment:
 
 
 def _cut_products(products: Sequence[Product]) -> tuple[Product, ...]:
-    """Heads are divided, nothing of recurrent layers, and of other products a side that samples don't make longer."""
+    """Return products with the side along which ranks cut them.
+
+    Attention is cut by heads, and recurrent layers are not cut. Other products are cut along a side
+    that does not grow with the samples.
+    """
     return tuple(
         p
         if p.kind == "recurrent"

@@ -31,19 +31,19 @@ if TYPE_CHECKING:
     from paceline.strategies.mesh import Mesh
 
 
-_KEPT = 32  # captures for batches of one shape
+_KEPT = 32  # most captures that are kept for batches of one shape
 _SAID_AFTER = 8
 _ACTIONS = {"F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients"}
 
 
 def first_names(model: nn.Module) -> dict[str, str]:
-    """For every name of a parameter the one under which the model lists it."""
+    """Return, for every name of a parameter, the name under which the model lists it."""
     listed = {id(p): name for name, p in model.named_parameters()}
     return {name: listed[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
 
 
 def renamed(capture: Capture, first_name: Mapping[str, str]) -> Capture:
-    """The capture with a tied parameter under one name."""
+    """Return the capture with each tied parameter under one name."""
     return replace(
         capture,
         pieces=tuple(
@@ -54,14 +54,14 @@ def renamed(capture: Capture, first_name: Mapping[str, str]) -> Capture:
 
 
 def has_hooks(parameter: nn.Parameter) -> bool:
-    """Whether the user waits for its gradient, or changes it."""
+    """Whether the user has registered hooks on the parameter's gradient."""
     return bool(
         parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
     )
 
 
 def kept_whole(model: nn.Module, capture: Capture) -> dict[str, str]:
-    """Parameters that no rank can hold a part of, by name, and why."""
+    """Return the names of parameters that every rank must hold whole, with the reason."""
     hooked = [name for name, p in model.named_parameters() if has_hooks(p)]
     changed = set().union(*(piece.changes for piece in capture.pieces))
     return dict.fromkeys(hooked, "its gradient has a hook, which expects it whole") | dict.fromkeys(
@@ -70,9 +70,11 @@ def kept_whole(model: nn.Module, capture: Capture) -> dict[str, str]:
 
 
 def hollow(model: nn.Module, device: torch.device) -> dict[str, nn.Parameter]:
-    """Put stand-ins without memory in the place of a model's parameters, and return those by name.
+    """Replace a model's parameters by fake tensors without memory, and return the parameters by
+    name.
 
-    The model can still be captured, on the device; tied parameters stay tied. Its buffers are brought there.
+    The model can still be captured, on the device. Tied parameters stay tied. The model's buffers
+    are moved to the device.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -97,27 +99,26 @@ def hollow(model: nn.Module, device: torch.device) -> dict[str, nn.Parameter]:
 
 @dataclass(frozen=True)
 class CapturedModel:
-    """A model's forward.
+    """The capture of a model's forward."""
 
-    example: of a training batch. batch: that one. opaque: modules that are taken whole. changing: buffers that a
-    forward changes, by name. notes: to show when a run begins.
-    """
-
-    example: Capture
-    batch: Batch
-    opaque: OpaqueModules
-    changing: Collection[str] = ()
-    notes: Sequence[str] = ()
+    example: Capture  # for a training batch
+    batch: Batch  # that batch
+    opaque: OpaqueModules  # modules that are taken whole
+    changing: Collection[str] = ()  # names of buffers that a forward changes
+    notes: Sequence[str] = ()  # shown when a run begins
 
 
 class Stages:
     """Stages of a model on their ranks; see `Layout`.
 
-    template: the model, hollow. tensors: its parameters, real ones until `let_go`. assignment: of the pieces of the
-    captured model. split: of layers over the tensor axis.
+    Args:
+        template: The hollow model.
+        tensors: The model's parameters, with their values until `let_go`.
+        assignment: The assignment of the captured model's pieces.
+        split: The split of layers over the tensor axis.
 
     Raises:
-        PlanRefused: several ranks would use what a forward changes.
+        PlanRefused: several ranks would use a tensor that a forward changes.
     """
 
     def __init__(
@@ -140,9 +141,8 @@ class Stages:
             ranks,
             use.context,
         )
-        self.captures: dict[
-            Hashable, list[tuple[Any, Staged]]
-        ] = {}  # by signature, each with what else its batch had
+        # By signature, each with the values of its batch that are not tensors.
+        self.captures: dict[Hashable, list[tuple[Any, Staged]]] = {}
         self.opaque, self.tensors, self.example, self.split = (
             captured.opaque,
             tensors,
@@ -165,7 +165,7 @@ class Stages:
         for piece in example.pieces:
             buffer_owners |= dict.fromkeys(piece.buffers, ranks[stage_of[piece.key]])
         holders, self.unused = _holders(example, tensors, lambda piece: ranks[stage_of[piece.key]])
-        # The order of a tied parameter's owners is that of the stages, so that the first one answers for it.
+        # The holders of a tied parameter are in the order of the stages, and the first one owns it.
         self.owned = frozenset(name for name, places in holders.items() if places[0] == place)
         self.owned_buffers = frozenset(
             name for name, owner in buffer_owners.items() if owner == place
@@ -187,8 +187,9 @@ class Stages:
             {name: tensors[name] for name, places in holders.items() if place in places},
             None if self.is_sharded else device,
         )
-        # A weight that several pieces of a rank use belongs to none of them: the rank has it whole. Then all ranks
-        # have, for parts of it could not be added up over stages.
+        # A weight that several pieces of a rank use belongs to none of them, and the rank has it
+        # whole. Then all ranks have it whole, because gradients of its parts could not be summed
+        # over stages.
         apart = (
             _used_twice(example, lambda piece: ranks[stage_of[piece.key]])
             if mesh.sizes["shard"] > 1
@@ -215,9 +216,8 @@ class Stages:
         }
         self.place, self.sparse = place, sparsely_trained(template)
         self.extents: dict[str, Extent] = {}
-        if (
-            not captured.opaque.outputs and not example.has_constants
-        ):  # which the model's first runs may have changed
+        # The model's first runs may have changed opaque modules and constants.
+        if not captured.opaque.outputs and not example.has_constants:
             key, values = self._signature(captured.batch)
             self.captures[key] = [(values, self._cut_for_training(split.in_parts(example)))]
 
@@ -226,7 +226,11 @@ class Stages:
         return self.is_sharded or self.statistics.may_meet
 
     def let_go(self) -> None:
-        """A model may still refer to what it doesn't hold, as Keras's do: it finds one element in that shape."""
+        """Free the memory of parameters that this rank doesn't hold.
+
+        A model may still refer to them, as Keras models do. It then sees one element, expanded to
+        the shape.
+        """
         kept = set(self.module.parameters())
         for parameter in self.tensors.values():
             if parameter not in kept:
@@ -236,7 +240,7 @@ class Stages:
 
     def run(self, batches: Sequence[Batch], work: MicrobatchWork) -> None:
         self._freeze_alike()
-        with self.statistics.over(batches[0].samples):  # they are joined where there is one
+        with self.statistics.over(batches[0].samples):  # joined only if there is one micro-batch
             self._run(batches, work)
 
     def _run(self, batches: Sequence[Batch], work: MicrobatchWork) -> None:
@@ -276,7 +280,10 @@ class Stages:
             return self.engine.run_forward(staged, self._bound(staged, batch))
 
     def finish(self) -> None:
-        """Sum the gradients of parameters that several stages use over their ranks. Collective over those."""
+        """Sum the gradients of parameters that several stages use, over the ranks of these stages.
+
+        Collective over these ranks.
+        """
         parameters = dict(self.module.named_parameters()) if self.ties else {}
         for name, members in self.ties:
             if self.place not in members:
@@ -294,7 +301,7 @@ class Stages:
             dist.all_reduce(gradient, group=group)
 
     def _weights(self, stage: Stage) -> list[nn.Parameter]:
-        """Where the gradients of a stage's parameters end."""
+        """Return the tensors on which the gradients of a stage's parameters accumulate."""
         parameters = (
             self.module.parameter_of(name) for piece in stage.pieces for name in piece.parameters
         )
@@ -302,7 +309,11 @@ class Stages:
         return [p if (leaf := leaf_of(p)) is None else leaf for p in trainable]
 
     def _freeze_alike(self) -> None:
-        """The job's code freezes the parameters that it knows, those of the template, and trains them again."""
+        """Copy `requires_grad` from the template's parameters to this rank's.
+
+        The job's code knows only the template's parameters, and may freeze them and train them
+        again.
+        """
         trained = [p.requires_grad for p in self.stand_ins.values()]
         if trained == self.trained:
             return
@@ -313,7 +324,10 @@ class Stages:
                     held.requires_grad_(self.stand_ins[name].requires_grad)
 
     def _staged(self, batch: Batch) -> Staged:
-        """The capture for a batch of this shape, cut; made where none has read in Python what is there now."""
+        """Return the cut capture for a batch of this shape.
+
+        Makes a new capture if the Python values that the known ones have read are different now.
+        """
         key, values = self._signature(batch)
         made = self.captures.setdefault(key, [])
         for known, staged in made:
@@ -348,7 +362,8 @@ class Stages:
         )
 
     def _signature(self, batch: Batch) -> tuple[Hashable, Any]:
-        """What batches have in common that captures are for, and what is no tensor of this one."""
+        """Return a key that is equal for batches that can share captures, and this batch's values
+        besides tensors."""
         flat, spec = pytree.tree_flatten(batch.arguments())
         shapes = tuple(
             (tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else None for v in flat
@@ -362,7 +377,7 @@ class Stages:
         """Capture the model as it runs in an evaluation of a batch like this.
 
         Raises:
-            PlanRefused: it can't be captured, or runs in no way that these stages allow.
+            PlanRefused: the model can't be captured, or the stages do not allow the way it runs.
         """
         self.template.eval()
         try:
@@ -372,8 +387,11 @@ class Stages:
             self.template.train()
 
     def _cut_for_training(self, capture: Capture) -> Staged:
-        """Pieces in the stages of the first capture; one that this does not have, with the last or in the next stage
-        that has its weights."""
+        """Cut a capture into the stages of the first capture.
+
+        A piece that the first capture does not have goes to the stage of the piece before it, or to
+        the next stage that has its weights.
+        """
         weights = {piece.key: set(piece.parameters) for piece in self.example.pieces}
         stages: dict[str, int] = {}
         made: dict[str, int] = {}
@@ -406,8 +424,12 @@ class Stages:
         return cut(capture, lambda piece: stages[piece.key], self.ranks)
 
     def _cut_for_evaluation(self, capture: Capture) -> Staged:
-        """Pieces in the order in which the model runs them, which may not be that of training: each where its weights
-        are, and a new stage wherever that is another rank. The last one is on the rank that has the loss."""
+        """Cut a capture of an evaluation into stages, in the order in which the model runs its
+        pieces.
+
+        This order may differ from that of training. Each piece runs where its weights are, and a
+        new stage begins wherever the rank changes. The last stage is on the rank that has the loss.
+        """
         ranks: list[int] = []
         stages: dict[str, int] = {}
         for piece in capture.pieces:
@@ -420,7 +442,8 @@ class Stages:
         return cut(capture, lambda piece: stages[piece.key], ranks)
 
     def _place(self, piece: Piece, *, before: int) -> int:
-        """Where along the axis a piece of an evaluation can run; where training runs it, if it does."""
+        """Return the place along the axis where a piece of an evaluation can run: preferably that
+        of training."""
         rank_of = {other.key: self.ranks[self.stage_of[other.key]] for other in self.example.pieces}
         places = set(self.ranks)
         if piece.parameters:
@@ -436,7 +459,7 @@ class Stages:
         places = places.intersection(
             *([self.changing_at[name]] for name in piece.buffers if name in self.changing_at)
         )
-        for path in piece.opaque:  # its attributes are where it was trained
+        for path in piece.opaque:  # its attributes are on the rank that trains it
             places &= {
                 rank_of[other.key] for other in self.example.pieces if path in other.opaque
             } or places
@@ -458,8 +481,11 @@ class Stages:
 def _holders(
     example: Capture, names: Collection[str], rank_of: Callable[[Piece], int]
 ) -> tuple[dict[str, list[int]], set[str]]:
-    """The ranks that have each parameter, and parameters that the example does not use: other batches may use one of
-    these in place of that with the most similar name, so that they lie beside it."""
+    """Return the ranks that hold each parameter, and the parameters that the example does not use.
+
+    Another batch may use such a parameter in place of the one with the most similar name. It is
+    therefore held by the rank of that one.
+    """
     holders: dict[str, list[int]] = {name: [] for name in names}
     for piece in example.pieces:
         for name in piece.parameters:
@@ -474,7 +500,7 @@ def _holders(
 
 
 def _refuse_shards(example: Capture, tensors: Mapping[str, nn.Parameter]) -> None:
-    """Refuse what shards of stages would lose: edits in place, and hooks on gradients."""
+    """Refuse features that shards of stages would lose: edits in place, and hooks on gradients."""
     edited = next((piece for piece in example.pieces if piece.mutates), None)
     if edited is not None:
         raise JobError(
@@ -495,7 +521,7 @@ def _refuse_shards(example: Capture, tensors: Mapping[str, nn.Parameter]) -> Non
 
 
 def _used_twice(example: Capture, rank_of: Callable[[Piece], int]) -> set[str]:
-    """Parameters that several pieces of one rank use, by name."""
+    """Return the names of parameters that several pieces of one rank use."""
     users: dict[tuple[str, int], set[str]] = {}
     for piece in example.pieces:
         for name in piece.parameters:
@@ -504,8 +530,12 @@ def _used_twice(example: Capture, rank_of: Callable[[Piece], int]) -> set[str]:
 
 
 def _changed(example: Capture, changing: Collection[str]) -> set[str]:
-    """Buffers and parameters that a forward changes: seen to, or recorded. A copy of a weight that follows it does not
-    move before the weight has."""
+    """Return the names of buffers and parameters that a forward changes, as observed or as
+    recorded.
+
+    Both are needed: a buffer that follows a weight, for example, does not change before the weight
+    has changed.
+    """
     return set(changing).union(*(piece.changes for piece in example.pieces))
 
 
@@ -516,8 +546,11 @@ def _refuse_spread(
     changing: Collection[str],
     tensors: Mapping[str, nn.Parameter],
 ) -> None:
-    """Refuse tensors that a forward changes and that several ranks use: only one of them would see the change; and
-    hooks on the gradients of parameters that several ranks use: each would see a part of the gradient."""
+    """Refuse tensors that several ranks use, if a forward changes them or if their gradient has a
+    hook.
+
+    Only one rank would see the change, and each hook would see a part of the gradient.
+    """
     for name in _changed(example, changing):
         used_at = {
             rank_of(piece)
@@ -539,8 +572,10 @@ def _refuse_spread(
 
 
 def _group(mesh: Mesh, axis: str, members: Sequence[int]) -> dist.ProcessGroup | None:
-    """The group of these places along an axis, for this rank's row; None for a place alone, which sends nothing.
-    Collective: every rank makes every group."""
+    """Return the group of these places along an axis, for this rank's row.
+
+    A single place sends nothing and gets None. Collective: every rank makes every group.
+    """
     group_of_rank = None
     if len(members) == 1:
         return group_of_rank

@@ -1,4 +1,5 @@
-"""What a rank holds of a model that is cut into stages: its pieces as modules, under the model's own names."""
+"""A rank's part of a model that is cut into stages: its pieces as modules, with the model's own
+names."""
 
 from __future__ import annotations
 
@@ -14,12 +15,14 @@ from paceline.strategies.tensor.run import TensorSplit
 
 
 class PieceModule(nn.Module):
-    """The parameters of one piece, as a module of its own that can be sharded and recomputed.
+    """The parameters of one piece, as a module that can be sharded and recomputed.
 
-    split: makes what runs a piece whose parameters are split over ranks; None if they are whole.
-    apart: of its parameters those that the module holding all pieces registers, because several of them use them.
-    attributes: under which the others are registered, by their names in the model.
-    runs_once: whether it must not be computed again in backward, as it has code that keeps a state of its own.
+    Args:
+        split: Makes the function that runs a piece whose parameters are split over ranks; None if
+            they are whole.
+        apart: The parameters that several pieces use. The module of all pieces registers them.
+        runs_once: Whether the piece must not be recomputed in backward, because its code keeps its
+            own state.
     """
 
     def __init__(
@@ -36,15 +39,20 @@ class PieceModule(nn.Module):
             run
         )
         self.runs: dict[int, tuple[Piece, Callable[..., tuple[torch.Tensor, ...]]]] = {}
+        # The attributes of registered parameters, by the parameters' names in the model.
         self.attributes = {name: name_of_attribute(name) for name in parameters}
         for name, parameter in parameters.items():
             self.register_parameter(self.attributes[name], parameter)
 
     def forward(self, piece: Piece, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Run any capture's piece with this key.
+        """Run a piece with this key, from any capture.
 
-        tensors: the model's buffers that it needs, then its inputs. Returns its outputs, then the buffers that it
-        changes, as they are after it: those it is given stay as they are, so that it can be computed again.
+        Args:
+            tensors: The model's buffers that the piece needs, then its inputs.
+
+        Returns:
+            The piece's outputs, then the new values of buffers that it changes. The given buffers
+            are not changed, so that the piece can be recomputed.
         """
         if id(piece) not in self.runs:
             self.runs[id(piece)] = (
@@ -55,14 +63,17 @@ class PieceModule(nn.Module):
         return run_purely(self.runs[id(piece)][1], piece, parameters, tensors)
 
     def wrap_runs(self, wrap: Callable[[Piece, Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Run what `wrap` makes of a piece and its run, before any piece has run."""
+        """Replace each piece's run by the result of `wrap(piece, run)`.
+
+        Call it before any piece has run.
+        """
         self._wrap = wrap
 
     def holds(self, names: Iterable[str]) -> bool:
         return all(name in self.apart or name in self.attributes for name in names)
 
     def parameter_of(self, name: str) -> nn.Parameter:
-        """A parameter by its name in the model."""
+        """Return a parameter by its name in the model."""
         parameter = (
             self.apart[name] if name in self.apart else self._parameters[self.attributes[name]]
         )
@@ -76,10 +87,11 @@ def run_purely(
     parameters: Sequence[torch.Tensor],
     tensors: Sequence[torch.Tensor],
 ) -> tuple[torch.Tensor, ...]:
-    """The outputs of a piece, then the buffers that it changes; none of those given is changed.
+    """Return the outputs of a piece, then the new values of buffers that it changes. No given
+    buffer is changed.
 
-    A parameter that the piece writes to may be one of its outputs. It is given as it is now: the next micro-batch may
-    write to it before the output was used.
+    A parameter that the piece writes to may be one of its outputs. Such an output is a copy,
+    because the next micro-batch may write to the parameter before the output is used.
     """
     if not piece.changes and not piece.opaque:
         return run(*parameters, *tensors)
@@ -111,11 +123,12 @@ def run_purely(
 
 
 class PieceModules(nn.Module):
-    """All pieces of a rank. It is never called itself; its parameters have the names that the model gives them.
+    """All pieces of a rank. The module itself is never called. Its parameters have the model's
+    names.
 
-    lone: parameters that no piece registers, by name.
-    model: whose buffers the pieces use and change.
-    keeps_changes: whether what pieces write to buffers and parameters now is kept; a stand-in leaves nothing behind.
+    Args:
+        lone: Parameters that no piece registers, by name.
+        model: The model whose buffers the pieces use and change.
     """
 
     def __init__(
@@ -130,10 +143,11 @@ class PieceModules(nn.Module):
         self.pieces = nn.ModuleList(pieces.values())
         for name, parameter in lone.items():
             self.register_parameter(name_of_attribute(name), parameter)
+        # keeps_changes: whether changes of buffers and parameters are kept. Those of a padding
+        # batch are not.
         self.by_key, self.keeps_changes = dict(pieces), True
-        self._holders: dict[
-            int, tuple[Piece, PieceModule | None]
-        ] = {}  # of pieces, which stay as long, by id
+        # The module of each piece by the piece's id. The entry keeps the piece alive.
+        self._holders: dict[int, tuple[Piece, PieceModule | None]] = {}
         self.buffers_at: dict[str, tuple[nn.Module, str]] = {}
         for path, module in model.named_modules(remove_duplicate=False):
             for name in module._buffers:
@@ -144,7 +158,7 @@ class PieceModules(nn.Module):
             yield name_in_model(path), parameter
 
     def run(self, piece: Piece, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        # Asked for each time: a module that is taken whole may put others in their places.
+        # Looked up each time, because a module that is taken whole may replace its buffers.
         buffers = [
             cast(torch.Tensor, module._buffers[name])
             for module, name in map(self.buffers_at.__getitem__, piece.buffers)
@@ -152,7 +166,8 @@ class PieceModules(nn.Module):
         module = self._module_of(piece)
         if not piece.changes:
             return self._outputs(module, piece, buffers, inputs)
-        # What a later forward changes must not be what an earlier one has kept for its backward.
+        # Copies are needed, because a later forward must not change tensors that an earlier one
+        # keeps for its backward.
         buffer_inputs = [
             buffer.clone() if name in piece.changes else buffer
             for name, buffer in zip(piece.buffers, buffers, strict=True)
@@ -176,11 +191,12 @@ class PieceModules(nn.Module):
             ):
                 buffer.copy_(value)
             for parameter, value in zip(edited, before, strict=True):
-                parameter.data.copy_(value)  # which no version counter tells backward of
+                # This does not increase the version counter, which backward checks.
+                parameter.data.copy_(value)
         return outputs[:count]
 
     def forget(self, pieces: Iterable[Piece]) -> None:
-        """They will not be run again."""
+        """Forget pieces that will not run again."""
         for piece in pieces:
             _, module = self._holders.pop(id(piece), (piece, None))
             if module is not None:
@@ -193,7 +209,7 @@ class PieceModules(nn.Module):
         buffers: Sequence[torch.Tensor],
         inputs: tuple[torch.Tensor, ...],
     ) -> tuple[torch.Tensor, ...]:
-        """See `run_purely`."""
+        """Return the outputs of a piece, then the buffers that it changes; see `run_purely`."""
         if module is not None:
             return module(piece, *buffers, *inputs)
         parameters = tuple(map(self.parameter_of, piece.parameters))
@@ -205,8 +221,11 @@ class PieceModules(nn.Module):
         return self._holders[id(piece)][1]
 
     def _find_module(self, piece: Piece) -> PieceModule | None:
-        """Which one holds the weights of a piece: the one with its key, or else another one, for a capture of the
-        model's evaluation may use the same weights at other places. None if they lie in several, or there are none."""
+        """Return the module that holds the weights of a piece.
+
+        That is the one with the piece's key, or another one, because an evaluation may use the same
+        weights at other places. None if the weights are in several modules, or if there are none.
+        """
         home = self.by_key.get(piece.key)
         if home is not None and home.holds(piece.parameters):
             return home
@@ -220,7 +239,7 @@ class PieceModules(nn.Module):
         )
 
     def parameter_of(self, name: str) -> nn.Parameter:
-        """A parameter by its name in the model."""
+        """Return a parameter by its name in the model."""
         return next(
             (module.parameter_of(name) for module in self.by_key.values() if module.holds([name])),
             getattr(self, name_of_attribute(name), None),

@@ -1,4 +1,5 @@
-"""A job's model in pieces, captured and priced without memory, and dealt out to ranks as a plan would."""
+"""Captures and prices a job's model in pieces without memory, and assigns them to ranks as a plan
+would."""
 
 from __future__ import annotations
 
@@ -45,23 +46,25 @@ if TYPE_CHECKING:
     from paceline.strategies.tensor.dry_run import Counted
     from paceline.strategies.tensor.program import Program
 
-# What the engine takes for an action beside its operators: messages waited for, bookkeeping. Fitted on a GPT of 128
-# wide in 2 to 16 micro-batches on two CPU ranks; see docs/formulas.md.
+# The engine's time for an action besides its operators: waiting for messages, and bookkeeping.
+# Fitted on a GPT of width 128 in 2 to 16 micro-batches on two CPU ranks; see docs/formulas.md.
 ACTION_S = 0.6e-3
-LOSS = ""  # its key among the pieces
-WHOLE = TensorSplit()  # of a model whose layers are not split
+LOSS = ""  # key of the loss among the pieces
+WHOLE = TensorSplit()  # the split of a model whose layers are not split
 
 
 class SplitJob:
     """A job's model as pieces on fake tensors.
 
-    each: whether each block is captured; without, one of each kind is, and others stand for themselves: enough to know
-        what they cost, not to place them.
+    Args:
+        each: Whether each block is captured. Otherwise only one block of each kind is captured.
+            This is enough to know the cost of all blocks, and not enough to place them.
 
     Raises:
         JobError: the model can't be captured.
-        NotStoodFor: not without the blocks that `built` leaves out.
-        Exception: whatever the model raises on fake tensors; one whose course depends on values can't be priced.
+        NotStoodFor: the model can't be captured without the blocks that `built` leaves out.
+        Exception: any error that the model raises on fake tensors. A model whose control flow
+            depends on values can't be priced.
     """
 
     def __init__(
@@ -88,7 +91,8 @@ class SplitJob:
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
-        """Of the whole model, also those of blocks that are left out of captures."""
+        """The pieces of the whole model, including those of blocks that are left out of
+        captures."""
         piece_of = {piece.key: piece for piece in self.example.pieces}
         after = {chain.unit(chain.kept - 1): chain for chain in self.chains}
         pieces: list[Piece] = []
@@ -101,25 +105,27 @@ class SplitJob:
         return tuple(pieces)
 
     def _check_chains(self) -> None:
-        """
+        """Check that the blocks that are left out equal a block that was captured as one call.
+
         Raises:
-            NotStoodFor: a block was looked into that those that are left out should be like.
+            NotStoodFor: the capture looked into a block that represents blocks that are left out.
         """
         if isinstance(self.opaque, RepeatedBlocks):
             self.opaque.repeats.stand_for(left_out(self.chains))
 
     @cached_property
     def state_factor(self) -> float:
-        """Bytes of optimizer state a byte of trainable parameters."""
+        """Bytes of optimizer state per byte of trainable parameters."""
         return state_factor(self.job, self.model)
 
     def ranks(
         self, plan: Plan, devices: Sequence[Device], *, microbatch_samples: int
     ) -> list[RankCost]:
-        """What each place along the axis of stages holds and does under a plan whose counts are all settled.
+        """Return the cost of each place along the axis of stages, under a plan without "auto".
 
         Raises:
-            PlanError: the model has fewer pieces than the plan has stages, or what it is cut into doesn't fit.
+            PlanError: the model has fewer pieces than the plan has stages, or a part doesn't fit
+                into its device.
         """
         assignment = assigned(
             self.model,
@@ -222,7 +228,7 @@ class SplitJob:
         segments: tuple[Segment, ...],
         unit_of: Mapping[str, str],
     ) -> Profile:
-        """The whole model's profile with this rank's parameters and segments alone."""
+        """Return the whole model's profile with only this rank's parameters and segments."""
         whole = self.whole
         parameters = tuple(replace(p, unit=unit_of.get(name, "")) for name, p in sizes.items())
         trained_bytes, all_bytes = (
@@ -248,7 +254,10 @@ class SplitJob:
     def _parameters_of(
         self, place: int, sizes: Mapping[str, Parameter], assignment: Assignment
     ) -> dict[str, Parameter]:
-        """Parameters of a place, in the model's order. What no piece uses is on the first."""
+        """Return the parameters of a place, in the model's order.
+
+        The first place holds those that no piece uses.
+        """
         used: dict[str, set[int]] = {}
         for piece in self.example.pieces:
             for name in piece.parameters:
@@ -265,7 +274,7 @@ class SplitJob:
         )
 
     def _sizes(self, split: TensorSplit) -> dict[str, Parameter]:
-        """Every parameter as a rank of the tensor axis holds it."""
+        """Return every parameter with the sizes that a rank of the tensor axis holds."""
 
         def part(parameter: Parameter) -> Parameter:
             if parameter.name not in split.cuts:
@@ -280,7 +289,8 @@ class SplitJob:
         return {p.name: part(p) for p in self.whole.parameters}
 
     def _split(self, plan: Plan, samples: int) -> TensorSplit:
-        """How layers are split over a plan's tensor axis, for micro-batches of so many samples."""
+        """Return the split of layers over a plan's tensor axis, for micro-batches of `samples`
+        samples."""
         if plan.axes.tensor == 1:
             return WHOLE
         key = plan.axes.tensor, samples, plan.axes.shard > 1
@@ -311,7 +321,10 @@ class SplitJob:
     def priced(
         self, samples: int, split: TensorSplit = WHOLE
     ) -> tuple[Capture, dict[str, Segment]]:
-        """The capture for so many samples, and what each piece costs a rank; the loss under its own key."""
+        """Return the capture for `samples` samples, and the cost of each piece for a rank.
+
+        The loss has its own key.
+        """
         inputs, target = self._batch(samples)
         args, kwargs = _arguments(inputs)
         with kept_generators(), shortened(self.model, self.chains), autocast(self.job):
@@ -351,7 +364,10 @@ class SplitJob:
     def _program(
         self, piece: Piece, capture: Capture, split: TensorSplit
     ) -> tuple[Program, Counted]:
-        """What a rank runs of a piece that is split. Recorded outside of the fake mode, as it has one of its own."""
+        """Return the program that a rank runs for a split piece.
+
+        It is recorded outside of the fake mode, because the recorder has its own.
+        """
         from paceline.strategies.tensor.dry_run import program_of
 
         parameters = dict(self.model.named_parameters())
@@ -383,8 +399,11 @@ class SplitJob:
         program: tuple[Program, Counted] | None,
         samples: int,
     ) -> Segment:
-        """Forward and backward of a piece on fake tensors. program: what a rank runs of one that is split."""
-        if piece.opaque:  # its code may keep what it is given
+        """Price forward and backward of a piece on fake tensors.
+
+        program: the program of a split piece.
+        """
+        if piece.opaque:  # its code may keep its arguments
             return self._guess(piece, capture)
         parameters = dict(self.model.named_parameters())
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
@@ -423,7 +442,7 @@ class SplitJob:
                 recorder.move_to(StepPosition(0, "backward"))
                 roots = [t for t in outputs if t.requires_grad]
                 torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
-        except Exception:  # a function that looks at values
+        except Exception:  # a function that reads values of fake tensors
             return self._guess(piece, capture)
         segment = _segment(piece.key, recorder, self._step_bytes(samples), spared)
         if program is None:
@@ -432,7 +451,8 @@ class SplitJob:
         return replace(segment, tensor=TensorCut(counted=(sent[:num_ahead], sent[num_ahead:])))
 
     def _guess(self, piece: Piece, capture: Capture) -> Segment:
-        """Of a piece that can't be run on fake tensors: its results stand for what is inside it."""
+        """Estimate the cost of a piece that can't run on fake tensors, from the size of its
+        results."""
         parameters = dict(self.model.named_parameters())
         output_bytes = sum(capture.values[name].num_bytes for name in piece.outputs)
         return Segment(
@@ -467,14 +487,14 @@ class SplitJob:
         return _segment(LOSS, recorder, self._step_bytes(samples))
 
     def _step_bytes(self, samples: int) -> float:
-        """That a step touches; see `model.cost.trace`."""
+        """Return the bytes that a step touches; see `model.cost.trace`."""
         whole = self.whole
         model_bytes = sum(p.num_bytes + p.gradient_bytes + p.state_bytes for p in whole.parameters)
         return model_bytes + sum(max(0.0, s.kept_bytes.at(samples)) for s in whole.segments)
 
 
 def _named_as(piece: Piece, unit: str) -> Piece:
-    """The piece of a unit that is like the one of another."""
+    """Return a piece like this one for another unit."""
     return replace(
         piece,
         key=unit,
@@ -484,7 +504,7 @@ def _named_as(piece: Piece, unit: str) -> Piece:
 
 
 def _like(traced: Segment, unit: str) -> Segment:
-    """The cost of a unit that is like the one of a traced segment."""
+    """Return the cost of a unit that equals the unit of a traced segment."""
     return replace(
         traced,
         unit=unit,
@@ -504,7 +524,8 @@ def _segment(
 
 
 def _once(segments: Sequence[Segment], halves: int) -> tuple[Segment, ...]:
-    """Segments that complete each gradient once, and whose backward is what one of its parts takes."""
+    """Return the segments so that each gradient is completed once, with the backward divided by
+    `halves`."""
     seen: set[str] = set()
     folded = []
     for segment in reversed(segments):
@@ -520,7 +541,7 @@ def _once(segments: Sequence[Segment], halves: int) -> tuple[Segment, ...]:
 
 
 def _unit_of(pieces: Sequence[Piece]) -> dict[str, str]:
-    """The first piece that uses each parameter."""
+    """Return the first piece that uses each parameter."""
     units: dict[str, str] = {}
     for piece in pieces:
         for name in piece.parameters:

@@ -1,4 +1,7 @@
-"""Blocks that equal others, in a capture that is made for a price: each is one call there and is not looked into."""
+"""Repeated blocks in a capture for pricing.
+
+A block that equals another one is a single call and is not looked into.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,11 @@ _HELD = ("_modules", "_parameters", "_buffers")
 
 
 class RepeatedBlocks(OpaqueModules):
-    """Of the blocks of a model that are alike one is looked into. repeats: which are not, after a capture.
+    """Captures only one of a model's equal blocks in detail. After a capture, `repeats` names the
+    others.
 
-    Blocks that nobody will look into hold nothing meanwhile: recording takes long for each parameter.
-
-    looked_into: blocks that are looked into though they are like others, since they are called otherwise.
+    During a capture, the other blocks hold no parameters, because recording takes long for each
+    parameter.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -34,6 +37,8 @@ class RepeatedBlocks(OpaqueModules):
             is_once=False,
             looking_into=self._looking_into,
         )
+        # Blocks that are looked into although they equal others, because they are called
+        # differently.
         self.looked_into: set[str] = set()
         self._are_empty = True
         self._emptied: dict[str, tuple[nn.Module, dict[str, Any]]] = {}
@@ -60,13 +65,15 @@ class RepeatedBlocks(OpaqueModules):
     def may_look_into_more(self, error: Exception) -> bool:
         if isinstance(error, _IsEmpty):
             alike = self.repeats.alike(error.name)
-            # A second block that is called otherwise may be one of two kinds; a third one says that all may be.
+            # One block that is called differently may be an exception. After another one, all equal
+            # blocks are looked into.
             self.looked_into.update(alike if self.looked_into.intersection(alike) else [error.name])
             return True
+        # Code around the blocks may read their parameters.
         had_empty, self._are_empty = (
             self._are_empty,
             False,
-        )  # code around the blocks may look at what they hold
+        )
         return had_empty
 
     @contextmanager
@@ -122,7 +129,7 @@ class RepeatedBlocks(OpaqueModules):
 
 
 class _IsEmpty(RuntimeError):
-    """A block has to run that holds nothing now. name: its path."""
+    """Raised if a block has to run while it holds no parameters. name: its path."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
