@@ -1,9 +1,11 @@
-"""What a tensor axis changes: each rank has a part of every layer's products, and layers exchange activations.
+"""The cost of a tensor axis: each rank has a part of every layer's products, and layers exchange
+activations.
 
-Two exchanges a layer in forward and two in backward, each an all-reduce of the layer's output, or a gathering and a
-reduce-scatter of the same bytes where activations between layers are cut along the sequence. Computing waits for them.
-Paceline cuts large ones and keeps inputs of products whole (`run.py`); that the sequence divides is taken for granted.
-Sources: Shoeybi et al. 2019 (Megatron-LM); Korthikanti et al. 2022 (sequence parallelism).
+A layer has two exchanges in forward and two in backward. Each is an all-reduce of the layer's
+output or, if activations between layers are cut along the sequence, an all-gather and a
+reduce-scatter of the same bytes. Computing waits for them. Paceline cuts large activations and
+keeps inputs of products whole (`run.py`). The price assumes that the sequence divides. Sources:
+Shoeybi et al. 2019 (Megatron-LM); Korthikanti et al. 2022 (sequence parallelism).
 """
 
 from __future__ import annotations
@@ -29,13 +31,17 @@ from paceline.simulate.program import COMPUTE, Collective, CollectiveName, Event
 from paceline.strategies.costs import HookPoint, Hooks, Step, reduce_scatter_on
 from paceline.strategies.plan import Plan
 
-# Of what a layer keeps that its products don't divide, the part that are inputs of products: the results of two norms,
-# beside the inputs of the norms. They are gathered for products by columns.
+# Part of the undivided tensors kept by a layer that are inputs of products: the results of two
+# norms. The rest are the inputs of the norms. Inputs of products are gathered for products by
+# columns.
 GATHERED = 0.5
 
 
 def narrow(profile: Profile, plan: Plan, software: Software) -> Profile:
-    """One rank's part. What is not known of a segment is done whole by every rank."""
+    """Return one rank's part of the profile.
+
+    If the cut of a segment is unknown, every rank runs it whole.
+    """
     return _part(
         profile,
         plan.axes.tensor,
@@ -46,8 +52,12 @@ def narrow(profile: Profile, plan: Plan, software: Software) -> Profile:
 
 @lru_cache(maxsize=1024)  # many plans cut a model alike
 def _part(profile: Profile, ranks: int, cut_from_bytes: float, kept_whole: float) -> Profile:
-    """cut_from_bytes: of a sample, from which what lies between layers is cut. kept_whole: of what is kept of that, the
-    part that is whole even so."""
+    """Return one rank's part of the profile.
+
+    Args:
+        cut_from_bytes: The size per sample from which activations between layers are cut.
+        kept_whole: The part of kept activations that stays whole even then.
+    """
     return replace(
         profile,
         parameters=tuple(_parameter(p, ranks) for p in profile.parameters),
@@ -176,7 +186,10 @@ def enter(step: Step) -> Hooks:
                 )
 
     def after_backward(point: HookPoint) -> Iterable[Event]:
-        """What is recomputed is exchanged again: the result of a last product is not."""
+        """Yield the exchanges of backward.
+
+        Recomputed parts are exchanged again, except for a last product's result.
+        """
         segment = step.segment(point)
         if (cut := segment.tensor) is not None:
             yield from exchanges(cut, step.samples(point), ahead=False)

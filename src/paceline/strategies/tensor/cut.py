@@ -1,4 +1,4 @@
-"""How one tensor is cut over the ranks that compute a layer together."""
+"""Cuts of one tensor over the ranks that compute a layer together."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Cut:
-    """Along a dim, in each of so many equal blocks of it: one product that gives q, k and v has three."""
+    """A cut of a tensor along a dim."""
 
     dim: int
+    # Number of equal blocks of the dim, each of which is cut. A product that computes q, k and v
+    # has three.
     blocks: int = 1
 
     def placement(self) -> Any:
-        """As DTensor says it."""
+        """Return the cut as a DTensor placement."""
         from torch.distributed.tensor import Shard
         from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -32,7 +34,7 @@ class Cut:
         return length % (self.blocks * ranks) == 0
 
     def local_slice(self, tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        """This rank's part of a whole tensor: a view where there is one block."""
+        """Return this rank's part of a whole tensor. It is a view if there is one block."""
         length = tensor.shape[self.dim] // (self.blocks * mesh.size())
         parts = tensor.unflatten(self.dim, (self.blocks, -1))
         return parts.narrow(self.dim + 1, mesh.get_local_rank() * length, length).flatten(
@@ -41,7 +43,7 @@ class Cut:
 
 
 def cut_of_placement(placement: Any) -> Cut | None:
-    """How DTensor says that a tensor is cut; None if it is whole, or a sum that is not yet made."""
+    """Return the cut of a DTensor placement; None for a whole tensor, or for a pending sum."""
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 

@@ -1,7 +1,7 @@
-"""Layers split on paper: what one rank of a tensor axis would run and send, found on fake tensors and without ranks.
+"""Finds what one rank of a tensor axis would run and send, on fake tensors and without ranks.
 
-Pieces are cut by the same rules as in a run (`run.py`). A run also finds pieces whose split computes something else
-than the whole; this is not seen here.
+Pieces are cut by the same rules as in a run (`run.py`). A run also finds pieces whose split
+computes a different result than the whole piece; this module does not.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from paceline.strategies.tensor.run import TensorSplit, derive, why_whole
 
 
 class PaperMesh(DeviceMesh):
-    """Of one dim, whose first rank this process stands for. It has no group."""
+    """A mesh of one dim without a process group. This process represents its first rank."""
 
     def __init__(self, ranks: int) -> None:
         super().__init__(
@@ -36,7 +36,7 @@ class PaperMesh(DeviceMesh):
 
 
 class Counted(Exchanges):
-    """Notes what would be sent, in order, and sends nothing."""
+    """Exchanges that record what would be sent, in order, and send nothing."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__(mesh)
@@ -52,7 +52,8 @@ class Counted(Exchanges):
         self.sent.append(Exchange("reduce_scatter", _num_bytes(whole)))
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> None:
-        """A rank sends as much as if this were the whole of what is gathered."""
+        """Record an all-gather with `sent` as the whole tensor, for which a rank sends as many
+        bytes."""
         self.sent.append(Exchange("all_gather", _num_bytes(sent)))
 
 
@@ -68,7 +69,10 @@ def split_on_paper(
     ranks: int,
     **options: Any,
 ) -> TensorSplit:
-    """How a run would split the model over so many ranks; all tensors are fake. options: see `derive`."""
+    """Return the split that a run over `ranks` ranks would use.
+
+    All tensors are fake. options: see `derive`.
+    """
     return derive(capture, tensors, buffers, inputs, PaperMesh(ranks), tried=_recorded, **options)
 
 
@@ -79,7 +83,7 @@ def _recorded(
     inputs: list[torch.Tensor],
     trained: list[bool],
 ) -> tuple[list[torch.Tensor], str | None]:
-    """See `Tried`: a piece that can be recorded can be split."""
+    """Try to split a piece; see `Tried`. A piece that can be recorded can be split."""
     with torch.no_grad():
         outputs = list(run.piece.run(*weights, *buffers, *inputs))
     leaves = [
@@ -89,7 +93,7 @@ def _recorded(
     reason = None
     try:
         with torch.enable_grad():
-            for _ in range(2):  # a weight may be cut after something took it whole
+            for _ in range(2):  # a weight may be cut after an operator has used it whole
                 run.recorded([*leaves[: len(weights)], *buffers, *leaves[len(weights) :]])
     except Exception as error:
         reason = why_whole(error)
@@ -100,7 +104,8 @@ def _recorded(
 def program_of(
     piece: Piece, split: TensorSplit, tensors: list[torch.Tensor]
 ) -> tuple[Program, Counted]:
-    """What a rank runs of a piece that is split, for such tensors, and the notes of what it sends when it runs."""
+    """Return the program of a split piece for such tensors, and the exchanges that record what it
+    sends when it runs."""
     assert split.mesh is not None
     exchanges = Counted(split.mesh)
     run = SplitPiece(

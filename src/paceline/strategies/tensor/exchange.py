@@ -1,8 +1,9 @@
-"""What ranks send each other in a split layer, each with what its gradient needs.
+"""Exchanges between ranks in a split layer, each with the exchange that its gradient needs.
 
-Gradients follow one rule. That of a part is a part, and that of a whole value, or of one that is still to be summed,
-is whole on every rank. So a whole value that ranks go on to use with other parts has a gradient that they must sum.
-Source: Shoeybi et al. 2019 (Megatron-LM), section 3; Korthikanti et al. 2022 for parts of the sequence.
+Gradients follow one rule: the gradient of a part is a part, and the gradient of a whole value, or
+of a pending sum, is whole on every rank. If ranks use a whole value together with their different
+parts, they must sum its gradient. Source: Shoeybi et al. 2019 (Megatron-LM), section 3; Korthikanti
+et al. 2022 for parts of the sequence.
 """
 
 from __future__ import annotations
@@ -25,23 +26,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sum:
-    """What the ranks have is still to be added up. mean: and divided by their number."""
+    """The placement of a pending sum: the values of all ranks must still be added up."""
 
-    mean: bool = False
+    mean: bool = False  # whether the sum must also be divided by the number of ranks
 
 
-# How a tensor lies on the ranks; None where each has all of it.
+# How a tensor is distributed over the ranks; None if each rank has all of it.
 Placement = Cut | Sum | None
 Function = Callable[[torch.Tensor], torch.Tensor]
 
 
-# Torch 2.13 gave them these names, and warns of the former ones.
+# torch 2.13 renamed these functions, and warns of the old names.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class _Exchange(torch.autograd.Function):
-    """A function of this rank's part, and the one that its gradient goes through."""
+    """A function of this rank's part, with another function for its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, there: Function, back: Function) -> torch.Tensor:
@@ -55,7 +56,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class _SumGradients(torch.autograd.Function):
-    """Tensors as they are; their gradients are summed over the ranks in one message."""
+    """Passes tensors on unchanged, and sums their gradients over the ranks in one message."""
 
     @staticmethod
     def forward(ctx: Any, exchanges: Exchanges, *whole: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -83,7 +84,7 @@ def _sum_once(exchanges: Exchanges, gradient: torch.Tensor) -> torch.Tensor:
 
 
 class _Local(torch.autograd.Function):
-    """This rank's part of a DTensor; its gradient is a DTensor that is cut alike."""
+    """Returns this rank's part of a DTensor. Its gradient is a DTensor with the same cut."""
 
     @staticmethod
     def forward(ctx: Any, whole: Any) -> torch.Tensor:
@@ -100,19 +101,19 @@ class _Local(torch.autograd.Function):
 
 
 def local_part(whole: Any) -> torch.Tensor:
-    """This rank's part of a DTensor, through which gradients reach the DTensor."""
+    """Return this rank's part of a DTensor, through which gradients reach the DTensor."""
     part: torch.Tensor = _Local.apply(whole)
     return part
 
 
 @dataclass(frozen=True)
 class Move:
-    """From one placement to another. there: of the value. back: of its gradient."""
+    """A function that moves a value from one placement to another."""
 
     before: Placement
     after: Placement
-    there: Function
-    back: Function
+    there: Function  # moves the value
+    back: Function  # moves its gradient
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         moved: torch.Tensor = _Exchange.apply(x, self.there, self.back)
@@ -120,12 +121,18 @@ class Move:
 
 
 def not_in_parts(what: str) -> PlanRefused:
-    """A layer of which ranks can't each run a part. `derive` keeps such a layer whole."""
+    """Make the error for a layer that ranks can't run in parts.
+
+    `derive` keeps such a layer whole.
+    """
     return PlanRefused(what, hint="data=N and shard=N plans run the model as it is")
 
 
 class Exchanges:
-    """Over a mesh of one dim. All of them are collective, but for taking one's own part."""
+    """The exchanges over a mesh of one dim.
+
+    All are collective, except for taking a rank's own part.
+    """
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.group, self.rank, self.size = mesh.get_group(), mesh.get_local_rank(), mesh.size()
@@ -133,7 +140,8 @@ class Exchanges:
         self._options.asyncOp = False
 
     def between(self, before: Placement, after: Placement) -> Move:
-        """Source of the pairs: see the module.
+        """Return the move from one placement to another. For the source of the pairs, see the
+        module.
 
         Raises:
             PlanRefused: there is no such exchange.
@@ -156,18 +164,23 @@ class Exchanges:
         raise not_in_parts(f"there is no exchange from {before} to {after}")
 
     def summing_gradients(self, *, in_place: bool = False) -> Move:
-        """in_place: nothing but the sum needs the gradients that are summed."""
+        """Return a move that sums only gradients.
+
+        in_place: whether only the sum needs the gradients.
+        """
         return Move(None, None, _same, self.summed(in_place=in_place))
 
     def hook_summing_gradients(self, x: torch.Tensor) -> torch.Tensor:
-        """`summing_gradients` in place for a tensor that nothing but products with parts takes: the tensor itself, with
-        a hook on its gradient."""
+        """Sum the gradient of a tensor in place, by a hook on it. Returns the tensor itself.
+
+        This replaces `summing_gradients` for a tensor that only products with parts use.
+        """
         if x.requires_grad:
             x.register_hook(self._gradient_summed)
         return x
 
     def _gradient_summed(self, gradient: torch.Tensor) -> torch.Tensor:
-        if gradient.requires_grad:  # of second derivatives
+        if gradient.requires_grad:  # for second derivatives
             once: torch.Tensor = _sum_once(self, gradient)
             return once
         sums = gradient if gradient.is_contiguous() else gradient.contiguous()
@@ -175,24 +188,31 @@ class Exchanges:
         return sums
 
     def sum_in_place(self, x: torch.Tensor) -> torch.Tensor:
-        """A sum in the memory of what is summed, which nothing else needs. Its gradient is that of the sum."""
+        """Sum a tensor in its own memory, which nothing else needs.
+
+        Its gradient is that of the sum.
+        """
         if not x.is_contiguous():
             return self.between(Sum(), None)(x)
         self.all_reduce(x.detach())
         return x
 
     def gather_summing_gradients(self, cut: Cut) -> Move:
-        """`between` for what ranks then use with other parts: the sums of its gradients are scattered."""
+        """Return a gather for a value that ranks then use with different parts.
+
+        The sums of its gradients are scattered.
+        """
         return Move(cut, None, self.gather(cut), self.scatter(cut))
 
     def sum_all_gradients(self, *whole: torch.Tensor) -> tuple[torch.Tensor, ...]:
         summed: tuple[torch.Tensor, ...] = _SumGradients.apply(self, *whole)
         return summed
 
-    # --- What is sent ---------------------------------------------------------------------------------------------
+    # --- What is sent -----------------------------------------------------------------------------
 
     def all_reduce(self, x: torch.Tensor) -> None:
-        # As `dist.all_reduce` does after checks that take the host longer than the rest.
+        # The same call as in `dist.all_reduce`, without its checks, which take more host time than
+        # the rest.
         work = self.group.allreduce([torch.view_as_real(x) if x.is_complex() else x], self._options)
         if work is not None:
             work.wait()
@@ -205,17 +225,23 @@ class Exchanges:
         gather_in_place(whole, self.group)
 
     def reduce_scatter(self, part: torch.Tensor, whole: torch.Tensor) -> None:
-        """On CPUs `whole` holds the sums of all parts afterwards."""
+        """Write this rank's part of the sum to `part`.
+
+        On CPUs, `whole` holds the sums of all parts afterwards.
+        """
         scatter = reduce_scatter if whole.device.type == "cpu" else _scatter
         scatter(part, whole, group=self.group)
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> None:
         dist.all_to_all_single(received, sent, group=self.group)
 
-    # --- Of tensors without autograd ------------------------------------------------------------------------------
+    # --- Of tensors without autograd --------------------------------------------------------------
 
     def gather(self, cut: Cut, mean: bool = False) -> Function:
-        """The whole of what is cut; divided by the number of ranks where it is the gradient of a mean."""
+        """Return a function that gathers a cut tensor.
+
+        mean: divide by the number of ranks, for the gradient of a mean.
+        """
 
         def gathered(x: torch.Tensor) -> torch.Tensor:
             flat = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
@@ -231,7 +257,9 @@ class Exchanges:
         return gathered
 
     def local_slice(self, cut: Cut) -> Function:
-        def part(x: torch.Tensor) -> torch.Tensor:  # never a view, which nobody could edit in place
+        def part(
+            x: torch.Tensor,
+        ) -> torch.Tensor:  # never a view, which could not be edited in place
             return self._local_slice(x, cut).clone(memory_format=torch.contiguous_format)
 
         return part
@@ -259,7 +287,7 @@ class Exchanges:
         return (lambda x: x / self.size) if mean else _same
 
     def scatter(self, cut: Cut, mean: bool = False) -> Function:
-        """This rank's part of the sum."""
+        """Return a function that computes this rank's part of the sum."""
 
         def scattered(x: torch.Tensor) -> torch.Tensor:
             parts = (
@@ -267,7 +295,7 @@ class Exchanges:
                 .movedim(cut.dim + 1, 0)
                 .contiguous()
             )
-            if x.device.type == "cpu" and _share_memory(parts, x):  # and x keeps its values
+            if x.device.type == "cpu" and _share_memory(parts, x):  # x must keep its values
                 parts = parts.clone()
             part = x.new_empty(parts.shape[1:])
             self.reduce_scatter(part, parts.flatten(0, 1))
@@ -277,7 +305,7 @@ class Exchanges:
         return scattered
 
     def swap(self, before: Cut, after: Cut) -> Function:
-        """Another part of what is cut."""
+        """Return a function that turns a part by one cut into the part by another cut."""
         if before.blocks > 1 or after.blocks > 1 or before.dim == after.dim:
             gathered = self.gather(before)
             return lambda x: self._local_slice(gathered(x), after).clone(
@@ -293,12 +321,15 @@ class Exchanges:
         return swapped
 
     def once(self, x: torch.Tensor) -> torch.Tensor:
-        """Of what is summed one rank has all."""
+        """Return the value on the first rank and zeros on all others, as terms of a sum."""
         return x.clone() if self.rank == 0 else torch.zeros_like(x)
 
 
 def _share_memory(x: torch.Tensor, other: torch.Tensor) -> bool:
-    """Also of tensors that were made in inference mode, which do not say that they are views."""
+    """Whether two tensors share memory.
+
+    Works also in inference mode, where tensors don't show that they are views.
+    """
     return bool(x.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 

@@ -1,7 +1,8 @@
-"""A rank's part of a split parameter as a plain leaf of autograd's graph, which costs the host less than a DTensor.
+"""A rank's part of a split parameter as a plain leaf of autograd's graph, which costs less host
+time than a DTensor.
 
-Forwards read the leaf. When its gradient exists, it becomes the parameter's gradient, and whoever waits for that is
-told.
+Forwards read the leaf. When its gradient is complete, it becomes the parameter's gradient, and the
+parameter's hooks are called.
 """
 
 from __future__ import annotations
@@ -25,16 +26,17 @@ def give_leaf(parameter: nn.Parameter) -> None:
 
 
 def leaf_of(parameter: torch.Tensor) -> nn.Parameter | None:
-    """Where a parameter's gradient ends; None where it was given no leaf."""
+    """Return the leaf on which a parameter's gradient accumulates; None if it has no leaf."""
     return getattr(parameter, _LEAF, None)
 
 
 def _hand_over(parameter: Any, leaf: torch.Tensor) -> None:
-    """A gradient is there."""
+    """Move the leaf's gradient to the parameter, and call the parameter's hooks."""
     gradient, leaf.grad = leaf.grad, None
     if gradient is not None:
         if parameter.grad is None:
-            # `DTensor.__init__` does nothing, and takes the host longer than `__new__`, which makes the tensor.
+            # `DTensor.__init__` does nothing, and takes the host longer than `__new__`, which makes
+            # the tensor.
             distributed: Any = type(parameter)
             parameter.grad = distributed.__new__(
                 distributed, gradient, parameter._spec, requires_grad=False

@@ -1,9 +1,11 @@
-"""Runs one captured piece on parts of its tensors: recorded once, then as a program of local operators and exchanges.
+"""Runs one captured piece on parts of its tensors, by a recorded program of local operators and
+exchanges.
 
-Which way a weight is split is found by recording the piece once: a matrix product whose input is whole is split by
-columns, one whose input is already split along the features by rows, unless the model says otherwise, and what comes
-between goes the way DTensor would take it (heads of an attention, gates of an MLP). What lies between a product by rows
-and the next one by columns (norms, dropout, residual sums) runs on a part of the sequence on each rank.
+The recording decides how each weight is split. A matrix product whose input is whole is split by
+columns. A product whose input is already split along the features is split by rows. The model's own
+plan takes precedence. Operators between products (heads of an attention, gates of an MLP) run as
+DTensor would run them. Operators between a product by rows and the next one by columns (norms,
+dropout, residual sums) run on a part of the sequence on each rank.
 """
 
 from __future__ import annotations
@@ -34,26 +36,24 @@ SEQUENCE = 1  # the dim of (samples, sequence, features)
 
 @dataclass(frozen=True, slots=True)
 class CutRules:
-    """What says how parameters may be cut.
+    """The rules for cutting parameters."""
 
-    wishes: how the model itself wants them cut, by name; see `published.py`.
-    forbidden: those that must stay whole, by name, and why. sharded: FSDP2 will cut what this leaves along dim 0.
-    """
-
+    # The cuts that the model itself asks for, by name; see `published.py`.
     wishes: Mapping[str, Direction] = field(default_factory=dict)
+    # The reasons why parameters must stay whole, by name.
     forbidden: Mapping[str, str] = field(default_factory=dict)
-    sharded: bool = False
+    sharded: bool = False  # whether FSDP2 will cut the resulting parts along dim 0
 
 
 class SplitPiece:
-    """Runs one piece on parts. Where `derive` is set its first run finds how its parameters are cut; later ones follow.
+    """Runs one piece on parts of its tensors.
 
-    cuts: of each parameter that is cut, by its name in the model; found where `derive` is set, else given.
-    sequence: whether what lies between products is cut along the sequence, where that divides. cuts_sequence: whether
-    anything was.
-    reasons: why parameters could not be cut, by name. notes: what every rank computes whole.
-    exchanges: what sends; by default over the mesh.
-    programs: what was recorded, for each way of running the piece: with or without gradients, in which dtypes.
+    Args:
+        cuts: The cut of each parameter that is cut, by its name in the model. If `derive` is set,
+            the cuts are found.
+        derive: Whether the first run finds how the parameters are cut. Later runs use these cuts.
+        sequence: Whether values between products are cut along the sequence, if it divides.
+        exchanges: The exchanges; by default over the mesh.
     """
 
     def __init__(
@@ -69,6 +69,7 @@ class SplitPiece:
     ) -> None:
         self.piece, self.mesh, self.cuts, self.derive = piece, mesh, cuts, derive
         self.exchanges = exchanges or Exchanges(mesh)
+        # cuts_sequence: whether any value was cut along the sequence.
         self.sequence, self.cuts_sequence = sequence, False
         self.inputs = dict(
             zip(reversed(placeholders_of(piece)), reversed(piece.inputs), strict=False)
@@ -78,14 +79,18 @@ class SplitPiece:
         self.parameter_of = dict(zip(placeholders_of(piece), piece.parameters, strict=False))
         self.turned = _turned(self.graph, self.parameter_of)
         self.whole: set[fx.Node] = set()  # operators that no rule splits
-        self.reasons: dict[str, str] = {}
-        self.notes: list[str] = []
+        self.reasons: dict[str, str] = {}  # why parameters could not be cut, by name
+        self.notes: list[str] = []  # about computations that every rank does whole
+        # The recorded programs, by whether gradients are needed and by dtypes.
         self.programs: dict[Any, Program] = {}
         self.recorder: ProgramRecorder
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """tensors: as `Piece.run` takes them. Split parameters are DTensors, or whole where `derive` is set; all else
-        is whole and plain. Collective."""
+        """Run the piece. Collective.
+
+        tensors: the arguments of `Piece.run`. Split parameters are DTensors, or whole tensors if
+        `derive` is set. All others are whole plain tensors.
+        """
         kind = tensors[0].device.type
         key = (
             torch.is_grad_enabled(),
@@ -93,9 +98,8 @@ class SplitPiece:
             tuple([(tensor.requires_grad, tensor.dtype) for tensor in tensors]),
         )
         if key not in self.programs:
-            if (
-                self.derive
-            ):  # once more with what it finds: a weight may be cut after something took it whole
+            # Recorded twice, because a weight may be cut after an operator has used it whole.
+            if self.derive:
                 self.recorded(tensors)
             self.programs[key] = self.recorded(tensors)
         names = self.piece.parameters
@@ -106,14 +110,14 @@ class SplitPiece:
         return self.programs[key].run(*parts, *tensors[len(names) :])
 
     def _part(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """What this rank has of a parameter that is cut."""
+        """Return this rank's part of a parameter that is cut."""
         if self.derive:
             return self.cuts[name].local_slice(tensor, self.mesh)
         leaf = leaf_of(tensor)
         return local_part(tensor) if leaf is None else leaf
 
     def recorded(self, tensors: Sequence[torch.Tensor]) -> Program:
-        """What this rank runs for such tensors, of which only shapes and types are looked at."""
+        """Record the program of this rank for such tensors. Only their shapes and types matter."""
         self.recorder = ProgramRecorder(self.exchanges)
         remaining = iter(tensors)
         values: dict[Any, Any] = {}
@@ -132,7 +136,7 @@ class SplitPiece:
                     self.recorder.moved(self.value(arg, values), self._between_pieces(name))
                     for name, arg in zip(self.piece.outputs, node.args[0], strict=True)
                 ]
-                # What an exchange gives may be a view, which can't be edited in place.
+                # The result of an exchange may be a view, which can't be edited in place.
                 return self.recorder.program(
                     [
                         self.recorder.run(aten.clone.default, value)
@@ -159,7 +163,8 @@ class SplitPiece:
         value = self.recorder.input(
             self.recorder.fake_of(tensor), placement, trained=trained, is_weight=name is not None
         )
-        # Constants of the sequence, such as rotations, are for values that are cut along their heads.
+        # Constants of the sequence, such as rotations, stay whole: they are used with values that
+        # are cut along heads.
         return (
             self.recorder.moved(value, Cut(SEQUENCE))
             if (node in self.inputs and tensor.requires_grad and self._has_sequence(value))
@@ -167,11 +172,14 @@ class SplitPiece:
         )
 
     def _between_pieces(self, name: str | None) -> Cut | None:
-        """How a value lies on the ranks on its way from piece to piece."""
+        """Return the cut of a value that is passed between pieces; None if it is whole."""
         return Cut(SEQUENCE) if name in self.piece.parts else None
 
     def value(self, node: fx.Node, values: Mapping[Any, Any]) -> Any:
-        """What a node gave; a turned weight is made when it is asked for."""
+        """Return the result of a node.
+
+        A weight with its dims in another order is made on demand.
+        """
         if node not in self.turned:
             return values[node]
         source, turns = self.turned[node]
@@ -198,7 +206,8 @@ class SplitPiece:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.value(n, values))
         changed = [self.value(arg, values) for arg in (*mutated(node), *statistics(node))]
         placed = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Placed)]
-        # A buffer that changes must be this very tensor. What is no operator is taken whole.
+        # A buffer that changes must be this very tensor. Functions that are not operators run
+        # whole.
         is_whole = (
             all(value.placement is None for value in placed)
             or (changed and all(value.placement is None for value in changed))
@@ -215,20 +224,19 @@ class SplitPiece:
         try:
             args_of_rule = pytree.tree_map_only(Placed, self._in_one_block, (args, kwargs))
             return run_by_rule(self.recorder, self.mesh, _operator(node), *args_of_rule)
-        except Exception:  # no sharding rule, or one that doesn't take these placements
+        except Exception:  # no sharding rule, or one that doesn't accept these placements
             self.whole.add(node)
         return self.run_whole(node, args, kwargs)
 
     def run_whole(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
-        """On every rank alike."""
+        """Run an operator on whole tensors, in the same way on every rank."""
         args, kwargs = pytree.tree_map_only(
             Placed, lambda value: self.recorder.moved(value, None), (args, kwargs)
         )
         if isinstance(node.target, torch._ops.OpOverload):
             return self.recorder.run(node.target, *args, **kwargs)
-        result = node.meta.get(
-            "val"
-        )  # of what can't be run on fakes the capture says what it gives
+        # For functions that can't run on fakes, the capture has recorded the result.
+        result = node.meta.get("val")
         if result is None:
             parts: dict[Any, Any] = {
                 user.args[1]: user.meta["val"]
@@ -239,21 +247,22 @@ class SplitPiece:
         result = pytree.tree_map_only(torch.Tensor, self.recorder.fake_of, result)
         return self.recorder.add(node.target, args, kwargs, result, lambda tensor: None)  # type: ignore[arg-type]
 
-    # --- Placements -----------------------------------------------------------------------------------------------
+    # --- Placements -------------------------------------------------------------------------------
 
     def _in_one_block(self, value: Placed) -> Placed:
-        """In one block, as DTensor's rules take it."""
+        """Return a value that is cut in one block, as DTensor's rules need it; a whole one if it
+        has more."""
         cut = cut_of(value)
         return self.recorder.moved(value, None) if cut is not None and cut.blocks > 1 else value
 
     def summed(self, value: Placed) -> Placed:
-        """The sum of what the ranks have: of its sequence each keeps a part."""
+        """Sum the values of all ranks. If the sum has a sequence, each rank keeps a part of it."""
         has_sequence = self._has_sequence(value)
         self.cuts_sequence |= has_sequence
         return self.recorder.moved(value, Cut(SEQUENCE) if has_sequence else None)
 
     def _has_sequence(self, value: Any) -> bool:
-        """value: a tensor, or one of a recording."""
+        """Whether a value can be cut along the sequence. value: a tensor, or one of a recording."""
         tensor = value.local if isinstance(value, Placed) else value
         return (
             self.sequence
@@ -263,7 +272,7 @@ class SplitPiece:
         )
 
     def unfolds_sequence(self, node: fx.Node) -> bool:
-        """Whether all that is done to a product of flat tokens is to give it its sequence back."""
+        """Whether all users of a product of flat tokens are views that restore the sequence."""
         values = [user.meta["val"] for user in node.users if user.target in _VIEWS]
         return (
             self.sequence
@@ -271,10 +280,13 @@ class SplitPiece:
             and all(map(self._has_sequence, values))
         )
 
-    # --- Weights --------------------------------------------------------------------------------------------------
+    # --- Weights ----------------------------------------------------------------------------------
 
     def cut(self, weight: Any, values: Mapping[Any, Any], wanted: Cut) -> Placed | None:
-        """This rank's part of a weight: cut as is known of it, else as is wanted; None if it is not."""
+        """Return this rank's part of a weight; None if the weight is not cut.
+
+        A known cut of the weight takes precedence over the wanted one.
+        """
         source, turns = self.turned.get(weight, (weight, ()))
         name = self.parameter_of.get(source)
         if name is None:
@@ -282,7 +294,7 @@ class SplitPiece:
         value: Placed = values[source]
         if name not in self.cuts:
             dim = _dim_before(turns, wanted.dim % value.ndim, value.ndim)
-            # FSDP2 would say of rows of blocks that they are rows of the whole.
+            # FSDP2 would treat rows of several blocks as consecutive rows of the whole.
             cut = Cut(dim, 1 if self.rules.sharded and dim == 0 else wanted.blocks)
             if not self.derive or not self._may_cut(name, value.shape[cut.dim], cut):
                 return None
@@ -301,12 +313,13 @@ class SplitPiece:
         return False
 
     def wish(self, weight: Any) -> Direction | None:
-        """How the model itself wants a weight of a product cut."""
+        """Return how the model itself wants a weight of a product to be cut."""
         source, _ = self.turned.get(weight, (weight, ()))
         return self.rules.wishes.get(self.parameter_of.get(source, ""))
 
     def used_by(self, name: str) -> str:
-        """Why a parameter was not cut that nothing tried to: the operators that take it."""
+        """Return the reason why no operator tried to cut a parameter: the operators that use it
+        whole."""
         sources = {node for node, known in self.parameter_of.items() if known == name}
         sources |= {node for node, (source, _) in self.turned.items() if source in sources}
         used = {
@@ -318,15 +331,17 @@ class SplitPiece:
         return f"{', '.join(sorted(used))} takes it whole" if used else "no operator takes it"
 
     def blocks_after(self, node: fx.Node, length: int) -> int:
-        """How many equal blocks what follows divides the features of a product into: q, k and v, a gate and its input.
+        """Return the number of equal blocks into which later operators divide the features of a
+        product.
 
-        length: of the features.
+        Examples are q, k and v, or a gate and its input. length: the number of features.
         """
         blocks = max(map(self._blocks_of, _followers(node, length)), default=1)
         return blocks if Cut(0, blocks).divides(length, self.mesh.size()) else 1
 
     def _blocks_of(self, user: fx.Node) -> int:
-        """How many equal blocks one operator takes the last dim of its first input apart into."""
+        """Return the number of equal blocks into which one operator divides the last dim of its
+        first input."""
         shape = user.args[0].meta["val"].shape  # type: ignore[union-attr]
         last, args = shape[-1], user.args[1:]
         if user.target in _VIEWS:
@@ -349,7 +364,8 @@ class SplitPiece:
         return len(sizes) if sizes and len(set(sizes)) == 1 and args else 1
 
     def _note(self, node: fx.Node, heads: int) -> None:
-        """Heads that the ranks can't share alike are computed by each."""
+        """Add a note if the heads don't divide by the number of ranks, so that each rank computes
+        all of them."""
         if self.derive and heads % self.mesh.size():
             path = list((node.meta.get("nn_module_stack") or {"": ("", None)}).values())[-1][0]
             fits = [n for n in range(2, heads + 1) if heads % n == 0]
@@ -360,23 +376,23 @@ class SplitPiece:
             )
 
 
-# --- Operators that take weights ----------------------------------------------------------------------------------
+# --- Operators that take weights ------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class _WeightProduct:
-    """How an operator multiplies with a weight. outer, inner: the weight's dims of the outputs' and inputs' features.
-    rest, options: its other arguments."""
+    """An operator that multiplies with a weight."""
 
     operator: Callable[..., Any]
-    outer: int
-    inner: int
+    outer: int  # the weight's dim of the output's features
+    inner: int  # the weight's dim of the input's features
+    # Other arguments of the operator.
     rest: Sequence[Any] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
 def _linear(run: SplitPiece, node: fx.Node, values: dict[Any, Any]) -> Any:
-    """x @ weight.T + bias, weight (out, in)."""
+    """Record x @ weight.T + bias, weight (out, in)."""
     x, weight, bias = (*node.args, None)[:3]
     return _product(
         run, node, values, x, weight, bias, _WeightProduct(aten.linear.default, outer=0, inner=1)
@@ -384,7 +400,7 @@ def _linear(run: SplitPiece, node: fx.Node, values: dict[Any, Any]) -> Any:
 
 
 def _addmm(run: SplitPiece, node: fx.Node, values: dict[Any, Any]) -> Any:
-    """bias + x @ weight, weight (in, out)."""
+    """Record bias + x @ weight, weight (in, out)."""
     if node.kwargs:
         return None
     bias, x, weight = node.args
@@ -394,7 +410,7 @@ def _addmm(run: SplitPiece, node: fx.Node, values: dict[Any, Any]) -> Any:
 
 
 def _matmul(run: SplitPiece, node: fx.Node, values: dict[Any, Any]) -> Any:
-    """x @ weight, weight (..., in, out): one matrix, or one for each expert."""
+    """Record x @ weight, weight (..., in, out): one matrix, or one for each expert."""
     x, weight = node.args
     return _product(
         run, node, values, x, weight, None, _WeightProduct(_operator(node), outer=-1, inner=-2)
@@ -402,7 +418,8 @@ def _matmul(run: SplitPiece, node: fx.Node, values: dict[Any, Any]) -> Any:
 
 
 def _grouped(run: SplitPiece, node: fx.Node, values: dict[Any, Any]) -> Any:
-    """Rows of x in groups, each times the matrix of its expert; weight (experts, in, out)."""
+    """Record rows of x in groups, each times the matrix of its expert; weight (experts, in,
+    out)."""
     x, weight, *_ = node.args
     rest, options = fx.map_arg(
         (node.args[2:], node.kwargs),
@@ -422,9 +439,10 @@ def _product(
     bias: Any,
     kind: _WeightProduct,
 ) -> Any:
-    """A product with a weight, split by columns (the outer dim) or rows (the inner one).
+    """Record a product with a weight, split by columns (the outer dim) or rows (the inner one).
 
-    By rows where the features of x are cut already, the model wants it so, or the weight is known to be.
+    It is split by rows if the features of x are already cut, if the model asks for it, or if the
+    weight is known to be cut by rows.
     """
     record, outer, inner = run.recorder, kind.outer, kind.inner
     product, rest, options = kind.operator, kind.rest, kind.options
@@ -447,7 +465,7 @@ def _product(
         moved_input = record.moved(x_placed, Cut(x_placed.ndim - 1, cut.blocks))
         part = record.run(product, moved_input, cut_weight, *rest, placement=Sum(), **options)
         if run.unfolds_sequence(node):
-            if offset is not None:  # one of those that are summed has it
+            if offset is not None:  # one of the terms includes it
                 part = record.run(
                     aten.add.Tensor,
                     part,
@@ -477,7 +495,7 @@ def _product(
 
 
 def _embedding(run: SplitPiece, node: fx.Node, values: dict[Any, Any]) -> Any:
-    """Rows of the table are cut; each rank looks up those that it has."""
+    """Record an embedding whose table is cut by rows. Each rank looks up the rows that it has."""
     arguments: Any = (*node.args, *(-1, False, False)[len(node.args) - 2 :])
     table, ids, padding, *options = arguments
     rows_here = None if any(options) else run.cut(table, values, Cut(0))
@@ -496,7 +514,8 @@ def _embedding(run: SplitPiece, node: fx.Node, values: dict[Any, Any]) -> Any:
 
 
 def _own_rows(table: torch.Tensor, ids: torch.Tensor, start: int, padding: int) -> torch.Tensor:
-    """Rows of this rank's part of a table, which begins at `start`; zeros for the others."""
+    """Return rows of this rank's part of a table, which begins at `start`; zeros for all other
+    rows."""
     from_start, length = ids - start, table.shape[0]
     others = (from_start < 0) | (from_start >= length)
     local_padding = padding - start if 0 <= padding - start < length and padding >= 0 else -1
@@ -504,11 +523,14 @@ def _own_rows(table: torch.Tensor, ids: torch.Tensor, start: int, padding: int) 
     return rows.masked_fill(others.unsqueeze(-1), 0)
 
 
-# --- Operators that run on parts ----------------------------------------------------------------------------------
+# --- Operators that run on parts ------------------------------------------------------------------
 
 
 def _attention(run: SplitPiece, node: fx.Node, args: Any, kwargs: Any) -> Any:
-    """Heads, or samples, are independent of each other: where they are cut along them, so is the result."""
+    """Record attention, cut along heads or samples if its inputs are.
+
+    These are independent of each other.
+    """
     heads: Sequence[Placed] = args[:3]
     mask: Placed | None = args[3] if len(args) > 3 else kwargs.get("attn_mask")
     cuts = [cut_of(value) for value in heads]
@@ -540,7 +562,7 @@ def _attention(run: SplitPiece, node: fx.Node, args: Any, kwargs: Any) -> Any:
 
 
 def _dropout(run: SplitPiece, node: fx.Node, args: Any, kwargs: Any) -> Any:
-    """Each rank draws for the part that it has."""
+    """Record dropout. Each rank draws for its own part."""
     x = args[0] if cut_of(args[0]) else run.recorder.moved(args[0], None)
     return run.recorder.run(
         node.target,  # type: ignore[arg-type]
@@ -553,9 +575,10 @@ def _dropout(run: SplitPiece, node: fx.Node, args: Any, kwargs: Any) -> Any:
 
 
 def _view(run: SplitPiece, node: fx.Node, args: Any, kwargs: Any) -> Any:
-    """Features in blocks come apart as blocks, or stay as they are; heads that don't divide are told.
+    """Record a view. It may separate features into their blocks, or leave them as they are.
 
-    Flat tokens whose parts are to be summed are summed once they have their sequence back.
+    Heads that don't divide are noted. A pending sum of flat tokens is computed once the view
+    restores the sequence.
     """
     value, shape = args[0], tuple(node.meta["val"].shape)
     cut = cut_of(value)
@@ -563,9 +586,8 @@ def _view(run: SplitPiece, node: fx.Node, args: Any, kwargs: Any) -> Any:
         return run.summed(
             run.recorder.run(aten.reshape.default, value, list(shape), placement=value.placement)
         )
-    if (
-        cut == Cut(SEQUENCE) and value.ndim == 3 and shape[:2] != value.shape[:2]
-    ):  # a sequence among other dims
+    # The view mixes the sequence with other dims.
+    if cut == Cut(SEQUENCE) and value.ndim == 3 and shape[:2] != value.shape[:2]:
         return run.run_whole(node, args, kwargs)
     if cut is None or cut.dim != value.ndim - 1:
         return None
@@ -587,7 +609,8 @@ def _view(run: SplitPiece, node: fx.Node, args: Any, kwargs: Any) -> Any:
 
 
 def _apart(run: SplitPiece, node: fx.Node, args: Any, kwargs: Any) -> Any:
-    """Blocks of features come apart on every rank: q from k and v, a gate from its input."""
+    """Record the separation of blocks of features on every rank: q from k and v, or a gate from its
+    input."""
     value = args[0]
     cut, sizes = cut_of(value), _sizes(node)
     if (
@@ -602,7 +625,8 @@ def _apart(run: SplitPiece, node: fx.Node, args: Any, kwargs: Any) -> Any:
 
 
 def _slice(run: SplitPiece, node: fx.Node, args: Any, kwargs: Any) -> Any:
-    """One block of features, or every second one."""
+    """Record a slice of one block of features, or of features at a regular step, such as every
+    second one."""
     value = args[0]
     cut = cut_of(value)
     if cut is None or cut.dim != value.ndim - 1:
@@ -626,7 +650,7 @@ def _slice(run: SplitPiece, node: fx.Node, args: Any, kwargs: Any) -> Any:
 _VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unflatten.int)
 _APART = (aten.chunk.default, aten.split.Tensor, aten.split_with_sizes.default, aten.split.sizes)
 _TURNS = (aten.t.default, aten.transpose.int, aten.permute.default)
-# By their names: some are there only when the library that brings them is.
+# By name, because some operators exist only if their library is loaded.
 _WEIGHTED: dict[str, Callable[[SplitPiece, fx.Node, dict[Any, Any]], Any]] = {
     "aten.linear.default": _linear,
     "aten.addmm.default": _addmm,
@@ -647,7 +671,7 @@ _LOCAL: dict[Any, Callable[[SplitPiece, fx.Node, Any, Any], Any]] = {
 
 
 def cut_of(value: Placed) -> Cut | None:
-    """How a value is cut; None if it is whole, or a sum that is not yet made."""
+    """Return the cut of a value; None if it is whole, or a pending sum."""
     return value.placement if isinstance(value.placement, Cut) else None
 
 
@@ -656,18 +680,19 @@ def _operator(node: fx.Node) -> Callable[..., Any]:
     return node.target
 
 
-# --- What the graph says ------------------------------------------------------------------------------------------
+# --- What the graph says --------------------------------------------------------------------------
 
 
 def placeholders_of(piece: Piece) -> list[fx.Node]:
-    """What a piece takes: parameters, buffers, inputs."""
+    """Return the placeholders of a piece: parameters, buffers, inputs."""
     return [node for node in piece.run.graph.nodes if node.op == "placeholder"]  # type: ignore[attr-defined]
 
 
 def _turned(
     graph: fx.Graph, parameters: Mapping[fx.Node, str]
 ) -> dict[fx.Node, tuple[fx.Node, tuple[fx.Node, ...]]]:
-    """Nodes that are a parameter with its dims in another order: the parameter, and how it was turned."""
+    """Return the nodes that are a parameter with its dims in another order, each with the parameter
+    and the turns."""
     sources: dict[fx.Node, tuple[fx.Node, tuple[fx.Node, ...]]] = {}
     for node in graph.nodes:
         source = node.args[0] if node.target in _TURNS else None
@@ -681,7 +706,7 @@ def _turned(
 
 
 def _order(turn: fx.Node, ndim: int) -> list[int]:
-    """For each dim after a turn the dim that it was."""
+    """Return, for each dim after a turn, its number before the turn."""
     order = list(range(ndim))
     if turn.target is aten.permute.default:
         return [dim % ndim for dim in turn.args[1]]  # type: ignore
@@ -703,7 +728,8 @@ def _dim_after(turns: Sequence[fx.Node], dim: int, ndim: int) -> int:
 
 
 def _followers(node: fx.Node, length: int) -> Iterator[fx.Node]:
-    """What uses a product's features: past biases, dtypes and views that leave them alone."""
+    """Yield the operators that divide a product's features, past biases, casts and views that keep
+    them."""
     for user in node.users:
         value = user.meta.get("val")
         same = isinstance(value, torch.Tensor) and value.shape[-1] == length
@@ -714,7 +740,7 @@ def _followers(node: fx.Node, length: int) -> Iterator[fx.Node]:
 
 
 def _parts_of_last(shape_before: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
-    """What a view makes of the last dim: its parts, or the dim itself; () where it is mixed with others.
+    """Return the dims that a view makes of the last dim; () if it mixes this dim with others.
 
     >>> _parts_of_last((2, 7, 24), (2, 7, 3, 8)), _parts_of_last((14, 24), (2, 7, 24)), _parts_of_last((4, 6), (24,))
     ((3, 8), (24,), ())
@@ -726,7 +752,8 @@ def _parts_of_last(shape_before: Sequence[int], shape: Sequence[int]) -> tuple[i
 
 
 def _sizes(node: fx.Node) -> tuple[int, ...]:
-    """Of the parts that an operator takes the last dim apart into; () where it takes another one."""
+    """Return the sizes of the parts into which an operator divides the last dim; () if it divides
+    another dim."""
     if node.target not in _APART:
         return ()
     tensor = node.args[0].meta["val"]  # type: ignore[union-attr]
@@ -738,7 +765,7 @@ def _sizes(node: fx.Node) -> tuple[int, ...]:
 
 
 def _slice_arguments(node: fx.Node) -> tuple[int, int, int, int]:
-    """dim, start, end, step."""
+    """Return the dim, start, end and step of a slice."""
     arguments: tuple[Any, ...] = (*node.args[1:], *(None,) * 4)
     dim, start, end, step = arguments[:4]
     length = node.args[0].meta["val"].shape[dim or 0]  # type: ignore[union-attr]
@@ -750,7 +777,8 @@ def _slice_arguments(node: fx.Node) -> tuple[int, int, int, int]:
 
 
 def _span(node: fx.Node, last: int) -> tuple[int, int] | None:
-    """Of the last dim, what a slice of it takes: start and end; None where it takes another dim, or not all of it."""
+    """Return start and end of a slice of the last dim if it takes one of several equal blocks;
+    otherwise None."""
     dim, start, end, step = _slice_arguments(node)
     tensor = node.args[0].meta["val"]  # type: ignore[union-attr]
     inside = dim % tensor.ndim == tensor.ndim - 1 and step == 1 and 0 < end - start < last

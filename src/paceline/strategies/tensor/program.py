@@ -1,7 +1,8 @@
-"""What one rank runs of a split piece: operators on its own parts and exchanges, recorded once as plain Python.
+"""The program of one rank for a split piece: operators on its own parts, and exchanges, recorded as
+plain Python.
 
-A recording runs on fake tensors, so it computes and sends nothing. The resulting program runs eagerly under ordinary
-autograd; its host time is that of the operators.
+A recording runs on fake tensors, so that it computes and sends nothing. The resulting program runs
+eagerly under ordinary autograd. Its host time is that of the operators.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from paceline.strategies.tensor.draws import apart
 from paceline.strategies.tensor.exchange import Exchanges, Move, Placement, Sum, not_in_parts
 
 aten = torch.ops.aten
-# Products, with the place of what is multiplied among their arguments. They make new tensors, as do their gradients,
-# and their gradients need no result.
+# Products, with the position of the multiplied input among their arguments. They and their
+# gradients make new tensors, and their gradients don't need the result.
 _PRODUCTS: dict[Any, int] = {
     aten.linear.default: 0,
     aten.mm.default: 0,
@@ -30,20 +31,20 @@ _PRODUCTS: dict[Any, int] = {
     aten.bmm.default: 0,
     aten.addmm.default: 1,
 }
-# Composite operators that make new tensors; others, such as dropout, may give back what they took.
+# Composite operators that make new tensors. Others, such as dropout, may return their input.
 _NEW = {*_PRODUCTS, aten.layer_norm.default, aten.rms_norm.default}
 
 
 @dataclass(frozen=True)
 class Ref:
-    """The result of an instruction, or an input."""
+    """A reference to the result of an instruction, or to an input."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """One call; args and kwargs have refs in the place of tensors."""
+    """One call. Its args and kwargs contain refs in place of tensors."""
 
     out: Ref
     target: Callable[..., Any]
@@ -58,20 +59,17 @@ class Instruction:
 
 @dataclass(frozen=True, eq=False)
 class Placed:
-    """A tensor of a recording.
-
-    local: what this rank has of it, as a fake. ranks: that it is placed on. trained: whether a gradient may come back.
-    """
+    """A tensor of a recording."""
 
     ref: Ref
-    local: torch.Tensor
+    local: torch.Tensor  # this rank's part, as a fake tensor
     placement: Placement
-    ranks: int
-    trained: bool
+    ranks: int  # number of ranks over which it is placed
+    trained: bool  # whether it may get a gradient
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole."""
+        """The shape of the whole tensor."""
         if not isinstance(self.placement, Cut):
             return tuple(self.local.shape)
         return tuple(
@@ -85,17 +83,17 @@ class Placed:
 
 
 class ProgramRecorder:
-    """Puts a program together while its operators run on fake tensors."""
+    """Records a program while its operators run on fake tensors."""
 
     def __init__(self, exchanges: Exchanges) -> None:
         self.exchanges = exchanges
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.inputs: list[Ref] = []
-        self.weights: dict[Ref, torch.dtype] = {}  # of the inputs
+        self.weights: dict[Ref, torch.dtype] = {}  # the inputs that are weights
         self.instructions: list[Instruction] = []
         self._count = 0
         self._moved: dict[tuple[Ref, Placement], Placed] = {}
-        self._summing: dict[Ref, Ref] = {}  # of whole values those whose gradients are summed
+        self._summing: dict[Ref, Ref] = {}  # by whole value: the same value with a summed gradient
 
     def fake_of(self, tensor: torch.Tensor) -> torch.Tensor:
         with self.fake:
@@ -113,7 +111,7 @@ class ProgramRecorder:
         return self._placed(ref, local, placement, trained=trained)
 
     def constant(self, tensor: torch.Tensor) -> Placed:
-        """A tensor that is the same in every run."""
+        """Record a tensor that is the same in every run."""
         return self._placed(
             self._add(lambda: tensor, (), {}), self.fake_of(tensor), None, trained=False
         )
@@ -130,7 +128,10 @@ class ProgramRecorder:
         draws: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Record an operator on what each rank has; its results lie so on the ranks. draws: each has its own."""
+        """Record an operator on each rank's parts.
+
+        placement: of the results. draws: whether ranks draw separately.
+        """
         args, kwargs = pytree.tree_map_only(torch.Tensor, self.constant, (args, kwargs))
         with self.fake, torch.no_grad():
             result = target(*_locals(args), **_locals(kwargs))
@@ -146,11 +147,12 @@ class ProgramRecorder:
         *,
         draws: bool = False,
     ) -> Any:
-        """Record an operator that gave these fakes. draws: random numbers that are each rank's own.
+        """Record an operator with these fake results. draws: whether each rank draws its own random
+        numbers.
 
         Raises:
-            PlanRefused: some of its results are whole and some are parts, so that no gradient of what it was
-                given would be one or the other.
+            PlanRefused: some of its results are whole and some are parts, so that the gradients of
+                its inputs would be neither; or it makes whole results of parts.
         """
         placed = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Placed)]
         trained = any(value.trained for value in placed)
@@ -200,7 +202,11 @@ class ProgramRecorder:
         return result
 
     def moved(self, value: Placed, placement: Placement) -> Placed:
-        """Raises: PlanRefused: there is no such exchange, or the dim doesn't divide."""
+        """Record the move of a value to a placement.
+
+        Raises:
+            PlanRefused: there is no such exchange, or the dim doesn't divide.
+        """
         if value.placement == placement:
             return value
         if (value.ref, placement) not in self._moved:
@@ -223,7 +229,10 @@ class ProgramRecorder:
         return self._moved[value.ref, placement]
 
     def _with_summed_gradient(self, value: Placed) -> Ref:
-        """What is whole and goes on as a part; see `exchange.py`."""
+        """Return a value for use with parts.
+
+        The gradient of a whole value is summed; see `exchange.py`.
+        """
         if value.placement is not None or not value.trained:
             return value.ref
         if value.ref not in self._summing:
@@ -246,7 +255,7 @@ class ProgramRecorder:
         self.instructions.append(Instruction(ref, target, tuple(args), dict(kwargs)))
         return ref
 
-    # --- The program ----------------------------------------------------------------------------------------------
+    # --- The program ------------------------------------------------------------------------------
 
     def program(self, outputs: Sequence[Placed]) -> Program:
         self._scatter_gathered_gradients()
@@ -255,7 +264,8 @@ class ProgramRecorder:
         return Program(self.inputs, self.instructions, [output.ref for output in outputs])
 
     def _scatter_gathered_gradients(self) -> None:
-        """Of what is gathered for nothing but products with parts, the sums of gradients are scattered at once."""
+        """Scatter the summed gradients of values that are gathered only for use with parts, in one
+        exchange."""
         users = Counter(ref for instruction in self.instructions for ref in instruction.refs())
         gathered = {
             instruction.out: instruction
@@ -284,7 +294,8 @@ class ProgramRecorder:
         ]
 
     def _sum_in_place(self, outputs: Sequence[Placed]) -> None:
-        """What a product made, and the gradients of what products alone take, are summed where they are."""
+        """Sum in place the results of products, and the gradients of values that only products
+        use."""
         made = {instruction.out: instruction for instruction in self.instructions}
         users: dict[Ref, list[Instruction | None]] = {output.ref: [None] for output in outputs}
         for instruction in self.instructions:
@@ -324,7 +335,7 @@ class ProgramRecorder:
         self.instructions = list(map(in_place, self.instructions))
 
     def _sum_weights_gradients_together(self) -> None:
-        """One message for the gradients of all weights of a dtype that are whole and used with parts."""
+        """Sum the gradients of whole weights that are used with parts, in one message per dtype."""
         kinds: dict[torch.dtype, list[Ref]] = {}
         for ref in self._summing:
             if ref in self.weights:
@@ -346,7 +357,8 @@ class ProgramRecorder:
 
 
 def _makes_new(target: Callable[..., Any]) -> bool:
-    """Whether an operator's result is one tensor that is none of its arguments, nor a view of one."""
+    """Whether an operator returns one new tensor, which is neither an argument nor a view of
+    one."""
     if not isinstance(target, torch._ops.OpOverload):
         return False
     returns = target._schema.returns
@@ -373,7 +385,10 @@ def drawing_apart(
 
 
 class Program:
-    """(*inputs) -> outputs, on this rank's parts. A value is let go after its last use."""
+    """A function from inputs to outputs on this rank's parts.
+
+    A value is freed after its last use.
+    """
 
     def __init__(
         self, inputs: Sequence[Ref], instructions: Sequence[Instruction], outputs: Sequence[Ref]
@@ -385,7 +400,7 @@ class Program:
             refs = set(instruction.refs())
             if done := sorted(ref.number for ref in refs - used):
                 lines.append(f"del {', '.join(f'v{number}' for number in done)}")
-            if instruction.out not in used:  # for what it changes in place, or nothing
+            if instruction.out not in used:  # it runs only for its changes in place, if any
                 lines.append(f"del v{instruction.out.number}")
             used |= refs
             function = f"f{instruction.out.number}"
@@ -409,7 +424,10 @@ class Program:
 
 
 def _source(arg: Any, names: dict[str, Any]) -> str:
-    """An argument as Python; what has no short form there is put among the names."""
+    """Return an argument as Python source.
+
+    An argument without a short form is added to the names.
+    """
     if isinstance(arg, Ref):
         return f"v{arg.number}"
     if isinstance(arg, list | tuple) and not hasattr(arg, "_fields"):

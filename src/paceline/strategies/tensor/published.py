@@ -1,7 +1,8 @@
-"""What a model says itself about how its weights are split: the `tp_plan` of Transformers.
+"""Reads how a model itself wants its weights to be split: the `tp_plan` of Transformers.
 
-It names modules or parameters by pattern and gives each a style. Styles that say how a weight is cut are followed; the
-others are about what flows between modules, which is found by running them.
+It names modules or parameters by patterns, and gives each a style. Styles that say how a weight is
+cut are followed. The other styles describe values between modules, which are found by running the
+modules.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ _STYLES: dict[str, Direction] = {
 
 
 def published(model: nn.Module) -> dict[str, Direction]:
-    """How the model wants its parameters cut, by name; nothing if it doesn't say.
+    """Return how the model wants its parameters to be cut, by name; nothing if it doesn't say.
 
-    Patterns have `*` for numbers. A module's pattern is about its own parameters. What is not known of here is left
-    out: wrong words in a plan cost speed, for every cut is found again or checked by running it.
+    Patterns have `*` for numbers. A module's pattern applies to the module's own parameters.
+    Unknown styles are left out. A wrong style costs only speed, because every cut is checked by
+    running it, or is found anew.
     """
     styles = getattr(model, "tp_plan", None)
     if not isinstance(styles, Mapping) or not styles:
@@ -48,7 +50,7 @@ def published(model: nn.Module) -> dict[str, Direction]:
 
 
 def _matching(pattern: str, names: Collection[str]) -> list[str]:
-    """Parameters with this name, or directly in a module with it."""
+    """Return the parameters whose name, or whose module's name, matches the pattern."""
     words: Any = re.compile(
         r"\.".join(r"\d+" if word == "*" else re.escape(word) for word in pattern.split("."))
     )

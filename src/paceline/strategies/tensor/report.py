@@ -1,4 +1,5 @@
-"""What of a model is split, and what every rank holds whole, for people and for `split.json`."""
+"""Reports which parameters of a model are split, and which every rank holds whole, for users and
+for `split.json`."""
 
 from __future__ import annotations
 
@@ -13,24 +14,23 @@ from paceline.strategies.layout import Report
 if TYPE_CHECKING:
     from torch import nn
 
-SHOWN_SHARE, SHOWN_GROUPS = 0.005, 4  # of the parameters; smaller groups are in the file alone
+# Smallest share of the parameters, and largest number of groups, that are shown. The file has all
+# groups.
+SHOWN_SHARE, SHOWN_GROUPS = 0.005, 4
 
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters that stay whole for one reason.
+    """Parameters that stay whole for one reason."""
 
-    names: of them; where there are several a pattern with `*` for the numbers. share: of all parameters, 0 to 1.
-    """
-
-    names: str
+    names: str  # the name, or a pattern with `*` for numbers if there are several
     reason: str
-    parameters: int
-    share: float
+    parameters: int  # number of elements
+    share: float  # of all parameters, 0 to 1
 
 
 def pattern(name: str) -> str:
-    """A name with its numbers left out.
+    """Return a name with `*` in place of its numbers.
 
     >>> pattern("layers.11.norm.weight")
     'layers.*.norm.weight'
@@ -39,7 +39,10 @@ def pattern(name: str) -> str:
 
 
 def groups(sizes: Mapping[str, int], whole: Mapping[str, str]) -> list[Group]:
-    """Whole parameters by pattern and reason, the largest first. sizes: elements of every parameter."""
+    """Group whole parameters by pattern and reason, the largest first.
+
+    sizes: elements of every parameter.
+    """
     total = sum(sizes.values())
     names_by_pattern: dict[tuple[str, str], list[str]] = {}
     for name, reason in whole.items():
@@ -64,9 +67,12 @@ def report(
     ranks: int,
     sequence: Collection[str] = (),
 ) -> Report:
-    """Of a model split over so many ranks.
+    """Report the split of a model over `ranks` ranks.
 
-    tensors: all its parameters, whole. sequence: modules that are cut along the sequence between their products.
+    Args:
+        tensors: All parameters of the model, whole.
+        whole: The reason why each whole parameter is not split, by name.
+        sequence: The modules that are cut along the sequence between their products.
     """
     sizes = {name: math.prod(p.shape) for name, p in tensors.items()}
     total, kept = sum(sizes.values()), groups(sizes, whole)
@@ -90,7 +96,8 @@ def report(
 
 
 def _percent(share: float) -> str:
-    """
+    """Format a share as a percentage.
+
     >>> _percent(0.9996), _percent(0.173)
     ('99.96 %', '17.3 %')
     """

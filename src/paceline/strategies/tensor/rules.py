@@ -1,6 +1,7 @@
-"""Which way DTensor would run an operator on parts: what it moves first, what it runs on the parts, what comes out.
+"""Records how DTensor would run an operator on parts: what it moves first, what it runs, and the
+resulting placements.
 
-DTensor is asked on fake tensors: nothing is computed or sent.
+DTensor runs on fake tensors, so that nothing is computed or sent.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def run_by_rule(
     """Record an operator as DTensor runs it.
 
     Raises:
-        Exception: DTensor has no rule for it, or one that can't be recorded.
+        Exception: DTensor has no rule for the operator, or one that can't be recorded.
     """
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
@@ -88,7 +89,8 @@ def run_by_rule(
 
 
 def _alone(target: Callable[..., Any], args: Any, kwargs: Any, watch: _Watch) -> Any:
-    """What an operator gives on parts, if it then runs as it does under DTensor; else None."""
+    """Return an operator's result on plain parts if it runs there as it does under DTensor;
+    otherwise None."""
     alone = _Watch(watch.recorder)
     arguments = pytree.tree_map_only(
         Placed, lambda value: value.local.view_as(value.local), (args, kwargs)
@@ -99,7 +101,7 @@ def _alone(target: Callable[..., Any], args: Any, kwargs: Any, watch: _Watch) ->
     try:
         with alone:
             result = target(*arguments[0], **arguments[1])
-    except Exception:  # it names the sizes of the whole
+    except Exception:  # its arguments contain sizes of the whole
         return None
     same = [step.shown() for step in watch.steps if isinstance(step, _Ran)] == [
         step.shown() for step in alone.steps if isinstance(step, _Ran)
@@ -117,7 +119,7 @@ class _Ran:
         self.target, self.args, self.kwargs, self.result = target, args, kwargs, result
 
     def shown(self) -> tuple[Any, str]:
-        """The operator, and what it was given beside tensors."""
+        """Return the operator and its arguments, with shapes in place of tensors."""
         return self.target, str(
             pytree.tree_map_only(
                 torch.Tensor, lambda tensor: tuple(tensor.shape), (self.args, self.kwargs)
@@ -126,15 +128,13 @@ class _Ran:
 
 
 class _Watch(TorchDispatchMode):
-    """Notes what runs on known parts below autograd, and what DTensor moves.
-
-    known: parts, by id, which keeps them alive.
-    """
+    """Records the operators that run on known parts below autograd, and the tensors that DTensor
+    moves."""
 
     def __init__(self, recorder: ProgramRecorder) -> None:
         super().__init__()
         self.recorder = recorder
-        self.known: dict[int, torch.Tensor] = {}
+        self.known: dict[int, torch.Tensor] = {}  # parts by id; the entry keeps the part alive
         self.steps: list[_Moved | _Ran] = []
         self._placements: dict[int, Placement] = {}
         self._inside = False
@@ -181,7 +181,8 @@ class _Watch(TorchDispatchMode):
 
     @contextmanager
     def moves(self) -> Iterator[None]:
-        """Meanwhile DTensor notes what it would move."""
+        """Let DTensor record the tensors that it would move, instead of moving them, while the
+        context is entered."""
         from torch.distributed.tensor import _dispatch
 
         def moved(local: torch.Tensor, before: Any, after: Any, **options: Any) -> torch.Tensor:

@@ -1,7 +1,8 @@
-"""Layers split over ranks, derived from the captured graph of each piece, which is recorded on parts (`piece.py`).
+"""Splits layers over ranks. The split is derived by recording the captured graph of each piece on
+parts (`piece.py`).
 
-Every split piece is first compared with the whole one, outputs and gradients. A piece that differs, or that DTensor
-can't run, stays whole.
+The outputs and gradients of every split piece are first compared with those of the whole one. A
+piece that differs, or that DTensor can't run, stays whole.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ from paceline.strategies.tensor.report import pattern, report
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# How far a split piece may be from the whole one on the example, relative to the greatest element: rounding alone, of
-# the dtype of the result or of the one that autocast computes in.
+# Allowed difference between a split piece and the whole one on the example, relative to the
+# greatest element. It covers only rounding, by the dtype of the result or that of autocast.
 ALLOWED = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
-# Of a split piece, its weights, buffers, inputs, and whether each of those is trained: the whole piece's outputs, and
-# why it can't be split; None if it can, "" if nothing in it was cut.
+# A function that tries a split piece on its weights, buffers and inputs, and on whether each input
+# is trained. It returns the whole piece's outputs, and the reason why it can't be split: None if it
+# can, "" if nothing in it was cut.
 Tried = Callable[
     [SplitPiece, list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], list[bool]],
     tuple[list[torch.Tensor], str | None],
@@ -41,28 +43,26 @@ Tried = Callable[
 
 @dataclass(frozen=True)
 class TensorSplit:
-    """How a model is split.
+    """The split of a model's layers."""
 
-    mesh: of one dim; None if nothing is split.
-    cuts: how each split parameter is cut, by name.
-    sequence: keys of the pieces that cut what lies between their products along the sequence.
-    whole: why each other parameter is not split, by name.
-    notes: what every rank computes whole although its weights are split.
-    """
-
-    mesh: DeviceMesh | None = None
+    mesh: DeviceMesh | None = None  # of one dim; None if nothing is split
+    # the cut of each split parameter, by name
     cuts: Mapping[str, Cut] = field(default_factory=dict)
+    # Keys of the pieces that cut values between their products along the sequence.
     sequence: frozenset[str] = frozenset()
+    # The reason why each other parameter is not split, by name.
     whole: Mapping[str, str] = field(default_factory=dict)
+    # About computations that every rank does whole, although the weights are split.
     notes: tuple[str, ...] = ()
 
     def touches(self, piece: Piece) -> bool:
         return any(name in self.cuts for name in piece.parameters)
 
     def in_parts(self, capture: Capture) -> Capture:
-        """The capture as ranks run it: values that go from one piece that cuts the sequence to others stay cut.
+        """Return the capture as ranks run it. Values between pieces that cut the sequence stay cut.
 
-        The model's outputs, what is edited in place, and what a piece takes that cuts no sequence are whole.
+        The model's outputs, values that are edited in place, and inputs of pieces that cut no
+        sequence are whole.
         """
         if self.mesh is None or not self.sequence:
             return capture
@@ -105,7 +105,7 @@ class TensorSplit:
         )
 
     def empty_part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """As large as a rank's part of a parameter."""
+        """Return an empty tensor of the size of a rank's part of a parameter."""
         cut = self.cuts.get(name)
         if cut is None or self.mesh is None:
             return torch.empty_like(whole)
@@ -121,7 +121,7 @@ class TensorSplit:
         return SplitPiece(piece, self.mesh, dict(self.cuts), sequence=piece.key in self.sequence)
 
     def report(self, tensors: Mapping[str, nn.Parameter]) -> Report:
-        """What is split and what is not. tensors: all parameters, whole."""
+        """Report which parameters are split and which are not. tensors: all parameters, whole."""
         return (
             Report()
             if self.mesh is None
@@ -133,9 +133,11 @@ class TensorSplit:
     def apply(
         self, tensors: Mapping[str, nn.Parameter], device: torch.device | None
     ) -> dict[str, nn.Parameter]:
-        """Each parameter as this rank holds it, on the device; whole ones are brought there in place.
+        """Return each parameter as this rank holds it, on the device. Whole ones are moved there in
+        place.
 
-        device: None leaves all where they are, for sharding to bring them; see `shard/run.py`.
+        device: None leaves all parameters where they are; sharding then moves them, see
+        `shard/run.py`.
         """
         parameters = dict(tensors)
         for name in [name for name in tensors if name in self.cuts]:
@@ -146,7 +148,7 @@ class TensorSplit:
                 _distributed(part, self.mesh, cut, device or part.device),
                 requires_grad=tensors[name].requires_grad,
             )
-            if device is not None:  # sharding puts other parameters in their places
+            if device is not None:  # otherwise sharding replaces the parameters
                 give_leaf(parameters[name])
         for name in tensors.keys() - self.cuts.keys() if device is not None else ():
             tensors[name].data = tensors[name].data.to(device)
@@ -161,13 +163,14 @@ def _part_of_sequence(value: Value, ranks: int) -> Value:
 def _distributed(
     part: torch.Tensor, mesh: DeviceMesh, cut: Cut, device: torch.device
 ) -> torch.Tensor:
-    """A DTensor with a copy of this rank's part on a device, which need not be one of the mesh's."""
+    """Return a DTensor with a copy of this rank's part on a device, which need not be one of the
+    mesh's."""
     from torch.distributed.tensor import DTensor
 
     if device.type == mesh.device_type:
         local = part.to(device, copy=True, memory_format=torch.contiguous_format)
         return DTensor.from_local(local, mesh, [cut.placement()], run_check=False)
-    # `from_local` would bring it to the mesh's devices, unless it is on none.
+    # `from_local` would move the part to the mesh's devices, unless it is on the meta device.
     shape = DTensor.from_local(part.to("meta"), mesh, [cut.placement()], run_check=False)
     with torch.no_grad():
         distributed = cast(
@@ -188,12 +191,17 @@ def derive(
     batches: float = 1.0,
     tried: Tried | None = None,
 ) -> TensorSplit:
-    """How the model's pieces are split over a mesh of one dim, each checked on the example. Collective.
+    """Split the model's pieces over a mesh of one dim, and check each piece on the example.
+    Collective.
 
-    tensors: the model's parameters, whole; brought piece by piece to the device of the inputs, for a moment.
-    inputs: the example's, by name. rules: a piece that can't run as the model wishes is split without that.
-    batches: as large as the example that a micro-batch has. tried: in the place of running a split piece beside the
-    whole one.
+    Args:
+        tensors: The whole parameters of the model. Each piece moves its own to the device of the
+            inputs for a short time.
+        inputs: The inputs of the example, by name.
+        rules: The rules for cutting. A piece that can't run as the model wishes is split without
+            its wishes.
+        batches: The size of a micro-batch divided by that of the example.
+        tried: Replaces the comparison of a split piece with the whole one.
     """
     forbidden, tried = dict(rules.forbidden), tried or _compare
     while True:
@@ -207,7 +215,7 @@ def derive(
             batches,
             tried,
         )
-        # A parameter that one piece cuts and another can't take cut (a tied one) stays whole in both.
+        # A tied parameter that one piece cuts and another piece needs whole stays whole in both.
         clash = {
             name for piece in derived.unsplit for name in piece.parameters if name in derived.cuts
         }
@@ -224,12 +232,12 @@ def derive(
 
 @dataclass
 class _Derived:
-    """What is known after some pieces. unsplit: those that stay whole. reasons: why parameters do, by name."""
+    """The results of deriving the split of some pieces; see `TensorSplit`."""
 
     cuts: dict[str, Cut] = field(default_factory=dict)
     sequence: list[str] = field(default_factory=list)
-    unsplit: list[Piece] = field(default_factory=list)
-    reasons: dict[str, str] = field(default_factory=dict)
+    unsplit: list[Piece] = field(default_factory=list)  # the pieces that stay whole
+    reasons: dict[str, str] = field(default_factory=dict)  # why parameters stay whole, by name
     notes: list[str] = field(default_factory=list)
 
 
@@ -251,7 +259,7 @@ def _derive(
         parameters = [tensors[name].to(device) for name in piece.parameters]
         also = [buffers[name] for name in piece.buffers]
         before = [buffer.clone() for buffer in also]
-        if piece.opaque:  # its code keeps what it likes: it is not run more often than it must
+        if piece.opaque:  # its code may keep a state, so that it runs only once
             with torch.no_grad():
                 outputs = list(piece.run(*parameters, *also, *piece_inputs))
             derived.unsplit.append(piece)
@@ -293,12 +301,13 @@ def _derive(
 
 
 def _bytes_along_sequence(value: Value) -> int:
-    """Of a value of (samples, sequence, features); 0 of others."""
+    """Return the bytes of a value of (samples, sequence, features); 0 for other values."""
     return value.num_bytes if len(value.shape) == 3 and value.dtype.is_floating_point else 0
 
 
 def _ways(rules: CutRules, piece: Piece, *, with_sequence: bool) -> list[dict[str, Any]]:
-    """How a piece is split, the best first: as the model wishes, and with a sequence that is cut too."""
+    """Return the ways to split a piece, the best first: as the model wishes, and with the sequence
+    cut."""
     rule_sets = (
         [rules, replace(rules, wishes={})]
         if rules.wishes.keys() & set(piece.parameters)
@@ -318,9 +327,14 @@ def _compare(
     inputs: list[torch.Tensor],
     trained: list[bool],
 ) -> tuple[list[torch.Tensor], str | None]:
-    """The whole piece's outputs, and why it can't be split; None if it can, "" if nothing in it was cut. Collective."""
+    """Compare a split piece with the whole one. Collective.
+
+    Returns:
+        The whole piece's outputs, and the reason why the piece can't be split: None if it can, ""
+        if nothing in it was cut.
+    """
     before = [buffer.clone() for buffer in buffers]
-    with WithoutRandomness():  # parts of a layer draw for themselves
+    with WithoutRandomness():  # the ranks of a split layer draw separately
         expected, expected_grads = _outputs_and_gradients(
             run.piece.run, weights, buffers, inputs, trained
         )
@@ -339,7 +353,7 @@ def _compare(
     if not _agreed(cuts and reason is None, run.mesh):
         return expected, reason or ("another rank can't run it" if cuts else "")
     for name, gradient in zip(run.piece.parameters, grads, strict=False):
-        if name in run.cuts and gradient is not None:  # each rank has its own part's, and zeros
+        if name in run.cuts and gradient is not None:  # each rank has its part, and zeros elsewhere
             dist.all_reduce(gradient, group=run.mesh.get_group())
     reason = next(
         (
@@ -359,7 +373,7 @@ def _compare(
 
 
 def why_whole(error: Exception) -> str:
-    """Why a piece isn't split whose parts failed."""
+    """Return the reason why a piece stays whole, from the error of running its parts."""
     first_line, kind = str(error).partition("\n")[0], type(error).__name__
     return f"it can't run in parts: {first_line if isinstance(error, PlanRefused) else f'{kind}: {first_line}'}"
 
@@ -377,9 +391,10 @@ def _outputs_and_gradients(
     inputs: Iterable[torch.Tensor],
     trained: list[bool],
 ) -> tuple[Any, Any]:
-    """What a piece gives, and the gradients of a fixed mixture of its outputs with respect to weights and inputs.
+    """Return a piece's outputs, and the gradients of a fixed mixture of them with respect to
+    weights and inputs.
 
-    trained: of each input whether it depends on weights.
+    trained: whether each input depends on weights.
     """
     count = len(list(parameters))
     leaves = [
@@ -387,9 +402,8 @@ def _outputs_and_gradients(
         for t, wanted in zip((*parameters, *inputs), (*[True] * count, *trained), strict=True)
     ]
     with torch.enable_grad():
-        outputs = run(
-            *leaves[:count], *buffers, *(leaf.clone() for leaf in leaves[count:])
-        )  # may be edited in place
+        # Inputs are cloned, because the piece may edit them in place.
+        outputs = run(*leaves[:count], *buffers, *(leaf.clone() for leaf in leaves[count:]))
         weights = [
             torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device)
             for out in outputs
@@ -411,7 +425,7 @@ def _outputs_and_gradients(
 def _distances(
     kind_of_tensor: str, actual: list[Any], expected: list[Any]
 ) -> Iterable[tuple[str, float, float]]:
-    """How far each tensor is off and how far it may be."""
+    """Yield the kind, the difference and the allowed difference of each tensor."""
     pairs = [
         (value, reference, float(reference.abs().max()))
         for value, reference in zip(actual, expected, strict=True)
@@ -428,7 +442,8 @@ def _distances(
             *([torch.get_autocast_dtype(kind)] if torch.is_autocast_enabled(kind) else []),
         ]
         allowed = max(ALLOWED.get(dtype, 1e-3) for dtype in rounded)
-        # One that is zero in exact arithmetic (the gradient of an attention key's bias) is noise of the others' size.
+        # A tensor that is zero in exact arithmetic (such as the gradient of an attention key's
+        # bias) contains only rounding noise, whose size depends on the other tensors.
         yield (
             kind_of_tensor,
             float((value - reference).abs().max()),

@@ -1,4 +1,4 @@
-"""Layers whose products are split over ranks."""
+"""The strategy `tensor`: the products of layers are split over ranks."""
 
 from paceline.strategies.costs import CostModel
 from paceline.strategies.strategy import Strategy
@@ -10,5 +10,6 @@ STRATEGY = Strategy(
     is_active=lambda plan: plan.axes.tensor > 1,
     keys=KEYS,
     cost=CostModel(enter, narrow=narrow),
-    imports=("torch.distributed.checkpoint",),  # a DTensor asks it which part of the whole it holds
+    # A DTensor uses this module to find which part of the whole it holds.
+    imports=("torch.distributed.checkpoint",),
 )
