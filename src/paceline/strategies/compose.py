@@ -1,7 +1,7 @@
-"""How the strategies of a plan change a model together, in the order of the registry.
+"""Applies the strategies of a plan to a model, in the order of the registry.
 
-Each strategy changes the model in place and may return a `Synchroniser`, which says when its collectives run. Each sees
-only what the one before left.
+Each strategy changes the model in place. It may return a `Synchroniser`, which runs its collectives
+at the right moments of a step. Each strategy sees the model as the one before left it.
 """
 
 from __future__ import annotations
@@ -32,26 +32,38 @@ Models = Literal["only", "one", "all"]  # a job's only model, one of several, al
 
 
 class Synchroniser(Protocol):
-    """When a room's collectives run in a step."""
+    """Runs the collectives of one strategy at the right moments of a step."""
 
     def begin(self, *, last: bool) -> None:
-        """A micro-batch's forward is next; `last` if it is the last one of the update."""
+        """Prepare for the forward of the next micro-batch.
+
+        last: whether it is the last one of the update.
+        """
 
     def unused(self) -> set[str]:
-        """Parameters whose gradient is only there because other ranks may have one, by name; before `finish`."""
+        """Return the names of parameters that no backward of this rank has reached.
+
+        They have a gradient only because other ranks may have one. Valid before `finish`.
+        """
 
     def finish(self) -> None:
-        """The last backward is done; on return every gradient this rank holds is the whole window's."""
+        """Complete the gradients after the last backward.
+
+        On return, every gradient that this rank holds covers the whole window.
+        """
 
     @property
     def sent_bytes(self) -> float:
-        """What this rank has sent to other replicas so far."""
+        """The bytes that this rank has sent to other replicas so far."""
 
     def kept(self) -> Iterable[StateTensor]:
-        """State for a checkpoint; its tensors change as training goes on."""
+        """Return the state for a checkpoint. Its tensors change as training goes on."""
 
     def restore(self, saved: SavedState) -> list[str]:
-        """Go on from a checkpoint's state. Returns what could not be taken over, in words."""
+        """Continue from a checkpoint's state.
+
+        Returns descriptions of state that could not be restored.
+        """
 
 
 @runtime_checkable
@@ -59,12 +71,11 @@ class Gathers(Protocol):
     """A synchroniser that keeps gathered weights from one forward to the next."""
 
     def end_evaluation(self) -> None:
-        """The next forward is one of training, at other weights."""
+        """Drop the gathered weights: the next forward is one of training, with other weights."""
 
 
-GradientLook = Callable[
-    [str, "torch.Tensor"], None
-]  # a parameter's name, and this rank's own gradient of it
+# Receives a parameter's name, and this rank's own gradient of it.
+GradientLook = Callable[[str, "torch.Tensor"], None]
 
 
 @runtime_checkable
@@ -72,16 +83,21 @@ class SumsReplicas(Protocol):
     """A synchroniser that sums the gradients of replicas."""
 
     def gradients_seen(self, look: GradientLook, *, sums: bool) -> AbstractContextManager[None]:
-        """Meanwhile `look` is told of each gradient before it is summed, in one order on all ranks. sums: whether it
-        is summed then."""
+        """Call `look` with each gradient before it is summed, while the context is entered.
+
+        The order is the same on all ranks. sums: whether the gradient is summed afterwards.
+        """
 
 
 @runtime_checkable
 class Switched(Protocol):
-    """A synchroniser whose room changes how a step is computed and not what: a step can be taken without it."""
+    """A synchroniser whose strategy changes how a step is computed, but not its result.
+
+    A step can therefore be taken without the strategy.
+    """
 
     def switch(self, *, on: bool) -> None:
-        """The next step is taken with the room or without."""
+        """Take the next step with the strategy, or without it."""
 
 
 @runtime_checkable
@@ -89,7 +105,7 @@ class Reports(Protocol):
     """A synchroniser that adds figures to a run's summary."""
 
     def summary(self) -> Mapping[str, Any]:
-        """Figures of all ranks by their key in `summary.json`. Collective."""
+        """Return figures of all ranks by their key in `summary.json`. Collective."""
 
 
 class Runner(Protocol):
@@ -106,12 +122,15 @@ class Runner(Protocol):
     ) -> Synchroniser | None:
         """Change the model in place for this rank. Collective along the strategy's axis.
 
-        observed: what the model's forward was seen to do. device: where the rank's part is to be, which only sharding
-        is given a model for that isn't there.
+        Args:
+            observed: The effects that were observed in a forward of the model.
+            device: The device on which the rank's part must end up. Only sharding receives a model
+                that is not yet on this device.
         """
 
 
-# What capturing a model imports, for plans that split it: 26 MiB of pages in each rank that imports them itself.
+# Modules that capturing a model imports, for plans that split it. A rank that imports them itself
+# needs 26 MiB of pages.
 _CAPTURE_IMPORTS = (
     "paceline.strategies.stages.build",
     "torch.export._trace",
@@ -128,7 +147,8 @@ _CAPTURE_IMPORTS = (
 
 
 def load(plan: Plan) -> None:
-    """Import what the ranks of a plan will need, so that forks of this process don't each pay for it."""
+    """Import the modules that the ranks of a plan need, so that forks of this process share
+    them."""
     names = ["torch._dynamo"]  # torch's optimizers import it when they are built; it takes a second
     names += [
         name for strategy in active(plan) for name in (strategy.run, *strategy.imports) if name
@@ -146,9 +166,10 @@ def holds_parts(plan: Plan) -> bool:
 
 
 def may_be_elsewhere(plan: Plan, model: nn.Module) -> bool:
-    """Whether the plan takes a model that isn't on the device, and brings it there part by part.
+    """Whether the plan accepts a model that is not on the device, and moves it there part by part.
 
-    A model that is split is tried on the device where it is small enough to be tried at all.
+    If a plan splits a model that is small enough, its capture is first compared with the model
+    itself. That needs the model on the device.
     """
     if plan.splits_model:
         return not (is_comparable(model) or _reads_past_modules(model))
@@ -156,7 +177,8 @@ def may_be_elsewhere(plan: Plan, model: nn.Module) -> bool:
 
 
 def held_elsewhere(plan: Plan, model: nn.Module) -> set[torch.Tensor]:
-    """What a rank uses of a model and never holds, such as tables whose rows lie on servers."""
+    """Return the weights that a rank uses and never holds, such as tables whose rows are on
+    servers."""
     return {weight for strategy in active(plan) for weight in strategy.held_elsewhere(model)}
 
 
@@ -169,14 +191,18 @@ def prepare(
     device: torch.device | None = None,
     models: Models = "only",
 ) -> list[Synchroniser]:
-    """Let the strategies of the plan change the model. Collective: every rank calls it with equal weights.
+    """Let the strategies of the plan change the model. Collective: every rank calls it with equal
+    weights.
 
-    observed: what the model's forward was seen to do. device: see `may_be_elsewhere`. of: which of a job's models it
-    is; strategies that take all of several together don't change one of them.
+    Args:
+        observed: The effects that were observed in a forward of the model.
+        device: See `may_be_elsewhere`.
+        models: Which of a job's models this is. Strategies that take all of several models together
+            don't change one of them.
 
     Returns:
-        What must be begun in this order and finished in the reverse one: the outermost reduction has run beside
-        backward already, and the inner ones add to what it gives.
+        The synchronisers. They begin in this order and finish in the reverse order: the outermost
+        reduction has already run beside backward, and the inner ones add to its result.
     """
     runners: list[Runner] = [
         importlib.import_module(strategy.run)
@@ -191,7 +217,7 @@ def prepare(
 
 
 def end_evaluation(synchronisers: Sequence[Synchroniser]) -> None:
-    """An evaluation is over."""
+    """Tell the synchronisers that an evaluation is over."""
     for synchroniser in synchronisers:
         if isinstance(synchroniser, Gathers):
             synchroniser.end_evaluation()
@@ -201,7 +227,7 @@ def end_evaluation(synchronisers: Sequence[Synchroniser]) -> None:
 def gradients_seen(
     synchronisers: Sequence[Synchroniser], look: GradientLook, *, sums: bool
 ) -> Iterator[None]:
-    """See `SumsReplicas`."""
+    """Show `look` the gradients of all synchronisers; see `SumsReplicas`."""
     with ExitStack() as entered:
         for synchroniser in synchronisers:
             if isinstance(synchroniser, SumsReplicas):
@@ -210,7 +236,7 @@ def gradients_seen(
 
 
 def reported(synchronisers: Sequence[Synchroniser]) -> dict[str, Any]:
-    """What the plan's rooms add to a run's summary. Collective."""
+    """Return the figures that the plan's strategies add to a run's summary. Collective."""
     return {
         key: value
         for synchroniser in synchronisers
@@ -225,17 +251,22 @@ def runs_again(plan: Plan) -> bool:
 
 
 def copies_weights_lazily(plan: Plan) -> bool:
-    """Whether forwards keep lazy copies of weights: of memory that torch did not allocate they would be whole ones."""
+    """Whether forwards keep lazy copies of weights.
+
+    Memory that torch did not allocate cannot be copied lazily; copies of it would be whole ones.
+    """
     return any(strategy.copies_weights_lazily(plan) for strategy in active(plan))
 
 
 def refuse_unseen_state(model: nn.Module, plan: Plan, path: str) -> None:
-    """
+    """Refuse a plan that runs a module with unseen state a second time.
+
     Args:
-        path: Of a module with a state that the model doesn't show; see `module_with_unseen_state`.
+        path: The path of a module whose state the model doesn't show; see
+            `module_with_unseen_state`.
 
     Raises:
-        PlanRefused: it is run a second time.
+        PlanRefused: the plan runs the module a second time.
     """
     for strategy in active(plan):
         if strategy.runs_forward_again(plan):
@@ -243,17 +274,20 @@ def refuse_unseen_state(model: nn.Module, plan: Plan, path: str) -> None:
 
 
 def observed_of(plan: Plan) -> frozenset[Observation]:
-    """What must be seen of a model's forward before the plan's strategies change it."""
+    """Return the observations of a model's forward that the plan's strategies need before they
+    change it."""
     return frozenset().union(*(strategy.observes(plan) for strategy in active(plan)))
 
 
 def no_edits(plan: Plan) -> str:
-    """Why forwards can't edit parameters in place under the plan; "" where they can."""
+    """Return the reason why forwards can't edit parameters in place under the plan; "" if they
+    can."""
     return next((strategy.no_edits for strategy in active(plan) if strategy.no_edits), "")
 
 
 def step_sync_of(synchronisers: Sequence[Synchroniser], mesh: Mesh) -> StepSync:
-    """When ranks synchronise their steps: as a strategy of the plan says, or else every step."""
+    """Return how ranks synchronise their steps: by a strategy of the plan, or else in every
+    step."""
     syncs = [synchroniser for synchroniser in synchronisers if isinstance(synchroniser, StepSync)]
     return syncs[0] if syncs else SyncEveryStep(mesh.world_size)
 
@@ -267,7 +301,7 @@ def lay_out(
     mesh: Mesh,
     device: torch.device,
 ) -> Layout:
-    """What this rank runs of the model. Collective."""
+    """Return the part of the model that this rank runs. Collective."""
     from paceline.strategies.batch_norm.cost import joins_statistics
     from paceline.strategies.batch_norm.run import JoinedStatistics
 
@@ -281,14 +315,15 @@ def lay_out(
 
 
 def _gathers_weights(plan: Plan) -> bool:
-    """Whether ranks with other samples hold parts of tensors, which their forwards gather."""
+    """Whether ranks with different samples hold parts of tensors, which their forwards gather."""
     return plan.axes.num_ranks(lambda axis: axis.cuts_samples and axis.cuts_weights) > 1
 
 
 def _reads_past_modules(model: nn.Module) -> bool:
-    """Whether the model keeps its parameters in a mapping that is never called, and reads them elsewhere.
+    """Whether the model keeps its parameters in a mapping that is never called, and reads them
+    elsewhere.
 
-    Keras's do. FSDP2 puts shards in the place of a module's parameters, which such a model would not see; a captured
-    graph takes them as arguments.
+    Keras models do this. FSDP2 replaces a module's parameters by shards, which such a model would
+    not see. A captured graph takes the parameters as arguments.
     """
     return any("_torch_params." in name for name, _ in model.named_parameters())

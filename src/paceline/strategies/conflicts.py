@@ -1,4 +1,4 @@
-"""Whether the choices of a plan compose, by what each strategy says of itself."""
+"""Checks whether the choices of a plan compose. Each strategy states its own conflicts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.strategies.plan import Plan
 from paceline.strategies.registry import strategies
 from paceline.strategies.strategy import Conflict
 
-# Of modifiers that are no strategy's.
+# Conflicts of modifiers that belong to no strategy.
 OF_MODIFIERS: tuple[Conflict, ...] = (
     Conflict(
         "deterministic=yes with shares=speed or memory",
@@ -21,7 +21,8 @@ OF_MODIFIERS: tuple[Conflict, ...] = (
         ),
     ),
 )
-# What a job's precision does not compose with: part of the experiment, so the plan is what has to change.
+# Conflicts of a job's precision. The precision is part of the experiment, so the plan has to
+# change.
 OF_PRECISION: dict[Precision, tuple[Conflict, ...]] = {
     "fp8": (
         Conflict(
@@ -36,7 +37,8 @@ OF_PRECISION: dict[Precision, tuple[Conflict, ...]] = {
 
 
 def stated(precision: Precision | None = None) -> Iterable[Conflict]:
-    """All conflicts; with a precision those that its jobs have besides."""
+    """Yield all conflicts that hold for every job or, if a precision is given, only its additional
+    ones."""
     for strategy in strategies():
         yield from (
             strategy.precision_conflicts.get(precision, ()) if precision else strategy.conflicts
@@ -48,7 +50,7 @@ def check(plan: Plan) -> None:
     """Refuse a plan whose choices don't compose.
 
     Raises:
-        PlanError: says which, why, and what to choose instead.
+        PlanError: two choices conflict. The message says which, why, and what to choose instead.
     """
     for conflict in stated():
         if conflict.is_met(plan):
@@ -59,10 +61,10 @@ def check(plan: Plan) -> None:
 
 
 def check_own_step(plan: Plan) -> None:
-    """Refuse a plan that a job with a step of its own can't run under.
+    """Refuse a plan that cannot run a job which defines its own step.
 
     Raises:
-        PlanError: says which strategy, why, and what to choose instead.
+        PlanError: a strategy conflicts. The message says which, why, and what to choose instead.
     """
     for strategy in strategies():
         for conflict in strategy.own_step_conflicts:
@@ -75,10 +77,10 @@ def check_own_step(plan: Plan) -> None:
 
 
 def check_precision(plan: Plan, precision: Precision) -> None:
-    """Refuse a plan that a job of this precision can't run under.
+    """Refuse a plan that cannot run a job of this precision.
 
     Raises:
-        PlanError: says which choice, why, and what to choose instead.
+        PlanError: a choice conflicts. The message says which, why, and what to choose instead.
     """
     for conflict in stated(precision):
         if conflict.is_met(plan):

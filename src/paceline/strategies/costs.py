@@ -1,25 +1,25 @@
-"""The cost side of the rooms: what each strategy adds to a step, as events at the moments of the step.
+"""The cost side of strategies: the events that each strategy adds to a step, at its hook points.
 
-A step is the same for every plan; its moments are, in order:
+A step has the same moments for every plan. In order, they are:
 
-    start                                              what is held before the step
+    start                                              memory is held before the step
     for every micro-batch:
         begin
         before_forward, forward, after_forward         for every segment
-        turn                                           the loss is there
+        turn                                           the loss is known
         before_backward, backward, after_backward      for every segment, the last one first
         done
-    finish                                             every gradient is the whole window's
+    finish                                             every gradient covers the whole window
     meet                                               ranks agree on the loss
     update                                             clipping and the optimizer
-    save                                               a checkpoint's snapshot; no part of the step's time
+    save                                               a checkpoint's snapshot; not timed
 
-`enter` is called once a step and answers with what the room does at which moment. Rooms stand inside one another
-as on the running side: at a `before_...` moment the outermost comes first, at all others the innermost. The
-innermost of all is the work of one device (`planner/program.py`).
+`CostModel.enter` is called once a step and returns the strategy's events by moment. Strategies are
+nested as on the running side: at a `before_...` moment the outermost strategy comes first, at all
+other moments the innermost. The innermost of all is the work of one device (`planner/program.py`).
 
-Segments that follow each other alike (`Segment.repeat`) are the first, some between that are played as one, and the
-last; a moment says which it belongs to.
+A row of equal segments (`Segment.repeat`) is simulated as the first one, all between as one, and
+the last one. A hook point says which of them it belongs to.
 """
 
 from __future__ import annotations
@@ -39,14 +39,15 @@ from paceline.simulate.program import COMPUTE, Collective, CollectiveName, Compu
 from paceline.strategies.plan import Plan
 from paceline.strategies.shared_barrier import SLOT_BYTES
 
-# NCCL keeps buffers for each channel of each connection that
-# it receives on: 4 MiB for large messages, and 0.5 and 4.7 MiB for its two protocols of small ones (DEFAULT_BUFFSIZE,
-# DEFAULT_LL_BUFFSIZE and DEFAULT_LL128_BUFFSIZE in NCCL's src/init.cc). A communicator of one node has at most some 24
-# channels, over NVLink; fewer over PCIe, where this is too much ("linearly tied to the number of channels",
-# NVIDIA/nccl#986).
+# NCCL keeps buffers for each channel of each connection on which a rank receives: 4 MiB for large
+# messages, and 0.5 and 4.7 MiB for its two protocols of small messages (DEFAULT_BUFFSIZE,
+# DEFAULT_LL_BUFFSIZE and DEFAULT_LL128_BUFFSIZE in NCCL's src/init.cc). A communicator of one node
+# has at most some 24 channels, over NVLink. It has fewer over PCIe, where this figure is too high
+# ("linearly tied to the number of channels", NVIDIA/nccl#986).
 NCCL_CONNECTION_BYTES = 24 * (4 * 2**20 + 512 * 2**10 + 4800 * 2**10)
 
-ADDED = 3  # bytes moved a byte of gradient that is added to another: both are read, one is written
+# Bytes moved per byte of a gradient that is added to another: both are read, one is written.
+ADDED = 3
 
 MomentName = Literal[
     "start",
@@ -67,7 +68,7 @@ MomentName = Literal[
 
 
 def allocator_of(plan: Plan, device: Device, software: Software = PACELINE) -> Allocator:
-    """What hands out memory to a rank of the plan on a device, which may be here or described."""
+    """Return the allocator of a rank of the plan on a device, of this machine or described."""
     if device.kind == "cpu":
         return CpuHeap(gives_back=device.is_limit)
     if device.accelerator is not None:
@@ -84,8 +85,11 @@ def allocator_of(plan: Plan, device: Device, software: Software = PACELINE) -> A
 
 
 def _nccl_connections(plan: Plan) -> int:
-    """On which a rank receives: two in every group that sums or gathers, for a ring and a tree, and one from each
-    neighbour of a pipeline or of placed parts. Servers and their workers talk over sockets."""
+    """Return the number of NCCL connections on which a rank receives.
+
+    A rank has two in every group that sums or gathers, for a ring and a tree, and one from each
+    neighbour of a pipeline or of placed parts. Servers and their workers communicate over sockets.
+    """
     sizes = plan.axes.sizes()
     if math.prod(sizes.values()) == 1:
         return 0
@@ -101,7 +105,7 @@ def _nccl_connections(plan: Plan) -> int:
 def small_all_reduce(
     step: Step, num_bytes: float, group: int, *, name: str = "", stride: int = 1
 ) -> Collective:
-    """Of figures, counts and marks, as `host_all_reduce.py` does it."""
+    """Return the all-reduce of figures, counts and marks, as `host_all_reduce.py` runs it."""
     return Collective(
         "all_reduce",
         num_bytes,
@@ -115,53 +119,43 @@ def small_all_reduce(
 
 @dataclass(frozen=True, slots=True)
 class HookPoint:
-    """Which micro-batch and which segment (a number in the profile) a moment belongs to; 0 where there is none.
-
-    is_first, is_last: of the segment's repetitions, in the order of the forward pass.
-    """
+    """The micro-batch and the segment that a moment belongs to; 0 where there is none."""
 
     microbatch: int = 0
-    segment: int = 0
+    segment: int = 0  # number in the profile
+    # Whether this is the first or last of the segment's repetitions, in the order of the forward.
     is_first: bool = True
     is_last: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes that a rank holds of each parameter between its uses, by name.
-
-    gradients_by_unit: whether a gradient is ready only when its whole unit's backward is done.
-    gradients_kept: whether their memory is kept from step to step.
-    """
+    """Bytes that a rank holds of each parameter between its uses, by name."""
 
     parameters: Mapping[str, int]
     gradients: Mapping[str, int]
-    state: Mapping[str, int]
-    gradients_by_unit: bool = False
-    gradients_kept: bool = False
+    state: Mapping[str, int]  # of the optimizer
+    gradients_by_unit: bool = False  # whether a gradient is ready only after its unit's backward
+    gradients_kept: bool = False  # whether gradients keep their memory from step to step
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a room needs to know about one rank's step.
-
-    microbatch_samples: this rank's, of each micro-batch.
-    software: the program that trains.
-    """
+    """The facts of one rank's step that a cost model needs."""
 
     profile: Profile
     plan: Plan
     device_kind: DeviceKind
-    microbatch_samples: tuple[float, ...]
+    microbatch_samples: tuple[float, ...]  # this rank's samples of each micro-batch
     footprint: Footprint
-    software: Software = PACELINE
+    software: Software = PACELINE  # the program that trains
 
     def is_last(self, point: HookPoint) -> bool:
         """Whether this is the window's last micro-batch."""
         return point.microbatch == len(self.microbatch_samples) - 1
 
     def total(self, bytes_by_name: Mapping[str, int]) -> int:
-        """Of all parameters, with all there are of each."""
+        """Return the sum over all parameters, each counted as often as the model has it."""
         return sum(bytes_by_name[p.name] * p.count for p in self.profile.parameters)
 
     def segment(self, point: HookPoint) -> Segment:
@@ -174,7 +168,8 @@ class Step:
 def forward_moments(
     microbatch: int, segment: int, repeat: int
 ) -> Iterator[tuple[MomentName, HookPoint]]:
-    """Of a segment and those like it: the first, one for all between, the last."""
+    """Yield the forward moments of a row of equal segments: the first, one for all between, the
+    last."""
     for is_first, is_last in _ENDS[min(repeat, 3)]:
         point = HookPoint(microbatch, segment, is_first, is_last)
         yield "before_forward", point
@@ -185,7 +180,7 @@ def forward_moments(
 def backward_moments(
     microbatch: int, segment: int, repeat: int
 ) -> Iterator[tuple[MomentName, HookPoint]]:
-    """The same, the last one first."""
+    """Yield the backward moments of a row of equal segments, the last segment first."""
     for is_first, is_last in reversed(_ENDS[min(repeat, 3)]):
         point = HookPoint(microbatch, segment, is_first, is_last)
         yield "before_backward", point
@@ -201,7 +196,7 @@ _ENDS = {
 
 
 def compute(work: Work, samples: float, *, part: Part = "compute") -> Compute:
-    """A segment's work on so many samples, as an event."""
+    """Return a segment's work on `samples` samples as an event."""
     return Compute(
         flops=work.flops.at(samples),
         moved_bytes=work.moved_bytes.at(samples),
@@ -222,11 +217,13 @@ def _grow(products: tuple[Product, ...], samples: float) -> tuple[Product, ...]:
 
 
 def reduce_scatter_on(kind: DeviceKind) -> CollectiveName:
-    """What a reduce-scatter is on a kind of device. gloo copies the whole tensor, sums all of it on every rank, and
-    each keeps its part.
+    """Return the collective that a reduce-scatter costs as much as on a kind of device.
 
-    Source: `reduce_scatter_tensor_coalesced` in torch's ProcessGroupGloo.cpp; on two ranks of torch 2.13 it sends as
-    many bytes as an all-reduce, and a gathering half of them.
+    On CPUs, gloo copies the whole tensor and sums all of it on every rank; each rank then keeps its
+    part.
+
+    Source: `reduce_scatter_tensor_coalesced` in torch's ProcessGroupGloo.cpp. On two ranks of torch
+    2.13 it sends as many bytes as an all-reduce, and an all-gather sends half of them.
     """
     return "all_reduce" if kind == "cpu" else "reduce_scatter"
 
@@ -240,31 +237,30 @@ Hooks = Mapping[MomentName, Hook]
 
 
 def unchanged(footprint: Footprint, plan: Plan, profile: Profile) -> Footprint:
-    """A room that leaves to each rank what it held."""
+    """Return the footprint as it is, for a strategy that does not change what a rank holds."""
     return footprint
 
 
 def whole(profile: Profile, plan: Plan, software: Software) -> Profile:
-    """A room in which each rank runs every operator whole."""
+    """Return the profile as it is, for a strategy under which each rank runs every operator
+    whole."""
     return profile
 
 
 def at_once(profile: Profile, plan: Plan) -> float:
-    """A room with which a run starts as soon as without it."""
+    """Return 0.0, for a strategy that does not delay the start of a run."""
     return 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """The cost side of a strategy.
+    """The cost side of a strategy."""
 
-    enter: the room's events by moment.
-    hold: what a rank holds of what it held without the room.
-    narrow: what a rank computes of what it computed without the room; done before anything is held or played.
-    start_s: seconds that a run takes once, before or in its first steps, for the room.
-    """
-
-    enter: Callable[[Step], Hooks]
+    enter: Callable[[Step], Hooks]  # returns the strategy's events by moment
+    # Returns what a rank holds under the strategy, from what it holds without it.
     hold: Callable[[Footprint, Plan, Profile], Footprint] = unchanged
+    # Returns what a rank computes under the strategy, from what it computes without it. Runs before
+    # `hold` and before the simulation.
     narrow: Callable[[Profile, Plan, Software], Profile] = whole
+    # Returns the seconds that the strategy takes once a run, before or in the first steps.
     start_s: Callable[[Profile, Plan], float] = at_once

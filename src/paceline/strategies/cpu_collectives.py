@@ -1,9 +1,10 @@
-"""Gathering and reduce-scatter among CPU ranks, as gloo does them fastest.
+"""All-gather and reduce-scatter among CPU ranks, by the fastest collectives of gloo.
 
-gloo's own all-gather copies what it sends and receives, and its reduce-scatter sums a copy of the whole tensor
-(`allgather_into_tensor_coalesced` and `reduce_scatter_tensor_coalesced` in torch's ProcessGroupGloo.cpp, torch 2.13).
-On two ranks over loopback, 32 MiB were gathered in 56 ms by an all-gather and in 16 ms by broadcasts, and summed and
-scattered in 72 ms by a reduce-scatter and in 34 ms by an all-reduce.
+gloo's own all-gather copies the data that it sends and receives, and its reduce-scatter sums a copy
+of the whole tensor (`allgather_into_tensor_coalesced` and `reduce_scatter_tensor_coalesced` in
+torch's ProcessGroupGloo.cpp, torch 2.13). On two ranks over loopback, gathering 32 MiB took 56 ms
+by an all-gather and 16 ms by broadcasts. Summing and scattering them took 72 ms by a reduce-scatter
+and 34 ms by an all-reduce.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from paceline.base.waiting import waiting
 
 
 def gather_in_place(whole: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Every rank broadcasts its part to where it belongs. Collective.
+    """Gather the parts of all ranks into `whole` by broadcasts. Collective.
 
-    whole: contiguous; the parts of all ranks one after the other along its first dim. This rank's own is there.
+    Args:
+        whole: A contiguous tensor with the parts of all ranks one after the other along its first
+            dim. It already contains this rank's own part.
     """
     if not whole.numel():
         return
@@ -38,9 +41,12 @@ def gather_in_place(whole: torch.Tensor, group: dist.ProcessGroup) -> None:
 def reduce_scatter(
     part: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM
 ) -> None:
-    """This rank's part of the sum of what all ranks have. Collective.
+    """Write this rank's part of the sum of all ranks' tensors to `part`. Collective.
 
-    whole: as above; it holds the sums of all parts afterwards. op: torch's `ReduceOp`.
+    Args:
+        whole: A contiguous tensor as in `gather_in_place`. Afterwards it holds the sums of all
+            parts.
+        op: torch's `ReduceOp`.
     """
     if not whole.numel():
         return

@@ -1,8 +1,9 @@
 """Builds a whole model without memory for all of it, for a rank that will hold a part of it.
 
-Only a model's own program knows its initial weights, and each may depend on all that came before. Every rank therefore
-runs the whole program, but large tensors lie in nameless files that are mapped into memory. The system keeps what it
-has room for, and this process lets go of their pages as it goes. A rank then copies out what it holds.
+Only a model's own program knows its initial weights, and each may depend on all earlier ones. Every
+rank therefore runs the whole program, but large tensors are in unlinked files that are mapped into
+memory. The operating system caches as much of them as it has room for, and this process drops their
+pages regularly. A rank then copies out its own part.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from torch.utils.serialization import config
 
 from paceline.launch.process.malloc import trim_heap
 
-LEAST_BYTES = 64 * 1024  # of a storage that is worth a file
-RESIDENT_BYTES = 32 * 1024**2  # of storages that are used before their pages are let go of
+LEAST_BYTES = 64 * 1024  # size of the smallest storage that goes to a file
+RESIDENT_BYTES = 32 * 1024**2  # size of used storages at which their pages are dropped
 
-# <sys/mman.h> of Linux. The first may only be given for our own mappings: those are shared with their files, so that
-# nothing is lost. The second loses nothing of any mapping.
+# From <sys/mman.h> of Linux. MADV_DONTNEED is safe only for mappings of this module: they are
+# shared with their files, so that nothing is lost. MADV_PAGEOUT loses nothing of any mapping.
 _MADV_DONTNEED, _MADV_PAGEOUT = 4, 21
 _IN_MEMORY = ("tmpfs", "ramfs")  # file systems
 _EMPTY = (
@@ -44,28 +45,29 @@ class CannotSpill(Exception):
 
 
 class Spill:
-    """Tensors in files without a name, in a folder on a disk. Nothing is left when the last of them is gone.
+    """Tensors in unlinked files, in a folder on a disk. The files vanish with the last tensor.
 
-    resident_bytes: how much of them is let into memory before it is let go of; an operator that takes more gets it.
+    Args:
+        resident_bytes: Bytes of the files that stay in memory until their pages are dropped. A
+            single operator may use more.
 
     Raises:
-        CannotSpill: no disk for temporary files, or a system that doesn't tell which pages can go.
+        CannotSpill: there is no disk for temporary files, or the system is not Linux.
     """
 
     def __init__(self, *, resident_bytes: int = RESIDENT_BYTES) -> None:
         self.folder, self.resident_bytes = _folder_on_disk(), resident_bytes
         self._prefix = str(self.folder / f"paceline-{os.getpid()}-")
         self._madvise = ctypes.CDLL(None).madvise
-        self._used: dict[
-            int, tuple[int, torch.UntypedStorage | None]
-        ] = {}  # by address: bytes, the storage if ours
+        # By address: bytes, and the storage if it is in a file of this spill.
+        self._used: dict[int, tuple[int, torch.UntypedStorage | None]] = {}
         self._used_bytes = 0
 
     @contextmanager
     def building(self) -> Iterator[None]:
-        """While this is entered, the large CPU tensors that this thread makes go to files.
+        """Put large CPU tensors that this thread makes into files, while the context is entered.
 
-        Weights that are read from a file are mapped and not copied, by torch's own switch for that.
+        Weights that are read from a file are mapped and not copied (torch's `config.load.mmap`).
         """
         before, config.load.mmap = config.load.mmap, True
         try:
@@ -77,7 +79,7 @@ class Spill:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """While this is entered, what operators use of the files doesn't stay in memory."""
+        """Drop pages of the files after operators have used them, while the context is entered."""
         try:
             with _Watch(self, moves=False):
                 yield
@@ -88,7 +90,10 @@ class Spill:
         return _is_plain(tensor) and self._owns(tensor.untyped_storage())
 
     def bring_in(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Move tensors from files into memory, in place. Those that share elements go on sharing them."""
+        """Move tensors from files into memory, in place.
+
+        Tensors that share elements continue to share them.
+        """
         by_storage: dict[int, dict[int, torch.Tensor]] = {}
         for tensor in tensors:
             if self.holds(tensor):
@@ -96,9 +101,8 @@ class Spill:
         for sharing in by_storage.values():
             members = list(sharing.values())
             storage = members[0].untyped_storage()
-            if (
-                sum(tensor.nbytes for tensor in members) < storage.nbytes()
-            ):  # the rest belongs to another rank
+            # If the members are smaller than the storage, the rest belongs to another rank.
+            if sum(tensor.nbytes for tensor in members) < storage.nbytes():
                 for tensor in members:
                     tensor.data = tensor.data.clone(memory_format=torch.preserve_format)
                 continue
@@ -109,7 +113,10 @@ class Spill:
                 )
 
     def in_memory_bytes(self, tensors: Iterable[torch.Tensor]) -> int:
-        """Bytes of large tensors that are in no file: what was not made by torch's operators on this thread."""
+        """Return the bytes of large tensors that are in no file.
+
+        They were not made by torch's operators on this thread.
+        """
         mapped = _mapped_files()
         storage_bytes = {
             storage.data_ptr(): storage.nbytes()
@@ -125,9 +132,8 @@ class Spill:
     def _make(self, num_bytes: int) -> torch.UntypedStorage:
         descriptor, path = tempfile.mkstemp(dir=self.folder, prefix=Path(self._prefix).name)
         try:
-            os.posix_fallocate(
-                descriptor, 0, num_bytes
-            )  # a full disk is an error here, and a killing signal later
+            # A full disk raises an error here; later it would kill the process by a signal.
+            os.posix_fallocate(descriptor, 0, num_bytes)
             return cast(torch.UntypedStorage, torch.UntypedStorage.from_file(path, True, num_bytes))
         finally:
             os.close(descriptor)
@@ -137,7 +143,7 @@ class Spill:
         return (storage.filename or "").startswith(self._prefix)
 
     def _move(self, operator: Any, result: Any, inputs: Iterable[torch.UntypedStorage]) -> None:
-        """Give fresh results a storage in a file, before anyone else has seen them."""
+        """Move new results of an operator to a storage in a file, before other code sees them."""
         if any(returned.alias_info is not None for returned in operator._schema.returns):
             return
         known = {storage._cdata for storage in inputs}
@@ -159,14 +165,15 @@ class Spill:
         for storage in storages:
             address, num_bytes = storage.data_ptr(), storage.nbytes()
             if num_bytes >= LEAST_BYTES and address and address not in self._used:
-                # Held until its pages are let go of, so that the address stays its own.
+                # The storage is held until its pages are dropped, so that nothing else gets its
+                # address.
                 self._used[address] = num_bytes, storage if self._owns(storage) else None
                 self._used_bytes += num_bytes
         if self._used_bytes > self.resident_bytes:
             self._let_go()
 
     def _let_go(self) -> None:
-        """Drop the pages of storages that were used, from this process; files keep what is in them."""
+        """Drop the pages of used storages from this process. The files keep their contents."""
         others = [
             (start, start + count) for start, (count, owner) in self._used.items() if owner is None
         ]
@@ -183,7 +190,7 @@ class Spill:
         trim_heap()
 
     def _advise(self, start: int, stop: int, advice: int) -> None:
-        """Best effort: where it is refused, pages stay."""
+        """Give the system advice about pages. If it refuses, the pages stay in memory."""
         start = -(-start // _PAGE_BYTES) * _PAGE_BYTES
         if stop > start:
             self._madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), advice)
@@ -193,7 +200,7 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
 
 class _Watch(TorchDispatchMode):
-    """Tells a spill of every operator. moves: whether what operators make goes to files."""
+    """Tells a spill of every operator. moves: whether results of operators go to files."""
 
     def __init__(self, spill: Spill, *, moves: bool) -> None:
         super().__init__()
@@ -215,7 +222,8 @@ class _Watch(TorchDispatchMode):
         return result
 
     def _empty(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:
-        """A large tensor without values, in a file from the start; None if it is small or no plain CPU tensor."""
+        """Make a large uninitialised tensor in a file; None if it is small or no plain CPU
+        tensor."""
         like = args[0] if isinstance(args[0], torch.Tensor) else torch.empty(0, device="cpu")
         device, layout = kwargs.get("device") or like.device, kwargs.get("layout") or like.layout
         if torch.device(device).type != "cpu" or layout is not torch.strided:
@@ -228,7 +236,7 @@ class _Watch(TorchDispatchMode):
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it is a tensor with memory of its own kind: no subclass, not sparse, on the CPU."""
+    """Whether a value is a dense CPU tensor: no subclass, not sparse, not quantized."""
     return (
         type(value) in (torch.Tensor, torch.nn.Parameter)
         and value.layout is torch.strided
@@ -242,7 +250,7 @@ def _storages(values: Any) -> list[torch.UntypedStorage]:
 
 
 def _mapped_files() -> list[tuple[int, int]]:
-    """Where private mappings of files lie in this process's memory."""
+    """Return the address ranges of private file mappings in this process's memory."""
     ranges = []
     for line in Path("/proc/self/maps").read_text().splitlines():
         place, mode, _, _, inode = line.split()[:5]
@@ -253,7 +261,11 @@ def _mapped_files() -> list[tuple[int, int]]:
 
 
 def _folder_on_disk() -> Path:
-    """The folder for temporary files, or another one if that is in memory."""
+    """Return the folder for temporary files, or /var/tmp if that folder is in memory.
+
+    Raises:
+        CannotSpill: the system is not Linux, or both folders are in memory or not writable.
+    """
     if not sys.platform.startswith("linux"):
         raise CannotSpill(f"{sys.platform} doesn't let go of mapped pages")
     folders = [Path(tempfile.gettempdir()), Path("/var/tmp")]
@@ -271,7 +283,7 @@ def _folder_on_disk() -> Path:
 
 
 def _file_system(folder: Path) -> str:
-    """The type of the file system that a folder is on."""
+    """Return the type of the file system that contains a folder."""
     mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
     mounted = [(Path(mount[1].encode().decode("unicode_escape")), mount[2]) for mount in mounts]
     return max(

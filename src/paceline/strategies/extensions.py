@@ -1,6 +1,7 @@
-"""Strategies of other packages: whatever is installed under the entry-point group `paceline.strategies`.
+"""Strategies of other packages, found by the entry-point group `paceline.strategies`.
 
-Each entry point names a `Strategy`. Its axes are keys of plans like any other, written before the built-in ones.
+Each entry point names a `Strategy`. Its axes are keys of plans like all others. A plan's text lists
+them before the built-in keys.
 """
 
 from __future__ import annotations
@@ -19,15 +20,17 @@ GROUP = "paceline.strategies"
 
 @cache
 def extensions() -> tuple[Strategy, ...]:
-    """Strategies from outside, by the names of their entry points. One that can't be imported is left out with a
-    warning."""
+    """Return the strategies of other packages in the order of their entry points' names.
+
+    A strategy that can't be imported is left out with a warning.
+    """
     known: list[Strategy] = []
     for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
         try:
             known.append(entry.load())
         except (
             Exception
-        ) as error:  # of somebody else's code, which must not keep other plans from running
+        ) as error:  # an error in another package must not keep other plans from running
             warnings.warn(
                 f"the strategy '{entry.name}' ({entry.value}) can't be loaded and is left out: "
                 f"{type(error).__name__}: {error}",
@@ -37,5 +40,5 @@ def extensions() -> tuple[Strategy, ...]:
 
 
 def axes() -> dict[str, Axis]:
-    """What strategies from outside add to the mesh, by name."""
+    """Return the axes that strategies of other packages add to the mesh, by name."""
     return {axis.name: axis for strategy in extensions() for axis in strategy.keys.axes}

@@ -1,4 +1,4 @@
-"""Small all-reduces of CPU ranks: in memory that they share where they are on one host, by torch elsewhere."""
+"""Small all-reduces of CPU ranks. Ranks on one host use shared memory; others use torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.cluster.limits import usable_cores
 from paceline.strategies.shared_barrier import SLOT_BYTES, SharedBarrier, stays_awake
 from paceline.strategies.shared_memory import HEADER_BYTES, MARK_BYTES, SharedMemory, shared_memory
 
-_LABEL_BYTES = 128  # of what an exchange is of, in words; more of them are left out
+_LABEL_BYTES = 128  # size of the text that describes an exchange; longer text is cut off
 _COMBINE: dict[Any, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     dist.ReduceOp.SUM: torch.add,
     dist.ReduceOp.MAX: torch.maximum,
@@ -23,12 +23,16 @@ _COMBINE: dict[Any, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 def all_reduce(
     tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None
 ) -> None:
-    """As torch's, in place; it adds in the order of ranks. Collective.
+    """Reduce a tensor over all ranks in place, like torch's all-reduce. Collective.
 
-    op: torch's `ReduceOp`: SUM or MAX.
+    In shared memory, values are added in the order of ranks.
+
+    Args:
+        op: torch's `ReduceOp`: SUM or MAX.
 
     Raises:
-        PeerLost: a rank's process ended before it came, or came with another tensor or operation.
+        PeerLost: a rank's process ended before it called this, or called it with another tensor or
+            operation.
     """
     slots = None
     if tensor.device.type == "cpu" and 0 < tensor.nbytes <= SLOT_BYTES:
@@ -40,8 +44,12 @@ def all_reduce(
 
 
 class _Slots:
-    """A slot of each rank, twice: who is done with one exchange may write for the next before others have read. What
-    the exchange is of comes first in it: gloo, too, ends ranks that come with different ones."""
+    """Two slots of shared memory for each rank, used in turn.
+
+    A rank that is done with one exchange may write for the next before others have read. A slot
+    begins with a label of the exchange. Ranks with different labels end with an error, as they do
+    under gloo.
+    """
 
     def __init__(self, memory: SharedMemory, rank: int) -> None:
         counters = [memoryview(mapping)[MARK_BYTES : MARK_BYTES + 8] for mapping in memory.mappings]
@@ -80,12 +88,15 @@ def _listed(labels: Sequence[bytes]) -> str:
     return ", ".join(sorted({label.decode().strip() for label in labels}))
 
 
-# Of groups whose ranks have met here; None of those that share no memory.
+# The slots of groups that have called `all_reduce` before; None for groups that share no memory.
 _slots: WeakKeyDictionary[dist.ProcessGroup, _Slots | None] = WeakKeyDictionary()
 
 
 def _slots_of(group: dist.ProcessGroup) -> _Slots | None:
-    """Collective the first time."""
+    """Return the slots of a group; None if its ranks share no memory.
+
+    Collective on the first call.
+    """
     if group not in _slots:
         memory = None
         if _all_stay_awake(group):
@@ -95,7 +106,10 @@ def _slots_of(group: dist.ProcessGroup) -> _Slots | None:
 
 
 def _all_stay_awake(group: dist.ProcessGroup) -> bool:
-    """Collective: ranks may see different numbers of cores."""
+    """Whether all ranks of a group may wait awake.
+
+    Collective: ranks may see different numbers of cores.
+    """
     sleeps = torch.tensor([float(not stays_awake(dist.get_world_size(), usable_cores()))])
     dist.all_reduce(sleeps, dist.ReduceOp.MAX, group=group)
     return not sleeps.item()

@@ -1,4 +1,4 @@
-"""The keys of all strategies, without what their ranks or prices need: plans are read from them."""
+"""The keys of all strategies, from which plans are read. Imports no code of ranks or prices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from paceline.strategies.server.keys import KEYS as SERVER
 from paceline.strategies.shard.keys import KEYS as SHARD
 from paceline.strategies.tensor.keys import KEYS as TENSOR
 
-# In the order of messages. Axes outermost first: neighbours along the last one are neighbours among the ranks.
+# In the order of messages. Axes are outermost first: ranks with successive numbers are neighbours
+# along the last axis.
 BUILT_IN: tuple[PlanKeys, ...] = (
     PIPELINE,
     PLACE,
@@ -32,7 +33,7 @@ BUILT_IN: tuple[PlanKeys, ...] = (
     modifiers.KEYS,
 )
 AXES: tuple[Axis, ...] = tuple(axis for plan_keys in BUILT_IN for axis in plan_keys.axes)
-# In the order of a plan's text: axes, then synchronisation, schedule and modifiers.
+# The order of keys in a plan's text: axes, then synchronisation, schedule and modifiers.
 _ORDER = (
     "pipeline",
     "place",
@@ -68,15 +69,18 @@ KEYS: dict[str, Key] = dict(
 
 
 def key(name: str) -> Key | None:
-    """The key of that name. Strategies from outside are looked at for keys that are not built in."""
+    """Return the key of a name, or None.
+
+    Strategies of other packages are searched for keys that are not built in.
+    """
     return KEYS.get(name) or keys().get(name)
 
 
 def keys() -> dict[str, Key]:
-    """All keys in the order of a plan's text, those from outside first.
+    """Return all keys in the order of a plan's text; keys of other packages come first.
 
     Raises:
-        PlanError: a strategy from outside brings a key that is built in.
+        PlanError: a strategy of another package adds a key that is built in.
     """
     outside = extensions.axes()
     if taken := sorted(outside.keys() & KEYS.keys()):

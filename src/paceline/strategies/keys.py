@@ -1,7 +1,7 @@
-"""Keys of plans: what a value may be, how it is read and what it contradicts.
+"""Keys of plans: their allowed values, how values are read, and which values contradict each other.
 
-A strategy declares its own in `keys.py` of its folder, which imports nothing that only ranks or prices need.
-`key_registry.py` lists them all.
+A strategy declares its own keys in `keys.py` of its folder. That file imports nothing that only
+ranks or prices need. `key_registry.py` lists all keys.
 """
 
 from __future__ import annotations
@@ -24,23 +24,15 @@ Record = Literal["axes", "sync", "schedule", "modifiers"]
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key of a plan's text.
-
-    record: the part of a plan that has the value as a field.
-    default: the value that the text leaves out.
-    allowed: the values, as messages show them.
-    read: the value from the key and its text. Raises PlanError.
-    problem: what is wrong with a value by itself, in words; "" for a right one.
-    counts_ranks: whether it says how many ranks there are.
-    """
+    """One key of a plan's text."""
 
     name: str
-    record: Record
-    default: Any
-    allowed: str
-    read: Callable[[str, str], Any]
-    problem: Callable[[Any], str]
-    counts_ranks: bool = False
+    record: Record  # the part of a plan that has the value as a field
+    default: Any  # the text omits this value
+    allowed: str  # the values, as messages show them
+    read: Callable[[str, str], Any]  # returns the value from the key and its text; raises PlanError
+    problem: Callable[[Any], str]  # says what is wrong with a value by itself; "" if nothing is
+    counts_ranks: bool = False  # whether the value is a number of ranks
 
 
 def is_count(value: Any) -> bool:
@@ -49,14 +41,15 @@ def is_count(value: Any) -> bool:
 
 
 def as_text(value: Any) -> str:
-    """A value as a plan's text has it: whole numbers are parted by colons."""
+    """Return a value in the form of a plan's text. Colons separate the numbers of a tuple."""
     return ":".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def whole_number(name: str, text: str, *, allowed: str) -> int:
-    """
+    """Read a whole number.
+
     Raises:
-        PlanError: the text is none.
+        PlanError: the text is not a whole number.
     """
     if not re.fullmatch(r"\d+", text):
         raise PlanError(f"{name}={text} is not a whole number", hint=f"{name}={allowed}")
@@ -66,7 +59,7 @@ def whole_number(name: str, text: str, *, allowed: str) -> int:
 def count(
     name: str, record: Record, letter: str, *, default: int | None = 1, counts_ranks: bool = False
 ) -> Key:
-    """A key for a whole number of at least 1. letter: for it in messages."""
+    """Make a key for a whole number of at least 1. letter: stands for the number in messages."""
     return Key(
         name,
         record,
@@ -89,7 +82,7 @@ def count_or(
     allowed: str,
     least: Literal[0, 1] = 1,
 ) -> Key:
-    """A key for a whole number of at least `least`, or one word."""
+    """Make a key for a whole number of at least `least`, or one word."""
 
     def problem(value: Any) -> str:
         right = value == word or is_count(value) or (value == 0 == least)
@@ -108,7 +101,7 @@ def count_or(
 
 
 def choice(name: str, record: Record, values: Sequence[str], *, default: str) -> Key:
-    """A key for one of a few words."""
+    """Make a key for one of a few words."""
     return Key(
         name,
         record,
@@ -121,30 +114,27 @@ def choice(name: str, record: Record, values: Sequence[str], *, default: str) ->
 
 @cache
 def of_axis(axis: Axis) -> Key:
-    """The key that says how many ranks there are along an axis."""
+    """Make the key for the number of ranks along an axis."""
     return count(axis.name, "axes", "N", counts_ranks=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanKeys:
-    """What a strategy brings to plans.
+    """The keys that a strategy adds to plans, with their checks."""
 
-    axes: of the mesh; each is a key, for a whole number. keys: the others.
-    sync: the kind of synchronisation that has the values of the keys in the record "sync".
-    complete: the values that a plan is made from, with those that follow from them. Raises PlanError for a key that
-        is about nothing in the plan.
-    problems: what is wrong with a plan whose values are each right, in words.
-    relaxes: what a plan gives up against one device; "" for an exact one. exact: the plan without that.
-    """
-
-    axes: tuple[Axis, ...] = ()
-    keys: tuple[Key, ...] = ()
+    axes: tuple[Axis, ...] = ()  # of the mesh; each is also a key for a whole number
+    keys: tuple[Key, ...] = ()  # all keys that are not axes
+    # The kind of synchronisation that has the values of the keys in the record "sync".
     sync: type[Synchronisation] | None = None
+    # Adds values that follow from the given values. Raises PlanError for a key that applies to
+    # nothing in the plan.
     complete: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda values: values
+    # Says what is wrong with a plan whose values are right one by one.
     problems: Callable[[Plan], list[str]] = lambda plan: []
+    # Says how a relaxed plan differs from one device; "" for an exact plan.
     relaxes: Callable[[Plan], str] = lambda plan: ""
-    exact: Callable[[Plan], Plan] = lambda plan: plan
+    exact: Callable[[Plan], Plan] = lambda plan: plan  # returns the plan without that difference
 
     def all(self) -> tuple[Key, ...]:
-        """The keys of the axes and the others."""
+        """Return the keys of the axes and all others."""
         return (*map(of_axis, self.axes), *self.keys)

@@ -1,4 +1,4 @@
-"""What a rank runs of a model: all of it, or stages of it. The step around it is the same."""
+"""The part of a model that a rank runs: the whole model, or stages of it. The step is the same."""
 
 from __future__ import annotations
 
@@ -18,154 +18,146 @@ if TYPE_CHECKING:
 
 
 class Batch(Protocol):
-    """A micro-batch, as far as a model and its loss are concerned. samples: that count; 0 for a stand-in."""
+    """A micro-batch, as a model and its loss see it."""
 
     @property
     def target(self) -> Any: ...
     @property
-    def samples(self) -> int: ...
+    def samples(self) -> int: ...  # number of samples; 0 for a padding batch
 
     def call(self, model: nn.Module) -> Any:
-        """The model's output for it."""
+        """Return the model's output for this batch."""
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What the model is called with."""
+        """Return the arguments with which the model is called."""
 
     def to(self, device: torch.device) -> Batch:
-        """On the device."""
+        """Return this batch on the device."""
 
 
 class Statistics:
-    """Whose samples a batch norm sees: here, those of its rank.
+    """The source of a batch norm's statistics: in this class, the samples of its own rank."""
 
-    may_meet: whether forwards wait there for other replicas. num_meetings: how often they did.
-    """
-
+    # Whether forwards wait in batch norms for other replicas, and how often they did.
     may_meet, num_meetings = False, 0
 
     def over(self, samples: int) -> AbstractContextManager[None]:
-        """A forward of so many samples comes next, and its backward; 0 of a stand-in."""
+        """Enter this around a forward of `samples` samples and its backward; 0 for a padding
+        batch."""
         return nullcontext()
 
 
 @dataclass(frozen=True)
 class ModelUse:
-    """How a job runs its model, for plans that must see the forward.
+    """A job's use of its model, for plans that must see the forward."""
 
-    example: makes a batch of so many samples; where a model is cut does not depend on their values.
-    context: the numeric context of a forward.
-    functions: the job's loss and metrics, from (output, target), by what they are called in a message.
-    evaluated: makes a batch as the model is evaluated on; None if it isn't.
-    running: entered where the whole model's weights are used.
-    statistics: of its batch norms.
-    """
-
+    # Makes a batch of a given number of samples. Their values don't influence where a model is cut.
     example: Callable[[int], Batch]
-    context: Callable[[], Any]
+    context: Callable[[], Any]  # the numeric context of a forward
+    # The job's loss and metrics, functions of (output, target), by their names in messages.
     functions: Mapping[str, Callable[[Any, Any], Any]]
+    # Makes a batch like those of an evaluation; None if the model isn't evaluated.
     evaluated: Callable[[], Batch] | None = None
+    # The context that is entered where the whole model's weights are used.
     running: Callable[[], AbstractContextManager[None]] = nullcontext
-    statistics: Statistics = field(default_factory=Statistics)
+    statistics: Statistics = field(default_factory=Statistics)  # of the model's batch norms
 
 
 @dataclass(frozen=True)
 class CutBasis:
-    """What says which cut of a model is even.
+    """The facts that decide which cut of a model is even."""
 
-    microbatch_samples: most samples of a micro-batch.
-    state_factor: gives bytes of optimizer state a byte of trainable parameters.
-    devices: of each rank. precision: of the job.
-    """
-
-    microbatch_samples: int
-    state_factor: Callable[[], float]
-    devices: Sequence[Device]
-    precision: Precision
+    microbatch_samples: int  # samples of the largest micro-batch
+    state_factor: Callable[[], float]  # bytes of optimizer state per byte of trainable parameters
+    devices: Sequence[Device]  # the device of each rank
+    precision: Precision  # of the job
 
 
 class MicrobatchWork(Protocol):
-    """What belongs to a micro-batch besides the model."""
+    """The work of a micro-batch besides running the model."""
 
     def before_forward(self, microbatch: int, stage: int) -> None:
-        """Random streams and the numeric context."""
+        """Set the random streams and the numeric context."""
 
     def loss(self, microbatch: int, output: Any) -> torch.Tensor:
-        """What backward starts from."""
+        """Return the tensor from which backward starts."""
 
     def before_backward(self, microbatch: int) -> None:
-        """Tells the synchronisers."""
+        """Tell the synchronisers that a backward comes next."""
 
     def record(self, kind: str, label: str, start_s: float, end_s: float) -> None:
-        """Notes when something was done, by `time.perf_counter`; for traces."""
+        """Record the interval of an action for traces, in seconds of `time.perf_counter`."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a user should know of how a model was laid out.
+    """A description for the user of how a model was laid out."""
 
-    lines: to show when a run begins. document: the same in full, for `split.json`; empty if there is nothing to say.
-    """
-
-    lines: tuple[str, ...] = ()
+    lines: tuple[str, ...] = ()  # shown when a run begins
+    # The same in full, for `split.json`; empty if there is nothing to say.
     document: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Where a rank's part of a tensor lies in the whole. shape: of the whole. offsets: along each dim."""
+    """The position of a rank's part of a tensor in the whole tensor."""
 
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
+    shape: tuple[int, ...]  # of the whole tensor
+    offsets: tuple[int, ...]  # of the part, along each dim
 
 
 class Ownership(Protocol):
-    """What a rank answers for: it alone counts it in norms and writes it into checkpoints.
+    """The tensors that a rank owns.
 
-    owned, owned_buffers: names.
-    extents: of parameters that are held in part, as plain tensors; a DTensor knows its own.
+    It alone counts them in norms and writes them into checkpoints.
     """
 
     @property
-    def owned(self) -> frozenset[str]: ...
+    def owned(self) -> frozenset[str]: ...  # names of parameters
     @property
-    def owned_buffers(self) -> frozenset[str]: ...
+    def owned_buffers(self) -> frozenset[str]: ...  # names
+    # Extents of parameters that are held in part as plain tensors. A DTensor knows its own.
     @property
     def extents(self) -> Mapping[str, Extent]: ...
 
 
 class Layout(Ownership, Protocol):
-    """How a rank runs its part of a model.
+    """A rank's part of a model, and the way it runs."""
 
-    module: holds the parameters of this rank, under the model's names. The rooms of the plan change it in place.
-    has_output: whether the model's output, and so the loss, is here.
-    meets_in_forward: whether ranks of other replicas wait in its forwards. Else stand-ins are left out.
-    report: how the model was laid out.
-    """
-
+    # Holds the parameters of this rank under the model's names. Strategies change it in place.
     @property
     def module(self) -> nn.Module: ...
     @property
-    def has_output(self) -> bool: ...
+    def has_output(self) -> bool: ...  # whether this rank has the model's output, and so the loss
+    # Whether ranks of other replicas wait in this rank's forwards. If not, padding batches are
+    # skipped.
     @property
     def meets_in_forward(self) -> bool: ...
     @property
-    def report(self) -> Report: ...
+    def report(self) -> Report: ...  # describes how the model was laid out
 
     def let_go(self) -> None:
-        """Take the memory of parameters that `module` doesn't hold, once the rooms have changed it."""
+        """Free the memory of parameters that `module` doesn't hold, after the strategies have
+        changed it."""
 
     def run(self, batches: Sequence[Batch], work: MicrobatchWork) -> None:
-        """Forward and backward of every micro-batch of a step."""
+        """Run forward and backward of every micro-batch of a step."""
 
     def forward(self, batch: Batch) -> Any:
-        """The model's output for one batch without gradients; None where `has_output` is false. Collective."""
+        """Return the model's output for one batch without gradients; None if `has_output` is false.
+
+        Collective.
+        """
 
     def finish(self) -> None:
-        """Every gradient of this rank is complete over its replicas; make it so over its stages too."""
+        """Complete the gradients over this rank's stages.
+
+        They are complete over its replicas already.
+        """
 
 
 class Whole:
-    """The model as it is."""
+    """The layout of a rank that runs the whole model."""
 
     has_output = True
     report = Report()
@@ -178,7 +170,7 @@ class Whole:
         self.extents: dict[str, Extent] = {}
 
     def let_go(self) -> None:
-        """All of them are held."""
+        """Free nothing: `module` holds all parameters."""
 
     @property
     def meets_in_forward(self) -> bool:
@@ -186,7 +178,10 @@ class Whole:
 
     @cached_property
     def never_cut(self) -> list[nn.Parameter]:
-        """Parameters that the plan's rooms left whole; asked when no other one is gathered."""
+        """The parameters that the plan's strategies left whole.
+
+        Read only while no other one is gathered.
+        """
         return [p for p in self.module.parameters() if not hasattr(p, "device_mesh")]
 
     def run(self, batches: Sequence[Batch], work: MicrobatchWork) -> None:
@@ -205,7 +200,7 @@ class Whole:
         loss = work.loss(number, output)
         turned_s = time.perf_counter()
         work.before_backward(number)
-        if loss.requires_grad:  # else nothing counts in this micro-batch
+        if loss.requires_grad:  # otherwise nothing in this micro-batch counts
             loss.backward()
         work.record("forward", str(number), began_s, turned_s)
         work.record("backward", str(number), turned_s, time.perf_counter())
@@ -215,11 +210,11 @@ class Whole:
             return batch.call(self.module)
 
     def _left_by_stand_in(self, batch: Batch) -> AbstractContextManager[None]:
-        """What a forward without samples changes of a model is put back."""
+        """Restore the model's state after a forward of a padding batch."""
         from paceline.model.attributes import state_of_forward_kept
 
         never_cut = self.never_cut
         return nullcontext() if batch.samples else state_of_forward_kept(self.module, never_cut)
 
     def finish(self) -> None:
-        """Nothing is elsewhere."""
+        """Do nothing: there are no other stages."""

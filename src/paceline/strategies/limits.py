@@ -1,4 +1,4 @@
-"""What a job and a number of devices allow of plans."""
+"""The limits that a job and a number of devices set to plans."""
 
 from __future__ import annotations
 
@@ -9,38 +9,35 @@ from paceline.strategies.plan import RecomputeName
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a job allows.
+    """The limits that a job sets to plans."""
 
-    batch: samples an optimizer step. layers: that a pipeline can be cut between; 0 if the model can't be cut.
-    tensor: the most parts that layers can be cut into; 1 if they can't. parts: the same for modules that are placed.
-    recomputes: of its activations, from the least computing to the most.
-    compiled_steps: of the run, if blocks may be compiled for it; None if not.
-    """
-
-    batch: int
-    layers: int = 0
-    tensor: int = 1
-    parts: int = 1
+    batch: int  # samples per optimizer step
+    layers: int = 0  # a pipeline can be cut between these; 0 if the model can't be cut
+    tensor: int = 1  # the most parts into which layers can be cut; 1 if they can't
+    parts: int = 1  # the most parts into which modules can be placed; 1 if they can't
+    # Allowed ways to recompute activations, from the least computing to the most.
     recomputes: tuple[RecomputeName, ...] = ("none", "full")
+    # Number of steps of the run, if blocks may be compiled for it; None if not.
     compiled_steps: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceCounts:
-    """Devices of a cluster: how many, how many are in a node, and whether a plan may leave some of them out."""
+    """The number of devices of a cluster."""
 
     num_devices: int
-    per_node: int
-    may_be_fewer: bool = False
+    per_node: int  # devices of one node
+    may_be_fewer: bool = False  # whether a plan may leave some devices out
 
     @property
     def counts(self) -> list[int]:
-        """Of devices that plans may use."""
+        """The numbers of devices that plans may use."""
         return divisors(self.num_devices) if self.may_be_fewer else [self.num_devices]
 
 
 def divisors(count: int) -> list[int]:
-    """
+    """Return the divisors of a number in ascending order.
+
     >>> divisors(12)
     [1, 2, 3, 4, 6, 12]
     """

@@ -1,4 +1,4 @@
-"""Which ranks meet along which axis of a plan, and what they are to each other by what the axes cut."""
+"""The mesh of a plan's ranks: which ranks share an axis, and what they have in common."""
 
 from __future__ import annotations
 
@@ -23,27 +23,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's place among the ranks: axes with their sizes, outermost first, neighbours in the last one.
-
-    axes: what each axis cuts; those that are not in `sizes` have one rank.
+    """This rank's place among all ranks of a plan.
 
     >>> Mesh({"data": 2, "shard": 2}, rank=3).coordinates
     {'data': 1, 'shard': 1}
     """
 
+    # Ranks along each axis, outermost axis first. Ranks with successive numbers are neighbours
+    # along the last axis.
     sizes: dict[str, int]
     rank: int
+    # what each axis cuts; an axis that is not in `sizes` has one rank
     axes: tuple[Axis, ...] = AXES
     _groups: dict[str, ProcessGroup] = field(default_factory=dict, compare=False)
     _devices: dict[str, DeviceMesh] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of(cls, plan: Plan, rank: int) -> Mesh:
-        """A rank's place in a plan."""
+        """Return a rank's place in a plan."""
         return cls(plan.axes.sizes(), rank, plan.axes.facts())
 
     def at(self, rank: int) -> Mesh:
-        """Another rank's place; without groups."""
+        """Return another rank's place, without process groups."""
         return Mesh(self.sizes, rank, self.axes)
 
     @cached_property
@@ -58,25 +59,28 @@ class Mesh:
         return {axis: places[axis] for axis in self.sizes}
 
     def ranks_along(self, axis: str) -> list[int]:
-        """Ranks that differ from this one in this axis only, in order."""
+        """Return the ranks that differ from this one in this axis only, in order."""
         stride = self._stride(axis)
         first = self.rank - self.coordinates[axis] * stride
         return [first + i * stride for i in range(self.sizes[axis])]
 
     def rows(self, axis: str) -> list[list[int]]:
-        """All ranks, in rows along an axis."""
+        """Return all ranks in rows along an axis."""
         rows = [self.at(first).ranks_along(axis) for first in range(self.world_size)]
         return [row for first, row in enumerate(rows) if row[0] == first]
 
     @cached_property
     def stage_axis(self) -> str:
-        """The axis along which ranks hold different modules; the first of those that could, if none is cut."""
+        """The axis along which ranks hold different modules.
+
+        If the plan has several ranks along none, this is the first axis that cuts modules.
+        """
         cutting = self._names(lambda axis: axis.cuts_modules)
         return next((axis for axis in cutting if self.sizes[axis] > 1), cutting[0])
 
     @cached_property
     def stage_word(self) -> str:
-        """What messages call one place along the axis of stages."""
+        """The word that messages use for one place along the axis of stages."""
         return next(axis.place for axis in self.axes if axis.name == self.stage_axis)
 
     @cached_property
@@ -86,18 +90,22 @@ class Mesh:
 
     @cached_property
     def cut_by(self) -> list[tuple[str, ...]]:
-        """The axes that may cut one tensor together: none, each of them, two of them, and so on. In one order."""
+        """All sets of axes that may cut one tensor: none, each axis, each two axes, and so on.
+
+        The order is the same on all ranks.
+        """
         axes = self.part_axes
         return [cutting for count in range(len(axes) + 1) for cutting in combinations(axes, count)]
 
     @cached_property
     def copy_axes(self) -> tuple[str, ...]:
-        """Axes along which each rank holds all that the others hold."""
+        """Axes along which all ranks hold the same weights."""
         return self._names(lambda axis: axis.copies_weights)
 
     @cached_property
     def alike_axes(self) -> tuple[str, ...]:
-        """Axes along which ranks hold a tensor alike that no axis cuts: all but those that cut modules."""
+        """Axes along which all ranks hold an uncut tensor: all axes except those that cut
+        modules."""
         return self._names(lambda axis: not axis.cuts_modules)
 
     @cached_property
@@ -107,11 +115,14 @@ class Mesh:
 
     @cached_property
     def replicas(self) -> list[int]:
-        """Ranks that hold the same part of the model and see another part of the batch, in their order."""
+        """Ranks that hold the same part of the model and see another part of the batch, in their
+        order."""
         return self.summed_over()
 
     def summed_axes(self, cut_by: Iterable[str] = ()) -> tuple[str, ...]:
-        """Axes over which the gradient of a tensor that these axes cut is summed; see `axes_cut`.
+        """Return the axes over which the gradient of a tensor is summed.
+
+        cut_by: the axes that cut the tensor; see `axes_cut`.
 
         >>> Mesh({"data": 2, "shard": 2, "tensor": 2}, rank=0).summed_axes(["shard"])
         ('data',)
@@ -121,12 +132,15 @@ class Mesh:
         )
 
     def summed_over(self, cut_by: Iterable[str] = ()) -> list[int]:
-        """The ranks that hold what this rank holds of a tensor that these axes cut, and whose gradients of it are
-        summed, in order."""
+        """Return the ranks over which the gradient of a tensor is summed, in order.
+
+        They hold the same part of the tensor as this rank. cut_by: the axes that cut the tensor.
+        """
         return self.ranks_over(self.summed_axes(cut_by))
 
     def ranks_over(self, axes: Iterable[str]) -> list[int]:
-        """Ranks that differ from this one in these axes only, in order, the first axis outermost."""
+        """Return the ranks that differ from this one in these axes only, in order, the first axis
+        outermost."""
         axes = list(axes)
         ranks = [self.rank - sum(self.coordinates[axis] * self._stride(axis) for axis in axes)]
         for axis in axes:
@@ -139,17 +153,23 @@ class Mesh:
 
     @cached_property
     def replica(self) -> int:
-        """Which replica this rank belongs to: replicas are numbered along the axes that cut samples."""
+        """The number of this rank's replica.
+
+        Replicas are numbered along the axes that cut samples.
+        """
         return self.number(self._names(lambda axis: axis.cuts_samples))
 
     @cached_property
     def copy(self) -> int:
-        """Which copy of the model's weights this rank holds all or a part of."""
+        """The number of the copy of the model's weights that this rank holds, whole or in part."""
         return self.number(self.copy_axes)
 
     @cached_property
     def part(self) -> int:
-        """Which part of the model's weights this rank holds. Ranks with the same part hold the same."""
+        """The number of the part of the model's weights that this rank holds.
+
+        Ranks with the same number hold the same weights.
+        """
         return self.number(axis for axis in self.sizes if axis not in self.copy_axes)
 
     @cached_property
@@ -158,18 +178,23 @@ class Mesh:
 
     @cached_property
     def loss_number(self) -> int:
-        """This rank's number among those that compute different losses: ranks with the same samples and modules share
-        one, and draw the same random numbers."""
+        """This rank's number among ranks that compute different losses.
+
+        Ranks with the same samples and modules have the same number, and draw the same random
+        numbers.
+        """
         return self.number(self._names(lambda axis: not axis.computes_same_loss))
 
     @cached_property
     def is_first_of_same_loss(self) -> bool:
-        """Whether this rank speaks for all that come to the same output."""
+        """Whether this rank is the first of those that compute the same output, and represents
+        them."""
         return self.is_first(self._names(lambda axis: axis.computes_same_loss))
 
     @cached_property
     def is_first_of_same_samples(self) -> bool:
-        """Whether this rank speaks for all that see the same samples."""
+        """Whether this rank is the first of those that see the same samples, and represents
+        them."""
         return self.is_first(self._names(lambda axis: not axis.cuts_samples))
 
     def is_first(self, axes: Iterable[str]) -> bool:
@@ -177,11 +202,17 @@ class Mesh:
         return not any(self.coordinates[axis] for axis in axes)
 
     def group(self, axis: str) -> ProcessGroup:
-        """The process group along an axis, or of all "replicas". `connect` must have been called."""
+        """Return the process group along an axis, or that of all "replicas".
+
+        Call `connect` before.
+        """
         return self._groups[axis]
 
     def connect(self) -> None:
-        """Make the process group of every axis above 1. Collective: every rank calls it."""
+        """Make the process group of every axis with more than one rank.
+
+        Collective: every rank calls it.
+        """
         import torch.distributed as dist
 
         for axis, size in self.sizes.items():
@@ -207,8 +238,11 @@ class Mesh:
                     self._groups["replicas"] = group
 
     def devices(self, kind: str) -> DeviceMesh:
-        """torch's own mesh of all ranks, with the axes above 1 as its dims, and the groups that `connect` has made:
-        others would have threads and connections of their own."""
+        """Return torch's mesh of all ranks, with the axes of more than one rank as its dims.
+
+        It uses the groups that `connect` has made. New groups would have threads and connections of
+        their own.
+        """
         import torch
         from torch.distributed.device_mesh import DeviceMesh
 
@@ -223,12 +257,12 @@ class Mesh:
         return self._devices[kind]
 
     def _names(self, has: Callable[[Axis], bool]) -> tuple[str, ...]:
-        """Of the axes for which something holds, outermost first."""
+        """Return the names of the axes for which a predicate holds, outermost first."""
         facts = {axis.name: axis for axis in self.axes}
         return tuple(name for name in self.sizes if has(facts[name]))
 
     def number(self, axes: Iterable[str]) -> int:
-        """This rank's place along several axes together, the first of them outermost."""
+        """Return this rank's number along several axes together, the first of them outermost."""
         number = 0
         for axis in axes:
             number = number * self.sizes[axis] + self.coordinates[axis]
@@ -240,7 +274,10 @@ class Mesh:
 
 
 def hosts_of_parts(mesh: Mesh, host_ranks: int) -> dict[int, set[int]]:
-    """The hosts, of so many ranks each, that hold each part of the model's weights."""
+    """Return the hosts that hold each part of the model's weights, by part.
+
+    Each host has `host_ranks` ranks.
+    """
     hosts: dict[int, set[int]] = {}
     for rank in range(mesh.world_size):
         hosts.setdefault(mesh.at(rank).part, set()).add(rank // host_ranks)
@@ -248,7 +285,10 @@ def hosts_of_parts(mesh: Mesh, host_ranks: int) -> dict[int, set[int]]:
 
 
 def weakest(plan: Plan, devices: Sequence[Device]) -> list[Device | None]:
-    """For each place along the axis of stages the device with the least memory: replicas are cut alike."""
+    """Return the device with the least memory for each place along the axis of stages.
+
+    All replicas are cut alike, so the smallest device decides.
+    """
     mesh = Mesh.of(plan, 0)
     axis = mesh.stage_axis
     weakest_at: list[Device | None] = [None] * mesh.sizes[axis]
@@ -261,7 +301,10 @@ def weakest(plan: Plan, devices: Sequence[Device]) -> list[Device | None]:
 
 
 def axes_cut(tensor: Any) -> tuple[str, ...]:
-    """Axes along which ranks hold different parts of a tensor, outermost first; none of a plain one."""
+    """Return the axes along which ranks hold different parts of a tensor, outermost first.
+
+    A plain tensor has none.
+    """
     if not hasattr(tensor, "device_mesh"):
         return ()
     return tuple(
@@ -274,7 +317,8 @@ def axes_cut(tensor: Any) -> tuple[str, ...]:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor that this rank holds; the tensor itself if it is not distributed."""
+    """Return the part of a tensor that this rank holds; the tensor itself if it is not
+    distributed."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 

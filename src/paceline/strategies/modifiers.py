@@ -1,4 +1,7 @@
-"""The plan keys `accumulate`, `shares` and `deterministic`, which any plan can carry and which are no strategy's."""
+"""The plan keys `accumulate`, `shares` and `deterministic`.
+
+Any plan can have them, and they belong to no strategy.
+"""
 
 from __future__ import annotations
 

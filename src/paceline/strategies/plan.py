@@ -1,8 +1,10 @@
-"""How a job is spread over devices: a small frozen value a person can read, write, diff and keep in a file.
+"""A plan: one way to distribute a job over devices, as a frozen value that people can read, write
+and keep in a file.
 
-A plan is axes (how data and model are split), synchronisation (how updates meet), a schedule (in what order) and
-modifiers. The text form ("data=2 shard=2 zero=2 accumulate=4") is parsing and printing only. What its keys may be and
-what they contradict is in `strategies/*/keys.py`.
+A plan consists of axes (how data and model are split), synchronisation (how ranks combine updates),
+a schedule (in what order ranks work) and modifiers. This module parses and prints the text form
+("data=2 shard=2 zero=2 accumulate=4"). The allowed values of the keys, and their contradictions,
+are in `strategies/*/keys.py`.
 """
 
 from __future__ import annotations
@@ -35,72 +37,60 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Axes:
-    """Sizes of the mesh axes, outermost first. An axis of size 1 is not there.
+    """Sizes of the mesh axes, outermost first. An axis of size 1 is unused."""
 
-    pipeline: ranks that hold consecutive stages of the model.
-    parts: ranks that hold modules as a placement says.
-    data: replicas whose gradients meet by all-reduce.
-    shard: replicas that also share optimizer state, gradients and parameters.
-    tensor: ranks that hold parts of each layer.
-    others: axes of strategies from outside with their sizes, outside all of these.
-    """
-
-    pipeline: int = 1
-    parts: int = 1
-    data: int = 1
-    shard: int = 1
-    tensor: int = 1
+    pipeline: int = 1  # ranks that hold consecutive stages of the model
+    parts: int = 1  # ranks that hold the modules that a placement assigns to them
+    data: int = 1  # replicas that sum their gradients by all-reduce
+    shard: int = 1  # replicas that also share optimizer state, gradients and parameters
+    tensor: int = 1  # ranks that hold parts of each layer
+    # Axes of other packages' strategies with their sizes. They are outside all axes above.
     others: tuple[tuple[str, int], ...] = ()
 
     def sizes(self) -> dict[str, int]:
-        """Axis name to size, outermost first."""
+        """Return the size of each axis by name, outermost first."""
         return {**dict(self.others), **{axis.name: getattr(self, axis.name) for axis in AXES}}
 
     def facts(self) -> tuple[Axis, ...]:
-        """What each axis cuts, outermost first."""
+        """Return the axes with what each one cuts, outermost first."""
         return (*(extensions.axes()[name] for name, _ in self.others), *AXES)
 
     def num_ranks(self, has: Callable[[Axis], bool]) -> int:
-        """The product of the axes for which something holds."""
+        """Return the product of the sizes of the axes for which a predicate holds."""
         sizes = self.sizes()
         return math.prod(sizes[axis.name] for axis in self.facts() if has(axis))
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Where the model's modules go, and in what order the ranks that hold them work.
+    """The assignment of the model's modules to ranks, and the order in which these ranks work."""
 
-    place: "auto" or a file with the modules of each part; "" for a plan without parts.
-    schedule: of a pipeline.
-    microbatches: how many a replica's part of a step is cut into; "auto" is twice as many as ranks.
-    virtual: stages a rank holds; above 1 for "interleaved" alone.
-    """
-
+    # "auto", or a file with the modules of each part; "" for a plan without parts.
     place: str = PLACE.default
-    schedule: ScheduleName = SCHEDULE.default
+    schedule: ScheduleName = SCHEDULE.default  # of a pipeline
+    # Number of micro-batches of a replica's part of a step; "auto" is twice the number of ranks.
     microbatches: int | Literal["auto"] = MICROBATCHES.default
-    virtual: int = VIRTUAL.default
+    virtual: int = VIRTUAL.default  # stages that a rank holds; above 1 only for "interleaved"
 
 
 @dataclass(frozen=True, slots=True)
 class Modifiers:
-    """What any plan can carry.
+    """Settings that any plan can have."""
 
-    accumulate: micro-batches an update, or "auto": as few as fit each device's memory.
-    recompute: "full" keeps only each block's input for backward and computes the rest again; "selective" computes again
-        what lies between attention's products.
-    compile: "blocks" compiles each repeated block of the model with torch.compile, equal blocks once.
-    shares: how the global batch is cut over the replicas: "equal", by the devices' "speed" or "memory",
-        or one positive whole number a replica.
-    compress: the form in which replicas send each other gradients, or the differences of outer steps.
-    deterministic: "yes" for runs that repeat to the bit on the same devices.
-    """
-
+    # Micro-batches per update. "auto": as few as fit into each device's memory.
     accumulate: int | Literal["auto"] = ACCUMULATE.default
+    # "full" keeps only each block's input for backward and recomputes the rest. "selective"
+    # recomputes the tensors between attention's products.
     recompute: RecomputeName = RECOMPUTE.default
+    # "blocks" compiles each repeated block of the model with torch.compile; equal blocks share one
+    # compilation.
     compile: CompileName = COMPILE.default
+    # How the global batch is cut over the replicas: "equal", by the devices' "speed" or "memory",
+    # or by one positive whole number per replica.
     shares: Literal["equal", "speed", "memory"] | tuple[int, ...] = SHARES.default
+    # The form in which replicas send each other gradients, or the pseudo-gradients of outer steps.
     compress: CompressName = COMPRESS.default
+    # "yes" for runs that repeat to the bit on the same devices.
     deterministic: Literal["yes", "no"] = DETERMINISTIC.default
 
 
@@ -109,7 +99,8 @@ class Plan:
     """One way to run a job. `Plan.parse(str(plan)) == plan` for every plan.
 
     Raises:
-        PlanError: a value is out of range or two contradict each other; the message names all of them.
+        PlanError: a value is out of range, or values contradict each other. The message names all
+            problems.
     """
 
     axes: Axes = field(default_factory=Axes)
@@ -128,22 +119,24 @@ class Plan:
 
     @property
     def world_size(self) -> int:
-        """Ranks the plan needs."""
+        """The number of ranks that the plan needs."""
         return self.sync.num_ranks(self.axes)
 
     @property
     def uses_extensions(self) -> bool:
-        """Whether an axis of the plan is a strategy's from outside."""
+        """Whether an axis of the plan belongs to a strategy of another package."""
         return bool(self.axes.others)
 
     @property
     def num_workers(self) -> int:
-        """Ranks that compute gradients: all but servers of their own."""
+        """The number of ranks that compute gradients: all ranks except those that are only
+        servers."""
         return self.sync.num_workers(self.axes)
 
     @property
     def num_copies(self) -> int:
-        """Times that the model's weights are held, whole or in parts, by ranks that compute with them."""
+        """The number of copies of the model's weights, whole or in parts, on ranks that compute
+        with them."""
         return self.sync.num_copies(self.axes)
 
     @property
@@ -153,68 +146,77 @@ class Plan:
 
     @property
     def model_cut(self) -> tuple[int, ...]:
-        """How the model itself is cut; plans that are alike in it have other replicas at most."""
+        """The sizes of the axes that cut the model.
+
+        Plans with equal cuts differ in their replicas at most.
+        """
         sizes = self.axes.sizes()
         return tuple(sizes[axis.name] for axis in self.axes.facts() if not axis.cuts_batch)
 
     @property
     def num_stage_ranks(self) -> int:
-        """Ranks that hold consecutive stages, by which micro-batches are scheduled; 1 without a pipeline."""
+        """The number of ranks over which micro-batches are scheduled in stages; 1 without a
+        pipeline."""
         return self.axes.pipeline
 
     @property
     def has_schedule(self) -> bool:
-        """Whether the order of a step's micro-batches is a schedule's."""
+        """Whether a schedule determines the order of a step's micro-batches."""
         return self.num_stage_ranks > 1
 
     @property
     def num_cpu_ranks(self) -> int:
-        """Ranks, the first ones, that compute on the CPU also where the others have GPUs: servers of their own."""
+        """The number of first ranks that use the CPU even if the others have GPUs: they are only
+        servers."""
         return self.sync.num_cpu_ranks
 
     @property
     def replicas(self) -> int:
-        """Ranks that see different samples."""
+        """The number of ranks that see different samples."""
         return self.sync.num_replicas(self.axes)
 
     @property
     def zero(self) -> ZeroStage:
-        """What a shard axis splits."""
+        """The ZeRO stage of the shard axis; see `AllReduce.zero`."""
         return self.sync.zero if isinstance(self.sync, AllReduce) else 3
 
     @property
     def num_microbatches(self) -> int:
-        """How many a replica's part of a step is cut into, once nothing is left at "auto"."""
+        """The number of micro-batches of a replica's part of a step.
+
+        "auto" must be resolved before.
+        """
         count = self.schedule.microbatches if self.has_schedule else self.modifiers.accumulate
         assert isinstance(count, int), "'auto' is resolved before ranks start"
         return count
 
     @property
     def outer_steps(self) -> Local | None:
-        """How replicas that take steps of their own meet; None if gradients meet in every step."""
+        """The settings of outer steps; None if replicas combine their gradients in every step."""
         return self.sync.outer_steps
 
     @property
     def relaxed(self) -> str | None:
-        """What the plan gives up against one device; None for an exact plan."""
+        """A description of how the plan's results differ from one device's; None for an exact
+        plan."""
         given_up = (plan_keys.relaxes(self) for plan_keys in (*BUILT_IN, *self._outside()))
         return "; ".join(filter(None, given_up)) or None
 
     @property
     def exact(self) -> Plan:
-        """This plan with every dial that relaxes it at 0."""
+        """This plan without the settings that relax it."""
         plan = self
         for plan_keys in (*BUILT_IN, *self._outside()):
             plan = plan_keys.exact(plan)
         return plan
 
     def _outside(self) -> list[PlanKeys]:
-        """What strategies from outside bring to this plan, of those that it uses."""
+        """Return the keys of other packages' strategies that this plan uses."""
         known = extensions.extensions() if self.uses_extensions else ()
         return [strategy.keys for strategy in known if strategy.is_active(self)]
 
     def _records(self) -> dict[Record, object]:
-        """The parts that have the values of the keys."""
+        """Return the parts of the plan that have the values of its keys as fields."""
         return {
             "axes": self.axes,
             "sync": self.sync,
@@ -224,7 +226,7 @@ class Plan:
 
     @classmethod
     def parse(cls, text: str) -> Plan:
-        """Read the text form; keys in any order, parted by spaces or commas.
+        """Read the text form. Keys come in any order, separated by spaces or commas.
 
         >>> str(Plan.parse("accumulate=4, shard=2 data=2"))
         'data=2 shard=2 accumulate=4'
@@ -264,7 +266,7 @@ class Plan:
 
     @classmethod
     def of(cls, **values: Any) -> Plan:
-        """A plan from its keys: `Plan.of(data=2, accumulate="auto")`."""
+        """Make a plan from its keys: `Plan.of(data=2, accumulate="auto")`."""
         for name in values:
             if key(name) is None:
                 raise _unknown(name, list(keys()))
@@ -284,7 +286,10 @@ class Plan:
 
     @classmethod
     def read(cls, source: str | Path | Plan) -> Plan:
-        """A plan from a plan, its text, or a JSON file such as a run's `plan.json`."""
+        """Read a plan from its text, or from a JSON file such as a run's `plan.json`.
+
+        Returns a plan as it is.
+        """
         if isinstance(source, Plan):
             return source
         if isinstance(source, Path) or str(source).endswith(".json"):
@@ -303,7 +308,8 @@ class Plan:
         return cls.parse(source)
 
     def values(self) -> dict[str, Any]:
-        """The keys that differ from their defaults, in the canonical order."""
+        """Return the keys that differ from their defaults with their values, in the order of a
+        plan's text."""
         records = self._records()
         values = {
             name: getattr(records[spec.record], name, spec.default) for name, spec in KEYS.items()
@@ -314,19 +320,21 @@ class Plan:
         }
 
     def with_(self, **values: Any) -> Plan:
-        """This plan with the values of some of its keys replaced: `plan.with_(data=4, recompute="full")`.
+        """Return this plan with some values replaced: `plan.with_(data=4, recompute="full")`.
 
         Raises:
-            PlanError: as `Plan.of`, for an unknown key, a value out of range, or one that contradicts the others.
+            PlanError: a key is unknown, a value is out of range, or it contradicts the others; see
+                `Plan.of`.
         """
         return Plan.of(**{**self.values(), **values})
 
     def of_forwards(self) -> Plan:
-        """What is left of the plan where nothing is updated: workers of servers are replicas."""
+        """Return the plan for runs without updates: workers of parameter servers become
+        replicas."""
         return self.sync.of_forwards(self)
 
     def with_microbatches(self, count: int) -> Plan:
-        """This plan with each replica's part of a step cut into so many micro-batches."""
+        """Return this plan with each replica's part of a step cut into `count` micro-batches."""
         return self.with_(microbatches=count) if self.has_schedule else self.with_(accumulate=count)
 
     def __str__(self) -> str:
@@ -335,7 +343,7 @@ class Plan:
         return " ".join(words if any(map(_counts_ranks, values)) else ["single", *words])
 
 
-# The kind of synchronisation that has the values of a key.
+# The kind of synchronisation that has the value of each key, by the key's name.
 _SYNC_OF: dict[str, type[Synchronisation]] = {
     spec.name: plan_keys.sync
     for plan_keys in BUILT_IN
@@ -346,7 +354,10 @@ _SYNC_OF: dict[str, type[Synchronisation]] = {
 
 
 def _unknown(name: str, known: list[str]) -> PlanError:
-    """A key that no strategy has; says what is meant where another tool has that word."""
+    """Make the error for an unknown key.
+
+    If another tool uses the word, the message names the right key.
+    """
     if (words := meant(name)) is not None:
         return PlanError(
             f"'{name}' is no plan key: {words}", hint="known keys: " + ", ".join(known)
@@ -355,21 +366,25 @@ def _unknown(name: str, known: list[str]) -> PlanError:
 
 
 def _others(values: Mapping[str, Any]) -> tuple[tuple[str, int], ...]:
-    """Axes from outside in their canonical order, without those of one rank."""
+    """Return the axes of other packages in their usual order, without those of one rank."""
     if values.keys() <= KEYS.keys():
         return ()
     return tuple((name, values[name]) for name in extensions.axes() if values.get(name, 1) != 1)
 
 
 def _counts_ranks(name: str) -> bool:
-    """Whether a key can make a plan more than one device; each that strategies from outside bring does."""
+    """Whether a key can give a plan more than one device.
+
+    All keys of other packages' strategies can.
+    """
     return name not in KEYS or KEYS[name].counts_ranks
 
 
 def _problems(plan: Plan) -> list[str]:
-    """Everything that is wrong with a plan's values, in words.
+    """Describe everything that is wrong with a plan's values.
 
-    What a strategy's keys contradict is looked for once their own values and those of the axes are right.
+    Contradictions between a strategy's keys are checked only if its own values and those of the
+    axes are right.
     """
     sizes, records = plan.axes.sizes(), plan._records()
     of_axes = [

@@ -1,4 +1,4 @@
-"""Words that other tools have for what a plan says, and the plan key that is meant."""
+"""Words of other tools, and the plan keys that mean the same."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SERVERS = "'server=S workers=W' has S parameter servers and W workers"
 _RECOMPUTE = "'recompute=full' or 'recompute=selective' computes activations again in backward"
 _LOCAL = "'local=H data=N' lets N replicas take H steps between their meetings"
 
-# In lower case, without what parts words.
+# By the other tool's word in lower case, without separators.
 _MEANT = {
     **dict.fromkeys(
         (
@@ -103,7 +103,7 @@ _MEANT = {
 
 
 def meant(word: str) -> str | None:
-    """What another tool's word is in a plan, in a sentence; None for a word that no tool is known to have.
+    """Return a sentence with the plan key for another tool's word; None for an unknown word.
 
     >>> meant("FSDP")
     "'shard=N' splits parameters, gradients and optimizer state over N replicas"

@@ -1,8 +1,9 @@
-"""Every strategy, innermost first: `data` reduces what `shard` leaves to a rank, and so on.
+"""All strategies, innermost first. For example, `data` reduces the gradients that `shard` leaves to
+a rank.
 
-The order is that of a run, from the innermost change of a model to the outermost exchange: blocks are first compiled,
-then told to recompute, then split and sharded, and the gradients that a rank then holds are reduced over the replicas.
-Strategies of other packages come last.
+A run applies them in this order, from the innermost change of a model to the outermost exchange.
+Blocks are compiled first, then set to recompute, then split and sharded. Finally, the gradients
+that a rank holds are reduced over the replicas. Strategies of other packages come last.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ BUILT_IN: tuple[Strategy, ...] = (
 
 
 def strategies() -> tuple[Strategy, ...]:
-    """All of them, those from outside included."""
+    """Return all strategies, including those of other packages."""
     return (*BUILT_IN, *extensions())
 
 
 def active(plan: Plan) -> Iterator[Strategy]:
-    """Those that a plan uses, innermost first."""
+    """Yield the strategies that a plan uses, innermost first."""
     known = strategies() if plan.uses_extensions else BUILT_IN
     return (strategy for strategy in known if strategy.is_active(plan))

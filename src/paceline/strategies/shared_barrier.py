@@ -1,8 +1,9 @@
 """A barrier of CPU ranks on one host, in memory that all of them map.
 
-An all-reduce passes through gloo's threads and sockets. A rank that waits for it lets its core sleep; on a virtual
-machine a core that sleeps comes back when the host has time for it. On two cores beside other guests an all-reduce of
-one number took 1.5 to 2.8 ms after both ranks had come. Ranks that look at each other's counters stay awake.
+An all-reduce passes through gloo's threads and sockets. A rank that waits for it lets its core
+sleep, and on a virtual machine a sleeping core continues only when the host has time for it. On two
+cores, with other guests on the host, an all-reduce of one number took 1.5 to 2.8 ms after both
+ranks had called it. Ranks that poll each other's counters stay awake.
 """
 
 from __future__ import annotations
@@ -17,35 +18,38 @@ from contextlib import suppress
 from paceline.base.errors import PeerLost
 from paceline.base.waiting import waiting
 
-SLOT_BYTES = (
-    2**16
-)  # of the largest tensor that ranks exchange by such a barrier (`host_all_reduce.py`)
-# For so long a rank keeps its core awake; one that waits longer looks so often, and at its peers' processes likewise.
+# Size of the largest tensor that ranks exchange with such a barrier (`host_all_reduce.py`).
+SLOT_BYTES = 2**16
+# A waiting rank keeps its core awake for AWAKE_S. After that it reads the counters every
+# LOOK_EVERY_S, and checks its peers' processes every CHECK_EVERY_S.
 AWAKE_S, LOOK_EVERY_S, CHECK_EVERY_S = 5e-3, 1e-4, 0.1
-# Other processors may show a counter before what was written ahead of it.
+# Processors that show writes in order. Others may show a counter before the data that was written
+# earlier.
 _ORDERED = frozenset(("x86_64", "AMD64"))
 
 
 def stays_awake(num_ranks: int, num_cores: int) -> bool:
-    """Whether so many ranks wait for each other at counters: each has a core, and this machine shows writes in their
-    order and tells when another process ends."""
+    """Whether `num_ranks` ranks can wait for each other by polling counters.
+
+    Each rank needs a core of its own. The machine must show writes in order, and must report when
+    another process ends.
+    """
     if num_ranks > num_cores or platform.machine() not in _ORDERED:
         return False
-    with suppress(
-        OSError, AttributeError
-    ):  # an old kernel, a container that forbids it, or not Linux
+    # This fails on an old kernel, in a container that forbids it, and outside Linux.
+    with suppress(OSError, AttributeError):
         os.close(os.pidfd_open(os.getpid()))
         return True
     return False
 
 
 class SharedBarrier:
-    """Each rank counts its arrivals where all others can read them.
+    """A barrier at which each rank counts its arrivals where all others can read them.
 
     Args:
-        counters: One of each rank: 8 bytes that every rank maps, zero at first.
-        processes: Of the ranks.
-        rank: This one's number among them.
+        counters: One counter per rank: 8 bytes that every rank maps, zero at first.
+        processes: The process number of each rank.
+        rank: This rank's number among them.
 
     Raises:
         PeerLost: the process of a rank ended.
@@ -54,7 +58,7 @@ class SharedBarrier:
     def __init__(self, counters: Sequence[memoryview], processes: Sequence[int], rank: int) -> None:
         self._counters = [counter.cast("Q") for counter in counters]
         self._rank, self._arrivals = rank, 0
-        self._processes: dict[int, int] = {}  # by descriptors of them
+        self._processes: dict[int, int] = {}  # rank by the descriptor of its process
         for number, process in enumerate(processes):
             if number != rank:
                 try:
@@ -63,10 +67,10 @@ class SharedBarrier:
                     raise self.loss(self._ended) from None
 
     def wait(self) -> None:
-        """Until all ranks are here. Collective.
+        """Wait until all ranks have arrived. Collective.
 
         Raises:
-            PeerLost: the process of a rank ended before it came.
+            PeerLost: the process of a rank ended before it arrived.
         """
         self._arrivals += 1
         self._counters[self._rank][0] = self._arrivals
@@ -78,7 +82,7 @@ class SharedBarrier:
                 if self._are_all_here():
                     return
                 os.sched_yield()
-                time.sleep(0)  # lets go of the interpreter
+                time.sleep(0)  # releases the interpreter lock
             check_s = 0.0
             while not self._are_all_here():
                 if time.perf_counter() >= check_s:
@@ -101,7 +105,10 @@ class SharedBarrier:
         return f"another rank of the {len(self._counters)} that share memory ended"
 
     def loss(self, message: str) -> PeerLost:
-        """What this rank says if it can't go on because of another one, which may say more."""
+        """Make the error of a rank that cannot continue because of another one.
+
+        The error is marked, because the other rank's own error may say more.
+        """
         error = PeerLost(message)
         error.heard = True  # type: ignore[attr-defined]
         return error

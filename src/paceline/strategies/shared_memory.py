@@ -11,24 +11,28 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-HEADER_BYTES = (
-    4096  # of each rank's memory; a random mark comes first in it, and is not to be written over
-)
+# Size of the header of each rank's memory. It begins with a random mark, which must not be
+# overwritten.
+HEADER_BYTES = 4096
 MARK_BYTES = 64
 
 
 class SharedMemory(NamedTuple):
-    """Each rank's memory, as it is mapped here, and its process."""
+    """The memory of each rank, as this process maps it, and each rank's process number."""
 
     mappings: list[mmap.mmap]
     processes: list[int]
 
 
 def shared_memory(num_bytes: int, group: dist.ProcessGroup | None) -> SharedMemory | None:
-    """So many bytes of each rank, zeros at first; None if a rank can't map another's. Collective.
+    """Allocate `num_bytes` bytes for each rank, zeros at first. Collective.
 
-    The memory has no name in a file system, so nothing is left of it after a kill, and a container's small /dev/shm
-    is no limit. A rank knows another's by a random mark: the same process number may exist on two hosts.
+    The memory has no name in a file system, so that nothing is left after a kill, and a container's
+    small /dev/shm is no limit. A random mark identifies a rank's memory, because two hosts may have
+    the same process number.
+
+    Returns:
+        The memory of all ranks; None if a rank can't map another's.
     """
     mark = secrets.randbits(62)
     descriptor = _create(num_bytes, mark)
@@ -40,7 +44,7 @@ def shared_memory(num_bytes: int, group: dist.ProcessGroup | None) -> SharedMemo
     )
     maps = [_map(*map(int, address), num_bytes=num_bytes) for address in addresses]
     missing = torch.tensor([float(any(mapping is None for mapping in maps))])
-    dist.all_reduce(missing, group=group)  # also: nobody closes before all have mapped
+    dist.all_reduce(missing, group=group)  # also ensures that no rank closes before all have mapped
     if descriptor is not None:
         os.close(descriptor)
     if missing.item():
@@ -52,13 +56,12 @@ def shared_memory(num_bytes: int, group: dist.ProcessGroup | None) -> SharedMemo
 
 
 def _create(num_bytes: int, mark: int) -> int | None:
-    """A file descriptor of so much memory, marked; None where there is none to be had."""
+    """Return a file descriptor of new memory with a mark; None if the system can't provide it."""
     with contextlib.suppress(OSError, AttributeError):
         descriptor = os.memfd_create("paceline-shared")
         with contextlib.suppress(OSError):
-            os.posix_fallocate(
-                descriptor, 0, num_bytes
-            )  # a lack of memory shows here and not as a SIGBUS later
+            # A lack of memory fails here and not by a SIGBUS later.
+            os.posix_fallocate(descriptor, 0, num_bytes)
             os.pwrite(descriptor, mark.to_bytes(8), 0)
             return descriptor
         os.close(descriptor)

@@ -1,4 +1,7 @@
-"""State that a strategy keeps from step to step besides weights and optimizer; checkpoints hold it."""
+"""State that a strategy keeps from step to step besides weights and optimizer state.
+
+Checkpoints contain it.
+"""
 
 from __future__ import annotations
 
@@ -11,32 +14,33 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StateTensor:
-    """A named tensor, or this rank's part of it.
-
-    like: the parameter that it has the shape of and is cut like; "" for a tensor that is whole on every rank.
-    replica: whether each replica has one of its own, under a name of its own; else all hold it alike.
-    """
+    """A named tensor, or this rank's part of it."""
 
     name: str
     tensor: torch.Tensor
+    # The parameter with the same shape and the same cut; "" for a tensor that is whole on every
+    # rank.
     like: str = ""
+    # Whether each replica has its own tensor under its own name. Otherwise all hold the same
+    # tensor.
     replica: bool = False
 
 
 class SavedState(Protocol):
-    """What a checkpoint has of it."""
+    """The state tensors of a checkpoint."""
 
     def __contains__(self, name: object) -> bool: ...
 
     def replicas(self, kind: str) -> int:
-        """How many replicas have tensors of their own, named KIND/REPLICA/..."""
+        """Return the number of replicas that have their own tensors, named KIND/REPLICA/..."""
 
     def read(self, name: str, like: str = "") -> torch.Tensor:
-        """A tensor; this rank's part of it, cut like a parameter, if one is given."""
+        """Return a tensor or, if a parameter `like` is given, this rank's part, cut like the
+        parameter."""
 
 
 class NothingSaved:
-    """A run that begins."""
+    """The saved state of a run that begins: there is none."""
 
     def __contains__(self, name: object) -> bool:
         return False

@@ -1,4 +1,5 @@
-"""When ranks agree on the figures of their steps, and whose samples a step's gradients are of."""
+"""Step synchronisation: when ranks agree on the figures of their steps, and which weights count as
+the run's."""
 
 from __future__ import annotations
 
@@ -12,39 +13,36 @@ import torch
 from paceline.strategies.compress.size import all_reduce_bytes
 from paceline.strategies.host_all_reduce import all_reduce
 
-STEP_FIGURES = 2  # of a step's figures the loss's sum and its count are its own; those after them may be added up
+# The first figures of a step are the sum of its loss and the count, which are kept by step. Later
+# ones may be added up.
+STEP_FIGURES = 2
 
 
 @dataclass(frozen=True, slots=True)
 class SyncedFigures:
-    """What all ranks know after they met, which is where a run may be saved.
+    """The figures that all ranks know after they met. A run may be saved at this moment."""
 
-    figures: summed over the ranks: (loss, count) of each step since the last meeting, float64.
-    flags: summed over the ranks and those steps: whatever else a step had to say.
-    weight: this replica's part of what those steps counted.
-    """
-
+    # (loss, count) of each step since the last meeting, summed over the ranks, float64.
     figures: list[list[float]]
-    flags: list[float]
-    weight: float
+    flags: list[float]  # all other figures, summed over the ranks and over those steps
+    weight: float  # this replica's part of the count of those steps
 
 
 @runtime_checkable
 class StepSync(Protocol):
-    """Told of every step by all ranks alike.
+    """Synchronises the figures of steps. All ranks call it in the same way in every step."""
 
-    has_own_steps: whether a replica updates its weights with the gradient of its own samples alone, by an optimizer
-        state of its own.
-    world_size: ranks whose figures `all_reduce_figures` sums.
-    met_bytes: what this rank has sent so far to agree on figures.
-    """
-
+    # Whether a replica updates its weights with the gradient of its own samples alone, and with its
+    # own optimizer state.
     has_own_steps: bool
-    world_size: int
-    met_bytes: float
+    world_size: int  # number of ranks whose figures `all_reduce_figures` sums
+    met_bytes: float  # bytes that this rank has sent so far to agree on figures
 
     def all_reduce_figures(self, figures: torch.Tensor) -> torch.Tensor:
-        """The figures of all whose gradients an update is made of, summed. figures: loss, count, flags; float64."""
+        """Sum the figures of all ranks whose gradients are part of an update.
+
+        figures: loss, count, flags; float64.
+        """
 
     def end_step(
         self,
@@ -53,26 +51,39 @@ class StepSync(Protocol):
         host_figures: list[float],
         beat: Callable[[str], None],
     ) -> SyncedFigures | None:
-        """The update of step `step` (counted from 1) is done; None if the ranks don't meet after it.
+        """End step `step` (counted from 1) after its update.
 
-        figures: what was agreed. host_figures: the same, read already; to read them again is to wait for the update.
+        Args:
+            figures: The figures that were agreed on.
+            host_figures: The same, already read to the host. Reading `figures` again would wait for
+                the update.
+            beat: Reports a phase of the step, for the heartbeat.
+
+        Returns:
+            The synchronised figures; None if the ranks don't meet after this step.
         """
 
     def finalize(self, step: int) -> SyncedFigures | None:
-        """The run ends: on return all replicas hold the same. None if there was nothing left to meet for."""
+        """End the run.
+
+        On return, all replicas hold the same weights. Returns None if no meeting was left.
+        """
 
     def drain(self) -> None:
-        """Wait for what is under way, before ranks meet for something else."""
+        """Wait for pending communication, before ranks communicate for another purpose."""
 
     def global_weights(self, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """The weights that all replicas hold alike, which are the run's; in the place of those that a rank works on."""
+        """Return the weights that all replicas share, in place of those that this rank trains.
+
+        The shared weights count as the run's.
+        """
 
     def global_weights_in_place(self) -> AbstractContextManager[None]:
-        """Meanwhile the model computes with the shared weights."""
+        """Let the model compute with the shared weights while the context is entered."""
 
 
 class SyncEveryStep:
-    """All ranks meet in every step."""
+    """The step synchronisation of plans whose ranks all meet in every step."""
 
     has_own_steps = False
 
@@ -98,7 +109,7 @@ class SyncEveryStep:
         return None
 
     def drain(self) -> None:
-        """Nothing is under way between steps."""
+        """Do nothing: no communication is pending between steps."""
 
     def global_weights(self, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         return weights

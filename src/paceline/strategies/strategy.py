@@ -1,6 +1,8 @@
-"""What a strategy is to the rest of the program: one value a folder, read by checks, search, prices and runs.
+"""The interface of a strategy. Each folder defines one value, which checks, search, prices and runs
+read.
 
-The code that ranks run is named here and not imported, so plans are parsed and priced without torch.
+The value names the code that ranks run, but does not import it, so that plans are parsed and priced
+without torch.
 """
 
 from __future__ import annotations
@@ -21,21 +23,22 @@ if TYPE_CHECKING:
     from paceline.strategies.limits import DeviceCounts, Limits
     from paceline.strategies.plan import Plan
 
-# Which parameters a forward writes to, and which of them only while their block isn't running, so that the parts that
-# ranks hold can be written to; whether its values choose between blocks; which parameters autocast casts.
+# Facts that are observed in a forward.
+# "writes": the parameters that the forward writes to.
+# "writes to parts": those of them that it writes only while their block isn't running, so that it
+# can write to the parts that ranks hold.
+# "choices": whether values choose between blocks.
+# "casts": the parameters that autocast casts.
 Observation = Literal["writes", "writes to parts", "choices", "casts"]
 
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """Two choices that exclude each other.
+    """Two choices that exclude each other."""
 
-    choices: as a user writes them. why: what goes wrong. instead: what to do.
-    """
-
-    choices: str
-    why: str
-    instead: str
+    choices: str  # as a user writes them
+    why: str  # says what goes wrong
+    instead: str  # says what to do
     is_met: Callable[[Plan], bool]
 
 
@@ -73,72 +76,62 @@ def no_ranks_apart(profile: Profile, plan: Plan) -> Mapping[str, Mapping[str, in
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
-    """One way to spread a job, with all that is known of it but the code that its ranks run.
+    """One way to distribute a job, with all facts about it except the code that its ranks run."""
 
-    Of a plan:
-        name: as messages call it.
-        keys: what it brings to the text of plans, with checks of its values.
-        is_active: whether a plan uses it.
-        conflicts: what it doesn't compose with. precision_conflicts: the same of a job's precision.
-        own_step_conflicts: the same of a step of the job's own.
-        family: what it adds to the words by which plans of one kind are told from others.
-        code: what tells plans apart whose ranks run other code, beside their family; calibrations carry over between
-            plans that are alike.
-
-    Of the search:
-        plans: plans that use it, from the job's limits and the devices. relaxed_plans: those of them that give
-            something up against one device.
-        variants: the same plan in its other forms.
-        is_priced_on_paper: whether plans are priced for clusters that are not here.
-
-    Of the price:
-        cost: what it adds to a step; None if it adds nothing.
-        ranks_apart: bytes by ledger of ranks that compute no gradients, by what they are called.
-
-    Of the run:
-        run: module with `prepare`, see `compose.Runner`; "" if it is not entered.
-        takes_all_models: whether that is given all of a job's models together, and not each by itself.
-        imports: modules that its ranks need, for a parent to import once for all that it forks.
-        trainer: module with the `train_rank` that runs its plans; "" for the usual loop.
-        fault_policy: function from the plan to its ranks' `FaultPolicy`, as MODULE:NAME; "" for ranks that all need
-            each other.
-        observes: what must be seen of a model's forward before it is prepared.
-        keeps_weights_elsewhere: whether weights are with ranks that don't compute with them. held_elsewhere: those of a
-            model that this rank uses and never holds.
-        runs_forward_again: whether a plan runs parts of the model's own code a second time in a step.
-        copies_weights_lazily: whether forwards keep lazy copies of weights, which torch makes of its own memory alone.
-        no_edits, no_closure, no_modes: why a forward can't edit parameters in place, an optimizer can't evaluate the
-            loss itself, and can't have other weights for evaluations; "" where they can. no_spikes: why ranks can't
-            decide together about a step before its update.
-        lines: what a user is told of the plan when a run begins.
-    """
-
-    name: str
-    is_active: Callable[[Plan], bool]
+    # --- the plan ---
+    name: str  # used in messages
+    is_active: Callable[[Plan], bool]  # whether a plan uses the strategy
+    # The keys that the strategy adds to the text of plans, with checks of their values.
     keys: PlanKeys = field(default_factory=PlanKeys)
+    # Choices that the strategy doesn't compose with: of a plan, of a job's precision, and of a job
+    # that defines its own step.
     conflicts: tuple[Conflict, ...] = ()
     precision_conflicts: Mapping[Precision, tuple[Conflict, ...]] = field(default_factory=dict)
     own_step_conflicts: tuple[Conflict, ...] = ()
+    # Returns words of the strategy for the name of a plan's family, which separates kinds of plans.
     family: Callable[[Plan], str] = no_words
+    # Returns values that differ between plans of one family if their ranks run different code.
+    # Plans with equal values share their calibrations.
     code: Callable[[Plan], tuple[object, ...]] = no_code
+
+    # --- the search ---
+    # Yield plans that use the strategy, from the job's limits and the devices. `relaxed_plans`
+    # yields those that are relaxed.
     plans: Callable[[Limits, DeviceCounts], Iterator[Plan]] = no_plans
     relaxed_plans: Callable[[Limits, DeviceCounts], Iterator[Plan]] = no_plans
-    variants: Callable[[Plan, Limits], Iterator[Plan]] = no_variants
-    is_priced_on_paper: bool = True
-    cost: CostModel | None = None
+    variants: Callable[[Plan, Limits], Iterator[Plan]] = no_variants  # yields other forms of a plan
+    is_priced_on_paper: bool = True  # whether plans are priced for described clusters
+
+    # --- the price ---
+    cost: CostModel | None = None  # the cost that the strategy adds to a step; None for no cost
+    # Returns the memory of ranks that compute no gradients: by the ranks' name, bytes by ledger
+    # entry.
     ranks_apart: Callable[[Profile, Plan], Mapping[str, Mapping[str, int]]] = no_ranks_apart
-    run: str = ""
+
+    # --- the run ---
+    run: str = ""  # module with `prepare`, see `compose.Runner`; "" if there is none
+    # Whether `prepare` receives all of a job's models together, and not each by itself.
     takes_all_models: bool = False
+    # Modules that the ranks need. A parent imports them once for all ranks that it forks.
     imports: tuple[str, ...] = ()
-    trainer: str = ""
+    trainer: str = ""  # module with the `train_rank` that runs the plans; "" for the usual loop
+    # Function from the plan to its ranks' `FaultPolicy`, as MODULE:NAME; "" if all ranks need each
+    # other.
     fault_policy: str = ""
+    # Whether weights are on ranks that don't compute with them.
     keeps_weights_elsewhere: bool = False
+    # Returns the weights of a model that this rank uses and never holds.
     held_elsewhere: Callable[[nn.Module], Iterable[torch.Tensor]] = nothing_held
+    # Returns the observations of a model's forward that are needed before the model is prepared.
     observes: Callable[[Plan], frozenset[Observation]] = nothing_observed
+    # Whether a plan runs parts of the model's own code a second time in a step.
     runs_forward_again: Callable[[Plan], bool] = lambda plan: False
+    # Whether forwards keep lazy copies of weights. torch makes them only of memory that it has
+    # allocated.
     copies_weights_lazily: Callable[[Plan], bool] = lambda plan: False
-    no_edits: str = ""
-    no_closure: str = ""
-    no_modes: str = ""
-    no_spikes: str = ""
-    lines: Callable[[Plan], Iterable[str]] = no_lines
+    # The reasons why something is not possible under the strategy; "" where it is possible.
+    no_edits: str = ""  # a forward can't edit parameters in place
+    no_closure: str = ""  # an optimizer can't evaluate the loss itself
+    no_modes: str = ""  # an optimizer can't have other weights for evaluations
+    no_spikes: str = ""  # ranks can't decide together about a step before its update
+    lines: Callable[[Plan], Iterable[str]] = no_lines  # shown to the user when a run begins

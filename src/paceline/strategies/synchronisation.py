@@ -1,4 +1,7 @@
-"""Kinds of synchronisation: who updates weights, and how many ranks that takes. A plan has one of them."""
+"""Kinds of synchronisation: which ranks update weights, and how many ranks are needed.
+
+A plan has one of them.
+"""
 
 from __future__ import annotations
 
@@ -14,56 +17,62 @@ ZeroStage = Literal[1, 2, 3]
 
 
 class Synchronisation:
-    """What a plan asks of any kind. Here ranks are the product of the axes, and each computes gradients."""
+    """The interface of all kinds of synchronisation.
+
+    By default, the number of ranks is the product of the axes, and each rank computes gradients.
+    """
 
     __slots__ = ()
 
     def num_ranks(self, axes: Axes) -> int:
-        """Processes that run the plan."""
+        """Return the number of processes that run the plan."""
         return math.prod(axes.sizes().values())
 
     def num_replicas(self, axes: Axes) -> int:
-        """Parts that a step's batch is cut into: ranks that see different samples."""
+        """Return the number of parts of a step's batch: the number of ranks that see different
+        samples."""
         return axes.num_ranks(lambda axis: axis.cuts_samples)
 
     def num_copies(self, axes: Axes) -> int:
-        """Times that the model's weights are held by those that compute with them."""
+        """Return the number of copies of the model's weights on ranks that compute with them."""
         return axes.num_ranks(lambda axis: axis.copies_weights)
 
     def num_workers(self, axes: Axes) -> int:
-        """Ranks that compute gradients."""
+        """Return the number of ranks that compute gradients."""
         return self.num_ranks(axes)
 
     def num_savers(self, axes: Axes) -> int:
-        """Ranks that the state of a run is divided over when it is saved or copied."""
+        """Return the number of ranks over which the state of a run is divided when it is saved or
+        copied."""
         return self.num_ranks(axes)
 
     @property
     def num_cpu_ranks(self) -> int:
-        """Ranks, the first ones, that compute on the CPU also where the others have GPUs."""
+        """The number of first ranks that compute on the CPU even if the others have GPUs."""
         return 0
 
     @property
     def leaves_state(self) -> bool:
-        """Whether what ranks hold between two updates is the whole state of a run; see
-        `training/parts/live_state.py`."""
+        """Whether the ranks' memory between two updates contains the whole state of a run.
+
+        See `training/parts/live_state.py`.
+        """
         return self.outer_steps is None
 
     @property
     def outer_steps(self) -> Local | None:
-        """How replicas that take steps of their own meet; None if gradients meet in every step."""
+        """The settings of outer steps; None if replicas combine their gradients in every step."""
         return None
 
     def of_forwards(self, plan: Plan) -> Plan:
-        """What is left of the plan where nothing is updated."""
+        """Return the plan for runs without updates."""
         return plan
 
 
 @dataclass(frozen=True, slots=True)
 class AllReduce(Synchronisation):
-    """Every update waits for the gradients of all replicas.
+    """The synchronisation in which every update waits for the gradients of all replicas."""
 
-    zero: what the shard axis splits: 1 optimizer state, 2 and gradients, 3 and parameters.
-    """
-
+    # The state that the shard axis splits. 1: optimizer state; 2: also gradients; 3: also
+    # parameters.
     zero: ZeroStage = 3
