@@ -53,8 +53,8 @@ class SparseGradients:
     def finish(self) -> None:
         """Give every rank of the group the sum of all gradients. Collective.
 
-        A gradient that no rank has stays None. A gradient is dense on a rank where another layer
-        uses the weight. It then becomes dense on all ranks: on one device, too, dense and sparse
+        A gradient that no rank has stays None. If a gradient is dense on some rank, because another
+        layer uses the weight, it becomes dense on all ranks: on one device, too, dense and sparse
         gradients add up to a dense one.
         """
         if not self.parameters:
