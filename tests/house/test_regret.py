@@ -56,7 +56,7 @@ def test_errors_are_of_the_median_round():
 
 
 def test_regret_is_the_chosen_plan_by_the_best_exact_one():
-    """Chosen 1.2 s, best 1.0 s; the relaxed plan is faster and not counted. Time is off by 0, 50 and 0 %."""
+    """PlanChoice 1.2 s, best 1.0 s; the relaxed plan is faster and not counted. Time is off by 0, 50 and 0 %."""
     plans = [
         measured("data=2", 1.2, 1.2, was_tried=True),
         measured("single", 1.5, 1.0),
@@ -81,7 +81,7 @@ def test_regret_is_the_chosen_plan_by_the_best_exact_one():
 
 
 def test_the_page_has_each_plan_and_both_regrets():
-    """Chosen without calibrations is the plan of 1.0 s, with them that of 1.2 s."""
+    """PlanChoice without calibrations is the plan of 1.0 s, with them that of 1.2 s."""
     results = {
         "a job": JobResult(
             "data=2",

@@ -103,7 +103,7 @@ class Smoothed(nn.Module):
         return self.criterion(output.flatten(0, 1).log_softmax(-1), target.flatten())
 
 
-class Chosen(Net):
+class PlanChoice(Net):
     """Its output is (samples, classes, tokens), as torch's losses take it."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ def pasted(shown: str) -> Any:
 @pytest.mark.parametrize("name", [*LOSSES, *OF_TORCH])
 def test_the_replacement_is_the_same_loss_and_passes(name: str):
     """It is found, it computes the loss that it replaces, and verify has no problem with it."""
-    model, loss = (Chosen, OF_TORCH[name]) if name in OF_TORCH else (Net, LOSSES[name])
+    model, loss = (PlanChoice, OF_TORCH[name]) if name in OF_TORCH else (Net, LOSSES[name])
     given = replace(job(loss), model=model)
     problem = loss_problem(given, steps=1)
     assert problem is not None and problem.kind == "loss"

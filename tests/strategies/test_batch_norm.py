@@ -198,7 +198,7 @@ def test_what_is_set_by_the_first_batch_is_set_by_all_of_it(tmp_path: Path) -> N
     )
 
 
-class Chosen(nn.Module):
+class PlanChoice(nn.Module):
     """Which of two batch norms runs depends on the samples, and how often."""
 
     def __init__(self, times: Callable[[int], int]) -> None:
@@ -220,7 +220,9 @@ def test_replicas_that_take_other_courses_say_so(
     """They would wait for each other for ever, or join what does not belong together. Micro-batches don't wait."""
     x = numbers(48, FEATURES)
     x[:, 0] = torch.arange(48) % 2 - 0.5
-    job = job_of(lambda: Chosen(times), data=TensorDataset(x, x[:, :3]), validation=None, steps=5)
+    job = job_of(
+        lambda: PlanChoice(times), data=TensorDataset(x, x[:, :3]), validation=None, steps=5
+    )
 
     with pytest.raises(PacelineError, match=r"come to different batch norms(.|\n)*accumulate=2"):
         paceline.train(job, "data=2", check=False, run=tmp_path / "joined", timeout_s=30)

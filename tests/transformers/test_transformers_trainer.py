@@ -16,7 +16,7 @@ import pytest
 import torch
 from later import Later, needed, not_installed
 
-from paceline.api.plan_choice import Chosen
+from paceline.api.plan_choice import PlanChoice
 from paceline.base.errors import CheckpointError, UsageError
 from paceline.launch.process.failure import RankFailed
 from paceline.strategies.plan import Plan
@@ -612,7 +612,7 @@ def test_plans_with_servers_are_refused_and_not_chosen(
     ):
         _trainer(Trainer, tmp_path / "named", _model(), plan="server=1 workers=2").train()
     monkeypatch.setattr(
-        auto, "_choose", lambda *_, **__: Chosen(Plan.parse("server=2 workers=2 colocate=yes"))
+        auto, "_choose", lambda *_, **__: PlanChoice(Plan.parse("server=2 workers=2 colocate=yes"))
     )
     fastest = _trainer(
         Trainer, tmp_path / "auto", _model(), arguments={"max_steps": 1}, devices="cpu:0-1"

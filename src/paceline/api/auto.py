@@ -9,7 +9,7 @@ from functools import partial
 
 from paceline.api.calibration import calibrate, calibrate_best
 from paceline.api.links import with_links
-from paceline.api.plan_choice import Chosen
+from paceline.api.plan_choice import PlanChoice
 from paceline.api.planning import nothing_fits
 from paceline.base.errors import PlanError, UsageError
 from paceline.base.fork import in_a_fork
@@ -39,7 +39,7 @@ def choose(
     procs: int | None,
     memory: str | None,
     environment: Environment | None,
-) -> Chosen:
+) -> PlanChoice:
     """Choose the plan for these devices; it uses all of them if the user counted or named them.
 
     Inside a launcher, whose ranks can't try plans, the plan is one replica per rank. A job that
@@ -56,7 +56,7 @@ def choose(
                 "before",
                 hint="paceline plan FILE says which plan is the fastest; name it",
             )
-        return Chosen(default_plan(job, environment.world_size))
+        return PlanChoice(default_plan(job, environment.world_size))
     cluster = with_links(Cluster.local(devices, num_ranks=procs, memory=memory))
     if cluster.are_shared:
         raise PlanError(
@@ -64,31 +64,31 @@ def choose(
             hint=f"name the plan to test, such as --plan data={len(cluster.devices)}",
         )
     if len(cluster.devices) == 1:
-        return Chosen(Plan())
+        return PlanChoice(Plan())
     if has_gpus():
         text, why = in_a_fork(
             lambda: _named(_choose(job, cluster, may_be_fewer=devices is None and procs is None))
         )
-        return Chosen(Plan.parse(text), why)
+        return PlanChoice(Plan.parse(text), why)
     return _choose(job, cluster, may_be_fewer=devices is None and procs is None)
 
 
-def _named(chosen: Chosen) -> tuple[str, str]:
+def _named(chosen: PlanChoice) -> tuple[str, str]:
     return str(chosen.plan), chosen.why
 
 
-def _choose(job: Job, cluster: Cluster, *, may_be_fewer: bool) -> Chosen:
+def _choose(job: Job, cluster: Cluster, *, may_be_fewer: bool) -> PlanChoice:
     try:
         problem = PlanningProblem.of(job, device=cluster.first_here)
     except Exception as error:  # the model may do anything when it is profiled
-        return Chosen(
+        return PlanChoice(
             default_plan(job, len(cluster.devices)),
             f"it can't be priced: {error}".partition("\n")[0],
         )
     return _search(replace(problem, may_be_fewer=may_be_fewer), cluster)
 
 
-def _search(problem: PlanningProblem, cluster: Cluster) -> Chosen:
+def _search(problem: PlanningProblem, cluster: Cluster) -> PlanChoice:
     """Search in up to three steps, depending on the length of the run.
 
     The first search predicts only, among plans that leave the model whole. If the run is long
@@ -106,7 +106,7 @@ def _search(problem: PlanningProblem, cluster: Cluster) -> Chosen:
         )
     if plans.chosen is None:
         raise nothing_fits(plans, "these devices", remedies(problem, cluster))
-    return Chosen(
+    return PlanChoice(
         plans.chosen.plan,
         reason(plans.chosen, plans.chosen),
         plans.chosen.estimate,

@@ -15,7 +15,7 @@ AUTO = "auto"
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class PlanChoice:
     """A plan that Paceline chose because the user gave none."""
 
     plan: Plan

@@ -22,7 +22,7 @@ from paceline.planner.resolve import Resolved
 from paceline.runs import folder
 
 if TYPE_CHECKING:
-    from paceline.api.plan_choice import Chosen
+    from paceline.api.plan_choice import PlanChoice
     from paceline.launch.process.heartbeats import HeartbeatTable
     from paceline.model.cost import Profile
     from paceline.planner.estimate import Estimate, SplitPrices
@@ -50,7 +50,7 @@ class Priced:
     problem: str = ""  # why there is no price
 
 
-def price(job: Job, resolved: Resolved, chosen: Chosen, *, snapshot: bool) -> Priced:
+def price(job: Job, resolved: Resolved, chosen: PlanChoice, *, snapshot: bool) -> Priced:
     """Refuse a plan that doesn't fit, if memory has a limit: one that the user set, or a GPU's.
 
     Without a limit, nothing of the job runs in this process before its ranks have started, unless a

@@ -17,7 +17,7 @@ from paceline.api.hosts import train_on_hosts
 from paceline.base.errors import PacelineError, UsageError
 from paceline.base.fork import die_with, prepare_to_fork
 from paceline.launch.hosts.host_process import Host
-from paceline.launch.hosts.leader_log import Standing
+from paceline.launch.hosts.leader_log import LeaderState
 from paceline.launch.hosts.namespaces import NetworkHost, network_hosts
 from paceline.launch.process.faults import Fault
 from paceline.planner.resized import resized
@@ -74,7 +74,7 @@ class HostsRehearsal:
         Raises:
             UsageError: a fault leaves no majority.
         """
-        standing = Standing(members=frozenset(range(self.plan.world_size)), has_ended=False)
+        standing = LeaderState(members=frozenset(range(self.plan.world_size)), has_ended=False)
         for fault in sorted(self.faults, key=lambda fault: fault.step):
             if fault.kind == "cut" and fault.heals_s is None and fault.rank in standing.members:
                 remaining = standing.members - {fault.rank}

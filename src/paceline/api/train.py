@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.api.plan_choice import Chosen, is_auto
+from paceline.api.plan_choice import PlanChoice, is_auto
 from paceline.api.prediction import Priced, predict_once_started, price, sum_up, what_would_fit
 from paceline.api.result import Result
 from paceline.api.summary_table import summary_table
@@ -203,7 +203,7 @@ class TrainRequest:
     job: Job
     source: JobFile | None  # the job's file, if it has one
     resolved: Resolved
-    chosen: Chosen
+    chosen: PlanChoice
     by_name: bool  # whether the user named the devices
     spares: tuple[Device, ...] = ()
 
@@ -243,7 +243,7 @@ class TrainRequest:
 
             chosen = choose(job, plan, **machine)
         else:
-            chosen = Chosen(Plan.read(plan))
+            chosen = PlanChoice(Plan.read(plan))
         return cls(
             job, source, resolve(job, chosen.plan, **machine), chosen, by_name, spare_devices
         )

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from paceline.launch.hosts.pending_peers import Unproven
+from paceline.launch.hosts.pending_peers import PendingPeers
 from paceline.launch.hosts.tls import Identity
 from paceline.servers.clock import LEASES
 from paceline.servers.shared import Shared, accept_offer
@@ -69,7 +69,7 @@ class Acceptor:
         self.accept = partial(accept, secret=secret, layout=layout, check=check, identity=identity)
         self.refused = 0
         self.is_closed = False
-        self.unproven = Unproven()
+        self.unproven = PendingPeers()
         threading.Thread(target=self._listen, name="paceline-door", daemon=True).start()
 
     @property

@@ -17,7 +17,7 @@ from paceline.base.errors import JobError, PlanRefused
 from paceline.base.logs import logger
 from paceline.checkpoint.read import open_checkpoint
 from paceline.job.order import Order, Window
-from paceline.launch.process.malloc import KeptHeap
+from paceline.launch.process.malloc import HeapTrimmer
 from paceline.launch.process.memory_use import PeakMemory
 from paceline.model.copy_on_write import SeenValue
 from paceline.runs.folder import CHECKPOINTS
@@ -38,7 +38,7 @@ from paceline.strategies.server.tables import tables
 from paceline.training.cores import CoreWait
 from paceline.training.evaluate import evaluation_sums, refuse_before_training, step_sums
 from paceline.training.feed import DataShard, MicroBatch, is_stream, training_feed
-from paceline.training.loss import Tally
+from paceline.training.loss import LossSum
 from paceline.training.optimizers.schedule import step_schedule
 from paceline.training.own_step.followers import followed
 from paceline.training.parts.memory_check import StateAtRest, of_updates
@@ -67,7 +67,7 @@ class Worker:
             settings,
             number,
         )
-        self.memory, self.heap = PeakMemory(context.device), KeptHeap(context.device.type)
+        self.memory, self.heap = PeakMemory(context.device), HeapTrimmer(context.device.type)
         self.core_wait = CoreWait()
         self.stepper = Stepper(
             job, plan, Mesh.of(plan, 0), context.device, devices=settings.devices
@@ -360,7 +360,7 @@ class Worker:
         return {"finished": order["lease"], "version": step, "unused": []}
 
     def _tell_loss(
-        self, order: dict[str, Any], batches: list[MicroBatch], tallies: list[Tally]
+        self, order: dict[str, Any], batches: list[MicroBatch], tallies: list[LossSum]
     ) -> None:
         loss = float(sum(float(tally.total) for tally in tallies))
         count = float(sum(float(tally.count) for tally in tallies))

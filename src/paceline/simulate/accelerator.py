@@ -9,7 +9,7 @@ from typing import NamedTuple
 from paceline.cluster.software import Software
 from paceline.job import AUTOCAST, Precision
 from paceline.model.cost.profile import Product
-from paceline.simulate.identity_cache import KeptByIdentity
+from paceline.simulate.identity_cache import IdentityCache
 from paceline.simulate.program import Compute
 
 # Sides of the tiles that a multiprocessor computes at a time, and the part of the best rate that their reuse of what
@@ -73,12 +73,10 @@ class AcceleratorRates:
     multiprocessors: int
     software: Software
     item_bytes: int = 2
-    _priced: KeptByIdentity[Precision, PricedProducts] = field(
-        init=False, compare=False, repr=False
-    )
+    _priced: IdentityCache[Precision, PricedProducts] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_priced", KeptByIdentity(self._price))
+        object.__setattr__(self, "_priced", IdentityCache(self._price))
 
     @property
     def slowdown(self) -> float:

@@ -10,7 +10,7 @@ Result = TypeVar("Result")
 MOST_KEPT = 10_000
 
 
-class KeptByIdentity(Generic[Key, Result]):
+class IdentityCache(Generic[Key, Result]):
     """A function of an object, whose contents would take long to hash, and of a small value."""
 
     def __init__(self, function: Callable[[Any, Key], Result]) -> None:

@@ -34,7 +34,7 @@ from paceline.cluster.software import PACELINE, Software
 from paceline.model.cost.op_calls import OperatorCalls
 from paceline.model.cost.profile import Product, Profile, Segment, Work
 from paceline.simulate.allocator import ROUNDED_BYTES, ROUNDED_PART, Allocator, CpuHeap, CudaCaching
-from paceline.simulate.identity_cache import KeptByIdentity
+from paceline.simulate.identity_cache import IdentityCache
 from paceline.simulate.program import COMPUTE, Collective, CollectiveName, Compute, Event, Part
 from paceline.strategies.plan import Plan
 from paceline.strategies.shared_barrier import SLOT_BYTES
@@ -228,8 +228,8 @@ def reduce_scatter_on(kind: DeviceKind) -> CollectiveName:
     return "all_reduce" if kind == "cpu" else "reduce_scatter"
 
 
-_of_samples = KeptByIdentity(_grow)
-_calls_of_samples = KeptByIdentity(OperatorCalls.at)
+_of_samples = IdentityCache(_grow)
+_calls_of_samples = IdentityCache(OperatorCalls.at)
 
 
 Hook = Callable[[HookPoint], Iterable[Event]]

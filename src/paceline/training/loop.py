@@ -31,7 +31,7 @@ from paceline.job.order import Order, Window
 from paceline.launch.process.context import RankContext
 from paceline.launch.process.live_states import COPY_SHARE
 from paceline.launch.process.live_states import TIME_SHARE as NOTE_SHARE
-from paceline.launch.process.malloc import KeptHeap
+from paceline.launch.process.malloc import HeapTrimmer
 from paceline.launch.process.memory_use import PeakMemory
 from paceline.launch.process.state_copies import TIME_SHARE
 from paceline.runs.documents import metrics_kind, read_lines
@@ -51,7 +51,7 @@ from paceline.training.parts import drift, peer_checkpoint
 from paceline.training.parts.live_state import MOVE_SHARE, LiveState
 from paceline.training.parts.memory_check import StateAtRest, buffers_of, of_updates
 from paceline.training.parts.memory_checkpoint import Copier, open_newest
-from paceline.training.parts.recompute_check import Recheck
+from paceline.training.parts.recompute_check import RecomputeCheck
 from paceline.training.parts.spikes import Spike, SpikeAction, Spikes
 from paceline.training.prefetch import Fed, Prefetch
 from paceline.training.shares import refuse_single_samples
@@ -199,7 +199,7 @@ class _Run:
     mesh: Mesh
     stepper: Stepper
     memory: PeakMemory
-    heap: KeptHeap
+    heap: HeapTrimmer
     display: Display
     writer: Writer | None
     copier: Copier | None
@@ -208,7 +208,7 @@ class _Run:
     scheduled_step: int = -1
     live: LiveState | None = None
     is_noting: bool = False
-    recheck: Recheck | None = None
+    recheck: RecomputeCheck | None = None
     at_rest: StateAtRest | None = None
     buffers_at_rest: StateAtRest | None = None
     step: int = 0
@@ -363,7 +363,7 @@ def _build(context: RankContext, job: Job, plan: Plan, settings: Settings) -> _R
         mesh,
         stepper,
         memory,
-        KeptHeap(context.device.type),
+        HeapTrimmer(context.device.type),
         Display(shown=context.rank == 0 and settings.observer is None),
         writer,
         _copier(context, stepper),
@@ -376,7 +376,7 @@ def _build(context: RankContext, job: Job, plan: Plan, settings: Settings) -> _R
         run.at_rest = StateAtRest(partial(of_updates, stepper, stepper.edits.names), every)
         run.buffers_at_rest = StateAtRest(partial(buffers_of, stepper), every, runs_code=False)
         stepper.named_update = partial(_update_and_note, run, stepper.named_update)
-        run.recheck = Recheck.of(
+        run.recheck = RecomputeCheck.of(
             stepper,
             plan,
             every,

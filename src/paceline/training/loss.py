@@ -15,7 +15,7 @@ from paceline.model.tensors import tensors_in
 
 
 @dataclass(frozen=True, slots=True)
-class Tally:
+class LossSum:
     """The value of a loss or metric for some samples, as a sum and the count over which it is
     summed.
     """
@@ -33,7 +33,7 @@ class Tally:
         return value * self.count if self.is_mean else value
 
 
-def read_tally(value: Any, *, samples: int, name: str = "the loss") -> Tally:
+def read_tally(value: Any, *, samples: int, name: str = "the loss") -> LossSum:
     """Return the result of a loss or metric function as a sum and a count.
 
     Raises:
@@ -44,7 +44,7 @@ def read_tally(value: Any, *, samples: int, name: str = "the loss") -> Tally:
             _scalar(value[0], f"{name} returned a sum"),
             _scalar(value[1], f"{name} returned a count"),
         )
-        return Tally(total, count.detach(), is_mean=False)
+        return LossSum(total, count.detach(), is_mean=False)
     if isinstance(value, Real) and not isinstance(value, bool) and name != "the loss":
         value = torch.as_tensor(float(value), dtype=torch.float64)
     if not isinstance(value, torch.Tensor):
@@ -57,7 +57,7 @@ def read_tally(value: Any, *, samples: int, name: str = "the loss") -> Tally:
             f"{name} is not a scalar: it has shape {tuple(value.shape)}",
             hint="return its mean over the samples (reduction='mean'), or (sum, count)",
         )
-    return Tally(value.reshape(()), float(samples), is_mean=True)
+    return LossSum(value.reshape(()), float(samples), is_mean=True)
 
 
 def _scalar(part: Any, description: str) -> torch.Tensor:
@@ -75,7 +75,7 @@ def _scalar(part: Any, description: str) -> torch.Tensor:
     return part.reshape(())
 
 
-def with_gradient(tally: Tally, output: Any, *, backward_goes_on: bool) -> Tally:
+def with_gradient(tally: LossSum, output: Any, *, backward_goes_on: bool) -> LossSum:
     """Return a loss from which backward can start.
 
     If nothing counts in a micro-batch, its loss may have no gradient, such as (0, 0) of new

@@ -12,12 +12,12 @@ import torch
 
 from paceline.base.errors import TrainingError
 from paceline.base.logs import logger
-from paceline.training.loss import Tally
+from paceline.training.loss import LossSum
 from paceline.training.parts.spikes import Spike
 
 
 def check_loss(
-    loss: float, count: float, tallies: Sequence[Tally], step: int, *, is_updated: bool = False
+    loss: float, count: float, tallies: Sequence[LossSum], step: int, *, is_updated: bool = False
 ) -> None:
     """Refuse a window's loss from which no update can be made.
 

@@ -41,7 +41,7 @@ from paceline.training.freezing import Freezing
 from paceline.training.initial import load_initial
 from paceline.training.job_options import as_made
 from paceline.training.job_state import JobState
-from paceline.training.loss import Tally
+from paceline.training.loss import LossSum
 from paceline.training.optimizers.build import build_optimizer, refuse_kinds
 from paceline.training.optimizers.closure import Closure, step_gathered
 from paceline.training.optimizers.schedule import build_schedule, step_schedule
@@ -635,8 +635,8 @@ class Stepper:
         step: int,
         part: int,
         beat: Callable[[str], None] = lambda phase: None,
-        tell: Callable[[list[Tally]], None] = lambda tallies: None,
-    ) -> tuple[list[Tally], set[str]]:
+        tell: Callable[[list[LossSum]], None] = lambda tallies: None,
+    ) -> tuple[list[LossSum], set[str]]:
         """Compute the gradients of a window, as far as the plan's synchronisers reduce them.
         Collective as they are.
 
@@ -678,7 +678,7 @@ class Stepper:
 
     def _figures(
         self,
-        tallies: list[Tally],
+        tallies: list[LossSum],
         used: set[str],
         stop: bool,
         overflow: torch.Tensor | None,
@@ -712,7 +712,11 @@ class Stepper:
         return figures
 
     def loss_figures(
-        self, tallies: list[Tally], flags: Sequence[float], used: set[str], trainable: Sequence[str]
+        self,
+        tallies: list[LossSum],
+        flags: Sequence[float],
+        used: set[str],
+        trainable: Sequence[str],
     ) -> torch.Tensor:
         """Return this rank's figures of a loss, float64.
 
@@ -724,7 +728,7 @@ class Stepper:
             tallies, [float(sums), *flags, *(float(name in used) for name in trainable)]
         )
 
-    def _with_loss(self, tallies: list[Tally], figures: Sequence[float]) -> torch.Tensor:
+    def _with_loss(self, tallies: list[LossSum], figures: Sequence[float]) -> torch.Tensor:
         """Return this rank's loss sum and its count, followed by the other figures; float64."""
         if not self.mesh.is_first_of_same_loss:
             tallies = []

@@ -15,7 +15,7 @@ from paceline.job.order import Window
 from paceline.strategies.mesh import is_about_parts
 from paceline.training.blame import note_sample, sample_names
 from paceline.training.feed import MicroBatch
-from paceline.training.loss import Tally, read_tally, with_gradient
+from paceline.training.loss import LossSum, read_tally, with_gradient
 from paceline.training.prepare import autocast
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class WindowWork:
         step: int,
         part: int,
         beat: Callable[[str], None],
-        tell: Callable[[list[Tally]], None],
+        tell: Callable[[list[LossSum]], None],
     ) -> None:
         self.stepper, self.window, self.step, self.part, self.beat = (
             stepper,
@@ -56,7 +56,7 @@ class WindowWork:
         self.place: tuple[int, ...] = ()
         dtype = torch.float64 if stepper.job.precision == "float64" else None
         self.batches = [batch.to(stepper.device, dtype) for batch in batches]
-        self.tallies: list[Tally] = []
+        self.tallies: list[LossSum] = []
         self.set_aside: dict[torch.nn.Parameter, torch.Tensor | None] = {}
         own_samples = sum(batch.samples for batch in batches)
         self.samples = max(own_samples, 1) if stepper.step_sync.has_own_steps else window.count
@@ -79,7 +79,7 @@ class WindowWork:
             tally = read_tally(self._explained_loss(output, microbatch), samples=batch.samples or 1)
             tally = with_gradient(tally, output, backward_goes_on=self.stepper.all_go_back)
         self.tallies.append(
-            tally if batch.samples else Tally(torch.zeros_like(tally.value), 0.0, tally.is_mean)
+            tally if batch.samples else LossSum(torch.zeros_like(tally.value), 0.0, tally.is_mean)
         )
         # The weight of a mean over samples is known before backward. (sum, count) is divided when
         # the count of all samples is known: the window's, or this replica's own if replicas take

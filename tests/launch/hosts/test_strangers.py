@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.launch.hosts.pending_peers import Unproven
+from paceline.launch.hosts.pending_peers import PendingPeers
 
 
 class Socket:
@@ -19,7 +19,7 @@ class Socket:
 
 
 def test_the_oldest_of_the_crowded_address_loses_its_place():
-    unproven = Unproven(places=3)
+    unproven = PendingPeers(places=3)
     peer, *crowd = made = [Socket("10.0.0.1"), *(Socket("10.0.0.66") for _ in range(5))]
     losers: list[Any] = [unproven.add(sock) for sock in made]  # type: ignore[arg-type]
     assert losers == [None, None, None, *crowd[:3]]

@@ -13,13 +13,13 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 from paceline.base.errors import ClusterError
 from paceline.launch.hosts.host_log import HostLog, HostSign
 from paceline.launch.hosts.host_process import Host
-from paceline.launch.hosts.leader_log import HostEntry, Standing, successor
+from paceline.launch.hosts.leader_log import HostEntry, LeaderState, successor
 from paceline.launch.hosts.rendezvous_server import MeetingPlace, RunOver
 
 HOSTS = range(5)
 GROUPS = st.frozensets(st.sampled_from(HOSTS))
 STANDINGS = st.builds(
-    Standing,
+    LeaderState,
     epoch=st.just(3),
     keeper=st.sampled_from(HOSTS),
     members=GROUPS,
@@ -38,8 +38,8 @@ def started(epoch: int, *hosts: int) -> HostEntry:
     return HostEntry(kind="start", host=hosts[0], epoch=epoch, hosts=hosts)
 
 
-def after(*entries: HostEntry) -> Standing:
-    standing = Standing()
+def after(*entries: HostEntry) -> LeaderState:
+    standing = LeaderState()
     for entry in entries:
         assert standing.allows(entry)
         standing = standing.after(entry)
@@ -51,7 +51,7 @@ THREE = opened(0, 1, is_anew=True), started(1, 0, 1, 2)
 
 @given(STANDINGS, GROUPS, GROUPS)
 def test_of_two_groups_one_at_most_goes_on(
-    standing: Standing, group: frozenset[int], other: frozenset[int]
+    standing: LeaderState, group: frozenset[int], other: frozenset[int]
 ):
     """A minority never does, and half of the hosts with the keeper alone."""
     other -= group
@@ -68,7 +68,7 @@ def test_of_two_groups_one_at_most_goes_on(
 
 
 @given(STANDINGS, GROUPS)
-def test_the_lowest_of_a_majority_comes_first(standing: Standing, voters: frozenset[int]):
+def test_the_lowest_of_a_majority_comes_first(standing: LeaderState, voters: frozenset[int]):
     order = successor(standing, voters)
     assert list(order) == sorted(order) and set(order) <= standing.members & voters
     assert bool(order) == bool(standing.members and standing.is_enough(voters))

@@ -19,7 +19,7 @@ from paceline.launch.process.malloc import (
     KEPT_BLOCK_BYTES,
     LOOK_EVERY_S,
     TIME_SHARE,
-    KeptHeap,
+    HeapTrimmer,
     set_up_heap,
     trim_heap,
 )
@@ -39,7 +39,7 @@ class Rank:
     def __init__(self, *looks: int, kind: str = "cpu", trim_s: float = 0.0) -> None:
         self.now_s, self.trims, self.trim_s = 0.0, [], trim_s
         self.looks = list(looks)
-        self.heap = KeptHeap(
+        self.heap = HeapTrimmer(
             kind,
             resident_bytes=lambda: self.looks.pop(0),
             trim=self._trim,
@@ -175,11 +175,11 @@ def test_ranks_look_after_every_step(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     looks = tmp_path / "looks"
     looks.touch()
 
-    def poll(heap: KeptHeap) -> None:
+    def poll(heap: HeapTrimmer) -> None:
         with looks.open("a") as file:
             file.write("look\n")
 
-    monkeypatch.setattr(KeptHeap, "poll", poll)
+    monkeypatch.setattr(HeapTrimmer, "poll", poll)
     data = TensorDataset(torch.ones(8, 2), torch.ones(8, 1))
     job = Job(
         model=lambda: nn.Linear(2, 1),

@@ -30,7 +30,7 @@ from paceline.strategies.mesh import local_part
 from paceline.strategies.plan import Plan
 from paceline.training.loop import Settings, train_rank
 from paceline.training.parts.memory_check import _memory
-from paceline.training.parts.recompute_check import Recheck
+from paceline.training.parts.recompute_check import RecomputeCheck
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -705,12 +705,12 @@ def test_gradients_that_can_not_be_computed_twice(
         needs_closure="optimizer" in more,
         optimizer=torch.optim.LBFGS(plain().parameters()),
     )
-    assert Recheck.of(stepper, Plan.parse(plan), 2) is None and says in caplog.text
+    assert RecomputeCheck.of(stepper, Plan.parse(plan), 2) is None and says in caplog.text
 
 
 def test_in_which_steps():
     """Never where forwards edit weights."""
-    recheck = object.__new__(Recheck)
+    recheck = object.__new__(RecomputeCheck)
     recheck.stepper = SimpleNamespace(edits=SimpleNamespace(names=[]))  # type: ignore[assignment]
     recheck.has_ended, recheck.every = False, 5
     assert [recheck.is_due(step) for step in (11, 15)] == [False, True]

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from paceline.launch.hosts.pending_peers import Unproven
+from paceline.launch.hosts.pending_peers import PendingPeers
 from paceline.launch.hosts.run_keys import run_key
-from paceline.launch.process.memory_store import PIECE_BYTES, StepSlots
+from paceline.launch.process.memory_store import PIECE_BYTES, DoubleBuffer
 
 _NONCE_BYTES, _PROOF_BYTES = 16, 32
 _HANDSHAKE_S = 10.0
@@ -57,7 +57,7 @@ class CopyAddress:
 class CopyServer:
     """Serves the slots of this host until it is closed, a thread a peer."""
 
-    def __init__(self, slots: StepSlots, offers: Offers, key: bytes) -> None:
+    def __init__(self, slots: DoubleBuffer, offers: Offers, key: bytes) -> None:
         self._slots, self._offers, self._key = slots, offers, key
         self._listener = (
             socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
@@ -65,7 +65,7 @@ class CopyServer:
             else socket.create_server(("", 0), backlog=1024)
         )
         self.port: int = self._listener.getsockname()[1]
-        self._unproven = Unproven()
+        self._unproven = PendingPeers()
         _started(self._accept)
 
     def close(self) -> None:
@@ -177,7 +177,7 @@ class CopyReader:
         self._sock.sendall(_REQUEST.pack(_TAKEN, 0, step, 0, took_us))
 
     def extent(self, slot: int, step: int) -> tuple[int, int]:
-        """See `StepSlots.extent`."""
+        """See `DoubleBuffer.extent`."""
         start, end = self._numbers(_EXTENT, slot, step)
         if not 0 <= start <= end:
             raise ConnectionError(f"the host has no copy of step {step}")

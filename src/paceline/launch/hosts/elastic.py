@@ -132,7 +132,9 @@ def _be_rank(
     os.environ.update(start["environ"])
     if shared.copies is not None:
         shared.copies.address = CopyAddress(**start["copies"])
-    host_context.begin(host_context.HostedRank(slot, board, partial(line.end, None), shared.copies))
+    host_context.begin(
+        host_context.HostContext(slot, board, partial(line.end, None), shared.copies)
+    )
     try:
         body()
     except RankFailed as failed:

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from paceline.base.errors import ClusterError
-from paceline.launch.hosts.leader_log import HostEntry, Standing
+from paceline.launch.hosts.leader_log import HostEntry, LeaderState
 
 FOLDER = "hosts"
 _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -42,10 +42,10 @@ class HostLog:
 
     def __init__(self, run_dir: Path) -> None:
         self.folder = run_dir / FOLDER
-        self.standing = Standing()
+        self.standing = LeaderState()
         self._lock = threading.Lock()
 
-    def read(self) -> Standing:
+    def read(self) -> LeaderState:
         """
         Raises:
             ClusterError: an entry is damaged.

@@ -37,7 +37,7 @@ class HostEntry(
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class LeaderState:
     """What the entries so far come to.
 
     num_entries: how many there are. epoch: how often a meeting place was opened. keeper: the host that did so last,
@@ -90,7 +90,7 @@ class Standing:
             and (entry.kind == "end" or (bool(entry.hosts) and self.is_enough(entry.hosts)))
         )
 
-    def after(self, entry: HostEntry) -> Standing:
+    def after(self, entry: HostEntry) -> LeaderState:
         """With one entry more."""
         now = replace(self, num_entries=self.num_entries + 1)
         if entry.kind == "open":
@@ -111,7 +111,7 @@ class Standing:
         return replace(now, has_ended=True)
 
 
-def successor(standing: Standing, voters: Iterable[int]) -> tuple[int, ...]:
+def successor(standing: LeaderState, voters: Iterable[int]) -> tuple[int, ...]:
     """Members that can't reach the keeper, in the order in which they may open the next meeting place; none while they
     are too few. The lowest number comes first."""
     present = tuple(sorted(standing.members.intersection(voters)))

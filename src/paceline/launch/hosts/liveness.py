@@ -22,7 +22,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Protocol
 
-from paceline.launch.hosts.pending_peers import Unproven
+from paceline.launch.hosts.pending_peers import PendingPeers
 
 _NONCE_BYTES, _PROOF_BYTES, _NUMBER = 16, 32, struct.Struct(">i")
 _CLAIM_BYTES = _NUMBER.size + _NONCE_BYTES  # a rank, and what its peer's proofs must be made for
@@ -130,7 +130,7 @@ class Hub:
         self.port: int = self._listener.getsockname()[1]
         self._wake, self._woken = map(_registered, socket.socketpair())
         self._members: dict[int, _Link] = {}
-        self._unproven = Unproven()
+        self._unproven = PendingPeers()
         self._farewell = False
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)

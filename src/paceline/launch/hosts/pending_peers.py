@@ -10,7 +10,7 @@ from contextlib import suppress
 PLACES = 64  # a peer needs its place for a round trip
 
 
-class Unproven:
+class PendingPeers:
     """Has a place for each connection until its peer has proved itself.
 
     A new connection always gets a place. If all are taken, the oldest connection of the address with the most of them

@@ -25,7 +25,7 @@ from paceline.base.errors import PacelineError
 from paceline.launch.hosts.environment import address_towards
 from paceline.launch.hosts.host_log import HostLog, HostSign
 from paceline.launch.hosts.host_process import Host
-from paceline.launch.hosts.leader_log import HostEntry, Standing, successor
+from paceline.launch.hosts.leader_log import HostEntry, LeaderState, successor
 from paceline.launch.hosts.liveness import silence_s
 from paceline.launch.process.watchdog import within
 
@@ -73,7 +73,7 @@ class MeetingPlace:
         return max(self.silence_s, _CONNECT_S)
 
     @property
-    def standing(self) -> Standing:
+    def standing(self) -> LeaderState:
         """As the log was read last."""
         return self.log.standing
 
@@ -178,14 +178,14 @@ class MeetingPlace:
 
     # --- Opening one ------------------------------------------------------------------------------------------------
 
-    def _store_kept(self, standing: Standing) -> Any:
+    def _store_kept(self, standing: LeaderState) -> Any:
         return (
             self._kept_store[1]
             if self._kept_store is not None and self._kept_store[0] == standing.epoch
             else None
         )
 
-    def _reached(self, standing: Standing) -> Any:
+    def _reached(self, standing: LeaderState) -> Any:
         """The store that another host keeps; None if it gives no answer, or is not that of this epoch."""
         limit_s = _AGAIN_S if self.epoch == standing.epoch else _CONNECT_S
         try:  # torch's own attempt prints a stack for each failure
@@ -208,7 +208,7 @@ class MeetingPlace:
         store.set_timeout(timedelta(seconds=self.answer_s))
         return store
 
-    def _taken_over(self, standing: Standing) -> Any:
+    def _taken_over(self, standing: LeaderState) -> Any:
         """The store that this host opens because the keeper gives no answer; None as long as it may not."""
         if not self.epoch and self.place.index in (0, standing.keeper):
             if self._is_quiet():
@@ -235,7 +235,7 @@ class MeetingPlace:
         return self._open(standing, voters=candidates) if now_s - self._enough_s >= wait_s else None
 
     def _open(
-        self, standing: Standing, *, is_anew: bool = False, voters: Sequence[int] = ()
+        self, standing: LeaderState, *, is_anew: bool = False, voters: Sequence[int] = ()
     ) -> Any:
         """Keep the meeting place of the next epoch; None if another host was first."""
         if self.address is None:
@@ -288,7 +288,7 @@ class MeetingPlace:
 
     # --- The folder -------------------------------------------------------------------------------------------------
 
-    def _read(self) -> Standing:
+    def _read(self) -> LeaderState:
         with _as_unreached():
             return self.log.read()
 
@@ -317,7 +317,7 @@ def _as_unreached() -> Iterator[None]:
         raise FolderUnusable(f"the run folder can't be used: {error}") from error
 
 
-def _where(standing: Standing) -> str:
+def _where(standing: LeaderState) -> str:
     return f"{standing.address}:{standing.port}"
 
 

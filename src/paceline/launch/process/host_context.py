@@ -11,7 +11,7 @@ from paceline.launch.process.heartbeats import HeartbeatTable
 
 
 @dataclass(frozen=True)
-class HostedRank:
+class HostContext:
     """slot: its number on the host. board: where it leaves signs of life for the host. report: tells the host why the
     rank ends. copies: of the run's state, that hosts keep; None without restarts."""
 
@@ -21,15 +21,15 @@ class HostedRank:
     copies: HostCopies | None
 
 
-_this_rank: HostedRank | None = None
+_this_rank: HostContext | None = None
 
 
-def this_rank() -> HostedRank | None:
+def this_rank() -> HostContext | None:
     """None in a process that something else started."""
     return _this_rank
 
 
-def begin(rank: HostedRank) -> None:
+def begin(rank: HostContext) -> None:
     """Say in a fork that it is this rank."""
     global _this_rank
     _this_rank = rank

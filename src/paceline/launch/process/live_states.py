@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable
 
 from paceline.launch.process.memory_files import memory_file, read_at
-from paceline.launch.process.memory_store import StepSlots
+from paceline.launch.process.memory_store import DoubleBuffer
 
 # Of the time of the steps, for notes, and for copies (`state_copies.py`) beside them, which are for ranks that are lost
 # in an update. Hashing, the journal and the watch have the rest of 1 %.
@@ -33,8 +33,8 @@ class LiveStates:
         self.num_ranks, self.is_mapped = num_ranks, False
         self._arenas = [memory_file("paceline-arena") for _ in range(num_ranks)]
         self._notes, self._indexes = (
-            StepSlots(num_ranks, "paceline-note"),
-            StepSlots(num_ranks, "paceline-index"),
+            DoubleBuffer(num_ranks, "paceline-note"),
+            DoubleBuffer(num_ranks, "paceline-index"),
         )
         self._words = memoryview(mmap.mmap(-1, _WORD_BYTES * num_ranks)).cast("q")
         for rank in range(num_ranks):

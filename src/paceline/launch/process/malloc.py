@@ -46,7 +46,7 @@ def trim_heap() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-class KeptHeap:
+class HeapTrimmer:
     """Gives holes back once a rank's resident size has grown, so that it does not grow without end.
 
     The size after a look, while nothing grows, is the usual one. After holes were given back, the next look says it

@@ -19,7 +19,7 @@ _WORDS, _WORD_BYTES = 3, 8  # of a slot: the step it is of, and where its index 
 _NOTHING = -1
 
 
-class StepSlots:
+class DoubleBuffer:
     """Two slots a rank, or more. A slot's step is written last and cleared first, so what has a step is whole.
 
     name: for /proc alone. num_slots: of a rank; those beyond two are for steps that have to stay.

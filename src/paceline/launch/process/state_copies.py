@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from paceline.launch.process.live_states import LiveStates
-from paceline.launch.process.memory_store import SLOTS, StepSlots
+from paceline.launch.process.memory_store import SLOTS, DoubleBuffer
 
 # Of the time of the steps, spent on copies. Watching, hashing, the journal, and what a copy costs the steps beside it
 # have the rest of 1 %.
 TIME_SHARE = 0.003
 
 
-class StateCopies(StepSlots):
+class StateCopies(DoubleBuffer):
     """Each rank's last copies.
 
     live: the ranks' state itself, where they hold it in memory that outlives them.

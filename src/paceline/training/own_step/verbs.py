@@ -24,7 +24,7 @@ from paceline.strategies.layout import Whole
 from paceline.strategies.mesh import local_part
 from paceline.training.blame import blaming
 from paceline.training.feed import MicroBatch, map_tensors
-from paceline.training.loss import Tally, read_tally, with_gradient
+from paceline.training.loss import LossSum, read_tally, with_gradient
 from paceline.training.own_step.named_parts import ModelPart
 from paceline.training.own_step.step_batch import GatheredBatch, StepBatch, joined
 from paceline.training.own_step.step_draws import WindowDraws
@@ -642,7 +642,7 @@ class _Agreed:
     # that is not known yet, and the number of users of each of `names`; float64, on the device.
     figures: torch.Tensor
     names: list[str]
-    tallies: list[Tally]  # this rank's part of the loss
+    tallies: list[LossSum]  # this rank's part of the loss
     is_read: bool = False
 
 

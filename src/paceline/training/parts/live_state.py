@@ -33,7 +33,7 @@ from paceline.checkpoint.read import Checkpoint, StoredPiece, TensorEntry
 from paceline.cluster.limits import free_memory_bytes
 from paceline.launch.process.live_states import LiveStates
 from paceline.launch.process.malloc import trim_heap
-from paceline.launch.process.memory_store import StepSlots
+from paceline.launch.process.memory_store import DoubleBuffer
 from paceline.training import state
 from paceline.training.parts.drift import fingerprint
 from paceline.training.parts.structure import Structure
@@ -504,7 +504,12 @@ def _document(states: LiveStates, rank: int) -> dict[str, Any] | None:
 
 
 def copy_live(
-    states: LiveStates, copies: StepSlots, slots: Sequence[int], step: int, *, keep: Collection[int]
+    states: LiveStates,
+    copies: DoubleBuffer,
+    slots: Sequence[int],
+    step: int,
+    *,
+    keep: Collection[int],
 ) -> None:
     """Make copies of what the ranks of a host have left after this step, of each box once, and give its memory back.
     keep: steps whose copies stay."""

@@ -85,7 +85,7 @@ def _axis(stepper: Stepper) -> str | None:
 
 
 @dataclass
-class Recheck:
+class RecomputeCheck:
     """When gradients are computed a second time, and what follows.
 
     axis: along which replicas do so for each other; None if each rank does for itself. ranks: along it.
@@ -115,7 +115,7 @@ class Recheck:
         self.order = Order.of(self.job)
 
     @classmethod
-    def of(cls, stepper: Stepper, plan: Plan, every: int, **more: Any) -> Recheck | None:
+    def of(cls, stepper: Stepper, plan: Plan, every: int, **more: Any) -> RecomputeCheck | None:
         """None where that can't be: rank 0 says why."""
         if (reason := _no_gradients(stepper, plan)) is None:
             kind = cls if _axis(stepper) else _RecheckAlone
@@ -349,7 +349,7 @@ class Recheck:
             )
 
 
-class _RecheckAlone(Recheck):
+class _RecheckAlone(RecomputeCheck):
     """Each rank computes the gradients of its own samples again, as no other one holds the same weights.
 
     Two kinds of gradients are compared: those that a rank's own backward gives to the weights of a module, and those
