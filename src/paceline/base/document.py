@@ -8,7 +8,7 @@ from typing import Any
 
 
 def strict(value: Any) -> Any:
-    """The document with null in the place of numbers that JSON can't hold.
+    """Return the document with null in place of the numbers that JSON can't hold.
 
     >>> strict({"loss": float("nan"), "steps": (1, 2)})
     {'loss': None, 'steps': [1, 2]}

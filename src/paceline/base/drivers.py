@@ -1,4 +1,4 @@
-"""The drivers of GPUs that this machine has, by their device files: torch is not imported to know."""
+"""The GPU drivers of this machine, found by their device files, without an import of torch."""
 
 from __future__ import annotations
 
@@ -8,17 +8,13 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Maker:
-    """How a maker's GPUs show.
-
-    nodes: any of them is there where the driver is. cards: one of them for each GPU. hidden_by: environment variables
-    that leave GPUs out; empty or -1 leaves out all. build: what torch's builds for them are called.
-    """
+    """A maker of GPUs, and the traces of its driver and its GPUs on a machine."""
 
     name: str
-    nodes: tuple[str, ...]
-    cards: str
-    hidden_by: tuple[str, ...]
-    build: str
+    nodes: tuple[str, ...]  # files of the driver; one of them suffices to show that it is there
+    cards: str  # a pattern below /dev that matches one file for each GPU
+    hidden_by: tuple[str, ...]  # variables that leave GPUs out; empty or -1 leaves out all
+    build: str  # the name of torch's builds for these GPUs
 
 
 MAKERS = (

@@ -1,4 +1,4 @@
-"""What a user can get wrong or be hit by, each with its exit code and a way out."""
+"""The errors that a user can cause or meet, each with its exit code and a way out."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ _NAMED_SECRET = re.compile(
     r"(?i)(\b[\w-]*(?:password|passwd|secret|token|api[_-]?key)[ =])[^\s'\"&,]+"
 )
 
-_LONGEST = 10_000  # characters of an exception's text that are told; a rank's log has all of it
+_LONGEST = 10_000  # characters of an exception's text that are shown; a rank's log has all of it
 
 
 def printable(text: str) -> str:
-    """Return a text without what a terminal would obey or a stranger must not read.
+    """Return a text without control characters and without the passwords of URLs.
 
-    Control characters stand as `\\x1b`, what UTF-8 does not have as `\\udce9`, and passwords of URLs as `***`.
+    A control character is written as an escape such as `\\x1b`, a character that UTF-8 can't encode
+    as an escape such as `\\udce9`, and the password of a URL as `***`.
 
     >>> printable("postgresql://me:pass@word@host/db \\x1b[2J")
     'postgresql://me:***@host/db \\\\x1b[2J'
@@ -30,8 +31,9 @@ def printable(text: str) -> str:
 
 
 def in_words(error: BaseException) -> str:
-    """An exception's type and text, and those of a group's exceptions, whatever its text holds: at most so much of it
-    that it can be read.
+    """Return an exception's type and text, and those of the exceptions of a group.
+
+    A long text is cut, and a text that can't be made or printed does no harm.
 
     >>> in_words(ValueError("no features of caf\\udce9.jpg"))
     'ValueError: no features of caf\\\\udce9.jpg'
@@ -47,8 +49,10 @@ def in_words(error: BaseException) -> str:
 
 
 def without_secrets(command: str) -> str:
-    """Return a command line without the passwords of its URLs and the values of options and settings that are named
-    as secrets.
+    """Return a command line without its secrets.
+
+    Secrets are the passwords of URLs, and the values of options and settings whose names say
+    password, secret, token or API key.
 
     >>> without_secrets("train job.py --set api_key=abc --token=x --set lr=1")
     'train job.py --set api_key=*** --token=*** --set lr=1'
@@ -57,7 +61,10 @@ def without_secrets(command: str) -> str:
 
 
 class PacelineError(Exception):
-    """The work failed. The message says what was given and what is allowed; `hint` says what to do."""
+    """The work failed.
+
+    The message says what was given and what is allowed; `hint` says what to do.
+    """
 
     exit_code = 1
 
@@ -77,7 +84,10 @@ class UsageError(PacelineError, ValueError):
 
 
 class HostError(UsageError):
-    """Something is missing on this host that another one of the run may have: each of them tells its own."""
+    """Something is missing on this host.
+
+    Other hosts of the run may have it, so each host reports its own.
+    """
 
 
 def with_extra(name: str) -> str:
@@ -86,9 +96,10 @@ def with_extra(name: str) -> str:
 
 
 class MissingPackage(HostError):
-    """A package is not installed. feature: what needs it. install: the command for it."""
+    """A package is not installed."""
 
     def __init__(self, feature: str, package: str | None, *, install: str) -> None:
+        # feature: the part of Paceline that needs the package. install: the command for it.
         super().__init__(
             f"{feature} needs the package '{package}', which is not installed", hint=install
         )
@@ -103,14 +114,20 @@ class PlanError(UsageError):
 
 
 class PlanRefused(PlanError):
-    """A plan under which this job would not compute what one device computes; said before the first step.
+    """A plan under which this job would not compute what one device computes.
 
-    The message names the module, parameter or function that stands in the way, and `hint` the plans that work.
+    It is raised before the first step.
+
+    The message names the module, parameter or function that stands in the way, and `hint` the plans
+    that work.
     """
 
 
 class NotDeterministic(PlanRefused):
-    """An operator without a deterministic form, where only such operators may be used; said in the first step."""
+    """An operator has no deterministic form, and only deterministic operators are allowed.
+
+    It is raised in the first step.
+    """
 
 
 class ClusterError(UsageError):
@@ -118,23 +135,28 @@ class ClusterError(UsageError):
 
 
 class TrainingError(PacelineError):
-    """Training can't go on: a loss that is not a number, a bad sample, a parameter without a gradient."""
+    """Training can't go on.
+
+    A loss is not a number, a sample is bad, or a parameter has no gradient, for example.
+    """
 
 
 class DriftError(TrainingError):
-    """Replicas that should be equal are not, or what a rank computes or keeps is not what it was before."""
+    """Replicas that should be equal differ, or a rank's results or its kept values changed without
+    a reason.
+    """
 
 
 class CheckpointError(PacelineError):
-    """A checkpoint that can't be written, or none that can be read."""
+    """A checkpoint can't be written, or no checkpoint can be read."""
 
 
 class CallbackError(PacelineError):
-    """A callback raised an exception, which ended the run. heard: this rank only learned of it; rank 0 reports it."""
+    """A callback raised an exception, which ended the run."""
 
     def __init__(self, message: str, *, hint: str | None = None, heard: bool = False) -> None:
         super().__init__(message, hint=hint)
-        self.heard = heard
+        self.heard = heard  # whether this rank only learned of the exception, which rank 0 reports
 
 
 class OutOfMemory(PacelineError):
@@ -144,13 +166,13 @@ class OutOfMemory(PacelineError):
 
 
 class PeerLost(PacelineError):
-    """Another rank died or stopped answering. rank: which one, where that is known."""
+    """Another rank died or stopped answering."""
 
     exit_code = 4
 
     def __init__(self, message: str, *, hint: str | None = None, rank: int | None = None) -> None:
         super().__init__(message, hint=hint)
-        self.rank = rank
+        self.rank = rank  # the lost rank, if it is known
 
 
 class Preempted(PacelineError):
@@ -160,7 +182,7 @@ class Preempted(PacelineError):
 
 
 def on_full_disk(error: BaseException) -> CheckpointError | None:
-    """What to say of a disk that takes nothing any more; None for other errors."""
+    """Return the error to report if the disk can't be written any more; None for other errors."""
     if not isinstance(error, OSError) or error.errno not in (
         errno.ENOSPC,
         errno.EDQUOT,
@@ -174,7 +196,11 @@ def on_full_disk(error: BaseException) -> CheckpointError | None:
 
 
 def on_windows(error: BaseException) -> UsageError | None:
-    """What to say in place of the name of a module that Python has on other systems alone; None for other errors."""
+    """Return the error to report if Windows lacks one of Python's modules; None for other errors.
+
+    The error takes the place of a message that only names a module, which Python has on other
+    systems alone.
+    """
     if (
         sys.platform != "win32"
         or not isinstance(error, ModuleNotFoundError)
@@ -188,7 +214,8 @@ def on_windows(error: BaseException) -> UsageError | None:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """The ending of a message about an unknown name: the closest known one, then all of them.
+    """Return the ending of a message about an unknown name: the closest known name, then all of
+    them.
 
     >>> nearest("shrad", ["data", "shard"])
     "did you mean 'shard'? Known: data, shard"

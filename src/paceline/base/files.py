@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Files that are written completely or not at all."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from typing import Any
 
 
 def write_json(path: Path, document: Any) -> None:
-    """Write a JSON file in one move: readers see the old content or the new, also after a power cut."""
+    """Write a JSON file in one move: readers see the old content or the new, also after a power
+    cut.
+    """
     write_text(path, json.dumps(document, indent=1) + "\n")
 
 
 def remove(path: Path) -> None:
-    """Remove a file or folder if it is there; what can't be removed is left to the next launch."""
+    """Remove a file or folder if it exists. If that fails, the next launch removes it."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -26,7 +28,10 @@ def remove(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file in one move. Bytes of a file's name that are no UTF-8 are written as escapes."""
+    """Write a text file in one move.
+
+    The text may have file names whose bytes are no UTF-8; such bytes are written as escapes.
+    """
     temp = temp_beside(path)
     try:
         with temp.open("w", encoding="utf-8", errors="backslashreplace") as file:
@@ -41,7 +46,9 @@ def write_text(path: Path, text: str) -> None:
 
 
 def temp_beside(path: Path) -> Path:
-    """A hidden name in the same folder that no other thread or process of this machine uses."""
+    """Return a hidden name in the same folder that no other thread or process of this machine
+    uses.
+    """
     return path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
 
 

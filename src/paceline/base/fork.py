@@ -1,8 +1,9 @@
-"""Forks of this process: what they may not inherit, and work that this process must not do itself.
+"""Forks of this process: preparing for them, and running work in them that this process must not do
+itself.
 
-The reason is CUDA: once a process uses it, its forks can't. torch starts to use CUDA in unexpected places. Any backward
-starts a thread for each GPU, even a backward of fake tensors or on the CPU, and fake tensors look for GPUs when their
-mode is entered.
+Most of this is because of CUDA: once a process uses it, its forks can't. torch starts to use CUDA
+in unexpected places. Any backward starts a thread for each GPU, even a backward of fake tensors or
+on the CPU, and fake tensors look for GPUs when their mode is entered.
 """
 
 from __future__ import annotations
@@ -31,17 +32,24 @@ from paceline.base import (
 )
 from paceline.base.errors import PacelineError
 
-_is_apart = False  # whether this process is such a fork: it may use CUDA, and forks of it might not
+# Whether `in_a_fork` made this process. It may use CUDA then, so its forks perhaps can't.
+_is_apart = False
 
 
 def in_a_fork(work: Callable[[], Any], *, timeout_s: float | None = None) -> Any:
-    """What `work()` returns, as JSON brings it: run in a fork that ends with it. Such a fork does it itself.
+    """Run `work()` in a fork and return its result, which travels as JSON. The fork ends after the
+    work.
 
-    timeout_s: after which the fork is killed; by default it may take as long as it likes.
+    A process that is itself such a fork runs the work without another fork.
+
+    Args:
+        timeout_s: Seconds after which the fork is killed; by default it may take as long as it
+            likes.
 
     Raises:
         PacelineError: the work raised it, or one of its kinds.
-        RuntimeError: the work failed otherwise, and its last line says how; or it gave no answer in time.
+        RuntimeError: the work failed otherwise, and its last line says how; or it gave no answer in
+            time.
     """
     if _is_apart:
         return json.loads(json.dumps(work()))
@@ -63,10 +71,12 @@ def in_a_fork(work: Callable[[], Any], *, timeout_s: float | None = None) -> Any
 
 
 def value_of(answer: bytes, exit_code: int) -> Any:
-    """What another process returned, of the bytes of `answer_of` that it has sent.
+    """Return the result of another process, which has sent the document of `answer_of` as bytes of
+    JSON.
 
     Raises:
-        PacelineError: it raised it. RuntimeError: it failed otherwise, or ended without an answer.
+        PacelineError: the other process raised it.
+        RuntimeError: the other process failed otherwise, or ended without an answer.
     """
     if not answer:
         raise RuntimeError(f"the process that was asked ended with {exit_code}")
@@ -79,7 +89,7 @@ def value_of(answer: bytes, exit_code: int) -> Any:
 
 
 def answer_of(work: Callable[[], Any]) -> dict[str, Any]:
-    """What the work returns or raises, for `value_of` in another process."""
+    """Run the work and return its result or its exception, for `value_of` in another process."""
     try:
         return {"value": work()}
     except PacelineError as error:
@@ -89,13 +99,13 @@ def answer_of(work: Callable[[], Any]) -> dict[str, Any]:
 
 
 def described(error: PacelineError) -> dict[str, Any]:
-    """An error, for `value_of` in another process."""
+    """Return an error as a document, for `value_of` in another process."""
     kind = next(kind for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
     return {"kind": kind.__name__, "error": error.args[0], "hint": error.hint}
 
 
 def _read_until(descriptor: int, deadline_s: float | None) -> bytes | None:
-    """All that comes through a pipe until its other end is closed; None if that takes too long."""
+    """Read a pipe until its other end is closed; None if that takes too long."""
     with open(descriptor, "rb") as pipe:
         if deadline_s is None:
             return pipe.read()
@@ -109,8 +119,12 @@ def _read_until(descriptor: int, deadline_s: float | None) -> bytes | None:
 
 @contextmanager
 def cuda_left_alone() -> Iterator[None]:
-    """Work on the CPU that must not begin to use CUDA: fake tensors and torch's optimizers ask whether there is a GPU,
-    and asking is use. A process that uses CUDA already is left as it is."""
+    """Let torch find no GPU while the block runs, so that work on the CPU does not begin to use
+    CUDA.
+
+    Fake tensors and torch's optimizers ask whether there is a GPU, and asking already uses CUDA. If
+    the process uses CUDA already, nothing changes.
+    """
     import torch
 
     if torch.cuda.is_initialized():
@@ -129,12 +143,14 @@ def cuda_left_alone() -> Iterator[None]:
 
 @functools.cache
 def ask_forks_about_cuda() -> None:
-    """From now on this process asks its forks which GPUs there are and what they can, and so does not use CUDA itself.
-    Nothing changes without a driver of GPUs, or where CUDA is in use already.
+    """Have forks answer torch's questions about GPUs from now on, so that this process does not use
+    CUDA itself.
 
-    Modules ask that when they are imported: torchao 0.18, which Transformers imports with a model, asks for the
-    capability of the first GPU, and torch's inductor whether there is one. An answer is kept: each takes a fork that
-    makes a context of CUDA.
+    Nothing changes if there is no driver of GPUs, or if CUDA is in use already.
+
+    Some modules ask such questions when they are imported: torchao 0.18, which Transformers imports
+    with a model, asks for the capability of the first GPU, and torch's inductor asks whether there
+    is a GPU. Answers are kept, because each one takes a fork that makes a context of CUDA.
     """
     from paceline.base.drivers import has_driver
 
@@ -178,7 +194,7 @@ def ask_forks_about_cuda() -> None:
 
 
 def _is_before_use(pid: int) -> bool:
-    """Whether this is that process, and not a fork of it, and uses no CUDA yet."""
+    """Whether this is the process `pid`, not a fork of it, and it does not use CUDA yet."""
     return os.getpid() == pid and not sys.modules["torch"].cuda.is_initialized()
 
 
@@ -220,8 +236,12 @@ def _answer(work: Callable[[], Any], writing: int, parent_pid: int) -> None:
 
 
 def _in_a_thread(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """libgomp keeps the threads of a parallel loop for the thread that began it. In a fork they are gone, and that
-    thread waits for them for ever in its next loop; another thread gets threads of its own."""
+    """Run the work in a new thread, because the forked thread could wait for ever in its next
+    parallel loop.
+
+    libgomp keeps the threads of a parallel loop for the thread that began the loop. A fork does not
+    have them, but its thread waits for them. A new thread gets threads of its own.
+    """
     answers: list[dict[str, Any]] = []
     thread = threading.Thread(target=lambda: answers.append(work()))
     thread.start()
@@ -230,15 +250,21 @@ def _in_a_thread(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def _renew_thread_pool(torch: Any) -> None:
-    """A fork makes a thread pool in place of its parent's when it first asks for it. Where threads ask at once, as
-    those of autograd for each GPU do, one of them finds none, and torch 2.13 ends the process ("Invalid thread pool!",
-    caffe2/utils/threadpool/pthreadpool-cpp.cc). So one thread asks before there are others."""
+    """Make torch's thread pool of this fork before the fork has other threads.
+
+    A fork replaces its parent's thread pool when it first asks for the pool. If several threads ask
+    at once, as autograd's threads for each GPU do, one of them finds no pool, and torch 2.13 ends
+    the process ("Invalid thread pool!", caffe2/utils/threadpool/pthreadpool-cpp.cc).
+    """
     torch.set_num_threads(torch.get_num_threads())
 
 
 def forks_can_use_cuda() -> bool:
-    """Whether forks of this process can. They can't once it has used CUDA, be it only to count GPUs, as
-    `torch.cuda.is_available()` does: torch says so in the fork alone."""
+    """Whether forks of this process can use CUDA.
+
+    They can't once this process has used it, even if only to count GPUs as
+    `torch.cuda.is_available()` does. torch reports this only in a fork, so a fork is asked.
+    """
     from paceline.base.drivers import has_driver
 
     torch = sys.modules.get("torch")
@@ -250,9 +276,10 @@ def forks_can_use_cuda() -> bool:
 
 
 def refuse_used_cuda() -> None:
-    """
+    """Refuse to continue if this process uses CUDA, because its forks could not use it.
+
     Raises:
-        PacelineError: CUDA is already in use in this process, which forks can't share.
+        PacelineError: CUDA is already in use in this process.
     """
     if not forks_can_use_cuda():
         keras = "set KERAS_TORCH_DEVICE=cpu before keras is imported, which takes the GPU; or "
@@ -264,22 +291,26 @@ def refuse_used_cuda() -> None:
 
 
 def prepare_to_fork() -> None:
-    """Let go of what threads of this process work for: a fork inherits it, but not the threads."""
+    """End threads and drop objects that depend on threads, because a fork inherits the objects
+    without the threads.
+    """
     end_openmp_threads()
     drop_process_groups()
 
 
 def drop_process_groups() -> None:
-    """Collect groups of gloo that nothing refers to, such as the one of a DistributedDataParallel model that is gone.
+    """Free gloo's process groups that nothing refers to, such as that of a deleted
+    DistributedDataParallel model.
 
-    The collector of a fork would find them too. Their destructor waits there for ever, for threads of this process.
+    Otherwise the garbage collector of a fork would free them, and their destructor would wait there
+    for ever for threads that only this process has.
     """
     if any("gloo" in name for name in _thread_names()):
         gc.collect()
 
 
 def _thread_names() -> Iterator[str]:
-    """Of this process's threads, as the system knows them; none where it does not list them."""
+    """Yield the system's names of this process's threads; none if the system does not list them."""
     for path in Path("/proc/self/task").glob("*/comm"):
         with suppress(OSError):  # the thread has ended
             yield path.read_text()
@@ -288,9 +319,10 @@ def _thread_names() -> Iterator[str]:
 def end_openmp_threads() -> None:
     """End the threads that GNU OpenMP keeps for this one; it starts them again when it needs them.
 
-    A fork inherits the list of these threads but not the threads, and its first parallel operator would wait for
-    them for ever. Data that a job prepares with two threads is enough for that. A process that is itself a fork may
-    have inherited such a list: ending those threads would wait for ever too, so it is left alone.
+    A fork inherits the list of these threads but not the threads, and its first parallel operator
+    would wait for them for ever. That happens already if a job prepares its data with two threads.
+    A process that is itself a fork may have inherited such a list. Ending those threads would wait
+    for ever too, so nothing is done in a fork.
     """
     if multiprocessing.parent_process() is not None:
         return

@@ -1,5 +1,7 @@
-"""Imports, and other work that makes many objects and few cycles, without Python's cycle collector: it would go through
-all modules again and again meanwhile."""
+"""Imports, and other work that makes many objects and few cycles, without Python's cycle collector.
+
+The collector would go through all modules again and again during such work.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +10,17 @@ import importlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-# What every run needs. torch's optimizers import `torch._dynamo` when they are built; it takes a second.
+# The modules that every run needs. torch's optimizers import `torch._dynamo` when they are built,
+# which takes a second.
 OF_RUNS = ("paceline.api.train", "paceline.training.drivers", "torch._dynamo")
 
 
 def load_modules(names: Sequence[str]) -> None:
-    """Import modules. What there is then is never looked at by the collector again, here and in forks of this process.
+    """Import modules, and exempt all objects that exist then from the cycle collector, here and in
+    forks.
 
-    torch makes a million objects when it is imported, and hardly one of them is ever freed. Looking at them takes an
-    eighth of the import's time.
+    torch makes a million objects when it is imported, and hardly one of them is ever freed. The
+    collector's look at them takes an eighth of the import's time.
     """
     with without_collector():
         try:
@@ -28,7 +32,9 @@ def load_modules(names: Sequence[str]) -> None:
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """While this is entered, what refers to itself stays in memory."""
+    """Switch the cycle collector off while the block runs; objects that refer to themselves stay in
+    memory.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,9 +1,12 @@
-"""What forks of this process inherit and can't share with it: places in open files, connections, threads.
+"""Things of a process that its forks can't share with it: positions in open files, connections,
+threads.
 
-A fork has its parent's descriptors. What is behind one is the same for both: a file has one position, and an answer on
-a connection reaches whoever reads first. So each fork, be it a rank, a loader worker or a fork that looks ahead, opens
-files again at their places, and forks that read beside others find connections closed. Threads are not inherited at
-all. What a job's file leaves of those is named when the file is loaded.
+A fork has its parent's descriptors, and each descriptor refers to the same open file or connection
+in both processes. A file has one position for both, and an answer on a connection reaches the
+process that reads first. So each fork opens files again at their positions, whether it is a rank, a
+loader worker or a fork that looks ahead. In forks that read beside others, connections are closed.
+Threads are not inherited at all. If a job's file leaves threads or connections behind, a note names
+them when the file is loaded.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from paceline.base.user_code import is_users
 _DESCRIPTORS = "/proc/self/fd" if sys.platform == "linux" else "/dev/fd"
 _FLAGS = (
     os.O_ACCMODE | os.O_APPEND | getattr(os, "O_DIRECT", 0)
-)  # with which a file is opened again
+)  # the flags that a file keeps when it is opened again
 _POOLS = ("concurrent.futures.thread", "multiprocessing.pool")
 _outputs: set[tuple[int, int]] = (
     set()
@@ -52,10 +55,13 @@ def _note_places() -> None:
 
 
 def _open_again() -> None:
-    """Under the same number, so that Python's and C's file objects go on with it, whatever name the file has now."""
+    """Open each file again at its position, even if it has been renamed.
+
+    The descriptor keeps its number, so that the file objects of Python and C continue with it.
+    """
     for descriptor, (flags, position) in _places.items():
         path: str | bytes = f"{_DESCRIPTORS}/{descriptor}"
-        if sys.platform == "darwin":  # where this is the same opening of the file
+        if sys.platform == "darwin":  # there the path would share the file's position
             path = fcntl.fcntl(descriptor, fcntl.F_GETPATH, bytes(1024)).rstrip(b"\0")
         try:
             again = os.open(path, flags & _FLAGS)
@@ -74,7 +80,10 @@ os.register_at_fork(before=_note_places, after_in_child=_open_again)
 
 
 def close_connections() -> None:
-    """In a fork: let connections to other programs seem closed by these. Their clients connect again or fail."""
+    """Make connections to other programs look closed by those programs, in a fork.
+
+    The clients that use the connections then connect again or fail.
+    """
     for descriptor, status in _open():
         if peer := _peer(descriptor, status):
             ours, theirs = socket.socketpair()
@@ -84,7 +93,9 @@ def close_connections() -> None:
 
 
 def closed_connections() -> str:
-    """What a reader of data should know of connections of its parent; "" if there were none."""
+    """Return a hint for code that reads data, on the parent's connections that were closed; "" if
+    there were none.
+    """
     return (
         (
             f"connections to {', '.join(dict.fromkeys(_closed))} were made before this process, a fork, which may not "
@@ -97,7 +108,10 @@ def closed_connections() -> str:
 
 @contextmanager
 def named() -> Iterator[None]:
-    """Say after the block, which loads a job, what forks won't have or share of what it leaves."""
+    """Print a note on what the block, which loads a job, leaves behind.
+
+    The note names threads that forks won't have, and connections and files that they can't share.
+    """
     before = {descriptor: _identity(status) for descriptor, status in _open()}
     yield
     if left := _left_behind(before):
@@ -105,8 +119,11 @@ def named() -> Iterator[None]:
 
 
 def _left_behind(before: dict[int, tuple[int, int]]) -> str:
-    """Threads that run, and connections and pipes that were opened since descriptors were `before`, in words; "" if
-    there are none."""
+    """Describe the job's running threads, and the connections and pipes that were opened after
+    `before` was noted.
+
+    The text is empty if there are none.
+    """
     threads = [thread.name for thread in threading.enumerate() if _is_of_job(thread)]
     opened = [
         (descriptor, status)
@@ -153,7 +170,7 @@ def _left_behind(before: dict[int, tuple[int, int]]) -> str:
 
 
 def _is_of_job(thread: threading.Thread) -> bool:
-    """Whether a thread runs the user's code, or is one of a pool, which may."""
+    """Whether a thread runs the user's code, or belongs to a pool, which may run it."""
     target = getattr(thread, "_target", None) or type(thread).run
     module = getattr(target, "__module__", None) or ""
     file = getattr(sys.modules.get(module), "__file__", None)
@@ -164,7 +181,7 @@ def _is_of_job(thread: threading.Thread) -> bool:
 
 def _open() -> Iterator[tuple[int, os.stat_result]]:
     for path in Path(_DESCRIPTORS).iterdir():
-        with suppress(OSError):  # that of the list itself
+        with suppress(OSError):  # the descriptor of the listing itself is closed already
             yield int(path.name), os.fstat(int(path.name))
 
 
@@ -173,7 +190,9 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
 
 
 def _peer(descriptor: int, status: os.stat_result) -> str:
-    """The other end of a stream over a network or of a named socket; "" for what this process has made in pairs."""
+    """Return the other end of a stream socket; "" for other descriptors and for socket pairs of
+    this process.
+    """
     if not stat.S_ISSOCK(status.st_mode):
         return ""
     with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as opened:

@@ -1,4 +1,6 @@
-"""Who prints what: INFO from rank 0, warnings of any rank once, everything of every rank in its own file."""
+"""Output of ranks: rank 0 shows INFO, warnings of all ranks are shown once, and each rank's file
+has all its output.
+"""
 
 from __future__ import annotations
 
@@ -23,20 +25,22 @@ logger = logging.getLogger("paceline")
 
 @logger.addFilter
 def _as_printable(record: logging.LogRecord) -> bool:
-    """Names come from jobs, and from the folders of other people's runs."""
+    """Make a message safe to print, because it may have names from jobs and from folders of other
+    people's runs.
+    """
     record.msg, record.args = printable(record.getMessage()), ()
     return True
 
 
 @cache
 def tell_once(text: str) -> None:
-    """An INFO that a process gives once, however often it comes to it."""
+    """Log an INFO message once in this process, however often this is called."""
     logger.info(text)
 
 
 @contextmanager
 def without_notes() -> Iterator[None]:
-    """Meanwhile INFO is not heard: what a proof's ranks have to say, a run's say too."""
+    """Drop INFO messages while the block runs; a proof's ranks would only repeat those of a run."""
     level = logger.level
     logger.setLevel(logging.WARNING)
     try:
@@ -46,13 +50,15 @@ def without_notes() -> Iterator[None]:
 
 
 class Tee(io.TextIOBase):
-    """Writes to a terminal and to a file, where there are any. One that can't be written ends no run: its disk is full
-    or the terminal is closed, and what is written later may be heard again.
+    """A stream that writes to a terminal and to a file, as far as there are any.
 
-    terminal: may be exchanged while something is drawn on it, such as a live line; the file sees none of that.
+    If one of them can't be written, because the disk is full or the terminal is closed, the run
+    goes on. Later writes are tried again.
     """
 
     def __init__(self, terminal: TextIO | None, file: TextIO | None) -> None:
+        # The terminal may be exchanged while something is drawn on it, such as a live line. The
+        # file gets nothing of the drawing.
         self.terminal: Any = terminal
         self.file = file
         self._has_told = False
@@ -89,7 +95,9 @@ class Tee(io.TextIOBase):
 
 @contextmanager
 def unbroken() -> Iterator[None]:
-    """Meanwhile this process and its forks go on, also if stderr is closed or can't be written."""
+    """Let this process and its forks go on while the block runs, even if stderr is closed or can't
+    be written.
+    """
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass  # the next file that is opened would take the place of a closed stream, and get its lines
     os.close(number)
@@ -102,9 +110,10 @@ def unbroken() -> Iterator[None]:
 
 
 class _Once(logging.Handler):
-    """Shows a warning that several ranks give only once; the store remembers who was first.
+    """A handler that shows a warning once if several ranks give it; the store remembers which were
+    shown.
 
-    log: gets what is not shown.
+    A warning that is not shown goes to `log`.
     """
 
     def __init__(
@@ -130,7 +139,8 @@ class _Once(logging.Handler):
 
 
 def open_log(run_dir: Path | None, rank: int) -> tuple[TextIO, Path | None]:
-    """Send this rank's output to its file, and rank 0's to the terminal too. Returns the terminal and the file.
+    """Send this rank's output to its file, and rank 0's to the terminal too. Returns the terminal
+    and the file.
 
     Without a run folder only rank 0 is heard. Nothing goes to stdout, which is for the result.
     """
@@ -153,7 +163,7 @@ def open_log(run_dir: Path | None, rank: int) -> tuple[TextIO, Path | None]:
 
 
 def redirect(path: Path | None) -> TextIO:
-    """Send all that this process prints to a file from now on; without one, nowhere."""
+    """Send all that this process prints to a file from now on; without a path, drop it."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
     file = open(path or os.devnull, "a", buffering=1, errors="backslashreplace")  # noqa: SIM115  # until the next one takes its place
@@ -166,7 +176,9 @@ def redirect(path: Path | None) -> TextIO:
 
 
 def set_up_logging(terminal: TextIO, *, rank: int, store: Store | None) -> None:
-    """Route Python's logging and warnings: all to this rank's output, WARNING once over all ranks."""
+    """Route Python's logging and warnings: all to this rank's output, WARNING once over all
+    ranks.
+    """
     root = logging.getLogger()
     for handler in list(root.handlers):
         root.removeHandler(handler)

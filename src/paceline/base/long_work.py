@@ -1,13 +1,13 @@
-"""A rank's own word that a long piece of its work goes on.
+"""Signs of a rank that a long piece of its work makes progress.
 
-A rank that gives no sign of life for `--patience` seconds is taken for hung. Reading or writing a checkpoint can take
-longer than that. Code that does so gives a sign after each part:
+A rank that gives no sign of life for `--patience` seconds is taken for hung. Reading or writing a
+checkpoint can take longer than that, so code that does it gives a sign after each part:
 
     for part in parts:
         file.write(part)
         long_work.advanced()
 
-Work that stops gives no sign, so the watch finds it.
+Work that hangs gives no sign, so the watchdog still finds it.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from paceline.base.waiting import waiting
 
 
 class LongWork:
-    """Passes on the signs of the main thread. Those of another thread count only while the main thread waits for other
-    ranks: at other times the main thread may hang beside it.
+    """The signs of this process's main thread.
 
-    tell: called after each part.
+    Signs of another thread count only while the main thread waits for other ranks. At other times
+    the main thread may hang while the other thread makes progress.
     """
 
     def __init__(self) -> None:
-        self.tell: Callable[[], None] = lambda: None
+        self.tell: Callable[[], None] = lambda: None  # called after each part
 
     def advanced(self) -> None:
-        """A part is done."""
+        """Give the sign that a part is done."""
         main = threading.main_thread()
         if threading.current_thread() is main or main.ident in waiting:
             self.tell()

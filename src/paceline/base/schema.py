@@ -1,4 +1,6 @@
-"""Text and tables read as annotated types by msgspec, and in words what was allowed where they can't be."""
+"""Text and tables converted to annotated types by msgspec, with messages that say what is
+allowed.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ _WORDS = {
 
 
 def convert(value: Any, kind: Any) -> Any:
-    """The value as `kind`; text is read, other values are checked.
+    """Return the value as `kind`. Text is parsed, other values are checked.
 
     >>> convert("1e3", int), convert("none", int | None), convert("3,4", tuple[float, ...])
     (1000, None, (3.0, 4.0))
@@ -40,7 +42,10 @@ def convert(value: Any, kind: Any) -> Any:
 
 
 def _readings(value: Any, kind: Any) -> Iterator[Any]:
-    """What a value can mean: of a text, first what few types take, last the text itself."""
+    """Yield the values that a value can mean.
+
+    For text, values that few types accept come first, and the text itself comes last.
+    """
     if isinstance(value, numbers.Real) and not isinstance(value, int | float):  # numpy's
         value = int(value) if isinstance(value, numbers.Integral) else float(value)
     if isinstance(value, str):
@@ -64,7 +69,7 @@ def _number(text: str) -> float:
 
 
 def _converted(value: Any, kind: Any) -> Any:
-    try:  # leniently, but for whole numbers: 1 is not True
+    try:  # leniently, except for whole numbers: 1 is not True
         return msgspec.convert(value, kind, strict=isinstance(value, int))
     except TypeError:  # a type or a union that msgspec doesn't know
         if get_origin(kind) not in (Union, types.UnionType):
@@ -80,7 +85,12 @@ def _converted(value: Any, kind: Any) -> Any:
 def problems(
     table: Mapping[str, Any], kinds: Mapping[str, Any], *, needed: Collection[str] = ()
 ) -> dict[str, str]:
-    """All that is wrong with a table of a file whose fields are of these kinds, by field."""
+    """Return all that is wrong with a table of a file, by field.
+
+    Args:
+        kinds: The type of each field that the table may have.
+        needed: The fields that it must have.
+    """
     wrong = {
         name: f"unknown field '{name}', {nearest(name, kinds)}"
         for name in table
@@ -98,7 +108,10 @@ def problems(
 
 
 def allowed(kind: Any) -> str:
-    """What a type takes, in words; `msgspec.Meta(description=...)` has its own."""
+    """Describe the values that a type takes.
+
+    `msgspec.Meta(description=...)` overrides the description.
+    """
     origin, options = get_origin(kind), get_args(kind)
     if origin is Annotated:
         described = (mark.description for mark in options[1:] if isinstance(mark, msgspec.Meta))

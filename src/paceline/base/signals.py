@@ -13,17 +13,20 @@ PREEMPTING = (
     signal.SIGTERM,
     signal.SIGUSR1,
     signal.SIGUSR2,
-)  # by which schedulers want a machine back
+)  # with which schedulers take a machine back
 STOPPING = (signal.SIGINT, *PREEMPTING)
-# Within which a signal that comes again is the same request: timeout(1) signals its command and then the group that the
-# command is in, and systemd, Slurm and `kill -- -PGID` signal both a process and the parent that passes it on.
+# A signal that comes again within this time is the same request: timeout(1) signals its command and
+# then the group that the command is in, and systemd, Slurm and `kill -- -PGID` signal both a
+# process and the parent that passes it on.
 SAME_REQUEST_S = 0.5
 
 
 @contextmanager
 def handled(numbers: Sequence[signal.Signals], handle: Callable[[int], None]) -> Iterator[None]:
-    """While the block runs, these signals call `handle(number)`, once for one request. Only in the main thread:
-    elsewhere they are the caller's business, and nothing is changed."""
+    """Call `handle(number)` for these signals while the block runs, once for each request.
+
+    In other threads than the main thread nothing changes, and the caller has to handle signals.
+    """
     first_s: dict[int, float] = {}
 
     def call(number: int, frame: Any) -> None:
@@ -45,7 +48,9 @@ def handled(numbers: Sequence[signal.Signals], handle: Callable[[int], None]) ->
 
 @contextmanager
 def blocked() -> Iterator[None]:
-    """Keep requests to stop until the block ends: a fork must not meet one with its parent's handler."""
+    """Hold requests to stop back until the block ends, so that no fork handles one with its
+    parent's handler.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     try:
         yield

@@ -1,4 +1,6 @@
-"""Random streams by key rather than by history, so that none has to be saved and none depends on the past."""
+"""Random streams that are seeded by a key, so that none has to be saved and none depends on earlier
+draws.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from typing import Any
 
 
 def key_to_seed(*key: int | str) -> int:
-    """A 63-bit seed for a key; different keys give unrelated seeds.
+    """Return a 63-bit seed for a key; different keys give unrelated seeds.
 
     >>> key_to_seed(0, "order", 1) == key_to_seed(0, "order", 1) != key_to_seed(0, "order", 2)
     True
@@ -27,8 +29,8 @@ def seed_streams(*key: int | str) -> None:
     import torch
 
     seed = key_to_seed(*key)
-    # torch.manual_seed would note the caller's stack for each kind of device that isn't there (300 us of a step), or
-    # look for one.
+    # torch.manual_seed would note the caller's stack for each kind of device that isn't there (300
+    # us of a step), or look for one.
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(seed)
@@ -37,9 +39,11 @@ def seed_streams(*key: int | str) -> None:
 
 
 def seed_model(seed: int) -> None:
-    """Before a job's function builds its model: the same initial weights and names each time.
+    """Prepare for a job's function that builds its model, so that it gets the same initial weights
+    and names each time.
 
-    Keras numbers layers that are given no name, and goes on counting with the next model of the process.
+    Names need this because Keras numbers layers that are given no name, and counts on with the next
+    model of the process.
     """
     seed_streams(seed, "model")
     if "keras" in sys.modules:
@@ -50,9 +54,13 @@ def seed_model(seed: int) -> None:
 
 
 def seed_sample(seed: int, position: int) -> None:
-    """Seed the generators a dataset may use for one sample; about 10 us, as augmentation asks for it once a sample.
+    """Seed the generators that a dataset may use for one sample.
 
-    seed: `key_to_seed` of what all samples of the epoch share; position: the sample's place in the epoch.
+    This takes about 10 us; augmentation needs it once a sample.
+
+    Args:
+        seed: `key_to_seed` of the key that all samples of the epoch share.
+        position: The sample's place in the epoch.
     """
     import numpy as np
     import torch
@@ -64,7 +72,9 @@ def seed_sample(seed: int, position: int) -> None:
 
 
 def used_gpus() -> list[int]:
-    """This rank's GPU. Empty where CUDA is not in use: asking which there are would take it into use."""
+    """Return the number of this rank's GPU, or none if CUDA is not in use: to ask for GPUs would
+    start its use.
+    """
     import torch
 
     return [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
@@ -72,8 +82,11 @@ def used_gpus() -> list[int]:
 
 @contextmanager
 def seeded_for_epoch(sampler: Any, seed: int, epoch: int) -> Iterator[None]:
-    """Let a sampler draw an epoch as the seed fixes it: from the global generators of torch, numpy and random, from its
-    own `generator` if it has one, or by the epoch that it is told."""
+    """Let a sampler draw an epoch in the block in the order that the seed determines.
+
+    This seeds the global generators of torch, numpy and random, and the sampler's own `generator`
+    if it has one. It also calls the sampler's `set_epoch`.
+    """
     with kept_streams(), drawing():
         seed_streams(seed, "sampler", epoch)
         generator = getattr(sampler, "generator", None)
@@ -86,7 +99,7 @@ def seeded_for_epoch(sampler: Any, seed: int, epoch: int) -> Iterator[None]:
 
 @contextmanager
 def kept_streams() -> Iterator[None]:
-    """Leave the caller's generators as they were."""
+    """Restore the states of the caller's generators after the block."""
     import numpy as np
     import torch
 
@@ -103,12 +116,15 @@ def kept_streams() -> Iterator[None]:
             np.random.set_state(numpy)
 
 
-_open_drawing = 0  # blocks of `drawing`
+_open_drawing = 0  # blocks of `drawing` that are entered
 
 
 @contextmanager
 def drawing() -> Iterator[None]:
-    """Meanwhile random operators draw, whatever is switched off outside; for what is no part of a forward."""
+    """Let random operators draw in the block, even if drawing is switched off outside.
+
+    This is for code that is no part of a forward.
+    """
     global _open_drawing
     _open_drawing += 1
     try:
@@ -118,5 +134,5 @@ def drawing() -> Iterator[None]:
 
 
 def is_drawing() -> bool:
-    """Whether this is in a block of `drawing`."""
+    """Whether a block of `drawing` is entered."""
     return _open_drawing > 0

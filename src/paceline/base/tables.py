@@ -12,12 +12,15 @@ WIDTH = 100
 
 
 def width() -> int:
-    """Of what is printed: the terminal's, or that of a text that goes elsewhere."""
+    """Return the number of columns of printed text: the terminal's, or `WIDTH` if stdout is no
+    terminal.
+    """
     return shutil.get_terminal_size((WIDTH, 0)).columns if sys.stdout.isatty() else WIDTH
 
 
 def aligned(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Rows under their columns; the first and the last column are words, which wrap, the others figures.
+    """Return a text table. The first and the last column are words, which wrap; the others are
+    figures.
 
     >>> print(aligned(["plan", "s/step", "why not"], [["data=2", "0.5", "chosen"], ["single", "0.75", "slower"]]))
     plan    s/step  why not
@@ -45,5 +48,5 @@ def aligned(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def wrapped(text: str) -> str:
-    """Lines of a sentence, those after the first indented."""
+    """Return a sentence as lines, of which those after the first are indented."""
     return textwrap.fill(text, width(), subsequent_indent="    ", break_on_hyphens=False)

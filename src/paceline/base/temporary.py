@@ -1,4 +1,4 @@
-"""Temporary folders that outlive a killed owner only until the next one is made."""
+"""Temporary folders. If an owner is killed, its folder is removed when the next one is made."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ _PREFIX, _LOCK = "paceline-", "owner.lock"
 
 @contextmanager
 def temporary_folder(kind: str = "") -> Iterator[Path]:
-    """A folder that is removed with the block. Folders of processes that were killed are removed first.
+    """Make a folder that is removed after the block. Folders of processes that were killed are
+    removed first.
 
-    The owner, and forks of it that still live, hold the lock of a file in the folder, which the kernel gives back when
-    the last of them ends. They hold a lock of the folder too: systemd-tmpfiles, which removes from /tmp what nobody has
-    touched for 10 days, passes over a folder that is locked (tmpfiles.d(5)). Ranks that meet in a file that was removed
-    and made anew wait for each other for ever.
+    The owner, and its forks that still live, hold the lock of a file in the folder. The kernel
+    releases the lock when the last of them ends. They also hold a lock of the folder, because
+    systemd-tmpfiles removes files in /tmp that nobody has touched for 10 days, but skips a locked
+    folder (tmpfiles.d(5)). If the file in which ranks meet were removed and made anew, they would
+    wait for each other for ever.
 
-    kind: a word in the folder's name.
+    Args:
+        kind: A word in the folder's name.
     """
     _remove_left()
     with tempfile.TemporaryDirectory(prefix=f"{_PREFIX}{kind}-" if kind else _PREFIX) as name:
@@ -45,7 +48,10 @@ def temporary_folder(kind: str = "") -> Iterator[Path]:
 
 
 def open_own(path: Path, flags: int) -> int:
-    """Open a regular file of this user in a folder where everybody may write, without waiting. Returns its descriptor.
+    """Open a regular file of this user, in a folder where everybody may write, and return its
+    descriptor.
+
+    The call does not wait.
 
     Raises:
         OSError: it can't be opened, or is a link, a pipe, a device, or another user's.

@@ -1,4 +1,4 @@
-"""Which lines of a traceback are the user's."""
+"""The lines of a traceback that are in the user's code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ _NOT_USERS = (
 
 
 def user_frames(error: BaseException) -> tuple[str, list[traceback.FrameSummary]]:
-    """file:line of the deepest frame that is neither ours nor a library's, and all such frames."""
+    """Return file:line of the deepest frame that is neither Paceline's nor a library's, and all
+    such frames.
+
+    If there is none, return "" and all frames.
+    """
     cause: BaseException | None = error
     while cause is not None:
         frames = traceback.extract_tb(cause.__traceback__)
@@ -28,7 +32,9 @@ def user_frames(error: BaseException) -> tuple[str, list[traceback.FrameSummary]
 
 
 def is_users(filename: str) -> bool:
-    """Whether a frame's file is the user's: not ours, not a library's, not made from text."""
+    """Whether a frame's file is the user's: neither Paceline's nor a library's, and not code made
+    from text.
+    """
     return not (
         filename.startswith(_NOT_USERS)
         or "site-packages" in filename

@@ -1,6 +1,8 @@
-"""Values of this package as JSON and back: how a fork of this process returns them. Nothing is pickled.
+"""Conversion of this package's values to JSON and back. A fork of this process returns its results
+this way.
 
-Dataclasses of this package are written by name, with their fields; tuples stay tuples.
+Dataclasses of this package are written by name, with their fields. Tuples stay tuples. Nothing is
+pickled.
 """
 
 from __future__ import annotations
@@ -14,11 +16,11 @@ _PACKAGE = __name__.partition(".")[0]
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON can hold it.
+    """Return a value in a form that JSON can hold.
 
     Raises:
-        TypeError: it has something else than numbers, words, None, lists, tuples, mappings and dataclasses of this
-            package.
+        TypeError: it has something else than numbers, text, None, lists, tuples, mappings and
+            dataclasses of this package.
 
     >>> plain({"a": (1, None)})
     {'mapping': [['a', {'tuple': [1, None]}]]}
@@ -41,7 +43,7 @@ def plain(value: Any) -> Any:
 
 
 def value_of(document: Any) -> Any:
-    """The value that was made plain.
+    """Return the value that `plain` converted.
 
     >>> value_of(plain({"a": (1, [2.5])}))
     {'a': (1, [2.5])}

@@ -1,7 +1,8 @@
-"""A rank's own word that it waits for others.
+"""Marks of a rank that it waits for others.
 
-The watchdog of a hanging run looks at every rank's main thread: a rank that waits is not the one that the others wait
-for. A collective of torch can be seen on the stack. All other waits say so themselves:
+The watchdog of a hanging run looks at every rank's main thread, because a rank that waits for
+others is not the one that hangs. It recognises a collective of torch on the stack. All other waits
+mark themselves:
 
     with waiting:
         work.wait()
@@ -15,13 +16,12 @@ from typing import Any
 
 
 class Waiting:
-    """The threads of this process that wait; one may enter several times.
-
-    tell: told whether the main thread waits, by that thread alone; the word of another could be late.
-    """
+    """The threads of this process that wait. A thread may enter several times."""
 
     def __init__(self) -> None:
         self._threads: list[int] = []
+        # Called with whether the main thread waits, by that thread alone: a call by another thread
+        # could be late.
         self.tell: Callable[[bool], None] = lambda waits: None
 
     def __enter__(self) -> None:
@@ -33,7 +33,7 @@ class Waiting:
         self._tell()
 
     def __contains__(self, thread: int | None) -> bool:
-        """thread: its ident."""
+        """Whether a thread waits, which is given by its ident."""
         return thread in self._threads
 
     def _tell(self) -> None:

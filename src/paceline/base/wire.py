@@ -1,4 +1,6 @@
-"""Values with tensors as bytes, for processes of one host to tell each other: JSON and safetensors, no pickle."""
+"""Values with tensors as bytes, which processes of one host send to each other: JSON and
+safetensors, no pickle.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,16 @@ import numpy as np
 import torch
 from safetensors.torch import load, save
 
-_HEAD_BYTES = 8  # of the length of what is no tensor
+_HEAD_BYTES = 8  # bytes of a number: the length of the JSON part
 _TENSOR, _TUPLE = "__tensor__", "__tuple__"
 
 
 def encode(value: Any) -> bytes:
-    """The value as bytes: what JSON holds, tuples, and tensors, which may lie on any device.
+    """Return the value as bytes. It may have all that JSON holds, tuples, and tensors, which may
+    lie on any device.
 
     Raises:
-        TypeError: names a type that can't be told.
+        TypeError: the value has an object of another type, which the message names.
     """
     tensors: dict[str, torch.Tensor] = {}
     head = json.dumps(_packed(value, tensors)).encode()
@@ -26,7 +29,7 @@ def encode(value: Any) -> bytes:
 
 
 def decode(data: bytes) -> Any:
-    """What `encode` was given; tensors lie on the CPU, mappings are dicts."""
+    """Return the value that `encode` was given. Tensors lie on the CPU, and mappings are dicts."""
     start = _HEAD_BYTES + int.from_bytes(data[:_HEAD_BYTES], "big")
     tensors = load(data[start:]) if len(data) > start else {}
     return _unpacked(json.loads(data[_HEAD_BYTES:start]), tensors)
