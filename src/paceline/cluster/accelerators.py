@@ -1,7 +1,8 @@
-"""Which GPUs of this machine torch can use, and why it can't use the others.
+"""The GPUs of this machine that torch can use, and the reasons why it can't use others.
 
-The driver's device files are checked first, so a machine without GPUs does not import torch. Questions to the driver
-are asked in a fork: ranks are forks of this process, and can't use CUDA if this process has used it.
+The driver's device files are checked first, so a machine without GPUs does not import torch.
+Questions to the driver are asked in a fork: ranks are forks of this process, and can't use CUDA if
+this process has used it.
 """
 
 from __future__ import annotations
@@ -24,82 +25,81 @@ INSTALL = "https://pytorch.org/get-started/locally has the command"
 
 @dataclass(frozen=True, slots=True)
 class Unusable:
-    """A GPU that no rank can use.
+    """A GPU that no rank can use."""
 
-    reason: what is here, and why torch can't use it. way_out: what to install or to change.
-    """
-
-    reason: str
-    way_out: str
+    reason: str  # what this machine has, and why torch can't use it
+    way_out: str  # what to install or to change
 
 
-# Graphics that are built into a processor of AMD take 512 MiB to 2 GiB of its memory for themselves; cards that are
-# trained on have more. No run is refused for the sake of the former.
+# Graphics that are built into a processor of AMD take 512 MiB to 2 GiB of its memory for
+# themselves. Cards for training have more. No run is refused because built-in graphics are unused.
 _BUILT_IN_BYTES = 4 * 2**30
 
-# Of a GPU, once a process uses it, before the first tensor: the driver's context. 621 MiB were measured on an H200 with
-# torch 2.11 for CUDA 13.0. 426 MiB with torch 2.10 on an RTX 6000 Ada (unslothai/unsloth-zoo#1053), "around 400 MB"
+# Memory of a GPU that the driver's context takes once a process uses the GPU, before the first
+# tensor. 621 MiB were measured on an H200 with torch 2.11 for CUDA 13.0. Others report 426 MiB with
+# torch 2.10 on an RTX 6000 Ada (unslothai/unsloth-zoo#1053) and "around 400 MB"
 # (pytorch/pytorch#109888).
 CONTEXT_BYTES = 621 * 2**20
-# Of kernels, which are loaded when they are first used: measured as above, after products in three precisions, an
-# attention and a convolution.
+# Memory of kernels, which are loaded when they are first used. Measured as above, after products in
+# three precisions, an attention and a convolution.
 KERNEL_BYTES = 146 * 2**20
-# cuBLAS has a workspace for each thread that launches products: the one of the forward, and autograd's for the GPU.
-# torch's allocator hands it out: 32 MiB from Hopper on, and 8 MiB and eight blocks of 16 KiB before
-# (CUBLAS_WORKSPACE_CONFIG's defaults in aten/src/ATen/cuda/CublasHandlePool.cpp). Measured as above: 64.0 MiB.
+# cuBLAS has a workspace for each thread that launches products: the one of the forward, and
+# autograd's for the GPU. torch's allocator hands it out: 32 MiB from Hopper on, and 8 MiB and eight
+# blocks of 16 KiB before (CUBLAS_WORKSPACE_CONFIG's defaults in
+# aten/src/ATen/cuda/CublasHandlePool.cpp). Measured as above: 64.0 MiB.
 WORKSPACES, HOPPER_WORKSPACE_BYTES, WORKSPACE_BYTES = 2, 32 * 2**20, 8 * 2**20 + 8 * 16 * 2**10
 _HOPPER = 9  # its compute capability
 
 
 @dataclass(frozen=True, slots=True)
 class FreeMemory:
-    """What a GPU has free for a process that doesn't use it yet, and who has the rest, in words."""
+    """The free memory of a GPU for a process that doesn't use it yet."""
 
     free_bytes: int
-    holders: tuple[str, ...] = ()
+    holders: tuple[str, ...] = ()  # processes that hold the rest, in words
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU that torch can use as "cuda".
-
-    uuid: empty where torch can't say. capability: the first number of it. multiprocessors: that tiles of a product are
-    dealt out to.
-    """
+    """A GPU that torch can use as "cuda"."""
 
     name: str
     memory_bytes: int
-    uuid: str = ""
-    capability: int = 0
-    multiprocessors: int = 100
+    uuid: str = ""  # empty if torch can't say
+    capability: int = 0  # the first number of the compute capability
+    multiprocessors: int = 100  # among which the tiles of a matrix product are divided
 
     @property
     def workspace_bytes(self) -> int:
-        """Of cuBLAS, which torch's allocator hands out once a step has run."""
+        """Bytes of cuBLAS' workspaces, which torch's allocator holds once a step has run."""
         return WORKSPACES * (
             HOPPER_WORKSPACE_BYTES if self.capability >= _HOPPER else WORKSPACE_BYTES
         )
 
 
 def gpus() -> list[Gpu]:
-    """Those that torch can use as "cuda", NVIDIA's and, in a build for ROCm, AMD's."""
+    """Return the GPUs that torch can use as "cuda": NVIDIA's and, in a build for ROCm, AMD's."""
     return list(_usable())
 
 
 def uuids() -> list[str]:
-    """Of each GPU of `gpus`; empty where torch can't say."""
+    """Return the UUID of each GPU of `gpus`; empty if torch can't say."""
     return [gpu.uuid for gpu in _usable()]
 
 
 @cache
 def cards() -> tuple[nvml.Card | None, ...]:
-    """What NVML says of each GPU of `gpus` when it is first asked; None where it says nothing."""
+    """Return NVML's report on each GPU of `gpus`, as of the first call; None for a GPU that NVML
+    does not know.
+    """
     seen = nvml.read() if _usable() else None
     return tuple(seen.find(uuid) if seen is not None else None for uuid in uuids())
 
 
 def identity() -> str:
-    """What figures that were measured on the GPUs depend on: their names, the driver, and how they are wired."""
+    """Return a text of all that measurements on the GPUs depend on: their names, the driver and
+    their links.
+    """
     wires = [
         topology.between(card, other) if card is not None and other is not None else None
         for number, card in enumerate(cards())
@@ -110,15 +110,18 @@ def identity() -> str:
 
 
 def driver_version() -> str | None:
-    """Of NVIDIA's driver."""
+    """Return the version of NVIDIA's driver; None if there is no such driver."""
     file = Path("/proc/driver/nvidia/version")
     version = re.search(r"\d+\.\d+[.\d]*", file.read_text()) if file.exists() else None
     return version and version[0]
 
 
 def room(index: int) -> FreeMemory:
-    """What a GPU has free now, by NVML; without it as CUDA says in a fork, which is asked once a process, because each
-    look at a GPU there makes and ends a context."""
+    """Return the memory that a GPU has free now, by NVML's report or else by CUDA's.
+
+    CUDA is asked in a fork, and only once in this process, because each such question makes and
+    ends a context.
+    """
     card = nvml.read_memory(uuids()[index])
     if card is not None and card.total_bytes:
         return FreeMemory(card.free_bytes, tuple(map(str, card.holders)))
@@ -135,7 +138,9 @@ def has_gpus() -> bool:
 
 
 def unusable() -> Unusable | None:
-    """Why a GPU that is here, and that nobody has hidden, is of no use; None if there is no such GPU."""
+    """Explain why no rank can use a GPU that is here and that nobody has hidden; None if there is
+    no such GPU.
+    """
     if gpus():
         return None
     for maker in MAKERS:
@@ -145,9 +150,9 @@ def unusable() -> Unusable | None:
 
 
 def unused() -> str | None:
-    """Why a GPU that is here, and that no run is refused for, is not used; None if there is no such GPU.
+    """Explain why runs here train on the CPU although there is a GPU; None if there is no such GPU.
 
-    Each Mac with a processor of Apple's own has one, which torch calls "mps".
+    Such a GPU is in each Mac with a processor of Apple's own. torch calls it "mps".
     """
     if sys.platform != "darwin" or platform.machine() != "arm64":
         return None
@@ -181,7 +186,7 @@ def _why_not(maker: Maker) -> Unusable | None:
 
 
 def _amd_memories_bytes() -> list[int]:
-    """Of each GPU that AMD's driver has, its own memory; empty where the driver doesn't say."""
+    """Return the bytes of each AMD GPU's own memory; empty if the driver doesn't say."""
     return [
         int(file.read_text())
         for file in Path("/sys/class/drm").glob("card*/device/mem_info_vram_total")
@@ -208,7 +213,12 @@ def _intel() -> Unusable | None:
 
 
 def refusal(kind: str) -> Unusable | None:
-    """Why a kind of device that torch knows, or its maker's name for it, can't be asked for; None for other words."""
+    """Explain why a user can't ask for a kind of device; None for words that name no kind that
+    torch knows.
+
+    Args:
+        kind: torch's name of the kind, or its maker's name for it.
+    """
     if kind in ("rocm", "hip", "gpu"):
         return Unusable(
             f"torch has no device '{kind}:0'", "GPUs of NVIDIA and AMD are both called cuda: cuda:0"
@@ -263,7 +273,10 @@ def _seen() -> tuple[Gpu, ...]:
 
 @cache
 def _free_bytes() -> tuple[int, ...]:
-    """Of each GPU, before this process's own context; all of one that can't be used now: its rank will say why."""
+    """Return the free bytes of each GPU, by CUDA, without a context of this process.
+
+    A GPU that can't be used now counts as free, and its rank will report the reason.
+    """
     from paceline.base.fork import forks_can_use_cuda, in_a_fork
 
     def look() -> list[int]:
@@ -281,7 +294,7 @@ def _free_bytes() -> tuple[int, ...]:
 
 
 def _failure() -> str:
-    """What torch says where it begins to use the driver."""
+    """Return torch's message when it begins to use the driver."""
     from paceline.base.fork import in_a_fork
 
     def begin() -> str:

@@ -21,48 +21,41 @@ CATALOGUE = Path(__file__).with_name("catalogue.toml")
 
 @dataclass(frozen=True, slots=True)
 class LinkKind:
-    """A link as its maker states it, and what collectives make of it.
-
-    bytes_per_s: one direction of one device. reached: the part that collectives of large messages reach.
-    """
+    """A kind of link, with the figures of its maker and the part of them that collectives reach."""
 
     name: str
-    bytes_per_s: float
-    reached: float
+    bytes_per_s: float  # one direction of one device
+    reached: float  # the part of it that collectives of large messages reach
     latency_s: float
     source: str
 
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """An accelerator, and the node that it usually comes in.
-
-    bf16_flops_per_s, float32_flops_per_s: dense. product_reached: the part that the best matrix product reaches;
-        attention_reached: that fused attention reaches.
-    tf32_flops_per_s, fp8_flops_per_s: dense; None without such products.
-    link, network: names of links in a node, and of one device's share across nodes.
-    assumed: the accelerator whose figures these are, of one of which only the memory is known.
-    """
+    """An accelerator, and the node that it usually comes in."""
 
     name: str
-    bf16_flops_per_s: float
-    float32_flops_per_s: float
-    product_reached: float
-    attention_reached: float
+    bf16_flops_per_s: float  # dense
+    float32_flops_per_s: float  # dense
+    product_reached: float  # the part of the rate that the best matrix product reaches
+    attention_reached: float  # the part of the rate that fused attention reaches
     memory_bytes: int
     memory_bytes_per_s: float
     multiprocessors: int
-    link: str
-    network: str
+    link: str  # name of the link between devices of a node
+    network: str  # name of the link across nodes, which is one device's share
     devices_per_node: int
     source: str
     aliases: tuple[str, ...] = ()
-    tf32_flops_per_s: float | None = None
-    fp8_flops_per_s: float | None = None
+    tf32_flops_per_s: float | None = None  # dense; None if there are no such products
+    fp8_flops_per_s: float | None = None  # dense; None if there are no such products
+    # If only the memory of a GPU is known: the accelerator whose other figures it is given.
     assumed: str = ""
 
     def product_flops_per_s(self, precision: Precision) -> float:
-        """Of matrix products under a job's precision, dense, as its maker states them."""
+        """Return the dense rate of matrix products under a job's precision, as the maker states
+        it.
+        """
         if precision in ("float32", "float64"):
             return self.float32_flops_per_s / (2 if precision == "float64" else 1)
         if precision == "tf32":
@@ -71,10 +64,10 @@ class Accelerator:
 
 
 def accelerator(name: str) -> Accelerator:
-    """By its name or an alias, in any case.
+    """Return an accelerator by its name or an alias, in upper or lower case.
 
     Raises:
-        ClusterError: there is none of that name; says the nearest ones.
+        ClusterError: there is none of that name; the message names the nearest ones.
     """
     known = _accelerators()
     match = known.get(_plain(name))
@@ -87,7 +80,9 @@ def accelerator(name: str) -> Accelerator:
 
 
 def assumed(memory_bytes: int) -> Accelerator:
-    """What a GPU is taken for of which only the memory is known: an ordinary one that has so much or a little less.
+    """Return the accelerator whose figures a GPU is given if only its memory is known.
+
+    It is an ordinary accelerator with as much memory or a little less.
 
     >>> assumed(24 * 2**30).name
     'RTX3090'
@@ -99,12 +94,12 @@ def assumed(memory_bytes: int) -> Accelerator:
 
 
 def memory_sizes() -> list[int]:
-    """Bytes that the listed accelerators have, each once, from the smallest."""
+    """Return the memory sizes of the listed accelerators in bytes, each once, from the smallest."""
     return sorted({listed.memory_bytes for listed in _listed()})
 
 
 def named_by_driver(name: str) -> Accelerator | None:
-    """What a GPU is that its driver calls so; None if it is not listed.
+    """Return the accelerator that a driver calls by this name; None if it is not listed.
 
     >>> named_by_driver("NVIDIA H100 80GB HBM3").name, named_by_driver("NVIDIA H100 PCIe").name
     ('H100', 'H100-PCIe')
@@ -119,35 +114,40 @@ def named_by_driver(name: str) -> Accelerator | None:
 
 
 def link(name: str) -> LinkKind:
-    """By its name.
+    """Return a kind of link by its name.
 
     Raises:
-        ClusterError: there is none of that name; says the nearest ones.
+        ClusterError: there is none of that name; the message names the nearest ones.
     """
     return LinkKind(name=name, **_entry("link", "link", name))
 
 
 def software(name: str) -> Software:
-    """A training program by its name.
+    """Return a training program by its name.
 
     Raises:
-        ClusterError: there is none of that name; says the nearest ones.
+        ClusterError: there is none of that name; the message names the nearest ones.
     """
     return software_of(name, _entry("software", "training program", name))
 
 
 def software_names() -> tuple[str, ...]:
-    """Of all training programs."""
+    """Return the names of all training programs."""
     return tuple(_read()["software"])
 
 
 def fitted_on(name: str) -> tuple[str, ...]:
-    """The sources of published measurements that a training program's figures were fitted on."""
+    """Return the sources of the published measurements on which a training program's figures were
+    fitted.
+    """
     return tuple(_read()["software"].get(name, {}).get("fitted_on", ()))
 
 
 def software_of(name: str, stated: dict[str, Any]) -> Software:
-    """A training program from the fields of the catalogue; bytes of numbers end in _bytes."""
+    """Make a training program from fields of the catalogue.
+
+    Names of fields that give bytes of a value end in _bytes.
+    """
     formats = {
         f.name: stated[f"{f.name}_bytes"] for f in fields(Formats) if f"{f.name}_bytes" in stated
     }

@@ -1,4 +1,7 @@
-"""What there is: devices with their memory and speed, and the links between them. It knows no models."""
+"""The devices of a run with their memory and speed, and the links between them.
+
+This module knows no models.
+"""
 
 from __future__ import annotations
 
@@ -38,14 +41,17 @@ from paceline.cluster.limits import usable_cores, usable_memory_bytes
 from paceline.cluster.links import LOOPBACK, Link, Network
 from paceline.cluster.topology import slowest
 
-UNKNOWN_LINK = "pcie3"  # between GPUs of which nobody says how they are wired
-FREE_STEP_BYTES = 256 * 2**20  # in which a GPU's free memory is counted
+UNKNOWN_LINK = "pcie3"  # the assumed link between GPUs whose links are not known
+FREE_STEP_BYTES = 256 * 2**20  # a GPU's free memory is rounded down to a multiple of this
 
 HOSTS_HERE = "PACELINE_HOSTS_HERE"  # how many hosts of a run are containers of this machine
 
 
 class DescribedDevices(Sequence[Device]):
-    """The devices of described nodes in rank order, made when asked for: 100,000 take as little room as one."""
+    """The devices of described nodes in rank order.
+
+    They are made on request, so 100,000 take as little room as one.
+    """
 
     def __init__(self, nodes: tuple[Nodes, ...]) -> None:
         self.nodes = nodes
@@ -79,20 +85,18 @@ class DescribedDevices(Sequence[Device]):
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """The devices of a run, one a rank, in rank order, and the slowest link between them.
-
-    nodes: of a cluster that is described; none of this machine.
-    links: as measured between so many ranks, from the fewest to the most; none were if it is empty.
-    """
+    """The devices of a run, one a rank, in rank order, and the slowest link between them."""
 
     devices: Sequence[Device]
     link: Link = LOOPBACK
-    nodes: tuple[Nodes, ...] = ()
+    nodes: tuple[Nodes, ...] = ()  # of a described cluster; empty for this machine
+    # Numbers of ranks with the link that was measured between so many, from the fewest to the most;
+    # empty if no link was measured.
     links: tuple[tuple[int, Link], ...] = ()
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """What the description leaves open and is assumed, in words."""
+        """Sentences on what the description of the cluster leaves open and Paceline assumes."""
         kinds = {
             device.accelerator
             for kind in self.nodes
@@ -110,30 +114,44 @@ class Cluster:
 
     @property
     def first_here(self) -> str:
-        """Where a job is tried out on this machine: "cpu", or the first of the GPUs; any GPU for described devices."""
+        """The device of this machine on which a job is tried out: the cluster's first GPU, or "cpu"
+        if it has none.
+
+        For a described cluster it is this machine's first GPU, if it has one.
+        """
         if self.nodes:
             return "cuda:0" if gpus() else "cpu"
         return next((str(device) for device in self.devices if device.kind == "cuda"), "cpu")
 
     @property
     def link_of_all(self) -> Link:
-        """The link between as many ranks as there are devices, as far as it was measured."""
+        """The link as measured between as many ranks as there are devices, or more.
+
+        Without such a measurement it is the link between the most ranks that were measured, or
+        `link` if none were.
+        """
         enough = [link for count, link in self.links if count >= len(self.devices)]
         return (enough or [link for _, link in self.links[-1:]] or [self.link])[0]
 
     @property
     def are_shared(self) -> bool:
-        """Whether ranks share GPUs, which is for tests: how fast they are says nothing."""
+        """Whether ranks share GPUs.
+
+        This is for tests, and the speed of such ranks means nothing.
+        """
         return not self.nodes and any(device.num_sharing > 1 for device in self.devices)
 
     @classmethod
     def parse(cls, text: str) -> Cluster:
-        """A cluster from a word: "local", "2xcpu", "8xH100", "16x8xH100" (nodes x devices), "2x24GB" (GPUs of
-        which only the memory is known), or a TOML file.
+        """Return the cluster that a word or a TOML file describes.
+
+        Words are "local", "2xcpu", "8xH100", "16x8xH100" (nodes x devices), and "2x24GB" (GPUs of
+        which only the memory is known).
 
         Raises:
-            ClusterError: it can't be read, names an accelerator that is not in the catalogue, or the file has a field
-                that is missing, unknown or makes no sense; the message names all that a file has.
+            ClusterError: it can't be read, names an accelerator that is not in the catalogue, or
+                the file has a field that is missing, unknown or makes no sense; the message names
+                all that a file has.
         """
         if text == "local":
             return cls.local()
@@ -173,7 +191,7 @@ class Cluster:
 
     @classmethod
     def of(cls, nodes: tuple[Nodes, ...]) -> Cluster:
-        """A cluster of described nodes."""
+        """Return a cluster of described nodes."""
         slowest = min(
             (kind.network.across or kind.network.inside for kind in nodes),
             key=lambda link: link.bytes_per_s,
@@ -181,10 +199,11 @@ class Cluster:
         return cls(DescribedDevices(nodes), slowest, nodes)
 
     def resized(self, count: int) -> Cluster:
-        """So many devices of the same kind, in nodes of the same size.
+        """Return a cluster of `count` devices of the same kind, in nodes of the same size.
 
         Raises:
-            ClusterError: the cluster is this machine or has several kinds of nodes, or the devices don't fill nodes.
+            ClusterError: the cluster is this machine or has several kinds of nodes, or the devices
+                don't fill nodes.
         """
         if len(self.nodes) != 1:
             raise ClusterError(
@@ -211,7 +230,7 @@ class Cluster:
         )
 
     def price_per_hour(self, count: int) -> float | None:
-        """Of the first so many devices; None if some have no price."""
+        """Return the price of the first `count` devices for an hour; None if some have no price."""
         price = 0.0
         for kind in self.nodes:
             if kind.price_per_hour is None:
@@ -221,7 +240,9 @@ class Cluster:
         return price if self.nodes else None
 
     def span(self, first: int, count: int) -> list[tuple[Device, Network]]:
-        """The kinds of devices that so many ranks from the first on run on, with their networks."""
+        """Return the kinds of devices, with their networks, on which `count` ranks from `first` on
+        run.
+        """
         kinds: list[tuple[Device, Network]] = []
         begin = 0
         for kind in self.nodes:
@@ -249,17 +270,21 @@ class Cluster:
         num_cpu_ranks: int = 0,
         whole: bool = False,
     ) -> Cluster:
-        """This machine: its GPUs if it has any, else one CPU device a core (8 at most).
+        """Return the cluster of this machine: its GPUs if it has any, else one CPU device a core (8
+        at most).
 
         Args:
-            devices: Names such as "cpu:0,cpu:1" or "cuda:0-3", one a rank; "4xcuda:0" is four ranks that share a GPU.
-            num_ranks: Ranks to make room for; CPU ranks may outnumber cores, GPU ranks may not outnumber GPUs.
-            num_cpu_ranks: How many of them, the first ones, compute on the CPU also where the others have GPUs. Names
-                of GPUs alone leave them out.
-            memory: The limit of each CPU rank, such as "512MiB", or of all in order, "1GiB,2GiB"; by default ranks
-                share the machine's memory and none is stopped.
-            whole: Whether GPUs count with all their memory, free or not: ranks of a launcher start at their own times,
-                see each other's memory as taken, and must all find the same.
+            devices: Names such as "cpu:0,cpu:1" or "cuda:0-3", one a rank; "4xcuda:0" is four ranks
+                that share a GPU.
+            num_ranks: Ranks to make room for; CPU ranks may outnumber cores, GPU ranks may not
+                outnumber GPUs.
+            num_cpu_ranks: How many of them, the first ones, compute on the CPU also where the
+                others have GPUs. Names of GPUs alone leave them out.
+            memory: The limit of each CPU rank, such as "512MiB", or of all in order, "1GiB,2GiB";
+                by default ranks share the machine's memory and none is stopped.
+            whole: Whether GPUs count with all their memory, free or not. A launcher needs this: its
+                ranks start at different times and see each other's memory as taken, but must all
+                find the same devices.
 
         Raises:
             ClusterError: a device doesn't exist, or a name or a size can't be read.
@@ -316,7 +341,7 @@ class Cluster:
 
 
 def usual_nodes(accelerator: Accelerator, count: int, each: int) -> Nodes:
-    """Nodes as an accelerator usually comes in."""
+    """Return nodes with the links and networks that an accelerator usually has."""
     return Nodes(
         count,
         (described(accelerator),) * each,
@@ -332,10 +357,11 @@ _NAMING = (
 
 
 def threads_of_a_rank(num_ranks: int) -> int:
-    """With which each of so many CPU ranks of this machine computes: its share of the cores, or OMP_NUM_THREADS.
+    """Return the number of threads with which each CPU rank computes: OMP_NUM_THREADS, or its share
+    of the cores.
 
-    Where a run's hosts are containers of one machine, `paceline launch docker` tells each one how many they are: each
-    sees all cores.
+    If a run's hosts are containers of one machine, each of them sees all cores. `paceline launch
+    docker` therefore tells each container how many there are.
     """
     omp_threads, hosts = (os.environ.get(name, "") for name in ("OMP_NUM_THREADS", HOSTS_HERE))
     if omp_threads.isdecimal() and int(omp_threads) > 0:
@@ -344,7 +370,7 @@ def threads_of_a_rank(num_ranks: int) -> int:
 
 
 def _devices_option(devices: str) -> str:
-    """How a user asks for devices, of a command and of a function."""
+    """Return the text that tells a user how to ask for devices, in a command and in Python."""
     return f'--devices {devices} (in Python devices="{devices}")'
 
 
@@ -357,7 +383,11 @@ def _shared(device: Device, num_ranks: int) -> Device:
 
 
 def _limited(devices: tuple[Device, ...], text: str) -> tuple[Device, ...]:
-    """The devices with the limits that a user sets."""
+    """Return the devices with the memory limits that a user sets.
+
+    Raises:
+        ClusterError: the limits don't fit the devices, or this system can't keep them.
+    """
     sizes = [size_bytes(word) for word in filter(None, re.split(r"[\s,]+", text))]
     if len(sizes) not in (1, len(devices)):
         raise ClusterError(
@@ -394,8 +424,11 @@ def _gpus() -> list[Device]:
 
 
 def _between_gpus(indices: Sequence[int]) -> Link:
-    """The slowest link between GPUs that are here, as NVML says they are wired; what it doesn't know counts as the
-    slowest that servers have, until it is measured (`api/links.py`)."""
+    """Return the slowest link between GPUs of this machine, by NVML's report.
+
+    A link that NVML doesn't know counts as the slowest that servers have, until it is measured
+    (`api/links.py`).
+    """
     wire = slowest([cards()[index] for index in indices]) if len(indices) > 1 else None
     if wire is None:
         return replace(
@@ -405,7 +438,9 @@ def _between_gpus(indices: Sequence[int]) -> Link:
 
 
 def _with_free(device: Device) -> Device:
-    """A GPU with the memory that it has free, in steps, so that devices of one kind stay alike."""
+    """Return a GPU with only its free memory, rounded down in steps so that devices of one kind
+    stay equal.
+    """
     memory = room(device.index)
     if memory.free_bytes >= device.memory_bytes - FREE_STEP_BYTES:
         return device
@@ -418,7 +453,7 @@ def _with_free(device: Device) -> Device:
 
 
 def names_of(devices: Sequence[object]) -> str:
-    """Devices, or their names, as a user names them.
+    """Return a list of devices, or of their names, as the text with which a user asks for them.
 
     >>> names_of(["cuda:0", "cuda:0", "cuda:1"])
     '2xcuda:0,cuda:1'
@@ -463,7 +498,12 @@ def _parse_names(text: str) -> list[tuple[DeviceKind, int]]:
 def _with_cpus(
     named: list[tuple[DeviceKind, int]], num_cpu_ranks: int, text: str
 ) -> list[tuple[DeviceKind, int]]:
-    """The devices in rank order, where the first so many ranks compute on the CPU and the others on GPUs."""
+    """Return the devices in rank order: the first `num_cpu_ranks` ranks compute on the CPU, the
+    others on GPUs.
+
+    Raises:
+        ClusterError: `text`, which a user gave, does not name such devices.
+    """
     cpus, gpus_named = ([name for name in named if name[0] == kind] for kind in ("cpu", "cuda"))
     if not gpus_named:
         return named

@@ -19,51 +19,49 @@ if TYPE_CHECKING:
 DeviceKind = Literal["cpu", "cuda"]
 
 
-# What a core of an ordinary CPU multiplies in float32 (90 GFLOP/s) for what it moves (8 GB/s). Measured on 2 cores with
-# AVX-512, one thread each.
+# The float32 products of a core of an ordinary CPU (90 GFLOP/s) for each byte that it moves (8
+# GB/s). Measured on 2 cores with AVX-512, one thread each.
 CPU_FLOPS_PER_BYTE = 90 / 8
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One place where a rank can run.
-
-    memory_bytes: What one rank may use. Of a CPU rank: by how much its resident size may grow once it has started.
-    is_limit: Whether the user said so, and a rank that needs more is stopped; else it is what the device has.
-    flops_per_s: Matrix products in float32 with one rank's share of the cores, all ranks busy; None if not known. What
-        a described device does in other precisions is its accelerator's.
-    memory_bytes_per_s: Streaming bandwidth of one rank; None if not known.
-    accelerator: What it is, of a device that is described and need not be here.
-    context_bytes: What a process takes of a GPU that is here beside what torch's allocator hands out; 0 of other
-        devices.
-    workspace_bytes: Of cuBLAS on a GPU that is here, which the allocator hands out; 0 of other devices.
-    total_bytes: All memory of a GPU of which others hold a part, so that `memory_bytes` is less; None of other devices.
-    holders: Who they are, as far as the driver says.
-    num_sharing: Ranks that have this GPU together. Each may use its part of the memory.
-    """
+    """A device on which a rank can run."""
 
     kind: DeviceKind
     index: int
+    # Memory that one rank may use. For a CPU rank: by how much its resident size may grow once it
+    # has started.
     memory_bytes: int
     name: str = ""
+    # Matrix products in float32 with one rank's share of the cores, while all ranks are busy; None
+    # if not known. A described device's rates in other precisions are those of its accelerator.
     flops_per_s: float | None = None
-    memory_bytes_per_s: float | None = None
+    memory_bytes_per_s: float | None = None  # streaming bandwidth of one rank; None if not known
+    # Whether `memory_bytes` is a limit that the user set, and a rank that needs more is stopped.
+    # Otherwise it is the memory that the device has.
     is_limit: bool = False
-    accelerator: Accelerator | None = None
+    accelerator: Accelerator | None = None  # of a described device, which need not be here
+    # Memory of a GPU of this machine that a process takes outside torch's allocator; 0 for other
+    # devices.
     context_bytes: int = 0
+    # Memory of cuBLAS on a GPU of this machine, which torch's allocator holds; 0 for other devices.
     workspace_bytes: int = 0
+    # All memory of a GPU, if other processes hold a part of it and `memory_bytes` is less; None
+    # otherwise.
     total_bytes: int | None = None
-    holders: tuple[str, ...] = ()
-    num_sharing: int = 1
+    holders: tuple[str, ...] = ()  # those processes in words, as far as the driver says
+    num_sharing: int = 1  # ranks that share this GPU; each may use its part of the memory
 
     def __str__(self) -> str:
         return f"{self.kind}:{self.index}"
 
     def flops_per_byte(self, precision: Precision) -> float:
-        """FLOPs of matrix products that the device does in the time in which it reads or writes a byte.
+        """Return the FLOPs of matrix products that the device does in the time in which it reads or
+        writes a byte.
 
-        A CPU counts as an ordinary one unless it states both figures, for ranks on several hosts have to come to the
-        same answer; a GPU that the catalogue does not list counts as an A100.
+        A CPU counts as an ordinary one unless it states both figures, because ranks on several
+        hosts must get the same result. A GPU that the catalogue does not list counts as an A100.
         """
         if self.kind == "cpu":
             stated = self.flops_per_s and self.memory_bytes_per_s
@@ -77,7 +75,9 @@ class Device:
 
     @property
     def taken(self) -> str:
-        """Why there is less memory than the device has; empty where there isn't."""
+        """The reason why a rank may use less memory than the device has; empty if it may use
+        all.
+        """
         if self.total_bytes is None:
             return ""
         holders = "; ".join(self.holders) or "processes the driver doesn't name"
@@ -89,12 +89,12 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """Some nodes that are alike. devices: of one of them. price_per_hour: of one device; None if nobody says."""
+    """A number of equal nodes."""
 
     count: int
-    devices: tuple[Device, ...]
+    devices: tuple[Device, ...]  # of one node
     network: Network
-    price_per_hour: float | None = None
+    price_per_hour: float | None = None  # of one device; None if it is not known
 
     @property
     def num_devices(self) -> int:
@@ -102,12 +102,12 @@ class Nodes:
 
 
 def link_of(kind: LinkKind) -> Link:
-    """A link of the catalogue, as fast as collectives find it."""
+    """Return a link of the catalogue with the bandwidth that collectives reach."""
     return Link(kind.bytes_per_s * kind.reached, kind.latency_s)
 
 
 def described(accelerator: Accelerator, *, memory_bytes: int | None = None) -> Device:
-    """A device that need not be here."""
+    """Return a device of this kind, which this machine need not have."""
     return Device(
         "cuda",
         0,
@@ -120,7 +120,10 @@ def described(accelerator: Accelerator, *, memory_bytes: int | None = None) -> D
 
 
 def _of_memory(text: str) -> Accelerator | None:
-    """A GPU of which only the memory is said, such as "24GB"; None for a name. 24 GiB are 24 GB, as makers have it."""
+    """Return a GPU of which only the memory is given, such as "24GB"; None if the text is a name.
+
+    GB are read as GiB, as makers of GPUs mean them.
+    """
     size = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:GB|GiB)", text, re.IGNORECASE)
     if size is None:
         return None
@@ -149,7 +152,11 @@ _UNITS = {
 
 
 def size_bytes(text: str) -> int:
-    """
+    """Return the bytes of a size with a unit.
+
+    Raises:
+        ClusterError: the size can't be read, or is less than a byte.
+
     >>> size_bytes("1.5GiB")
     1610612736
     """

@@ -49,10 +49,11 @@ _NEEDED = [
 
 
 def read(path: Path) -> tuple[Nodes, ...]:
-    """The nodes of a file.
+    """Read the nodes of a file.
 
     Raises:
-        ClusterError: it can't be read, or has fields that are missing, unknown or make no sense; all are named.
+        ClusterError: the file can't be read, or fields are missing, unknown or make no sense; the
+            message names all.
     """
     try:
         document = tomllib.loads(path.read_text())
@@ -121,7 +122,11 @@ def _nodes(table: dict[str, Any], listed: dict[str, Accelerator]) -> Nodes:
 
 
 def _link(table: dict[str, Any], which: str, name: str) -> Link:
-    """A link of the catalogue, with the figures that a file states itself; those are what messages reach."""
+    """Return a link of the catalogue, with the figures that the file states in place of the
+    catalogue's.
+
+    The file's figures are those that messages reach.
+    """
     stated = {
         key: table[f"{which}_{key}"]
         for key in ("bytes_per_s", "latency_s")

@@ -1,4 +1,4 @@
-"""Work that uses autograd or fake tensors, kept from using the GPUs of a machine that has some."""
+"""Work with autograd or fake tensors that must not use the GPUs of this machine."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from paceline.base.fork import in_a_fork
 
 
 def apart_from_cuda(work: Callable[[], Any]) -> Any:
-    """`work()`, which runs backwards or fake tensors and answers in JSON; in a fork if this machine has GPUs.
+    """Run `work()` and return its result, in a fork if this machine has GPUs.
+
+    The work uses backwards or fake tensors, and its result is a value that JSON can hold.
 
     Raises:
         PacelineError: the work raised it, or one of its kinds.
-        Exception: whatever the work raises; a RuntimeError in its place where a fork did it.
+        Exception: the work raised it; if a fork did the work, a RuntimeError takes its place.
     """
     from paceline.cluster.accelerators import has_gpus
 
@@ -26,12 +28,14 @@ def apart_from_cuda(work: Callable[[], Any]) -> Any:
 
 @functools.cache
 def start_autograd_without_gpus() -> None:
-    """Have autograd start its threads, one for each GPU, before fake tensors are used on a machine without GPUs.
+    """Run a backward before fake tensors are used on a machine without GPUs, so that autograd
+    starts its threads.
 
-    Where torch is built for GPUs and finds none, the mode of fake tensors has it count GPUs that are not there. The
-    next backward, were it the first, would start threads for those, and no fork of this process could run one
-    ("Unable to handle autograd's threading in combination with fork-based multiprocessing"). Source:
-    `ensureCUDADeviceGuardSet` in c10/core/impl/DeviceGuardImplInterface.cpp, and `Engine::start_device_threads`.
+    If torch is built for GPUs and finds none, the mode of fake tensors makes it count GPUs that do
+    not exist. If the first backward came after that, it would start threads for those GPUs, and no
+    fork of this process could run a backward ("Unable to handle autograd's threading in combination
+    with fork-based multiprocessing"). Source: `ensureCUDADeviceGuardSet` in
+    c10/core/impl/DeviceGuardImplInterface.cpp, and `Engine::start_device_threads`.
     """
     import torch
 

@@ -1,4 +1,6 @@
-"""What this process may use of its machine: cores and memory, by the limits of its control groups."""
+"""The cores and the memory of the machine that this process may use under the limits of its control
+groups.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,10 @@ _CGROUP, _OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def usable_cores() -> int:
-    """Cores this process and its ranks may use together: the machine's, or less by affinity or a cgroup's quota."""
+    """Return the number of cores that this process and its ranks may use together.
+
+    These are the machine's cores, or fewer because of affinity or a cgroup's quota.
+    """
     allowed = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
@@ -19,7 +24,10 @@ def usable_cores() -> int:
 
 
 def _cpu_quotas() -> Iterator[tuple[int, int]]:
-    """Microseconds of all cores together, and in how many, of each cgroup of this process that has such a limit."""
+    """Yield the CPU limit of each cgroup of this process that has one: a quota and a period.
+
+    All cores together may compute for the quota in each period. Both are in microseconds.
+    """
     for root, controller, names in (
         (_CGROUP, "", ("cpu.max",)),
         (_CGROUP / "cpu", "cpu", ("cpu.cfs_quota_us", "cpu.cfs_period_us")),
@@ -31,7 +39,9 @@ def _cpu_quotas() -> Iterator[tuple[int, int]]:
 
 
 def usable_memory_bytes() -> int:
-    """Memory this process and its ranks may use together: the machine's, or less where a cgroup limits it."""
+    """Return the memory that this process and its ranks may use together: the machine's, or a
+    cgroup's lower limit.
+    """
     import psutil
 
     return min(
@@ -40,8 +50,11 @@ def usable_memory_bytes() -> int:
 
 
 def free_memory_bytes() -> int:
-    """Memory that this process and others could take now: the machine's, or less where a cgroup limits it. What the
-    system would take back from its cache of files counts as free."""
+    """Return the memory that this process and others could take now: the machine's, or less under a
+    cgroup's limit.
+
+    Memory that the system would take back from its cache of files counts as free.
+    """
     import psutil
 
     return max(
@@ -56,8 +69,10 @@ def free_memory_bytes() -> int:
 
 
 def _memory_limits() -> Iterator[tuple[int, int]]:
-    """Limit and use, in bytes, of each cgroup that this process is in and that has a limit. Files in the cache are not
-    counted as used."""
+    """Yield the limit and the use, in bytes, of each cgroup of this process that has a limit.
+
+    Files in the cache do not count as used.
+    """
     for root, controller, limit, used, prefix in (
         (_CGROUP, "", "memory.max", "memory.current", ""),
         (_CGROUP / "memory", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
@@ -73,7 +88,7 @@ def _memory_limits() -> Iterator[tuple[int, int]]:
 
 
 def _text(path: Path) -> str:
-    """What a file of the system says; "" if it is not there."""
+    """Return the text of a file of the system; "" if it is not there."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -81,9 +96,11 @@ def _text(path: Path) -> str:
 
 
 def _cgroups(root: Path, controller: str) -> Iterator[Path]:
-    """The folders of the cgroups that this process is in, from its own to the root, as far as they can be seen.
+    """Yield the folders of the cgroups that this process is in, from its own to the root, as far as
+    they are visible.
 
-    controller: of cgroups of version 1; "" for version 2.
+    Args:
+        controller: The controller for cgroups of version 1; "" for version 2.
     """
     for _, controllers, path in (line.split(":", 2) for line in _text(_OWN_CGROUPS).splitlines()):
         if controllers.split(",").count(controller):

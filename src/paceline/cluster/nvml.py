@@ -1,8 +1,9 @@
-"""What NVIDIA's management library, NVML, reports about the cards of this machine.
+"""The reports of NVIDIA's management library, NVML, on the cards of this machine.
 
-NVML does not start CUDA, so this process may ask it before it forks ranks. It comes with the driver; Python reaches it
-through the package nvidia-ml-py (the extra `gpu`). NVML numbers cards by their places on the bus and
-ignores CUDA_VISIBLE_DEVICES, so cards and CUDA's devices are matched by their UUIDs.
+NVML does not start CUDA, so this process may ask it before it forks ranks. It comes with the
+driver; Python reaches it through the package nvidia-ml-py (the extra `gpu`). NVML numbers cards by
+their places on the bus and ignores CUDA_VISIBLE_DEVICES, so cards and CUDA's devices are matched by
+their UUIDs.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from typing import Any
 SWITCH = (
     "switch"  # the far end of a link that goes to an NVSwitch, which brings it to every other card
 )
-# Why a card runs slower than it could: bits of nvmlDeviceGetCurrentClocksEventReasons. Its power limit is left out: a
-# card that computes is always near it.
+# Reasons why a card runs slower than it could: bits of nvmlDeviceGetCurrentClocksEventReasons. The
+# power limit is left out, because a card that computes is always near it.
 _SLOWED = {
     0x8: "a hardware slowdown",
     0x20: "heat, by the driver",
@@ -30,11 +31,11 @@ _SLOWED = {
 
 @dataclass(frozen=True, slots=True)
 class CardProcess:
-    """A process with memory on a card. num_bytes: None where NVML can't say."""
+    """A process that holds memory of a card."""
 
     pid: int
     name: str
-    num_bytes: int | None
+    num_bytes: int | None  # None if NVML can't say
 
     def __str__(self) -> str:
         memory = "" if self.num_bytes is None else f", {self.num_bytes / 2**30:.1f} GiB"
@@ -43,52 +44,49 @@ class CardProcess:
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A GPU, or one of the slices (MIG) that it is cut into.
-
-    bus_id: empty of a slice. total_bytes, free_bytes: of its memory; what this process has of it counts as free.
-    holders: other processes with memory there.
-    slices: of a card that is cut. is_cut: whether MIG is switched on.
-    pcie_generation: the best that the card and its slot can do together; an idle card uses less. pcie_lanes,
-        most_pcie_lanes: in use, and that both have. 0 where nobody knows.
-    nvlinks: how many lead to which card, by its bus_id, or to SWITCH. nvlink_bytes_per_s: one of them, one direction.
-    ecc_errors: that could not be corrected since the driver was loaded; None without ECC.
-    """
+    """A GPU, or one of the slices (MIG) that it is cut into."""
 
     index: int
     name: str
     uuid: str
-    bus_id: str = ""
+    bus_id: str = ""  # empty for a slice
     capability: tuple[int, int] = (0, 0)
     total_bytes: int = 0
-    free_bytes: int = 0
-    holders: tuple[CardProcess, ...] = ()
-    is_cut: bool = False
-    slices: tuple[Card, ...] = ()
+    free_bytes: int = 0  # memory of this process counts as free
+    holders: tuple[CardProcess, ...] = ()  # other processes that hold memory of the card
+    is_cut: bool = False  # whether MIG is switched on
+    slices: tuple[Card, ...] = ()  # of a card that is cut
+    # The best generation that the card and its slot support together; an idle card uses less. 0 if
+    # it is not known.
     pcie_generation: int = 0
-    pcie_lanes: int = 0
-    most_pcie_lanes: int = 0
+    pcie_lanes: int = 0  # lanes in use; 0 if they are not known
+    most_pcie_lanes: int = 0  # lanes that the card and its slot both have; 0 if they are not known
+    # Numbers of links by the other end: the bus_id of a card, or SWITCH.
     nvlinks: tuple[tuple[str, int], ...] = ()
-    nvlink_bytes_per_s: float = 0.0
+    nvlink_bytes_per_s: float = 0.0  # of one link in one direction
+    # Errors that could not be corrected, since the driver was loaded; None if the card has no ECC.
     ecc_errors: int | None = None
     slowed_by: tuple[str, ...] = ()
     is_persistent: bool | None = None
 
     def num_nvlinks(self, other: Card) -> int:
-        """That lead to another card, directly or through switches."""
+        """Return the number of links that lead to another card, directly or through switches."""
         links, other_links = dict(self.nvlinks), dict(other.nvlinks)
         return links.get(other.bus_id, 0) or min(links.get(SWITCH, 0), other_links.get(SWITCH, 0))
 
 
 @dataclass(frozen=True, slots=True)
 class Cards:
-    """All cards of the machine. driver: its version. cuda: the newest version of CUDA that the driver runs."""
+    """All cards of the machine."""
 
-    driver: str
-    cuda: tuple[int, int]
+    driver: str  # the driver's version
+    cuda: tuple[int, int]  # the newest version of CUDA that the driver runs
     cards: tuple[Card, ...]
 
     def find(self, uuid: str) -> Card | None:
-        """A card or a slice by its UUID, with or without NVIDIA's prefix."""
+        """Return a card or a slice by its UUID, which may have NVIDIA's prefix; None if there is
+        none.
+        """
 
         def plain(text: str) -> str:
             return text.removeprefix("GPU-").removeprefix("MIG-").lower()
@@ -100,12 +98,17 @@ class Cards:
 
 
 def read() -> Cards | None:
-    """Ask NVML everything; None where the package or the library is missing, or the driver doesn't answer."""
+    """Ask NVML for all figures; None if the package or the library is missing, or the driver
+    doesn't answer.
+    """
     return _with_nvml(_read)
 
 
 def read_memory(uuid: str) -> Card | None:
-    """One card's or slice's memory, which is quicker; other figures stay at their defaults."""
+    """Read the memory of one card or slice; other figures stay at their defaults.
+
+    This is quicker than `read`.
+    """
 
     def ask(nvml: Any) -> Card | None:
         for index in range(nvml.nvmlDeviceGetCount()):
@@ -180,7 +183,11 @@ def _with_memory(nvml: Any, handle: Any, index: int) -> Card:
 
 
 def _holders(nvml: Any, handle: Any) -> tuple[tuple[CardProcess, ...], int]:
-    """Other processes that compute or draw there, the one with most first; and what this one has."""
+    """Return the other processes that compute or draw on a card, and the bytes that this process
+    holds there.
+
+    The process that holds most memory comes first.
+    """
     query, holders, own_bytes = _query_of(nvml), {}, 0
     for ask in (
         nvml.nvmlDeviceGetComputeRunningProcesses,
@@ -224,7 +231,11 @@ def _card(nvml: Any, handle: Any, index: int) -> Card:
 
 
 def _nvlinks(nvml: Any, handle: Any) -> tuple[tuple[tuple[str, int], ...], float]:
-    """How many active links lead where, and what one of them carries each way as NVML says it; 0 if it doesn't."""
+    """Return the numbers of active links by their other ends, and the bandwidth of one link in each
+    direction.
+
+    The bandwidth is 0 if NVML does not report it.
+    """
     query, partners, bytes_per_s = _query_of(nvml), Counter[str](), 0.0
     for link in range(nvml.NVML_NVLINK_MAX_LINKS):
         if query(nvml.nvmlDeviceGetNvLinkState, handle, link) != 1:
@@ -248,7 +259,9 @@ def _bus_id(pci: Any) -> str:
 
 
 def _query_of(nvml: Any) -> Callable[..., Any]:
-    """A question to NVML, whose answer is None where the card, the driver or the package doesn't know it."""
+    """Return a function that asks NVML; its result is None if the card, the driver or the package
+    can't answer.
+    """
 
     def query(ask: Callable[..., Any], *args: Any) -> Any:
         try:

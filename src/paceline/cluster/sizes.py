@@ -1,4 +1,4 @@
-"""The dimensions of the reference models, and the bytes that their numbers take."""
+"""The dimensions of the reference models, and the bytes that their values take."""
 
 from __future__ import annotations
 
@@ -12,19 +12,14 @@ Form = Literal["gpt", "llama"]
 
 @dataclass(frozen=True, slots=True)
 class Formats:
-    """Bytes of one value of each kind.
+    """The bytes that one value takes, by its use."""
 
-    activation: of a tensor between layers. weight, gradient, state: of a parameter, as a rank keeps them; state is the
-        optimizer's, with a master copy where there is one.
-    gathered: of a parameter on its way to ranks that share it. reduced: of a gradient on its way.
-    """
-
-    activation: int = 4
-    weight: int = 4
-    gradient: int = 4
-    state: int = 8
-    gathered: int = 4
-    reduced: int = 4
+    activation: int = 4  # a value of a tensor between layers
+    weight: int = 4  # of a parameter, as a rank keeps it
+    gradient: int = 4  # of a parameter, as a rank keeps it
+    state: int = 8  # optimizer state of a parameter, with a master copy if there is one
+    gathered: int = 4  # a parameter on its way to ranks that share it
+    reduced: int = 4  # a gradient on its way to other ranks
 
 
 FLOAT32 = Formats()
@@ -32,16 +27,17 @@ FLOAT32 = Formats()
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """Which kernels run between a decoder's large products, as far as bytes and launches depend on it.
-
-    attention: "fused" never writes the scores; "plain" writes them, their softmax, and keeps what backward needs.
-    elementwise: "eager" runs norms, positions and activation functions operator by operator; "fused" each in one.
-    dropout: whether there is dropout after attention's softmax and before each sum.
+    """The kernels between a decoder's large products, as far as bytes and launches depend on
+    them.
     """
 
+    # "fused" never writes the scores. "plain" writes them and their softmax, and keeps what
+    # backward needs.
     attention: Literal["fused", "plain"] = "fused"
+    # "eager" runs norms, positions and activation functions operator by operator, "fused" each in
+    # one kernel.
     elementwise: Literal["eager", "fused"] = "eager"
-    dropout: bool = False
+    dropout: bool = False  # whether dropout follows attention's softmax and precedes each sum
 
 
 EAGER = Kernels()
@@ -49,12 +45,7 @@ EAGER = Kernels()
 
 @dataclass(frozen=True, slots=True)
 class DecoderSize:
-    """A decoder transformer.
-
-    form: "gpt" has learned positions, layer norms, biases and GELU; "llama" rotary positions, RMS norms and SwiGLU.
-    sequence: tokens of a sample. tied: whether the head is the embedding.
-    lora_rank: rank of the adapters (Hu et al. 2021) beside the product that makes queries, keys and values, where the
-        recipes of NeMo's measurements put them; all else is frozen. 0 if there are none, and everything is trained.
+    """The dimensions of a decoder transformer.
 
     Raises:
         JobError: sizes that don't go together.
@@ -68,10 +59,15 @@ class DecoderSize:
     heads: int
     ffn: int
     vocab: int
-    sequence: int
+    sequence: int  # tokens of a sample
     kv_heads: int = 0
+    # "gpt" has learned positions, layer norms, biases and GELU; "llama" has rotary positions, RMS
+    # norms and SwiGLU.
     form: Form = "gpt"
-    tied: bool = False
+    tied: bool = False  # whether the head is the embedding
+    # The rank of the adapters (Hu et al. 2021) beside the product that makes queries, keys and
+    # values, where the recipes of NeMo's measurements put them; all else is frozen. 0 if there are
+    # no adapters and everything is trained.
     lora_rank: int = 0
 
     def __post_init__(self) -> None:
@@ -105,13 +101,13 @@ class DecoderSize:
 
     @property
     def matrices_per_layer(self) -> int:
-        """Values in a layer's matrices."""
+        """The number of values in a layer's matrices."""
         attention = self.hidden * (2 * self.hidden + 2 * self.kv_width)
         return attention + self.hidden * self.ffn * (3 if self.form == "llama" else 2)
 
     @property
     def vectors_per_layer(self) -> int:
-        """Values in a layer's norms and biases."""
+        """The number of values in a layer's norms and biases."""
         if self.form == "llama":
             return 2 * self.hidden
         return (
@@ -124,7 +120,9 @@ class DecoderSize:
 
     @property
     def adapters_per_layer(self) -> int:
-        """Values in a layer's adapters: hidden to their rank, and from there to queries, keys and values."""
+        """The number of values in a layer's adapters, which lead to their rank and on to queries,
+        keys and values.
+        """
         return self.lora_rank * (2 * self.hidden + 2 * self.kv_width)
 
     @property

@@ -1,4 +1,6 @@
-"""How two GPUs of this machine are wired, and what their link carries: from NVML's report on both, never assumed."""
+"""The links between GPUs of this machine and their bandwidth, from NVML's reports, never
+assumed.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,8 @@ from dataclasses import dataclass
 from paceline.cluster.catalogue import LinkKind, link
 from paceline.cluster.nvml import Card
 
-# NVLink by the major number of a card's compute capability, and how many links the catalogue's figure is of.
+# NVLink by the major number of a card's compute capability, with the number of links that the
+# catalogue's figure counts.
 _NVLINKS = {
     6: ("nvlink1", 4),
     7: ("nvlink2", 6),
@@ -15,24 +18,26 @@ _NVLINKS = {
     9: ("nvlink4", 18),
     10: ("nvlink5", 18),
 }
-_LANES = 16  # of the catalogue's figures for PCIe
+_LANES = 16  # lanes that the catalogue's figures for PCIe count
 _NEWEST_PCIE = 6  # in the catalogue
 
 
 @dataclass(frozen=True, slots=True)
 class GpuLink:
-    """What connects two GPUs. bytes_per_s: one direction, as much as collectives reach of it."""
+    """The link between two GPUs."""
 
     name: str
-    bytes_per_s: float
+    bytes_per_s: float  # in one direction, as much as collectives reach
     latency_s: float
 
 
 def between(card: Card, other: Card) -> GpuLink | None:
-    """By NVLink where there is any, else by PCIe, as fast as the slower card's; None where NVML knows neither.
+    """Return the link between two cards: NVLink if there is any, else PCIe at the slower card's
+    speed.
 
-    A way through both processors of a host, or through its memory because cards can't read each other's, is slower than
-    this: only a measurement finds that (`api/links.py`).
+    The result is None if NVML knows neither. A way through both processors of a host is slower than
+    this, and so is one through the host's memory, which is used if cards can't read each other's
+    memory. Only a measurement finds that (`api/links.py`).
     """
     count = card.num_nvlinks(other)
     if count and card.capability[0] in _NVLINKS:
@@ -47,7 +52,7 @@ def between(card: Card, other: Card) -> GpuLink | None:
 
 
 def slowest(cards: list[Card | None]) -> GpuLink | None:
-    """Of the wires between each two; None where one of them is not known."""
+    """Return the slowest of the links between each two cards; None if one of them is not known."""
     links = [
         between(card, other) if card is not None and other is not None else None
         for number, card in enumerate(cards)
