@@ -1,4 +1,6 @@
-"""The experiment: what a job is, and what users give of it: data, loss, models, optimizers, steps, phases."""
+"""The experiment that a user describes: a job with its data, loss, models, optimizers, steps and
+phases.
+"""
 
 from paceline.job.job import AUTOCAST, Job, Precision
 

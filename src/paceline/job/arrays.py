@@ -1,4 +1,6 @@
-"""Arrays and tensors as data: samples lie along dim 0, and ranks that are forks share their memory."""
+"""Arrays and tensors as data: samples lie along dim 0, and ranks that are forks share their
+memory.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,13 @@ _ALLOWED = "(x, y), {'name': x, ...} or x, each along dim 0"
 
 @dataclass(frozen=True, eq=False)
 class Arrays:
-    """A data set whose samples are rows of arrays: an array, or mappings and tuples of arrays of one length.
-
-    is_in_memory: whether all are tensors, and not arrays that read their rows from a file.
+    """A data set whose samples are rows of arrays: an array, or mappings and tuples of arrays of
+    one length.
     """
 
     tensors: Any
     length: int
-    is_in_memory: bool = True
+    is_in_memory: bool = True  # whether all are tensors, so that none reads its rows from a file
 
     def __len__(self) -> int:
         return self.length
@@ -31,7 +32,7 @@ class Arrays:
         return _mapped(lambda tensor: tensor[index], self.tensors)
 
     def gather(self, indices: Sequence[int]) -> Any:
-        """These samples as one batch, of arrays that are in memory."""
+        """Return these samples as one batch; the arrays must be in memory."""
         import torch
 
         positions = torch.as_tensor(indices)
@@ -39,11 +40,12 @@ class Arrays:
 
 
 def as_arrays(value: Any, *, name: str) -> Arrays | None:
-    """Arrays in place of numpy's, torch's and pandas' values; None for data that is something else.
+    """Return the values of NumPy, torch and pandas as `Arrays`; None for other data.
 
-    A tuple of two is (input, target), of which the input may be a mapping or tuple of arrays; a mapping has arrays as
-    its values. Lists of numbers beside an array count as arrays; a list by itself stays a list of samples. NumPy's
-    float64, which is its default, becomes float32; tensors keep their types. Nothing else is copied.
+    A tuple of two is (input, target), of which the input may be a mapping or tuple of arrays; a
+    mapping has arrays as its values. Lists of numbers beside an array count as arrays; a list by
+    itself stays a list of samples. NumPy's float64, which is its default, becomes float32; tensors
+    keep their types. Nothing else is copied.
 
     Raises:
         JobError: the arrays have different lengths, or hold what is no number.
@@ -72,7 +74,9 @@ def as_arrays(value: Any, *, name: str) -> Arrays | None:
 
 
 def _with_lists_as_arrays(value: Any) -> Any:
-    """Labels are often a list: beside an array of as many samples it is one, too."""
+    """Replace a list by an array if it stands beside an array of as many samples, because labels
+    are often a list.
+    """
     import numpy as np
 
     def converted(item: Any, beside: Any) -> Any:
@@ -80,7 +84,7 @@ def _with_lists_as_arrays(value: Any) -> Any:
             return item
         try:
             array = np.asarray(item)
-        except ValueError:  # of unequal lengths
+        except ValueError:  # its items have unequal lengths
             return item
         return array if array.dtype.kind in "fiub" else item
 
@@ -94,7 +98,9 @@ def _with_lists_as_arrays(value: Any) -> Any:
 
 
 def _holds_arrays(value: Any) -> bool:
-    """Whether the value is arrays by samples, and no sequence of samples."""
+    """Whether the value consists of arrays with a row for each sample, and is no sequence of
+    samples.
+    """
     if _is_array(value):
         return True
     if isinstance(value, Mapping):
@@ -127,7 +133,10 @@ def _is_array(value: Any) -> bool:
 
 
 def _tensor(array: Any, name: str) -> Any:
-    """As a tensor of torch, of the same memory where the type stays; arrays in files (h5py, zarr) stay such."""
+    """Return an array as a tensor, which shares its memory unless the type changes.
+
+    Arrays in files (h5py, zarr) are returned as they are.
+    """
     import numpy as np
     import torch
 
@@ -149,8 +158,11 @@ def _tensor(array: Any, name: str) -> Any:
 
 
 def _of_columns(frame: Any, name: str) -> Any:
-    """A frame or a series as an array. pandas makes objects of numbers beside truth values, and of its own types that
-    can miss values; here they are numbers, and a missing one is NaN."""
+    """Return a frame or a series of pandas as an array of numbers, in which a missing value is NaN.
+
+    pandas itself makes an array of objects if there are booleans beside numbers, or types of its
+    own that can miss values.
+    """
     import numpy as np
 
     plain = frame.to_numpy()
@@ -179,7 +191,11 @@ def _of_columns(frame: Any, name: str) -> Any:
 
 
 def _unwritable(array: Any) -> Any:
-    """A memory-mapped file that was opened for reading shares its pages; torch would warn that it can't be written."""
+    """Return an array that can't be written as a tensor, without torch's warning.
+
+    A memory-mapped file that was opened for reading is such an array, and the tensor shares its
+    pages.
+    """
     import warnings
 
     import torch

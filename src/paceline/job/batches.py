@@ -1,4 +1,6 @@
-"""From samples to a batch: what the model is called with, and what its output is held against."""
+"""Making a batch from samples: the model's input, and the target with which its output is
+compared.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +23,17 @@ _PAIR_HINT = (
 def collated(
     items: Sequence[Any], collate: Collate | None = None, *, names: Sequence[Any] | None = None
 ) -> tuple[Any, Any]:
-    """(input, target) of a batch; the target is the input itself where there is no other.
+    """Return (input, target) of a batch. If the samples have no target, the target is the input
+    itself.
 
     Args:
-        collate: Makes a batch of a list of samples: (input, target), or an input alone. By default samples, which are
-            that themselves, are stacked along dim 0.
-        names: Of the samples, for errors; by default their numbers.
+        collate: Makes a batch of a list of samples: (input, target), or an input alone. By default
+            each sample is a pair or an input alone, and they are stacked along dim 0.
+        names: The names of the samples in errors; by default their numbers.
 
     Raises:
-        TrainingError: a sample is neither, samples don't stack, or `collate` failed.
+        TrainingError: a sample is neither a pair nor an input, samples don't stack, or `collate`
+            failed.
     """
     names = range(len(items)) if names is None else names
     if collate is not None:
@@ -73,7 +77,9 @@ def _is_record(item: Any) -> bool:
 
 
 def _plain(item: Any) -> Any:
-    """What `default_collate` stacks: a dataclass is the mapping of its fields."""
+    """Return a sample in a form that `default_collate` stacks: a dataclass becomes the mapping of
+    its fields.
+    """
     if _is_record(item):
         return {field.name: _plain(getattr(item, field.name)) for field in dataclasses.fields(item)}
     if type(item) in (tuple, list):
@@ -82,14 +88,20 @@ def _plain(item: Any) -> Any:
 
 
 def _fields(value: Any) -> Any:
-    """A dataclass as the mapping of its fields, which stay as they are."""
+    """Return a dataclass as the mapping of its fields, which stay as they are; other values are
+    returned unchanged.
+    """
     if not _is_record(value):
         return value
     return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
 
 
 def as_pair(batch: Any) -> tuple[Any, Any]:
-    """A batch that is no pair is an input alone; a sequence of one is what it holds."""
+    """Return a batch as (input, target).
+
+    A batch that is no pair is an input alone, which is its own target. A sequence of one item
+    stands for that item.
+    """
     if isinstance(batch, tuple | list) and len(batch) == 2:
         return batch[0], batch[1]
     alone = batch[0] if isinstance(batch, tuple | list) and len(batch) == 1 else batch
@@ -134,14 +146,14 @@ def _collates(collate: Collate, item: Any) -> bool:
 
 
 def in_short(names: Sequence[Any]) -> str:
-    """The first three of them, and how many more there are."""
+    """Return the first three names, and the number of the others."""
     return ", ".join(map(str, names[:3])) + (
         f" and {len(names) - 3} more" if len(names) > 3 else ""
     )
 
 
 def _unstacked(items: Sequence[Any], names: Sequence[Any], error: Exception) -> TrainingError:
-    """Names the first sample that has another shape than most."""
+    """Return an error that names the first sample with another shape than most."""
     shapes = [describe(item) for item in items]
     usual = max(
         shapes, key=shapes.count
@@ -159,13 +171,16 @@ def _unstacked(items: Sequence[Any], names: Sequence[Any], error: Exception) -> 
 
 
 def mapped(function: Callable[[Any], Any], batch: tuple[Any, Any]) -> tuple[Any, Any]:
-    """(input, target) with each leaf replaced. A target that is the input itself stays that."""
+    """Return (input, target) with the function applied to each leaf.
+
+    A target that is the input itself stays so.
+    """
     made = tree_map(function, batch[0])
     return made, made if batch[1] is batch[0] else tree_map(function, batch[1])
 
 
 def describe(value: Any) -> str:
-    """Shapes and types of a sample, in a line.
+    """Return the shapes and types of a sample as one line.
 
     >>> import torch
     >>> describe((torch.zeros(3, 2), 1))

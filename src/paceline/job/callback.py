@@ -1,4 +1,4 @@
-"""What a callback is, and what it is told."""
+"""Callbacks, and the reports that they get on a run."""
 
 from __future__ import annotations
 
@@ -17,30 +17,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """A step that was taken.
+    """A step that was taken."""
 
-    step: from 1. epoch: from 0. samples: that the run has used until now. loss: the mean over the step's samples; None
-        where loss scaling skipped the step. lr: of the optimizer's first group. step_s: seconds that it took.
-    figures: all that `metrics.jsonl` says of it, such as "gradient_norm".
-    """
-
-    step: int
-    epoch: int
-    samples: int
-    loss: float | None
-    lr: float | None
-    step_s: float
+    step: int  # from 1
+    epoch: int  # from 0
+    samples: int  # samples that the run has used until now
+    loss: float | None  # mean over the step's samples; None if loss scaling skipped the step
+    lr: float | None  # of the optimizer's first group
+    step_s: float  # seconds that the step took
+    # All figures of the step in `metrics.jsonl`, such as "gradient_norm".
     figures: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationReport:
-    """An evaluation on the validation data, after `step`. metrics: those of the job, by name."""
+    """An evaluation on the validation data, after `step`."""
 
     step: int
     epoch: int
     validation_loss: float
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)  # the job's metrics by name
 
     @property
     def figures(self) -> dict[str, float]:
@@ -50,17 +46,15 @@ class EvaluationReport:
 
 @dataclass(frozen=True, slots=True)
 class EpochReport:
-    """An epoch whose last step was `step`.
+    """An epoch whose last step was `step`."""
 
-    epoch: from 0. loss: the mean over its samples, in the steps that this process has seen; None if it saw none.
-    evaluation: of its end; None without validation data.
-    """
-
-    epoch: int
+    epoch: int  # from 0
     step: int
     samples: int
+    # The mean over the epoch's samples, in the steps that this process has seen; None if it saw
+    # none.
     loss: float | None
-    evaluation: EvaluationReport | None = None
+    evaluation: EvaluationReport | None = None  # at the epoch's end; None without validation data
 
     @property
     def figures(self) -> dict[str, float]:
@@ -81,7 +75,7 @@ class CheckpointReport:
 
 @dataclass
 class Requests:
-    """What callbacks ask of the ranks; fulfilled after the step that ranks are at."""
+    """Requests of callbacks to the ranks, which fulfil them after their current step."""
 
     stop: str | None = None
     failed: str | None = None
@@ -108,21 +102,16 @@ class Requests:
 
 @dataclass
 class RunHandle:
-    """A run, as its callbacks see it.
-
-    step: the last one that callbacks were told of. epoch: that it belongs to, from 0. total_steps: None if the end of a
-        stream decides. save_every: steps between the checkpoints that the user asked for. folder: the run folder.
-        restarts: how often the ranks were started again.
-    """
+    """A run, as its callbacks see it."""
 
     job: Job
     plan: str
-    folder: Path
-    total_steps: int | None
-    save_every: int | None = None
-    step: int = 0
-    epoch: int = 0
-    restarts: int = 0
+    folder: Path  # the run folder
+    total_steps: int | None  # None if the end of a stream decides
+    save_every: int | None = None  # steps between the checkpoints that the user asked for
+    step: int = 0  # the last step that callbacks were told of
+    epoch: int = 0  # the epoch of this step, from 0
+    restarts: int = 0  # how often the ranks were started again
     _read_history: Callable[[Path], list[dict[str, Any]]] = field(
         default=lambda folder: [], repr=False
     )
@@ -132,17 +121,24 @@ class RunHandle:
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """All that `metrics.jsonl` says until now, a mapping a line; read anew each time."""
+        """Read all lines that `metrics.jsonl` has until now, each as a mapping.
+
+        The file is read at each call.
+        """
         return self._read_history(self.folder)
 
     def stop(self, reason: str = "a callback asked for it") -> None:
-        """End the run as done, on all ranks after the same step: this one where ranks wait for the callback; from
-        `on_step` one of the next."""
+        """End the run as done, on all ranks after the same step.
+
+        This is the current step if ranks wait for the callback. From `on_step` it is one of the
+        next steps.
+        """
         self._requests.add({"stop": reason})
 
     def evaluate(self) -> None:
-        """Have the model evaluated after this step, or from `on_step` after one of the next; `on_evaluation` is told.
-        Nothing happens where the step is evaluated already.
+        """Have the model evaluated after this step, or from `on_step` after one of the next steps.
+
+        `on_evaluation` gets the result. Nothing happens if the step is evaluated already.
 
         Raises:
             UsageError: the job has no validation data.
@@ -154,17 +150,21 @@ class RunHandle:
         self._requests.evaluate = True
 
     def save(self) -> None:
-        """Have a checkpoint saved after this step, or from `on_step` after one of the next; `on_save` is told. It
-        holds the state that callbacks have when all of them were told of the step."""
+        """Have a checkpoint saved after this step, or from `on_step` after one of the next steps.
+
+        `on_save` is called when it is complete. The checkpoint holds the state that callbacks have
+        when all of them were told of the step.
+        """
         self._requests.save = True
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The model's weights as they are now, whole, in this process's memory, under the model's own names, as its
-        `state_dict` has them.
+        """Return the model's current weights, whole, in this process's memory.
+
+        They have the names that they have in the model's own `state_dict`.
 
         Raises:
-            UsageError: ranks do not wait now, as in `on_step`.
-            OutOfMemory: they would not fit in this process.
+            UsageError: ranks do not wait now, for example in `on_step`.
+            OutOfMemory: the weights would not fit in this process.
         """
         if self._weights is None:
             raise UsageError(
@@ -174,62 +174,78 @@ class RunHandle:
         return self._weights()
 
     def log(self, values: Mapping[str, Any]) -> None:
-        """Give numbers, text and images by name to whatever logs the run, and numbers and text to `logged.jsonl`.
+        """Give numbers, text and images by name to all that logs the run, and numbers and text to
+        `logged.jsonl`.
 
-        An image is an array or tensor of shape (height, width), (height, width, channels) or (channels, height,
-        width), or a figure of matplotlib.
+        An image is an array or tensor of shape (height, width), (height, width, channels) or
+        (channels, height, width), or a figure of matplotlib.
         """
         if self._log is not None:
             self._log(values)
 
 
 class Callback:
-    """Looks on a run and controls it. Every method is optional.
+    """An object that watches a run and controls it. Every method is optional.
 
-    The methods run once a run, whatever the plan, in the process that called `pl.train` or `paceline train`; under
-    torchrun and Slurm, and in a trial of a search, on the first rank. They never run inside a collective. Ranks go on
-    while `on_step` runs; while the others run, ranks wait.
+    The methods run in one process, whatever the plan: the process that called `pl.train` or
+    `paceline train`, or the first rank under torchrun and Slurm and in a trial of a search. They
+    never run inside a collective. Ranks go on while `on_step` runs, and wait while the other
+    methods run.
 
-    A callback with `state_dict` and `load_state_dict` has state: values that JSON can hold. Checkpoints keep it, and a
-    run that goes on from one gives it back, under any plan.
+    A callback with `state_dict` and `load_state_dict` has state: values that JSON can hold.
+    Checkpoints keep it, and a run that resumes from a checkpoint gives it back, under any plan.
 
-    An exception ends the run: it saves a checkpoint, and `pl.train` raises `CallbackError` from the exception.
+    An exception ends the run: it saves a checkpoint, and `pl.train` raises `CallbackError` from the
+    exception.
     """
 
     def problem(self, job: Job) -> str | None:
-        """Why this callback can't be a callback of the job; None if it can. Asked when the job is made."""
+        """Explain why the job can't have this callback; None if it can.
+
+        This is called when the job is made.
+        """
         return None
 
     def on_start(self, run: RunHandle) -> None:
-        """Ranks are ready, and the first step is next. After a restart of the ranks it is called again."""
+        """Handle the start: ranks are ready, and the first step is next.
+
+        A restart of the ranks calls this again.
+        """
 
     def on_step(self, run: RunHandle, step: StepReport) -> None:
-        """A step was taken. Ranks do not wait, and may be some steps further; no step is left out."""
+        """Handle a step that was taken.
+
+        No step is left out. Ranks do not wait, and may be some steps further.
+        """
 
     def on_epoch(self, run: RunHandle, epoch: EpochReport) -> None:
-        """The last step of an epoch was taken, and its evaluation is done."""
+        """Handle the end of an epoch: its last step was taken, and its evaluation is done."""
 
     def on_evaluation(self, run: RunHandle, evaluation: EvaluationReport) -> None:
-        """The model was evaluated on the validation data."""
+        """Handle an evaluation of the model on the validation data."""
 
     def on_save(self, run: RunHandle, checkpoint: CheckpointReport) -> None:
-        """A checkpoint is complete."""
+        """Handle a checkpoint that is complete."""
 
     def on_log(self, run: RunHandle, step: int, values: Mapping[str, Any]) -> None:
-        """`run.log` was called: numbers, text and `Image`s by name."""
+        """Handle a call of `run.log`, which gives numbers, text and `Image`s by name."""
 
     def on_end(self, run: RunHandle, result: Any) -> None:
-        """The run is done: it took all steps, or a callback stopped it."""
+        """Handle the end of a run that is done: it took all steps, or a callback stopped it."""
 
     def on_failure(self, run: RunHandle, error: BaseException) -> None:
-        """The run ended before it was done: it was interrupted, a rank failed, or a callback did."""
+        """Handle a run that ended before it was done: it was interrupted, or a rank or a callback
+        failed.
+        """
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps of this callback, as JSON can hold it."""
+        """Return the state that a checkpoint keeps of this callback, as values that JSON can
+        hold.
+        """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned when the checkpoint was written."""
+        """Continue from the state that `state_dict` returned when the checkpoint was written."""
 
 
 HOOKS = (
@@ -246,7 +262,7 @@ HOOKS = (
 
 
 def hooks_of(callback: Callback) -> frozenset[str]:
-    """The methods that a callback has of its own."""
+    """Return the names of the methods that a callback has of its own."""
     return frozenset(
         name
         for name in HOOKS

@@ -1,7 +1,8 @@
-"""Choices inside a model: `choice("block3.op", ["conv", "pool"])` is a hyperparameter without a function parameter.
+"""Choices inside a model: `choice("block3.op", ["conv", "pool"])` is a hyperparameter without a
+function parameter.
 
-Outside a search it returns its default, or the value of `--set block3.op=pool`. In a search each rank asks the
-controller, so all ranks of a trial build the same model.
+Outside a search it returns its default, or the value of `--set block3.op=pool`. In a search each
+rank asks the controller, so all ranks of a trial build the same model.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ _chooser: Chooser | None = None  # of this process; a model can be built on any 
 
 
 def choice(name: str, options: Sequence[Option], *, default: Option = _UNSET) -> Any:
-    """One of the options: chosen by the search that this model is built in, else by the settings, else the default.
+    """Return one of the options: the choice of the search that builds this model, or of the
+    settings, or the default.
 
     Args:
-        name: With a dot in it, such as "block3.op", so that it can't be taken for a parameter of the job.
+        name: A name with a dot, such as "block3.op", so that it can't be taken for a parameter of
+            the job.
         options: At least one; texts, numbers, booleans or None, each once.
         default: By default the first option.
 
@@ -62,7 +65,7 @@ def _check(name: str, options: list[Option]) -> None:
 
 @contextmanager
 def choosing(chooser: Chooser) -> Iterator[None]:
-    """While the block runs, `choice` returns what `chooser(name, options)` does."""
+    """Let `choice` return the result of `chooser(name, options)` while the block runs."""
     global _chooser
     before, _chooser = _chooser, chooser
     try:
@@ -72,7 +75,8 @@ def choosing(chooser: Chooser) -> Iterator[None]:
 
 
 def chosen(model: Callable[[], Any], settings: Mapping[str, Any]) -> Callable[[], Any]:
-    """A function that builds the model with these options; text stands for the option that is written so.
+    """Return a function that builds the model with these options. Text stands for the option that
+    is written so.
 
     Raises, when the model is built:
         JobError: a setting is no choice of the model, or none of its options.
@@ -95,7 +99,7 @@ def chosen(model: Callable[[], Any], settings: Mapping[str, Any]) -> Callable[[]
 
 
 def pick(name: str, options: Sequence[Option], value: Any) -> Option:
-    """The option that is meant.
+    """Return the option that a value means.
 
     >>> pick("block.kernel", [3, 5], "5")
     5

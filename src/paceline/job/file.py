@@ -1,7 +1,9 @@
-"""Reads a job from a file: finds the file, runs it under a private name, and calls its function with typed settings.
+"""Reading a job from a file: find the file, run it under a private name, call its function with
+typed settings.
 
-The function's parameters are the hyperparameters. A file can have any name: it never takes the place of a
-package, never imports itself, and the modules beside it are looked for after everything that is installed.
+The function's parameters are the hyperparameters. A file can have any name: it never takes the
+place of a package and never imports itself. Imports find the modules beside it only after
+everything that is installed.
 """
 
 from __future__ import annotations
@@ -43,15 +45,13 @@ _INSTALLED_AS = {
 
 @dataclass(frozen=True)
 class JobFile:
-    """Where a job comes from: enough to build the same `Job` again in another process or on another day.
-
-    path: The Python file, absolute.
-    function: The function in it that returns the job.
-    settings: Values for the function's parameters; text is converted to the parameter's type.
+    """The origin of a job, which suffices to build the same `Job` again in another process or on
+    another day.
     """
 
-    path: Path
-    function: str = DEFAULT_FUNCTION
+    path: Path  # the Python file, absolute
+    function: str = DEFAULT_FUNCTION  # the function in it that returns the job
+    # Values for the function's parameters; text is converted to the parameter's type.
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -59,7 +59,8 @@ class JobFile:
         """Read "FILE.py" or "FILE.py:FUNCTION".
 
         Raises:
-            JobError: there is no such Python file, or what follows the colon can't be a function.
+            JobError: there is no such Python file, or the text after the colon can't be a
+                function's name.
         """
         file, colon, function = str(source).rpartition(":")
         if not colon:
@@ -76,7 +77,8 @@ class JobFile:
         """Run the file afresh, with the modules beside it, and build its job.
 
         Raises:
-            JobError: the file, its function, a setting or the job itself is wrong; the message says where.
+            JobError: the file, its function, a setting or the job itself is wrong; the message says
+                where.
         """
         return self.open().job(self.settings)
 
@@ -90,7 +92,7 @@ class JobFile:
         return JobFunction(_function(_run(self.path), self.function, self.path), self.path)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able form.
+        """Return the job file as a document that JSON can hold.
 
         Raises:
             JobError: a setting is a value that JSON can't keep.
@@ -107,7 +109,9 @@ class JobFile:
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> JobFile:
-        """The inverse of `to_dict`; the file is looked for when the job is loaded."""
+        """Return the job file that `to_dict` described; the file itself is needed only when the job
+        is loaded.
+        """
         return cls(Path(document["path"]), document["function"], dict(document["settings"]))
 
 
@@ -115,7 +119,8 @@ AnyJob = Job | JobFile | str | Path  # a text names a file, as on the command li
 
 
 def open_job(job: AnyJob) -> tuple[JobFile | None, Job]:
-    """The file that a job comes from, if it comes from one, and the job. A text is read as on the command line.
+    """Return the file that a job comes from, or None, and the job. Text is read as on the command
+    line.
 
     Raises:
         JobError: the file or its function can't be used.
@@ -143,27 +148,26 @@ def open_job(job: AnyJob) -> tuple[JobFile | None, Job]:
 
 @dataclass(frozen=True)
 class JobFunction:
-    """A function that returns a job, found in a file that has been run.
-
-    path: The file, for messages.
-    """
+    """A function that returns a job, found in a file that has been run."""
 
     function: Callable[..., Any]
-    path: Path
+    path: Path  # the file, for messages
 
     @property
     def name(self) -> str:
         return getattr(self.function, "__name__", DEFAULT_FUNCTION)
 
     def parameters(self) -> dict[str, tuple[Any, Any]]:
-        """Each hyperparameter's type and default; `inspect.Parameter.empty` where it has none."""
+        """Return each hyperparameter's type and default, which are `inspect.Parameter.empty` if
+        there are none.
+        """
         return {
             name: (_kind(parameter, self.function), parameter.default)
             for name, parameter in _parameters(self.function).items()
         }
 
     def neighbour(self, name: str) -> Callable[..., Any]:
-        """Another function of the same file.
+        """Return another function of the same file.
 
         Raises:
             JobError: there is none of that name.
@@ -171,7 +175,7 @@ class JobFunction:
         return _function(sys.modules[self.function.__module__], name, self.path)
 
     def job(self, settings: Mapping[str, Any]) -> Job:
-        """The job with these settings. Names with a dot are choices inside its model.
+        """Build the job with these settings. Names with a dot are choices inside its model.
 
         Raises:
             JobError: a setting or the job itself is wrong; the message says where.
@@ -191,15 +195,16 @@ class JobFunction:
 
 
 def load(source: str, settings: Mapping[str, Any] = {}) -> Job:
-    """The job of a file.
+    """Load the job of a file.
 
     Args:
         source: "FILE.py", whose function `job` is called, or "FILE.py:FUNCTION".
-        settings: Values for the function's parameters. Text, as from a command line, is converted to the
-            parameter's annotated type, or else to the type of its default.
+        settings: Values for the function's parameters. Text, as from a command line, is converted
+            to the parameter's annotated type, or else to the type of its default.
 
     Raises:
-        JobError: the file, its function, a setting or the job itself is wrong; the message says where.
+        JobError: the file, its function, a setting or the job itself is wrong; the message says
+            where.
     """
     return JobFile.parse(source, settings).load()
 
@@ -236,9 +241,10 @@ def _python_files(folder: Path, like: str = "") -> str:
 
 
 class _Neighbours:
-    """Finds the modules beside a job file, but never the file itself.
+    """A finder of the modules beside a job file, but never of the file itself.
 
-    It stands at the end of `sys.meta_path`, so that a neighbour called random.py or torch.py hides nothing.
+    It is at the end of `sys.meta_path`, so that a neighbour called random.py or torch.py hides no
+    other module.
     """
 
     def __init__(self, job_path: Path) -> None:
@@ -264,8 +270,11 @@ class _Neighbours:
 
 
 class _Uncached(SourceFileLoader):
-    """Compiles a module at each import: Python's cache takes an edit within the same second, to a text as long,
-    for the old file."""
+    """A loader that compiles a module at each import.
+
+    Python's cache would use the old code if a file is edited within the same second and keeps its
+    length.
+    """
 
     def get_code(self, fullname: str) -> types.CodeType:
         path = self.get_filename(fullname)
@@ -274,10 +283,11 @@ class _Uncached(SourceFileLoader):
 
 
 class _NeverItself:
-    """Hides a job file from its own imports where its folder is on `sys.path`, as under `python -m`.
+    """A finder that hides a job file from its own imports if its folder is on `sys.path`, as under
+    `python -m`.
 
-    Without it, `import datasets` in datasets.py would run the file a second time. A notebook or a script that has
-    loaded the job may import its file.
+    Without it, `import datasets` in datasets.py would run the file a second time. A notebook or a
+    script that has loaded the job may import its file.
     """
 
     def __init__(self, job_path: Path) -> None:
@@ -297,11 +307,11 @@ class _NeverItself:
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
     def _is_for_the_job(self) -> bool:
-        """Whether the import is one of the job's, or of what paceline calls."""
+        """Whether the job, or code that paceline calls, does this import."""
         own, frame = (
             {"paceline", *_neighbours_of(self.job_path)},
             sys._getframe(2),
-        )  # of what looks for the module
+        )  # the frame of the code that looks for the module
         while frame is not None:
             if Path(frame.f_code.co_filename) == self.job_path or (
                 frame.f_globals.get("__name__", "").partition(".")[0] in own
@@ -323,10 +333,11 @@ def _holds_python(spec: ModuleSpec) -> bool:
 
 
 def _open_imports(job_path: Path) -> None:
-    """Let this file import its neighbours, each read afresh.
+    """Let this file import its neighbours, each of which is read again.
 
-    Neighbours of earlier jobs in this process are forgotten, or a `models.py` of one folder would be taken for
-    another's. Their finders stay behind this one, for imports inside functions that run later.
+    Neighbours of earlier jobs in this process are dropped; otherwise a `models.py` of one folder
+    would be taken for that of another. Their finders stay behind this one, for imports inside
+    functions that run later.
     """
     earlier = [finder for finder in sys.meta_path if isinstance(finder, _Neighbours)]
     forgotten = {name for finder in earlier for name in finder.module_names}
@@ -341,7 +352,7 @@ def _open_imports(job_path: Path) -> None:
 
 
 def imported_by(path: Path) -> list[Path]:
-    """A job file that was loaded, and the files beside it that it imported so far."""
+    """Return a job file that was loaded, and the files beside it that it has imported so far."""
     names = _neighbours_of(path)
     files = [
         getattr(module, "__file__", None)
@@ -354,7 +365,8 @@ def imported_by(path: Path) -> list[Path]:
 def _run(path: Path) -> types.ModuleType:
     """Execute a file as a module with a name that no import statement uses.
 
-    It is compiled here and not cached: Python's cache takes an edit within the same second for the old file.
+    It is compiled here and not cached: Python's cache would use the old code after an edit within
+    the same second.
     """
     from paceline.base.fork import ask_forks_about_cuda
 
@@ -418,7 +430,10 @@ def _function(module: types.ModuleType, name: str, path: Path) -> Callable[..., 
 
 @contextlib.contextmanager
 def _blamed_on(path: Path, doing: str) -> Iterator[None]:
-    """Turn what the user's code raises into a JobError that says where; Ctrl-C passes."""
+    """Turn an exception of the user's code in the block into a JobError that names the line.
+
+    Ctrl-C is passed on.
+    """
     try:
         yield
     except JobError as error:
@@ -456,7 +471,9 @@ def _job_error(error: Exception, path: Path, doing: str) -> JobError:
 
 
 def _missing_package(error: ModuleNotFoundError) -> str | None:
-    """The package that is not there at all; None if only a module inside it is missing."""
+    """Return the name of the package that is not installed; None if only a module inside it is
+    missing.
+    """
     package = (error.name or "").partition(".")[0]
     if not package or package in sys.modules:
         return None
@@ -473,7 +490,9 @@ def _like_a_neighbour(name: str, path: Path) -> str:
 
 
 def _hidden_neighbour(error: Exception, path: Path) -> str | None:
-    """Explains a missing name in a package that the user takes for a module of their own."""
+    """Explain why a name is missing in an installed package that the user takes for their own
+    module; or None.
+    """
     owner = getattr(error, "obj", None) if isinstance(error, AttributeError) else None
     name = owner.__name__ if isinstance(owner, types.ModuleType) else getattr(error, "name", None)
     beside = path.parent / f"{name}.py"
@@ -485,7 +504,7 @@ def _hidden_neighbour(error: Exception, path: Path) -> str | None:
 
 
 def _place(error: BaseException, path: Path) -> str:
-    """FILE:LINE of the innermost frame in the job file or its neighbours."""
+    """Return FILE:LINE of the innermost frame in the job file or its neighbours."""
     place, trace = path.name, error.__traceback__
     while trace is not None:
         file = Path(trace.tb_frame.f_code.co_filename)
@@ -522,7 +541,11 @@ def _indefinite(value: Any) -> str:
 
 
 def _values(function: Callable[..., Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings, converted to what the function's parameters are; all that is wrong is said at once."""
+    """Convert the settings to the types of the function's parameters.
+
+    Raises:
+        JobError: settings are wrong; the message names all of them.
+    """
     from paceline.base.schema import allowed, convert  # msgspec takes a moment to load
 
     named = _parameters(function)
@@ -561,7 +584,7 @@ def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 
 def _kind(parameter: inspect.Parameter, function: Callable[..., Any]) -> Any:
-    """What a parameter may be: its annotation, or else the type of its default."""
+    """Return the type of a parameter: its annotation, or else the type of its default."""
     kind = parameter.annotation
     if isinstance(kind, str):  # from __future__ import annotations
         try:

@@ -1,4 +1,6 @@
-"""What is said where a field of a job is given a value of another tool: what to write in its place."""
+"""Messages for a job that is given a field or a value of another tool: they say what to write in
+its place.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ LIGHTNING = "docs/from-lightning.md shows both side by side"
 _RATE = "the learning rate is the optimizer's: optimizer=lambda named: torch.optim.AdamW(named, lr=1e-3)"
 _PIECES = 'batch is what an optimizer step takes, and a plan says in how many pieces: "data=2 accumulate=4"'
 _WHERE = 'a job knows no devices: pl.train(job, "data=2", devices="cuda:0-1")'
-# What fields are called in Transformers, Lightning, Keras, Accelerate and training scripts; or where they belong.
+# The job's fields, or advice, for names of fields in Transformers, Lightning, Keras, Accelerate and
+# training scripts.
 _MEANT = {
     **dict.fromkeys(
         ("batch_size", "global_batch_size", "per_device_train_batch_size", "train_batch_size"),
@@ -80,10 +83,11 @@ _OPTIMIZER = "optimizer must be a function of the (name, parameter) pairs"
 
 
 def explained(init: Callable[..., None], fields: list[str]) -> Callable[..., None]:
-    """The constructor of a job, which says what to write in the place of a field that it doesn't have.
+    """Wrap the constructor of a job so that it explains what to write in place of a field that a
+    job doesn't have.
 
-    Raises:
-        JobError: it is given one.
+    Raises, when the job is made:
+        JobError: a field is unknown.
     """
 
     @wraps(init)
@@ -107,12 +111,14 @@ def _advice(name: str, fields: list[str]) -> str:
 
 
 def meant_precision(value: object) -> str | None:
-    """What another tool's name of a precision, or a dtype of torch, is called in a job."""
+    """Return a job's name for a precision, from another tool's name or a dtype of torch; None if
+    there is none.
+    """
     return _PRECISIONS.get(str(value).removeprefix("torch."))
 
 
 def problems(job: Any) -> Iterator[str]:
-    """What is wrong with the fields of a job that hold values of other tools, in words."""
+    """Yield a message for each field of a job that holds a value of another tool."""
     if _is_lightning(job.model) and (not isinstance(job.model, type) or job.loss is None):
         yield (
             "model is a LightningModule: a job takes what its methods compute as fields, loss= for what "
@@ -154,7 +160,7 @@ def problems(job: Any) -> Iterator[str]:
 
 
 def optimizer_hint(returned: object) -> str:
-    """What a job's `optimizer` may return in place of something that is no optimizer of torch."""
+    """Say what a job's `optimizer` may return in place of a value that is no optimizer of torch."""
     if of_keras(returned):
         return keras_optimizer(returned)
     if hasattr(returned, "configure_optimizers"):
@@ -165,7 +171,7 @@ def optimizer_hint(returned: object) -> str:
 
 
 def model_hint(returned: object) -> str:
-    """What a job's `model` may return in place of something that is no module."""
+    """Say what a job's `model` may return in place of a value that is no module."""
     if returned is None:
         return "the function must return the module that it builds"
     if isinstance(returned, type):
@@ -181,7 +187,7 @@ _SEVERAL = (
 
 
 def keras_optimizer(optimizer: object) -> str:
-    """The optimizer of torch that is meant by one of Keras, in a sentence."""
+    """Name the optimizer of torch that corresponds to one of Keras, in a sentence."""
     import torch
 
     kind = (optimizer if isinstance(optimizer, type) else type(optimizer)).__name__
@@ -194,7 +200,7 @@ def keras_optimizer(optimizer: object) -> str:
 
 
 def of_keras(value: object) -> bool:
-    """Whether it is a class, an object or a function that Keras itself defines."""
+    """Whether a value is a class, an object or a function that Keras itself defines."""
     module = getattr(value, "__module__", None) or type(value).__module__
     return isinstance(module, str) and module.partition(".")[0] in (
         "keras",

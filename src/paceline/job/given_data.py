@@ -1,4 +1,6 @@
-"""Data as scripts have it, brought to the fields that a job runs on: a data set, a sampler, a collate function."""
+"""Conversion of data as scripts have it to the fields that a job uses: a data set, a sampler, a
+collate function.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,11 @@ _EVALUATED = ("validation", "test")
 
 
 def settled(job: Any) -> Changes:
-    """Fields of a job in place of those that were given. A job that is settled has none.
+    """Return the fields that replace those that a job was given. If a job needs no change, there
+    are none.
 
     Raises:
-        JobError: two fields say different things, or the data can't be brought to these forms.
+        JobError: two fields contradict each other, or the data can't be converted.
     """
     changes: Changes = {}
     if loaders.is_loader(job.data):
@@ -68,7 +71,7 @@ def _of_loader(job: Any) -> Changes:
 
 
 def _of_batch_sampler(job: Any, data: Any) -> Changes:
-    """The fields of a job whose `sampler` draws groups."""
+    """Return the fields that replace those of a job whose `sampler` draws groups."""
     fields = loaders.fields_of_groups(job.sampler, data)
     if job.batch is not None and fields["batch"] not in (None, job.batch):
         raise JobError(
@@ -106,7 +109,9 @@ def _evaluated(job: Any, name: str, collate: Callable[..., Any] | None) -> Chang
 def _changed(
     job: Any, name: str, collate: Callable[..., Any] | None, *, value: Any = None
 ) -> Changes:
-    """The field with arrays and Hugging Face's data sets as data sets of tensors, if it is one."""
+    """Return the field with its arrays or its Hugging Face data set as a data set of tensors; else
+    no change.
+    """
     given = getattr(job, name) if value is None else value
     package, kind = type(given).__module__.partition(".")[0], type(given).__name__
     if package == "datasets" and isinstance(given, Mapping):
@@ -123,7 +128,9 @@ def _changed(
 
 
 def _format(dataset: Any) -> str | None:
-    """What a Hugging Face data set makes of its columns; None for Python's lists and numbers."""
+    """Return the format in which a Hugging Face data set gives its columns; None for Python's lists
+    and numbers.
+    """
     known = getattr(dataset, "format", None)
     if isinstance(known, Mapping):
         return known.get("type")
@@ -131,7 +138,9 @@ def _format(dataset: Any) -> str | None:
 
 
 def _weighted(job: Any, changes: Changes) -> Changes:
-    """A sampler that draws samples with these chances, with replacement, as many as there are."""
+    """Return the sampler for a job's `weights`: it draws as many samples as there are, with
+    replacement.
+    """
     from torch.utils.data import WeightedRandomSampler
 
     if changes.get("sampler", job.sampler) is not None:
@@ -159,7 +168,7 @@ def _weighted(job: Any, changes: Changes) -> Changes:
 
 
 def _grouped(job: Any, groups: DrawnGroups, changes: Changes) -> Changes:
-    """The batch of a job whose steps are the groups of a batch sampler."""
+    """Return the batch of a job whose steps are the groups of a batch sampler."""
     if changes.get("drop_last", job.drop_last):
         raise JobError(
             "drop_last leaves out a short last batch, and here a batch sampler makes the batches",

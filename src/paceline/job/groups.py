@@ -1,4 +1,7 @@
-"""Steps that are the groups of a batch sampler, of one size or of several: known from the seed and the epoch alone."""
+"""Steps that are the groups of a batch sampler, of one size or several.
+
+Seed and epoch alone determine them.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,11 @@ from paceline.job.phases import ChangingBatch
 
 
 class DrawnGroups:
-    """What a batch sampler draws, as a sampler of its samples: groups one after the other.
-
-    generator: that groups are drawn from, of the batch sampler or of the sampler in it; None if it has none.
+    """A sampler that gives the samples of a batch sampler, one group after the other.
 
     Raises:
-        JobError: it draws for one rank of several, or what it draws is no group.
+        JobError: the batch sampler draws for one rank of several, or draws something else than
+            groups.
     """
 
     def __init__(self, groups: Any) -> None:
@@ -30,6 +32,8 @@ class DrawnGroups:
                 "own part of each group",
             )
         self.groups = groups
+        # The generator from which groups are drawn, of the batch sampler or of the sampler in it;
+        # None if it has none.
         self.generator = getattr(groups, "generator", None) or getattr(
             getattr(groups, "sampler", None), "generator", None
         )
@@ -45,13 +49,13 @@ class DrawnGroups:
                 tell(epoch)
 
     def windows_of(self, seed: int) -> GroupedWindows:
-        """Where the groups lie that this seed draws."""
+        """Return the windows of the groups that this seed draws."""
         if self.windows is None or self.windows.seed != seed:
             self.windows = GroupedWindows(self, seed)
         return self.windows
 
     def __len__(self) -> int:
-        """Samples of the first epoch; others may have more or fewer."""
+        """Return the number of samples of the first epoch; other epochs may have more or fewer."""
         return self.windows.samples(0) if self.windows is not None else 0
 
     def __iter__(self) -> Iterator[int]:
@@ -59,7 +63,7 @@ class DrawnGroups:
             yield from group
 
     def drawn(self) -> Iterator[list[int]]:
-        """The groups of an epoch, by the generators as they are."""
+        """Draw the groups of an epoch with the generators in their current state."""
         for number, group in enumerate(self.groups):
             if not isinstance(group, list | tuple) or not group:
                 raise JobError(
@@ -70,8 +74,10 @@ class DrawnGroups:
 
 
 class GroupedWindows:
-    """Where each step's window lies, for steps that are groups. An epoch is drawn when it is first asked for; the
-    sizes of its groups are kept."""
+    """The windows of steps that are groups.
+
+    An epoch is drawn when it is first asked for, and the sizes of its groups are kept.
+    """
 
     def __init__(self, groups: DrawnGroups, seed: int) -> None:
         self.groups, self.seed = groups, seed
@@ -93,36 +99,38 @@ class GroupedWindows:
             self.firsts.append(self.firsts[-1] + len(sizes))
 
     def samples(self, epoch: int) -> int:
-        """Of an epoch."""
+        """Return the number of samples of an epoch."""
         self._know(epoch)
         return self.ends[epoch][-1]
 
     def sizes(self, epoch: int) -> list[int]:
-        """Samples of each group of an epoch."""
+        """Return the number of samples of each group of an epoch."""
         self._know(epoch)
         ends = self.ends[epoch]
         return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
     def first_step(self, epoch: int) -> int:
-        """Steps before an epoch."""
+        """Return the number of steps before an epoch."""
         self._know(epoch - 1)
         return self.firsts[epoch]
 
     def epoch(self, step: int) -> int:
-        """The epoch that a step lies in."""
+        """Return the epoch of a step."""
         while self.firsts[-1] <= step:
             self._know(len(self.ends))
         return bisect_right(self.firsts, step) - 1
 
     def window(self, step: int) -> tuple[int, int, int]:
-        """The epoch of a step, where its window starts there, and how many samples it has."""
+        """Return a step's epoch, and the start and the size of its window in it, in samples."""
         epoch = self.epoch(step)
         within, ends = step - self.firsts[epoch], self.ends[epoch]
         start = ends[within - 1] if within else 0
         return epoch, start, ends[within] - start
 
     def fewest(self, steps: int) -> int:
-        """Samples of the smallest of so many first windows, as far as epochs are known."""
+        """Return the size of the smallest of the first `steps` windows, as far as epochs are
+        known.
+        """
         known = (
             size
             for epoch in range(max(1, len(self.ends)))
@@ -133,8 +141,11 @@ class GroupedWindows:
 
 
 class GroupSizes(ChangingBatch):
-    """The batch of a job whose steps are groups; as a number the middle size of the first epoch's groups, by which
-    plans are priced and data is evaluated."""
+    """The batch of a job whose steps are groups.
+
+    As a number it is the middle size of the first epoch's groups. Plans are priced and data is
+    evaluated with this number.
+    """
 
     groups: DrawnGroups
     seed: int

@@ -1,4 +1,7 @@
-"""The experiment: model, data, loss, optimizer, global batch and length. It knows no hardware and no ranks."""
+"""The experiment: model, data, loss, optimizer, global batch and length.
+
+A job knows no hardware and no ranks.
+"""
 
 from __future__ import annotations
 
@@ -23,57 +26,70 @@ AUTOCAST: Mapping[Precision, str] = {"bf16": "bfloat16", "fp16": "float16", "fp8
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is trained, the same on any number of devices.
+    """An experiment, which is the same on any number of devices.
 
     Args:
-        model: Builds the `torch.nn.Module`; called where and when it is needed, with the seed already set.
-        data: A torch dataset (or any sequence); an item is (input, target), or an input alone: a tensor, a mapping or a
-            dataclass, which then is its own target. A tuple input is passed as *args, a mapping or a dataclass as
-            **kwargs. An iterable dataset works with `steps` or a finite stream. A `DataLoader`, a Hugging Face
-            `Dataset`, and arrays or tensors (x, y) are taken apart into the fields that they mean; see docs/data.md.
-        loss: (output, target) -> a scalar, the mean over the samples along dim 0; or (sum, count) for
-            anything else (ignored targets, tokens). The whole window's count normalises once. None takes the model's
-            own: `output.loss`, weighted by its tokens where the batch has 'labels' of tokens.
+        model: Builds the `torch.nn.Module`; it is called whenever a module is needed, with the seed
+            already set.
+        data: A torch dataset (or any sequence); an item is (input, target), or an input alone: a
+            tensor, a mapping or a dataclass, which then is its own target. A tuple input is passed
+            as *args, a mapping or a dataclass as **kwargs. An iterable dataset works with `steps`
+            or a finite stream. A `DataLoader`, a Hugging Face `Dataset`, and arrays or tensors (x,
+            y) are taken apart into the fields that they mean; see docs/data.md.
+        loss: (output, target) -> a scalar, the mean over the samples along dim 0; or (sum, count)
+            for anything else (ignored targets, tokens). The whole window's count normalises once.
+            None takes the model's own: `output.loss`, weighted by its tokens where the batch has
+            'labels' of tokens.
         optimizer: Builds the optimizer from (name, parameter) pairs.
-        models: Name to what builds a `torch.nn.Module`, in the place of `model`; see docs/own-step.md.
-        optimizers: Name to what builds an optimizer, or to `paceline.Optimizer`; each updates the model of its name, or
-            the parameters that it says.
-        step: (ctx, batch) -> None, called once an optimizer step; see `paceline.StepContext`. By default the loss of
-            the one model, and an update of every optimizer.
-        followers: Name to `paceline.ema`, `copy_every` or `frozen`: models whose weights follow from others'.
-        validate: (ctx, batch) -> what is measured of a batch of the validation data: a loss as `loss` returns it, or a
-            mapping of such by name, with "loss" among them.
-        sampler: Draws the indices of an epoch, as torch's samplers do; its length is that of an epoch. It must draw the
-            same for an epoch each time: from torch's global generator or from its attribute `generator`, which are
-            seeded by the epoch, or by `set_epoch`. By default each epoch is another shuffle of all samples.
-        weights: A number a sample: how likely each is drawn, with replacement, as `WeightedRandomSampler` does.
-        collate: Makes a batch of a list of samples: (input, target), or an input alone. It is called for each
-            micro-batch, so padding may depend on what is in it; samples lie along dim 0. By default they are stacked.
-            Phases of it change the length of sequences; evaluations use the last one.
-        validation_collate: The same for `validation` and `test`, where it is another one.
-        freeze: Names of parameters that are not trained: a pattern, several, or phases of them by step or epoch. A
-            pattern is a name, a module's path, or has wildcards. A frozen parameter keeps its optimizer state.
-        batch: Samples an optimizer step, over all devices; a `DataLoader`'s own if it is left out; or phases of it,
-            `pl.by_step({0: 64, 1000: 128})`.
+        models: Names with functions that build a `torch.nn.Module`, in place of `model`; see
+            docs/own-step.md.
+        optimizers: Names with functions that build an optimizer, or with `paceline.Optimizer`; each
+            updates the model of its name, or the parameters that it names.
+        step: (ctx, batch) -> None, called once an optimizer step; see `paceline.StepContext`. By
+            default the loss of the one model, and an update of every optimizer.
+        followers: Names with `paceline.ema`, `copy_every` or `frozen`: models whose weights follow
+            from others'.
+        validate: (ctx, batch) -> the figures of a batch of the validation data: a loss as `loss`
+            returns it, or a mapping of names to such values, one of which is "loss".
+        sampler: Draws the indices of an epoch, as torch's samplers do; its length is that of an
+            epoch. It must draw the same for an epoch each time: from torch's global generator or
+            from its attribute `generator`, which are seeded by the epoch, or by `set_epoch`. By
+            default each epoch is another shuffle of all samples.
+        weights: A number for each sample, in proportion to which it is drawn, with replacement, as
+            `WeightedRandomSampler` does.
+        collate: Makes a batch of a list of samples: (input, target), or an input alone. It is
+            called for each micro-batch, so padding may depend on the samples in it; samples lie
+            along dim 0. By default they are stacked. Phases of it change the length of sequences;
+            evaluations use the last one.
+        validation_collate: The collate function for `validation` and `test`, if it is another one.
+        freeze: Names of parameters that are not trained: a pattern, several, or phases of them by
+            step or epoch. A pattern is a name, a module's path, or has wildcards. A frozen
+            parameter keeps its optimizer state.
+        batch: Samples an optimizer step, over all devices; a `DataLoader`'s own if it is left out;
+            or phases of it, `pl.by_step({0: 64, 1000: 128})`.
         epochs: Passes over the data; give either this or `steps`.
         steps: Optimizer steps; give either this or `epochs`.
-        precision: "float32"; "tf32" for TF32 matrix products on GPUs; "bf16" for autocast; "fp16" for autocast with
-            loss scaling; "fp8" for autocast in bf16 with linear layers in float8, by torchao; "float64" for the model
-            and every floating-point input. See docs/precision.md.
-        lr_schedule: Builds a learning-rate scheduler from the optimizer; stepped once an optimizer step,
-            but not in a step that loss scaling skips.
+        precision: "float32"; "tf32" for TF32 matrix products on GPUs; "bf16" for autocast; "fp16"
+            for autocast with loss scaling; "fp8" for autocast in bf16 with linear layers in float8,
+            by torchao; "float64" for the model and every floating-point input. See
+            docs/precision.md.
+        lr_schedule: Builds a learning-rate scheduler from the optimizer; stepped once an optimizer
+            step, but not in a step that loss scaling skips.
         clip: Greatest global norm of the gradients.
-        validation: Dataset that is evaluated at the end of every epoch and of the run, every sample once; not empty.
+        validation: Dataset that is evaluated at the end of every epoch and of the run, every sample
+            once; not empty.
         test: Dataset that a search reads once, at its end, for the winner. Training never does.
-        metrics: Name to (output, target) -> a mean over dim-0 samples, or (sum, count); or to `paceline.whole(f)`,
-            which is given all samples at once.
-        init: Pretrained weights in place of the seed's: a state dict, a function that returns one, or the path of a
-            safetensors file, of a folder of Transformers, or of a run; or `pl.weights(...)` of one of these where names
-            differ. Each rank reads the parts that it holds. See docs/phases.md.
+        metrics: Names with functions (output, target) -> a mean over dim-0 samples, or (sum,
+            count); or with `paceline.whole(f)`, which is given all samples at once.
+        init: Pretrained weights in place of the seed's: a state dict, a function that returns one,
+            or the path of a safetensors file, of a folder of Transformers, or of a run; or
+            `pl.weights(...)` of one of these where names differ. Each rank reads the parts that it
+            holds. See docs/phases.md.
         seed: Of initial weights, data order and random layers; at least 0.
         drop_last: Leave out the short last batch of an epoch.
-        loading: How loader workers read; of a `DataLoader` that was given as data.
-        callbacks: Look on the run and control it, once a run, in the process that started it; see docs/callbacks.md.
+        loading: How loader workers read; taken from a `DataLoader` that was given as data.
+        callbacks: Objects that watch the run and control it, in the process that started it; see
+            docs/callbacks.md.
 
     Raises:
         JobError: a field has a value it can't have; the message names all of them.
@@ -128,12 +144,14 @@ class Job:
 
     @cached_property
     def criterion(self) -> Callable[[Any, Any], Any]:
-        """(output, target) -> the loss: the job's, or the model's own."""
+        """The function (output, target) -> loss: the job's, or the model's own."""
         return OwnLoss() if self.loss is None else self.loss
 
     @property
     def evaluation_collate(self) -> Callable[[list[Any]], Any] | None:
-        """`collate` of the data that is evaluated; where there is no validation data, that is the training data."""
+        """The collate function of evaluations, which use the training data if there is no
+        validation data.
+        """
         return (
             self.validation_collate
             if self.validation_collate and self.validation is not None
@@ -142,24 +160,29 @@ class Job:
 
     @property
     def own_step(self) -> Callable[[Any, Any], None] | None:
-        """What is done in a step of a job with models by name; None of a job with one model."""
+        """The step function of a job with named models; None for a job with one model."""
         return (self.step or own_step.default_step(self)) if self.models else None
 
     @property
     def own_validate(self) -> Callable[[Any, Any], Any] | None:
-        """What is measured of a batch of a job with models by name; None where it says neither that nor a loss."""
+        """The validation function of a job with named models; None if the job gives neither that
+        nor a loss.
+        """
         return self.validate or (
             own_step.default_validate(self) if self.models and self.loss is not None else None
         )
 
     @property
     def num_samples(self) -> int | None:
-        """Samples an epoch; None for a stream of unknown length."""
+        """The number of samples an epoch; None for a stream of unknown length."""
         return _length(self.data if self.sampler is None else self.sampler)
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """Optimizer steps an epoch, of the first one where batches change; None for a stream of unknown length."""
+        """The number of optimizer steps an epoch; None for a stream of unknown length.
+
+        If batches change, it is that of the first epoch.
+        """
         if self.num_samples is None:
             return None
         if (windows := self.windows) is not None:
@@ -169,7 +192,7 @@ class Job:
 
     @property
     def total_steps(self) -> int | None:
-        """Optimizer steps of the whole job; None when a stream's end decides."""
+        """The number of optimizer steps of the whole job; None if a stream's end decides."""
         if self.steps is not None:
             return self.steps
         assert self.epochs is not None
@@ -178,12 +201,14 @@ class Job:
         return None if self.steps_per_epoch is None else self.steps_per_epoch * self.epochs
 
     def with_training_only(self) -> Job:
-        """The job without what is evaluated and without callbacks, which may look at that."""
+        """Return the job without its evaluations, and without callbacks, which may use the
+        evaluations.
+        """
         return replace(self, validation=None, validate=None, metrics={}, callbacks=())
 
     @property
     def windows(self) -> StepWindows | None:
-        """Where windows lie whose sizes change; None where they don't, or for a stream."""
+        """The windows of a job whose batch changes; None if it does not change, or for a stream."""
         if self.num_samples is None or not isinstance(self.batch, ChangingBatch):
             return None
         return self.batch.windows(self.num_samples, drop_last=self.drop_last)
@@ -274,7 +299,7 @@ def _length(data: Any) -> int | None:
 
 
 def _problems(job: Job) -> Iterator[str]:
-    """Everything that is wrong with a job's fields, in words."""
+    """Yield a message for everything that is wrong with a job's fields."""
     yield from foreign_fields.problems(job)
     for name, may_be_none in (
         ("model", False),

@@ -1,4 +1,7 @@
-"""A `torch.utils.data.DataLoader` taken apart into the fields of a job; nothing of it is dropped silently."""
+"""Conversion of a `torch.utils.data.DataLoader` to fields of a job.
+
+No property of the loader is dropped silently.
+"""
 
 from __future__ import annotations
 
@@ -17,23 +20,22 @@ _ITSELF = "give the data set itself: data=loader.dataset, batch=, collate=, samp
 
 @dataclass(frozen=True)
 class Loading:
-    """How processes of a rank read samples ahead, as a DataLoader says it.
+    """The options of a DataLoader with which loader workers of a rank read samples ahead."""
 
-    num_workers: processes a rank. init: called in each of them with its number, and the data set as
-        `get_worker_info().dataset`. timeout_s: for a batch; 0 for none. context: how they are started; None for torch's
-        default.
-    """
-
-    num_workers: int = 0
+    num_workers: int = 0  # processes a rank
+    # Called in each worker with its number; the data set is `get_worker_info().dataset`.
     init: Callable[[int], None] | None = None
     prefetch_factor: int | None = None
-    timeout_s: float = 0.0
-    context: Any = None
+    timeout_s: float = 0.0  # seconds to wait for a batch; 0 for no limit
+    context: Any = None  # how workers are started; None for torch's default
 
 
 class Opened:
-    """A data set that a loader's `worker_init_fn` may have to open: where a process that is no worker, as a rank that
-    evaluates is, can't read its first sample, the function runs as in the only worker."""
+    """A data set that a loader's `worker_init_fn` may have to open.
+
+    Some processes that read are no workers, such as a rank that evaluates. If such a process can't
+    read its first sample, the function runs there as in the only worker.
+    """
 
     def __init__(self, dataset: Any, init: Callable[[int], Any]) -> None:
         self.dataset, self.init, self.process = dataset, init, -1
@@ -73,7 +75,9 @@ class Opened:
 
 
 def opened(dataset: Any, loader: Any) -> Any:
-    """The data set of a loader, for processes of all kinds."""
+    """Return the data set of a loader in a form that every process can read, whether it is a worker
+    or not.
+    """
     is_read_by_index = (
         loader.worker_init_fn is not None and loader.num_workers and not is_stream(loader)
     )
@@ -87,13 +91,13 @@ def is_loader(value: Any) -> bool:
 
 
 def training_fields(loader: Any) -> dict[str, Any]:
-    """Fields of a job that say what a loader of training data says.
+    """Return the fields of a job that correspond to a loader of training data.
 
-    data, collate (None for torch's default), batch, drop_last, loading, and sampler: None for a shuffle of all samples,
-    which is a job's own.
+    These are data, collate (None for torch's default), batch, drop_last, loading and sampler. The
+    sampler is None for a shuffle of all samples, which a job does by itself.
 
     Raises:
-        JobError: the loader does what a job can't repeat on other numbers of ranks.
+        JobError: the loader does something that a job can't repeat on other numbers of ranks.
     """
     _refuse_unknown(loader)
     fields = {"data": loader.dataset, "collate": _collate(loader), "loading": _loading(loader)}
@@ -114,7 +118,9 @@ def training_fields(loader: Any) -> dict[str, Any]:
 
 
 def draws_groups(sampler: Any, seed: int) -> bool:
-    """Whether a sampler is a batch sampler: torch's, or one whose first draw is a list of indices."""
+    """Whether a sampler is a batch sampler: torch's, or one whose first draw is a list of
+    indices.
+    """
     import torch.utils.data as torch_data
 
     from paceline.base.streams import seeded_for_epoch
@@ -136,7 +142,10 @@ def draws_groups(sampler: Any, seed: int) -> bool:
 
 
 def fields_of_groups(groups: Any, data: Any) -> dict[str, Any]:
-    """The sampler, batch and drop_last that a batch sampler says; a batch of None where its groups are the steps."""
+    """Return the sampler, batch and drop_last of a batch sampler.
+
+    The batch is None if its groups are the steps.
+    """
     if _draws_samples(groups):
         return {
             "sampler": None if _is_shuffle(groups.sampler, data) else groups.sampler,
@@ -147,7 +156,9 @@ def fields_of_groups(groups: Any, data: Any) -> dict[str, Any]:
 
 
 def evaluated(loader: Any, *, name: str) -> tuple[Any, Callable[..., Any] | None]:
-    """The data set and the collate function of a loader of evaluation data, every sample of which is evaluated once.
+    """Return the data set and the collate function of a loader of evaluation data.
+
+    An evaluation uses every sample once.
 
     Raises:
         JobError: the loader would leave samples out, or draw some more than once.
@@ -190,7 +201,7 @@ def evaluated(loader: Any, *, name: str) -> tuple[Any, Callable[..., Any] | None
 
 
 def is_stream(loader: Any) -> bool:
-    """Whether its data set has no indices."""
+    """Whether the data set of a loader has no indices."""
     from torch.utils.data import IterableDataset
 
     return isinstance(loader.dataset, IterableDataset)
@@ -243,14 +254,16 @@ def _collate(loader: Any) -> Callable[..., Any] | None:
 
 
 def _draws_samples(groups: Any) -> bool:
-    """Whether a batch sampler does no more than cut what a sampler draws."""
+    """Whether a batch sampler only cuts the draws of a sampler into batches."""
     from torch.utils.data import BatchSampler
 
     return type(groups) is BatchSampler and hasattr(groups.sampler, "__len__")
 
 
 def _is_shuffle(sampler: Any, data: Any) -> bool:
-    """Whether a sampler draws every sample once in an epoch, by chance: that is a job's own order."""
+    """Whether a sampler draws every sample once in an epoch, in random order, as a job does by
+    itself.
+    """
     from torch.utils.data import RandomSampler
 
     return (

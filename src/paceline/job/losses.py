@@ -1,4 +1,6 @@
-"""The loss that a model brings itself, as the models of Transformers do: `output.loss`, and what it is a mean over."""
+"""The loss that a model computes itself, as those of Transformers do in `output.loss`, and the
+count of its mean.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +18,19 @@ AS_NEAR = 1e-3  # a loss in bf16 is taken for the mean of its tokens, and the me
 
 
 class OwnLoss:
-    """(output, batch) -> the model's own loss.
+    """A function (output, batch) -> the model's own loss.
 
-    It is `output.loss`, taken as the mean over the samples. Where the batch has `labels` of tokens and `output.loss` is
-    the mean cross-entropy of those that are not ignored, it is given as (sum, count of these labels). Then padding
-    and ignored labels weigh nothing, however a batch is cut.
+    The loss is `output.loss`, taken as the mean over the samples. If the batch has `labels` of
+    tokens and `output.loss` is the mean cross-entropy of those that are not ignored, the function
+    returns (sum, count of these labels). Then padding and ignored labels have no weight, however a
+    batch is cut.
 
     Raises:
         TrainingError: the output has no loss.
     """
 
     def __init__(self) -> None:
-        self._ahead: int | None = None  # of AHEAD, once a batch has told
+        self._ahead: int | None = None  # a value of AHEAD, once a batch has shown which
 
     def __call__(self, output: Any, batch: Any) -> Any:
         loss = _part(output, "loss")
@@ -54,7 +57,9 @@ def _part(value: Any, name: str) -> Any:
 
 
 def _are_of_tokens(labels: Any, logits: Any) -> bool:
-    """Whether there is a whole-number label for each token's logits, (samples, tokens) and (samples, tokens, V)."""
+    """Whether there is a whole-number label for each token's logits, (samples, tokens) and
+    (samples, tokens, V).
+    """
     import torch
 
     return (
@@ -68,7 +73,9 @@ def _are_of_tokens(labels: Any, logits: Any) -> bool:
 
 
 def _ahead(loss: Any, logits: Any, labels: Any) -> int | None:
-    """For which shift of the labels the loss is their mean cross-entropy; None for neither, or if it can't be told."""
+    """Return the shift of the labels for which the loss is their mean cross-entropy; None if no
+    shift fits.
+    """
     import torch
 
     if type(loss) is not torch.Tensor or type(logits) is not torch.Tensor:  # without values

@@ -1,4 +1,4 @@
-"""Metrics of all outputs at once: figures that no sums over parts of the data give."""
+"""Metrics of all outputs at once, which can't be computed as sums over parts of the data."""
 
 from __future__ import annotations
 
@@ -16,18 +16,23 @@ class OfAllSamples:
     function: Callable[[Any, Any], Any]
 
     def __call__(self, output: Any, target: Any) -> Any:
-        """Of these samples. What has a `reset`, as torchmetrics have, begins anew."""
+        """Return the metric of these samples.
+
+        A function with a `reset`, as torchmetrics have, is reset first.
+        """
         if callable(reset := getattr(self.function, "reset", None)):
             reset()
         return self.function(output, target)
 
 
 def whole(function: Callable[[Any, Any], Any]) -> OfAllSamples:
-    """A metric of the whole validation set, such as F1, R squared, or the exponential of a mean.
+    """Return a metric of the whole validation set, such as F1, R squared, or the exponential of a
+    mean.
 
     Args:
-        function: (output, target) -> a number. Called once an evaluation, with the outputs and targets of all samples
-            in their order, along dim 0, on the CPU; they must fit in each rank's memory.
+        function: (output, target) -> a number. It is called once an evaluation, with the outputs
+            and targets of all samples in their order, along dim 0, on the CPU; they must fit in
+            each rank's memory.
 
     Raises:
         JobError: it is no function.

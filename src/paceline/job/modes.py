@@ -1,4 +1,6 @@
-"""Optimizers with `train()` and `eval()`, such as schedule-free ones: they train other weights than are to be used."""
+"""Optimizers with `train()` and `eval()`, such as schedule-free ones, which train other weights
+than users want.
+"""
 
 from __future__ import annotations
 
@@ -11,25 +13,27 @@ from paceline.job.named_optimizers import NamedOptimizers
 
 
 def for_training(build: Callable[[Any], Any], named: Any) -> Any:
-    """What a job's function builds of (name, parameter) pairs, told that training begins."""
+    """Build a job's optimizer from (name, parameter) pairs and put it into training mode."""
     optimizer = build(named)
     set_mode(optimizer, is_training=True)
     return optimizer
 
 
 def has_modes(optimizer: Any) -> bool:
-    """Whether it, or one that it holds, is to be told of training and evaluation."""
+    """Whether an optimizer, or one that it holds, has modes for training and evaluation."""
     return any(_with_modes(optimizer))
 
 
 def set_mode(optimizer: Any, *, is_training: bool) -> None:
-    """Put the weights that are trained, or those that are evaluated and saved, in place."""
+    """Put the weights in place that are trained, or those that are evaluated and saved."""
     for each in _with_modes(optimizer):
         each.train() if is_training else each.eval()
 
 
 def _with_modes(optimizer: Any) -> Iterator[Any]:
-    """The outermost that have both; what wraps others may pass it on to them."""
+    """Yield the outermost optimizers that have both methods; one that wraps others may pass the
+    calls on to them.
+    """
     if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
         yield optimizer
         return

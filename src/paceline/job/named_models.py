@@ -1,4 +1,7 @@
-"""A job's models and followers by name, as one module, with initial weights that their names and the seed fix."""
+"""A job's named models and followers as one module.
+
+Their names and the seed determine the initial weights.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,7 @@ from paceline.job.own_step import FollowerModel
 
 
 class NamedModels(nn.Module):
-    """Models and followers, each a child of its name. It is never called itself.
-
-    followers: what each of them does, by name.
-    """
+    """A module with models and followers as children of their names. It is never called itself."""
 
     def __init__(
         self, models: Mapping[str, nn.Module], followers: Mapping[str, FollowerModel]
@@ -37,7 +37,7 @@ class NamedModels(nn.Module):
         followers: Mapping[str, FollowerModel],
         seed: int,
     ) -> NamedModels:
-        """All of them, built."""
+        """Build all models and followers."""
         return cls(
             {
                 name: build_named_model(name, models, followers, seed)
@@ -49,7 +49,10 @@ class NamedModels(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Each model's own names after its name: a model that is cut has others than its modules' paths."""
+        """Yield each model's own parameter names after the model's name.
+
+        The own names count because in a model that is cut they differ from its modules' paths.
+        """
         for name, model in self._modules.items():
             assert model is not None
             for key, p in model.named_parameters(remove_duplicate=remove_duplicate):
@@ -60,7 +63,7 @@ class NamedModels(nn.Module):
         return list(self._modules)
 
     def train(self, mode: bool = True) -> NamedModels:
-        """Followers stay in evaluation mode."""
+        """Set the mode of the models; followers stay in evaluation mode."""
         super().train(mode)
         for name in self.followers:
             self.get_submodule(name).eval()
@@ -73,10 +76,11 @@ def build_named_model(
     followers: Mapping[str, FollowerModel],
     seed: int,
 ) -> nn.Module:
-    """A model, or a follower as its source begins, with every parameter frozen.
+    """Build a model, or a follower, which begins as its source does, with every parameter frozen.
 
     Raises:
-        JobError: it is no module, or shares parameters that a frozen copy can't have.
+        JobError: the function builds no module, or parameters are shared in a way that a frozen
+            copy can't have.
     """
     from paceline.base.streams import key_to_seed, seed_model
 

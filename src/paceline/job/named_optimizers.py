@@ -1,4 +1,6 @@
-"""A job's optimizers by name, as one optimizer: its state and groups are theirs, and a step of it is one of each."""
+"""A job's named optimizers as one optimizer, which has their state and groups and steps all of them
+at once.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,11 @@ from paceline.job.own_step import Optimizer
 
 
 class NamedOptimizers(torch.optim.Optimizer):
-    """Optimizers that share one `state`, each with parameters of its own.
+    """Named optimizers as one optimizer. They share one `state`, and each has parameters of its
+    own.
 
-    members: by name. clips: the greatest norm of each one's gradients; None without one. names: of each one's
-    parameters.
+    `members` are the optimizers by name. `clips` has the greatest norm of each one's gradients, or
+    None if there is no limit. `names` has the names of each one's parameters.
     """
 
     def __init__(
@@ -49,8 +52,11 @@ class NamedOptimizers(torch.optim.Optimizer):
         *,
         of_all: bool = True,
     ) -> NamedOptimizers:
-        """
-        of_all: whether the parameters are those of all models; an optimizer without one is refused then.
+        """Build the optimizers and give each of them its parameters.
+
+        Args:
+            of_all: Whether the parameters are those of all models. Then an optimizer without a
+                parameter is refused.
 
         Raises:
             JobError: a parameter has no optimizer, or two; or one of them has no parameters.
@@ -109,7 +115,7 @@ class NamedOptimizers(torch.optim.Optimizer):
             member.zero_grad(set_to_none)
 
     def schedules(self, makes: Mapping[str, Callable[[Any], Any] | None]) -> NamedSchedules:
-        """The schedule of each optimizer that has one."""
+        """Build the schedule of each optimizer that has one."""
         made = {name: make(self.members[name]) for name, make in makes.items() if make is not None}
         for name, schedule in made.items():
             if not hasattr(schedule, "step"):
@@ -121,13 +127,13 @@ class NamedOptimizers(torch.optim.Optimizer):
 
 
 class NamedSchedules:
-    """Learning-rate schedules by the optimizer that each is of."""
+    """Learning-rate schedules by the names of their optimizers."""
 
     def __init__(self, schedules: Mapping[str, Any]) -> None:
         self.schedules = dict(schedules)
 
     def of(self, optimizer: str) -> Any:
-        """That of one optimizer; None if it has none."""
+        """Return the schedule of one optimizer; None if it has none."""
         return self.schedules.get(optimizer)
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,9 +1,10 @@
-"""The order of data: which sample is used when and by whom, known from the seed and a global cursor alone.
+"""The order of data: which rank uses which sample when. The seed and a global cursor alone
+determine it.
 
-An epoch is a permutation of the samples, or what the job's sampler draws. An optimizer step uses a window of
-consecutive positions of it; each replica takes a run of the window, and each micro-batch a run of that. Nothing here
-depends on the ranks but the last two cuts, so every position is used exactly once an epoch on any number of ranks,
-without padding.
+An epoch is a permutation of the samples, or the draws of the job's sampler. An optimizer step uses
+a window of consecutive positions of the epoch. Each replica takes consecutive positions of the
+window, and each micro-batch takes consecutive positions of those. Only the last two cuts depend on
+the ranks, so every position is used exactly once an epoch on any number of ranks, without padding.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ _ROUNDS = 8  # four already hide the structure of a Feistel network from a learn
 class Permutation:
     """A seeded shuffle of range(size) that answers any position in O(1) time and memory.
 
-    A Feistel network permutes the next power of four; positions that land outside are sent through again
-    (cycle walking), which keeps it a bijection of range(size).
+    A Feistel network permutes the range up to the next power of four. A value outside of
+    range(size) goes through the network again (cycle walking), so the result is a bijection of
+    range(size).
 
     Source: Black and Rogaway 2002, Ciphers with arbitrary finite domains, method 3.
     """
@@ -38,7 +40,7 @@ class Permutation:
     seed: int
 
     def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Indices at these positions, each in range(size)."""
+        """Return the indices at these positions, each in range(size)."""
         half_bits = max(1, -(-(max(self.size, 2) - 1).bit_length() // 2))
         values = self._network(positions.astype(np.uint64), half_bits)
         while (outside := values >= self.size).any():
@@ -59,7 +61,7 @@ def _round_keys(seed: int) -> tuple[int, ...]:
 
 
 def _mix(values: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
-    """splitmix64's finaliser (Steele et al. 2014), keyed."""
+    """Mix the bits of values with a key, by splitmix64's finaliser (Steele et al. 2014)."""
     with np.errstate(over="ignore"):
         z = values + np.uint64(key)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -67,7 +69,7 @@ def _mix(values: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
         return z ^ (z >> np.uint64(31))
 
 
-_DIGEST_BITS = 24  # of a sample, so that float64 adds up those of 2**29 samples exactly
+_DIGEST_BITS = 24  # bits for a sample, so that float64 adds those of 2**29 samples exactly
 
 
 @lru_cache
@@ -76,10 +78,11 @@ def _digest_key(epoch: int) -> int:
 
 
 def digest(epoch: int, positions: Sequence[int] | range, indices: Sequence[int]) -> int:
-    """What tells which samples were fetched: a sum over them, each a hash of (epoch, position, index).
+    """Return a digest of the samples that were fetched: the sum of a hash of (epoch, position,
+    index) of each.
 
-    Ranks' digests add up to the window's, however it was cut. A sample that is lost, repeated or another one changes
-    the sum but for one case in 2**24.
+    Ranks' digests add up to the window's digest, however the window was cut. If a sample is lost,
+    repeated or replaced by another one, the sum changes, except in one case in 2**24.
     """
     if not len(indices):
         return 0
@@ -105,7 +108,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Order:
-    """Windows and indices of a data set of known size."""
+    """The windows and indices of a data set of known size."""
 
     num_samples: int
     batch: int
@@ -115,7 +118,7 @@ class Order:
 
     @classmethod
     def of(cls, job: Job) -> Order:
-        """The order of a job whose data has a length."""
+        """Return the order of a job whose data has a length."""
         assert job.num_samples is not None
         drawn = (
             DrawnEpochs(job.sampler, job.seed, len(job.data)) if job.sampler is not None else None
@@ -134,23 +137,23 @@ class Order:
         return whole + (1 if rest and not self.drop_last else 0)
 
     def epoch_end(self, step: int) -> int:
-        """The first step after the epoch that a step lies in."""
+        """Return the first step after the epoch of a step."""
         if self._changing is not None:
             return self._changing.first_step(self._changing.epoch(step) + 1)
         return (step // self._steps_per_epoch + 1) * self._steps_per_epoch
 
     def ends_epoch(self, steps: int) -> bool:
-        """Whether so many steps end with an epoch."""
+        """Whether the first `steps` steps end with an epoch."""
         return steps > 0 and self.epoch_end(steps - 1) == steps
 
     def fewest(self, steps: int) -> int:
-        """Samples of the smallest of so many first windows."""
+        """Return the size of the smallest of the first `steps` windows, in samples."""
         if self._changing is not None:
             return self._changing.fewest(steps)
         return min(self.window(step).count for step in {0, min(steps, self._steps_per_epoch) - 1})
 
     def window(self, step: int) -> Window:
-        """The window of optimizer step `step`, counted from 0 over all epochs."""
+        """Return the window of optimizer step `step`, counted from 0 over all epochs."""
         if self._changing is not None:
             return Window(*self._changing.window(step))
         epoch, in_epoch = divmod(step, self._steps_per_epoch)
@@ -158,10 +161,10 @@ class Order:
         return Window(epoch, start, min(self.batch, self.num_samples - start))
 
     def indices(self, epoch: int, positions: Sequence[int] | range) -> list[int]:
-        """Sample indices at these positions of the epoch.
+        """Return the sample indices at these positions of the epoch.
 
         Raises:
-            JobError: the sampler draws what it can't.
+            JobError: the sampler's draws are not usable; see `DrawnEpochs.indices`.
         """
         if self.drawn is not None:
             whole = self.drawn.indices(epoch)
@@ -171,7 +174,8 @@ class Order:
 
 
 def split(count: int, weights: Sequence[int]) -> list[range]:
-    """Cut range(count) into consecutive runs in proportion to the weights, as evenly as whole numbers allow.
+    """Cut range(count) into consecutive runs in proportion to the weights, as evenly as whole
+    numbers allow.
 
     >>> split(10, (1, 1, 1))
     [range(0, 4), range(4, 7), range(7, 10)]

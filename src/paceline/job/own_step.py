@@ -1,7 +1,8 @@
-"""The values of a step of one's own: optimizers of parts of models, followers, and what is wrong with them.
+"""The values that a job with its own step function uses: named optimizers, followers, and checks of
+both.
 
-Named models become one module, `named_models.NamedModels`, and named optimizers one optimizer. So whatever names a
-parameter (a checkpoint, a proof, a message) names it as `MODEL.NAME`.
+Named models become one module, `named_models.NamedModels`, and named optimizers become one
+optimizer. So checkpoints, proofs and messages all name a parameter as `MODEL.NAME`.
 """
 
 from __future__ import annotations
@@ -25,13 +26,15 @@ ModelNames = str | tuple[str, ...]
 
 @dataclass(frozen=True)
 class Optimizer:
-    """One of a job's named optimizers, where it needs more than a function.
+    """One of a job's named optimizers, if it needs more than a function that builds it.
 
     Args:
-        build: Builds it from (name, parameter) pairs; names are `MODEL.NAME`.
-        parameters: What it updates: a model's name, several, or a function (name, parameter) -> whether it does. By
-            default all of the model that the optimizer is named after. Each trainable parameter has one optimizer.
-        lr_schedule: Builds a learning-rate scheduler from the optimizer; stepped after each of its updates.
+        build: Builds the optimizer from (name, parameter) pairs; names are `MODEL.NAME`.
+        parameters: The parameters that it updates: a model's name, several names, or a function
+            (name, parameter) -> whether it updates this one. By default these are all parameters of
+            the model that has the optimizer's name. Each trainable parameter has one optimizer.
+        lr_schedule: Builds a learning-rate scheduler from the optimizer; it is stepped after each
+            of its updates.
         clip: Greatest norm of the gradients of an update.
     """
 
@@ -45,25 +48,24 @@ class Optimizer:
 class FollowerModel:
     """A model whose weights are a function of another's; made by `ema`, `copy_every` and `frozen`.
 
-    It begins as its source, runs in evaluation mode, and no loss trains it. After each step it takes over the source's
-    buffers as they are where it moves.
-
-    source: name of a model, or a function that builds a frozen one.
-    momentum: what it keeps of itself in a move; 1.0 for one that never moves; or a function of the step, from 0.
-    every: steps between moves.
+    It begins as its source, runs in evaluation mode, and no loss trains it. After each step in
+    which it moves, it takes over the source's buffers as they are.
     """
 
-    source: str | Callable[[], Any]
+    source: str | Callable[[], Any]  # name of a model, or a function that builds a frozen one
+    # The part of its own weights that a move keeps, or a function that gives it for a step, from 0.
+    # A follower of 1.0 never moves.
     momentum: float | Callable[[int], float]
-    every: int = 1
+    every: int = 1  # steps between moves
 
     @property
     def is_moving(self) -> bool:
-        """Whether it moves after some step."""
+        """Whether the follower moves after some step."""
         return callable(self.momentum) or self.momentum != 1.0
 
     def momentum_after(self, step: int) -> float:
-        """What it keeps of itself after a step, counted from 0; 1.0 where it does not move.
+        """Return the part of its own weights that it keeps after a step, counted from 0; 1.0 if it
+        does not move.
 
         Raises:
             TrainingError: the job's function returns no number from 0 to 1.
@@ -82,56 +84,78 @@ class FollowerModel:
 
 
 def ema(source: str, momentum: float | Callable[[int], float]) -> FollowerModel:
-    """The exponential moving average of a model's weights: `momentum * itself + (1 - momentum) * source` after each
-    step.
+    """Return the exponential moving average of a model's weights as a follower.
 
-    momentum: From 0 to 1, or a function of the number of the step, from 0, that returns it: `lambda step: step /
-        (step + 1)` is the mean of the weights after every step. Every rank calls it, so it must depend on the step
-        alone.
+    After each step it becomes `momentum * itself + (1 - momentum) * source`.
+
+    Args:
+        momentum: A number from 0 to 1, or a function of the number of the step, from 0, that
+            returns it: `lambda step: step / (step + 1)` gives the mean of the weights after every
+            step. Every rank calls it, so it must depend on the step alone.
     """
     return FollowerModel(source, momentum)
 
 
 def copy_every(source: str, steps: int) -> FollowerModel:
-    """A copy of a model's weights that is renewed after every so many steps: a target network."""
+    """Return a copy of a model's weights that is renewed every `steps` steps, such as a target
+    network.
+    """
     return FollowerModel(source, 0.0, steps)
 
 
 def frozen(source: str | Callable[[], Any]) -> FollowerModel:
-    """A model that never changes: a teacher that `source` builds, or the initial weights of the model of that name."""
+    """Return a model that never changes: a teacher that `source` builds, or a named model with its
+    initial weights.
+    """
     return FollowerModel(source, 1.0)
 
 
 class StepContext(Protocol):
-    """What a step of one's own does. Whatever is given and returned has this process's samples along dim 0: all of the
-    step's on one device, some of them elsewhere; a step need not know.
+    """The operations of a job's own step function.
 
-    step: number of the step, from 0.
+    Tensors that are given and returned have this process's samples along dim 0. On one device these
+    are all samples of the step, otherwise a part of them; a step function need not know which.
     """
 
-    step: int
+    step: int  # number of the step, from 0
 
     @property
     def places(self) -> torch.Tensor:
-        """Where this process's samples are among all of the step: whole numbers, (samples,); on one device 0, 1, 2, ...
-        They are the rows that are its own of what `gather` returns."""
+        """The positions of this process's samples among all of the step: whole numbers of shape
+        (samples,).
+
+        On one device they are 0, 1, 2, ... They are the rows of `gather`'s result that belong to
+        this process.
+        """
 
     def alike(self) -> AbstractContextManager[None]:
-        """`with ctx.alike():` draws random numbers that are not of samples: the same on every rank, whatever the shape.
-        Elsewhere a tensor with as many rows as this process has samples is taken for one of samples."""
+        """Return a context in which every rank draws the same random numbers, whatever the shape:
+        `with ctx.alike():`.
+
+        It is for random numbers that do not belong to samples. Outside of it, a tensor with as many
+        rows as this process has samples counts as one of samples.
+        """
 
     def gather(self, value: Any) -> Any:
-        """Of tensors with a row for each sample of this process, the rows of all samples of the step, alike on every
-        rank; without gradients. Collective. Not inside a loss."""
+        """Return tensors with the rows of all samples of the step, equal on every rank and without
+        gradients.
+
+        The tensors that are given have a row for each sample of this process. Collective. It can't
+        be used inside a loss.
+        """
 
     def run(self, model: str, inputs: Any, *, grad: bool | None = None, cut: bool = True) -> Any:
-        """A model's output for inputs: a tensor, a tuple for *args, a mapping for **kwargs, or the batch itself.
+        """Return a model's output for inputs: a tensor, a tuple for *args, a mapping for **kwargs,
+        or the batch itself.
 
-        cut=False: inputs are of the whole step, as `gather` returns them, or of no sample: they are not cut into
-        micro-batches, and every rank runs the model on them once. So buffers that the forward writes stay equal.
+        In a loss, a gradient flows through the model to its inputs; only the models that `backward`
+        names get gradients of their own. Elsewhere the model runs without gradients, and
+        `grad=True` is refused.
 
-        In a loss, a gradient flows through it to its inputs; only the models that `backward` names get gradients of
-        their own. Elsewhere it runs without gradients, and `grad=True` is refused.
+        Args:
+            cut: Whether inputs are cut into micro-batches. With False the inputs are of the whole
+                step, as `gather` returns them, or of no sample, and every rank runs the model on
+                them once. So buffers that the forward writes stay equal.
         """
 
     def backward(
@@ -145,22 +169,29 @@ class StepContext(Protocol):
         """Add the gradients of a loss to a model's. Collective.
 
         The engine cuts inputs and `more` into micro-batches, runs the model on each, and calls
-        `loss(output, batch, *more)` once for each, where batch is the micro-batch of the step's batch. It returns a
-        scalar, the mean over its samples, or (sum, count).
+        `loss(output, batch, *more)` once for each, where batch is the micro-batch of the step's
+        batch. The loss returns a scalar, the mean over its samples, or (sum, count).
 
-        model: The model that runs and is trained; of several names, the first runs and all are trained.
-        gather: The loss is called once, with the outputs of all samples of the step, their batch and what `more` has of
-            them, and gradients go to all outputs: for losses that compare samples. The model runs twice where some of
-            them are elsewhere, with the same random numbers. Of one model; such a loss runs no model.
+        Args:
+            model: The model that runs and is trained. Of several names, the first one runs and all
+                are trained.
+            gather: Whether the loss is called once, with the outputs of all samples of the step,
+                their batch and their part of `more`. Gradients then go to all outputs. This is for
+                losses that compare samples. If other ranks have some of the samples, the model runs
+                twice, with the same random numbers. Only one model can be named, and such a loss
+                runs no model.
         """
 
     def update(self, optimizer: str) -> None:
-        """Clip the gradients of an optimizer's parameters, step it and its schedule, and drop the gradients.
-        Collective."""
+        """Clip the gradients of an optimizer's parameters, step it and its schedule, and drop the
+        gradients. Collective.
+        """
 
 
 def default_step(job: Job) -> Callable[[Any, Any], None]:
-    """The step of a job that gives a loss and several optimizers of one model: one backward, then every update."""
+    """Return the step of a job with a loss and several optimizers of one model: one backward, then
+    every update.
+    """
 
     def step(ctx: StepContext, batch: Any) -> None:
         ctx.backward(
@@ -173,12 +204,18 @@ def default_step(job: Job) -> Callable[[Any, Any], None]:
 
 
 def default_validate(job: Job) -> Callable[[Any, Any], Any]:
-    """What is measured of a job that gives a loss: that of its first model."""
+    """Return the validation function of a job with a loss: it computes the loss of the first
+    model.
+    """
     return lambda ctx, batch: job.criterion(ctx.run(next(iter(job.models)), batch), batch.target)
 
 
 def init_of(job: Job, name: str) -> Weights | None:
-    """What a model or a follower begins with in place of the seed's weights: its own, or those of what it follows."""
+    """Return the weights with which a model or a follower begins in place of the seed's; None if
+    there are none.
+
+    They are its own, or those of the model that it follows.
+    """
     init, follower = job.init or {}, job.followers.get(name)
     if name not in init and follower is not None and isinstance(follower.source, str):
         name = follower.source
@@ -186,12 +223,12 @@ def init_of(job: Job, name: str) -> Weights | None:
 
 
 def spec(optimizer: Any) -> Optimizer:
-    """A job's named optimizer, as a value also where a function was given."""
+    """Return a job's named optimizer as an `Optimizer`, even if a function was given."""
     return optimizer if isinstance(optimizer, Optimizer) else Optimizer(optimizer)
 
 
 class _OfNamed:
-    """What a job's models or optimizers by name are to code that knows one model and one optimizer."""
+    """A job's named models or optimizers, for code that knows one model and one optimizer."""
 
     def __init__(self, job: Job) -> None:
         self.models, self.followers, self.seed = job.models, job.followers, job.seed
@@ -220,8 +257,11 @@ class _BuildSchedules(_OfNamed):
 
 
 def derived(job: Job) -> dict[str, Any]:
-    """The fields of a job that follow from others: one model and one optimizer that stand for all. A wrapper around the
-    model's builder stays."""
+    """Return the fields of a job that follow from others: one model and one optimizer that stand
+    for all.
+
+    A wrapper around the model's builder stays.
+    """
     fields: dict[str, Any] = {"optimizer": _BuildOptimizers(job)}
     if job.model is None or isinstance(job.model, _OfNamed):
         fields["model"] = _BuildModels(job)
@@ -233,7 +273,9 @@ def derived(job: Job) -> dict[str, Any]:
 def with_builders(
     job: Job, change: Callable[[Callable[[], Any]], Callable[[], Any]]
 ) -> dict[str, Any]:
-    """The models and followers of a job with every function that builds a module changed."""
+    """Return the models and followers of a job, with `change` applied to every function that builds
+    a module.
+    """
     return {
         "models": {name: change(build) for name, build in job.models.items()},
         "followers": {
@@ -246,7 +288,7 @@ def with_builders(
 
 
 def problems(job: Job) -> Iterator[str]:
-    """What is wrong with the fields of a step of one's own, in words."""
+    """Yield a message for everything that is wrong with the fields of a job with named models."""
     if (
         not isinstance(job.models, Mapping)
         or not isinstance(job.optimizers, Mapping)

@@ -1,4 +1,6 @@
-"""What changes during a run: a field's values by the step or the epoch from which each holds."""
+"""Fields of a job that change during a run: values by the step or the epoch from which each
+holds.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ T = TypeVar("T")
 VALIDATION_LOSS = (
     "validation_loss"  # what an evaluation calls the loss, beside the metrics' own names
 )
-# Figures of every run, by the names that a summary, an objective or a logger has for them: a metric of such a name
-# would take its place, or the figure the metric's.
+# Names of figures of every run in summaries, objectives and loggers. A metric must not have such a
+# name, because the metric or the figure would replace the other.
 FIGURES = frozenset(
     (
         VALIDATION_LOSS,
@@ -59,21 +61,23 @@ FIGURES = frozenset(
 
 @dataclass(frozen=True)
 class Phases(Generic[T]):
-    """Values in the order in which they hold. starts: of each, the first step or epoch; the first one is 0."""
+    """Values in the order in which they hold."""
 
     unit: Literal["step", "epoch"]
-    starts: tuple[int, ...]
+    starts: tuple[int, ...]  # the first step or epoch of each value; the first one is 0
     values: tuple[T, ...]
 
     def at(self, step: int, epoch: int) -> T:
-        """The value in an optimizer step, which lies in this epoch; both count from 0."""
+        """Return the value in an optimizer step, which lies in this epoch; both count from 0."""
         here = step if self.unit == "step" else epoch
         return [
             value for start, value in zip(self.starts, self.values, strict=True) if start <= here
         ][-1]
 
     def next_step(self, step: int) -> int | None:
-        """The first step after this one with another value; None if only a new epoch brings one."""
+        """Return the first step after this one with another value; None if only a new epoch can
+        change the value.
+        """
         return (
             min((start for start in self.starts if start > step), default=None)
             if self.unit == "step"
@@ -81,7 +85,7 @@ class Phases(Generic[T]):
         )
 
     def is_last(self, step: int, epoch: int) -> bool:
-        """Whether the value stays from here on."""
+        """Whether the value does not change any more from this step or epoch on."""
         return (step if self.unit == "step" else epoch) >= self.starts[-1]
 
     def __str__(self) -> str:
@@ -109,9 +113,10 @@ def _phases(unit: Literal["step", "epoch"], values: Mapping[int, Any]) -> Phases
 
 
 def by_step(values: Mapping[int, T]) -> T:
-    """A field's values by the optimizer step, counted from 0, from which each holds; for `batch`, `collate`, `freeze`.
+    """Return a field's values by the optimizer step, counted from 0, from which each holds.
 
-    Its type is that of the values, as it stands in a field's place.
+    The fields `batch`, `collate` and `freeze` can have such values. The declared type is that of
+    the values, because the result takes the place of a field's value.
 
     Raises:
         JobError: a key is no step, or step 0 has no value.
@@ -120,7 +125,7 @@ def by_step(values: Mapping[int, T]) -> T:
 
 
 def by_epoch(values: Mapping[int, T]) -> T:
-    """The same by the epoch, counted from 0.
+    """Return a field's values by the epoch, counted from 0, from which each holds; see `by_step`.
 
     Raises:
         JobError: a key is no epoch, or epoch 0 has no value.
@@ -129,34 +134,40 @@ def by_epoch(values: Mapping[int, T]) -> T:
 
 
 class StepWindows(Protocol):
-    """Where each step's window lies, where steps have windows of other sizes."""
+    """The windows of a job whose steps have windows of different sizes."""
 
     def first_step(self, epoch: int) -> int:
-        """Steps before an epoch."""
+        """Return the number of steps before an epoch."""
 
     def epoch(self, step: int) -> int:
-        """The epoch that a step lies in."""
+        """Return the epoch of a step."""
 
     def window(self, step: int) -> tuple[int, int, int]:
-        """The epoch of a step, where its window starts there, and how many samples it has."""
+        """Return a step's epoch, and the start and the size of its window in it, in samples."""
 
     def fewest(self, steps: int) -> int:
-        """Samples of the smallest of so many first windows."""
+        """Return the size of the smallest of the first `steps` windows, in samples."""
 
 
 class ChangingBatch(int, metaclass=ABCMeta):
-    """A job's batch where steps have batches of other sizes; as a number the one by which memory is planned."""
+    """A job's batch if its size changes from step to step.
+
+    As a number it is the size by which memory is planned.
+    """
 
     @abstractmethod
     def windows(self, num_samples: int, *, drop_last: bool) -> StepWindows:
-        """Where they lie in data of so many samples."""
+        """Return the windows in data of `num_samples` samples."""
 
     def __format__(self, spec: str) -> str:
         return format(str(self) if not spec else int(self), spec)
 
 
 class BatchSizes(ChangingBatch):
-    """The sizes of a job's batch in phases; as a number the greatest, which memory and ranks must suit."""
+    """The sizes of a job's batch in phases.
+
+    As a number it is the greatest size, which memory and ranks must suit.
+    """
 
     phases: Phases[int]
 
@@ -177,7 +188,7 @@ class BatchSizes(ChangingBatch):
 
 @dataclass(frozen=True)
 class Collates:
-    """The collate functions of a job in phases; called, the last one, which evaluations use."""
+    """The collate functions of a job in phases. A call uses the last one, as evaluations do."""
 
     phases: Phases[Callable[[list[Any]], Any]]
 
@@ -187,7 +198,9 @@ class Collates:
 
 @dataclass(frozen=True)
 class Monitored:
-    """A schedule that is stepped by this figure of each epoch's evaluation; see `monitored`."""
+    """A learning-rate schedule that is stepped with one figure of each epoch's evaluation; see
+    `monitored`.
+    """
 
     metric: str
     build: Callable[[Any], Any]
@@ -197,21 +210,21 @@ class Monitored:
 
 
 def monitored(metric: str, lr_schedule: Callable[[Any], Any]) -> Monitored:
-    """A job's `lr_schedule` that builds a ReduceLROnPlateau which follows this metric of the job.
+    """Return an `lr_schedule` whose ReduceLROnPlateau follows this metric of the job.
 
-    Without it, it follows "validation_loss".
+    Without `monitored`, a ReduceLROnPlateau follows "validation_loss".
     """
     return Monitored(metric, lr_schedule)
 
 
 def value_at(field: Any, step: int, epoch: int) -> Any:
-    """What a field is in a step; the field itself if it has no phases."""
+    """Return the value of a field in a step, which is the field itself if it has no phases."""
     phases = field if isinstance(field, Phases) else getattr(field, "phases", None)
     return phases.at(step, epoch) if isinstance(phases, Phases) else field
 
 
 def patterns(freeze: Any) -> Phases[tuple[str, ...]]:
-    """A job's `freeze` as tuples of patterns in phases."""
+    """Return a job's `freeze` as tuples of patterns in phases."""
     phases = freeze if isinstance(freeze, Phases) else Phases("step", (0,), (freeze,))
     return Phases(
         phases.unit,
@@ -221,14 +234,17 @@ def patterns(freeze: Any) -> Phases[tuple[str, ...]]:
 
 
 def matching_pattern(pattern: str, names: Iterable[str]) -> set[str]:
-    """Names that one pattern stands for."""
+    """Return the names that one pattern stands for."""
     return {
         name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
     }
 
 
 def matching(wanted: Iterable[str], names: Sequence[str]) -> set[str]:
-    """Names that a pattern stands for: itself, all below it, or those that it matches with its wildcards.
+    """Return the names that the patterns stand for.
+
+    A pattern stands for the name itself, for all names below it, and for those that its wildcards
+    match.
 
     Raises:
         JobError: a pattern stands for none.
@@ -247,19 +263,21 @@ def matching(wanted: Iterable[str], names: Sequence[str]) -> set[str]:
 
 @dataclass(frozen=True)
 class Windows:
-    """Consecutive windows of one size in one epoch. step, start: of the first one, the step and its place in the
-    epoch."""
+    """Consecutive windows of one size in one epoch."""
 
-    step: int
+    step: int  # the step of the first window
     epoch: int
-    start: int
-    size: int
-    steps: int
+    start: int  # the position of the first window in the epoch, in samples
+    size: int  # samples of a window
+    steps: int  # the number of windows
 
 
 class PhasedWindows:
-    """Where each step's window lies, for batches in phases: windows follow each other through an epoch, each as large
-    as its step's batch. Only an epoch's last window may be short."""
+    """The windows of a job whose batch has phases.
+
+    Windows follow each other through an epoch, each as large as its step's batch. Only an epoch's
+    last window may be short.
+    """
 
     def __init__(self, num_samples: int, sizes: Phases[int], *, drop_last: bool) -> None:
         self.num_samples, self.sizes, self.drop_last = num_samples, sizes, drop_last
@@ -284,14 +302,14 @@ class PhasedWindows:
             step, start = step + steps, start + steps * size
 
     def first_step(self, epoch: int) -> int:
-        """Steps before an epoch."""
+        """Return the number of steps before an epoch."""
         known = len(self.epochs)
         if epoch <= known:
             return self.firsts[epoch]
         return self.firsts[known] + (epoch - known) * (self.firsts[known] - self.firsts[known - 1])
 
     def epoch(self, step: int) -> int:
-        """The epoch that a step lies in."""
+        """Return the epoch of a step."""
         known = len(self.epochs)
         if step >= self.firsts[known]:
             return known + (step - self.firsts[known]) // (
@@ -300,7 +318,7 @@ class PhasedWindows:
         return next(epoch for epoch in count() if step < self.firsts[epoch + 1])
 
     def window(self, step: int) -> tuple[int, int, int]:
-        """The epoch of a step, where its window starts there, and how many samples it has."""
+        """Return a step's epoch, and the start and the size of its window in it, in samples."""
         epoch = self.epoch(step)
         last = min(
             epoch, len(self.epochs) - 1
@@ -310,5 +328,5 @@ class PhasedWindows:
         return epoch, run.start + (within - run.step) * run.size, run.size
 
     def fewest(self, steps: int) -> int:
-        """Samples of the smallest of so many first windows."""
+        """Return the size of the smallest of the first `steps` windows, in samples."""
         return min(run.size for runs in self.epochs for run in runs if run.step < steps)

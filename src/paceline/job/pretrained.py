@@ -1,4 +1,6 @@
-"""Weights that training begins with: where they are read from, and which of the model's names each goes to."""
+"""Pretrained weights with which training begins: their source, and the model's name for each of
+them.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Weights:
-    """What `weights` was given; see there."""
+    """The arguments of `weights`; see there."""
 
     source: Any
     prefix: str = ""
@@ -19,11 +21,11 @@ class Weights:
 
     @classmethod
     def of(cls, init: Any) -> Weights:
-        """A job's `init`, whichever form it has."""
+        """Return a job's `init`, in any form, as `Weights`."""
         return init if isinstance(init, Weights) else cls(init)
 
     def name(self, stored: str) -> str | None:
-        """The model's name for one of the source's; None leaves it out.
+        """Return the model's name for a name of the source; None leaves the weight out.
 
         >>> Weights({}, prefix="encoder.", rename={"w": "weight", "head": None}).name("w")
         'encoder.weight'
@@ -36,7 +38,7 @@ class Weights:
         return None if renamed is None else self.prefix + renamed
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with it, in words."""
+        """Yield a message for everything that is wrong with the arguments."""
         if hasattr(self.source, "state_dict"):
             yield f"init must be weights, and a {type(self.source).__name__} is a module; give its state_dict()"
         elif not (isinstance(self.source, Mapping | str | os.PathLike) or callable(self.source)):
@@ -55,16 +57,17 @@ def weights(
     rename: Mapping[str, str | None] | Callable[[str], str | None] | None = None,
     strict: bool = True,
 ) -> Weights:
-    """Pretrained weights for `Job(init=...)` whose names are not all the model's own.
+    """Return pretrained weights for `Job(init=...)` whose names differ from the model's.
 
     Args:
-        source: A state dict, a function that returns one, or the path of a safetensors file, of a folder of
-            Transformers (model.safetensors, or model.safetensors.index.json with its shards), of a run or of a
-            checkpoint of a run.
-        prefix: Is put before each name of the source, so that it goes into one part of the model.
-        rename: The source's names to the model's (before the prefix), as a mapping or a function; None leaves a weight
-            out.
-        strict: Whether both sides must have the same names. Without it, what only one side has is passed over; the
-            model's others keep the seed's initial values.
+        source: A state dict, a function that returns one, or the path of a safetensors file, of a
+            folder of Transformers (model.safetensors, or model.safetensors.index.json with its
+            shards), of a run or of a checkpoint of a run.
+        prefix: Text that is put before each name of the source, so that the weights go into one
+            part of the model.
+        rename: A mapping or a function from the source's names to the model's (before the prefix);
+            None leaves a weight out.
+        strict: Whether both sides must have the same names. With False, names that only one side
+            has are skipped, and the model's other weights keep the seed's initial values.
     """
     return Weights(source, prefix, rename, strict)

@@ -1,4 +1,4 @@
-"""The order of data by a job's own sampler: known from the seed and the epoch alone."""
+"""The order of data that a job's own sampler draws. Seed and epoch alone determine it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from paceline.job.groups import DrawnGroups
 
 
 class DrawnEpochs:
-    """What a sampler draws in an epoch: the same on every rank and after a resume, as it draws from streams that the
-    seed and the epoch fix.
+    """The draws of a sampler by epoch, equal on every rank and after a resume.
 
-    These are the global generators of torch, numpy and random, and the sampler's own `generator` if it has one. A
-    sampler with `set_epoch` is told the epoch.
+    The sampler draws from random streams that the seed and the epoch determine: the global
+    generators of torch, numpy and random, and the sampler's own `generator` if it has one. If it
+    has `set_epoch`, that is called with the epoch.
     """
 
     def __init__(self, sampler: Any, seed: int, size: int) -> None:
@@ -23,11 +23,11 @@ class DrawnEpochs:
         self.epoch, self.known = -1, list[int]()
 
     def indices(self, epoch: int) -> list[int]:
-        """All indices of an epoch; those of the last one that was asked for are kept.
+        """Return all indices of an epoch. Those of the last epoch that was asked for are kept.
 
         Raises:
-            JobError: they are not as many as the sampler's length, or no indices of the data, or others when they are
-                drawn again.
+            JobError: the number of indices is not the sampler's length, they are no indices of the
+                data, or a second draw gives others.
         """
         if epoch != self.epoch:
             drawn = self._draw(epoch)

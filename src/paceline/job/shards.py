@@ -2,9 +2,10 @@
 
 The order depends on no rank, so a run can go on at any step and on other numbers of ranks.
 
-An epoch deals the files, shuffled, into lanes. A step takes an equal run of samples from each lane, and a rank takes a
-run of the step: it reads the lanes that its run lies in, and no others. Lanes are many enough for any number of ranks
-and part of the job, not of the plan.
+An epoch shuffles the files and deals them into lanes. A step takes equally many consecutive samples
+from each lane. A rank takes consecutive samples of the step, and reads only the lanes in which they
+lie. The number of lanes is large enough for any number of ranks, and it belongs to the job, not to
+the plan.
 """
 
 from __future__ import annotations
@@ -24,15 +25,16 @@ LANES = 8
 class Shards:
     """A data set in files, each of which is read as a whole by the ranks that need its samples.
 
-    Every sample counts once an epoch over all ranks. The order is fixed by the job's seed, batch and `lanes`. Each rank
-    keeps one file of each lane that it reads in memory.
+    Every sample counts once an epoch over all ranks. The order is fixed by the job's seed, batch
+    and `lanes`. Each rank keeps one file of each lane that it reads in memory.
 
     Args:
         paths: The files, or whatever else `read` is given. Their order is part of the job.
         read: Gives the samples of a file, in the same order each time; by default `read_tar`.
         decode: Makes a sample (see docs/data.md) of what `read` gave, each time that it is used.
         lengths: Samples in each file. By default each file is read once, now, to count them.
-        lanes: Files that are read at a time, over all ranks: best a multiple of the ranks, and a divisor of the batch.
+        lanes: Files that are read at a time, over all ranks: best a multiple of the ranks, and a
+            divisor of the batch.
         shuffle: Whether each epoch is another order of the files and of the samples in them.
 
     Raises:
@@ -85,11 +87,11 @@ class Shards:
         return sample if self.decode is None else self.decode(sample)
 
     def reading_order(self, batch: int) -> ShardOrder:
-        """The sampler that reads lanes beside each other, for steps of `batch` samples."""
+        """Return the sampler that reads all lanes in parallel, for steps of `batch` samples."""
         return ShardOrder(self, batch)
 
     def dealt(self, lane_of: dict[int, int]) -> None:
-        """An epoch has dealt the shards into these lanes."""
+        """Note the lanes into which an epoch has dealt the shards."""
         self._lane_of = lane_of
 
     def _samples(self, shard: int) -> list[Any]:
@@ -123,7 +125,9 @@ class Shards:
 
 
 class ShardOrder:
-    """The order in which a job with steps of `batch` samples reads shards; drawn from torch's global generator."""
+    """The order in which a job with steps of `batch` samples reads shards; drawn from torch's
+    global generator.
+    """
 
     def __init__(self, shards: Shards, batch: int) -> None:
         self.shards, self.batch = shards, batch
@@ -153,7 +157,10 @@ class ShardOrder:
 
 
 def _in_steps(lanes: list[list[int]], batch: int) -> Iterator[int]:
-    """Runs of the lanes, one after the other in each step; lanes that end leave their part to the others."""
+    """Yield the samples of each step: consecutive samples of one lane after the other.
+
+    If a lane has ended, the other lanes give its part.
+    """
     taken = [0] * len(lanes)
     while any(left := [len(lane) - begun for lane, begun in zip(lanes, taken, strict=True)]):
         parts = _parts(left, batch)
@@ -163,7 +170,8 @@ def _in_steps(lanes: list[list[int]], batch: int) -> Iterator[int]:
 
 
 def _parts(left: Sequence[int], batch: int) -> list[int]:
-    """How many samples of a step come from each lane: equally many, as far as a lane has them.
+    """Return how many samples of a step come from each lane: equally many, as far as a lane has
+    them.
 
     >>> _parts([9, 9, 1], 6), _parts([1, 0, 9], 6), _parts([1, 1, 1], 6)
     ([3, 2, 1], [1, 0, 5], [1, 1, 1])
@@ -181,9 +189,11 @@ def _parts(left: Sequence[int], batch: int) -> list[int]:
 
 
 def read_tar(path: str | Path) -> Iterator[dict[str, Any]]:
-    """The samples of a tar file as WebDataset lays them out: neighbours whose names agree up to the first dot.
+    """Yield the samples of a tar file in WebDataset's layout: neighbours whose names agree up to
+    the first dot.
 
-    A sample maps what follows the dot to the file's bytes ("jpg", "cls"), and "__key__" to the common name.
+    A sample maps the part after the dot, such as "jpg" or "cls", to the file's bytes, and "__key__"
+    to the common name.
     """
     with tarfile.open(path) as file:
         for key, members in _groups(file):
