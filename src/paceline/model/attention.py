@@ -1,11 +1,14 @@
-"""Selective recomputation: values between attention's two products are not kept for backward, but computed again.
+"""Selective recomputation: values between attention's two products are not kept for backward, but
+computed again.
 
-The operators of a forward are watched below autograd. The inside of an attention is what elementwise operators and a
-softmax make of a product of two activations, if autograd then keeps it: scores, normalised scores, and scores after
-dropout. Instead, autograd gets the operators that make it again from queries, keys and masks, which are kept anyway.
-The user's code does not run a second time, and drawn numbers are kept. Fused attention keeps no scores, and nothing
-changes.
-Source: Korthikanti et al. 2022, Reducing Activation Recomputation in Large Transformer Models, section 5.
+The operators of a forward are watched below autograd. The inside of an attention consists of the
+values that elementwise operators and a softmax make from a product of two activations, and that
+autograd would keep: scores, normalised scores, and scores after dropout. Instead, autograd keeps
+the operators that compute such a value again from queries, keys and masks, which are kept anyway.
+The user's code does not run a second time, and random numbers that were drawn are kept. Fused
+attention keeps no scores, so nothing changes there.
+Source: Korthikanti et al. 2022, Reducing Activation Recomputation in Large Transformer Models,
+    section 5.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ _COPIES = {aten._to_copy.default, aten.clone.default}
 
 @dataclass(frozen=True)
 class _View:
-    """How a tensor lies in its memory."""
+    """The layout of a tensor in its memory."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -43,7 +46,7 @@ class _View:
 
 @dataclass(frozen=True)
 class _Given:
-    """A tensor that an operator took and that is kept."""
+    """An argument of an operator that is kept as it is."""
 
     tensor: torch.Tensor
     version: int
@@ -60,7 +63,7 @@ class _Given:
 
 @dataclass(frozen=True)
 class Made:
-    """A tensor that an operator took and that is made again."""
+    """An argument of an operator that is computed again."""
 
     step: AttentionStep
     view: _View
@@ -68,22 +71,19 @@ class Made:
 
 @dataclass(eq=False)
 class AttentionStep:
-    """The operator that filled a piece of memory last.
-
-    after_softmax: whether a softmax is behind it. is_changing: whether it changes its first argument in place.
-    times: how often autograd keeps what it gave. result: made again already, for the next that asks.
-    """
+    """The operator that last filled a piece of memory."""
 
     target: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    after_softmax: bool
-    is_changing: bool
-    times: int = 0
+    after_softmax: bool  # whether this operator or one before it is a softmax
+    is_changing: bool  # whether it changes its first argument in place
+    times: int = 0  # how often autograd keeps its result
+    # The result if it was computed again already, for the next one that asks for it.
     result: torch.Tensor | None = field(default=None, repr=False)
 
     def value(self) -> torch.Tensor:
-        """Made again, unless it was made for another one that came before."""
+        """Compute the result again, unless an earlier request has done so already."""
         if self.result is not None:
             result, self.result = self.result, None
             return result
@@ -107,7 +107,7 @@ def _taken(argument: _Given | Made) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Kept:
-    """In the place of a tensor that autograd keeps."""
+    """The object that autograd keeps in place of a tensor."""
 
     step: AttentionStep
     view: _View
@@ -123,9 +123,10 @@ class _Kept:
 
 
 class Selective(TorchDispatchMode):
-    """Watches the forward that runs inside, and what autograd keeps of it.
+    """A mode that watches the forward inside it, and the tensors that autograd keeps of that
+    forward.
 
-    kept_as_is: told of every tensor that autograd goes on to keep.
+    `kept_as_is` is called with every tensor that autograd still keeps itself.
     """
 
     def __init__(self, *, kept_as_is: Callable[[torch.Tensor], Any] | None = None) -> None:
@@ -191,12 +192,15 @@ class Selective(TorchDispatchMode):
     def noted(
         self, step: AttentionStep, func: Callable[..., Any], args: Any, output: torch.Tensor
     ) -> None:
-        """A step that may have to be made again."""
+        """Note a step that may have to be computed again."""
 
     def _change(
         self, output: torch.Tensor, func: Any, args: Any, kwargs: Any, known: list[AttentionStep]
     ) -> None:
-        """An operator that changes the memory of a step: that can be made again with it, or not at all."""
+        """Note an operator that changes the memory of a step.
+
+        The step can then be computed again only together with this operator, or not at all.
+        """
         before = self._step_of(args[0])
         if before is None:
             return
@@ -224,7 +228,9 @@ class Selective(TorchDispatchMode):
         return self.spare(step, tensor)
 
     def spare(self, step: AttentionStep, tensor: torch.Tensor) -> Any:
-        """What autograd keeps in the place of a tensor that a step can make again."""
+        """Return the object that autograd keeps in place of a tensor that a step can compute
+        again.
+        """
         step.times += 1
         return _Kept(step, _View.of(tensor))
 
@@ -234,7 +240,9 @@ def _unpack(kept: Any) -> torch.Tensor:
 
 
 def _may_be_again(func: Any) -> bool:
-    """Whether an operator gives the same once more: those that compute a value from values."""
+    """Whether an operator gives the same result again, because it only computes values from
+    values.
+    """
     return (
         (torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags)
         or func in _SOFTMAX
@@ -243,5 +251,5 @@ def _may_be_again(func: Any) -> bool:
 
 
 def _drop(x: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
-    """What `native_dropout` gave, by the mask that it drew."""
+    """Return the result of `native_dropout` from the mask that it drew."""
     return x * mask * scale

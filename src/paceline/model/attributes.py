@@ -1,4 +1,6 @@
-"""What modules keep in plain attributes and a forward may change: counters, temperatures, tensors beside buffers."""
+"""Plain attributes of modules, which a forward may change: counters, temperatures, tensors that are
+no buffers.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,12 @@ _CONTAINERS = (list, tuple, dict, set, deque)
 
 
 def plain_attributes(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Any]]:
-    """Each attribute of each module that holds numbers, text, tensors, or lists, tuples, dicts, sets and deques of
-    these, parameters and buffers left out: its name in the model, the module, its own name and its value."""
+    """Yield each plain attribute of each module: its name in the model, the module, its own name
+    and its value.
+
+    A plain attribute holds numbers, text, tensors, or lists, tuples, dicts, sets and deques of
+    these. Parameters and buffers are left out.
+    """
     for path, module in model.named_modules():
         for attribute, value in vars(module).items():
             if attribute not in _OF_TORCH and is_plain(value):
@@ -25,7 +31,7 @@ def plain_attributes(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, An
 
 
 def tensor_attributes(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Those that are tensors themselves, by name."""
+    """Yield the plain attributes that are tensors themselves, by name."""
     return (
         (name, value)
         for name, _, _, value in plain_attributes(model)
@@ -34,7 +40,9 @@ def tensor_attributes(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def in_float64(model: nn.Module) -> nn.Module:
-    """The model with its parameters, its buffers and tensors in attributes in float64, or complex128, in place."""
+    """Convert a model's parameters, buffers and tensors in attributes to float64 or complex128, in
+    place.
+    """
     for _, module, attribute, value in list(plain_attributes(model)):
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             setattr(module, attribute, value.double())
@@ -42,10 +50,7 @@ def in_float64(model: nn.Module) -> nn.Module:
 
 
 class AttributeSnapshot:
-    """The plain attributes of a model at one moment.
-
-    values: copies, by name.
-    """
+    """The plain attributes of a model at one moment, with copies of their values by name."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -53,7 +58,9 @@ class AttributeSnapshot:
         self.values = {name: copied(value) for name, value in self._originals.items()}
 
     def changed(self) -> list[str]:
-        """Names of attributes that are new or hold something else now, in the model's order."""
+        """Return the names of attributes that are new or have another value now, in the model's
+        order.
+        """
         return [
             name
             for name, _, _, value in plain_attributes(self.model)
@@ -61,7 +68,9 @@ class AttributeSnapshot:
         ]
 
     def restore(self) -> None:
-        """Put every attribute back as it was: the same objects with their former contents; new ones are deleted."""
+        """Put every attribute back as it was: the same objects with their former contents; new ones
+        are deleted.
+        """
         for name, module, attribute, _ in list(plain_attributes(self.model)):
             if name not in self.values:
                 delattr(module, attribute)
@@ -74,7 +83,7 @@ class AttributeSnapshot:
 
 
 class StateOfForward:
-    """Buffers, plain attributes and these parameters of a model at one moment."""
+    """The buffers, the plain attributes and the given parameters of a model at one moment."""
 
     def __init__(self, model: nn.Module, parameters: Iterable[nn.Parameter] = ()) -> None:
         self._attributes = AttributeSnapshot(model)
@@ -102,7 +111,7 @@ class StateOfForward:
 
 @contextmanager
 def state_of_forward_kept(model: nn.Module, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Leave buffers, plain attributes and these parameters as they are found."""
+    """Restore buffers, plain attributes and these parameters after the block."""
     before = StateOfForward(model, parameters)
     try:
         yield
@@ -129,7 +138,9 @@ def is_same(value: Any, other: Any) -> bool:
 
 
 def is_like_a_buffer(before: Any, after: Any) -> bool:
-    """Whether an attribute is a tensor without gradient that keeps its shape: state, and no activation."""
+    """Whether an attribute is a tensor without gradient that keeps its shape: state, and no
+    activation.
+    """
     return (
         isinstance(before, torch.Tensor)
         and isinstance(after, torch.Tensor)
@@ -140,7 +151,7 @@ def is_like_a_buffer(before: Any, after: Any) -> bool:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether it is a number, text, a tensor that is no parameter, or a container of these."""
+    """Whether a value is a number, text, a tensor that is no parameter, or a container of these."""
     if isinstance(value, nn.Parameter):
         return False
     if isinstance(value, torch.Tensor) or type(value) in _SCALARS:
@@ -151,7 +162,7 @@ def is_plain(value: Any) -> bool:
 
 
 def copied(value: Any) -> Any:
-    """A copy of a plain value, the tensors in it included."""
+    """Return a copy of a plain value, with copies of its tensors."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, dict):
@@ -172,7 +183,10 @@ def copied(value: Any) -> Any:
 
 
 def _refilled(original: Any, copy: Any) -> Any:
-    """The original object with the contents of its copy, for others may refer to it."""
+    """Return the original object with the contents of its copy.
+
+    It stays the same object, as others may refer to it.
+    """
     if isinstance(original, torch.Tensor):
         with torch.no_grad():
             return original if is_same(original, copy) else original.copy_(copy)

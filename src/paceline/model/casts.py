@@ -1,4 +1,7 @@
-"""Which parameters a model uses in the precision of autocast alone: casting them before the forward changes no bit."""
+"""The parameters that a model uses only in autocast's precision.
+
+A cast before the forward changes no bit of results.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._pytree import tree_leaves
 
-# What autocast runs in low precision on CPUs and GPUs alike, casting all it is given (the lists in torch's
-# docs/source/amp.rst and aten/src/ATen/autocast_mode.h).
+# What autocast runs in low precision on CPUs and GPUs alike, casting all it is given (the lists in
+# torch's docs/source/amp.rst and aten/src/ATen/autocast_mode.h).
 _LOWERED = frozenset(
     (
         F.linear,
@@ -50,13 +53,16 @@ _OF_SHAPES = frozenset(
 
 
 def cast_alone(model: nn.Module, loss: Callable[[], Any], dtype: torch.dtype) -> frozenset[str]:
-    """Names of float32 parameters that autocast casts to this dtype before anything computes with them.
+    """Return the names of float32 parameters that autocast casts to this dtype before anything
+    computes with them.
 
-    Only autocast's operators take them, in training and in an evaluation. A trainable one is taken once in training:
-    gradients of two uses are added in the precision of the cast, and in float32 where autocast casts twice.
+    Only autocast's operators use these parameters, in training and in an evaluation. A trainable
+    one is used only once in training. With two uses the gradients would be added in the precision
+    of the cast, but in float32 if autocast casts twice.
 
-    loss: runs the model under autocast and gives the loss, or (sum, count). It is called twice; the model is left in
-        evaluation, and is not fit for use.
+    Args:
+        loss: Runs the model under autocast and returns the loss, or (sum, count). It is called
+            twice. The model is left in evaluation mode and can't be used any more.
     """
     uses = _Uses(model, dtype)
     model.train()
@@ -77,9 +83,10 @@ def cast_alone(model: nn.Module, loss: Callable[[], Any], dtype: torch.dtype) ->
 
 
 class _Uses(TorchFunctionMode):
-    """Notes which parameters torch's functions are given.
+    """A mode that notes which parameters are given to torch's functions.
 
-    lowered: names of those that autocast's operators took. others: of those that anything else took, or was asked of.
+    `lowered` has the names of those that autocast's operators use, `others` of those that any other
+    code uses or asks for.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
@@ -103,7 +110,9 @@ class _Uses(TorchFunctionMode):
 
 
 def _cast_once(loss: torch.Tensor) -> set[int]:
-    """Parameters that autograd's graph has one edge to, from a cast that has one edge to it, by id."""
+    """Return the ids of parameters with one edge in autograd's graph, which comes from a cast with
+    one edge to it.
+    """
     edges: Counter[Any] = Counter()
     takers: dict[int, list[Any]] = {}
     waiting, known = [loss.grad_fn], set[Any]()

@@ -1,8 +1,9 @@
 """A tensor's value at one moment, kept without a copy until something writes to the tensor.
 
-torch keeps two tensors in one memory until one of them is written to (copy on write). Keeping a value therefore costs a
-microsecond and no memory, and every write is seen, even one through `tensor.data`, which version counters miss. Of a
-distributed tensor (DTensor) only this rank's part is kept, so nothing here is a collective.
+torch keeps two tensors in one memory until one of them is written to (copy on write). Keeping a
+value therefore costs a microsecond and no memory, and every write is seen, even one through
+`tensor.data`, which version counters miss. Of a distributed tensor (DTensor) only this rank's part
+is kept, so nothing here is a collective.
 """
 
 from __future__ import annotations
@@ -14,10 +15,7 @@ from torch.utils import _pytree as pytree
 
 
 class SeenValue:
-    """The value of a tensor when it was looked at.
-
-    tensor: as it was given; a write to it leaves `value` as it was.
-    """
+    """The value of a tensor at one moment. A later write to `tensor` leaves `value` as it was."""
 
     __slots__ = ("_shares_memory", "tensor", "value")
 
@@ -36,9 +34,10 @@ class SeenValue:
         self.value: torch.Tensor = value if spec is None else kind(value, spec, requires_grad=False)
 
     def is_written(self) -> bool:
-        """Whether the tensor may have been written to since; where that can't be told, whether its value is another.
+        """Whether the tensor may have been written to since. If that can't be told, whether its
+        value has changed.
 
-        A few operators are taken for writers without being any, such as an LSTM on a CPU.
+        A few operators count as writers although they do not write, such as an LSTM on a CPU.
         """
         if self._shares_memory:
             return bool(address(_part(self.tensor)) != address(_part(self.value)))
@@ -49,7 +48,9 @@ class SeenValue:
         return self.is_written() and not self.is_same()
 
     def is_same(self) -> bool:
-        """Whether shape, dtype and every bit of the tensor's value are as they were; NaN equals NaN."""
+        """Whether shape, dtype and every bit of the tensor's value are as they were; NaN equals
+        NaN.
+        """
         now, then = _part(self.tensor).detach(), _part(self.value)
         if now.shape != then.shape or now.dtype != then.dtype:
             return False
@@ -59,7 +60,10 @@ class SeenValue:
 
 
 def lazy_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A differentiable copy that takes memory when one of the two is written to, or at once where torch can't wait."""
+    """Return a differentiable copy that takes memory only when one of the two is written to.
+
+    If torch can't make such a copy, it takes memory at once.
+    """
     try:
         return torch._lazy_clone(tensor)
     except (
@@ -71,12 +75,16 @@ def lazy_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def lazy_copies(value: Any) -> Any:
-    """The same containers with copies of their tensors; see `lazy_copy`. A model may write to what it is given."""
+    """Return the same containers with copies of their tensors, to which a model may write; see
+    `lazy_copy`.
+    """
     return pytree.tree_map_only(torch.Tensor, lazy_copy, value)
 
 
 def _part(tensor: torch.Tensor) -> torch.Tensor:
-    """Of a distributed tensor this rank's part, without a copy; any other tensor itself."""
+    """Return this rank's part of a distributed tensor, without a copy; any other tensor is returned
+    itself.
+    """
     part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return part
 

@@ -16,11 +16,13 @@ _NATIVE = (8, 9)  # NVIDIA's first architecture with float8 products
 
 
 def in_float8(model: nn.Module) -> nn.Module:
-    """The model with its linear layers in torchao's float8, in place. Parameters stay the same, under their names.
+    """Replace a model's linear layers by torchao's float8 layers, in place. Parameters and their
+    names stay the same.
 
-    Rows are scaled by themselves (torchao's recipe rowwise_with_gw_hp). One scale for a whole tensor, which is
-    torchao's default, would depend on which samples a rank has; so would float8 in the gradient of a weight, which is
-    computed in bf16. Devices without float8 products emulate them.
+    Each row has its own scale (torchao's recipe rowwise_with_gw_hp). One scale for a whole tensor,
+    which is torchao's default, would depend on the samples that a rank has. float8 in the gradient
+    of a weight would depend on them too, so that gradient is computed in bf16. Devices without
+    float8 products emulate them.
 
     Raises:
         JobError: torchao is not installed, or no layer fits.
@@ -44,7 +46,7 @@ def in_float8(model: nn.Module) -> nn.Module:
 
 
 def left_in_bf16(model: nn.Module) -> dict[str, str]:
-    """Linear layers that don't multiply in float8, and why, by name."""
+    """Return the linear layers that don't multiply in float8: the reason by name."""
     return {
         path: reason
         for path, module in model.named_modules()
@@ -82,7 +84,9 @@ def _layer() -> Any:
         ) from error
 
     class Float8Rows(Float8Linear):
-        """As torchao's, but for autocast and emulation, which it has on GPUs and for all devices alike."""
+        """torchao's layer, except for autocast and emulation: torchao has them on GPUs and for all
+        devices alike.
+        """
 
         @classmethod
         def from_float(cls, module: nn.Linear) -> Any:
@@ -106,7 +110,7 @@ def _settings_on(device: torch.device) -> tuple[Any, Any]:
 
 @cache
 def _settings(is_native: bool) -> tuple[Any, Any]:
-    """torchao's configuration of a layer, and of its products."""
+    """Return torchao's configuration of a layer, and of its products."""
     from torchao.float8 import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear
 

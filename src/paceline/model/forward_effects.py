@@ -1,4 +1,6 @@
-"""What a model's own forward does to its parameters and blocks, learned by running it before it is laid out."""
+"""The effects of a model's forward on its parameters and blocks, found by running it before it is
+distributed.
+"""
 
 from __future__ import annotations
 
@@ -15,44 +17,45 @@ from torch import nn
 
 from paceline.model.copy_on_write import SeenValue, address
 
-# Calls of operators that write to a tensor, such as `q.lerp_(p, 0.1)`, and `q.data`. Initial values are no edits.
+# Calls of operators that write to a tensor, such as `q.lerp_(p, 0.1)`, and `q.data`. Initial values
+# are no edits.
 _WRITES = re.compile(
     r"(?<!init)\.(?!requires_grad_|register_)[a-z]\w*[a-z0-9]_\(|\.data\b|no_grad|\.detach\("
 )
-# What a forward may choose blocks by: values or places of elements, and random numbers.
+# The things by which a forward may choose blocks: values or positions of elements, and random
+# numbers.
 _CHOOSES = re.compile(
     r"\b(?:item|tolist|nonzero|argwhere|unique|any|all|max|min|argmax|argmin|topk|where|random|rand|"
     r"randint|bernoulli)\(|\brandom\b|\bbool\("
 )
 # Calls that run a module with other weights than its own, for a while.
 _SWAPS = re.compile(r"\b(?:functional_call|_reparametrize_module)\b")
-# Their forwards write to no parameter but by `max_norm`, and choose between experts inside of a listed layer.
+# Their forwards write to no parameter but by `max_norm`, and choose between experts inside of a
+# listed layer.
 _LIBRARIES = ("torch", "transformers", "keras", "torchvision")
 
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What a model's forward was seen to do.
+    """The effects of a model's forward that were observed."""
 
-    edited: names of parameters that it writes to, without `followers` where the plan keeps their values.
-    choosing: paths of modules that call some of their blocks for one batch and others for another.
-    sparse: names of parameters that get sparse gradients.
-    cast: names of parameters that autocast casts before anything computes with them; see `casts.py`. cast_dtype: to
-        what; None without autocast.
-    """
-
+    # Names of parameters that it writes to, without `followers` if the plan keeps their values.
     edited: frozenset[str] = frozenset()
+    # Paths of modules that call some of their blocks for one batch and others for another batch.
     choosing: frozenset[str] = frozenset()
-    sparse: frozenset[str] = frozenset()
+    sparse: frozenset[str] = frozenset()  # names of parameters that get sparse gradients
+    # Names of parameters that autocast casts before anything computes with them; see `casts.py`.
     cast: frozenset[str] = frozenset()
-    cast_dtype: torch.dtype | None = None
+    cast_dtype: torch.dtype | None = None  # the dtype of these casts; None without autocast
 
 
 NOTHING = Observed()
 
 
 def limited_by_norm(model: nn.Module) -> frozenset[str]:
-    """Names of embeddings that are scaled down in a forward, where their rows are too long."""
+    """Return the names of embedding weights whose rows a forward scales down if they are too
+    long.
+    """
     modules = {
         id(module.weight)
         for module in model.modules()
@@ -62,7 +65,9 @@ def limited_by_norm(model: nn.Module) -> frozenset[str]:
 
 
 def sparsely_trained(model: nn.Module) -> frozenset[str]:
-    """Names of trainable parameters whose modules make sparse gradients, as `nn.Embedding(sparse=True)` does."""
+    """Return the names of trainable parameters that get sparse gradients, as those of
+    `nn.Embedding(sparse=True)`.
+    """
     sparse = {
         id(p)
         for module in model.modules()
@@ -76,7 +81,7 @@ def sparsely_trained(model: nn.Module) -> frozenset[str]:
 
 
 def has_own_code(model: nn.Module) -> bool:
-    """Whether a class of the model is of no library that is known here."""
+    """Whether a class of the model belongs to none of the libraries that are known here."""
     return any(
         kind.__module__.partition(".")[0] not in _LIBRARIES
         for kind in set(map(type, model.modules()))
@@ -84,16 +89,19 @@ def has_own_code(model: nn.Module) -> bool:
 
 
 def may_write(model: nn.Module) -> bool:
-    """Whether code of the model's own, in the files of its classes or in hooks, might write to a parameter."""
+    """Whether the model's own code, in the files of its classes or in hooks, might write to a
+    parameter.
+    """
     return _has_in_source(model, _WRITES) or any(
         module._forward_hooks or module._forward_pre_hooks for module in model.modules()
     )
 
 
 def may_choose(model: nn.Module, blocks: Iterable[str]) -> bool:
-    """Whether the code of a class that calls some of these blocks might call others for other samples.
+    """Whether the code of a class that calls some of these blocks might call others for other
+    samples.
 
-    Such a class of a library calls its blocks alike.
+    A class of a known library calls the same blocks for all samples.
     """
     for kind in {type(model.get_submodule(owner(model, path))) for path in blocks}:
         if kind.__module__.partition(".")[0] in _LIBRARIES:
@@ -107,7 +115,10 @@ def may_choose(model: nn.Module, blocks: Iterable[str]) -> bool:
 
 
 def _has_in_source(model: nn.Module, words: re.Pattern[str]) -> bool:
-    """Whether a file has them that defines a class of the model, libraries left out, or can't be read."""
+    """Whether a file that defines a class of the model has these words or can't be read.
+
+    Libraries are left out.
+    """
     for kind in {type(module) for module in model.modules()}:
         if kind.__module__.partition(".")[0] in _LIBRARIES:
             continue
@@ -122,7 +133,9 @@ def _has_in_source(model: nn.Module, words: re.Pattern[str]) -> bool:
 
 @cache
 def runs_with_other_weights(kind: type[nn.Module]) -> bool:
-    """Whether the code of a class runs modules with weights that they don't hold (`torch.func.functional_call`)."""
+    """Whether the code of a class runs modules with weights that they don't hold
+    (`torch.func.functional_call`).
+    """
     if kind.__module__.partition(".")[0] in _LIBRARIES:
         return False
     try:
@@ -134,9 +147,13 @@ def runs_with_other_weights(kind: type[nn.Module]) -> bool:
 def choosing(
     model: nn.Module, blocks: Mapping[str, nn.Module], forwards: Iterable[Callable[[], Any]]
 ) -> frozenset[str]:
-    """Paths of the innermost modules with a forward of their own around blocks that these forwards don't call alike.
+    """Return the paths of modules that do not call the same blocks in all of these forwards.
 
-    blocks: by path. forwards: of the model, each for other samples.
+    Each is the innermost module with a forward of its own around the blocks.
+
+    Args:
+        blocks: The blocks by path.
+        forwards: Forwards of the model, each for other samples.
     """
     calls: list[str] = []
     handles = [
@@ -158,7 +175,10 @@ def choosing(
 
 
 def owner(model: nn.Module, path: str) -> str:
-    """The path of the innermost module around a block that is called itself; a ModuleList only holds others."""
+    """Return the path of the innermost module around a block that is called itself.
+
+    A ModuleList only holds others.
+    """
     while path:
         path = path.rpartition(".")[0]
         if type(model.get_submodule(path)).forward is not nn.Module.forward:
@@ -171,10 +191,14 @@ def written_by(
     model: nn.Module,
     is_elsewhere: Callable[[torch.Tensor], bool] = lambda tensor: False,
 ) -> frozenset[str]:
-    """Names of the parameters that a forward of the model writes to, be it what they hold already. The model is not fit
-    for use then.
+    """Return the names of the parameters that a forward of the model writes to, even if their
+    values stay the same.
 
-    is_elsewhere: whether a tensor lies in a file; of those, version counters alone tell.
+    The model can't be used any more after that.
+
+    Args:
+        is_elsewhere: Whether a tensor lies in a file; writes to such a tensor are found by its
+            version counter alone.
     """
     named = dict(model.named_parameters())
     before = {name: (p._version, address(p)) for name, p in named.items()}
@@ -197,10 +221,16 @@ def followers(
     blocks: Mapping[str, nn.Module],
     forwards: tuple[Callable[[], Any], Callable[[], Any]],
 ) -> frozenset[str]:
-    """Which parameters of blocks a forward writes to in place while their block does not run, alike for all samples,
-    such as the target of a momentum encoder. The model is not fit for use then.
+    """Return the names of parameters of blocks that a forward writes to in place while their block
+    does not run.
 
-    names: of parameters that forwards write to. blocks: by path. forwards: of the model, each for other samples.
+    The write has to be the same for all samples, as that to the target of a momentum encoder. The
+    model can't be used any more after that.
+
+    Args:
+        names: Names of the parameters that forwards write to.
+        blocks: The blocks by path.
+        forwards: Two forwards of the model, each for other samples.
     """
     named = dict(model.named_parameters())
     in_block = {path: [name for name in names if name.startswith(f"{path}.")] for path in blocks}
@@ -243,7 +273,8 @@ def followers(
     reset()
     addresses = {name: address(named[name]) for name in values}
     forwards[1]()
-    # What neither forward writes to was written to once, before them, and that may have been in its block.
+    # What neither forward writes to was written to once, before them, and that may have been in its
+    # block.
     return frozenset(
         name
         for name in values

@@ -1,7 +1,9 @@
-"""What a module's forward reads and changes besides its inputs, so that the same forward can be run a second time.
+"""The state that a module's forward reads and changes besides its inputs, so that the same forward
+can run again.
 
-Buffers, parameters that a forward edits in place, plain attributes (counters, temperatures, tensors beside buffers)
-and Python's and NumPy's random streams. torch's own generators are restored by `torch.utils.checkpoint`.
+This state consists of buffers, parameters that a forward edits in place, plain attributes
+(counters, temperatures, tensors that are no buffers), and Python's and NumPy's random streams.
+`torch.utils.checkpoint` restores torch's own generators.
 """
 
 from __future__ import annotations
@@ -37,16 +39,14 @@ _COPIED = (
 
 @dataclass(frozen=True, slots=True)
 class MappingSnapshot:
-    """What lies in one mapping of a module at one moment: its attributes, buffers or parameters.
-
-    names: of what belongs to the state; None if all of it does.
-    values: by reference. copies: of values that can be written to, as `_copied` makes them.
+    """The content of one mapping of a module at one moment: its attributes, buffers or
+    parameters.
     """
 
     mapping: MutableMapping[str, Any]
-    names: tuple[str, ...] | None
-    values: dict[str, Any]
-    copies: dict[str, Any]
+    names: tuple[str, ...] | None  # names that belong to the state; None if all of them do
+    values: dict[str, Any]  # by reference
+    copies: dict[str, Any]  # of values that can be written to, as `_copied` makes them
 
     @classmethod
     def of(
@@ -76,13 +76,15 @@ class MappingSnapshot:
         )
 
     def then(self, key: str) -> Any:
-        """A value as it was."""
+        """Return a value as it was."""
         return _refreshed(self.copies[key], {}) if key in self.copies else self.values[key]
 
     def put_back(self, fresh: dict[int, torch.Tensor]) -> None:
-        """Make the mapping what it was, with values that may be written to.
+        """Restore the content of the mapping, with values that may be written to.
 
-        fresh: for each tensor that was written to since, what stands for it.
+        Args:
+            fresh: The replacement of each tensor that was written to since, by the id of the
+                tensor.
         """
         values = self.values | {key: _refreshed(copy, fresh) for key, copy in self.copies.items()}
         _replace(self.mapping, self.names, values)
@@ -93,7 +95,10 @@ def _content(mapping: MutableMapping[str, Any], names: tuple[str, ...] | None) -
 
 
 def _is_alike(mapping: MutableMapping[str, Any], values: dict[str, Any]) -> bool:
-    """Whether the same objects lie under as many keys; a few nanoseconds each."""
+    """Whether the mapping has the same objects under as many keys.
+
+    This takes a few nanoseconds for each.
+    """
     return len(mapping) == len(values) and all(map(operator.is_, mapping.values(), values.values()))
 
 
@@ -109,7 +114,8 @@ class ForwardState:
     """The state of a module's forward, and of the modules inside it.
 
     Args:
-        buffers: By name, of a forward that takes them from there and not from the module.
+        buffers: Buffers by name, if the forward takes them from this mapping and not from the
+            module.
         edited: Whether a forward may edit a parameter in place.
     """
 
@@ -138,12 +144,17 @@ class ForwardState:
         self.known: dict[int, MappingSnapshot] = {}
 
     def now(self, *, buffers: tuple[str, ...] = ()) -> ForwardSnapshot:
-        """The state at this moment. buffers: names of those that the forward takes from elsewhere."""
+        """Return the state at this moment.
+
+        Args:
+            buffers: Names of the buffers that the forward takes from elsewhere.
+        """
         parts = [self._part(mapping) for mapping in self.mappings]
         if buffers:
             assert self.buffers is not None
             parts.append(MappingSnapshot.of(self.buffers, buffers))
-        # Parameters are written to in every update, and would be copied then if they were still looked at.
+        # Parameters are written to in every update, and would be copied then if they were still
+        # looked at.
         parts += [MappingSnapshot.of(mapping, names) for mapping, names in self.parameters]
         return ForwardSnapshot(parts, Streams.now())
 
@@ -156,7 +167,7 @@ class ForwardState:
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """The states of Python's and NumPy's random streams. place: see `_place`."""
+    """The states of Python's and NumPy's random streams. `place` is the result of `_place`."""
 
     python: Any
     numpy: Any
@@ -179,8 +190,11 @@ _latest: dict[str, Any] = {}
 
 
 def _place() -> tuple[int, ...] | None:
-    """Which stream NumPy's generator is in and how far: two words of its table, and its place in that; None if it is
-    none of NumPy's own kind."""
+    """Return the position of NumPy's generator: two words of its table, which identify it, and the
+    place in the table.
+
+    The result is None if the generator is not of NumPy's default kind.
+    """
     generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
     if type(generator) is not np.random.MT19937:
         return None
@@ -196,12 +210,17 @@ class ForwardSnapshot:
     streams: Streams
 
     def again(self) -> AbstractContextManager[None]:
-        """Meanwhile the state is this moment's. What is written to it meanwhile is dropped."""
+        """Return a context in which the state is that of this moment.
+
+        Writes to it in the context are dropped.
+        """
         return _Again(self)
 
 
 class _Again(AbstractContextManager[None]):
-    """Can be entered several times, one after the other."""
+    """The context of `ForwardSnapshot.again`, which can be entered several times, one after the
+    other.
+    """
 
     def __init__(self, moment: ForwardSnapshot) -> None:
         self.moment = moment
@@ -243,14 +262,16 @@ def _copied(value: Any) -> Any:
 
 
 def _may_be_written(copied: Any, original: Any) -> bool:
-    """Whether the original of what `_copied` gave may have another value; a container that was empty may have items."""
+    """Whether the original of a copy by `_copied` may have another value, such as new items in an
+    empty container.
+    """
     if isinstance(copied, SeenValue):
         return copied.is_written()
     return not isinstance(copied, _CONTAINERS) or bool(copied) or bool(original)
 
 
 def _refreshed(value: Any, fresh: dict[int, torch.Tensor]) -> Any:
-    """What `_copied` gave, as values that may be written to."""
+    """Return a copy by `_copied` as values that may be written to."""
     if isinstance(value, SeenValue):
         if not value.is_written():
             return value.tensor
@@ -270,7 +291,10 @@ def _twin(seen: SeenValue) -> torch.Tensor:
 
 
 def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
-    """A container of the same kind with every item replaced; members of a set can't be tensors that are written to."""
+    """Return a container of the same kind with the function applied to every item.
+
+    Sets keep their members.
+    """
     if isinstance(value, tuple):
         items = map(function, value)
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)

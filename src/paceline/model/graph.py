@@ -1,8 +1,9 @@
-"""Captures a model's forward for one signature of inputs: a graph of operators, cut into pieces along its modules.
+"""Capture of a model's forward for one signature of inputs: a graph of operators, cut into pieces
+along its modules.
 
-torch.export records the operators, with every size fixed: another number of samples is another capture. What the
-graph says about a node's module decides which piece it belongs to, so that pieces have the names of the user's own
-modules, and the same names in every capture.
+torch.export records the operators with every size fixed, so another number of samples needs another
+capture. The graph names each node's module, and this decides to which piece the node belongs. So
+pieces have the names of the user's own modules, and the same names in every capture.
 """
 
 from __future__ import annotations
@@ -44,31 +45,30 @@ from paceline.model.reads import Reads, attributes_read
 from paceline.model.state_snapshot import Bindings, draws_state, generators_kept, state_kept
 
 aten = torch.ops.aten
-# Operators that change running statistics without saying so in their schema: the positions of these arguments, and of
-# the one that says whether they do.
+# Operators that change running statistics although their schema does not say so: the positions of
+# these arguments, and of the argument that says whether they change them.
 _STATISTICS: dict[Any, tuple[tuple[int, int], int]] = {
     aten.batch_norm.default: ((3, 4), 5),
     aten.instance_norm.default: ((3, 4), 5),
 }
-# Checks of sizes and dtypes that export writes into the graph; sizes are fixed here, and dtypes change under autocast.
+# Checks of sizes and dtypes that export writes into the graph; sizes are fixed here, and dtypes
+# change under autocast.
 _CHECKS = ("aten._assert", "aten.sym_constrain", "aten._make_dep_token")
 
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor that passes from one piece to others.
-
-    differentiable: whether a gradient can come back for it.
-    """
+    """A tensor that passes from one piece to others."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    differentiable: bool
+    differentiable: bool  # whether a gradient can come back for it
 
     @property
     def num_bytes(self) -> int:
-        """
+        """The bytes of the tensor.
+
         Raises:
             CaptureFailed: its size is known only when the model runs.
         """
@@ -84,63 +84,57 @@ class Value:
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of the forward that belongs to one call of one module, or lies between two.
-
-    key: the module's path, with `@1` for a second call; for what lies between, `PATH+` after the piece before it.
-    path: the module's path; "" for what lies between.
-    parameters, buffers: by their names in the model, in the order in which `run` takes them.
-    inputs, outputs: names of values; a piece's inputs are outputs of earlier ones or of the model's own inputs.
-    mutates: values of other pieces that it changes in place. edited: outputs of its own that another one changes.
-    changes: buffers and parameters that it changes in place, by name; an opaque module's own are not among them.
-    parts: of its inputs and outputs those of which a rank has a part of the sequence alone.
-    opaque: paths of modules in it that are taken whole.
-    run: (*parameters, *buffers, *inputs) -> outputs.
+    """A part of the forward that belongs to one call of one module, or that lies between two such
+    calls.
     """
 
+    # The module's path, with `@1` for a second call. For code between modules: `PATH+`, where PATH
+    # is that of the piece before it.
     key: str
-    path: str
+    path: str  # the module's path; "" for code between modules
+    # Names of parameters and buffers in the model, in the order in which `run` takes them.
     parameters: tuple[str, ...]
     buffers: tuple[str, ...]
+    # Names of values. A piece's inputs are outputs of earlier pieces, or the model's own inputs.
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    mutates: tuple[str, ...]
-    edited: frozenset[str]
+    mutates: tuple[str, ...]  # values of other pieces that it changes in place
+    edited: frozenset[str]  # outputs of its own that another piece changes
+    # Names of buffers and parameters that it changes in place, except those of opaque modules.
     changes: frozenset[str]
-    opaque: tuple[str, ...]
-    run: Callable[..., tuple[torch.Tensor, ...]]
+    opaque: tuple[str, ...]  # paths of modules in it that are taken whole
+    run: Callable[..., tuple[torch.Tensor, ...]]  # (*parameters, *buffers, *inputs) -> outputs
     nodes: tuple[fx.Node, ...] = field(repr=False)
+    # Inputs and outputs of which a rank has only a part of the sequence.
     parts: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
 class Capture:
-    """A forward as pieces in the order in which the model runs them.
-
-    values: everything that passes between pieces, by name.
-    inputs: names of the model's own inputs, flat; None for one that is no tensor.
-    outputs: of the model, flat: names of values, or constants wrapped in `Constant`.
-    has_constants: whether pieces have tensors of their own, which the forward has made or found outside of the model.
-    reads: what it depends on besides.
-    """
+    """A forward as pieces in the order in which the model runs them."""
 
     pieces: tuple[Piece, ...]
-    values: Mapping[str, Value]
-    inputs: tuple[str | None, ...]
+    values: Mapping[str, Value]  # all values that pass between pieces, by name
+    inputs: tuple[str | None, ...]  # names of the model's inputs, flat; None for a non-tensor
+    # The model's outputs, flat: names of values, or constants wrapped in `Constant`.
     outputs: tuple[str | Constant, ...]
     in_spec: pytree.TreeSpec
     out_spec: pytree.TreeSpec
+    # Whether pieces have tensors of their own, which the forward has made or found outside of the
+    # model.
     has_constants: bool = False
+    # The values in Python on which the capture depends.
     reads: Reads = field(default_factory=Reads, repr=False)
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """The model's inputs by name."""
+        """Return the model's inputs by name."""
         flat, _ = pytree.tree_flatten((args, kwargs))
         return {
             name: value for name, value in zip(self.inputs, flat, strict=True) if name is not None
         }
 
     def result(self, values: Mapping[str, torch.Tensor]) -> Any:
-        """The model's output from its values."""
+        """Return the model's output, made from its values."""
         return pytree.tree_unflatten(
             [item.value if isinstance(item, Constant) else values[item] for item in self.outputs],
             self.out_spec,
@@ -156,8 +150,12 @@ class Constant:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what torch.export tells its developers, and without the line of the model of each operator: finding all
-    those lines takes a fifth of an export, and nobody reads them."""
+    """Silence torch.export's messages to its developers in the block, and skip the source lines of
+    operators.
+
+    It takes a fifth of an export to find the line of the model for each operator, and nobody reads
+    them.
+    """
     before, config = logging.root.manager.disable, torch.fx.config
     can_leave_out = hasattr(
         config, "do_not_emit_stack_traces"
@@ -182,8 +180,12 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def without_cache(model: nn.Module) -> Iterator[None]:
-    """A model of Transformers returns what speeds up generating text, unless its configuration says otherwise; no loss
-    is computed from that, and it is nothing that can be passed on. An encoder and a decoder have their own ones."""
+    """Switch the cache for text generation off in the block, which models of Transformers otherwise
+    return.
+
+    No loss is computed from this cache, and it can't be passed on between pieces. An encoder and a
+    decoder have configurations of their own.
+    """
     configs = {
         id(config): config
         for module in model.modules()
@@ -202,7 +204,7 @@ def without_cache(model: nn.Module) -> Iterator[None]:
 
 
 class CaptureFailed(PlanRefused):
-    """A model's forward can't be recorded; the error that stopped it is the cause."""
+    """A model's forward can't be recorded. The cause is the error that stopped the recording."""
 
 
 def capture(
@@ -213,17 +215,20 @@ def capture(
     opaque: OpaqueModules | None = None,
     tensors: Mapping[str, torch.Tensor] | None = None,
 ) -> Capture:
-    """The model's forward for inputs like these, in the mode (training or not) that the model is in.
+    """Capture the model's forward for inputs like these, in the model's current mode (training or
+    not).
 
-    No weight is read, and none is changed; nor are attributes of modules, or Python's and NumPy's generators.
+    No weight is read or changed. Attributes of modules and Python's and NumPy's generators are not
+    changed either.
 
     Args:
         opaque: Modules that are taken whole.
-        tensors: The model's parameters by name, where the model may use them past its own attributes, as Keras does.
+        tensors: The model's parameters by name, where the model may use them past its own
+            attributes, as Keras does.
 
     Raises:
-        CaptureFailed: the course of the model depends on values, or something else can't be recorded; the message
-            has the line.
+        CaptureFailed: the model's control flow depends on values, or something else can't be
+            recorded; the message has the line.
     """
     start_autograd_without_gpus()
     opaque = opaque or OpaqueModules()
@@ -305,14 +310,17 @@ def capture_or_learn(
     opaque: OpaqueModules,
     running: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Capture:
-    """The model's forward for two samples; modules that can't be recorded become opaque, with all of their class.
+    """Capture the model's forward for two samples.
+
+    A module that can't be recorded becomes opaque, with all modules of its class.
 
     Args:
-        arguments: What the model is called with for so many samples.
-        running: Entered where the model runs to learn the shapes of opaque modules.
+        arguments: Returns the model's arguments for a number of samples.
+        running: A context in which the model runs to learn the shapes of opaque modules.
 
     Raises:
-        CaptureFailed: what can't be recorded is in the model's own forward and not in a module of it.
+        CaptureFailed: code that can't be recorded is in the model's own forward and not in a module
+            of it.
     """
     while True:
         try:
@@ -345,7 +353,10 @@ def take_whole(
     opaque: OpaqueModules,
     running: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> None:
-    """Make modules opaque: run the model to learn what they return. Its state is left as it was."""
+    """Make modules opaque.
+
+    The model runs to find what they return, and its state is left as it was.
+    """
 
     def run(samples: int) -> None:
         args, kwargs = arguments(samples)
@@ -356,7 +367,7 @@ def take_whole(
 
 
 class _Reader:
-    """Makes a `Capture` of an exported program."""
+    """A reader that makes a `Capture` from an exported program."""
 
     def __init__(
         self,
@@ -467,7 +478,7 @@ class _Reader:
         )
 
     def _runs(self) -> list[tuple[str, list[fx.Node]]]:
-        """Nodes in order, grouped by the module call that they belong to."""
+        """Return the nodes in order, grouped by the module calls to which they belong."""
         runs: list[tuple[str, list[fx.Node]]] = []
         place: dict[fx.Node, int] = {}
         for node in self.graph.nodes:
@@ -475,7 +486,7 @@ class _Reader:
                 continue
             source = node.args[0] if node.target is operator.getitem else None
             if source is None and self._assigns(node):
-                source = node.args[1]  # a module has put this in the place of its buffer
+                source = node.args[1]  # a module has put this in place of its buffer
             if isinstance(source, fx.Node) and source in place:
                 number = place[
                     source
@@ -497,8 +508,11 @@ class _Reader:
         return named
 
     def _assigns(self, node: fx.Node) -> bool:
-        """Whether a node is export's own, which copies at the end what a forward has put in the place of a buffer, and
-        may come earlier: nothing reads the buffer after what is copied."""
+        """Whether export added a node, to copy at the end the value that a forward has put in place
+        of a buffer.
+
+        Such a node may come earlier, because nothing reads the buffer after the value is made.
+        """
         inside = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values() if path]
         if node.target is not aten.copy_.default or inside:
             return False
@@ -515,9 +529,10 @@ class _Reader:
         )
 
     def _of_weights(self, returned: set[fx.Node]) -> set[fx.Node]:
-        """Nodes that depend on weights alone, such as a transposed one: every piece that uses them has its own.
+        """Return the nodes that depend on weights alone, such as a transposed weight.
 
-        Passed from piece to piece they would outlive the weight, which a shard doesn't keep whole.
+        Every piece that uses such a node has a copy of it. If the result passed from piece to
+        piece, it would outlive the weight, which a shard doesn't keep whole.
         """
         computed: set[fx.Node] = set()
         for node in self.graph.nodes:
@@ -537,7 +552,7 @@ class _Reader:
         return set() if edited & computed else computed
 
     def _with_weights(self, nodes: list[fx.Node]) -> list[fx.Node]:
-        """The nodes of a piece, after those of weights alone that they need."""
+        """Return the nodes of a piece, after the nodes of weights alone that they need."""
         needed: dict[fx.Node, None] = {}
 
         def visit(node: fx.Node) -> None:
@@ -551,7 +566,9 @@ class _Reader:
         return [*needed, *nodes]
 
     def _owner(self, node: fx.Node) -> str:
-        """The outermost listed module that the node runs in, else its leaf; "" for neither."""
+        """Return the path of the outermost listed module in which the node runs, else that of its
+        leaf, else "".
+        """
         stack = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
         for path in stack:
             if path.partition("@")[0] in self.listed:
@@ -559,7 +576,8 @@ class _Reader:
         innermost = stack[-1] if stack else ""
         if innermost.partition("@")[0] in self.leaves:
             return str(innermost)
-        # Outside all of them a weight still says where a node belongs: a model may read one without calling a module.
+        # Outside all of them a weight still shows where a node belongs: a model may read a weight
+        # without a call of its module.
         names = [
             self.tensors[arg.name][1]
             for used in self._with_weights([node])
@@ -650,7 +668,11 @@ class _Reader:
         )
 
     def _differentiable(self) -> set[fx.Node]:
-        """Nodes that a gradient may come back for: they depend on a trainable parameter. Rather too many than few."""
+        """Return the nodes to which a gradient may come back, because they depend on a trainable
+        parameter.
+
+        There may be too many of them, but not too few.
+        """
         differentiable: set[fx.Node] = set()
         for node in self.graph.nodes:
             if node.op == "placeholder":
@@ -673,7 +695,7 @@ class _Reader:
 
 
 def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What two tensors have in common that are the same elements."""
+    """Return a key that two tensors share if they are the same elements in memory."""
     return (
         tensor.untyped_storage()._cdata,
         tensor.storage_offset(),
@@ -683,7 +705,9 @@ def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _is_itself(node: Any, other: Any) -> bool:
-    """Whether two nodes are the same elements in the same order, as in `self.buffer = self.buffer.to(device)`."""
+    """Whether two nodes are the same elements in the same order, as in `self.buffer =
+    self.buffer.to(device)`.
+    """
     value, other_value = (
         n.meta.get("val") if isinstance(n, fx.Node) else None for n in (node, other)
     )
@@ -696,7 +720,9 @@ def _is_itself(node: Any, other: Any) -> bool:
 
 
 def _changes_nothing(node: fx.Node) -> bool:
-    """A conversion to the dtype and device that a tensor has: it gives the tensor itself."""
+    """Whether a node converts a tensor to the dtype and device that it already has, and so returns
+    the tensor itself.
+    """
     if (
         node.op != "call_function"
         or not str(node.target).startswith("aten.to.")
@@ -720,7 +746,9 @@ def _is_opaque(node: fx.Node) -> bool:
 
 
 def _listed_modules(model: nn.Module) -> set[str]:
-    """The outermost children of ModuleLists and Sequentials that are called themselves."""
+    """Return the paths of the outermost children of ModuleLists and Sequentials that are called
+    themselves.
+    """
     listed: set[str] = set()
 
     def visit(module: nn.Module, prefix: str) -> None:
@@ -739,7 +767,9 @@ def _listed_modules(model: nn.Module) -> set[str]:
 
 
 def mutated(node: fx.Node) -> Sequence[fx.Node]:
-    """Arguments that a node's operator changes in place, also inside a block under no_grad or autocast."""
+    """Return the arguments that a node's operator changes in place, also inside a block under
+    no_grad or autocast.
+    """
     if (block := _block(node)) is not None:
         return _of_arguments(*block, [base for inner in block[0].nodes for base in mutated(inner)])
     schema = getattr(node.target, "_schema", None)
@@ -758,7 +788,7 @@ def mutated(node: fx.Node) -> Sequence[fx.Node]:
 
 
 def statistics(node: fx.Node) -> Sequence[fx.Node]:
-    """Running statistics that a node's operator updates."""
+    """Return the running statistics that a node's operator updates."""
     if (block := _block(node)) is not None:
         return _of_arguments(
             *block, [base for inner in block[0].nodes for base in statistics(inner)]
@@ -772,7 +802,9 @@ def statistics(node: fx.Node) -> Sequence[fx.Node]:
 
 
 def _block(node: fx.Node) -> tuple[fx.Graph, Sequence[Any]] | None:
-    """The graph of a block of the forward that a node stands for, and what the node calls it with."""
+    """Return the graph of the block of the forward that a node stands for, and the node's
+    arguments; None otherwise.
+    """
     if node.op != "call_function" or not isinstance(node.target, torch._ops.HigherOrderOperator):
         return None
     for position, arg in enumerate(node.args):
@@ -789,7 +821,7 @@ def _block(node: fx.Node) -> tuple[fx.Graph, Sequence[Any]] | None:
 def _of_arguments(
     graph: fx.Graph, arguments: Sequence[Any], bases: Sequence[fx.Node]
 ) -> list[fx.Node]:
-    """Those of a block's arguments that are the same memory as nodes inside it."""
+    """Return the arguments of a block that have the same memory as these nodes inside it."""
     aliases = _aliases(graph)
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     changed = {aliases[base] for base in bases}
@@ -801,7 +833,7 @@ def _of_arguments(
 
 
 def _aliases(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """For each node the first one that has the same memory."""
+    """Return the first node with the same memory, for each node."""
     first: dict[Any, fx.Node] = {}
     aliases: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:

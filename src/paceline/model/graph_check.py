@@ -1,4 +1,6 @@
-"""The model and its capture side by side: whatever a capture got wrong is seen before the first step."""
+"""A comparison of a model with its capture, which finds errors of the capture before the first
+step.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from paceline.model.state_snapshot import StateSnapshot
 if TYPE_CHECKING:
     from paceline.model.graph import Capture
 
-FORWARDS = 2  # in a row: the second one sees what the first has left
+FORWARDS = 2  # forwards in a row: the second one sees the state that the first has left
 MAX_BYTES = (
     64 * 1024**2
 )  # of parameters: a larger model would need too much memory and time beside its gradients
@@ -29,13 +31,10 @@ MAX_BYTES = (
 
 @dataclass(frozen=True)
 class Difference:
-    """The first thing that a capture computes otherwise.
+    """The first result of a capture that differs from the model's."""
 
-    path: of the module that it is about; "" for the model. description: of what differs.
-    """
-
-    path: str
-    description: str
+    path: str  # path of the module that differs; "" for the model
+    description: str  # what differs
 
 
 def is_comparable(model: nn.Module) -> bool:
@@ -50,10 +49,11 @@ def first_difference(
     kwargs: dict[str, Any],
     running: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Difference | None:
-    """Run the model and its capture on one batch, twice in a row, with random layers off, in the model's mode.
+    """Run the model and its capture on one batch, twice in a row, with random layers off, in the
+    model's mode.
 
-    Compares outputs and buffers, and of the first forward the gradients of a fixed mixture of the outputs.
-    The model's state is left as it was.
+    Outputs and buffers of both are compared, and for the first forward also the gradients of a
+    fixed mixture of the outputs. The model's state is left as it was.
     """
     snapshot = StateSnapshot(model)
     modules = _ModuleOutputs(model)
@@ -100,12 +100,11 @@ OUTPUT = "its output differs"
 
 @dataclass(frozen=True)
 class _Figures:
-    """Of one forward. outputs: flat, without gradient. gradients, buffers: by name, as they are after it; no gradients
-    without a backward."""
+    """The results of one forward."""
 
-    outputs: list[torch.Tensor]
-    gradients: dict[str, torch.Tensor | None]
-    buffers: dict[str, torch.Tensor]
+    outputs: list[torch.Tensor]  # flat, without gradient
+    gradients: dict[str, torch.Tensor | None]  # by name; empty if there was no backward
+    buffers: dict[str, torch.Tensor]  # by name, after the forward
 
 
 def _figures(model: nn.Module, forward: Callable[[], Any], *, backward: bool) -> _Figures:
@@ -130,7 +129,9 @@ def _figures(model: nn.Module, forward: Callable[[], Any], *, backward: bool) ->
 
 @contextmanager
 def _without_gradients(model: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
-    """What is trained, by name, without gradients; it has those from before after it."""
+    """Remove the gradients of trained parameters for the block, and yield these parameters by
+    name.
+    """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     before = {name: p.grad for name, p in trained.items()}
     for p in trained.values():
@@ -143,7 +144,7 @@ def _without_gradients(model: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
 
 
 def _mixture(output: torch.Tensor) -> torch.Tensor:
-    """A number that depends on every element, float64."""
+    """Return a float64 number that depends on every element of an output."""
     flat = torch.view_as_real(output).flatten() if output.is_complex() else output.flatten()
     return (
         flat.double() * torch.linspace(-1, 1, flat.numel(), dtype=torch.float64, device=flat.device)
@@ -157,7 +158,11 @@ def _run(
     kwargs: dict[str, Any],
     made: dict[str, torch.Tensor],
 ) -> Any:
-    """The output of all pieces one after the other. made: is filled with the values of the pieces, by name."""
+    """Run all pieces one after the other and return the output.
+
+    Args:
+        made: It is filled with the values of the pieces, by name.
+    """
     parameters = dict(model.named_parameters())
     values = capture.bind(*lazy_copies((args, kwargs)))
     for piece in capture.pieces:
@@ -196,7 +201,9 @@ def _compare(expected: _Figures, actual: _Figures) -> Difference | None:
 
 
 class _ModuleOutputs:
-    """What the modules of a model return while this is entered: tensors, by path, of each forward of the model."""
+    """The tensors that the modules of a model return while this is entered, by path, for each
+    forward of the model.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.forwards = model, [dict[str, list[torch.Tensor]]()]
@@ -224,7 +231,9 @@ class _ModuleOutputs:
             self.forwards.append({})
 
     def first_other(self, capture: Capture, made: Mapping[str, torch.Tensor], number: int) -> str:
-        """The path of the first piece that gave what no module in its place has returned; "" if that is not seen."""
+        """Return the path of the first piece with a result that no module in its place has
+        returned; "" if none has.
+        """
         returned = self.forwards[number]
         for piece in capture.pieces:
             inside = (

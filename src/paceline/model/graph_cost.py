@@ -1,4 +1,4 @@
-"""What a captured piece costs: arithmetic, traffic and memory, from shapes alone."""
+"""The cost of a captured piece: arithmetic, traffic and memory, from shapes alone."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ INSIDE_OF_OPAQUE = (
 
 
 def forward_flops(piece: Piece, *, flops_per_byte: float) -> float:
-    """Of a piece's forward, from the shapes of its nodes. A byte that is moved counts as what a device computes in the
-    same time; see `Device.flops_per_byte`."""
+    """Return the FLOPs of a piece's forward, from the shapes of its nodes.
+
+    A byte that is moved counts as the FLOPs that a device does in the same time; see
+    `Device.flops_per_byte`.
+    """
     return sum(_flops(node) + flops_per_byte * _moved_bytes(node) for node in piece.nodes)
 
 
@@ -28,7 +31,9 @@ def kept_bytes(
     parameters: Mapping[str, nn.Parameter],
     buffers: Mapping[str, torch.Tensor],
 ) -> int:
-    """Bytes that a piece's forward keeps for its backward, with its outputs; found by running it on fake tensors."""
+    """Run a piece on fake tensors and return the bytes that its forward keeps for its backward,
+    with its outputs.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     if piece.opaque:  # its code may keep what it is given
@@ -77,7 +82,7 @@ def kept_bytes(
 
 
 def _guessed_bytes(piece: Piece, values: Mapping[str, Value]) -> int:
-    """Results stand for what is inside."""
+    """Estimate the bytes that a piece with opaque modules keeps, from the sizes of its results."""
     return sum(INSIDE_OF_OPAQUE * values[name].num_bytes for name in piece.outputs)
 
 
@@ -95,7 +100,10 @@ def _moved_bytes(node: fx.Node) -> int:
 
 
 def _flops(node: fx.Node) -> float:
-    """Of matrix products, convolutions and attention; a multiplication and an addition are two."""
+    """Return the FLOPs of matrix products, convolutions and attention.
+
+    A multiplication and an addition count as two.
+    """
     name = getattr(node.target, "__name__", str(node.target)).partition(".")[0]
     shapes = [
         tuple(t.shape)

@@ -1,7 +1,8 @@
-"""What a recorded graph of a model's forward would lose, found by running the model itself before it is recorded.
+"""The effects of a model's forward that a recorded graph would lose, found by running the model
+before it is recorded.
 
-A module that would lose something is taken whole: its own code runs on one rank, and its attributes live there. If the
-model's own forward would lose something, the plan is refused.
+A module with such effects is taken whole: its own code runs on one rank, which has its attributes.
+If the model's own forward has such effects, the plan is refused.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ _GLOBAL_HOOKS = ("_global_backward_hooks", "_global_backward_pre_hooks")
 
 @dataclass
 class Findings:
-    """opaque: modules to be taken whole, by path, and why. changing: buffers that a forward changes, by name."""
+    """The findings of `examine`."""
 
-    opaque: dict[str, str] = field(default_factory=dict)
-    changing: set[str] = field(default_factory=set)
+    opaque: dict[str, str] = field(default_factory=dict)  # reasons to take modules whole, by path
+    changing: set[str] = field(default_factory=set)  # names of buffers that a forward changes
 
 
 def examine(
@@ -41,13 +42,14 @@ def examine(
     kwargs: dict[str, Any],
     running: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Findings:
-    """Run a model twice in its mode, on the same batch and with random layers off, and see what its modules keep.
+    """Run a model twice in its mode, on the same batch and with random layers off, and find the
+    state of its modules.
 
-    Its state is left as it was, but that tensors which the model's own forward puts in the place of plain attributes
-    become buffers, which a graph can hold.
+    The model's state is left as it was, with one exception: tensors that its own forward puts in
+    place of plain attributes become buffers, which a graph can hold.
 
     Raises:
-        PlanRefused: the model's own forward does what no graph can hold.
+        PlanRefused: the model's own forward has effects that no graph can hold.
     """
     findings = Findings(_with_hooks(model))
     snapshot = StateSnapshot(model)
@@ -68,7 +70,9 @@ def examine(
 
 
 class _WithoutMessages(TorchDispatchMode):
-    """Refuses a forward that sends: ranks that run other parts of it would wait for each other."""
+    """A mode that refuses a forward that sends messages: ranks that run other parts of it would
+    wait for each other.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
@@ -81,7 +85,7 @@ class _WithoutMessages(TorchDispatchMode):
 
 
 def _with_hooks(model: nn.Module) -> dict[str, str]:
-    """Modules whose backward hooks would be lost."""
+    """Return the modules whose backward hooks would be lost: the reason by path."""
     if any(getattr(torch_module, name) for name in _GLOBAL_HOOKS):
         return {"": "has backward hooks on every module"}
     return {
@@ -152,10 +156,12 @@ def module_with_unseen_state(
     kwargs: dict[str, Any],
     running: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> str | None:
-    """The first module that gives another output for the same input although all state that a model shows was put back:
-    a count in an object of the user's own, in a closure or in a global. Its path; None if there is none.
+    """Return the path of the first module with state that the model does not show; None if there is
+    none.
 
-    The model runs twice in its mode, with random layers off. What it shows of its state is left as it was.
+    Such a module gives another output for the same input although all visible state was put back.
+    Its state may be a count in an object of the user's own, in a closure or in a global. The model
+    runs twice in its mode, with random layers off. Its visible state is left as it was.
     """
     snapshot = StateSnapshot(model)
     first, again = _Watch(model), _Watch(model)
@@ -178,13 +184,15 @@ def module_with_unseen_state(
 
 
 def call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The model's output for copies of these, which it may write to."""
+    """Return the model's output for copies of these arguments, to which it may write."""
     args, kwargs = lazy_copies((args, kwargs))
     return model(*args, **kwargs)
 
 
 def _make_known(value: Any) -> None:
-    """Let torch see the fields of dataclasses, which a recording else takes for one value each."""
+    """Let torch see the fields of dataclasses; otherwise a recording takes each dataclass for one
+    value.
+    """
     for leaf in pytree.tree_leaves(value):
         if is_dataclass(leaf) and not isinstance(leaf, type):
             torch.export.register_dataclass(type(leaf))
@@ -192,14 +200,17 @@ def _make_known(value: Any) -> None:
 
 
 def alike(value: Any, other: Any) -> bool:
-    """Whether two outputs of the same calculation on the same numbers are equal but for rounding."""
+    """Whether two outputs of the same calculation on the same numbers are equal except for
+    rounding.
+    """
     pairs = list(zip(_tensors(value), _tensors(other), strict=False))
     return len(list(_tensors(value))) == len(list(_tensors(other))) and all(
         is_near(a, b) for a, b in pairs
     )
 
 
-# How far a result of the same operators in another order may be off, relative to its greatest element.
+# The allowed difference of results of the same operators in another order, relative to the greatest
+# element.
 ALLOWED = {
     torch.float64: 1e-9,
     torch.complex128: 1e-9,
@@ -211,7 +222,11 @@ ALLOWED = {
 
 
 def is_near(tensor: torch.Tensor, other: torch.Tensor, *, size: float = 0.0) -> bool:
-    """Whether two tensors are equal but for rounding. size: of what they are part of, where they may be noise."""
+    """Whether two tensors are equal except for rounding.
+
+    Args:
+        size: The size of the values of which they are a part, if they may be noise beside those.
+    """
     if tensor.shape != other.shape or tensor.dtype != other.dtype:
         return False
     tensor, other = tensor.detach(), other.detach()
@@ -232,15 +247,14 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 class _Watch:
-    """Which modules draw from Python's and NumPy's generators, and what each call of a module returns, in order.
-
-    draws: paths of the modules whose own code does. outputs: of each call, detached.
+    """A record of the modules that draw from Python's and NumPy's generators, and of what each call
+    of a module returns.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.draws: list[str] = []
-        self.outputs: list[tuple[str, Any]] = []
+        self.draws: list[str] = []  # paths of the modules whose own code draws
+        self.outputs: list[tuple[str, Any]] = []  # of each call in order, detached
         self._inside: list[str] = []
         self._state = draws_state()
 

@@ -1,4 +1,6 @@
-"""Losses and metrics that use more than the model's output, which no rank has if the model is split."""
+"""Checks for losses and metrics that use more than the model's output, which no rank has if the
+model is split.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ Function = Callable[[Any], Any]  # of the model's output alone: its target is gi
 
 
 class RepeatableLoss:
-    """A loss that remembers how it was called last, and can be called so again."""
+    """A loss that remembers its last call and can repeat it."""
 
     def __init__(self, loss: Callable[[Any, Any], Any]) -> None:
         self.loss = loss
@@ -38,8 +40,10 @@ class RepeatableLoss:
         return value
 
     def keeps_state(self) -> bool:
-        """Whether the same output and target give another value now. False where the loss draws random numbers, or
-        can't be called again."""
+        """Whether the same output and target give another value now.
+
+        The result is False if the loss draws random numbers or can't be called again.
+        """
         if self.last is None:
             return False
         output, target, value = self.last
@@ -70,12 +74,13 @@ def refuse_readers(
     The model's state is left as it was.
 
     Args:
-        functions: By what they are called in a message: from the model's output to what they give.
-        altered: Names what they have set of what the forward reads in Python, where not every rank runs them.
+        functions: Functions of the model's output, by their names in messages.
+        altered: Names the values in Python that the functions have set and the forward reads, if
+            not every rank runs the functions.
 
     Raises:
-        PlanRefused: one uses a parameter, a tensor that the forward made, or an attribute that it has set; or it sets
-            what the forward reads.
+        PlanRefused: a function uses a parameter, a tensor that the forward made, or an attribute
+            that the forward has set; or the function sets a value that the forward reads.
     """
     snapshot = StateSnapshot(model)
     try:
@@ -115,10 +120,10 @@ def refuse_readers(
 
 
 def _value(name: str, function: Function, detached: Any, output: Any) -> Any:
-    """What a function gives for an output apart from its graph.
+    """Return the result of a function for an output without its graph.
 
     Raises:
-        PlanRefused: it can't without.
+        PlanRefused: the function needs the graph.
     """
     try:
         return function(detached)
@@ -157,7 +162,11 @@ def _refused(name: str, read: str) -> PlanRefused:
 
 
 def _tensors_of(model: nn.Module, changed_buffers: set[str]) -> dict[int, str]:
-    """What a rank of a split model doesn't have, by storage: parameters, buffers that change, attributes."""
+    """Return the names of tensors that a rank of a split model doesn't have, by the storage of
+    each.
+
+    These are parameters, buffers that change, and attributes.
+    """
     named = {
         **{
             f"attribute '{name}'": value
@@ -179,7 +188,7 @@ def _tensors_of(model: nn.Module, changed_buffers: set[str]) -> dict[int, str]:
 
 
 def _apart(output: Any) -> Any:
-    """The output without the graph that it came by."""
+    """Return the output without its graph of operators."""
     return pytree.tree_map_only(
         torch.Tensor,
         lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad),
@@ -202,9 +211,11 @@ def _storages(values: Any) -> Iterator[int]:
 
 
 class _Fresh(TorchDispatchMode):
-    """storages: that operators have made while this was entered, and that are not the model's input.
+    """A mode that collects the storages that operators have made inside it, except those of the
+    model's input.
 
-    The weak references keep their numbers from being given to tensors of the loss, without keeping their memory.
+    The weak references in `storages` prevent that tensors of the loss get the same numbers, and do
+    not keep the memory.
     """
 
     def __init__(self, inputs: Any) -> None:
@@ -222,7 +233,9 @@ class _Fresh(TorchDispatchMode):
 
 
 class _Reads(TorchDispatchMode):
-    """read: what operators have first used of a model while this was entered; "" if nothing."""
+    """A mode that notes in `read` the first thing of a model that operators have used inside it; ""
+    if nothing.
+    """
 
     def __init__(self, of_model: Mapping[int, str], made: Container[int], output: Any) -> None:
         super().__init__()

@@ -1,9 +1,11 @@
-"""Calls that export can't record or would change, as one operator each: modules, and the user's autograd functions.
+"""Opaque calls: modules and autograd functions that export can't record or would change become one
+operator each.
 
-While the model is captured, such a call returns stand-ins of the right shapes. When the captured graph runs, the module
-or the function itself runs whole, in one piece. Paceline learns a module's shapes by running the model on two and on
-three samples, and a function's shapes by running it on the fake tensors of the capture. What a module returns when it
-runs must be what its stand-ins were.
+While the model is captured, such a call returns stand-ins of the right shapes. When the captured
+graph runs, the module or the function itself runs whole, in one piece. Paceline learns a module's
+shapes by running the model on two and on three samples, and a function's shapes by running it on
+the fake tensors of the capture. When a module runs, its results must have the shapes of its
+stand-ins.
 """
 
 from __future__ import annotations
@@ -31,17 +33,20 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 class CannotRecord(JobError):
-    """Something that a recorded graph would lose, met while a forward is recorded."""
+    """A forward does something that a recorded graph would lose; raised while the forward is
+    recorded.
+    """
 
 
 class TakesGradients(CannotRecord):
-    """A forward that is a backward too, such as a force field's."""
+    """A forward takes gradients itself, as that of a force field does."""
 
 
 class Call(Protocol):
-    """One call in a capture of something that is taken whole.
+    """One call of a module or a function that is taken whole in a capture.
 
-    path: of the module; "" for a function. parameters, buffers: of the module, by their names in the model.
+    `path` is that of the module, or "" for a function. `parameters` and `buffers` are the module's,
+    by their names in the model.
     """
 
     @property
@@ -52,12 +57,12 @@ class Call(Protocol):
     def buffers(self) -> tuple[str, ...]: ...
 
     def stand_ins(self, like: torch.Tensor) -> list[torch.Tensor]:
-        """Tensors with the shapes of the outputs, on the device of `like`."""
+        """Return tensors with the shapes of the outputs, on the device of `like`."""
 
     def run(
         self, parameters: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, ...]:
-        """The tensors that the call itself gives. parameters: of the module."""
+        """Run the call itself with the module's parameters and return its tensors."""
 
 
 Shape = tuple[int, ...]
@@ -65,18 +70,20 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class GrowingShape:
-    """An output's shape. A size is that of an input's dim, or it grows with the samples of a batch: by so much each.
+    """An output's shape, as a function of the number of samples and of the inputs' shapes.
 
-    of_input: for each dim the number of the input and its dim, or None.
+    Each size is that of an input's dim, or a fixed number plus a multiple of the samples of a
+    batch.
     """
 
     fixed: Shape
     per_sample: Shape
     dtype: torch.dtype
+    # For each dim the number of the input and its dim that has the same size, or None.
     of_input: tuple[tuple[int, int] | None, ...] = ()
 
     def at(self, samples: int, inputs: Sequence[Shape] = ()) -> Shape:
-        """inputs: shapes of the call's own."""
+        """Return the shape for a number of samples and the shapes of the call's inputs."""
         grown = tuple(a + b * samples for a, b in zip(self.fixed, self.per_sample, strict=True))
         return tuple(
             size if source is None else inputs[source[0]][source[1]]
@@ -87,7 +94,9 @@ class GrowingShape:
     def through(
         cls, two: torch.Tensor, three: torch.Tensor, inputs: Sequence[tuple[Shape, Shape]]
     ) -> GrowingShape:
-        """From the outputs, and the shapes of each input, for two and for three samples."""
+        """Make the shape from the outputs, and the shapes of each input, for two and for three
+        samples.
+        """
         each = tuple(b - a for a, b in zip(two.shape, three.shape, strict=True))
         return cls(
             tuple(a - 2 * b for a, b in zip(two.shape, each, strict=True)),
@@ -103,8 +112,12 @@ class GrowingShape:
 def _source(
     dim: int, sizes: tuple[int, int], inputs: Sequence[tuple[Shape, Shape]]
 ) -> tuple[int, int] | None:
-    """The dim of an input, and that input's number, whose sizes for two and for three samples are an output's along a
-    dim: the same dim before others, which only count if the sizes differ."""
+    """Return the number and the dim of an input with the sizes that an output has along a dim, or
+    None.
+
+    The sizes must be equal for two and for three samples. The same dim of an input is preferred.
+    Other dims count only if the two sizes differ.
+    """
     alike = [
         (number, place)
         for number, shapes in enumerate(inputs)
@@ -119,31 +132,30 @@ def _source(
 
 @dataclass(frozen=True)
 class Outputs:
-    """What a call returns: its structure, the shapes of the tensors in it, and what else is in it, by position."""
+    """The result of a call: its structure, the shapes of its tensors, and its other values by
+    position.
+    """
 
     spec: pytree.TreeSpec
     shapes: tuple[GrowingShape, ...]
     constants: Mapping[int, Any] = field(default_factory=dict)
 
     def filled(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """The structure with these tensors in it."""
+        """Return the structure with these tensors in it."""
         return _filled(self.spec, tensors, self.constants)
 
 
 @dataclass(frozen=True)
 class ModuleCall:
-    """One call of an opaque module. constants: arguments that are no tensors, by position.
-
-    shapes: of what it returns. has_gradients: whether the call was made where gradients are enabled.
-    """
+    """One call of an opaque module."""
 
     path: str
     module: nn.Module
     in_spec: pytree.TreeSpec
-    constants: Mapping[int, Any]
+    constants: Mapping[int, Any]  # arguments that are no tensors, by position
     outputs: Outputs
-    shapes: Sequence[Shape]
-    has_gradients: bool
+    shapes: Sequence[Shape]  # of the results
+    has_gradients: bool  # whether gradients were enabled at the call
     parameters: tuple[str, ...]
     buffers: tuple[str, ...]
 
@@ -156,10 +168,11 @@ class ModuleCall:
     def run(
         self, parameters: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, ...]:
-        """The module itself with these parameters. Its buffers and attributes are its own, and change as it says.
+        """Run the module itself with these parameters. It uses and changes its own buffers and
+        attributes.
 
         Raises:
-            JobError: it returns something else than its stand-ins.
+            JobError: its results differ from its stand-ins.
         """
         args, kwargs = _filled(self.in_spec, inputs, self.constants)
         names = [name.removeprefix(f"{self.path}.") for name in self.parameters]
@@ -204,7 +217,7 @@ class FunctionCall:
     def run(
         self, parameters: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, ...]:
-        """The function itself, with its own backward."""
+        """Run the function itself, with its own backward."""
         args, kwargs = _filled(self.in_spec, inputs, self.constants)
         with torch.set_grad_enabled(self.has_gradients and torch.is_grad_enabled()):
             returned = self.function.apply(*args, **kwargs)
@@ -214,12 +227,12 @@ class FunctionCall:
 
 
 class _Calls(list[Call]):
-    """Of the capture that is being made; the operator's number is an index.
+    """The calls of the capture that is being made.
 
-    has_gradients: whether gradients are enabled around it; not in an evaluation.
+    The number that the operator is given is an index into them.
     """
 
-    has_gradients = True
+    has_gradients = True  # whether gradients are enabled around the capture; not in an evaluation
 
 
 _CALLS = _Calls()
@@ -243,9 +256,10 @@ _opaque.register_autograd(_gradient)
 
 
 def record(call: Call, inputs: Sequence[torch.Tensor], outputs: Outputs) -> Any:
-    """Put a call into the graph that is being recorded; gives its stand-ins.
+    """Put a call into the graph that is being recorded, and return its stand-ins.
 
-    Gradients are enabled or not as around the capture: export moves what is done otherwise into a graph of its own.
+    Gradients are enabled or disabled as around the capture, because export moves other code into a
+    graph of its own.
     """
     _CALLS.append(call)
     is_as_around = (
@@ -270,7 +284,7 @@ def _filled(
 
 
 def _taken_apart(values: Any) -> tuple[list[torch.Tensor], dict[int, Any], pytree.TreeSpec]:
-    """The tensors in a structure, what else is in it by position, and the structure."""
+    """Return the tensors in a structure, its other values by position, and the structure itself."""
     flat, spec = pytree.tree_flatten(values)
     return (
         [leaf for leaf in flat if isinstance(leaf, torch.Tensor)],
@@ -281,7 +295,10 @@ def _taken_apart(values: Any) -> tuple[list[torch.Tensor], dict[int, Any], pytre
 
 @dataclass
 class OpaqueModules:
-    """The modules of a model that are taken whole, and what they return. Grows as captures fail."""
+    """The modules of a model that are taken whole, with their results.
+
+    Modules are added when captures fail.
+    """
 
     outputs: dict[str, list[Outputs]] = field(default_factory=dict)
 
@@ -289,13 +306,17 @@ class OpaqueModules:
         return bool(self.outputs)
 
     def may_look_into_more(self, error: Exception) -> bool:
-        """Whether a capture that failed may do another time, since more modules will be looked into."""
+        """Whether another try may succeed after a failed capture, because the next capture looks
+        into more modules.
+        """
         return False
 
     def learn(self, model: nn.Module, paths: Sequence[str], run: Callable[[int], Any]) -> None:
-        """Add modules: run the model on two and on three samples and see what they return, call by call.
+        """Add modules: run the model on two and on three samples and note what they return, call by
+        call.
 
-        run: Runs the model on so many samples and leaves its state as it was.
+        Args:
+            run: Runs the model on a number of samples and leaves its state as it was.
         """
         returned: dict[int, dict[str, list[Any]]] = {2: {}, 3: {}}
         for samples, calls in returned.items():
@@ -333,7 +354,11 @@ class OpaqueModules:
 
     @contextmanager
     def standing_in(self, model: nn.Module, samples: int) -> Iterator[list[Call]]:
-        """While a model is captured, each of these modules gives stand-ins, without its hooks. Yields their calls."""
+        """Let each of these modules return stand-ins in the block, without its hooks, and yield
+        their calls.
+
+        The model is captured in the block.
+        """
         _CALLS.clear()
         _CALLS.has_gradients = torch.is_grad_enabled()
         saved = []
@@ -385,7 +410,7 @@ def _shapes(args: Any, kwargs: Any) -> list[Shape]:
 
 
 def _shown(tensors: Sequence[Any], others: Mapping[int, Any]) -> str:
-    """What a module returned, in words. tensors: or their shapes."""
+    """Describe the result of a module, from its tensors or their shapes and its other values."""
     shapes = [str(tuple(getattr(tensor, "shape", tensor))) for tensor in tensors]
     return " and ".join(
         [f"a tensor of {shape}" for shape in shapes] + [repr(value) for value in others.values()]
@@ -409,9 +434,11 @@ def _outputs(path: str, two: tuple[list[Shape], Any], three: tuple[list[Shape], 
 
 @contextmanager
 def functions_kept() -> Iterator[None]:
-    """While a model is captured in this thread, its own autograd functions are recorded as calls, not looked into.
+    """Record a model's own autograd functions as calls in the block, in which this thread captures
+    the model.
 
-    Hooks on tensors and gradients that are taken inside of a forward are refused: the graph would not have them.
+    Hooks on tensors, and gradients that are computed inside of a forward, are refused: the graph
+    would not have them.
     """
     thread, register_hook = threading.get_ident(), torch.Tensor.register_hook
     run_backward = torch.autograd._engine_run_backward
@@ -485,7 +512,7 @@ def _record_function(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def modules_in(traceback: TracebackType | None, model: nn.Module) -> list[str]:
-    """Paths of the modules whose methods an error came through, outermost first."""
+    """Return the paths of the modules whose methods an error came through, outermost first."""
     paths = {id(module): path for path, module in model.named_modules()}
     module_paths: list[str] = []
     while traceback is not None:

@@ -1,4 +1,6 @@
-"""Random layers switched off: what they draw is replaced by its mean, which is the same under every layout."""
+"""Random layers switched off: the mean, which is the same under every plan, takes the place of what
+they draw.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ def _native_dropout(x: torch.Tensor, *options: Any) -> tuple[torch.Tensor, torch
 
 
 def _native_dropout_backward(gradient: torch.Tensor, *options: Any) -> torch.Tensor:
-    """Of what went through as it was."""
+    """Return the gradient of a dropout that has passed its input through."""
     return gradient.clone()
 
 
@@ -58,9 +60,9 @@ def _normal(mean: Any, std: Any, size: Any = None, **options: Any) -> torch.Tens
     )
 
 
-# A mean for each operator that the layers of models draw with, without its `generator`. Dropout of every kind draws its
-# mask with bernoulli_(keep) on the CPU and divides by `keep`, so the mean makes it pass its input through; GPUs have
-# one operator for all of that.
+# A mean for each operator with which layers of models draw, without its `generator`. On the CPU,
+# dropout of every kind draws its mask with bernoulli_(keep) and divides by `keep`, so with the mean
+# it passes its input through. GPUs have one operator for all of that.
 _MEANS: dict[str, Callable[..., Any]] = {
     "_sample_dirichlet": lambda x: x / x.sum(-1, keepdim=True),
     "_standard_gamma": lambda x: x.clone(),
@@ -86,21 +88,21 @@ _MEANS: dict[str, Callable[..., Any]] = {
     "uniform_": lambda x, low=0.0, high=1.0: x.fill_((low + high) / 2),
 }
 
-# Arguments by which fused operators (attention, recurrent layers of several steps) are told how much to drop, forward
-# and backward; they pass everything through at 0.
+# Arguments by which fused operators (attention, recurrent layers of several steps) are told how
+# much to drop, forward and backward; they pass everything through at 0.
 _DROPS = ("dropout_p", "dropout")
 _HARMLESS = ("_cudnn_init_dropout_state",)  # a generator for what is dropped, and nothing is
 
 
 def is_switched_off() -> bool:
-    """Whether random operators give their mean here."""
+    """Whether random operators return their mean at this moment."""
     return not is_drawing() and any(
         isinstance(mode, WithoutRandomness) for mode in _get_current_dispatch_mode_stack()
     )
 
 
 def forget_draws() -> None:
-    """A step begins anew."""
+    """Forget the noted draws, because a new step begins."""
     for mode in _get_current_dispatch_mode_stack():
         if isinstance(mode, WithoutRandomness):
             mode.forget()
@@ -108,8 +110,11 @@ def forget_draws() -> None:
 
 @contextmanager
 def without_modes() -> Iterator[bool]:
-    """Meanwhile nothing sees operators before torch does, as torch.compile wants it. Gives whether they draw: what is
-    compiled here must use `means` if not."""
+    """Disable all dispatch modes in the block, as torch.compile needs it, and yield whether random
+    operators draw.
+
+    If they don't, code that is compiled in the block must use `means`.
+    """
     if is_off := any(
         isinstance(mode, WithoutRandomness) for mode in _get_current_dispatch_mode_stack()
     ):
@@ -121,8 +126,11 @@ def without_modes() -> Iterator[bool]:
 
 
 def means() -> dict[Any, Callable[..., Any]]:
-    """What random operators without effects on their arguments are replaced by where a graph is made of them, and the
-    backward of those that have one of their own."""
+    """Return the replacements of random operators in a graph, for operators without effects on
+    their arguments.
+
+    They include the backwards of operators that have a backward of their own.
+    """
     return {
         **{func: partial(_mean_of, func) for func in _random_operators()},
         torch.ops.aten.native_dropout_backward.default: _native_dropout_backward,
@@ -164,19 +172,22 @@ def _mean_of(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class WithoutRandomness(TorchDispatchMode):
-    """While this is entered, random operators give the mean of what they draw; not while a model is built, nor in
-    `drawing`.
+    """A mode in which random operators return the mean of what they would draw.
 
-    The operators are caught below autograd, where those inside torch's own functions (attention, recurrent layers)
-    are seen too, and in the second forward of a recomputed block. A forward on fake tensors is left as it is: what is
-    recorded there draws where the recording runs.
+    It has no effect while a model is built, nor in `drawing`. The operators are caught below
+    autograd, so those inside torch's own functions (attention, recurrent layers) and in the second
+    forward of a recomputed block are caught too. A forward on fake tensors is left as it is: its
+    recording draws when it runs.
 
-    left_on: names of random operators that were called and have no mean here.
-    drawn: for each call that gave a mean, in order, what torch's generator would have drawn there: one number that
-        tells streams apart.
-    drawn_forward: those of them that were drawn outside of a backward, where nothing is recomputed.
-    seeds: that the generator had been given when it drew these.
-    off: names of those that gave their mean, by the path of the module that called them; "" for none.
+    Attributes:
+        left_on: Names of random operators that were called and have no mean here.
+        drawn: A number for each call that returned a mean, in order. torch's generator would have
+            drawn it there, so it tells streams apart.
+        drawn_forward: Those of the numbers that were drawn outside of a backward, where nothing is
+            recomputed.
+        seeds: The seeds that the generator had when it drew these numbers.
+        off: Names of operators that returned their mean, by the path of the module that called
+            them; "" for none.
     """
 
     def __init__(self) -> None:
@@ -191,11 +202,11 @@ class WithoutRandomness(TorchDispatchMode):
 
     @property
     def is_needed(self) -> bool:
-        """Whether anything that was called so far draws."""
+        """Whether any operator that was called so far draws."""
         return bool(self.off or self.left_on)
 
     def building(self, build: Callable[[], Any]) -> Callable[[], Any]:
-        """The same function with its draws left alone, for initial weights."""
+        """Return the same function with real draws, for initial weights."""
 
         @wraps(build)
         def built() -> Any:
@@ -208,18 +219,20 @@ class WithoutRandomness(TorchDispatchMode):
         return built
 
     def forget(self) -> None:
-        """Another step begins."""
+        """Forget the draws, because another step begins."""
         self.drawn.clear()
         self.drawn_forward.clear()
         self.seeds.clear()
 
     def most_repeats(self) -> int:
-        """How often the most frequent number was drawn outside of a backward since the step began."""
+        """Return how often the most frequent number was drawn outside of a backward since the step
+        began.
+        """
         return max(Counter(self.drawn_forward).values(), default=0)
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
-        """Meanwhile `off` learns which of the model's modules draw."""
+        """Note in `off`, while the block runs, which of the model's modules draw."""
         handles = []
         for path, module in model.named_modules():
             handles += [
@@ -281,7 +294,9 @@ class WithoutRandomness(TorchDispatchMode):
 
 @cache
 def _drop_argument(func: Any) -> tuple[int, str] | None:
-    """Where an operator is told how much to drop."""
+    """Return the position and the name of an operator's argument that says how much to drop; None
+    if it has none.
+    """
     return next(
         (
             (place, argument.name)
@@ -295,7 +310,11 @@ def _drop_argument(func: Any) -> tuple[int, str] | None:
 def _without_drops(
     func: Any, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any], bool] | None:
-    """A fused operator's arguments with nothing to drop, and whether there was; None for one that drops nothing."""
+    """Return a fused operator's arguments with nothing to drop, and whether it would have dropped
+    something.
+
+    The result is None for an operator without such an argument.
+    """
     where = _drop_argument(func)
     if where is None:
         return None

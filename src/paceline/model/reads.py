@@ -1,7 +1,8 @@
-"""What a forward read in Python while it was captured: such values are constants of its graph.
+"""The values in Python that a forward read while it was captured. They are constants of the
+captured graph.
 
-Attributes of modules are noted as they are read. Variables of the user's functions (globals, closures) are found in
-their code.
+Attributes of modules are noted when they are read. Variables of the user's functions (globals,
+closures) are found in the functions' code.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import nn
 
 from paceline.base.user_code import is_users
 
-# Of nn.Module's own names those that a forward depends on.
+# Those of nn.Module's own names on which a forward depends.
 _UNREAD = (frozenset(vars(nn.Module)) | frozenset(vars(nn.Module()))) - {
     "training",
     "_forward_hooks",
@@ -34,17 +35,17 @@ _PLAIN = (type(None), bool, str, bytes, torch.dtype, torch.device)
 
 @dataclass(frozen=True)
 class Reads:
-    """What a capture read in Python.
+    """The values in Python that a capture read."""
 
-    places: gives each value as it is now, by what a message calls it. values: as they were, frozen.
-    """
-
+    # Functions that return the current values, by their names in messages.
     places: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
-    values: Sequence[Any] = ()
+    values: Sequence[Any] = ()  # the values at the capture, frozen
 
     @classmethod
     def of(cls, model: nn.Module, attributes: Iterable[tuple[int, str]]) -> Reads:
-        """attributes: that were read; see `attributes_read`."""
+        """Return the reads of a model's capture, from the attributes that were read; see
+        `attributes_read`.
+        """
         modules = {id(vars(module)): (path, module) for path, module in model.named_modules()}
         places: dict[str, Callable[[], Any]] = {}
         for owner, name in attributes:
@@ -64,7 +65,7 @@ class Reads:
         return cls(places, _now(places.values()))
 
     def changed(self) -> list[str]:
-        """What has another value now."""
+        """Return the names of values that have changed."""
         now = _now(self.places.values())
         return (
             []
@@ -79,7 +80,9 @@ class Reads:
 
 @contextmanager
 def attributes_read() -> Iterator[dict[tuple[int, str], None]]:
-    """Meanwhile each attribute of a module that is read is noted: the id of the module's `__dict__`, and its name."""
+    """Note each attribute of a module that is read in the block: the id of the module's `__dict__`,
+    and its name.
+    """
     noted: dict[tuple[int, str], None] = {}
 
     def read(module: nn.Module, name: str) -> Any:
@@ -94,8 +97,11 @@ def attributes_read() -> Iterator[dict[tuple[int, str], None]]:
 
 
 def frozen(value: Any) -> Any:
-    """A value in Python as it is now, to be compared with a later one. Tensors but parameters, modules and functions
-    are compared by identity: a graph holds the tensor itself."""
+    """Return a value in Python as it is now, to compare it with a later one.
+
+    Tensors that are no parameters, modules and functions are compared by identity, because a graph
+    holds the tensor itself.
+    """
     return _frozen(value, _DEPTH, {})
 
 
@@ -117,7 +123,7 @@ def _attribute(module: nn.Module, name: str) -> Any:
 
 
 def _is_of_class(module: nn.Module, name: str) -> bool:
-    """Whether it is a method or a property."""
+    """Whether an attribute is a method or a property of the module's class."""
     own = vars(module)
     is_own = any(
         name in names for names in (own, own["_buffers"], own["_parameters"], own["_modules"])
@@ -127,7 +133,7 @@ def _is_of_class(module: nn.Module, name: str) -> bool:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Same:
-    """Equal to the same object alone."""
+    """A wrapper that is equal only to a wrapper of the same object."""
 
     value: Any
 
@@ -168,7 +174,9 @@ def _frozen(value: Any, depth: int, known: dict[int, tuple[Any, Any]]) -> Any:
 
 
 def _inside(value: Any) -> Sequence[tuple[Any, Any]] | None:
-    """What is in a container or an object of the user's, by key or name; None for anything else."""
+    """Return the content of a container or of an object of the user's, by key or name; None for
+    other values.
+    """
     if isinstance(value, dict):
         return list(value.items())
     if isinstance(value, list | tuple | deque):
@@ -185,7 +193,9 @@ def _inside(value: Any) -> Sequence[tuple[Any, Any]] | None:
 
 
 def _functions_of(module: nn.Module) -> Iterator[Any]:
-    """Functions of the user's that a module's forward may run: its class's, those in its attributes, its hooks."""
+    """Yield the functions that a module's forward may run: those of its class, those in its
+    attributes, and its hooks.
+    """
     own = vars(module)
     for kind in type(module).__mro__:
         yield from vars(kind).values()
@@ -195,7 +205,9 @@ def _functions_of(module: nn.Module) -> Iterator[Any]:
 
 
 def _find_variables(function: Any, places: dict[str, Callable[[], Any]], known: set[Any]) -> None:
-    """Add the variables that a function of the user's, and those that it names, take from outside."""
+    """Add the outside variables that a function of the user's uses, and those of the functions that
+    it names.
+    """
     if isinstance(function, property):
         function = function.fget
     function = inspect.unwrap(getattr(function, "__func__", function))

@@ -1,4 +1,6 @@
-"""Everything that a model's forward may change, as it was at one moment: seen, compared and put back."""
+"""Snapshots of all state that a model's forward may change, to compare it with later state and to
+restore it.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,12 @@ from paceline.model.attributes import AttributeSnapshot, is_same
 
 
 class StateSnapshot:
-    """A model's state at one moment: plain attributes, buffers, parameters that are changed in place, and generators.
+    """A model's state at one moment: plain attributes, buffers, parameters that are changed in
+    place, and generators.
 
-    Parameters are copied when an operator is about to change one, while `watching` is entered. Generators are the
-    global ones of Python, NumPy and torch's CPU, and those that modules keep as attributes.
+    Parameters are copied when an operator is about to change one, while `watching` is entered.
+    Generators are the global ones of Python, NumPy and torch's CPU, and those that modules keep as
+    attributes.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -35,7 +39,7 @@ class StateSnapshot:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """While this is entered, what is about to be changed of parameters is kept."""
+        """Keep the values of parameters that are about to be changed in the block."""
         with _BeforeWrites(self._keep):
             yield
 
@@ -45,7 +49,7 @@ class StateSnapshot:
             self._before[id(parameter)] = parameter, parameter.detach().clone()
 
     def changed_buffers(self) -> list[str]:
-        """Names of buffers that hold something else now, or are new."""
+        """Return the names of buffers that have another value now, or are new."""
         return [
             name
             for name, buffer in _buffers(self.model)
@@ -76,11 +80,13 @@ _STRUCTURE = frozenset(nn.Module().__dict__)
 
 
 class Bindings:
-    """Which objects the attributes of a model's modules are at one moment, and what is in their containers.
+    """The objects in the attributes of a model's modules at one moment, and the contents of their
+    containers.
 
-    Nothing is copied and no tensor is read, so that fake ones may be among them.
+    Nothing is copied and no tensor is read, so tensors may be fake.
 
-    besides: what is left alone; by default what `nn.Module` itself keeps.
+    Args:
+        besides: Names of attributes that are left alone; by default those of `nn.Module` itself.
     """
 
     def __init__(self, model: nn.Module, besides: frozenset[str] = _STRUCTURE) -> None:
@@ -112,7 +118,7 @@ _NAMED = (dict, OrderedDict)
 
 
 def _contents(value: Any) -> Any:
-    """What is in a container, and in those inside it; None for anything else."""
+    """Return the content of a container, and of those inside it; None for other values."""
     if type(value) in _NAMED:
         return {key: (item, _contents(item)) for key, item in value.items()}
     if type(value) in (list, deque, set):
@@ -148,7 +154,9 @@ Generator = tuple[
 
 
 def generators(model: nn.Module) -> list[Generator]:
-    """The global ones but those of GPUs, and those that modules keep as attributes."""
+    """Return the global random generators except those of GPUs, and those that modules keep as
+    attributes.
+    """
     import numpy as np
 
     accessors: list[Generator] = [
@@ -186,7 +194,9 @@ def numpy_generator() -> Generator:
 
 
 def draws_state() -> tuple[Any, Any, Any]:
-    """The state of Python's and NumPy's global generators, to be compared with a later one."""
+    """Return the state of Python's and NumPy's global generators, to compare it with a later
+    one.
+    """
     import numpy as np
 
     numbers: Any = np.random.get_state()
@@ -195,7 +205,7 @@ def draws_state() -> tuple[Any, Any, Any]:
 
 @contextmanager
 def generators_kept(model: nn.Module) -> Iterator[None]:
-    """Leave the global generators, and those that modules keep as attributes, as they are found."""
+    """Restore the global generators, and those that modules keep as attributes, after the block."""
     saved = [(put, get()) for get, put in generators(model)]
     try:
         yield
@@ -206,7 +216,10 @@ def generators_kept(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def state_kept(model: nn.Module) -> Iterator[None]:
-    """Leave a model's state as it is found, whatever its forward does to it. One on fake tensors has no values."""
+    """Restore a model's state after the block, whatever its forward does to it.
+
+    A model of fake tensors has no values, so only the objects in its attributes are restored.
+    """
     from torch._subclasses.fake_tensor import FakeTensor
 
     if any(isinstance(p, FakeTensor) for p in model.parameters()):
@@ -227,9 +240,11 @@ def state_kept(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def function_kept(function: Any, apart_from: nn.Module) -> Iterator[None]:
-    """Leave what a function keeps as it is found: an object's or a module's attributes, variables of its closure.
+    """Restore the state of a function after the block: attributes of its object or modules,
+    variables of its closure.
 
-    apart_from: a model whose state is looked after already.
+    Args:
+        apart_from: A model whose state is restored elsewhere.
     """
     known = {id(module) for module in apart_from.modules()}
     objects = [value for value in _behind(function) if id(value) not in known]
@@ -266,7 +281,9 @@ def function_kept(function: Any, apart_from: nn.Module) -> Iterator[None]:
 
 
 def _behind(function: Any) -> list[Any]:
-    """The function without what wraps it, the object that it is a method of, and what its closure holds."""
+    """Return the function without its wrappers, the object of which it is a method, and the values
+    of its closure.
+    """
     if isinstance(function, partial):
         return [
             value
@@ -295,7 +312,7 @@ def _is_filled(cell: Any) -> bool:
 
 
 class _BeforeWrites(TorchDispatchMode):
-    """Tells of each tensor that an operator is about to change."""
+    """A mode that reports each tensor that an operator is about to change."""
 
     def __init__(self, tell: Callable[[torch.Tensor], None]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The tensors in what a module is given or returns."""
+"""The tensors in the arguments or the result of a module."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def tensors_in(value: Any) -> Iterable[torch.Tensor]:
-    """The tensors in what a module returns."""
+    """Yield the tensors in a module's result."""
     import torch
 
     if isinstance(value, torch.Tensor):

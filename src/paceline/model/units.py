@@ -1,4 +1,6 @@
-"""The pieces a model falls into: the repeated blocks that are sharded, recomputed and profiled one at a time."""
+"""The units of a model: the repeated blocks that are sharded, recomputed and profiled one at a
+time.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,15 @@ _MARK = "model|"  # a parameter's name in the user's model, where it is held by 
 
 
 def name_of_attribute(name: str) -> str:
-    """The attribute under which a module of ours holds a parameter of the user's model; torch allows no dots in it."""
+    """Return the attribute in which a module of Paceline holds a parameter of the user's model.
+
+    torch allows no dots in such a name.
+    """
     return _MARK + name.replace(".", "|")
 
 
 def name_in_model(path: str) -> str:
-    """A parameter's name in the user's model, whichever module holds it.
+    """Return a parameter's name in the user's model, whichever module holds it.
 
     >>> name_in_model("pieces.3." + name_of_attribute("blocks.0.weight"))
     'blocks.0.weight'
@@ -30,7 +35,7 @@ def name_in_model(path: str) -> str:
 
 
 def is_callable(module: nn.Module) -> bool:
-    """Whether a module is called itself; a ModuleList, say, only holds others."""
+    """Whether a module is called itself. A ModuleList, for example, only holds others."""
     from torch import nn
 
     return (
@@ -39,12 +44,13 @@ def is_callable(module: nn.Module) -> bool:
 
 
 def refuse_scripted(model: nn.Module, plan_key: str) -> None:
-    """
+    """Refuse a plan if a module of the model is compiled by torch.jit.
+
     Args:
         plan_key: The plan's key that needs hooks or forwards of its own, for the message.
 
     Raises:
-        PlanRefused: a module is compiled by torch.jit, and takes neither.
+        PlanRefused: a module is compiled by torch.jit, and takes neither hooks nor other forwards.
     """
     from torch.jit import ScriptModule
 
@@ -57,13 +63,15 @@ def refuse_scripted(model: nn.Module, plan_key: str) -> None:
 
 
 def find_units(model: nn.Module) -> dict[str, nn.Module]:
-    """The outermost listed modules (children of a ModuleList or Sequential) that own parameters, by name.
+    """Return the units of a model by name.
 
-    A container that is never called (ModuleList, ModuleDict, ParameterList) is no unit: what it holds is looked at
-    instead. A module that shares a parameter with the rest of the model is left out (its parameter belongs to both),
-    and so is one that the model holds twice. So is what a class runs with other weights than its own (functional_call):
-    a unit gathers its own when it is called, or runs again with them. What no unit holds belongs to the root. The order
-    is the model's own.
+    Units are the outermost listed modules (children of a ModuleList or Sequential) that own
+    parameters. A container that is never called (ModuleList, ModuleDict, ParameterList) is no unit;
+    the modules in it may be units. Three kinds of modules are left out. One shares a parameter with
+    the rest of the model, so that the parameter belongs to both. One is held twice by the model.
+    One is run by a class with other weights than its own (functional_call), while a unit gathers
+    its own weights when it is called, or runs again with them. Parameters that no unit holds belong
+    to the root. The order is the model's own.
 
     >>> from torch import nn
     >>> list(find_units(nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)])})))
@@ -92,14 +100,18 @@ def find_units(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _is_tied(unit: nn.Module, paths: Mapping[int, int]) -> bool:
-    """Whether a parameter of the unit is also reached by a path outside it. paths: how many lead to each parameter of
-    the model."""
+    """Whether a parameter of the unit is also reached by a path outside it.
+
+    Args:
+        paths: The number of paths to each parameter of the model, by the id of the parameter.
+    """
     inside = Counter(id(p) for _, p in unit.named_parameters(remove_duplicate=False))
     return any(paths[parameter] != count for parameter, count in inside.items())
 
 
 def recurrent_units(model: nn.Module) -> dict[str, str]:
-    """Class names of recurrent layers, by the unit that holds one; "" is a model without units.
+    """Return the class names of recurrent layers by the unit that holds them; the unit "" is a
+    model without units.
 
     >>> from torch import nn
     >>> recurrent_units(nn.Sequential(nn.LSTM(2, 2), nn.Linear(2, 2)))

@@ -1,4 +1,6 @@
-"""Reference models: ordinary modules, and their profiles by dimensions, for which nothing is built."""
+"""Reference models: ordinary modules, and their profiles by dimensions, for which nothing is
+built.
+"""
 
 from __future__ import annotations
 

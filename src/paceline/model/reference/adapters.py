@@ -1,4 +1,6 @@
-"""What adapters of low rank change of a decoder's profile by dimensions: they alone are trained."""
+"""The change that adapters of low rank make to a decoder's profile by dimensions: only the adapters
+are trained.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,10 @@ from paceline.model.cost.profile import (
     Work,
 )
 
-# Operators that a layer has more, counted in the traced profile of `decoder.py`: two products, a scale and a sum in
-# forward, and six in backward, less those that give gradients of weights, of biases and of norms. Where operators are
-# fused, kernels that run anyway give gradients of biases and norms.
+# Operators that an adapter adds to a layer, counted in the traced profile of `decoder.py`: two
+# products, a scale and a sum in forward, and six in backward, minus those that give gradients of
+# weights, of biases and of norms. If operators are fused, kernels that run anyway give gradients of
+# biases and norms.
 _FORWARD_OPERATORS = 4
 _BACKWARD_OPERATORS = {
     ("gpt", "eager"): -2,
@@ -34,9 +37,11 @@ _SCALED_VALUES, _UNSCALED_VALUES = (
 def with_adapters(
     profile: Profile, size: DecoderSize, formats: Formats, kernels: Kernels
 ) -> Profile:
-    """The profile of the same decoder whose weights are frozen, with adapters of `size.lora_rank` in each layer.
+    """Return the profile of the same decoder with frozen weights and adapters of `size.lora_rank`
+    in each layer.
 
-    The first layer is priced with gradients of its input like the others, which it does not need.
+    Like the other layers, the first one is priced with gradients of its input, although it does not
+    need them.
     """
     embedding, layer, head = profile.segments
     values = size.adapters_per_layer
@@ -68,7 +73,9 @@ def with_adapters(
 
 
 def _without_gradients(segment: Segment) -> Segment:
-    """Products that give gradients of weights sum over tokens; the others stay."""
+    """Return a segment without the products that give gradients of weights, which are those that
+    sum over tokens.
+    """
     products = tuple(p for p in segment.backward.products if p.grows != "inner")
     backward = replace(
         segment.backward, products=products, flops=Affine(0, sum(p.flops for p in products))
@@ -86,7 +93,8 @@ def _layer(
     is_unfused_llama = size.form == "llama" and kernels.elementwise == "eager"
     down, up = Product(s, size.lora_rank, h), Product(s, joined, size.lora_rank, cut="columns")
     scaled, unscaled = item * s * joined * _SCALED_VALUES, item * s * joined * _UNSCALED_VALUES
-    # Inputs of products and norms that only gradients of weights need, and the input of the adapters' second product.
+    # Inputs of products and norms that only gradients of weights need, and the input of the
+    # adapters' second product.
     kept_cut = Affine(0, -item * s * ffn)
     kept = Affine(0, item * s * (size.lora_rank - ffn - h * (3 if is_unfused_llama else 1)))
     has_biases = size.form == "gpt"
@@ -127,7 +135,9 @@ def _layer(
 
 
 def _head(frozen: Segment, size: DecoderSize, formats: Formats) -> Segment:
-    """Neither the last norm nor the logits keep what gradients of their weights need."""
+    """Return the head without the values that the last norm and the logits would keep for gradients
+    of weights.
+    """
     norm_bytes = Affine(
         0, -formats.activation * size.sequence * size.hidden * (2 if size.form == "llama" else 1)
     )

@@ -1,4 +1,6 @@
-"""A residual convolutional net by dimensions: an ordinary module that any plan can run when it is small."""
+"""A residual convolutional net with given dimensions: an ordinary module, which any plan can run if
+it is small.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from paceline.model.reference.convolution import Conv, ConvNetSize, blocks
 
 
 class ResidualBlock(nn.Module):
-    """Convolutions, each with a batch norm, beside a way past them."""
+    """Convolutions, each with a batch norm, and a shortcut past them."""
 
     def __init__(self, convs: tuple[Conv, ...], past: Conv | None) -> None:
         super().__init__()
@@ -17,7 +19,7 @@ class ResidualBlock(nn.Module):
         self.past = None if past is None else _conv(past)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: (batch, channels, height, width)."""
+        """Return the block's output; x and the output are (batch, channels, height, width)."""
         y = x
         for conv in self.convs[:-1]:
             y = F.relu(conv(y), inplace=True)
@@ -41,7 +43,7 @@ def _conv(conv: Conv) -> nn.Sequential:
 
 
 class ConvNet(nn.Module):
-    """Images (batch, 3, side, side) to logits (batch, classes).
+    """A net that maps images (batch, 3, side, side) to logits (batch, classes).
 
     >>> import torch
     >>> ConvNet(ConvNetSize(depths=(1, 1), width=4, classes=3, side=32))(torch.zeros(2, 3, 32, 32)).shape

@@ -1,4 +1,4 @@
-"""What a convolutional net costs on one device, from its dimensions alone."""
+"""The cost of a convolutional net on one device, from its dimensions alone."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ TARGET_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class Conv:
-    """A convolution, with a norm after it or a bias. side: of its square output."""
+    """A convolution, with a norm after it or a bias."""
 
     inputs: int
     outputs: int
     kernel: tuple[int, int]
-    side: int
+    side: int  # of its square output
     stride: int = 1
     has_norm: bool = True
 
@@ -34,7 +34,7 @@ class Conv:
 
     @property
     def product(self) -> Product:
-        """The same arithmetic as a product of matrices."""
+        """The product of matrices with the same arithmetic."""
         is_small = self.kernel in ((3, 3), (5, 5)) and self.stride == 1
         return Product(
             self.side**2,
@@ -46,37 +46,33 @@ class Conv:
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Convolutions that run one after another, and where there is one the way past them. repeat: how many alike.
-
-    linear: matrices (inputs, outputs) after them. adds: whether what goes past is added. pool: stride of a pooling
-        after it.
-    """
+    """Convolutions that run one after another, with a shortcut past them if there is one."""
 
     convs: tuple[Conv, ...] = ()
-    past: Conv | None = None
-    repeat: int = 1
-    linear: tuple[tuple[int, int], ...] = ()
-    adds: bool = False
-    pool: int = 1
+    past: Conv | None = None  # the convolution of the shortcut
+    repeat: int = 1  # the number of equal stretches
+    linear: tuple[tuple[int, int], ...] = ()  # matrices (inputs, outputs) after the convolutions
+    adds: bool = False  # whether the shortcut's values are added
+    pool: int = 1  # stride of a pooling after the stretch
 
 
 @dataclass(frozen=True, slots=True)
 class ConvNetSize:
-    """A residual net (He et al. 2016). depths: blocks of each stage. width: channels of the first stage.
+    """The dimensions of a residual net (He et al. 2016)."""
 
-    form: a "basic" block has two convolutions of 3x3; a "bottleneck" 1x1, 3x3 and 1x1 to four times as many channels.
-    side: of the square images, a multiple of 4 * 2 ** (stages - 1).
-    """
-
-    depths: tuple[int, ...] = (2, 2, 2, 2)
-    width: int = 64
+    depths: tuple[int, ...] = (2, 2, 2, 2)  # blocks of each stage
+    width: int = 64  # channels of the first stage
     classes: int = 1000
-    side: int = 224
+    side: int = 224  # of the square images, a multiple of 4 * 2 ** (stages - 1)
+    # A "basic" block has two convolutions of 3x3. A "bottleneck" has 1x1, 3x3 and 1x1, the last to
+    # four times as many channels.
     form: Literal["basic", "bottleneck"] = "basic"
 
 
 def stretches(size: ConvNetSize) -> list[Stretch]:
-    """The net's stem, the first block of each stage, the others that are alike, and the head."""
+    """Return the net's stem, the first block of each stage, its other blocks, which are equal, and
+    the head.
+    """
     network = [Stretch((Conv(3, size.width, (7, 7), size.side // 2, 2),), pool=2)]
     channels, side, times = size.width, size.side // 4, 4 if size.form == "bottleneck" else 1
     for stage, depth in enumerate(size.depths):
@@ -94,7 +90,7 @@ def stretches(size: ConvNetSize) -> list[Stretch]:
 
 
 def blocks(size: ConvNetSize) -> list[Stretch]:
-    """The same one by one, without the head."""
+    """Return the net's stretches one by one, without the head."""
     return [replace(each, repeat=1) for each in stretches(size)[:-1] for _ in range(each.repeat)]
 
 
@@ -113,9 +109,10 @@ def _convs(
 def convnet_profile(
     net: ConvNetSize | list[Stretch], formats: Formats = FLOAT32, *, side: int = 224
 ) -> Profile:
-    """The profile of training a net. A sample is an image.
+    """Return the profile of training a net. A sample is an image.
 
-    side: of the images of a net that is given as stretches.
+    Args:
+        side: The side of the images, for a net that is given as stretches.
     """
     listed, side = (stretches(net), net.side) if isinstance(net, ConvNetSize) else (net, side)
     parameters: list[Parameter] = []
@@ -167,7 +164,8 @@ def _segment(
     normed = sum(conv.output_values for conv in convs if conv.has_norm)
     added = stretch.convs[-1].output_values if stretch.adds else 0
     outputs = sum(b for _, b in stretch.linear)
-    # A convolution writes; a norm reads twice and writes; ReLU reads and writes; a sum reads two and writes.
+    # A convolution writes; a norm reads twice and writes; ReLU reads and writes; a sum reads two
+    # and writes.
     forward_values = 3 * normed + 2 * (values - added) + 5 * added + 2 * outputs
     backward_values = 5 * normed + 3 * (values - added) + 3 * added + 3 * outputs
     last = stretch.convs[-1].output_values if stretch.convs else outputs

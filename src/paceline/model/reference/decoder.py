@@ -1,4 +1,6 @@
-"""A decoder transformer by dimensions, in GPT's and in Llama's form: an ordinary module that any plan can run."""
+"""A decoder transformer with given dimensions in GPT's or Llama's form: an ordinary module that any
+plan can run.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ LORA_SCALE = 2.0  # alpha over rank, of NeMo's recipes: alpha 16 with rank 8
 
 
 class Adapted(nn.Module):
-    """A linear layer with an adapter of low rank beside it (Hu et al. 2021); it starts as the layer alone."""
+    """A linear layer with an adapter of low rank beside it (Hu et al. 2021); it starts as the layer
+    alone.
+    """
 
     def __init__(self, linear: nn.Linear, rank: int) -> None:
         super().__init__()
@@ -39,7 +43,11 @@ class Attention(nn.Module):
         self.mix = nn.Linear(size.hidden, size.hidden, bias=bias)
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
-        """x: (batch, sequence, hidden). rotation: cosines and sines, each (sequence, head_dim)."""
+        """Return attention's output for x, both (batch, sequence, hidden).
+
+        Args:
+            rotation: Cosines and sines, each (sequence, head_dim).
+        """
         q, k, v = (
             part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for part in self.qkv(x).split(self.widths, -1)
@@ -51,7 +59,7 @@ class Attention(nn.Module):
 
 
 def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Rotary positions on (batch, heads, sequence, head_dim)."""
+    """Apply rotary positions to x, which is (batch, heads, sequence, head_dim)."""
     first, second = x.chunk(2, -1)
     return x * cosines + torch.cat((-second, first), -1) * sines
 
@@ -89,7 +97,7 @@ class DecoderBlock(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Token numbers (batch, sequence) to logits (batch, sequence, vocab).
+    """A model that maps token numbers (batch, sequence) to logits (batch, sequence, vocab).
 
     >>> Decoder(DecoderSize(1, 8, 2, 32, 10, sequence=4))(torch.zeros(2, 4, dtype=torch.long)).shape
     torch.Size([2, 4, 10])
@@ -133,5 +141,7 @@ class Decoder(nn.Module):
 
 
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """The mean cross-entropy of (batch, sequence, vocab) against (batch, sequence)."""
+    """Return the mean cross-entropy of logits (batch, sequence, vocab) against targets (batch,
+    sequence).
+    """
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())

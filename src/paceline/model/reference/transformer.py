@@ -1,7 +1,8 @@
-"""What a decoder transformer costs on one device, from its dimensions alone: nothing is built.
+"""The cost of a decoder transformer on one device, from its dimensions alone: no model is built.
 
-One layer stands for all. Figures are of the module in `decoder.py`; a test compares them with its traced profile.
-Widths count values of a token: `hidden` h, keys and values kv, the inner width of the MLP ffn.
+One layer stands for all. Figures are those of the module in `decoder.py`; a test compares them with
+its traced profile. Widths count values of a token: `hidden` h, keys and values kv, the inner width
+of the MLP ffn.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _DROPOUT_OPERATORS = (3, 3)
 def decoder_profile(
     size: DecoderSize, formats: Formats = FLOAT32, kernels: Kernels = EAGER
 ) -> Profile:
-    """The profile of training with Adam on next tokens. A sample is a sequence."""
+    """Return the profile of training with Adam on next tokens. A sample is a sequence."""
     tables = [_table("tokens", EMBEDDING, size.vocab * size.hidden, formats, is_cut=True)]
     if size.form == "gpt":
         tables.append(_table("places", EMBEDDING, size.sequence * size.hidden, formats))
