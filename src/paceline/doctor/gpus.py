@@ -1,7 +1,7 @@
 """Problems with this machine's GPUs, reported before a run meets them.
 
-CUDA is asked in forks of this process, with a deadline; NVML is asked here. Verdicts are functions of the answers, so
-they can be tested without a GPU.
+CUDA is asked in forks of this process, with a deadline. NVML is asked in this process. Verdicts are
+functions of the answers, so they can be tested without a GPU.
 """
 
 from __future__ import annotations
@@ -28,35 +28,31 @@ Outcome = tuple[str, str] | tuple[str, str, str]
 LOOK_TIMEOUT_S = 60.0
 NCCL_TIMEOUT_S = 60.0
 COPIED_BYTES = 256 * 2**20
-COPIES = 5  # of each pair; the median counts
-FEW_FREE = 0.9  # of a GPU's memory, below which somebody else has a part that matters
-SLOW = 0.5  # of what a wire's figures say, below which something is in the way
-# The least driver of each CUDA, by its major number. Source: minor version compatibility in NVIDIA's CUDA Compatibility
-# guide.
+COPIES = 5  # for each pair; the median counts
+FEW_FREE = 0.9  # part of a GPU's memory; if less is free, other processes hold a part that matters
+SLOW = 0.5  # part of a link's nominal rate; a copy below it is reported as slow
+# The oldest driver for each version of CUDA, by the major number. Source: minor version
+# compatibility in NVIDIA's CUDA Compatibility guide.
 _LEAST_DRIVER = {11: (450, 80, 2), 12: (525, 60, 13), 13: (580,)}
 _NVML_MISSING = "pip install nvidia-ml-py lets it say more: who holds memory, how GPUs are wired, and their health"
 
 
 @dataclass(frozen=True, slots=True)
 class SeenGpus:
-    """What torch says of the GPUs.
+    """torch's report on the GPUs."""
 
-    built_for: the version of CUDA, empty in a build for ROCm. architectures: that it has code for. capabilities: of
-    each GPU. access: whether one can read another's memory. failures: of each GPU why it can't compute, or empty.
-    """
-
-    built_for: str
-    architectures: tuple[str, ...]
-    capabilities: tuple[tuple[int, int], ...]
-    access: tuple[tuple[bool, ...], ...]
-    failures: tuple[str, ...]
+    built_for: str  # the version of CUDA; empty in a build for ROCm
+    architectures: tuple[str, ...]  # those for which torch has code
+    capabilities: tuple[tuple[int, int], ...]  # of each GPU
+    access: tuple[tuple[bool, ...], ...]  # whether one GPU can read another's memory
+    failures: tuple[str, ...]  # the reason why each GPU can't compute; empty if it can
 
 
 def look() -> SeenGpus:
-    """Ask torch, in a fork.
+    """Ask torch for its report, in a fork.
 
     Raises:
-        RuntimeError: it gave no answer in time, or failed.
+        RuntimeError: torch gave no answer in time, or failed.
     """
     seen: SeenGpus = value_of(in_a_fork(lambda: plain(_look()), timeout_s=LOOK_TIMEOUT_S))
     return seen
@@ -92,7 +88,7 @@ def _look() -> SeenGpus:
 
 
 def judge_gpus(here: Sequence[Gpu], seen: SeenGpus) -> Outcome:
-    """Whether torch has code for each GPU, and each computes."""
+    """Judge whether torch has code for each GPU, and whether each GPU computes."""
     shown = "; ".join(
         f"{f'{count} x ' if count > 1 else ''}{name}, {total / 2**30:.1f} GiB"
         for (name, total), count in Counter((gpu.name, gpu.memory_bytes) for gpu in here).items()
@@ -120,8 +116,12 @@ def _build_for(index: int, here: Sequence[Gpu], seen: SeenGpus) -> str:
 
 
 def runs_on(capability: tuple[int, int], architectures: Sequence[str]) -> bool:
-    """Whether code for some of these runs on a card: binary code of its generation and at most its minor number, or
-    PTX ("compute_..") of at most its own capability. Source: NVIDIA, CUDA C++ programming guide, binary compatibility.
+    """Whether code for some of these architectures runs on a card.
+
+    Binary code runs if it is for the card's generation and for at most its minor number. PTX
+    ("compute_..") runs if it is for at most the card's capability.
+
+    Source: NVIDIA, CUDA C++ programming guide, binary compatibility.
 
     >>> runs_on((8, 6), ["sm_80"]), runs_on((9, 0), ["sm_80"]), runs_on((12, 0), ["sm_90", "compute_90"])
     (True, False, True)
@@ -142,9 +142,10 @@ def runs_on(capability: tuple[int, int], architectures: Sequence[str]) -> bool:
 
 
 def judge_driver(driver: str | None, cuda: tuple[int, int] | None, built_for: str) -> Outcome:
-    """Whether the driver runs the version of CUDA that torch is built for.
+    """Judge whether the driver runs the version of CUDA for which torch is built.
 
-    cuda: the newest that the driver knows; None if nobody says.
+    Args:
+        cuda: The newest version that the driver knows; None if it is not known.
     """
     if not built_for:
         return "ok", "this torch is not built for CUDA, and asks nothing of NVIDIA's driver"
@@ -173,8 +174,11 @@ def judge_driver(driver: str | None, cuda: tuple[int, int] | None, built_for: st
 
 
 def judge_visible(value: str | None, cards: Cards | None) -> Outcome:
-    """What CUDA_VISIBLE_DEVICES makes of the cards. CUDA leaves out everything from the first word on that it does not
-    know, and all of them if one is named twice."""
+    """Judge which cards CUDA_VISIBLE_DEVICES leaves visible.
+
+    CUDA leaves out the first word that it does not know and all words after it. It leaves out all
+    cards if one is named twice.
+    """
     if value is None:
         return "ok", "not set: all GPUs are visible"
     words = [word.strip() for word in value.split(",")]
@@ -207,7 +211,7 @@ def judge_visible(value: str | None, cards: Cards | None) -> Outcome:
 
 
 def _unknown(word: str, cards: Cards | None) -> str:
-    """Why a word names no GPU; empty if it does, for all that is known."""
+    """Explain why a word names no GPU; empty if it names one, as far as is known."""
     if re.fullmatch(r"\d+", word):
         if cards is not None and int(word) >= len(cards.cards):
             return f"there is no GPU {word}, they are numbered 0 to {len(cards.cards) - 1}"
@@ -227,7 +231,11 @@ def _unknown(word: str, cards: Cards | None) -> str:
 
 
 def judge_memory(free: Sequence[tuple[int, int, Sequence[str]]]) -> Outcome:
-    """free: bytes of each GPU that are free, its bytes, and who holds the rest, in words."""
+    """Judge whether the GPUs have enough free memory.
+
+    Args:
+        free: The free bytes of each GPU, all its bytes, and the holders of the rest in words.
+    """
     shown = [
         f"cuda:{index} {free_bytes / 2**30:.1f} of {total_bytes / 2**30:.1f} GiB free"
         + (f" ({'; '.join(holders)})" if holders else "")
@@ -244,7 +252,9 @@ def judge_memory(free: Sequence[tuple[int, int, Sequence[str]]]) -> Outcome:
 
 
 def judge_health(cards: Sequence[Card | None]) -> Outcome:
-    """Slices, errors of memory, and what holds a card back."""
+    """Judge the health of cards: their slices, errors of their memory, and reasons why they are
+    slow.
+    """
     known = {f"cuda:{index}": card for index, card in enumerate(cards) if card is not None}
     if not known:
         return "ok", "NVML can't be asked", _NVML_MISSING
@@ -297,9 +307,12 @@ def judge_links(
     cards: Sequence[Card | None],
     measured: Mapping[tuple[int, int], float],
 ) -> Outcome:
-    """How each two GPUs are wired, whether they read each other's memory, and what a copy carries.
+    """Judge the link of each two GPUs, whether they can read each other's memory, and the speed of
+    copies.
 
-    measured: bytes a second from one GPU to another; pairs that could not be measured are missing.
+    Args:
+        measured: Bytes a second from one GPU to another; pairs that could not be measured are
+            missing.
     """
     kinds: dict[tuple[str, bool], list[tuple[int, int]]] = {}
     slow = []
@@ -354,7 +367,11 @@ def _kind_of_link(
 
 
 def judge_nccl(version: str, problem: str, seconds: float) -> Outcome:
-    """Of an all-reduce between two GPUs. problem: why it failed, in short on its last line; empty if it didn't."""
+    """Judge an all-reduce between two GPUs.
+
+    Args:
+        problem: The reason of its failure, in short on the last line; empty if it did not fail.
+    """
     if not problem:
         return "ok", f"{version}; two GPUs all-reduced within {seconds:.1f} s"
     if any(
@@ -384,7 +401,7 @@ def judge_nccl(version: str, problem: str, seconds: float) -> Outcome:
 
 
 def check_gpus() -> Outcome:
-    """Each of them."""
+    """Check each GPU."""
     if idle := unusable():
         return "bad", idle.reason, idle.way_out
     if not gpus():
@@ -422,7 +439,7 @@ def check_health() -> Outcome:
 
 
 def check_links() -> Outcome:
-    """Copies between each two."""
+    """Check copies between each two GPUs."""
     if len(gpus()) < 2:
         return "ok", "none: there are not two GPUs"
     copies = in_a_fork(_copies, timeout_s=LOOK_TIMEOUT_S)
@@ -434,7 +451,7 @@ def check_links() -> Outcome:
 
 
 def check_nccl() -> Outcome:
-    """A real all-reduce, between ranks that are forks."""
+    """Check NCCL with a real all-reduce between ranks that are forks."""
     import torch.distributed
 
     from paceline.cluster.cluster import Cluster
@@ -463,7 +480,9 @@ def check_nccl() -> Outcome:
 
 
 def _cards() -> list[Card | None]:
-    """Of each GPU that torch can use; all of the machine where it can use none."""
+    """Return the card of each GPU that torch can use, or all cards of the machine if it can use
+    none.
+    """
     cards = nvml.read()
     if cards is None:
         return [None for _ in uuids()]
@@ -477,7 +496,7 @@ def _nccl_version() -> str:
 
 
 def _sum(context: Any) -> None:
-    """One rank's part of the all-reduce. Collective over the default group."""
+    """Do one rank's part of the all-reduce. Collective over the default group."""
     import torch
     import torch.distributed as dist
 
@@ -488,7 +507,10 @@ def _sum(context: Any) -> None:
 
 
 def _copies() -> list[tuple[int, int, float]]:
-    """From which GPU to which, and the median bytes a second; none where a GPU has no room for the copies."""
+    """Measure copies between GPUs: the source, the target and the median bytes a second.
+
+    A pair is left out if one of its GPUs has no room for the copies.
+    """
     import torch
 
     rates = []

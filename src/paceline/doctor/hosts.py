@@ -1,8 +1,10 @@
-"""What is between the hosts of a run: names, reachability, bandwidth and latency of each pair, the network card.
+"""Checks of the network of a run's hosts: names, network cards, and reachability, bandwidth and
+latency of each pair.
 
 The same command runs once on each host, as a training does (`launch/hosts/host_process.py`,
 `launch/hosts/environment.py`). The first host keeps a store where the others meet. Pairs take
-turns, each host with one other at a time."""
+turns, each host with one other at a time.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,14 @@ from paceline.launch.hosts import environment, host_process
 from paceline.launch.hosts.environment import address_towards, interface_towards
 from paceline.launch.hosts.run_keys import run_key
 
-PINGS = 20  # of which the median counts
+PINGS = 20  # for each pair; the median counts
 SEND_S = 0.4  # how long a host sends as fast as it can to another
 SEND_MOST_BYTES = 256 * 2**20
 CHUNK_BYTES = 2**20
 CONNECT_S = 5.0
-SLOW_PART = 0.5  # of the median pair's bandwidth; a pair below it is told: a ring goes at the pace of its slowest link
+# Part of the median pair's bandwidth below which a pair is reported: a ring is as fast as its
+# slowest link.
+SLOW_PART = 0.5
 GIVE_UP_S = (
     15.0  # after the time that torch was given: an error of torch's takes seconds on a busy machine
 )
@@ -41,7 +45,7 @@ GIVE_UP_S = (
 
 @dataclass(frozen=True)
 class HostPlace:
-    """This host among those of a run, and where they meet."""
+    """The number of this host among the hosts of a run, and the address where they meet."""
 
     index: int
     num_hosts: int
@@ -51,30 +55,26 @@ class HostPlace:
 
 @dataclass(frozen=True)
 class PairLink:
-    """From one host to another. error: why it was not reached."""
+    """The link from one host to another."""
 
     other: int
     latency_s: float = 0.0
     bytes_per_s: float = 0.0
-    error: str | None = None
+    error: str | None = None  # the reason why the other host was not reached
 
 
 @dataclass(frozen=True)
 class HostReport:
-    """What a host found.
-
-    meets_at: what it takes the meeting place's name for; None where it finds nothing. interface, address: that it
-    listens on. links: to each other host.
-    """
+    """The findings of one host."""
 
     index: int
     name: str
-    meets_at: str | None
-    interface: str | None
-    address: str | None
+    meets_at: str | None  # address that it finds for the meeting place's name; None if none
+    interface: str | None  # on which it listens
+    address: str | None  # on which it listens
     chosen_by: str
     versions: Mapping[str, str]
-    links: Sequence[PairLink] = field(default_factory=tuple)
+    links: Sequence[PairLink] = field(default_factory=tuple)  # to each other host
 
     @classmethod
     def decode(cls, text: str | bytes) -> HostReport:
@@ -83,7 +83,8 @@ class HostReport:
 
 
 def place_here() -> HostPlace:
-    """
+    """Return the place of this host, from the variables of the launcher.
+
     Raises:
         ClusterError: no launcher says which host this is, or its variables contradict each other.
     """
@@ -101,10 +102,12 @@ def place_here() -> HostPlace:
 
 
 def examine_hosts(place: HostPlace, *, timeout_s: float) -> list[Finding]:
-    """Meet the other hosts, measure, and find what is wrong; of hosts but the first, only what this one sees.
+    """Meet the other hosts, measure the links, and find what is wrong.
+
+    The first host returns the findings on all hosts, any other host only those that it sees itself.
 
     Raises:
-        PeerLost: hosts did not come, with which ones, or the first one is gone.
+        PeerLost: hosts did not come, which the message names, or the first host is gone.
         ClusterError: another host has the same number, or was told another number of hosts.
     """
     import torch.distributed as dist
@@ -141,9 +144,10 @@ def examine_hosts(place: HostPlace, *, timeout_s: float) -> list[Finding]:
 
 
 def _enter(place: HostPlace, store: Any) -> None:
-    """
+    """Register this host in the store.
+
     Raises:
-        ClusterError: the host's place contradicts what a host said before.
+        ClusterError: the host's place contradicts that of a host that has registered before.
     """
     others = int(store.compare_set("number of hosts", "", str(place.num_hosts)))
     if others != place.num_hosts:
@@ -159,7 +163,7 @@ def _enter(place: HostPlace, store: Any) -> None:
 
 
 def _store(place: HostPlace, timeout_s: float) -> Any:
-    """The store where hosts meet; as text, why it can't be used."""
+    """Return the store where hosts meet, or the reason as text if it can't be used."""
     import torch.distributed as dist
 
     def meet(address: str, is_first: bool = False) -> Any:
@@ -182,10 +186,10 @@ def _store(place: HostPlace, timeout_s: float) -> Any:
 
 
 def _refusal(meet: Callable[[str], Any], address: str, timeout_s: float) -> str | None:
-    """Why no store answers at the address, if so.
+    """Explain why no store answers at the address; None if one answers.
 
-    torch waits without end for another program that takes the connection and says nothing, so a fork tries. It also
-    keeps torch's stacks for itself.
+    A fork tries it, because torch would wait without end if another program takes the connection
+    and does not answer. The fork also hides the stacks that torch prints.
     """
 
     def attempt() -> str | None:
@@ -238,9 +242,10 @@ def _examined(place: HostPlace, store: Any, meets_at: str, timeout_s: float) -> 
 
 
 def _await(store: Any, keys: Sequence[str], timeout_s: float) -> None:
-    """
+    """Wait until the store has these keys.
+
     Raises:
-        PeerLost: hosts that did not come, with their numbers.
+        PeerLost: hosts did not come; the message has their numbers.
     """
     deadline_s = time.monotonic() + timeout_s
     while missing := [key.rpartition("/")[2] for key in keys if not store.check([key])]:
@@ -253,7 +258,9 @@ def _await(store: Any, keys: Sequence[str], timeout_s: float) -> None:
 
 
 def rounds(num_hosts: int) -> list[list[tuple[int, int]]]:
-    """Each host to each other, in rounds in which a host has one other at most; the circle method, there and back.
+    """Return all ordered pairs of hosts, in rounds in which each host is in one pair at most.
+
+    The pairs come from the circle method, and each round is followed by its reverse.
 
     >>> rounds(3)
     [[(1, 2)], [(2, 1)], [(0, 2)], [(2, 0)], [(0, 1)], [(1, 0)]]
@@ -322,7 +329,7 @@ def _address_of(interface: str | None) -> str | None:
 
 
 def _answer_all(listener: socket.socket, key: bytes) -> None:
-    """Until the listener is closed; one host at a time comes."""
+    """Answer the hosts that connect, one at a time, until the listener is closed."""
     while True:
         try:
             other, _ = listener.accept()
@@ -335,7 +342,9 @@ def _answer_all(listener: socket.socket, key: bytes) -> None:
 
 
 def _answer(other: socket.socket, key: bytes) -> None:
-    """Send back each byte of a ping, then take what comes until it ends, and say how many bytes came."""
+    """Send back each byte of a ping, then receive data until it ends, and send the number of bytes
+    that came.
+    """
     if not secrets.compare_digest(_exactly(other, len(key)), key):
         return
     for _ in range(PINGS):
@@ -347,7 +356,7 @@ def _answer(other: socket.socket, key: bytes) -> None:
 
 
 def measured(other: int, address: str | None, port: int, nonce: str) -> PairLink:
-    """The link to another host."""
+    """Measure the link to another host."""
     try:
         with socket.create_connection((address or "", port), timeout=CONNECT_S) as there:
             there.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -390,7 +399,7 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
 
 
 def findings_of(reports: Sequence[HostReport], place: HostPlace) -> list[Finding]:
-    """What the reports show."""
+    """Return the findings that follow from the reports of hosts."""
     findings = [
         Finding(
             f"host {each.index}",

@@ -1,4 +1,4 @@
-"""What this machine has for training, and what is wrong with it."""
+"""Checks of this machine: its equipment for training, and problems with it."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ PROBE_TIMEOUT_S = 30.0  # includes two imports of torch, some 10 s when all core
 PROBE_BYTES = 16 * 2**20  # one message of the bandwidth probe: a large gradient bucket
 
 GIB = 2**30
-# Docker gives containers 64 MiB of /dev/shm unless told; loader workers pass batches through it.
+# Docker gives containers 64 MiB of /dev/shm by default; loader workers pass batches through it.
 MIN_SHARED_MEMORY_BYTES = GIB // 2
 MIN_FREE_MEMORY_BYTES = 2 * GIB
 MIN_FREE_DISK_BYTES = 2 * GIB
 MIN_OPEN_FILES = 1024
 
-# What each package adds; none is needed to train.
+# The feature that each package adds; none is needed to train.
 _OPTIONAL_PACKAGES = {
     "scikit-learn": "examples",
     "accelerate": "benchmarks",
@@ -47,25 +47,25 @@ _OPTIONAL_PACKAGES = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at.
-
-    status: "ok", "warn" (works, but slower or not everywhere), or "bad" (training will fail or miss a device).
-    fix: What to do about it; None when there is nothing to do.
-    """
+    """The result of one check."""
 
     name: str
+    # "warn": works, but slower or not everywhere. "bad": training will fail or miss a device.
     status: Literal["ok", "warn", "bad"]
     detail: str
-    fix: str | None = None
+    fix: str | None = None  # what to do about it; None if there is nothing to do
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able form."""
+        """Return the finding as a document that JSON can hold."""
         return asdict(self)
 
 
 def examine() -> list[Finding]:
-    """Look at everything once; takes some seconds, because processes are started and talk to each other, on CPUs and on
-    two GPUs where there are as many."""
+    """Run all checks once.
+
+    This takes some seconds, because processes are started and send data to each other, on CPUs and,
+    if there are two, on GPUs.
+    """
     from paceline.doctor.gpus import CHECKS
 
     checks: dict[str, Callable[[], tuple[Any, ...]]] = {}
@@ -77,7 +77,7 @@ def examine() -> list[Finding]:
 
 
 def describe(findings: list[Finding]) -> str:
-    """The findings as text, one a line, each with its fix below."""
+    """Return the findings as text, one a line, each with its fix below."""
     width = max(len(finding.name) for finding in findings)
     lines = []
     for finding in findings:
@@ -236,7 +236,7 @@ def _nccl() -> _Outcome:
 
 
 def _gloo() -> _Outcome:
-    """Two processes reduce tensors over loopback, as ranks on one machine do."""
+    """Check gloo: two processes reduce tensors over loopback, as ranks on one machine do."""
     import torch.distributed
 
     if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
@@ -247,7 +247,8 @@ def _gloo() -> _Outcome:
         )
     with tempfile.TemporaryDirectory() as folder:
         code = "import sys; from paceline.doctor.machine import probe; probe(int(sys.argv[1]), sys.argv[2])"
-        # -P: a random.py or torch.py in the working folder must not be taken for the module of that name.
+        # -P: a random.py or torch.py in the working folder must not be taken for the module of that
+        # name.
         ranks = [
             subprocess.Popen(
                 [sys.executable, "-P", "-c", code, str(rank), f"{folder}/store"],
@@ -263,7 +264,7 @@ def _gloo() -> _Outcome:
 
 
 def _probed(ranks: list[subprocess.Popen[str]], deadline_s: float) -> _Outcome:
-    """What the two ranks of the probe found; neither outlives this call."""
+    """Return the result of the two ranks of the probe. Both have ended when this returns."""
     fix = "see whether a firewall or the sandbox stops connections over the loopback interface"
     try:
         outputs = [
@@ -287,10 +288,10 @@ def _probed(ranks: list[subprocess.Popen[str]], deadline_s: float) -> _Outcome:
 
 
 def probe(rank: int, store_path: str) -> None:
-    """One of the two ranks of the gloo check; rank 0 prints what it measured as JSON.
+    """Run one of the two ranks of the gloo check. Rank 0 prints its measurements as JSON.
 
-    The bandwidth is bytes of the tensor over the time of one all-reduce: on two ranks a ring moves just these
-    bytes through each rank.
+    The bandwidth is the bytes of the tensor divided by the time of one all-reduce, because on two
+    ranks a ring moves exactly these bytes through each rank.
     """
     from datetime import timedelta
 
@@ -314,7 +315,10 @@ def probe(rank: int, store_path: str) -> None:
 
 
 def _all_reduce_s(tensor: Any, *, repeats: int) -> float:
-    """Median time of an all-reduce, after one that isn't counted."""
+    """Return the median seconds of an all-reduce, after one that isn't counted.
+
+    Collective over the default group.
+    """
     import torch.distributed as dist
 
     times_s = []
@@ -326,7 +330,9 @@ def _all_reduce_s(tensor: Any, *, repeats: int) -> float:
 
 
 def _loopback_interface() -> dict[str, str]:
-    """The setting that keeps gloo on this machine whatever the host name resolves to."""
+    """Return the setting that keeps gloo on this machine, to whatever address the host name
+    resolves.
+    """
     for name, addresses in _interfaces().items():
         if "127.0.0.1" in addresses:
             return {"GLOO_SOCKET_IFNAME": name}
@@ -334,7 +340,7 @@ def _loopback_interface() -> dict[str, str]:
 
 
 def _interfaces() -> dict[str, list[str]]:
-    """Addresses of each network interface that is up, IPv4 only."""
+    """Return the addresses of each network interface that is up, IPv4 only."""
     import psutil
 
     states = psutil.net_if_stats()
@@ -347,7 +353,10 @@ def _interfaces() -> dict[str, list[str]]:
 
 
 def _host_name() -> _Outcome:
-    """gloo listens on what the host name resolves to; a loopback address there is out of other hosts' reach."""
+    """Check the address to which the host name resolves.
+
+    gloo listens on this address, and other hosts can't reach a loopback address.
+    """
     interfaces = _interfaces()
     listed = (
         ", ".join(f"{name} {' '.join(addresses)}" for name, addresses in interfaces.items())
