@@ -37,7 +37,8 @@ def test_a_fork_computes_in_parallel_after_its_parent_did(start_child: Any):
 _FAKES_THEN_A_FORK = """
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from paceline.base.fork import apart_from_cuda, in_a_fork
+from paceline.base.fork import in_a_fork
+from paceline.cluster.gpu_use import apart_from_cuda
 
 def backward():
     torch.ones((), requires_grad=True).backward()

@@ -525,7 +525,7 @@ def test_the_process_of_the_first_host_is_lost(
     hosts.check(tmp_path, job_file, "data=3", steps=160, within=1e-9)
 
 
-IMPATIENT = "from paceline.launch import elastic; elastic.JOIN_S = 8.0; from paceline.cli import main; main()"
+IMPATIENT = "from paceline.launch.hosts import elastic; elastic.JOIN_S = 8.0; from paceline.cli import main; main()"
 
 
 @pytest.mark.slow
