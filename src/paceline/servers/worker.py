@@ -50,12 +50,7 @@ _CONNECT_S = 60.0
 
 
 class Worker:
-    """One worker of a run. It holds the whole model and no optimizer state that matters.
-
-    schedule: the worker's own, as it may change more than learning rates: the model, or what its forward reads. A
-        server in the same process steps one that does so for both; this one then only catches up after a resume.
-    scheduled: how many steps it has taken; None before the first.
-    """
+    """One worker of a run. It holds the whole model and no optimizer state that matters."""
 
     def __init__(self, task: RankTask, *, number: int) -> None:
         context, job, plan, settings = task.context, task.job, task.plan, task.settings
@@ -110,8 +105,11 @@ class Worker:
         self.order = Order.of(job)
         self.turns = UpdateOrder(self.order, servers_of(plan))
         self.serves = Roles.of(plan, context.rank).server is not None
+        # A schedule may change the model, or what its forward reads, beside learning rates. So each
+        # worker steps one of its own. Beside a server in the same process, which steps the same
+        # schedule's functions, it is stepped only to catch up after a resume.
         self.schedule: Any = self.stepper.schedule
-        self.scheduled: int | None = None
+        self.scheduled: int | None = None  # steps that it has taken; None before the first order
         self.windows: Iterator[tuple[Window, list[MicroBatch]]] | None = None
         self.inbox = OrderInbox(
             self.control,
@@ -244,7 +242,7 @@ class Worker:
             self.observed_step = None
 
     def _follow_schedule(self, step: int) -> None:
-        """Let the schedule have taken so many steps."""
+        """Bring what the schedule has changed to where it is after `step` steps of the run."""
         if self.schedule is None:
             return
         if self.serves and self.scheduled is not None:
@@ -488,7 +486,7 @@ class Worker:
         ):
             logger.warning(
                 "training changes the attribute '%s', which servers don't save: a resumed run begins with "
-                "its first value",
+                "its first value, unless the learning-rate schedule sets it again",
                 attributes[0],
             )
         self.has_looked_at_attributes = True
