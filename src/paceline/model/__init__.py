@@ -1,1 +1,1 @@
-"""A model's forward as a graph of operators, cut into pieces along its own modules."""
+"""The one way to look at a model: its graph, what its forward reads and changes, and its cost."""

@@ -1,0 +1,1 @@
+"""Training and searches on the nodes of a Ray cluster."""

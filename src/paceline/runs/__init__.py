@@ -1,0 +1,1 @@
+"""A run as files: its folder, documents, figures, journal and provenance."""

@@ -1,0 +1,1 @@
+"""A rank's run: the feed, the step, the loop and the evaluation."""

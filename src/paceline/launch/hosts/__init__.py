@@ -1,0 +1,1 @@
+"""Ranks on several hosts: launchers, hosts that come and go, and how peers prove themselves."""

@@ -1,0 +1,1 @@
+"""One process: its signs of life, its failures, and memory that outlives it."""

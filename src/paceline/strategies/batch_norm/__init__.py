@@ -1,0 +1,1 @@
+"""Statistics of batch norms, joined over the replicas of any plan."""

@@ -1,0 +1,1 @@
+"""Work beside the step: copies in memory, drift, spikes and checks of memory and arithmetic."""

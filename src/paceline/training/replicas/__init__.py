@@ -1,0 +1,1 @@
+"""State that forwards change beside parameters, kept equal on all replicas."""
