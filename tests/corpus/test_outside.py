@@ -176,6 +176,31 @@ def test_workers_of_servers_see_what_a_schedule_sets(plan: str, has_own_step: bo
     assert [row["loss"] for row in result.history if "loss" in row] == [1.0, 2.0, 3.0, 4.0]
 
 
+def test_a_schedule_that_waits_for_a_metric_may_not_change_more_under_servers(tmp_path: Path):
+    """Servers alone step it. torch's own changes nothing but learning rates."""
+
+    class Changing(torch.optim.lr_scheduler.ReduceLROnPlateau):
+        def step(self, metrics: Any, epoch: Any = None) -> None:
+            super().step(metrics, epoch)
+
+    def job(kind: Any) -> paceline.Job:
+        return make_job(
+            lr_schedule=kind,
+            validation=torch.utils.data.TensorDataset(torch.ones(4, FEATURES), torch.ones(4, 3)),
+        )
+
+    with pytest.raises(
+        PacelineError, match="Changing has a step of its own that waits for a metric"
+    ):
+        paceline.train(job(Changing), "server=1 workers=2", run=tmp_path / "a", check=False)
+    paceline.train(
+        job(torch.optim.lr_scheduler.ReduceLROnPlateau),
+        "server=1 workers=2",
+        run=tmp_path / "b",
+        check=False,
+    )
+
+
 def test_a_loss_is_called_once_for_each_batch(tmp_path: Path):
     """Under a plan that looks at it beforehand: a count that it keeps in an object is that of its steps."""
     calls: list[int] = []

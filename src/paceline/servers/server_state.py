@@ -26,7 +26,11 @@ from paceline.training.initial import load_initial
 from paceline.training.job_options import as_made
 from paceline.training.optimizers.build import build_optimizer, refuse_coupled, refuse_kinds
 from paceline.training.optimizers.probe import is_elementwise
-from paceline.training.optimizers.schedule import build_schedule, step_schedule
+from paceline.training.optimizers.schedule import (
+    build_schedule,
+    step_schedule,
+    waits_for_metric,
+)
 from paceline.training.own_step.followers import followed
 from paceline.training.own_step.named_parts import load_models
 from paceline.training.prepare import build_in_files
@@ -157,6 +161,14 @@ class ServerState:
         if len(shards) > 1:
             refuse_coupled(self.optimizer, built.behaviour.reach, plan_key=f"server={len(shards)}")
         self.schedule = build_schedule(job, self.optimizer)
+        if waits_for_metric(self.schedule) and type(self.schedule).step is not (
+            torch.optim.lr_scheduler.ReduceLROnPlateau.step
+        ):
+            raise PlanRefused(
+                f"{type(self.schedule).__name__} has a step of its own that waits for a metric. Servers "
+                "step it, and workers would not see what it changes beside learning rates",
+                hint="a data=N plan, or torch's own ReduceLROnPlateau",
+            )
         self.shares_schedule = self.schedule is not None and servers_of(plan).colocate == "yes"
         self.made = as_made(job, self.optimizer_state, self.schedule)
         self.updated: set[str] = set()  # slices of the update under way that have had theirs
