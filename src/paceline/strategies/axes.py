@@ -10,8 +10,7 @@ Everything else about an axis follows from these facts.
     shard      samples and weights  each holds parts of tensors; gradients are summed
     tensor     weights              each holds parts of tensors; all compute the same loss
 
-Each axis is declared in the folder of its strategy. A strategy of another package can add axes;
-see `paceline.strategies.extensions`.
+A strategy of another package can add axes; see `paceline.strategies.extensions`.
 """
 
 from __future__ import annotations
@@ -54,3 +53,12 @@ class Axis:
         """Whether all ranks along the axis compute the same output, from the same batch and by all
         modules."""
         return not (self.cuts_batch or self.cuts_modules)
+
+
+PIPELINE = Axis("pipeline", cuts_modules=True, place="stage")
+PARTS = Axis("parts", cuts_modules=True, place="part")
+DATA = Axis("data", cuts_samples=True)
+SHARD = Axis("shard", cuts_samples=True, cuts_weights=True)
+TENSOR = Axis("tensor", cuts_weights=True)
+# Outermost first: ranks with successive numbers are neighbours along the last axis.
+AXES = (PIPELINE, PARTS, DATA, SHARD, TENSOR)

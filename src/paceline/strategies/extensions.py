@@ -9,22 +9,20 @@ from __future__ import annotations
 import warnings
 from functools import cache
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING
+from typing import Any
 
-if TYPE_CHECKING:
-    from paceline.strategies.axes import Axis
-    from paceline.strategies.strategy import Strategy
+from paceline.strategies.axes import Axis
 
 GROUP = "paceline.strategies"
 
 
 @cache
-def extensions() -> tuple[Strategy, ...]:
-    """Return the strategies of other packages in the order of their entry points' names.
+def extensions() -> tuple[Any, ...]:
+    """Return the `Strategy` values of other packages in the order of their entry points' names.
 
     A strategy that can't be imported is left out with a warning.
     """
-    known: list[Strategy] = []
+    known: list[Any] = []
     for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
         try:
             known.append(entry.load())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from paceline.base.errors import PlanError
 from paceline.strategies import extensions, modifiers
-from paceline.strategies.axes import Axis
 from paceline.strategies.compile.keys import KEYS as COMPILE
 from paceline.strategies.compress.keys import KEYS as COMPRESS
 from paceline.strategies.data.keys import KEYS as DATA
@@ -17,8 +16,7 @@ from paceline.strategies.server.keys import KEYS as SERVER
 from paceline.strategies.shard.keys import KEYS as SHARD
 from paceline.strategies.tensor.keys import KEYS as TENSOR
 
-# In the order of messages. Axes are outermost first: ranks with successive numbers are neighbours
-# along the last axis.
+# In the order of messages.
 BUILT_IN: tuple[PlanKeys, ...] = (
     PIPELINE,
     PLACE,
@@ -32,7 +30,6 @@ BUILT_IN: tuple[PlanKeys, ...] = (
     COMPILE,
     modifiers.KEYS,
 )
-AXES: tuple[Axis, ...] = tuple(axis for plan_keys in BUILT_IN for axis in plan_keys.axes)
 # The order of keys in a plan's text: axes, then synchronisation, schedule and modifiers.
 _ORDER = (
     "pipeline",

@@ -10,14 +10,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from paceline.base.errors import PlanError, nearest
 from paceline.strategies.axes import Axis
-
-if TYPE_CHECKING:
-    from paceline.strategies.plan import Plan
-    from paceline.strategies.synchronisation import Synchronisation
+from paceline.strategies.plan_fields import Synchronisation
 
 Record = Literal["axes", "sync", "schedule", "modifiers"]
 
@@ -130,10 +127,11 @@ class PlanKeys:
     # nothing in the plan.
     complete: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda values: values
     # Says what is wrong with a plan whose values are right one by one.
-    problems: Callable[[Plan], list[str]] = lambda plan: []
+    # This function and the two below take a `Plan`.
+    problems: Callable[[Any], list[str]] = lambda plan: []
     # Says how a relaxed plan differs from one device; "" for an exact plan.
-    relaxes: Callable[[Plan], str] = lambda plan: ""
-    exact: Callable[[Plan], Plan] = lambda plan: plan  # returns the plan without that difference
+    relaxes: Callable[[Any], str] = lambda plan: ""
+    exact: Callable[[Any], Any] = lambda plan: plan  # returns the plan without that difference
 
     def all(self) -> tuple[Key, ...]:
         """Return the keys of the axes and all others."""

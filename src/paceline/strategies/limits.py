@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.strategies.plan import RecomputeName
+from paceline.strategies.plan_fields import RecomputeName
 
 
 @dataclass(frozen=True, slots=True)

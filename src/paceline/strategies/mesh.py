@@ -9,8 +9,7 @@ from functools import cached_property
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
-from paceline.strategies.axes import Axis
-from paceline.strategies.key_registry import AXES
+from paceline.strategies.axes import AXES, Axis
 
 if TYPE_CHECKING:
     import torch

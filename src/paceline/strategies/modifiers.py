@@ -6,7 +6,7 @@ Any plan can have them, and they belong to no strategy.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paceline.base.errors import nearest
 from paceline.strategies.keys import (
@@ -18,9 +18,7 @@ from paceline.strategies.keys import (
     is_count,
     whole_number,
 )
-
-if TYPE_CHECKING:
-    from paceline.strategies.plan import Plan
+from paceline.strategies.plan_fields import Modifiers, PlanFields
 
 SHARES_BY = ("equal", "speed", "memory")
 ALLOWED_SHARES = f"{'|'.join(SHARES_BY)}|A:B:..."
@@ -42,7 +40,7 @@ def _problem_of_shares(value: Any) -> str:
     return "" if value in SHARES_BY else f"shares={value}: {nearest(str(value), SHARES_BY)}"
 
 
-def _problems(plan: Plan) -> list[str]:
+def _problems(plan: PlanFields) -> list[str]:
     shares = plan.modifiers.shares
     if not isinstance(shares, tuple) or len(shares) == plan.replicas or not is_count(plan.replicas):
         return []
@@ -51,8 +49,14 @@ def _problems(plan: Plan) -> list[str]:
     ]
 
 
-ACCUMULATE = count_or("auto", "accumulate", "modifiers", default=1, allowed="K|auto")
-SHARES = Key("shares", "modifiers", "equal", ALLOWED_SHARES, _read_shares, _problem_of_shares)
-DETERMINISTIC = choice("deterministic", "modifiers", ("yes", "no"), default="no")
+ACCUMULATE = count_or(
+    "auto", "accumulate", "modifiers", default=Modifiers().accumulate, allowed="K|auto"
+)
+SHARES = Key(
+    "shares", "modifiers", Modifiers().shares, ALLOWED_SHARES, _read_shares, _problem_of_shares
+)
+DETERMINISTIC = choice(
+    "deterministic", "modifiers", ("yes", "no"), default=Modifiers().deterministic
+)
 
 KEYS = PlanKeys(keys=(ACCUMULATE, SHARES, DETERMINISTIC), problems=_problems)

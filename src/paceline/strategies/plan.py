@@ -10,103 +10,36 @@ are in `strategies/*/keys.py`.
 from __future__ import annotations
 
 import json
-import math
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, get_args
 
 from paceline.base.errors import PlanError, nearest
 from paceline.strategies import extensions
-from paceline.strategies.axes import Axis
-from paceline.strategies.compile.keys import COMPILE, CompileName
-from paceline.strategies.compress.keys import COMPRESS, CompressName
-from paceline.strategies.key_registry import AXES, BUILT_IN, KEYS, key, keys
+from paceline.strategies.key_registry import BUILT_IN, KEYS, key, keys
 from paceline.strategies.keys import PlanKeys, Record, as_text, of_axis
-from paceline.strategies.modifiers import ACCUMULATE, DETERMINISTIC, SHARES
-from paceline.strategies.pipeline.keys import MICROBATCHES, SCHEDULE, VIRTUAL, ScheduleName
-from paceline.strategies.place.keys import PLACE
+from paceline.strategies.local.keys import Local, outer_steps
+from paceline.strategies.plan_fields import (
+    AllReduce,
+    Axes,
+    Modifiers,
+    PlanFields,
+    Schedule,
+    Synchronisation,
+)
 from paceline.strategies.plan_words import meant
-from paceline.strategies.recompute.keys import RECOMPUTE, RecomputeName
-from paceline.strategies.synchronisation import AllReduce, Synchronisation, ZeroStage
-
-if TYPE_CHECKING:
-    from paceline.strategies.local.keys import Local
 
 
 @dataclass(frozen=True, slots=True)
-class Axes:
-    """Sizes of the mesh axes, outermost first. An axis of size 1 is unused."""
-
-    pipeline: int = 1  # ranks that hold consecutive stages of the model
-    parts: int = 1  # ranks that hold the modules that a placement assigns to them
-    data: int = 1  # replicas that sum their gradients by all-reduce
-    shard: int = 1  # replicas that also share optimizer state, gradients and parameters
-    tensor: int = 1  # ranks that hold parts of each layer
-    # Axes of other packages' strategies with their sizes. They are outside all axes above.
-    others: tuple[tuple[str, int], ...] = ()
-
-    def sizes(self) -> dict[str, int]:
-        """Return the size of each axis by name, outermost first."""
-        return {**dict(self.others), **{axis.name: getattr(self, axis.name) for axis in AXES}}
-
-    def facts(self) -> tuple[Axis, ...]:
-        """Return the axes with what each one cuts, outermost first."""
-        return (*(extensions.axes()[name] for name, _ in self.others), *AXES)
-
-    def num_ranks(self, has: Callable[[Axis], bool]) -> int:
-        """Return the product of the sizes of the axes for which a predicate holds."""
-        sizes = self.sizes()
-        return math.prod(sizes[axis.name] for axis in self.facts() if has(axis))
-
-
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """The assignment of the model's modules to ranks, and the order in which these ranks work."""
-
-    # "auto", or a file with the modules of each part; "" for a plan without parts.
-    place: str = PLACE.default
-    schedule: ScheduleName = SCHEDULE.default  # of a pipeline
-    # Number of micro-batches of a replica's part of a step; "auto" is twice the number of ranks.
-    microbatches: int | Literal["auto"] = MICROBATCHES.default
-    virtual: int = VIRTUAL.default  # stages that a rank holds; above 1 only for "interleaved"
-
-
-@dataclass(frozen=True, slots=True)
-class Modifiers:
-    """Settings that any plan can have."""
-
-    # Micro-batches per update. "auto": as few as fit into each device's memory.
-    accumulate: int | Literal["auto"] = ACCUMULATE.default
-    # "full" keeps only each block's input for backward and recomputes the rest. "selective"
-    # recomputes the tensors between attention's products.
-    recompute: RecomputeName = RECOMPUTE.default
-    # "blocks" compiles each repeated block of the model with torch.compile; equal blocks share one
-    # compilation.
-    compile: CompileName = COMPILE.default
-    # How the global batch is cut over the replicas: "equal", by the devices' "speed" or "memory",
-    # or by one positive whole number per replica.
-    shares: Literal["equal", "speed", "memory"] | tuple[int, ...] = SHARES.default
-    # The form in which replicas send each other gradients, or the pseudo-gradients of outer steps.
-    compress: CompressName = COMPRESS.default
-    # "yes" for runs that repeat to the bit on the same devices.
-    deterministic: Literal["yes", "no"] = DETERMINISTIC.default
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(PlanFields):
     """One way to run a job. `Plan.parse(str(plan)) == plan` for every plan.
 
     Raises:
         PlanError: a value is out of range, or values contradict each other. The message names all
             problems.
     """
-
-    axes: Axes = field(default_factory=Axes)
-    sync: Synchronisation = field(default_factory=AllReduce)
-    schedule: Schedule = field(default_factory=Schedule)
-    modifiers: Modifiers = field(default_factory=Modifiers)
 
     def __post_init__(self) -> None:
         problems = _problems(self)
@@ -118,82 +51,9 @@ class Plan:
             )
 
     @property
-    def world_size(self) -> int:
-        """The number of ranks that the plan needs."""
-        return self.sync.num_ranks(self.axes)
-
-    @property
-    def uses_extensions(self) -> bool:
-        """Whether an axis of the plan belongs to a strategy of another package."""
-        return bool(self.axes.others)
-
-    @property
-    def num_workers(self) -> int:
-        """The number of ranks that compute gradients: all ranks except those that are only
-        servers."""
-        return self.sync.num_workers(self.axes)
-
-    @property
-    def num_copies(self) -> int:
-        """The number of copies of the model's weights, whole or in parts, on ranks that compute
-        with them."""
-        return self.sync.num_copies(self.axes)
-
-    @property
-    def splits_model(self) -> bool:
-        """Whether ranks hold different modules, or parts of layers."""
-        return self.axes.num_ranks(lambda axis: not axis.cuts_batch) > 1
-
-    @property
-    def model_cut(self) -> tuple[int, ...]:
-        """The sizes of the axes that cut the model.
-
-        Plans with equal cuts differ in their replicas at most.
-        """
-        sizes = self.axes.sizes()
-        return tuple(sizes[axis.name] for axis in self.axes.facts() if not axis.cuts_batch)
-
-    @property
-    def num_stage_ranks(self) -> int:
-        """The number of ranks over which micro-batches are scheduled in stages; 1 without a
-        pipeline."""
-        return self.axes.pipeline
-
-    @property
-    def has_schedule(self) -> bool:
-        """Whether a schedule determines the order of a step's micro-batches."""
-        return self.num_stage_ranks > 1
-
-    @property
-    def num_cpu_ranks(self) -> int:
-        """The number of first ranks that use the CPU even if the others have GPUs: they are only
-        servers."""
-        return self.sync.num_cpu_ranks
-
-    @property
-    def replicas(self) -> int:
-        """The number of ranks that see different samples."""
-        return self.sync.num_replicas(self.axes)
-
-    @property
-    def zero(self) -> ZeroStage:
-        """The ZeRO stage of the shard axis; see `AllReduce.zero`."""
-        return self.sync.zero if isinstance(self.sync, AllReduce) else 3
-
-    @property
-    def num_microbatches(self) -> int:
-        """The number of micro-batches of a replica's part of a step.
-
-        "auto" must be resolved before.
-        """
-        count = self.schedule.microbatches if self.has_schedule else self.modifiers.accumulate
-        assert isinstance(count, int), "'auto' is resolved before ranks start"
-        return count
-
-    @property
     def outer_steps(self) -> Local | None:
         """The settings of outer steps; None if replicas combine their gradients in every step."""
-        return self.sync.outer_steps
+        return outer_steps(self)
 
     @property
     def relaxed(self) -> str | None:

@@ -10,7 +10,7 @@ from paceline.model.cost.profile import Segment
 from paceline.simulate.program import Collective
 from paceline.strategies.costs import Step, small_all_reduce
 from paceline.strategies.plan import Plan
-from paceline.strategies.synchronisation import AllReduce
+from paceline.strategies.plan_fields import AllReduce
 
 # torch's names of the operator on CPUs and on GPUs, and the index of its argument `training`.
 _NAMES, _TRAINING = ("native_batch_norm", "cudnn_batch_norm"), 5

@@ -1,10 +1,10 @@
 """The plan key `compile`."""
 
-from typing import Literal, get_args
+from typing import get_args
 
 from paceline.strategies.keys import PlanKeys, choice
+from paceline.strategies.plan_fields import CompileName, Modifiers
 
-CompileName = Literal["none", "blocks"]
-COMPILE = choice("compile", "modifiers", get_args(CompileName), default="none")
+COMPILE = choice("compile", "modifiers", get_args(CompileName), default=Modifiers().compile)
 
 KEYS = PlanKeys(keys=(COMPILE,))

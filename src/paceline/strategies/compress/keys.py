@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import get_args
 
 from paceline.strategies.keys import PlanKeys, choice
+from paceline.strategies.plan_fields import CompressName, Modifiers, PlanFields
 from paceline.strategies.server.keys import Servers
 
-if TYPE_CHECKING:
-    from paceline.strategies.plan import Plan
-
-CompressName = Literal["none", "bf16", "int8", "topk", "powersgd"]
 COMPRESSIONS: tuple[CompressName, ...] = get_args(CompressName)
-COMPRESS = choice("compress", "modifiers", COMPRESSIONS, default="none")
+COMPRESS = choice("compress", "modifiers", COMPRESSIONS, default=Modifiers().compress)
 
 
-def _problems(plan: Plan) -> list[str]:
+def _problems(plan: PlanFields) -> list[str]:
     if plan.modifiers.compress == "none" or plan.axes.data != 1 or isinstance(plan.sync, Servers):
         return []
     return [
@@ -25,7 +22,7 @@ def _problems(plan: Plan) -> list[str]:
     ]
 
 
-def _relaxes(plan: Plan) -> str:
+def _relaxes(plan: PlanFields) -> str:
     if plan.modifiers.compress == "none":
         return ""
     senders = "workers and servers" if isinstance(plan.sync, Servers) else "replicas"

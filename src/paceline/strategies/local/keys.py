@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 from paceline.base.errors import PlanError
 from paceline.strategies.keys import PlanKeys, choice, count
-from paceline.strategies.synchronisation import AllReduce, Synchronisation
-
-if TYPE_CHECKING:
-    from paceline.strategies.plan import Plan
+from paceline.strategies.plan_fields import AllReduce, PlanFields, Synchronisation
 
 OuterName = Literal["average", "diloco"]
 OUTERS: tuple[OuterName, ...] = get_args(OuterName)
@@ -34,8 +31,15 @@ class Local(Synchronisation):
     fragments: int = FRAGMENTS.default
 
     @property
-    def outer_steps(self) -> Local | None:
-        return self if self != Local(1) else None
+    def leaves_state(self) -> bool:
+        """Whether no outer step holds state between two updates; see `Synchronisation`."""
+        return self == Local(1)
+
+
+def outer_steps(plan: PlanFields) -> Local | None:
+    """Return the settings of a plan's outer steps; None if replicas combine their gradients in
+    every step."""
+    return plan.sync if isinstance(plan.sync, Local) and plan.sync != Local(1) else None
 
 
 def _complete(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -53,7 +57,7 @@ def _complete(values: Mapping[str, Any]) -> Mapping[str, Any]:
     return values
 
 
-def _problems(plan: Plan) -> list[str]:
+def _problems(plan: PlanFields) -> list[str]:
     if not isinstance(order := plan.sync, Local):
         return []
     problems = []
@@ -67,8 +71,8 @@ def _problems(plan: Plan) -> list[str]:
     return problems
 
 
-def _relaxes(plan: Plan) -> str:
-    if (order := plan.outer_steps) is None:
+def _relaxes(plan: PlanFields) -> str:
+    if (order := outer_steps(plan)) is None:
         return ""
     return f"replicas take {order.local} steps on their own samples between outer steps" + (
         " with Nesterov momentum" if order.outer == "diloco" else ""
@@ -81,5 +85,5 @@ KEYS = PlanKeys(
     complete=_complete,
     problems=_problems,
     relaxes=_relaxes,
-    exact=lambda plan: plan if plan.outer_steps is None else replace(plan, sync=AllReduce()),
+    exact=lambda plan: plan if outer_steps(plan) is None else replace(plan, sync=AllReduce()),
 )

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, get_args
 
 from paceline.base.errors import PlanError
-from paceline.strategies.axes import Axis
+from paceline.strategies.axes import PIPELINE
 from paceline.strategies.keys import PlanKeys, choice, count, count_or
+from paceline.strategies.plan_fields import PlanFields, Schedule, ScheduleName
 
-if TYPE_CHECKING:
-    from paceline.strategies.plan import Plan
-
-ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
-SCHEDULE = choice("schedule", "schedule", SCHEDULES, default="1f1b")
-MICROBATCHES = count_or("auto", "microbatches", "schedule", default="auto", allowed="M|auto")
+SCHEDULE = choice("schedule", "schedule", SCHEDULES, default=Schedule().schedule)
+MICROBATCHES = count_or(
+    "auto", "microbatches", "schedule", default=Schedule().microbatches, allowed="M|auto"
+)
 VIRTUAL = count("virtual", "schedule", "V")
 LEAST_VIRTUAL = 2  # smallest number of stages per rank in the interleaved schedule
 
 
-def splits_backward(plan: Plan) -> bool:
+def splits_backward(plan: PlanFields) -> bool:
     """Whether a stage's backward consists of two actions: gradients of inputs, and gradients of
     weights."""
     return plan.schedule.schedule == "zero-bubble"
@@ -39,7 +38,7 @@ def _complete(values: Mapping[str, Any]) -> Mapping[str, Any]:
     )
 
 
-def _problems(plan: Plan) -> list[str]:
+def _problems(plan: PlanFields) -> list[str]:
     order, problems = plan.schedule, []
     if (order.virtual > 1) != (order.schedule == "interleaved"):
         problems.append(
@@ -61,7 +60,7 @@ def _problems(plan: Plan) -> list[str]:
 
 
 KEYS = PlanKeys(
-    axes=(Axis("pipeline", cuts_modules=True, place="stage"),),
+    axes=(PIPELINE,),
     keys=(SCHEDULE, MICROBATCHES, VIRTUAL),
     complete=_complete,
     problems=_problems,

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paceline.base.errors import PlanError
-from paceline.strategies.axes import Axis
+from paceline.strategies.axes import PARTS
 from paceline.strategies.keys import Key, PlanKeys
-
-if TYPE_CHECKING:
-    from paceline.strategies.plan import Plan
+from paceline.strategies.plan_fields import PlanFields, Schedule
 
 
 def _problem(value: Any) -> str:
@@ -24,7 +22,7 @@ def _problem(value: Any) -> str:
     return ""
 
 
-PLACE = Key("place", "schedule", "", "auto|FILE", lambda name, text: text, _problem)
+PLACE = Key("place", "schedule", Schedule().place, "auto|FILE", lambda name, text: text, _problem)
 
 
 def _complete(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -35,7 +33,7 @@ def _complete(values: Mapping[str, Any]) -> Mapping[str, Any]:
     return values
 
 
-def _problems(plan: Plan) -> list[str]:
+def _problems(plan: PlanFields) -> list[str]:
     problems = []
     if (plan.schedule.place != "") != (plan.axes.parts != 1):
         problems.append(
@@ -48,7 +46,7 @@ def _problems(plan: Plan) -> list[str]:
 
 
 KEYS = PlanKeys(
-    axes=(Axis("parts", cuts_modules=True, place="part"),),
+    axes=(PARTS,),
     keys=(PLACE,),
     complete=_complete,
     problems=_problems,

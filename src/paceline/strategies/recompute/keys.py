@@ -1,10 +1,10 @@
 """The plan key `recompute`."""
 
-from typing import Literal, get_args
+from typing import get_args
 
 from paceline.strategies.keys import PlanKeys, choice
+from paceline.strategies.plan_fields import Modifiers, RecomputeName
 
-RecomputeName = Literal["none", "selective", "full"]
-RECOMPUTE = choice("recompute", "modifiers", get_args(RecomputeName), default="none")
+RECOMPUTE = choice("recompute", "modifiers", get_args(RecomputeName), default=Modifiers().recompute)
 
 KEYS = PlanKeys(keys=(RECOMPUTE,))

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from paceline.base.errors import PlanError
 from paceline.strategies.keys import PlanKeys, as_text, choice, count, count_or
-from paceline.strategies.synchronisation import AllReduce, Synchronisation
-
-if TYPE_CHECKING:
-    from paceline.strategies.plan import Axes, Plan
+from paceline.strategies.plan_fields import (
+    AllReduce,
+    AnyPlan,
+    Axes,
+    PlanFields,
+    Synchronisation,
+)
 
 SERVER = count("server", "sync", "S", default=0, counts_ranks=True)
 WORKERS = count("workers", "sync", "W", default=0, counts_ranks=True)
@@ -66,7 +69,7 @@ class Servers(Synchronisation):
         """False: servers change the state while workers compute."""
         return False
 
-    def of_forwards(self, plan: Plan) -> Plan:
+    def of_forwards(self, plan: AnyPlan) -> AnyPlan:
         """Return the plan for runs without updates, in which workers become replicas."""
         return replace(plan, axes=replace(plan.axes, data=self.workers), sync=AllReduce())
 
@@ -93,7 +96,7 @@ def _complete(values: Mapping[str, Any]) -> Mapping[str, Any]:
     return values
 
 
-def _problems(plan: Plan) -> list[str]:
+def _problems(plan: PlanFields) -> list[str]:
     if not isinstance(sync := plan.sync, Servers):
         return []
     problems = []
@@ -117,7 +120,7 @@ def _problems(plan: Plan) -> list[str]:
     return problems
 
 
-def _relaxes(plan: Plan) -> str:
+def _relaxes(plan: PlanFields) -> str:
     stale = isinstance(plan.sync, Servers) and plan.sync.staleness != 0
     return (
         "gradients are of weights that miss updates made meanwhile by other workers"
@@ -126,7 +129,7 @@ def _relaxes(plan: Plan) -> str:
     )
 
 
-def _exact(plan: Plan) -> Plan:
+def _exact(plan: AnyPlan) -> AnyPlan:
     if not isinstance(plan.sync, Servers):
         return plan
     return replace(plan, sync=replace(plan.sync, staleness=0, damping="none"))

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paceline.base.errors import PlanError
-from paceline.strategies.axes import Axis
+from paceline.strategies.axes import SHARD
 from paceline.strategies.keys import Key, PlanKeys, is_count, whole_number
-from paceline.strategies.synchronisation import AllReduce
-
-if TYPE_CHECKING:
-    from paceline.strategies.plan import Plan
+from paceline.strategies.plan_fields import AllReduce, PlanFields
 
 ZERO = Key(
     "zero",
     "sync",
-    3,
+    AllReduce().zero,
     "1|2|3",
     lambda name, text: whole_number(name, text, allowed="1|2|3"),
     lambda value: "" if is_count(value) and value <= 3 else f"zero={value} must be 1, 2 or 3",
@@ -32,14 +29,14 @@ def _complete(values: Mapping[str, Any]) -> Mapping[str, Any]:
     return values
 
 
-def _problems(plan: Plan) -> list[str]:
+def _problems(plan: PlanFields) -> list[str]:
     if plan.zero == ZERO.default or plan.axes.shard > 1:
         return []
     return [f"zero={plan.zero} splits the shard axis, and the plan has none: add shard=N"]
 
 
 KEYS = PlanKeys(
-    axes=(Axis("shard", cuts_samples=True, cuts_weights=True),),
+    axes=(SHARD,),
     keys=(ZERO,),
     sync=AllReduce,
     complete=_complete,

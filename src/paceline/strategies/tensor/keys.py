@@ -1,6 +1,6 @@
 """The plan key `tensor`."""
 
-from paceline.strategies.axes import Axis
+from paceline.strategies.axes import TENSOR
 from paceline.strategies.keys import PlanKeys
 
-KEYS = PlanKeys(axes=(Axis("tensor", cuts_weights=True),))
+KEYS = PlanKeys(axes=(TENSOR,))
