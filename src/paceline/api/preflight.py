@@ -158,7 +158,7 @@ def _initial(job: Job) -> Iterator[tuple[str, Weights]]:
     """Yield the initial weights of each model with the model's name; weights from a function are
     left to the ranks.
     """
-    from paceline.job.own_step import init_of
+    from paceline.job.named_fields import init_of
     from paceline.job.pretrained import Weights
 
     sources: Iterator[tuple[str, Any]] = (

@@ -12,8 +12,6 @@ from paceline.base.errors import UsageError
 if TYPE_CHECKING:
     import torch
 
-    from paceline.job import Job
-
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
@@ -104,7 +102,7 @@ class Requests:
 class RunHandle:
     """A run, as its callbacks see it."""
 
-    job: Job
+    job: Any  # the `Job`, whose module imports this one
     plan: str
     folder: Path  # the run folder
     total_steps: int | None  # None if the end of a stream decides
@@ -199,7 +197,7 @@ class Callback:
     exception.
     """
 
-    def problem(self, job: Job) -> str | None:
+    def problem(self, job: Any) -> str | None:
         """Explain why the job can't have this callback; None if it can.
 
         This is called when the job is made.

@@ -12,10 +12,11 @@ from functools import cached_property
 from typing import Any, Literal, get_args
 
 from paceline.base.errors import JobError, nearest
-from paceline.job import foreign_fields, given_data, own_step
+from paceline.job import foreign_fields, given_data, named_fields
 from paceline.job.callback import Callback
 from paceline.job.loaders import Loading
 from paceline.job.losses import OwnLoss
+from paceline.job.own_step import FollowerModel
 from paceline.job.phases import FIGURES, BatchSizes, ChangingBatch, Collates, Phases, StepWindows
 from paceline.job.pretrained import Weights
 
@@ -102,7 +103,7 @@ class Job:
     models: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
     optimizers: Mapping[str, Any] = field(default_factory=dict)
     step: Callable[[Any, Any], None] | None = None
-    followers: Mapping[str, own_step.FollowerModel] = field(default_factory=dict)
+    followers: Mapping[str, FollowerModel] = field(default_factory=dict)
     validate: Callable[[Any, Any], Any] | None = None
     loss: Callable[[Any, Any], Any] | None = None
     sampler: Any = None
@@ -134,9 +135,9 @@ class Job:
             object.__setattr__(self, name, value)
         if isinstance(self.collate, Phases):
             object.__setattr__(self, "collate", Collates(self.collate))
-        problems = list(own_step.problems(self))
+        problems = list(named_fields.problems(self))
         if self.models and not problems:
-            for name, value in own_step.derived(self).items():
+            for name, value in named_fields.derived(self).items():
                 object.__setattr__(self, name, value)
         problems += [] if problems else _problems(self)
         if problems:
@@ -161,7 +162,7 @@ class Job:
     @property
     def own_step(self) -> Callable[[Any, Any], None] | None:
         """The step function of a job with named models; None for a job with one model."""
-        return (self.step or own_step.default_step(self)) if self.models else None
+        return (self.step or named_fields.default_step(self)) if self.models else None
 
     @property
     def own_validate(self) -> Callable[[Any, Any], Any] | None:
@@ -169,7 +170,7 @@ class Job:
         nor a loss.
         """
         return self.validate or (
-            own_step.default_validate(self) if self.models and self.loss is not None else None
+            named_fields.default_validate(self) if self.models and self.loss is not None else None
         )
 
     @property

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from paceline.checkpoint.pieces import Region
 from paceline.job import Job
-from paceline.job.own_step import init_of
+from paceline.job.named_fields import init_of
 from paceline.job.pretrained import Weights
 from paceline.training.initial import matched, source_of
 

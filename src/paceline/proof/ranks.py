@@ -13,7 +13,7 @@ from typing import Any
 from paceline.base.errors import CheckpointError, NotDeterministic
 from paceline.base.logs import without_notes
 from paceline.cluster.cluster import Cluster
-from paceline.job import Job, Precision, own_step
+from paceline.job import Job, Precision, named_fields
 from paceline.launch.local.ranks import run_local
 from paceline.planner.resolve import Resolved
 from paceline.strategies.plan import Plan
@@ -95,7 +95,7 @@ def in_precision(job: Job, precision: Precision, random: Any) -> Job:
             job,
             precision=precision,
             model=None,  # type: ignore[arg-type]
-            **own_step.with_builders(job, random.building),
+            **named_fields.with_builders(job, random.building),
         )
     return replace(job, precision=precision, model=random.building(job.model))
 

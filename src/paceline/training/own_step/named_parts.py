@@ -15,9 +15,10 @@ from torch import nn
 from paceline.base.errors import JobError
 from paceline.cluster.devices import Device
 from paceline.job import Job
+from paceline.job.named_fields import init_of
 from paceline.job.named_models import NamedModels, build_named_model
 from paceline.job.named_optimizers import NamedOptimizers
-from paceline.job.own_step import init_of, spec
+from paceline.job.own_step import spec
 from paceline.model.tensors import tensors_in
 from paceline.strategies.compose import Synchroniser, prepare
 from paceline.strategies.layout import Extent, Layout, Report
