@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
@@ -16,7 +17,6 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from conditions import PATIENCE_S, until
 from hypothesis import settings
 from later import needed
 from preloaded import OF_FORKS, capture_once, use_huge_pages
@@ -97,23 +97,6 @@ _LONGEST = (
 )
 
 
-_WHOLE_TIMES = (
-    3  # as long as a test may take otherwise: checks and predictions are processes beside its runs
-)
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--whole",
-        action="store_true",
-        help="runs inside tests are checked against one device and predicted, as outside of tests",
-    )
-
-
-def _is_whole(config: pytest.Config) -> bool:
-    return bool(config.getoption("--whole"))
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_collect_file() -> Generator[None, list[pytest.Collector], list[pytest.Collector]]:
     """Doctests are in the sources: a search of the tests for them takes time, and would import Keras."""
@@ -121,11 +104,9 @@ def pytest_collect_file() -> Generator[None, list[pytest.Collector], list[pytest
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of many plans have a small form; the longest files come first."""
     _leave_small_forms(items)
-    if _is_whole(config):
-        _give_more_time(config, items)
     gc.freeze()  # the tests' own modules: a collection, in forks too, would go through them and write to each page
     use_huge_pages()
     place = {_HERE / name: number for number, name in enumerate(_LONGEST)}
@@ -148,15 +129,6 @@ def _leave_small_forms(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.slow)
 
 
-def _give_more_time(config: pytest.Config, items: list[pytest.Item]) -> None:
-    for item in items:
-        marker = item.get_closest_marker("timeout")
-        timeout_s = float(
-            marker.args[0] if marker else config.getoption("timeout") or config.getini("timeout")
-        )
-        item.add_marker(pytest.mark.timeout(timeout_s * _WHOLE_TIMES), append=False)
-
-
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test is taken for a rank of the launcher that the suite itself runs under, and ranks have one thread: several
@@ -174,12 +146,9 @@ def huge_pages() -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def plain_runs(pytestconfig: pytest.Config) -> Iterator[None]:
+def plain_runs() -> Iterator[None]:
     """Runs inside of tests, and of fixtures that tests share, are not held against one device first, nor are they
-    predicted: beside short runs that takes as long as they do, and a fork for each. Under `--whole` they are."""
-    if _is_whole(pytestconfig):
-        yield
-        return
+    predicted: beside short runs that takes as long as they do, and a fork for each."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(aside, "run_beside", _run_afterwards)
         patch.setattr(checks, "first_update", lambda *args, **options: None)
@@ -220,9 +189,8 @@ def marked_runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.fixture
 def undrawn_searches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Searches draw no figures, which take longer than their trials, but in tests that are marked for it and under
-    `--whole`."""
-    if not (request.node.get_closest_marker("drawn_searches") or _is_whole(request.config)):
+    """Searches draw no figures, which take longer than their trials, but in tests that are marked for it."""
+    if not request.node.get_closest_marker("drawn_searches"):
         monkeypatch.setattr("paceline.searches.report.draw", lambda study, objectives, run_dir: [])
 
 
@@ -267,9 +235,7 @@ def nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     before = set(psutil.Process().children(recursive=True))
     yield folder
-    _, left = psutil.wait_procs(
-        set(psutil.Process().children(recursive=True)) - before, timeout=PATIENCE_S
-    )
+    _, left = psutil.wait_procs(set(psutil.Process().children(recursive=True)) - before, timeout=60)
     assert not left, "processes are left running"
     assert not list(folder.glob("paceline-*")), "a meeting place is left"
 
@@ -288,16 +254,15 @@ class Child:
     def ranks(self, count: int) -> list[psutil.Process]:
         """Its ranks, once so many are there."""
         parent = psutil.Process(self.pid)
-        until(
+        wait_for(
             lambda: len(parent.children(recursive=True)) > count
         )  # and the process that forks them
         return parent.children(recursive=True)
 
-    def exit_code(self) -> int:
+    def exit_code(self, timeout_s: float = 60.0) -> int:
         """Wait for its end. A negative number is the signal that killed it."""
-        until(
-            lambda: psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE,
-            tell=lambda: self.stderr,
+        wait_for(
+            lambda: psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE, timeout_s=timeout_s
         )
         _, status = os.waitpid(self.pid, 0)
         self.pid = 0
@@ -348,7 +313,15 @@ def _be_child(work: Callable[[], Any], printed: Path) -> None:
         os._exit(code)
 
 
+def wait_for(condition: Callable[[], Any], *, timeout_s: float = 60.0) -> None:
+    """Return when the condition holds; fail when it doesn't in time."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, f"waited {timeout_s:g} s in vain"
+        time.sleep(0.02)
+
+
 @pytest.fixture(name="wait_for")
 def wait_for_fixture() -> Callable[..., None]:
     """`wait_for(condition)` returns when it holds."""
-    return until
+    return wait_for

@@ -18,6 +18,8 @@ from paceline.callbacks.controller import RunController
 from paceline.launch.local import ranks as local
 from paceline.training.parts.memory_checkpoint import Copier
 
+pytestmark = pytest.mark.timeout(120)
+
 GENERATOR = torch.Generator().manual_seed(0)
 INPUTS = torch.randn(60, 4, dtype=torch.float64, generator=GENERATOR)
 TARGETS = (

@@ -30,6 +30,7 @@ OUTSIDE = (
 )
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("plan", "jobs"),
     [

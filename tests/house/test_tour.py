@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import paceline
@@ -24,6 +25,12 @@ ABOVE_ALL = {"", "__main__", "cli", "pytest_plugin"}
 def rows() -> list[str]:
     """The folders of the table, from the lowest."""
     return re.findall(r"^\| `([a-z]+)/` \|", TOUR.read_text(), re.MULTILINE)
+
+
+def module_of(file: Path) -> str:
+    """The name of a module inside the package, such as `job.phases`; "" of the package itself."""
+    parts = file.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts).removesuffix("__init__").rstrip(".")
 
 
 def imports(node: ast.AST) -> Iterator[str]:
@@ -48,11 +55,7 @@ def test_imports_go_to_earlier_rows():
         path.name for path in PACKAGE.iterdir() if path.is_dir() and any(path.glob("*.py"))
     }
     for file in PACKAGE.rglob("*.py"):
-        module = (
-            ".".join(file.relative_to(PACKAGE).with_suffix("").parts)
-            .removesuffix("__init__")
-            .rstrip(".")
-        )
+        module = module_of(file)
         if module in ABOVE_ALL:
             continue
         own = order.index(module.split(".")[0])
@@ -63,3 +66,14 @@ def test_imports_go_to_earlier_rows():
                 upward.add((module, imported))
 
     assert upward == LAZY.keys()
+
+
+def test_no_files_import_each_other():
+    """Of every kind: files can be read in an order in which each one needs earlier ones alone."""
+    files = {module_of(file): file for file in PACKAGE.rglob("*.py")}
+    needed: dict[str, set[str]] = {}
+    for module, file in files.items():
+        names = {name.partition(".")[2] for name in imports(ast.parse(file.read_text()))}
+        needed[module] = (names & files.keys()) - {module, ""}
+
+    TopologicalSorter(needed).prepare()  # raises CycleError with the circle

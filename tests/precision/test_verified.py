@@ -31,6 +31,7 @@ OTHERS = (
         ],
     ),
 )
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.mark.parametrize("precision", ["fp16", *OTHERS])

@@ -72,7 +72,7 @@ def _without_one_optimizer(patch: pytest.MonkeyPatch) -> None:
         lambda self, name: (
             update(self, name)
             if name != "rest"
-            else self.waiting.difference_update(self.stepper.optimizer.names[name])
+            else self.waiting.difference_update(self.state.optimizer.names[name])
         ),
     )
 
@@ -101,6 +101,7 @@ PLANTED: dict[str, Plant] = {
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", [*JOBS, "memory_queue"])
 def test_verify_certifies_a_step_and_catches_a_planted_bug(name: str) -> None:
     """Replicas of unequal windows."""
@@ -110,6 +111,7 @@ def test_verify_certifies_a_step_and_catches_a_planted_bug(name: str) -> None:
     assert (right.verdict, wrong.verdict) == ("passed", "failed")
 
 
+@pytest.mark.timeout(300)
 def test_replicas_and_servers_take_a_step() -> None:
     """A small form of what follows for many jobs, and one bug."""
     *right, wrong = verified(
@@ -258,6 +260,7 @@ def _with_a_tenth(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", [*JOBS, "three_models"])
 def test_servers_make_each_update_of_a_step(name: str) -> None:
     """Matrices of Muon are whole on one server each; a follower's rows lie beside its source's. A planted bug is
@@ -270,6 +273,7 @@ def test_servers_make_each_update_of_a_step(name: str) -> None:
     assert [each.verdict for each in wrong] == ["failed"] * len(bugs)
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "chain",
     [
@@ -524,7 +528,7 @@ def test_what_a_rank_gathers_and_runs_alike() -> None:
     pieces = [MicroBatch(torch.zeros(2, 3), torch.zeros(2), 2)]
     verbs = Verbs.__new__(Verbs)
     verbs.batch, verbs.in_loss, verbs.first = StepBatch(pieces), False, 2
-    verbs.stepper = SimpleNamespace(  # type: ignore[assignment]
+    verbs.state = SimpleNamespace(  # type: ignore[assignment]
         device="cpu",
         note_verb=None,
         parts={"net": None},

@@ -24,6 +24,7 @@ from paceline.launch.hosts.shared_files import SharedFiles, marked
 from paceline.ray import nodes as on_ray
 
 pytestmark = [
+    pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore"),  # Ray's own
 ]
 

@@ -25,6 +25,7 @@ class Recurrent(nn.Module):
         return self.last(h)
 
 
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("plan", ["pipeline=2 microbatches=3 schedule=zero-bubble"])
 @in_turn(lambda plan: stateful_job(Recurrent))
 def test_weights_that_a_stage_uses_twice():
@@ -46,6 +47,7 @@ class Gated(nn.Module):
         return self.out(torch.tanh(self.last(y)) * gate)
 
 
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "plan", [f"pipeline={ranks} microbatches=3 schedule=zero-bubble" for ranks in (2, 3)]
 )

@@ -14,6 +14,8 @@ from paceline.base.logs import logger
 from paceline.training import display
 from paceline.training.display import Display, Progress
 
+pytestmark = pytest.mark.timeout(60)
+
 PROGRESS = Progress(
     step=30,
     total_steps=1000,

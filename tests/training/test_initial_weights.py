@@ -232,6 +232,7 @@ def test_no_file_and_no_kind_of_weights(tmp_path: Path) -> None:
         assert message in str(caught.value)
 
 
+@pytest.mark.timeout(240)
 def test_verify_holds_the_weights_against_one_device(tmp_path: Path) -> None:
     """A certificate covers them, and a rank that skips a weight fails it."""
     save_file(pretrained(), tmp_path / "weights.safetensors")
@@ -288,7 +289,7 @@ def test_a_rank_reads_its_part_alone(
             for name, p in stepper.parameters.items()
         )
 
-    monkeypatch.setattr("paceline.training.stepper.load_initial", measured)
+    monkeypatch.setattr("paceline.training.rank_state.load_initial", measured)
     for taken_mib, wrong in run_ranks(build, 2, timeout_s=100.0):
         assert wrong == 0.0
         assert taken_mib < 32

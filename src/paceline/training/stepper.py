@@ -5,58 +5,34 @@ synchronisers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from paceline.base.errors import JobError, PlanRefused, TrainingError
-from paceline.base.logs import logger
-from paceline.cluster.devices import Device
-from paceline.job import Job
-from paceline.job.modes import has_modes, set_mode
+from paceline.base.errors import TrainingError
 from paceline.job.order import Window
-from paceline.job.pretrained import Weights
-from paceline.model.float8 import left_in_bf16
-from paceline.model.forward_effects import sparsely_trained
 from paceline.strategies.compose import (
     end_evaluation,
-    held_elsewhere,
-    step_sync_of,
 )
 from paceline.strategies.layout import Whole
-from paceline.strategies.mesh import Mesh, is_about_parts, local_part
-from paceline.strategies.plan import Plan
-from paceline.strategies.shard.run import is_sharded
-from paceline.strategies.state_tensors import NOTHING_SAVED, StateTensor
+from paceline.strategies.mesh import local_part
 from paceline.strategies.step_sync import STEP_FIGURES, SyncedFigures
 from paceline.training.blame import blaming
 from paceline.training.clipping import clip, squared_norm
-from paceline.training.feed import DataShard, MicroBatch
-from paceline.training.freezing import Freezing
-from paceline.training.initial import load_initial
-from paceline.training.job_options import as_made
-from paceline.training.job_state import JobState
+from paceline.training.feed import MicroBatch
 from paceline.training.loss import LossSum
-from paceline.training.optimizers.build import build_optimizer, refuse_kinds
 from paceline.training.optimizers.closure import Closure, step_gathered
-from paceline.training.optimizers.schedule import build_schedule, step_schedule
-from paceline.training.own_step.followers import follow, refuse_apart
-from paceline.training.own_step.named_parts import ModelPart, load_models, prepare_models
-from paceline.training.own_step.stage_outputs import from_last_stage
+from paceline.training.optimizers.schedule import step_schedule
+from paceline.training.own_step.followers import follow
 from paceline.training.own_step.verbs import Verbs
-from paceline.training.parts.spikes import Spikes
-from paceline.training.prepare import prepare_job
+from paceline.training.rank_state import RankState
 from paceline.training.refusals import check_loss, check_used
-from paceline.training.replicas.buffers import ChangingBuffers
-from paceline.training.replicas.inplace_parameters import Edits, EditsDifferError
+from paceline.training.replicas.inplace_parameters import EditsDifferError
 from paceline.training.replicas.set_once import set_once
-from paceline.training.scaling import LossScale
-from paceline.training.trace import TraceRecorder
 from paceline.training.upload import uploaded
 from paceline.training.window import WindowWork
 
@@ -104,182 +80,8 @@ class Evaluation:
         return total / count if count else math.nan
 
 
-class Stepper:
-    """The model, optimizer and schedule of one rank. It takes steps together with the other ranks.
-
-    Attributes:
-        local_parameters: This rank's parameters by name, in the form in which it holds them (whole,
-            or a shard).
-        parameters: The trainable ones of these.
-        trainable: All trainable parameters of the model; stand-ins without memory if another rank
-            holds them.
-        trace: Records which work is done when, if it is set.
-        after_backward: Called when a window's gradients are computed, if it is set.
-        spikes: Judges each step before its update, if it is set; see `watch`.
-        groups: Names of the parameters in each of the optimizer's groups, on whichever rank they
-            are.
-        job_state: The state that the job keeps outside its models.
-        speaks_for_job: Whether that state is saved as it is on this rank.
-        has_modes: Whether the optimizer has other weights for evaluations.
-        trains: Whether the weights that it trains are in place.
-        made: What the job's functions made; see `as_made`.
-        optimizer_state: The state of the optimizer that is saved.
-        gathered: Tensors that the optimizer updates whole although ranks hold parts of them.
-        own_parts: Tensors held in parts of which the optimizer updates this rank's part.
-        needs_closure: Whether the optimizer evaluates the loss itself.
-        sparsely_trained: Parameters of this rank that get sparse gradients.
-        forwards_may_write: Whether a forward might write to a parameter. This is not checked on
-            CPUs.
-        freezing: Which parameters are frozen in which steps.
-        scaling: The scaling of losses; None except in fp16.
-        loss_number: This rank's number among those that compute a loss; keys random streams.
-        named_update: Takes the step of one of several optimizers, given its name and its parameters
-            on this rank.
-        before_update: Called before tensors are written to that only updates change; in each step,
-            and sometimes more than once.
-    """
-
-    def __init__(
-        self,
-        job: Job,
-        plan: Plan,
-        mesh: Mesh,
-        device: torch.device,
-        *,
-        devices: Sequence[Device] = (),
-        shares: Sequence[int] = (),
-    ) -> None:
-        """Prepare the job for this rank.
-
-        shares: the share of each replica in the global batch; equal ones if there are none.
-        """
-        self.job, self.mesh, self.device = job, mesh, device
-        self.loss_number = mesh.loss_number
-        self.named_update: Callable[[str, Mapping[str, torch.nn.Parameter]], None] = (
-            self.step_optimizer
-        )
-        self.before_update: Callable[[], None] = lambda: None
-        self.replica = mesh.replica
-        self.part = DataShard(shares or (1,) * plan.replicas, mesh.replica, plan.num_microbatches)
-        self.parts: dict[str, ModelPart] = {}
-        if job.models:
-            prepared, self.parts = prepare_models(
-                job, plan=plan, mesh=mesh, device=device, devices=devices
-            )
-        else:
-            prepared = prepare_job(job, plan=plan, mesh=mesh, device=device, devices=devices)
-        self.model, self.layout, self.synchronisers = (
-            prepared.model,
-            prepared.layout,
-            prepared.synchronisers,
-        )
-        self.attributes, self.forwards_may_write = prepared.attributes, prepared.forwards_may_write
-        self.step_sync = step_sync_of(self.synchronisers, mesh)
-        self.freezing = Freezing(job, self.model)
-        self.freezing.refuse_kept(self.kept())
-        self._begin_from(plan)
-        self.model.train()
-        if job.precision == "fp8" and mesh.rank == 0 and (reasons := left_in_bf16(self.model)):
-            logger.info(
-                "linear layers that stay in bf16: %s",
-                "; ".join(f"'{path}' {reason}" for path, reason in reasons.items()),
-            )
-        self.trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        self.local_parameters = dict(self.layout.module.named_parameters())
-        self.parameters = {name: p for name, p in self.local_parameters.items() if p.requires_grad}
-        sparse = sparsely_trained(self.model)
-        self.sparsely_trained = [p for name, p in self.parameters.items() if name in sparse]
-        built = build_optimizer(job, self.trainable, self.parameters, mesh=mesh, sparse=sparse)
-        refuse_kinds(built, plan)
-        self.optimizer: Any
-        self.optimizer, self.groups, self.optimizer_state = (
-            built.optimizer,
-            built.groups,
-            built.state,
-        )
-        self.gathered, self.own_parts = built.gathered, built.own_parts
-        self.needs_closure = built.behaviour.needs_closure
-        # This rank computes the loss for the first samples of each step.
-        self.speaks_for_job = (
-            not mesh.replica
-            and mesh.is_first_of_same_loss
-            and self.layout.has_output
-            and not (job.models and mesh.coordinates[mesh.stage_axis])
-        )
-        self.job_state = JobState(job, self.model)
-        self.has_modes, self.trains = has_modes(self.optimizer), True
-        self.scaling = LossScale() if job.precision == "fp16" else None
-        if self.scaling is not None and self.needs_closure:
-            raise JobError(
-                f"{type(self.optimizer).__name__} evaluates the loss itself, and a step of loss scaling has "
-                "one evaluation",
-                hint='precision="bf16" or "float32", or an optimizer without a closure',
-            )
-        self.schedule = build_schedule(job, self.optimizer)
-        self.made = as_made(job, self.optimizer_state, self.schedule)
-        refuse_apart(job.followers, self.local_parameters)
-        self.buffers = ChangingBuffers(self.model, with_frozen=self.step_sync.has_own_steps)
-        self.edits = Edits(
-            {name: p for name, p in self.local_parameters.items() if not is_sharded(p)}
-        )
-        self.has_begun = False
-        self.note_verb: Callable[[int, str], None] | None = (
-            None  # reports each verb of a job's own step
-        )
-        self.saw_unused = False
-        self.written: set[str] = (
-            set()
-        )  # parameters to which the first step wrote before its update, because hooks may update
-        self.untrained = set(job.models)  # models that no loss has trained so far
-        self.gradient_norm: float | None = None  # of the last step, before clipping
-        self.trace: TraceRecorder | None = None
-        self.after_backward: Callable[[], None] | None = None
-        self.spikes: Spikes | None = None
-
-    def watch(self, spikes: Spikes) -> None:
-        """Make no update with a spike.
-
-        Raises:
-            PlanRefused: each replica takes its own steps.
-            JobError: the optimizer evaluates the loss itself.
-        """
-        if self.step_sync.has_own_steps:
-            raise PlanRefused(
-                f"--on-spike {spikes.action}: under this plan replicas take steps of their own",
-                hint="data=N and shard=N decide about each step together",
-            )
-        if self.needs_closure:
-            raise JobError(
-                f"--on-spike {spikes.action}: {type(self.optimizer).__name__} evaluates the loss itself, "
-                "several times in a step",
-                hint="leave --on-spike out, or take an optimizer without a closure",
-            )
-        self.spikes = spikes
-
-    def _begin_from(self, plan: Plan) -> None:
-        """Load the job's initial weights, before the optimizer or anything else has seen those of
-        the seed.
-        """
-        if self.job.init is None:
-            return
-        if self.parts:
-            load_models(
-                self.job,
-                self.model,
-                dict(self.layout.module.named_parameters()),
-                self.layout.extents,
-            )
-        else:
-            module = self.layout.module
-            elsewhere = held_elsewhere(plan, module)
-            load_initial(
-                Weights.of(self.job.init),
-                self.model,
-                {name: p for name, p in module.named_parameters() if p not in elsewhere},
-                self.layout.extents,
-            )
-        for synchroniser in self.synchronisers:
-            synchroniser.restore(NOTHING_SAVED)
+class Stepper(RankState):
+    """The state of one rank, which takes steps together with the other ranks."""
 
     def step(
         self,
@@ -551,14 +353,6 @@ class Stepper:
         for name in self.job.followers:
             end_evaluation(self.parts[name].synchronisers)
 
-    def is_for_updates(self, name: str) -> bool:
-        """Whether nothing but an update writes to a tensor of a checkpoint: no forward, and no
-        strategy of the plan.
-        """
-        return name.startswith("optimizer/") or (
-            name.startswith("parameters/") and not self.forwards_may_write
-        )
-
     @contextmanager
     def evaluating(self, sample_share: float, *, step: int) -> Iterator[None]:
         """Synchronise, after the model is evaluated inside the block, the state that its forwards
@@ -666,16 +460,6 @@ class Stepper:
             self.after_backward()
         return work.tallies, used
 
-    def _digest(self, batches: Sequence[MicroBatch]) -> float:
-        """Return the digest of the samples that this rank reports. One rank of a replica reports
-        those of the replica.
-        """
-        return (
-            float(sum(batch.digest for batch in batches))
-            if self.mesh.is_first_of_same_samples
-            else 0.0
-        )
-
     def _figures(
         self,
         tallies: list[LossSum],
@@ -711,60 +495,6 @@ class Stepper:
             figures[_OVERFLOW] = overflow
         return figures
 
-    def loss_figures(
-        self,
-        tallies: list[LossSum],
-        flags: Sequence[float],
-        used: set[str],
-        trainable: Sequence[str],
-    ) -> torch.Tensor:
-        """Return this rank's figures of a loss, float64.
-
-        These are: the loss sum, its count, whether the loss is a sum, the flags, and for each of
-        these parameters whether it was used.
-        """
-        sums = sum(not tally.is_mean for tally in tallies) if self.mesh.is_first_of_same_loss else 0
-        return self._with_loss(
-            tallies, [float(sums), *flags, *(float(name in used) for name in trainable)]
-        )
-
-    def _with_loss(self, tallies: list[LossSum], figures: Sequence[float]) -> torch.Tensor:
-        """Return this rank's loss sum and its count, followed by the other figures; float64."""
-        if not self.mesh.is_first_of_same_loss:
-            tallies = []
-        on_device = [
-            tally.count
-            for tally in tallies
-            if isinstance(tally.count, torch.Tensor) and tally.count.device.type != "cpu"
-        ]
-        count = sum(
-            float(tally.count)
-            for tally in tallies
-            if not isinstance(tally.count, torch.Tensor) or tally.count.device.type == "cpu"
-        )
-        combined = uploaded(torch.tensor([0.0, count, *figures], dtype=torch.float64), self.device)
-        if tallies:
-            combined[0] += torch.stack([tally.total.to(self.device) for tally in tallies]).sum()
-        if on_device:
-            combined[1] += torch.stack([count.double() for count in on_device]).sum()
-        return combined
-
-    def shared_outputs(self, part: ModelPart, outputs: Sequence[Any]) -> Sequence[Any]:
-        """Return a model's outputs, on every rank that has the step's samples."""
-        if self.mesh.sizes[self.mesh.stage_axis] == 1:
-            return outputs
-        return from_last_stage(outputs, self.mesh, self.device)
-
-    @property
-    def all_go_back(self) -> bool:
-        """Whether ranks wait for each other in backward."""
-        return self.mesh.holds_parts or self.layout.meets_in_forward
-
-    @property
-    def merges_edits(self) -> bool:
-        """Whether replicas hold the same parameters after every step."""
-        return len(self.mesh.replicas) > 1 and not self.step_sync.has_own_steps
-
     def _before_forwards(self) -> None:
         """Record the state from which the next forwards start."""
         if not self.has_begun and len(self.mesh.replicas) > 1:
@@ -779,11 +509,6 @@ class Stepper:
         """
         edited = self.edits.end() if self.merges_edits else (False, False)
         return len(self.mesh.replicas) > 1 and bool(self.buffers.unsynced()), *edited
-
-    def _clear_gradients(self) -> None:
-        for p in self.local_parameters.values():
-            if p.grad is not None:
-                p.grad = None
 
     def _drop_unused(self, users: list[float]) -> None:
         """Drop the gradient of a parameter that no rank used, as on one device.
@@ -807,77 +532,6 @@ class Stepper:
                     },
                     step,
                 )
-
-    def scale_gradients(
-        self, factor: float | torch.Tensor, parameters: Mapping[str, torch.nn.Parameter]
-    ) -> None:
-        """Multiply the gradients of these parameters by a factor, in place.
-
-        factor: may be on the device, as a scalar in float64.
-        """
-        gradients = [local_part(p.grad) for p in parameters.values() if p.grad is not None]
-        if not gradients:
-            return
-        if isinstance(factor, torch.Tensor) and gradients[0].dtype == torch.float32:
-            factor = factor.float()  # so that one kernel can scale all of them
-        torch._foreach_mul_(gradients, factor)
-
-    def update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take a step of the optimizer, or of one of several. Collective if ranks hold parts of
-        tensors that it sees whole.
-        """
-        self.own_parts.before_update()
-        if self.gathered is not None:
-            self.gathered.before_update()
-        try:
-            if any(group["params"] for group in optimizer.param_groups):
-                optimizer.step()
-            else:  # other ranks update everything; schedules check whether a step was taken
-                optimizer._opt_called = True  # type: ignore[attr-defined]
-        except (RuntimeError, NotImplementedError) as error:
-            if not is_about_parts(error):
-                raise
-            raise JobError(
-                f"{type(optimizer).__name__} can't update sharded parameters: "
-                f"{str(error).splitlines()[0]}",
-                hint="use an optimizer that treats every element alike (AdamW, SGD; fused=True and "
-                "foreach=True work with them), or a data=N plan, which keeps parameters whole",
-            ) from error
-        self.own_parts.after_update()
-        if self.gathered is not None:
-            self.gathered.after_update()
-
-    def set_mode(self, *, trains: bool) -> None:
-        """Switch an optimizer that has other weights for evaluations to these or to the trained
-        weights.
-
-        Collective if ranks hold parts of tensors that it sees whole.
-        """
-        self.before_update()
-        self.own_parts.before_update()
-        if self.gathered is not None:
-            self.gathered.before_update()
-        set_mode(self.optimizer, is_training=trains)
-        self.own_parts.after_update()
-        if self.gathered is not None:
-            self.gathered.after_update()
-        self.trains = trains
-        if self.merges_edits:
-            self.edits.updated()
-
-    def step_optimizer(self, name: str, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        """Clip the gradients of one of several optimizers, and step it and its schedule. Collective
-        as `update` is.
-
-        parameters: those on this rank that it updates.
-        """
-        self.before_update()
-        greatest = self.optimizer.clips[name]
-        squares = squared_norm(greatest, parameters, self.layout.owned, self.mesh, self.device)
-        clip(greatest, parameters, squares.sqrt())
-        self.update(self.optimizer.members[name])
-        if self.schedule is not None:
-            step_schedule(self.schedule.of(name))
 
     def _update_with_closure(
         self,
@@ -965,17 +619,3 @@ class Stepper:
                 f"{type(self.optimizer).__name__} makes weights of it that are not finite",
                 hint="a lower learning rate, a line search, or clip=1.0",
             )
-
-    @property
-    def sent_bytes(self) -> float:
-        """The bytes that this rank has sent to other replicas so far: gradients or weights, and the
-        values on which they agree.
-        """
-        return self.step_sync.met_bytes + sum(
-            synchroniser.sent_bytes for synchroniser in self.synchronisers
-        )
-
-    def kept(self) -> Iterator[StateTensor]:
-        """Yield the state of the plan's strategies."""
-        for synchroniser in self.synchronisers:
-            yield from synchroniser.kept()

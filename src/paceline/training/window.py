@@ -19,7 +19,7 @@ from paceline.training.loss import LossSum, read_tally, with_gradient
 from paceline.training.prepare import autocast
 
 if TYPE_CHECKING:
-    from paceline.training.stepper import Stepper
+    from paceline.training.rank_state import RankState
 
 
 class WindowWork:
@@ -33,7 +33,7 @@ class WindowWork:
 
     def __init__(
         self,
-        stepper: Stepper,
+        state: RankState,
         window: Window,
         batches: list[MicroBatch],
         step: int,
@@ -41,8 +41,8 @@ class WindowWork:
         beat: Callable[[str], None],
         tell: Callable[[list[LossSum]], None],
     ) -> None:
-        self.stepper, self.window, self.step, self.part, self.beat = (
-            stepper,
+        self.state, self.window, self.step, self.part, self.beat = (
+            state,
             window,
             step,
             part,
@@ -50,17 +50,17 @@ class WindowWork:
         )
         self.tell, self.criterion, self.synchronisers = (
             tell,
-            stepper.job.criterion,
-            stepper.synchronisers,
+            state.job.criterion,
+            state.synchronisers,
         )
         self.place: tuple[int, ...] = ()
-        dtype = torch.float64 if stepper.job.precision == "float64" else None
-        self.batches = [batch.to(stepper.device, dtype) for batch in batches]
+        dtype = torch.float64 if state.job.precision == "float64" else None
+        self.batches = [batch.to(state.device, dtype) for batch in batches]
         self.tallies: list[LossSum] = []
         self.set_aside: dict[torch.nn.Parameter, torch.Tensor | None] = {}
         own_samples = sum(batch.samples for batch in batches)
-        self.samples = max(own_samples, 1) if stepper.step_sync.has_own_steps else window.count
-        scaling = stepper.scaling
+        self.samples = max(own_samples, 1) if state.step_sync.has_own_steps else window.count
+        scaling = state.scaling
         self.scale = 1.0 if scaling is None else scaling.scale
         self.latest = 0  # the micro-batch whose forward began last
         self.sum_scale = (
@@ -70,14 +70,14 @@ class WindowWork:
     def before_forward(self, microbatch: int, stage: int) -> None:
         self.latest = microbatch
         place = (self.part, microbatch, stage) if stage else (self.part, microbatch)
-        seed_streams(self.stepper.job.seed, "step", self.step, *place, *self.place)
+        seed_streams(self.state.job.seed, "step", self.step, *place, *self.place)
         self.beat("forward")
 
     def loss(self, microbatch: int, output: Any) -> torch.Tensor:
-        batch, job = self.batches[microbatch], self.stepper.job
-        with autocast(job, self.stepper.device):
+        batch, job = self.batches[microbatch], self.state.job
+        with autocast(job, self.state.device):
             tally = read_tally(self._explained_loss(output, microbatch), samples=batch.samples or 1)
-            tally = with_gradient(tally, output, backward_goes_on=self.stepper.all_go_back)
+            tally = with_gradient(tally, output, backward_goes_on=self.state.all_go_back)
         self.tallies.append(
             tally if batch.samples else LossSum(torch.zeros_like(tally.value), 0.0, tally.is_mean)
         )
@@ -103,13 +103,13 @@ class WindowWork:
                 error
             ):  # NotImplementedError is a RuntimeError
                 raise _reads_shards(str(error).splitlines()[0]) from error
-            if not self.stepper.job.models:
+            if not self.state.job.models:
                 note_sample(
                     error,
                     self.criterion,
                     output,
                     self.batches[microbatch].target,
-                    sample_names(self.stepper.job, self.stepper.part, self.window, microbatch),
+                    sample_names(self.state.job, self.state.part, self.window, microbatch),
                 )
             raise
         for part in value if isinstance(value, tuple | list) else [value]:
@@ -118,14 +118,14 @@ class WindowWork:
         return value
 
     def record(self, kind: str, label: str, start_s: float, end_s: float) -> None:
-        if self.stepper.trace is not None:
-            self.stepper.trace.add(kind, label, start_s, end_s)
+        if self.state.trace is not None:
+            self.state.trace.add(kind, label, start_s, end_s)
 
     def before_backward(self, microbatch: int) -> None:
         is_last = microbatch == len(self.batches) - 1
         self.drop_rows_of_stand_in()
         if not self.batches[microbatch].samples:
-            self.set_aside = {p: p.grad for p in self.stepper.sparsely_trained}
+            self.set_aside = {p: p.grad for p in self.state.sparsely_trained}
             for p in self.set_aside:
                 p.grad = None
         for synchroniser in self.synchronisers:

@@ -35,7 +35,7 @@ from paceline.training.window import WindowWork
 
 if TYPE_CHECKING:
     from paceline.job.order import Window
-    from paceline.training.stepper import Stepper
+    from paceline.training.rank_state import RankState
 
 
 class Verbs:
@@ -56,7 +56,7 @@ class Verbs:
 
     def __init__(
         self,
-        stepper: Stepper,
+        state: RankState,
         window: Window,
         batches: list[MicroBatch],
         step: int,
@@ -65,33 +65,33 @@ class Verbs:
         keeps_gradients: bool,
         is_first: bool,
     ) -> None:
-        self.stepper, self.window, self.step, self.beat = stepper, window, step, beat
+        self.state, self.window, self.step, self.beat = state, window, step, beat
         self.is_first = is_first
-        self.may_edit = stepper.merges_edits and (
+        self.may_edit = state.merges_edits and (
             is_first
-            or stepper.device.type == "cpu"
-            or bool(stepper.edits.names or limited_by_norm(stepper.model))
+            or state.device.type == "cpu"
+            or bool(state.edits.names or limited_by_norm(state.model))
         )
-        dtype = torch.float64 if stepper.job.precision == "float64" else None
-        self.batch = StepBatch([batch.to(stepper.device, dtype) for batch in batches])
+        dtype = torch.float64 if state.job.precision == "float64" else None
+        self.batch = StepBatch([batch.to(state.device, dtype) for batch in batches])
         self.first = min(
-            stepper.part.cuts(window.count)[0].start, window.count - 1
+            state.part.cuts(window.count)[0].start, window.count - 1
         )  # place of the first sample here
         self.draws = WindowDraws(
             rows=len(self.batch),
             first=self.first,
             count=window.count,
-            key=(stepper.job.seed, "own step", step),
-            device=stepper.device,
-            precision=stepper.job.precision,
+            key=(state.job.seed, "own step", step),
+            device=state.device,
+            precision=state.job.precision,
         )
         self.number = 0  # number of verbs so far; it keys their random streams
         self.in_loss = False
         self.loss, self.agreed = 0.0, list[_Agreed]()
-        self.users: dict[str, float] = dict.fromkeys(stepper.trainable, 0.0)
+        self.users: dict[str, float] = dict.fromkeys(state.trainable, 0.0)
         self.trained: set[str] = set()  # models that some backward names
         self.waiting: set[str] = set()  # parameters with gradients that no update has used
-        self.frozen = stepper.freezing.at(step, window.epoch)
+        self.frozen = state.freezing.at(step, window.epoch)
         self.let_go: set[str] = (
             set()
         )  # parameters without gradients: frozen or unused ones, and those on other ranks
@@ -100,7 +100,7 @@ class Verbs:
 
     def take(self) -> None:
         """Run the user's step. Collective as its verbs are."""
-        step = self.stepper.job.own_step
+        step = self.state.job.own_step
         assert step is not None
         with self.draws:
             returned: Any = step(self, self.batch)
@@ -120,8 +120,8 @@ class Verbs:
             TrainingError: a loss is not finite or counts nothing, or the step leaves gradients.
         """
         *_, agreed_flags = self._read([each for each in self.agreed if not each.is_read], flags)
-        if self.stepper.scaling is not None:
-            self.stepper.scaling.update(
+        if self.state.scaling is not None:
+            self.state.scaling.update(
                 is_skipped=self.has_overflowed, count=0.0, loss=self.loss, step=self.step
             )
         if self.waiting:
@@ -138,9 +138,9 @@ class Verbs:
         host_figures = [list(islice(read, len(each))) for each in figures]
         for each, (loss, count, _, is_edited, _, *users) in zip(agreed, host_figures, strict=False):
             each.is_read = True
-            overflows = self.stepper.scaling is not None and not math.isfinite(loss)
+            overflows = self.state.scaling is not None and not math.isfinite(loss)
             self.has_overflowed |= overflows
-            if not count and self.stepper.step_sync.has_own_steps:
+            if not count and self.state.step_sync.has_own_steps:
                 continue  # this replica has no samples
             check_loss(0.0 if overflows else loss, count, each.tallies, self.step, is_updated=True)
             if is_edited and not self.may_edit:
@@ -168,8 +168,8 @@ class Verbs:
         """See `StepContext`. If replicas take their own steps, places count among the replica's own
         samples.
         """
-        first = 0 if self.stepper.step_sync.has_own_steps else self.first
-        return torch.arange(first, first + len(self.batch), device=self.stepper.device)
+        first = 0 if self.state.step_sync.has_own_steps else self.first
+        return torch.arange(first, first + len(self.batch), device=self.state.device)
 
     def alike(self) -> AbstractContextManager[None]:
         """See `StepContext`."""
@@ -197,20 +197,20 @@ class Verbs:
                 f"{len(self.batch)} samples along dim 0",
                 hint="give it tensors with a row a sample",
             )
-        if self.stepper.step_sync.has_own_steps or self.stepper.step_sync.world_size == 1:
+        if self.state.step_sync.has_own_steps or self.state.step_sync.world_size == 1:
             return rows.detach().clone()
         flags = rows.dtype is torch.bool  # booleans have no sum
         all_rows = torch.zeros(
             self.window.count,
             *rows.shape[1:],
             dtype=torch.uint8 if flags else rows.dtype,
-            device=self.stepper.device,
+            device=self.state.device,
         )
-        if self.stepper.mesh.is_first_of_same_samples and any(
+        if self.state.mesh.is_first_of_same_samples and any(
             piece.samples for piece in self.batch.pieces
         ):
             all_rows[self.first : self.first + len(rows)] = rows
-        summed = self.stepper.step_sync.all_reduce_figures(all_rows.flatten()).view_as(all_rows)
+        summed = self.state.step_sync.all_reduce_figures(all_rows.flatten()).view_as(all_rows)
         return summed.bool() if flags else summed
 
     def run(self, model: str, inputs: Any, *, grad: bool | None = None, cut: bool = True) -> Any:
@@ -239,10 +239,10 @@ class Verbs:
         """Return the output for inputs that all ranks have. Random numbers are drawn alike on each
         rank.
         """
-        seed_streams(self.stepper.job.seed, "step", self.step, "alike", self.number)
-        with torch.no_grad(), autocast(self.stepper.job, self.stepper.device), apart():
+        seed_streams(self.state.job.seed, "step", self.step, "alike", self.number)
+        with torch.no_grad(), autocast(self.state.job, self.state.device), apart():
             output = part.layout.forward(MicroBatch(inputs, None, self.window.count))
-        return self.stepper.shared_outputs(part, [output])[0]
+        return self.state.shared_outputs(part, [output])[0]
 
     def _run_without_gradients(self, part: ModelPart, inputs: Any) -> Any:
         outputs, rows = [], []
@@ -258,19 +258,19 @@ class Verbs:
             if not is_needed and not part.layout.meets_in_forward:
                 continue
             seed_streams(
-                self.stepper.job.seed,
+                self.state.job.seed,
                 "step",
                 self.step,
-                self.stepper.loss_number,
+                self.state.loss_number,
                 number,
                 self.number,
             )
-            with torch.no_grad(), autocast(self.stepper.job, self.stepper.device):
+            with torch.no_grad(), autocast(self.state.job, self.state.device):
                 output = part.layout.forward(MicroBatch(piece_inputs, None, piece.samples))
             if is_needed:
                 outputs.append(output)
                 rows.append(max(piece.samples, 1))
-        return joined(self.stepper.shared_outputs(part, outputs), rows)
+        return joined(self.state.shared_outputs(part, outputs), rows)
 
     def _run_in_loss(self, part: ModelPart, inputs: Any, *, grad: bool) -> Any:
         model_inputs = inputs.input if isinstance(inputs, StepBatch) else inputs
@@ -279,8 +279,8 @@ class Verbs:
             with nullcontext() if grad else torch.no_grad():
                 return batch.call(part.layout.module)
         if (
-            part.name in self.stepper.job.followers
-            and self.stepper.mesh.sizes[self.stepper.mesh.stage_axis] == 1
+            part.name in self.state.job.followers
+            and self.state.mesh.sizes[self.state.mesh.stage_axis] == 1
         ):
             with torch.no_grad():
                 return part.layout.forward(batch)
@@ -305,7 +305,7 @@ class Verbs:
         """See `StepContext`. Collective."""
         names = (model,) if isinstance(model, str) else tuple(model)
         parts = [self._part(name) for name in names]
-        if follower := next((name for name in names if name in self.stepper.job.followers), None):
+        if follower := next((name for name in names if name in self.state.job.followers), None):
             raise TrainingError(
                 f"ctx.backward would train '{follower}', which is a follower",
                 hint="followers change with their source alone; a model in models= is trained",
@@ -326,13 +326,13 @@ class Verbs:
             earlier = self._set_aside(names)
             work = _Work(self, batches, loss, [s for part in parts for s in part.synchronisers])
             with blaming(
-                self.stepper.job, self.stepper.part, self.window, batches, lambda: work.latest
+                self.state.job, self.state.part, self.window, batches, lambda: work.latest
             ):
                 parts[0].layout.run(work.batches, work)
             work.drop_rows_of_stand_in()
             self._bring_together(parts, work)
             for name, gradient in earlier.items():
-                parameter = self.stepper.parameters[name]
+                parameter = self.state.parameters[name]
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
     def _loss_of_rows(
@@ -345,7 +345,7 @@ class Verbs:
         from them. A second forward with the same random numbers gives this rank's rows, which are
         weighted by the loss's slopes at the first outputs. Collective.
         """
-        is_alone = self.stepper.step_sync.has_own_steps or self.stepper.step_sync.world_size == 1
+        is_alone = self.state.step_sync.has_own_steps or self.state.step_sync.world_size == 1
         if is_alone and sum(piece.samples > 0 for piece in self.batch.pieces) == 1:
             return loss, more
         if not isinstance(part.layout, Whole):
@@ -358,7 +358,7 @@ class Verbs:
         leaves: list[torch.Tensor] = []
         with self.draws.paused():
             everyone = map_tensors(lambda tensor: self._leaf(tensor, leaves), output)
-            samples = len(self.batch) if self.stepper.step_sync.has_own_steps else self.window.count
+            samples = len(self.batch) if self.state.step_sync.has_own_steps else self.window.count
             batch = GatheredBatch(
                 self.batch, lambda value: map_tensors(self._gathered, value), samples
             )
@@ -366,8 +366,8 @@ class Verbs:
                 map_tensors(self._gathered, each.input if isinstance(each, StepBatch) else each)
                 for each in more
             ]
-            seed_streams(self.stepper.job.seed, "step", self.step, "alike", self.number)
-            with autocast(self.stepper.job, self.stepper.device), self.draws.makes_on:
+            seed_streams(self.state.job.seed, "step", self.step, "alike", self.number)
+            with autocast(self.state.job, self.state.device), self.draws.makes_on:
                 tally = with_gradient(
                     read_tally(loss(everyone, batch, *others), samples=samples),
                     everyone,
@@ -453,7 +453,7 @@ class Verbs:
     def _of(self, names: tuple[str, ...]) -> dict[str, torch.nn.Parameter]:
         """Return the trainable parameters of models that this rank holds."""
         prefixes = tuple(f"{name}." for name in names)
-        return {name: p for name, p in self.stepper.parameters.items() if name.startswith(prefixes)}
+        return {name: p for name, p in self.state.parameters.items() if name.startswith(prefixes)}
 
     def _set_aside(self, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
         """Remove and return gradients of earlier losses, which the synchronisers have already
@@ -468,10 +468,10 @@ class Verbs:
 
     def _bring_together(self, parts: list[ModelPart], work: _Work) -> None:
         """Reduce the gradients of a loss, and divide them by the number that it counts. Collective."""
-        stepper, names = self.stepper, tuple(part.name for part in parts)
+        state, names = self.state, tuple(part.name for part in parts)
         parameters, trainable = (
             self._of(names),
-            [n for n in stepper.trainable if n.partition(".")[0] in names],
+            [n for n in state.trainable if n.partition(".")[0] in names],
         )
         unused = set().union(*(s.unused() for part in parts for s in part.synchronisers))
         used = {name for name, p in parameters.items() if p.grad is not None and name not in unused}
@@ -480,30 +480,30 @@ class Verbs:
             for synchroniser in reversed(part.synchronisers):
                 synchroniser.finish()
             part.layout.finish()
-        edited, unknown = stepper.edits.end() if stepper.merges_edits else (False, False)
-        figures = stepper.step_sync.all_reduce_figures(
-            stepper.loss_figures(work.tallies, [float(edited), float(unknown)], used, trainable)
+        edited, unknown = state.edits.end() if state.merges_edits else (False, False)
+        figures = state.step_sync.all_reduce_figures(
+            state.loss_figures(work.tallies, [float(edited), float(unknown)], used, trainable)
         )
         self.agreed.append(agreed := _Agreed(figures, trainable, work.tallies))
         frozen = parameters.keys() & self.frozen
-        if stepper.step_sync.has_own_steps and not any(batch.samples for batch in work.batches):
+        if state.step_sync.has_own_steps and not any(batch.samples for batch in work.batches):
             used = set()  # the update changes nothing here
             self.let_go |= parameters.keys()
         unused_here = parameters.keys() - used - frozen
-        if self.may_edit or (unused_here and stepper.step_sync.world_size > 1):
+        if self.may_edit or (unused_here and state.step_sync.world_size > 1):
             (*_, is_edited, is_unknown), users = self._users_of(agreed)
             unused_here = {name for name in unused_here if not users[name]}
         for name in unused_here | frozen:
             parameters[name].grad = None
         self.waiting |= parameters.keys() - unused_here - frozen
         self.let_go |= set(trainable) - parameters.keys() | frozen | unused_here
-        if stepper.step_sync.world_size > 1 or not all(tally.is_mean for tally in work.tallies):
-            stepper.scale_gradients(
+        if state.step_sync.world_size > 1 or not all(tally.is_mean for tally in work.tallies):
+            state.scale_gradients(
                 torch.where(figures[2] > 0, work.expected_count / figures[1], 1.0), parameters
             )
         if self.may_edit and is_edited:
-            stepper.edits.merge(
-                stepper.mesh.group("replicas"), has_unknown=bool(is_unknown), step=self.step
+            state.edits.merge(
+                state.mesh.group("replicas"), has_unknown=bool(is_unknown), step=self.step
             )
         self.trained.update(names)
 
@@ -520,7 +520,7 @@ class Verbs:
 
         Loss scaling skips the update on all ranks if a gradient overflows on one.
         """
-        stepper, optimizers = self.stepper, self.stepper.optimizer
+        state, optimizers = self.state, self.state.optimizer
         if optimizer not in optimizers.members:
             raise TrainingError(
                 f"no optimizer '{optimizer}': {nearest(optimizer, optimizers.members)}"
@@ -534,21 +534,21 @@ class Verbs:
         self._note(f"ctx.update('{optimizer}')")
         with self.draws.paused():
             parameters = {
-                name: stepper.parameters[name] for name in names if name in stepper.parameters
+                name: state.parameters[name] for name in names if name in state.parameters
             }
             if not self._overflow(parameters):
                 if self.keeps_gradients:
                     self._keep(parameters)
                 self.beat("optimizer")
-                stepper.named_update(optimizer, parameters)
+                state.named_update(optimizer, parameters)
             for p in parameters.values():
                 p.grad = None
             # Weights that were gathered for a forward are those before the update.
-            for part in stepper.parts.values():
+            for part in state.parts.values():
                 if any(name.startswith(part.prefix) for name in names):
                     end_evaluation(part.synchronisers)
-            if stepper.merges_edits:
-                stepper.edits.updated()
+            if state.merges_edits:
+                state.edits.updated()
         self.waiting.difference_update(names)
         self.let_go.difference_update(names)
 
@@ -559,12 +559,12 @@ class Verbs:
         Without loss scaling this does nothing and returns False. Collective under loss scaling: the
         host waits for the device.
         """
-        stepper = self.stepper
-        if stepper.scaling is None:
+        state = self.state
+        if state.scaling is None:
             return False
         gradients = [local_part(p.grad) for p in parameters.values() if p.grad is not None]
-        overflow = stepper.scaling.unscale(gradients, stepper.device).double().reshape(1)
-        overflows = bool(stepper.step_sync.all_reduce_figures(overflow))
+        overflow = state.scaling.unscale(gradients, state.device).double().reshape(1)
+        overflows = bool(state.step_sync.all_reduce_figures(overflow))
         self.has_overflowed |= overflows
         return overflows
 
@@ -579,23 +579,23 @@ class Verbs:
     # --- Around a verb -----------------------------------------------------------------------------------------
 
     def _part(self, name: str) -> ModelPart:
-        if name not in self.stepper.parts:
-            raise TrainingError(f"no model '{name}': {nearest(name, self.stepper.parts)}")
-        return self.stepper.parts[name]
+        if name not in self.state.parts:
+            raise TrainingError(f"no model '{name}': {nearest(name, self.state.parts)}")
+        return self.state.parts[name]
 
     def _note(self, verb: str) -> None:
         """Report a verb before its collectives, because a mismatch may end the process inside of
         one.
         """
-        if self.stepper.note_verb is not None:
-            self.stepper.note_verb(self.step + 1, verb)
+        if self.state.note_verb is not None:
+            self.state.note_verb(self.step + 1, verb)
 
     @contextmanager
     def _verb(self) -> Iterator[None]:
         """Run a verb's models inside the block. Their random numbers come from separate streams."""
         self.number += 1
-        if self.stepper.merges_edits:
-            self.stepper.edits.begin()
+        if self.state.merges_edits:
+            self.state.edits.begin()
         with self.draws.paused():
             yield
 
@@ -604,7 +604,7 @@ class Verbs:
         """Let only these models get gradients inside the block. Other models run frozen."""
         others = [
             part
-            for part in self.stepper.parts.values()
+            for part in self.state.parts.values()
             if part.name not in names and isinstance(part.layout, Whole)
         ]
         frozen = [p for part in others for p in part.layout.module.parameters() if p.requires_grad]
@@ -657,11 +657,11 @@ class _Work(WindowWork):
         synchronisers: list[Any],
     ) -> None:
         super().__init__(
-            verbs.stepper,
+            verbs.state,
             verbs.window,
             batches,
             verbs.step,
-            verbs.stepper.loss_number,
+            verbs.state.loss_number,
             verbs.beat,
             lambda tallies: None,
         )

@@ -22,53 +22,51 @@ from paceline.training.feed import DataShard, is_stream, training_feed
 from paceline.training.prepare import autocast
 
 if TYPE_CHECKING:
-    from paceline.training.stepper import Stepper
+    from paceline.training.rank_state import RankState
 
 
-def set_once(stepper: Stepper) -> None:
+def set_once(state: RankState) -> None:
     """Set these values by the samples of the first window. The model must be as before the run's
     first step.
 
     Collective if the plan's forwards are.
     """
-    job, model = stepper.job, stepper.layout.module
+    job, model = state.job, state.layout.module
     order = None if is_stream(job.data) else Order.of(job)
     with kept_streams(), torch.no_grad():
         [(_, [batch])] = training_feed(
             job, order=order, part=DataShard((1,), 0, 1), steps=range(1), loader_workers=0
         )
-        batch = batch.to(stepper.device, torch.float64 if job.precision == "float64" else None)
+        batch = batch.to(state.device, torch.float64 if job.precision == "float64" else None)
 
         def state_after_forward() -> tuple[dict[str, torch.Tensor], AttributeSnapshot]:
             seed_streams(job.seed, "step", 0, 0, 0)
-            with autocast(job, stepper.device), apart():
-                stepper.layout.forward(batch)
-            return _tensors(stepper), AttributeSnapshot(model)
+            with autocast(job, state.device), apart():
+                state.layout.forward(batch)
+            return _tensors(state), AttributeSnapshot(model)
 
-        before, attributes = _tensors(stepper), AttributeSnapshot(model)
+        before, attributes = _tensors(state), AttributeSnapshot(model)
         first, attributes_first = state_after_forward()
         state_after_forward()
-        for name, tensor in _named(stepper).items():
+        for name, tensor in _named(state).items():
             tensor.copy_(first[name] if is_same(tensor.detach(), first[name]) else before[name])
         changing = attributes_first.changed()
         for name, module, key, _ in list(plain_attributes(model)):
             if name in changing and name in attributes.values:
                 setattr(module, key, attributes.values[name])
-    end_evaluation(stepper.synchronisers)
+    end_evaluation(state.synchronisers)
     forget_draws()
 
 
-def _named(stepper: Stepper) -> dict[str, torch.Tensor]:
+def _named(state: RankState) -> dict[str, torch.Tensor]:
     """Return the buffers, and the parameters of which no rank holds a part. Forwards can't write to
     other parameters.
     """
     whole = {
-        name: p.detach()
-        for name, p in stepper.local_parameters.items()
-        if not hasattr(p, "to_local")
+        name: p.detach() for name, p in state.local_parameters.items() if not hasattr(p, "to_local")
     }
-    return {**dict(stepper.layout.module.named_buffers()), **whole}
+    return {**dict(state.layout.module.named_buffers()), **whole}
 
 
-def _tensors(stepper: Stepper) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in _named(stepper).items()}
+def _tensors(state: RankState) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in _named(state).items()}
