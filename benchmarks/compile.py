@@ -80,7 +80,7 @@ def measured(job: pl.Job, pairs: int) -> Figures:
     import torch
 
     from paceline.launch.process.malloc import set_up_heap
-    from paceline.strategies.compile import run as compile_blocks
+    from paceline.strategies.compile import run as compile_run
     from paceline.strategies.mesh import Mesh
     from paceline.strategies.plan import Plan
 
@@ -92,7 +92,7 @@ def measured(job: pl.Job, pairs: int) -> Figures:
         for tensors in zip(*(job.data[k] for k in range(job.batch)), strict=True)
     )
     plan = Plan.parse(PLANS[1])
-    compiled = compile_blocks.prepare(model, plan=plan, mesh=Mesh(plan.axes.sizes(), 0))
+    compiled = compile_run.prepare(model, plan=plan, mesh=Mesh(plan.axes.sizes(), 0))
 
     def step(*, on: bool) -> float:
         compiled.switch(on=on)

@@ -27,7 +27,7 @@ from paceline.base.errors import (
     UsageError,
 )
 from paceline.cli import app
-from paceline.doctor import machine as doctor
+from paceline.doctor import machine
 from paceline.doctor.machine import Finding
 
 FIGURES = {
@@ -460,7 +460,7 @@ def test_doctor_fails_when_something_is_bad(
 ):
     """A warning is no failure."""
     findings = [Finding("torch", "ok", "2.13"), Finding("gloo", status, "?", "pray")]
-    monkeypatch.setattr(doctor, "examine", lambda: findings)
+    monkeypatch.setattr(machine, "examine", lambda: findings)
     result = call("doctor")
     assert result.exit_code == code
     assert result.stdout.splitlines() == [

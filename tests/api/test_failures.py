@@ -30,7 +30,7 @@ from paceline.base import signals
 from paceline.base.errors import PacelineError, UsageError
 from paceline.checkpoint import write
 from paceline.job.file import JobFile
-from paceline.launch.local import ranks as local
+from paceline.launch.local import ranks as local_ranks
 from paceline.launch.process import watchdog
 from tests.commands import Command
 
@@ -43,7 +43,7 @@ SAMPLES, BATCH = 24, 8
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorter waits for what other ranks have to say."""
     monkeypatch.setattr(watchdog, "_ANSWER_S", 0.5)
-    monkeypatch.setattr(local, "_GRACE_S", 1.5)
+    monkeypatch.setattr(local_ranks, "_GRACE_S", 1.5)
 
 
 class Points(Dataset[Any]):

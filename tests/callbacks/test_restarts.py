@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 import paceline as pl
 from paceline.callbacks.controller import RunController
-from paceline.launch.local import ranks as local
+from paceline.launch.local import ranks
 from paceline.training.parts.memory_checkpoint import Copier
 
 pytestmark = pytest.mark.timeout(120)
@@ -117,7 +117,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.fixture
 def no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where memory has no room for copies of the state."""
-    monkeypatch.setattr(local, "_copies", lambda devices, restarts: nullcontext())
+    monkeypatch.setattr(ranks, "_copies", lambda devices, restarts: nullcontext())
 
 
 def test_callbacks_keep_what_they_know_where_ranks_go_on_from_a_copy(

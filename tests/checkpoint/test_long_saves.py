@@ -24,8 +24,7 @@ from paceline.checkpoint import files, pieces_of, read, write
 from paceline.checkpoint.files import NewFile
 from paceline.checkpoint.read import open_checkpoint
 from paceline.checkpoint.write import Writer, write_model
-from paceline.launch.process import memory_files
-from paceline.launch.process import rank_process as process
+from paceline.launch.process import memory_files, rank_process
 
 PATIENCE_S = 2.0  # a rank builds its model in less, on a busy machine too
 WEIGHT = torch.arange(40_000, dtype=torch.float32)
@@ -179,7 +178,7 @@ def test_an_export_may_take_longer_than_a_collective(
                 long_work.advanced()
             yield part
 
-    monkeypatch.setattr(process, "_LAST_RESORT_S", 0.0)
+    monkeypatch.setattr(rank_process, "_LAST_RESORT_S", 0.0)
     monkeypatch.setattr(write, "_runs", late_parts)
     result = pl.train(
         job(),

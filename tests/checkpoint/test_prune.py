@@ -13,8 +13,7 @@ from torch.utils.data import TensorDataset
 
 import paceline as pl
 from paceline.base.errors import CheckpointError
-from paceline.checkpoint import TensorPiece, Writer, newest_checkpoint
-from paceline.checkpoint import write as writing
+from paceline.checkpoint import TensorPiece, Writer, newest_checkpoint, write
 from paceline.checkpoint.prune import later_saves, prune
 
 
@@ -117,8 +116,8 @@ def test_a_run_keeps_as_many_as_it_was_told(tmp_path, plan):
 
 def test_a_disk_without_room_is_found_before_the_save(tmp_path, monkeypatch):
     saved(tmp_path, 1)
-    monkeypatch.setattr(writing, "_disk_of", lambda path: (path.parent, 159))
-    monkeypatch.setattr(writing, "write_tensors", lambda *_: pytest.fail("it began to write"))
+    monkeypatch.setattr(write, "_disk_of", lambda path: (path.parent, 159))
+    monkeypatch.setattr(write, "write_tensors", lambda *_: pytest.fail("it began to write"))
     writer = Writer(tmp_path, rank=0, world_size=1, attempt="full")
     writer.save(2, [TensorPiece("w", (40,), (0,), torch.zeros(40))])
     with pytest.raises(

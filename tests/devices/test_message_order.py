@@ -30,7 +30,7 @@ from paceline.launch.local.ranks import run_local
 from paceline.model.graph import Capture, capture
 from paceline.planner.resolve import resolve
 from paceline.strategies.compose import load
-from paceline.strategies.compress import run as compress
+from paceline.strategies.compress import run as compress_run
 from paceline.strategies.data import reduce
 from paceline.strategies.data.run import GradientBuckets
 from paceline.strategies.mesh import Mesh
@@ -235,7 +235,7 @@ def two_models_apart_job() -> paceline.Job:
 @pytest.fixture(autouse=True)
 def sums_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compressed sums are launched as on GPUs, and buckets go over the network, as they do there."""
-    monkeypatch.setattr(compress, "beside", compress.OnStream)
+    monkeypatch.setattr(compress_run, "beside", compress_run.OnStream)
     monkeypatch.setattr(reduce, "_share", lambda *args: None)
 
 

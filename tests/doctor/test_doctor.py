@@ -19,8 +19,7 @@ import psutil
 import pytest
 
 from paceline.cluster.accelerators import Unusable
-from paceline.doctor import gpus as doctor_gpus
-from paceline.doctor import machine as doctor
+from paceline.doctor import gpus, machine
 from paceline.doctor.machine import Finding, examine
 
 Usage = namedtuple("Usage", ["total", "used", "free"])
@@ -42,7 +41,7 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def finding(name: str) -> Finding:
-    return doctor._guarded(name, doctor._CHECKS[name])
+    return machine._guarded(name, machine._CHECKS[name])
 
 
 def test_this_machine_can_train(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -51,7 +50,7 @@ def test_this_machine_can_train(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     (tmp_path / "torch.py").write_text("raise RuntimeError('the wrong torch')")
     monkeypatch.chdir(tmp_path)
     findings = {check.name: check for check in examine()}
-    assert list(findings) == list(doctor._CHECKS)
+    assert list(findings) == list(machine._CHECKS)
     assert [check for check in findings.values() if check.status == "bad"] == []
     assert (
         "us a small all-reduce" in findings["gloo"].detail
@@ -66,7 +65,7 @@ def test_a_check_that_fails_is_a_finding():
     def check() -> Any:
         raise PermissionError("not for you")
 
-    assert doctor._guarded("memory", check) == Finding(
+    assert machine._guarded("memory", check) == Finding(
         "memory", "bad", "can't be examined: PermissionError: not for you"
     )
 
@@ -86,7 +85,7 @@ def test_torch_has_a_lowest_version(
     monkeypatch: pytest.MonkeyPatch, version: str | None, status: str
 ):
     """An old or missing torch is bad, with the command that installs it; 2.9 is older than 2.11."""
-    monkeypatch.setattr(doctor, "_version", lambda _: version)
+    monkeypatch.setattr(machine, "_version", lambda _: version)
     check = finding("torch")
     assert check.status == status
     assert (check.fix is not None and 'pip install "torch>=2.11"' in check.fix) == (status == "bad")
@@ -100,7 +99,7 @@ def test_threads_are_compared_with_cores(
     monkeypatch: pytest.MonkeyPatch, threads: str | None, status: str
 ):
     """More threads than cores slow ranks down; what isn't a number breaks OpenMP."""
-    monkeypatch.setattr(doctor, "usable_cores", lambda: 4)
+    monkeypatch.setattr(machine, "usable_cores", lambda: 4)
     if threads is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", threads)
     assert finding("cores").status == status
@@ -108,8 +107,8 @@ def test_threads_are_compared_with_cores(
 
 def test_a_container_limits_memory(monkeypatch: pytest.MonkeyPatch):
     """The limit is shown beside the machine's memory, and too little of it is a warning."""
-    monkeypatch.setattr(doctor, "usable_memory_bytes", lambda: 2**30)
-    monkeypatch.setattr(doctor, "free_memory_bytes", lambda: 2**28)
+    monkeypatch.setattr(machine, "usable_memory_bytes", lambda: 2**30)
+    monkeypatch.setattr(machine, "free_memory_bytes", lambda: 2**28)
     check = finding("memory")
     assert check.status == "warn" and check.detail.startswith("1.0 GiB, limited by a cgroup from")
 
@@ -148,7 +147,7 @@ def test_a_folder_that_can_not_be_written_is_bad(monkeypatch: pytest.MonkeyPatch
     def refuse(dir: Path) -> Any:
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr(doctor.tempfile, "TemporaryFile", refuse)
+    monkeypatch.setattr(machine.tempfile, "TemporaryFile", refuse)
     check = finding("disk")
     assert check.status == "bad" and "can't be written: Read-only file system" in check.detail
 
@@ -165,7 +164,7 @@ def test_a_nearly_full_disk_is_a_warning(monkeypatch: pytest.MonkeyPatch):
 def test_a_gpu_that_torch_can_not_use_is_bad(monkeypatch: pytest.MonkeyPatch):
     """A GPU that would be left idle is not overlooked."""
     monkeypatch.setattr(
-        doctor_gpus, "unusable", lambda: Unusable("a driver, and no build for it", "install one")
+        gpus, "unusable", lambda: Unusable("a driver, and no build for it", "install one")
     )
     check = finding("GPUs")
     assert (check.status, check.detail, check.fix) == (
@@ -179,7 +178,7 @@ def test_gpus_need_nccl(monkeypatch: pytest.MonkeyPatch):
     """GPUs without NCCL can't talk to each other."""
     import torch
 
-    monkeypatch.setattr(doctor, "has_gpus", lambda: True)
+    monkeypatch.setattr(machine, "has_gpus", lambda: True)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
     assert finding("NCCL").status == "bad"
 
@@ -199,14 +198,14 @@ def _ranks(*codes: str) -> list[subprocess.Popen[str]]:
 def test_ranks_that_hang_are_ended():
     """The probe gives up at its deadline and leaves no process behind."""
     ranks = _ranks("import time; time.sleep(60)", "pass")
-    verdict = doctor._probed(ranks, time.monotonic() + 0.5)
+    verdict = machine._probed(ranks, time.monotonic() + 0.5)
     assert verdict[0] == "bad" and "could not all-reduce within" in verdict[1]
     assert [rank.returncode for rank in ranks] == [-signal.SIGKILL, 0]
 
 
 def test_ranks_that_fail_show_why():
     """The last line of a failing rank is the finding."""
-    verdict = doctor._probed(
+    verdict = machine._probed(
         _ranks("print('{}')", "raise OSError('Connection refused')"), time.monotonic() + 30
     )
     assert verdict[:2] == ("bad", "two processes could not all-reduce: OSError: Connection refused")
@@ -221,7 +220,9 @@ def _host(monkeypatch: pytest.MonkeyPatch, address: str | None, interfaces: dict
     monkeypatch.setattr(socket, "gethostname", lambda: "node7")
     monkeypatch.setattr(socket, "gethostbyname", resolve)
     monkeypatch.setattr(
-        doctor, "_interfaces", lambda: {name: [interface] for name, interface in interfaces.items()}
+        machine,
+        "_interfaces",
+        lambda: {name: [interface] for name, interface in interfaces.items()},
     )
 
 
@@ -265,7 +266,7 @@ def test_interfaces_that_are_down_are_left_out(monkeypatch: pytest.MonkeyPatch):
         psutil, "net_if_addrs", lambda: {"eth0": inet, "eth1": inet, "eth2": inet[1:]}
     )
     monkeypatch.setattr(psutil, "net_if_stats", lambda: states)
-    assert doctor._interfaces() == {"eth0": ["10.0.0.7"]}
+    assert machine._interfaces() == {"eth0": ["10.0.0.7"]}
 
 
 TORCHRUN = {
@@ -311,7 +312,7 @@ def test_a_finding_is_json():
 def test_packages_that_are_not_installed_are_no_problem(monkeypatch: pytest.MonkeyPatch):
     """Optional packages are listed with their use."""
     monkeypatch.setattr(
-        doctor, "_version", lambda package: "1.9" if package == "scikit-learn" else None
+        machine, "_version", lambda package: "1.9" if package == "scikit-learn" else None
     )
     check = finding("optional packages")
     assert check.status == "ok"
@@ -320,6 +321,6 @@ def test_packages_that_are_not_installed_are_no_problem(monkeypatch: pytest.Monk
 
 def test_the_probe_keeps_to_the_loopback_interface(monkeypatch: pytest.MonkeyPatch):
     """The probe's ranks meet on this machine whatever the host name means."""
-    monkeypatch.setattr(doctor, "_interfaces", lambda: {"eth0": ["10.0.0.7"], "lo": ["127.0.0.1"]})
-    assert doctor._loopback_interface() == {"GLOO_SOCKET_IFNAME": "lo"}
+    monkeypatch.setattr(machine, "_interfaces", lambda: {"eth0": ["10.0.0.7"], "lo": ["127.0.0.1"]})
+    assert machine._loopback_interface() == {"GLOO_SOCKET_IFNAME": "lo"}
     assert "GLOO_SOCKET_IFNAME" not in os.environ

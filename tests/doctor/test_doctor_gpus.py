@@ -13,8 +13,7 @@ from paceline.base import drivers
 from paceline.cluster import accelerators, nvml
 from paceline.cluster.accelerators import Gpu
 from paceline.cluster.nvml import SWITCH, Card, Cards
-from paceline.doctor import gpus as doctor_gpus
-from paceline.doctor import machine as doctor
+from paceline.doctor import gpus, machine
 from paceline.doctor.gpus import (
     SeenGpus,
     judge_driver,
@@ -189,7 +188,7 @@ def test_the_health_of_cards(fields: dict[str, object], status: str, words: str)
 
 
 def test_without_nvml_the_health_is_not_known():
-    assert judge_health([None]) == ("ok", "NVML can't be asked", doctor_gpus._NVML_MISSING)
+    assert judge_health([None]) == ("ok", "NVML can't be asked", gpus._NVML_MISSING)
 
 
 def wired(count: int, **fields: object) -> list[Card | None]:
@@ -271,14 +270,14 @@ def test_checks_come_after_the_gpus_where_there_is_a_driver(monkeypatch: pytest.
     monkeypatch.setattr(drivers, "has_driver_of", lambda maker: maker.name == "NVIDIA")
     monkeypatch.setattr(accelerators, "_seen", tuple)
     monkeypatch.setattr(
-        doctor, "_CHECKS", {name: lambda: ("ok", "") for name in ("torch", "GPUs", "NCCL")}
+        machine, "_CHECKS", {name: lambda: ("ok", "") for name in ("torch", "GPUs", "NCCL")}
     )
     monkeypatch.setitem(
         sys.modules, "pynvml", fake_nvml([FakeCard(0, ecc=2)], driver="470.1", cuda=11040)
     )
     monkeypatch.setattr("torch.version.cuda", "13.0")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    findings = doctor.examine()
+    findings = machine.examine()
     assert [(finding.name, finding.status) for finding in findings] == [
         ("torch", "ok"),
         ("GPUs", "ok"),

@@ -22,7 +22,7 @@ from paceline.cluster.links import Link
 from paceline.cluster.software import PACELINE
 from paceline.model.cost import profile_job
 from paceline.model.cost.profile import Product
-from paceline.planner import rank_kinds as ranks
+from paceline.planner import rank_kinds
 from paceline.planner.accumulate import ANY_RATES, fewest_microbatches
 from paceline.planner.estimate import estimate
 from paceline.planner.fit import check_fits, ledger, smallest_change
@@ -350,10 +350,10 @@ def test_workspaces_are_a_gpus_tensors():
 def test_a_listed_gpu_has_the_rates_of_the_catalogue(name: str, monkeypatch: pytest.MonkeyPatch):
     """Launching overlaps with computing on it, and on one that is measured."""
     monkeypatch.setattr(
-        ranks, "gpus", lambda: [Gpu(name, 80 << 30, capability=8, multiprocessors=142)]
+        rank_kinds, "gpus", lambda: [Gpu(name, 80 << 30, capability=8, multiprocessors=142)]
     )
     monkeypatch.setattr(
-        ranks, "measure_device", lambda kind: DeviceRates(9e13, 3e14, 8e11, 8e11, 1e-5)
+        rank_kinds, "measure_device", lambda kind: DeviceRates(9e13, 3e14, 8e11, 8e11, 1e-5)
     )
     rates = gpu_rates(Device("cuda", 0, 80 << 30, name=name))
     if name == "NVIDIA H200":

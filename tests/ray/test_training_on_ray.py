@@ -30,7 +30,7 @@ from paceline.launch.hosts.shared_files import marked
 from paceline.launch.process.failure import Failure, RankFailed
 from paceline.launch.process.messages import Message
 from paceline.ray import node_ranks
-from paceline.ray import training as on_ray
+from paceline.ray import training as ray_training
 from paceline.ray.nodes import Node, layouts
 from paceline.ray.training import RayRun
 
@@ -70,7 +70,7 @@ def test_ranks_are_shared_evenly_on_the_fewest_nodes(
 
 @pytest.fixture
 def two_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(on_ray, "find_nodes", lambda address: nodes(1, 1))
+    monkeypatch.setattr(ray_training, "find_nodes", lambda address: nodes(1, 1))
 
 
 @pytest.mark.parametrize(
@@ -163,13 +163,13 @@ def ended(rank: int, code: int = 0, answer: str = "{}") -> tuple[int, str]:
 
 def outcome(*incoming: tuple[int, str | None], interrupted: list[int] | None = None) -> Any:
     wire = Wire(*incoming)
-    return on_ray._Ends(wire, [0, 1]).hear_out(interrupted or []), wire.told  # type: ignore[arg-type]
+    return ray_training._Ends(wire, [0, 1]).hear_out(interrupted or []), wire.told  # type: ignore[arg-type]
 
 
 @pytest.fixture(autouse=True)
 def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(on_ray, "_END_S", 0.05)
-    monkeypatch.setattr(on_ray, "_POLL_S", 0.01)
+    monkeypatch.setattr(ray_training, "_END_S", 0.05)
+    monkeypatch.setattr(ray_training, "_POLL_S", 0.01)
 
 
 @pytest.mark.parametrize(
@@ -218,37 +218,39 @@ def test_a_signal_is_passed_on_once_and_the_second_ends_all():
     preempted = report(0, "Preempted", 5)
     wire, signals = Wire(ended(0, 5, preempted), ended(1, 5, preempted)), [int(signal.SIGINT)]
     with pytest.raises(RankFailed) as caught:
-        on_ray._Ends(wire, [0, 1]).hear_out(signals)  # type: ignore[arg-type]
+        ray_training._Ends(wire, [0, 1]).hear_out(signals)  # type: ignore[arg-type]
     assert caught.value.exit_code == 130
     assert [(node, message["kind"], message["value"]) for node, message in wire.told] == [
         (0, "order", 15),
         (1, "order", 15),
     ]
     with pytest.raises(Preempted):
-        on_ray._Ends(Wire(), [0, 1]).hear_out([15, 15])  # type: ignore[arg-type]
+        ray_training._Ends(Wire(), [0, 1]).hear_out([15, 15])  # type: ignore[arg-type]
 
 
 def test_nodes_that_do_not_come_back_are_waited_for_in_vain(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     """With how many are left, and how to go on."""
-    monkeypatch.setattr(on_ray, "nodes_now", lambda address: nodes(1))
+    monkeypatch.setattr(ray_training, "nodes_now", lambda address: nodes(1))
     run = RayRun("auto", FILE, pl.Plan.parse("data=2"), tmp_path, {}, timeout_s=0.05)
     with pytest.raises(PeerLost, match=r"10\.0\.0\.0 \(1\), have too few(?s:.*)--resume"):
-        on_ray._Attempts(run, 1).run_once()
+        ray_training._Attempts(run, 1).run_once()
     assert capsys.readouterr().err.count("waiting") == 1
 
 
 def test_restarts_end_where_nothing_is_gained(tmp_path: Path):
     """A third start in a row that comes no further than the first; or none is left."""
-    attempts = on_ray._Attempts(RayRun("auto", FILE, pl.Plan(), tmp_path, {}, 1.0), restarts=10)
+    attempts = ray_training._Attempts(
+        RayRun("auto", FILE, pl.Plan(), tmp_path, {}, 1.0), restarts=10
+    )
     (tmp_path / "metrics.jsonl").write_text('{"step": 4}\n{"st')
     for _ in range(3):
         attempts._note_restart("node b is lost")
     with pytest.raises(PeerLost, match="no further than step 4"):
         attempts._note_restart("node b is lost")
     with pytest.raises(PeerLost, match="no restarts are left"):
-        on_ray._Attempts(attempts.run, restarts=0)._note_restart("node b is lost")
+        ray_training._Attempts(attempts.run, restarts=0)._note_restart("node b is lost")
 
 
 # --- A node -----------------------------------------------------------------------------------------------------

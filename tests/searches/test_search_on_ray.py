@@ -21,7 +21,7 @@ import paceline as pl
 from paceline.base.errors import PacelineError, UsageError
 from paceline.job.file import JobFile
 from paceline.launch.hosts.shared_files import SharedFiles, marked
-from paceline.ray import nodes as on_ray
+from paceline.ray import nodes as ray_nodes
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -173,7 +173,7 @@ def test_an_address_without_a_cluster_does_not_hang(
 ):
     """Whether nothing listens there or something that says nothing."""
     needed("ray")
-    monkeypatch.setattr(on_ray, "_CONNECT_S", 2.0)
+    monkeypatch.setattr(ray_nodes, "_CONNECT_S", 2.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         given = f"127.0.0.1:{silent.getsockname()[1]}" if address == "silent" else address
         with pytest.raises(UsageError, match=message):

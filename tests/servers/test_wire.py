@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.launch.hosts.tls import Identity
-from paceline.servers import shared as memory
+from paceline.servers import shared as servers_shared
 from paceline.servers import wire
 from paceline.servers.connection import Pusher, ServerConnection
 from paceline.servers.lazy_weights import WeightArrivals
@@ -208,7 +208,9 @@ def test_a_worker_pushes_and_pulls(served: Served):
 def test_without_shared_memory_elements_travel_in_frames(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(memory, "_reach", lambda process, descriptor, mark, chunk_bytes: None)
+    monkeypatch.setattr(
+        servers_shared, "_reach", lambda process, descriptor, mark, chunk_bytes: None
+    )
     link = ServerConnection(served.reach(), SHARD, worker=0, incarnation=77, uplink=Uplink())
     assert link.shared is None
     link.close()
@@ -220,10 +222,10 @@ def test_memory_is_shared_with_whoever_offers_it_alone(served: Served):
     """Of another process, cut short, or of another size: declined."""
     sizes = [chunk.num_bytes for chunk in SHARD.chunks]
     connection = served.reach()
-    assert memory.offer(connection, sizes[:-1]) is None
-    assert memory.offer(connection, sizes) is not None
+    assert servers_shared.offer(connection, sizes[:-1]) is None
+    assert servers_shared.offer(connection, sizes) is not None
     mark, descriptor = secrets.token_bytes(32), os.memfd_create("unsealed")
-    os.write(descriptor, mark + bytes(memory._size(sizes) - 32))
+    os.write(descriptor, mark + bytes(servers_shared._size(sizes) - 32))
     other = served.reach(Peer(Role.DATA, 1, 77))
     for process, number, claim in (
         (os.getpid(), descriptor, mark),
@@ -238,7 +240,7 @@ def test_memory_is_shared_with_whoever_offers_it_alone(served: Served):
 
 def test_a_gradient_waits_in_shared_memory_until_it_is_taken():
     """The next one must travel in a frame."""
-    shared = memory.Shared(mmap.mmap(-1, memory._size([5, 70])), [5, 70])
+    shared = servers_shared.Shared(mmap.mmap(-1, servers_shared._size([5, 70])), [5, 70])
     taken = memoryview(bytearray(5))
     assert shared.put(0, [memoryview(b"abc"), memoryview(b"de")])
     assert not shared.put(0, [memoryview(b"fghij")])

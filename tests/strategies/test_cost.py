@@ -213,7 +213,7 @@ def test_gradients_of_replicas_live_in_the_buckets():
 
 def test_buckets_leave_while_backward_goes_on(monkeypatch):
     """With buckets of one gradient each, two of the three all-reduces are issued before the last backward."""
-    import paceline.strategies.data.buckets as buckets
+    from paceline.strategies.data import buckets
 
     monkeypatch.setattr(buckets, "LARGEST_BUCKET_BYTES", 1)
     order = [
@@ -227,7 +227,7 @@ def test_buckets_leave_while_backward_goes_on(monkeypatch):
 
 def test_a_complete_bucket_waits_for_those_before_it(monkeypatch):
     """The last parameter's gradient comes last (a tied weight, say): nothing leaves before."""
-    import paceline.strategies.data.buckets as buckets
+    from paceline.strategies.data import buckets
 
     monkeypatch.setattr(buckets, "LARGEST_BUCKET_BYTES", 1)
     late = replace(

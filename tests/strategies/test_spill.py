@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations
 
 from paceline.base.streams import seed_streams
 from paceline.launch.process.memory_use import reset_peak, resident_peak_bytes
-from paceline.strategies import disk_init as spill_module
+from paceline.strategies import disk_init
 from paceline.strategies.disk_init import CannotSpill, Spill
 
 
@@ -141,7 +141,7 @@ def built(make: Callable[[], nn.Module]) -> nn.Module:
 @pytest.mark.parametrize("name", MODELS)
 def test_weights_are_those_of_the_whole_build(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit by bit, in files and brought back from them, strides and ties with them; and so is what is drawn next."""
-    monkeypatch.setattr(spill_module, "LEAST_BYTES", 1)
+    monkeypatch.setattr(disk_init, "LEAST_BYTES", 1)
     whole, next_draws = built(MODELS[name]), (torch.rand(3), np.random.random(3))
     spill = Spill(resident_bytes=100)
     with spill.building():
@@ -280,15 +280,15 @@ def test_nothing_is_left(nothing_left: Path) -> None:
 def test_a_folder_in_memory_is_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next one is taken, and if there is none the error says what to do."""
     monkeypatch.setattr(
-        spill_module,
+        disk_init,
         "_file_system",
         lambda folder: "ext4" if folder == Path("/var/tmp") else "tmpfs",
     )
     assert Spill().folder == Path("/var/tmp")
-    monkeypatch.setattr(spill_module, "_file_system", lambda folder: "tmpfs")
+    monkeypatch.setattr(disk_init, "_file_system", lambda folder: "tmpfs")
     with pytest.raises(CannotSpill, match="are in memory or can't be written to; TMPDIR"):
         Spill()
-    assert spill_module._file_system(Path("/proc/self")) == "tmpfs"
+    assert disk_init._file_system(Path("/proc/self")) == "tmpfs"
 
 
 def test_a_full_disk_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

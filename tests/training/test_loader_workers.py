@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset, get_worker_info
 
 import paceline as pl
 from paceline.base.errors import PacelineError
-from paceline.launch.local import ranks as local
+from paceline.launch.local import ranks
 from paceline.launch.process import watchdog
 
 pytestmark = pytest.mark.timeout(110)
@@ -30,7 +30,7 @@ POINTS = TensorDataset(torch.randn(16, 4), torch.arange(16) % 2)
 @pytest.fixture
 def quick(nothing_left: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "_ANSWER_S", 0.5)
-    monkeypatch.setattr(local, "_GRACE_S", 1.5)
+    monkeypatch.setattr(ranks, "_GRACE_S", 1.5)
 
 
 def a_job(action: Callable[[], Any], *, loss: Any = F.cross_entropy) -> pl.Job:

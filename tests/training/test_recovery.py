@@ -23,7 +23,7 @@ from paceline.checkpoint.pieces import TensorPiece
 from paceline.launch.process.state_copies import StateCopies
 from paceline.servers.server import Server
 from paceline.strategies.mesh import Mesh
-from paceline.training.parts import memory_checkpoint as copies_module
+from paceline.training.parts import memory_checkpoint
 from paceline.training.parts.drift import fingerprints
 from paceline.training.parts.memory_checkpoint import Copier, open_copy, open_newest
 
@@ -326,7 +326,7 @@ def test_copies_fit_into_half_of_the_memory_beside_those_that_are_made(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """Two of each rank of the host; what is made already is there to be written over."""
-    monkeypatch.setattr(copies_module, "free_memory_bytes", lambda: free_bytes)
+    monkeypatch.setattr(memory_checkpoint, "free_memory_bytes", lambda: free_bytes)
     memory = StateCopies(2)
     copier = Copier(_Context(0), memory, num_ranks=2)
     pieces = [piece("rows", torch.zeros(100, 10), 100, 0)]  # 4,000 bytes

@@ -554,27 +554,27 @@ def examined() -> dict[str, Any]:
     import time
 
     from paceline.base import fork
-    from paceline.doctor import gpus as doctor_gpus
+    from paceline.doctor import gpus
 
     fork._is_apart = False
-    doctor_gpus.COPIED_BYTES = 2**20
+    gpus.COPIED_BYTES = 2**20
     observed = {
         name: check()
         for name, check in {
-            "GPUs": doctor_gpus.check_gpus,
-            **doctor_gpus.CHECKS,
-            "NCCL": doctor_gpus.check_nccl,
+            "GPUs": gpus.check_gpus,
+            **gpus.CHECKS,
+            "NCCL": gpus.check_nccl,
         }.items()
     }
 
     def hang(*_: Any) -> None:
         time.sleep(60)
 
-    doctor_gpus.NCCL_TIMEOUT_S, doctor_gpus._sum = 2.0, hang
-    observed["NCCL that hangs"] = doctor_gpus.check_nccl()
-    doctor_gpus.LOOK_TIMEOUT_S, doctor_gpus._look = 0.5, hang
+    gpus.NCCL_TIMEOUT_S, gpus._sum = 2.0, hang
+    observed["NCCL that hangs"] = gpus.check_nccl()
+    gpus.LOOK_TIMEOUT_S, gpus._look = 0.5, hang
     try:
-        doctor_gpus.look()
+        gpus.look()
     except RuntimeError as error:
         observed["a look that hangs"] = str(error)
     observed["used"] = torch.cuda.is_initialized()

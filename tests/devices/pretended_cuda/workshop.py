@@ -32,9 +32,9 @@ from paceline.checkpoint import write_json
 from paceline.checkpoint.staging import Staging
 from paceline.checkpoint.write import Writer
 from paceline.cluster import accelerators, cluster
-from paceline.launch.process import rank_process as process
-from paceline.model import graph_check as compare
-from paceline.simulate import device as rates
+from paceline.launch.process import rank_process
+from paceline.model import graph_check
+from paceline.simulate import device as simulate_device
 from paceline.training.parts.memory_checkpoint import Copier
 from paceline.training.stepper import Stepper
 from pretended_cuda import checks
@@ -148,7 +148,7 @@ def _measure(device: Any) -> None:
 def _written(folder: Path, device: Any) -> Iterator[None]:
     """Ranks write what they noted when they end, those on the CPU, who used CUDA there; and whoever measures a GPU,
     whether ranks use it."""
-    run_body, measure = process.run_body, rates._measure
+    run_body, measure = rank_process.run_body, simulate_device._measure
     begun = folder / "begun"
 
     def measured(kind: Any) -> Any:
@@ -167,11 +167,11 @@ def _written(folder: Path, device: Any) -> Iterator[None]:
             (folder / f"on-cpu-{context.rank}.json").write_text(json.dumps(device.first_use()))
         return result
 
-    process.run_body, rates._measure = noted, measured
+    rank_process.run_body, simulate_device._measure = noted, measured
     try:
         yield
     finally:
-        process.run_body, rates._measure = run_body, measure
+        rank_process.run_body, simulate_device._measure = run_body, measure
 
 
 @contextmanager
@@ -207,7 +207,7 @@ def _train(request: dict[str, Any], device: Any) -> dict[str, Any]:
         with (
             _written(run.parent, device),
             nullcontext() if is_priced else _unpriced(),
-            patch.object(compare, "MAX_BYTES", 0) if is_large else nullcontext(),
+            patch.object(graph_check, "MAX_BYTES", 0) if is_large else nullcontext(),
             (
                 patch.object(Writer, "has_memory_for", lambda *args: False)
                 if lacks_memory
@@ -341,9 +341,9 @@ def main() -> None:
     accelerators.CONTEXT_BYTES = cluster.CONTEXT_BYTES = cluster.KERNEL_BYTES = (
         accelerators.WORKSPACES
     ) = 0
-    rates.MATRIX_SIDES["cuda"], rates.STREAM_BYTES["cuda"] = (
-        rates.MATRIX_SIDES["cpu"],
-        rates.STREAM_BYTES["cpu"],
+    simulate_device.MATRIX_SIDES["cuda"], simulate_device.STREAM_BYTES["cuda"] = (
+        simulate_device.MATRIX_SIDES["cpu"],
+        simulate_device.STREAM_BYTES["cpu"],
     )
     _measure(device)
     control = socket.socket(fileno=0)

@@ -25,7 +25,7 @@ from paceline.launch.hosts import namespaces
 from paceline.launch.hosts.host_log import HostLog
 from paceline.launch.hosts.namespaces import NetworkHost, NoNamespaces, network_hosts
 from paceline.training import loop
-from paceline.training.parts import live_state as live
+from paceline.training.parts import live_state
 from paceline.training.parts.memory_checkpoint import Copier
 from tests.commands import Command, free_port
 
@@ -184,9 +184,9 @@ def test_the_state_itself_on_two_hosts(
 ):
     """The ranks leave it, and no step is computed again."""
     for place, name, value in (
-        (live, "SEARCH_S", 0.0),
-        (live, "MOVE_TENSOR_S", 0.0),
-        (live, "MOVE_BYTES_PER_S", math.inf),
+        (live_state, "SEARCH_S", 0.0),
+        (live_state, "MOVE_TENSOR_S", 0.0),
+        (live_state, "MOVE_BYTES_PER_S", math.inf),
         (loop, "NOTE_SHARE", math.inf),
         (Copier, "affordable_every", lambda self, step_s, **share: 1000),
     ):

@@ -13,7 +13,7 @@ import pytest
 
 from paceline.launch.hosts.copy_service import CopyAddress, CopyReader
 from paceline.launch.hosts.host_copies import HostCopies
-from paceline.launch.process import memory_store as step_slots
+from paceline.launch.process import memory_store
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_a_host_takes_over_copies_of_the_one_before_it(
     hosts: list[HostCopies], monkeypatch: pytest.MonkeyPatch
 ):
     """In pieces, as all its ranks have made them, and it says so."""
-    monkeypatch.setattr(step_slots, "PIECE_BYTES", 700)
+    monkeypatch.setattr(memory_store, "PIECE_BYTES", 700)
     first, second = hosts
     second.keep_for(address_of(first))
     first.memory.write(0, 3, [memoryview(b"alone")], b"{}")
@@ -84,7 +84,7 @@ def test_a_host_takes_over_copies_of_the_one_before_it(
 def test_a_host_that_is_lost_while_it_is_copied_leaves_its_last_copies(
     hosts: list[HostCopies], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(step_slots, "PIECE_BYTES", 700)
+    monkeypatch.setattr(memory_store, "PIECE_BYTES", 700)
     first, second = hosts
     second.keep_for(address_of(first))
     for step in (1, 2):

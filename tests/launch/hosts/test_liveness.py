@@ -24,8 +24,7 @@ from hypothesis import strategies as st
 
 from paceline.base.errors import OutOfMemory, PeerLost, Preempted
 from paceline.cluster.cluster import Cluster
-from paceline.launch.hosts import launcher_rank as joined
-from paceline.launch.hosts import liveness
+from paceline.launch.hosts import launcher_rank, liveness
 from paceline.launch.hosts.environment import Environment
 from paceline.launch.hosts.liveness import Hub, Spoke
 from paceline.launch.process import watchdog
@@ -191,8 +190,8 @@ def start_ranks(start_child: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[.
     for module, name in (
         (watchdog, "_ANSWER_S"),
         (watchdog, "_STORE_S"),
-        (joined, "_HEARD_S"),
-        (joined, "_LEAVE_S"),
+        (launcher_rank, "_HEARD_S"),
+        (launcher_rank, "_LEAVE_S"),
     ):
         monkeypatch.setattr(module, name, 1.0)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
@@ -203,8 +202,8 @@ def start_ranks(start_child: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[.
     def start(count: int, body: Callable[[Any], Any], *, timeout_s: float = 60.0) -> list[Any]:
         def rank(number: int) -> None:
             environment = Environment("Slurm", number, count, number, count, "127.0.0.1", port)
-            store = joined.join(environment, timeout_s=30)
-            joined.run_joined(
+            store = launcher_rank.join(environment, timeout_s=30)
+            launcher_rank.run_joined(
                 body,
                 environment,
                 device,
@@ -321,7 +320,7 @@ def test_a_hub_that_can_not_be_reached_is_told(start_ranks: Any, monkeypatch: py
     def refuse(*args: Any, **options: Any) -> None:
         raise ConnectionRefusedError("no")
 
-    monkeypatch.setattr(joined, "Spoke", refuse)
+    monkeypatch.setattr(launcher_rank, "Spoke", refuse)
     ranks = start_ranks(2, body_of({0: lambda: None, 1: lambda: None}))
     assert [rank.exit_code(30) for rank in ranks] == [0, 0]
     assert (

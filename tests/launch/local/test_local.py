@@ -22,7 +22,7 @@ from paceline.base import signals
 from paceline.base.errors import PacelineError, PeerLost, Preempted
 from paceline.base.fork import end_openmp_threads
 from paceline.cluster.cluster import Cluster
-from paceline.launch.local import ranks as local
+from paceline.launch.local import ranks as local_ranks
 from paceline.launch.process import supervisor, watchdog
 from paceline.launch.process.background import run_beside
 from paceline.launch.process.failure import RankFailed
@@ -199,7 +199,7 @@ def test_a_rank_that_dies(
     """A rank that dies without a word is named with the step it was in. The others end at once: they hear who died,
     and do not wait for what each of them has to say."""
     monkeypatch.setattr(watchdog, "_ANSWER_S", 2 * PATIENCE_S)
-    monkeypatch.setattr(local, "_GRACE_S", 2 * PATIENCE_S)
+    monkeypatch.setattr(local_ranks, "_GRACE_S", 2 * PATIENCE_S)
 
     def body(context: Any) -> None:
         context.step = 6
@@ -283,7 +283,7 @@ def test_a_rank_that_ignores_everything_is_killed(
 ):
     """A rank that neither hears of the failure nor stops when asked does not keep the others from ending; nor do its
     own forks, which keep its ends of pipes open."""
-    monkeypatch.setattr(local, "_GRACE_S", 1.0)
+    monkeypatch.setattr(local_ranks, "_GRACE_S", 1.0)
     monkeypatch.setattr(supervisor, "_REAP_S", 60.0)
 
     def body(context: Any) -> None:
@@ -355,11 +355,11 @@ def test_a_spare_takes_the_place_of_a_device_that_fails(
             )
         return os.environ["USED"]
 
-    monkeypatch.setattr(local, "set_up_device", used)
+    monkeypatch.setattr(local_ranks, "set_up_device", used)
     devices = Cluster.local("cpu:0-3").devices
     failing = {"cpu:1", "cpu:2"}
     options: dict[str, Any] = {"fault_policy": FaultPolicy(spares=devices[2:]), "restarts": 5}
-    assert local.run_local(body, devices[:2], **options) == ["cpu:0", "cpu:3"]
+    assert local_ranks.run_local(body, devices[:2], **options) == ["cpu:0", "cpu:3"]
     stderr_text = capfd.readouterr().err
     assert (
         "rank 1: its GPU failed: RuntimeError: CUDA error: uncorrectable ECC error encountered; "
@@ -368,7 +368,7 @@ def test_a_spare_takes_the_place_of_a_device_that_fails(
     )
     failing = {"cpu:1", "cpu:2", "cpu:3"}
     with pytest.raises(RankFailed, match="its GPU failed") as raised:
-        local.run_local(body, devices[:2], **options)
+        local_ranks.run_local(body, devices[:2], **options)
     assert raised.value.failure.lost_device and raised.value.exit_code == 1
     assert "--spares N" in str(raised.value)
 
@@ -424,7 +424,7 @@ def test_a_rank_starts_again_alone(
     run_ranks: Callable[..., Any], number: int, monkeypatch: pytest.MonkeyPatch
 ):
     """One that the others go on without, whether it dies or says nothing more."""
-    monkeypatch.setattr(local, "_SPEAK_S", 0.5)
+    monkeypatch.setattr(local_ranks, "_SPEAK_S", 0.5)
 
     def body(context: Any) -> list[Any]:
         context.beat("input")

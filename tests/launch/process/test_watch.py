@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.base.errors import PeerLost
-from paceline.launch.local import ranks as local
+from paceline.launch.local import ranks
 from paceline.launch.process import outside_watch, watchdog
 from paceline.launch.process.context import RankContext
 from paceline.launch.process.failure import RankFailed
@@ -134,7 +134,7 @@ def sleep_in_user_code() -> None:
 @pytest.fixture
 def quick_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "_ANSWER_S", 1.0)
-    monkeypatch.setattr(local, "_GRACE_S", 2.0)
+    monkeypatch.setattr(ranks, "_GRACE_S", 2.0)
 
 
 @pytest.mark.usefixtures("quick_answers")

@@ -13,7 +13,7 @@ from torch import nn
 
 from paceline import Cluster, Job
 from paceline.cluster import cluster
-from paceline.launch.process import malloc as heap
+from paceline.launch.process import malloc
 from paceline.model.cost import operators, profile_job, session
 from paceline.model.cost.cache import OLD_S
 from paceline.model.cost.op_calls import FAR, Operand, OperatorCall, OperatorCalls
@@ -235,7 +235,7 @@ def test_ranks_with_a_memory_limit_are_timed_on_the_heap_that_they_have(monkeypa
     """It gives back what is freed: blocks of 2 MiB are in new pages each time, which other ranks pay from 32 MiB on."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     kept: list[bool] = []
-    monkeypatch.setattr(heap, "set_up_heap", lambda *, keep: kept.append(keep))
+    monkeypatch.setattr(malloc, "set_up_heap", lambda *, keep: kept.append(keep))
     monkeypatch.setattr(session, "in_a_fork", lambda run, **_: run())
     operators._operator_times.cache_clear()
     free, limited = (

@@ -14,10 +14,10 @@ import paceline
 from paceline.api import auto, calibration
 from paceline.cluster.cluster import Cluster
 from paceline.job import Job
-from paceline.planner import search as rank
+from paceline.planner import search
 from paceline.planner.break_even import Gain
 from paceline.planner.corrections import Calibration
-from paceline.strategies.compile import run as compile_blocks
+from paceline.strategies.compile import run as compile_run
 from paceline.strategies.plan import Plan
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore:The .grad attribute")]
@@ -53,8 +53,8 @@ class Net(nn.Module):
 
 @pytest.fixture(autouse=True)
 def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_blocks, "inductor", traced)
-    monkeypatch.setattr(compile_blocks, "inductor_with_means", traced_with_means)
+    monkeypatch.setattr(compile_run, "inductor", traced)
+    monkeypatch.setattr(compile_run, "inductor_with_means", traced_with_means)
 
 
 def a_job(steps: int) -> Job:
@@ -91,7 +91,7 @@ def test_a_long_run_is_planned_and_trained_with_compiled_blocks(
         return Calibration(0.02, 10, start_s=20.0, gain=Gain(0.01, 0.009, 0.011, 15))
 
     monkeypatch.setattr(auto, "calibrate", calibrated)
-    monkeypatch.setattr(rank, "GAIN_SPREAD", 0.0)
+    monkeypatch.setattr(search, "GAIN_SPREAD", 0.0)
     chosen = auto.choose(
         a_job(LONG), None, devices="cpu:0-1", procs=None, memory=None, environment=None
     )

@@ -28,7 +28,7 @@ from torch import nn
 import paceline
 from paceline.base.errors import PlanRefused
 from paceline.launch.process.failure import RankFailed
-from paceline.strategies.compile import run as compile_blocks
+from paceline.strategies.compile import run as compile_run
 from paceline.strategies.mesh import Mesh
 from paceline.strategies.plan import Plan
 
@@ -55,8 +55,8 @@ PLANS = [
 @pytest.fixture
 def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch traces blocks and their backward, and runs the operators one by one."""
-    monkeypatch.setattr(compile_blocks, "inductor", traced)
-    monkeypatch.setattr(compile_blocks, "inductor_with_means", traced_with_means)
+    monkeypatch.setattr(compile_run, "inductor", traced)
+    monkeypatch.setattr(compile_run, "inductor_with_means", traced_with_means)
 
 
 @pytest.fixture(scope="session")
@@ -181,7 +181,7 @@ def test_a_buffer_that_torch_would_lose_keeps_its_block_as_it_is() -> None:
     model.blocks[1].register_buffer("seen", torch.zeros((), dtype=torch.float64))
     watch = _prepared(model)
     assert list(watch.uncompiled) == ["blocks.1"] and "'seen'" in watch.uncompiled["blocks.1"]
-    assert [compile_blocks.is_compiled(block) for block in model.blocks] == [True, False, True]
+    assert [compile_run.is_compiled(block) for block in model.blocks] == [True, False, True]
 
 
 def test_a_block_with_a_recurrent_layer_stays_as_it_is() -> None:
@@ -264,7 +264,7 @@ def test_what_can_t_be_compiled_is_refused_by_name(
 
 def _prepared(model: nn.Module) -> Any:
     plan = Plan.parse("single compile=blocks")
-    return compile_blocks.prepare(model, plan=plan, mesh=Mesh(plan.axes.sizes(), 0))
+    return compile_run.prepare(model, plan=plan, mesh=Mesh(plan.axes.sizes(), 0))
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -281,7 +281,7 @@ def test_a_model_that_is_compiled_already_is_refused(whole: bool) -> None:
 
 
 def test_without_a_compiler_the_way_out_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_blocks.shutil, "which", lambda name: None)
+    monkeypatch.setattr(compile_run.shutil, "which", lambda name: None)
     with pytest.raises(PlanRefused, match="needs a C\\+\\+ compiler") as refused:
         _prepared(Net())
     assert "install g++" in str(refused.value)
@@ -291,5 +291,5 @@ def test_names_stay_as_they_are() -> None:
     model, before = Net(), list(Net().state_dict())
     _prepared(model)
     assert list(model.state_dict()) == before
-    assert all(compile_blocks.is_compiled(block) for block in model.blocks)
-    assert not compile_blocks.is_compiled(model.out)
+    assert all(compile_run.is_compiled(block) for block in model.blocks)
+    assert not compile_run.is_compiled(model.out)

@@ -27,7 +27,7 @@ from paceline.launch.process.state_copies import TIME_SHARE, StateCopies
 from paceline.strategies.compose import copies_weights_lazily
 from paceline.strategies.plan import Plan
 from paceline.training import loop
-from paceline.training.parts import live_state as live
+from paceline.training.parts import live_state
 from paceline.training.parts.live_state import live_disagreement, live_step, open_live
 from paceline.training.parts.memory_checkpoint import Copier, _newest
 from tests.training.test_recovery import SAMPLES, STEPS, Fatal, job_of, load_file, steps_of
@@ -40,9 +40,9 @@ KILLED_AT = 7  # step that is not taken, or is in its update
 @pytest.fixture(autouse=True)
 def from_the_second_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The state is moved after two steps, and no copy is made after that."""
-    monkeypatch.setattr(live, "SEARCH_S", 0.0)
-    monkeypatch.setattr(live, "MOVE_TENSOR_S", 0.0)
-    monkeypatch.setattr(live, "MOVE_BYTES_PER_S", math.inf)
+    monkeypatch.setattr(live_state, "SEARCH_S", 0.0)
+    monkeypatch.setattr(live_state, "MOVE_TENSOR_S", 0.0)
+    monkeypatch.setattr(live_state, "MOVE_BYTES_PER_S", math.inf)
     monkeypatch.setattr(loop, "NOTE_SHARE", math.inf)
     monkeypatch.setattr(Copier, "affordable_every", lambda self, step_s, **share: 1000)
 
@@ -375,8 +375,8 @@ def test_what_is_moved() -> None:
     states.reserve(0, 0, 2 * 4 * 4096)
     for place, tensor in ((0, weight), (4 * 4096, known)):
         storage = tensor.untyped_storage()
-        tensors = live._tensors_of_python([storage._cdata])[storage._cdata]
-        live._move(storage, tensors, arena, place)
+        tensors = live_state._tensors_of_python([storage._cdata])[storage._cdata]
+        live_state._move(storage, tensors, arena, place)
         del tensors, storage
     view.fill_(-1.0)
     assert weight[10] == -1.0 and weight[20] == 20.0
@@ -395,8 +395,8 @@ def test_memory_that_numpy_looks_into_stays() -> None:
             del seen
         arena = states.arena(0, storage.nbytes())
         states.reserve(0, 0, storage.nbytes())
-        aliases = live._tensors_of_python([storage._cdata])[storage._cdata]
-        live._move(storage, aliases, arena, 0)
+        aliases = live_state._tensors_of_python([storage._cdata])[storage._cdata]
+        live_state._move(storage, aliases, arena, 0)
         assert (
             torch.frombuffer(arena, dtype=torch.float32).data_ptr() == tensor.data_ptr()
         ) is is_moved
@@ -564,9 +564,9 @@ def test_no_memory_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
         local_parameters={},
         optimizer=SimpleNamespace(state={}),
     )
-    state = live.LiveState(states, stepper, 0)  # type: ignore[arg-type]
+    state = live_state.LiveState(states, stepper, 0)  # type: ignore[arg-type]
     monkeypatch.setattr(
-        live.LiveState, "_movable", lambda self: {1: torch.zeros(2000).untyped_storage()}
+        live_state.LiveState, "_movable", lambda self: {1: torch.zeros(2000).untyped_storage()}
     )
     monkeypatch.setattr(os, "posix_fallocate", full)
     stepper.edits.updated = lambda: None
@@ -587,18 +587,18 @@ def test_memory_for_the_move(monkeypatch: pytest.MonkeyPatch) -> None:
         local_parameters={},
         optimizer=SimpleNamespace(state={}),
     )
-    state = live.LiveState(SimpleNamespace(), stepper, 0)  # type: ignore[arg-type]
-    monkeypatch.setattr(live.LiveState, "_movable", lambda self: storages)
-    monkeypatch.setattr(live, "GIVEN_BACK_BYTES", 2**20)
+    state = live_state.LiveState(SimpleNamespace(), stepper, 0)  # type: ignore[arg-type]
+    monkeypatch.setattr(live_state.LiveState, "_movable", lambda self: storages)
+    monkeypatch.setattr(live_state, "GIVEN_BACK_BYTES", 2**20)
     for share, available, possible in (
         (0.5, 24, True),
         (0.5, 23, False),
         (0.25, 40, True),
         (0.25, 39, False),
     ):
-        monkeypatch.setattr(live, "MEMORY_SHARE", share)
+        monkeypatch.setattr(live_state, "MEMORY_SHARE", share)
         monkeypatch.setattr(
-            live, "free_memory_bytes", lambda available=available: available * 2**20
+            live_state, "free_memory_bytes", lambda available=available: available * 2**20
         )
         assert math.isfinite(state.move_s(2)) is possible
     stepper.edits.names = ["w"]
@@ -615,7 +615,7 @@ def test_plans_that_keep_lazy_copies_of_weights() -> None:
 def test_the_first_notes_do_not_count() -> None:
     """They take longer than later ones, and would end it at once."""
     stepper = SimpleNamespace(mesh=SimpleNamespace(rank=0), edits=SimpleNamespace(names=[]))
-    state = live.LiveState(SimpleNamespace(), stepper, 0)  # type: ignore[arg-type]
+    state = live_state.LiveState(SimpleNamespace(), stepper, 0)  # type: ignore[arg-type]
     state._latest_s.extend([0.5] * 15)
     assert state.note_s == 0.0
     state._latest_s.append(0.5)
@@ -626,7 +626,7 @@ def test_the_first_notes_do_not_count() -> None:
 
 def test_what_is_given_up_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Notes that take too long end, and nobody waits for a state whose index is gone when a rank is lost."""
-    monkeypatch.setattr(live, "_ENOUGH", 1)
+    monkeypatch.setattr(live_state, "_ENOUGH", 1)
     monkeypatch.setattr(loop, "NOTE_SHARE", 0.0)
     keep, seen = loop._keep_live, tmp_path / "seen"
 
@@ -645,7 +645,7 @@ def test_copies_are_closer_again_without_notes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside notes they have a smaller share of the time. That must not last until some later copy."""
-    monkeypatch.setattr(live, "_ENOUGH", 1)
+    monkeypatch.setattr(live_state, "_ENOUGH", 1)
     monkeypatch.setattr(loop, "NOTE_SHARE", 0.0)
     monkeypatch.setattr(
         Copier,
