@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.contenders.wires.rounds import ELEMENTS, PATIENCE_S, PushPull, Seat, echo, main
-from paceline.servers.connection import ServerConnection, served_parameters
+from paceline.servers.connection import Outgoing, ServerConnection, served_parameters
 from paceline.servers.lazy_weights import WeightArrivals
 from paceline.servers.serve import Acceptor, ShardEvents, ShardService, ShardTerms, bytes_of
 from paceline.servers.wire import Peer, Role, Uplink, connect, listen
@@ -42,9 +42,7 @@ def _parameters(flat: Tensor) -> dict[str, nn.Parameter]:
 
 def _shard() -> Shard:
     with torch.device("meta"):
-        (shard,) = assign(
-            served_parameters(_parameters(torch.empty(ELEMENTS))), 1, split_tensors=True
-        )
+        (shard,) = assign(served_parameters(_parameters(torch.empty(ELEMENTS))), 1)
     return shard
 
 
@@ -110,7 +108,9 @@ def client(seat: Seat, number: int, weights: Tensor) -> Iterator[PushPull]:
                 round if sums else round * seat.clients + number,
                 place,
                 [
-                    bytes_of(layers[shard.slices[span.slice].name][span.start : span.stop])
+                    Outgoing(
+                        bytes_of(layers[shard.slices[span.slice].name][span.start : span.stop])
+                    )
                     for span in chunk.spans
                 ],
                 is_whole=True,
