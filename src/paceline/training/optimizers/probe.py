@@ -157,7 +157,7 @@ def needs_closure(
     build, parameters: the function and the parameters that made it; as for `observe`.
     """
     if known_reaches(optimizer, ()) is None:
-        with kept_streams(), torch.enable_grad(), _one_thread(), suppress(Exception):
+        with kept_streams(), torch.enable_grad(), _one_thread(), drawing(), suppress(Exception):
             return _first_trial(build, parameters)[0].needs_closure
     return requires_closure(optimizer)
 
