@@ -301,7 +301,9 @@ def _check_dismissed(run: Run, why: str) -> None:
     run.work(0)
     summary = run.end()
     assert summary["steps"] == STEPS and summary["workers_lost"] == [1]
-    (event,) = (event for event in run.coordinator.losses.events if event["event"] == "worker_lost")
+    (event,) = (
+        event for event in run.coordinator.membership_log.events if event["event"] == "worker_lost"
+    )
     assert why in event["why"]
 
 
@@ -478,7 +480,9 @@ def test_two_workers_that_send_one_update(started: Callable[[str], Run]):
     assert all(map(_is_closed, controls))
     run.work(0)
     assert sorted(run.end()["workers_lost"]) == [1, 2]
-    events = [event for event in run.coordinator.losses.events if event["event"] == "worker_lost"]
+    events = [
+        event for event in run.coordinator.membership_log.events if event["event"] == "worker_lost"
+    ]
     assert all("workers 1 and 2 both sent update 0" in event["why"] for event in events)
 
 

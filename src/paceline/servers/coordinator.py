@@ -26,7 +26,7 @@ from paceline.runs.folder import CHECKPOINTS, EVENTS, JOURNAL, METRICS
 from paceline.runs.journal import Journal
 from paceline.servers.clock import LEASES, Clock
 from paceline.servers.meetings import Meetings, Sums
-from paceline.servers.membership import Losses, staleness_of, updates_after
+from paceline.servers.membership import MembershipLog, staleness_of, updates_after
 from paceline.servers.messages import checked
 from paceline.servers.roles import RankTask, Roles, rank_of_worker, servers_of
 from paceline.servers.serve import listen_to
@@ -135,7 +135,7 @@ class Coordinator(Server):
         super().__init__(task, number=number, model=model, shards=shards)
         context, job, plan, settings = task.context, task.job, task.plan, task.settings
         self.metrics = settings.run_dir / METRICS if settings.run_dir is not None else None
-        self.losses = Losses(
+        self.membership_log = MembershipLog(
             settings.run_dir / EVENTS if settings.run_dir is not None else None,
             goes_on=context.num_starts > 1,
         )
@@ -305,14 +305,14 @@ class Coordinator(Server):
         """All ranks started again, as one of them died; what was made since what they go on from is made again."""
         for rank, deaths in enumerate(self.context.deaths):
             if (server := Roles.of(self.plan, rank).server) is not None:
-                self.losses.note_deaths("server", server, deaths)
+                self.membership_log.note_deaths("server", server, deaths)
         assert self.metrics is not None
         updates = (
             updates_after(self.metrics, -1, offset=self._figures["metrics_bytes"])
             if self.is_copied
             else (updates_after(self.metrics, self.step))
         )
-        self.losses.note("rolled_back", step=self.step, updates=updates)
+        self.membership_log.note("rolled_back", step=self.step, updates=updates)
         lost = (
             "1 update was lost and is" if updates == 1 else f"{updates} updates were lost and are"
         )
@@ -550,8 +550,8 @@ class Coordinator(Server):
         elif "idle" in message:
             if self.job.models and not self.settings.is_trial:
                 check_monitored(self.shelf.schedule, self.job, message["measured"])
-            self.losses.note_deaths("worker", worker, message["deaths"])
-            if self.losses.note_rejoined(worker, self.step):
+            self.membership_log.note_deaths("worker", worker, message["deaths"])
+            if self.membership_log.note_rejoined(worker, self.step):
                 self.display.say(f"worker {worker} is back")
 
     def _end_meeting(self) -> None:
@@ -593,7 +593,7 @@ class Coordinator(Server):
                 hint="--resume goes on from the last checkpoint",
             )
         self.workers.pop(peer.number).connection.close()
-        self.losses.note("worker_lost", worker=peer.number, step=self.step, why=str(error))
+        self.membership_log.note("worker_lost", worker=peer.number, step=self.step, why=str(error))
         keeps = [
             number
             for number in self.clock.ready()
@@ -1113,6 +1113,6 @@ class Coordinator(Server):
                 }
                 for number, figures in sorted(self.final_figures.items())
             },
-            **self.losses.summary(),
+            **self.membership_log.summary(),
             **({"stopped": stopped} if stopped is not None else {}),
         }

@@ -13,8 +13,8 @@ from paceline.runs.documents import rows
 STARTED = "started"
 
 
-class Losses:
-    """What happened since the run was started by its user.
+class MembershipLog:
+    """Workers and servers that left and came back since the user started the run.
 
     Args:
         path: `events.jsonl`, a line an event; None keeps them in memory alone.
