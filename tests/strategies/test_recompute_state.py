@@ -27,7 +27,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import paceline
 from paceline.launch.process.failure import RankFailed
-from paceline.model.copy_on_write import SeenValue, address
+from paceline.model.copy_on_write import TensorSnapshot, address
 from paceline.model.forward_state import ForwardState
 
 pytestmark = pytest.mark.timeout(120)
@@ -155,12 +155,12 @@ def test_a_forward_sees_its_own_state_again():
 def test_looking_at_a_tensor_takes_no_memory():
     """Until the first write the value is kept where it is; afterwards it is what it was."""
     tensor = torch.ones(5)
-    seen = SeenValue(tensor)
+    seen = TensorSnapshot(tensor)
     assert not seen.is_written()
     tensor.data.add_(1)
     assert seen.is_changed()
     assert seen.value.tolist() == [1.0] * 5
-    assert not SeenValue(torch.frombuffer(bytearray(16), dtype=torch.float32)).is_changed()
+    assert not TensorSnapshot(torch.frombuffer(bytearray(16), dtype=torch.float32)).is_changed()
 
 
 def test_of_a_distributed_tensor_its_part_is_looked_at(run_ranks: Callable[..., list[Any]]):
@@ -172,7 +172,7 @@ def test_of_a_distributed_tensor_its_part_is_looked_at(run_ranks: Callable[..., 
         )
         if context.rank:
             return []
-        seen = SeenValue(p)
+        seen = TensorSnapshot(p)
         assert not seen.is_written() and address(seen.value.to_local()) == address(p.to_local())
         with torch.no_grad():
             p.to_local().mul_(2)

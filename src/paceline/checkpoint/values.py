@@ -16,7 +16,7 @@ import torch
 
 from paceline.base.errors import JobError
 from paceline.model.attributes import is_same
-from paceline.model.copy_on_write import SeenValue
+from paceline.model.copy_on_write import TensorSnapshot
 
 _TAG = "__kind__"  # key of a JSON object that represents a value for which JSON has no notation
 
@@ -78,7 +78,7 @@ class SeenPlain:
     def __init__(self, value: Any) -> None:
         tensors: dict[str, torch.Tensor] = {}
         self._packed = pack(value, "", tensors)
-        self._tensors = {name: SeenValue(tensor.detach()) for name, tensor in tensors.items()}
+        self._tensors = {name: TensorSnapshot(tensor.detach()) for name, tensor in tensors.items()}
 
     def is_same(self, value: Any) -> bool:
         """Whether the value equals the one that was kept."""

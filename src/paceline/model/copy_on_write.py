@@ -14,7 +14,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 
-class SeenValue:
+class TensorSnapshot:
     """The value of a tensor at one moment. A later write to `tensor` leaves `value` as it was."""
 
     __slots__ = ("_shares_memory", "tensor", "value")

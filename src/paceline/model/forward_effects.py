@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.model.copy_on_write import SeenValue, address
+from paceline.model.copy_on_write import TensorSnapshot, address
 
 # Calls of operators that write to a tensor, such as `q.lerp_(p, 0.1)`, and `q.data`. Initial values
 # are no edits.
@@ -202,7 +202,7 @@ def written_by(
     """
     named = dict(model.named_parameters())
     before = {name: (p._version, address(p)) for name, p in named.items()}
-    seen = {name: SeenValue(p) for name, p in named.items() if not is_elsewhere(p)}
+    seen = {name: TensorSnapshot(p) for name, p in named.items() if not is_elsewhere(p)}
     forward()
     return frozenset(
         name
@@ -236,7 +236,7 @@ def followers(
     in_block = {path: [name for name in names if name.startswith(f"{path}.")] for path in blocks}
     # What begins as a copy of what it follows would not change: it begins elsewhere here.
     values = {name: named[name].detach() + 1 for group in in_block.values() for name in group}
-    starts: dict[str, list[SeenValue]] = {}
+    starts: dict[str, list[TensorSnapshot]] = {}
     inside: set[str] = set()
 
     @torch.no_grad()
@@ -245,7 +245,7 @@ def followers(
             named[name].copy_(value)
 
     def begin(path: str) -> None:
-        starts[path] = [SeenValue(named[name]) for name in in_block[path]]
+        starts[path] = [TensorSnapshot(named[name]) for name in in_block[path]]
 
     def end(path: str) -> None:
         inside.update(

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from paceline.model.copy_on_write import SeenValue
+from paceline.model.copy_on_write import TensorSnapshot
 
 OF_TORCH = frozenset(nn.Module().__dict__)
 _MT19937_WORDS = 625  # a table of 624 and the place in it
@@ -249,7 +249,7 @@ def _can_be_written(value: Any) -> bool:
 
 def _copied(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return SeenValue(value)
+        return TensorSnapshot(value)
     if isinstance(value, torch.Generator):
         return value.clone_state()
     if isinstance(value, list) and value and all(isinstance(item, nn.Parameter) for item in value):
@@ -265,14 +265,14 @@ def _may_be_written(copied: Any, original: Any) -> bool:
     """Whether the original of a copy by `_copied` may have another value, such as new items in an
     empty container.
     """
-    if isinstance(copied, SeenValue):
+    if isinstance(copied, TensorSnapshot):
         return copied.is_written()
     return not isinstance(copied, _CONTAINERS) or bool(copied) or bool(original)
 
 
 def _refreshed(value: Any, fresh: dict[int, torch.Tensor]) -> Any:
     """Return a copy by `_copied` as values that may be written to."""
-    if isinstance(value, SeenValue):
+    if isinstance(value, TensorSnapshot):
         if not value.is_written():
             return value.tensor
         return fresh.setdefault(id(value.tensor), _twin(value))
@@ -283,8 +283,8 @@ def _refreshed(value: Any, fresh: dict[int, torch.Tensor]) -> Any:
     return _copied(value)
 
 
-def _twin(seen: SeenValue) -> torch.Tensor:
-    tensor, original = SeenValue(seen.value).value, seen.tensor
+def _twin(seen: TensorSnapshot) -> torch.Tensor:
+    tensor, original = TensorSnapshot(seen.value).value, seen.tensor
     if isinstance(original, nn.Parameter):
         return nn.Parameter(tensor, requires_grad=original.requires_grad)
     return tensor.requires_grad_(original.requires_grad)

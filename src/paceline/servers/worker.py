@@ -19,7 +19,7 @@ from paceline.checkpoint.read import open_checkpoint
 from paceline.job.order import Order, Window
 from paceline.launch.process.malloc import HeapTrimmer
 from paceline.launch.process.memory_use import PeakMemory
-from paceline.model.copy_on_write import SeenValue
+from paceline.model.copy_on_write import TensorSnapshot
 from paceline.runs.folder import CHECKPOINTS
 from paceline.servers.connection import Pusher, ServerConnection
 from paceline.servers.lazy_weights import WeightArrivals
@@ -129,7 +129,8 @@ class Worker:
             self.at_rest = StateAtRest(partial(of_updates, self.stepper), every)
         self.has_looked_at_attributes = False
         self.unserved = {
-            name: (SeenValue(tensor), tensor._version) for name, tensor in self._unserved().items()
+            name: (TensorSnapshot(tensor), tensor._version)
+            for name, tensor in self._unserved().items()
         }
         self.is_over = threading.Event()
         threading.Thread(target=self._tell_alive, name="paceline-alive", daemon=True).start()

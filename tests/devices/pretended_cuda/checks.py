@@ -175,7 +175,7 @@ def shared() -> dict[str, Any]:
     """Two tensors on one memory until one of them is written to, as on CUDA; how often that reads the device."""
     import pretended_cuda_device as counting
 
-    from paceline.model.copy_on_write import SeenValue
+    from paceline.model.copy_on_write import TensorSnapshot
 
     observed: dict[str, Any] = {}
     writes = {
@@ -191,7 +191,7 @@ def shared() -> dict[str, Any]:
     for name, write in writes.items():
         x = torch.ones(8, device="cuda:1")
         used = torch.cuda.memory_allocated("cuda:1")
-        before, seen = counting.counts()["reads"], SeenValue(x)
+        before, seen = counting.counts()["reads"], TensorSnapshot(x)
         allocated_bytes = torch.cuda.memory_allocated("cuda:1") - used
         write(x)
         is_written = seen.is_written()

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from paceline.base.errors import PlanRefused
 from paceline.model.attention import Selective
-from paceline.model.copy_on_write import SeenValue
+from paceline.model.copy_on_write import TensorSnapshot
 from paceline.model.forward_effects import NOTHING, Observed
 from paceline.model.forward_state import ForwardState
 from paceline.model.units import find_units, refuse_scripted
@@ -151,7 +151,9 @@ class _Inputs:
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         leaves, self.structure = pytree.tree_flatten((args, kwargs))
-        self.leaves = [SeenValue(leaf) if type(leaf) is torch.Tensor else leaf for leaf in leaves]
+        self.leaves = [
+            TensorSnapshot(leaf) if type(leaf) is torch.Tensor else leaf for leaf in leaves
+        ]
         self.inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
 
     def values(self) -> list[torch.Tensor]:
@@ -160,9 +162,9 @@ class _Inputs:
         Those that the forward may write to are replaced by fixed values without gradient.
         """
         return [
-            leaf.value if isinstance(leaf, SeenValue) else leaf
+            leaf.value if isinstance(leaf, TensorSnapshot) else leaf
             for leaf in self.leaves
-            if isinstance(leaf, SeenValue | torch.Tensor)
+            if isinstance(leaf, TensorSnapshot | torch.Tensor)
         ]
 
     def next(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -171,12 +173,14 @@ class _Inputs:
         inputs, self.inputs = self.inputs, None
         if inputs is not None:
             return inputs
-        leaves = [_as_given(leaf) if isinstance(leaf, SeenValue) else leaf for leaf in self.leaves]
+        leaves = [
+            _as_given(leaf) if isinstance(leaf, TensorSnapshot) else leaf for leaf in self.leaves
+        ]
         args, kwargs = pytree.tree_unflatten(leaves, self.structure)
         return args, kwargs
 
 
-def _as_given(seen: SeenValue) -> torch.Tensor:
+def _as_given(seen: TensorSnapshot) -> torch.Tensor:
     if not seen.is_written():
         return seen.tensor
     value = seen.value.clone()

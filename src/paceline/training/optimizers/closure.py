@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.model.copy_on_write import SeenValue
+from paceline.model.copy_on_write import TensorSnapshot
 from paceline.training.optimizers.gather import GatheredTensors
 
 Evaluate = Callable[
@@ -35,13 +35,14 @@ class Closure:
     def __init__(self, loss: float, evaluate: Evaluate, parameters: Iterable[nn.Parameter]) -> None:
         self._loss, self._evaluate = loss, evaluate
         self._first: (
-            list[tuple[nn.Parameter, SeenValue, torch.Tensor | None, SeenValue | None]] | None
+            list[tuple[nn.Parameter, TensorSnapshot, torch.Tensor | None, TensorSnapshot | None]]
+            | None
         ) = [
             (
                 p,
-                SeenValue(p),
+                TensorSnapshot(p),
                 p.grad,
-                None if p.grad is None or p.grad.is_sparse else SeenValue(p.grad),
+                None if p.grad is None or p.grad.is_sparse else TensorSnapshot(p.grad),
             )
             for p in parameters
         ]
@@ -58,9 +59,9 @@ class Closure:
 
 def _is_changed(
     parameter: nn.Parameter,
-    weight: SeenValue,
+    weight: TensorSnapshot,
     gradient: torch.Tensor | None,
-    value: SeenValue | None,
+    value: TensorSnapshot | None,
 ) -> bool:
     return (
         weight.is_changed()

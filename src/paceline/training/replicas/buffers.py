@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from paceline.base.logs import logger
 from paceline.model.attributes import is_plain, is_same, plain_attributes
-from paceline.model.copy_on_write import SeenValue
+from paceline.model.copy_on_write import TensorSnapshot
 from paceline.model.forward_state import OF_TORCH, MappingSnapshot
 from paceline.strategies.host_all_reduce import all_reduce
 
@@ -63,7 +63,7 @@ class ChangingBuffers:
             for path, module in self._model.named_modules()
         ]
         self._frozen = {
-            name: SeenValue(p)
+            name: TensorSnapshot(p)
             for name, p in self._model.named_parameters()
             if self._with_frozen and not p.requires_grad
         }
@@ -243,7 +243,7 @@ def _is_number(value: Any) -> bool:
 _ATTRIBUTE = "="  # prefix of an attribute's name; no name of a module or buffer begins like that
 
 
-def _is_written(tensor: torch.Tensor, seen: SeenValue | None) -> bool:
+def _is_written(tensor: torch.Tensor, seen: TensorSnapshot | None) -> bool:
     return seen is None or tensor is not seen.tensor or seen.is_written()
 
 
@@ -255,7 +255,7 @@ def _has_changed(key: str, value: Any, before: MappingSnapshot) -> bool:
         return (
             not value.requires_grad
             and _is_written(value, seen)
-            and (isinstance(seen, SeenValue) or value.numel() <= _MOST_ELEMENTS)
+            and (isinstance(seen, TensorSnapshot) or value.numel() <= _MOST_ELEMENTS)
         )
     return key not in before.values or not is_same(value, before.then(key))
 

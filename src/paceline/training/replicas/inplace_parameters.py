@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.base.errors import PlanRefused, TrainingError
-from paceline.model.copy_on_write import SeenValue, address
+from paceline.model.copy_on_write import TensorSnapshot, address
 from paceline.strategies.mesh import local_part
 from paceline.training.replicas.buffers import union_of_names
 
@@ -46,7 +46,7 @@ class Edits:
             name: local_part(p.detach()) if hasattr(p, "to_local") else p
             for name, p in parameters.items()
         }
-        self._seen: dict[str, SeenValue] = {}
+        self._seen: dict[str, TensorSnapshot] = {}
         self._versions: list[tuple[int, int]] = []
         self._changed: list[str] = []
         self._is_first = True
@@ -64,7 +64,7 @@ class Edits:
         """Record the parameters before the forwards of a step."""
         looked_at = self._parameters if self._is_first else self.names
         self._seen = {
-            name: SeenValue(self._parameters[name])
+            name: TensorSnapshot(self._parameters[name])
             for name in looked_at
             if name in self._parameters
         }
