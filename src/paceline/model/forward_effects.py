@@ -36,7 +36,7 @@ _LIBRARIES = ("torch", "transformers", "keras", "torchvision")
 
 
 @dataclass(frozen=True, slots=True)
-class Observed:
+class ForwardEffects:
     """The effects of a model's forward that were observed."""
 
     # Names of parameters that it writes to, without `followers` if the plan keeps their values.
@@ -49,7 +49,7 @@ class Observed:
     cast_dtype: torch.dtype | None = None  # the dtype of these casts; None without autocast
 
 
-NOTHING = Observed()
+NOTHING = ForwardEffects()
 
 
 def limited_by_norm(model: nn.Module) -> frozenset[str]:

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
-from paceline.model.forward_effects import NOTHING, Observed
+from paceline.model.forward_effects import NOTHING, ForwardEffects
 from paceline.model.graph_check import is_comparable
 from paceline.strategies.layout import CutBasis, Layout, ModelUse, Whole
 from paceline.strategies.plan import Plan
@@ -117,7 +117,7 @@ class Runner(Protocol):
         *,
         plan: Plan,
         mesh: Mesh,
-        observed: Observed = NOTHING,
+        observed: ForwardEffects = NOTHING,
         device: torch.device | None = None,
     ) -> Synchroniser | None:
         """Change the model in place for this rank. Collective along the strategy's axis.
@@ -187,7 +187,7 @@ def prepare(
     *,
     plan: Plan,
     mesh: Mesh,
-    observed: Observed = NOTHING,
+    observed: ForwardEffects = NOTHING,
     device: torch.device | None = None,
     models: Models = "only",
 ) -> list[Synchroniser]:

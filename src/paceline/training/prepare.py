@@ -23,7 +23,7 @@ from paceline.model.attributes import in_float64
 from paceline.model.float8 import in_float8
 from paceline.model.forward_effects import (
     NOTHING,
-    Observed,
+    ForwardEffects,
     choosing,
     followers,
     has_own_code,
@@ -259,7 +259,7 @@ def _refuse_unseen_state(
 
 def observe(
     job: Job, plan: Plan, model: torch.nn.Module, spill: Spill | None, device: torch.device
-) -> tuple[Observed, bool]:
+) -> tuple[ForwardEffects, bool]:
     """Find out about the model's forward what a plan must know beforehand, and return whether the
     model was run for that.
 
@@ -309,7 +309,7 @@ def observe(
             hint="use a data=N plan if all replicas change it alike, or one that doesn't cut the batch: "
             "single or tensor=N",
         )
-    return Observed(edited, chooses), is_run
+    return ForwardEffects(edited, chooses), is_run
 
 
 def build_in_files(job: Job, device: torch.device) -> tuple[Spill | None, torch.nn.Module]:

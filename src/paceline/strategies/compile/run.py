@@ -18,7 +18,7 @@ import torch
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from paceline.base.errors import PlanRefused
-from paceline.model.forward_effects import NOTHING, Observed
+from paceline.model.forward_effects import NOTHING, ForwardEffects
 from paceline.model.randomness import means, without_modes
 from paceline.model.units import find_units, recurrent_units, refuse_scripted
 from paceline.strategies.batch_norm.run import is_joined
@@ -43,7 +43,7 @@ def prepare(
     *,
     plan: Plan,
     mesh: Mesh,
-    observed: Observed = NOTHING,
+    observed: ForwardEffects = NOTHING,
     device: torch.device | None = None,
 ) -> CompilationWatch:
     """Wrap the forward of every unit; names of modules and parameters stay as they are.

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.base.logs import logger
-from paceline.model.forward_effects import NOTHING, Observed
+from paceline.model.forward_effects import NOTHING, ForwardEffects
 from paceline.strategies.compress.run import Compressed
 from paceline.strategies.data.arrivals import GradientArrivals
 from paceline.strategies.data.buckets import assign
@@ -41,7 +41,7 @@ def prepare(
     *,
     plan: Plan,
     mesh: Mesh,
-    observed: Observed = NOTHING,
+    observed: ForwardEffects = NOTHING,
     device: torch.device | None = None,
 ) -> GradientBuckets | None:
     """Return the buckets of a model's gradients; None for a model that is not trained."""

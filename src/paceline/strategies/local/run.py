@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.base.errors import JobError
-from paceline.model.forward_effects import NOTHING, Observed
+from paceline.model.forward_effects import NOTHING, ForwardEffects
 from paceline.strategies.compress.size import all_reduce_bytes
 from paceline.strategies.data.buckets import assign as assign_buckets
 from paceline.strategies.data.run import reduce_buckets, views
@@ -52,7 +52,7 @@ def prepare(
     *,
     plan: Plan,
     mesh: Mesh,
-    observed: Observed = NOTHING,
+    observed: ForwardEffects = NOTHING,
     device: torch.device | None = None,
 ) -> OuterSync:
     assert plan.outer_steps is not None

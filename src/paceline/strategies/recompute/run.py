@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from paceline.base.errors import PlanRefused
 from paceline.model.attention import Selective
 from paceline.model.copy_on_write import TensorSnapshot
-from paceline.model.forward_effects import NOTHING, Observed
+from paceline.model.forward_effects import NOTHING, ForwardEffects
 from paceline.model.forward_state import ForwardState
 from paceline.model.units import find_units, refuse_scripted
 
@@ -32,7 +32,7 @@ def prepare(
     *,
     plan: Plan,
     mesh: Mesh,
-    observed: Observed = NOTHING,
+    observed: ForwardEffects = NOTHING,
     device: torch.device | None = None,
 ) -> None:
     """Wrap the forward of every unit. The names of modules and parameters stay the same.

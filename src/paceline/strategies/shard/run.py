@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from paceline.base.errors import JobError, PlanRefused
 from paceline.base.logs import logger
-from paceline.model.forward_effects import NOTHING, Observed, owner
+from paceline.model.forward_effects import NOTHING, ForwardEffects, owner
 from paceline.model.tensors import tensors_in
 from paceline.model.units import find_units, is_callable, name_in_model, refuse_scripted
 from paceline.strategies.data.run import GradientBuckets
@@ -52,7 +52,7 @@ def prepare(
     *,
     plan: Plan,
     mesh: Mesh,
-    observed: Observed = NOTHING,
+    observed: ForwardEffects = NOTHING,
     device: torch.device | None = None,
 ) -> Sharding:
     """Shard every unit, and the remaining parameters at the root, along dim 0.
@@ -172,7 +172,7 @@ def _shard_unit(
 
 
 def _gathered_cast(
-    model: nn.Module, observed: Observed, hooked: Collection[str], along: DeviceMesh
+    model: nn.Module, observed: ForwardEffects, hooked: Collection[str], along: DeviceMesh
 ) -> frozenset[str]:
     """Return the names of parameters that are gathered in the dtype to which autocast casts them.
 
