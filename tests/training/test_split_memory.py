@@ -121,8 +121,8 @@ class Grown(nn.Module):
 def test_a_model_that_files_cannot_hold(caplog: pytest.LogCaptureFixture) -> None:
     """It is built in memory, and that is said."""
     job = dataclasses.replace(make_job(64), model=Grown)
-    spill, model = build_in_files(job, torch.device("cpu"))
-    assert spill is None and torch.equal(model.w, Grown().w)
+    mapped, model = build_in_files(job, torch.device("cpu"))
+    assert mapped is None and torch.equal(model.w, Grown().w)
     assert (
         "takes memory for the whole model to begin with: it could not be built in files (RuntimeError"
         in caplog.text

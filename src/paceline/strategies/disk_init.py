@@ -40,26 +40,26 @@ _EMPTY = (
 )
 
 
-class CannotSpill(Exception):
+class NoDiskForTensors(Exception):
     """This machine has no place for tensors but memory; the message says why."""
 
 
-class Spill:
-    """Tensors in unlinked files, in a folder on a disk. The files vanish with the last tensor.
+class MappedTensors:
+    """Tensors in unlinked files on a disk, mapped into memory. The files vanish with the last tensor.
 
     Args:
         resident_bytes: Bytes of the files that stay in memory until their pages are dropped. A
             single operator may use more.
 
     Raises:
-        CannotSpill: there is no disk for temporary files, or the system is not Linux.
+        NoDiskForTensors: there is no disk for temporary files, or the system is not Linux.
     """
 
     def __init__(self, *, resident_bytes: int = RESIDENT_BYTES) -> None:
         self.folder, self.resident_bytes = _folder_on_disk(), resident_bytes
         self._prefix = str(self.folder / f"paceline-{os.getpid()}-")
         self._madvise = ctypes.CDLL(None).madvise
-        # By address: bytes, and the storage if it is in a file of this spill.
+        # By address: bytes, and the storage if it is in one of these files.
         self._used: dict[int, tuple[int, torch.UntypedStorage | None]] = {}
         self._used_bytes = 0
 
@@ -200,11 +200,11 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
 
 class _Watch(TorchDispatchMode):
-    """Tells a spill of every operator. moves: whether results of operators go to files."""
+    """Tells memory-mapped tensors of every operator. moves: whether results of operators go to files."""
 
-    def __init__(self, spill: Spill, *, moves: bool) -> None:
+    def __init__(self, mapped: MappedTensors, *, moves: bool) -> None:
         super().__init__()
-        self.spill, self.moves = spill, moves
+        self.mapped, self.moves = mapped, moves
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -217,8 +217,8 @@ class _Watch(TorchDispatchMode):
         result = func(*args, **kwargs)
         inputs = _storages((args, kwargs))
         if self.moves:
-            self.spill._move(func, result, inputs)
-        self.spill._note([*inputs, *_storages(result)])
+            self.mapped._move(func, result, inputs)
+        self.mapped._note([*inputs, *_storages(result)])
         return result
 
     def _empty(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:
@@ -232,7 +232,7 @@ class _Watch(TorchDispatchMode):
         if (num_bytes := shape.untyped_storage().nbytes()) < LEAST_BYTES:
             return None
         empty = torch.empty(0, dtype=shape.dtype)
-        return empty.set_(self.spill._make(num_bytes), 0, shape.shape, shape.stride())
+        return empty.set_(self.mapped._make(num_bytes), 0, shape.shape, shape.stride())
 
 
 def _is_plain(value: Any) -> bool:
@@ -264,10 +264,10 @@ def _folder_on_disk() -> Path:
     """Return the folder for temporary files, or /var/tmp if that folder is in memory.
 
     Raises:
-        CannotSpill: the system is not Linux, or both folders are in memory or not writable.
+        NoDiskForTensors: the system is not Linux, or both folders are in memory or not writable.
     """
     if not sys.platform.startswith("linux"):
-        raise CannotSpill(f"{sys.platform} doesn't let go of mapped pages")
+        raise NoDiskForTensors(f"{sys.platform} doesn't let go of mapped pages")
     folders = [Path(tempfile.gettempdir()), Path("/var/tmp")]
     for folder in folders:
         if (
@@ -276,7 +276,7 @@ def _folder_on_disk() -> Path:
             and _file_system(folder) not in _IN_MEMORY
         ):
             return folder
-    raise CannotSpill(
+    raise NoDiskForTensors(
         f"{' and '.join(str(folder) for folder in folders)} are in memory or can't be written to; TMPDIR "
         "names another folder"
     )

@@ -49,7 +49,7 @@ from paceline.strategies.compose import (
     refuse_unseen_state,
     runs_again,
 )
-from paceline.strategies.disk_init import CannotSpill, Spill
+from paceline.strategies.disk_init import MappedTensors, NoDiskForTensors
 from paceline.strategies.layout import CutBasis, Layout, ModelUse
 from paceline.strategies.mesh import Mesh
 from paceline.strategies.plan import Plan
@@ -133,16 +133,16 @@ def prepare_job(
     """
     dtype = torch.float64 if job.precision == "float64" else None
 
-    def build() -> tuple[Spill | None, torch.nn.Module]:
+    def build() -> tuple[MappedTensors | None, torch.nn.Module]:
         if not holds_parts(plan):
             return None, build_model(job, device)
-        spill, model = build_in_files(job, torch.device("cpu"))
-        return spill, model if may_be_elsewhere(plan, model) else model.to(device)
+        mapped, model = build_in_files(job, torch.device("cpu"))
+        return mapped, model if may_be_elsewhere(plan, model) else model.to(device)
 
-    spill, model = build()
+    mapped, model = build()
     observed, is_used = NOTHING, False
     if runs_again(plan) and is_comparable(model):
-        _refuse_unseen_state(job, plan, model, spill, device)
+        _refuse_unseen_state(job, plan, model, mapped, device)
         is_used = True
     elif runs_again(plan) and has_own_code(model) and mesh.rank == 0:
         logger.warning(
@@ -153,11 +153,11 @@ def prepare_job(
         )
     if observed_of(plan):
         run_device = torch.device("cpu") if may_be_elsewhere(plan, model) else device
-        observed, is_run = observe(job, plan, model, spill, run_device)
+        observed, is_run = observe(job, plan, model, mapped, run_device)
         is_used |= is_run
     if is_used:
-        del spill, model
-        spill, model = build()
+        del mapped, model
+        mapped, model = build()
     if plan.replicas * plan.num_microbatches > 1 and plan.outer_steps is None:
         refuse_updates_in_backward(model)
     observed = replace(observed, sparse=sparsely_trained(model))
@@ -169,7 +169,7 @@ def prepare_job(
         )
     forwards_may_write = device.type == "cpu" or bool(limited_by_norm(model)) or may_write(model)
     running, attributes = (
-        spill.running if spill is not None else nullcontext,
+        mapped.running if mapped is not None else nullcontext,
         ChangingAttributes(model),
     )
     use = ModelUse(
@@ -199,9 +199,9 @@ def prepare_job(
             models=models,
         )
         layout.let_go()
-        if spill is not None:
+        if mapped is not None:
             elsewhere = held_elsewhere(plan, layout.module)
-            spill.bring_in(
+            mapped.bring_in(
                 [*(p for p in layout.module.parameters() if p not in elsewhere), *model.buffers()]
             )
     attributes.disregard_new()
@@ -235,7 +235,7 @@ def _evaluation_batch(job: Job, plan: Plan, mesh: Mesh, device: torch.device) ->
 
 
 def _refuse_unseen_state(
-    job: Job, plan: Plan, model: torch.nn.Module, spill: Spill | None, device: torch.device
+    job: Job, plan: Plan, model: torch.nn.Module, mapped: MappedTensors | None, device: torch.device
 ) -> None:
     """Refuse a plan that would run a part of the model twice and so change a hidden state.
 
@@ -243,11 +243,11 @@ def _refuse_unseen_state(
         PlanRefused: running a part of the model a second time would change a state that the model
             doesn't show.
     """
-    run_device = torch.device("cpu") if spill is not None else device
+    run_device = torch.device("cpu") if mapped is not None else device
     batch = example_batch(job, 2).to(
         run_device, torch.float64 if job.precision == "float64" else None
     )
-    path, running = None, spill.running if spill else nullcontext
+    path, running = None, mapped.running if mapped else nullcontext
     with (
         suppress(Exception),
         autocast(job, run_device),
@@ -258,7 +258,7 @@ def _refuse_unseen_state(
 
 
 def observe(
-    job: Job, plan: Plan, model: torch.nn.Module, spill: Spill | None, device: torch.device
+    job: Job, plan: Plan, model: torch.nn.Module, mapped: MappedTensors | None, device: torch.device
 ) -> tuple[ForwardEffects, bool]:
     """Find out about the model's forward what a plan must know beforehand, and return whether the
     model was run for that.
@@ -279,7 +279,7 @@ def observe(
             for k in range(4 if compares else 2)
         ]
         is_elsewhere, running = (
-            (spill.holds, spill.running) if spill else (lambda tensor: False, nullcontext)
+            (mapped.holds, mapped.running) if mapped else (lambda tensor: False, nullcontext)
         )
         with (
             suppress(Exception),
@@ -312,15 +312,15 @@ def observe(
     return ForwardEffects(edited, chooses), is_run
 
 
-def build_in_files(job: Job, device: torch.device) -> tuple[Spill | None, torch.nn.Module]:
+def build_in_files(job: Job, device: torch.device) -> tuple[MappedTensors | None, torch.nn.Module]:
     """Build the model with its weights in files.
 
     The weights are in memory if files can't be used, or if the weights need no more memory than
     files need anyway.
     """
     try:
-        spill = Spill()
-        with spill.building():
+        mapped = MappedTensors()
+        with mapped.building():
             model = build_model(job, device)
     except JobError:
         raise
@@ -328,17 +328,17 @@ def build_in_files(job: Job, device: torch.device) -> tuple[Spill | None, torch.
         first = (str(error).splitlines() or [""])[0]
         logger.warning(
             "every rank takes memory for the whole model to begin with: it could not be built in files (%s)",
-            first if isinstance(error, CannotSpill) else f"{type(error).__name__}: {first}",
+            first if isinstance(error, NoDiskForTensors) else f"{type(error).__name__}: {first}",
         )
         return None, build_model(job, device)
     tensors = [*model.parameters(), *model.buffers()]
-    if sum(tensor.nbytes for tensor in tensors) <= spill.resident_bytes:
-        spill.bring_in(tensors)
+    if sum(tensor.nbytes for tensor in tensors) <= mapped.resident_bytes:
+        mapped.bring_in(tensors)
         return None, model
-    if (left_bytes := spill.in_memory_bytes(model.parameters())) > spill.resident_bytes:
+    if (left_bytes := mapped.in_memory_bytes(model.parameters())) > mapped.resident_bytes:
         logger.warning(
             "every rank takes %.0f MB for the whole model to begin with: that much of it was not made by "
             "torch on the thread that calls model()",
             left_bytes / 1e6,
         )
-    return spill, model
+    return mapped, model

@@ -54,7 +54,7 @@ def refuse_single_samples(
     with kept_streams():
         # The whole model may be too large for a device.
         run_device = torch.device("cpu") if holds_parts(plan) else device
-        spill, model = (
+        mapped, model = (
             build_in_files(job, run_device)
             if holds_parts(plan)
             else (None, build_model(job, run_device))
@@ -70,7 +70,7 @@ def refuse_single_samples(
             with (
                 torch.no_grad(),
                 autocast(job, run_device),
-                spill.running() if spill is not None else nullcontext(),
+                mapped.running() if mapped is not None else nullcontext(),
             ):
                 batch.call(model.train())
         except Exception as error:

@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations
 from paceline.base.streams import seed_streams
 from paceline.launch.process.memory_use import reset_peak, resident_peak_bytes
 from paceline.strategies import disk_init
-from paceline.strategies.disk_init import CannotSpill, Spill
+from paceline.strategies.disk_init import MappedTensors, NoDiskForTensors
 
 
 def conv_net() -> nn.Module:
@@ -143,12 +143,12 @@ def test_weights_are_those_of_the_whole_build(name: str, monkeypatch: pytest.Mon
     """Bit by bit, in files and brought back from them, strides and ties with them; and so is what is drawn next."""
     monkeypatch.setattr(disk_init, "LEAST_BYTES", 1)
     whole, next_draws = built(MODELS[name]), (torch.rand(3), np.random.random(3))
-    spill = Spill(resident_bytes=100)
-    with spill.building():
+    mapped = MappedTensors(resident_bytes=100)
+    with mapped.building():
         model = built(MODELS[name])
     draws = (torch.rand(3), np.random.random(3))
-    is_spilled = [spill.holds(tensor) for tensor in tensors_of(model).values()]
-    assert sum(is_spilled) >= 0.7 * len(is_spilled)
+    is_mapped = [mapped.holds(tensor) for tensor in tensors_of(model).values()]
+    assert sum(is_mapped) >= 0.7 * len(is_mapped)
 
     for _ in range(2):
         tensors = tensors_of(model)
@@ -158,8 +158,8 @@ def test_weights_are_those_of_the_whole_build(name: str, monkeypatch: pytest.Mon
             assert tensors[tensor_name].requires_grad == expected.requires_grad
         assert [n for n, _ in model.named_parameters()] == [n for n, _ in whole.named_parameters()]
         assert torch.equal(draws[0], next_draws[0]) and np.array_equal(draws[1], next_draws[1])
-        spill.bring_in(tensors.values())
-        assert not any(spill.holds(tensor) for tensor in tensors.values())
+        mapped.bring_in(tensors.values())
+        assert not any(mapped.holds(tensor) for tensor in tensors.values())
     if name == "odd":
         with torch.no_grad():
             model.scaled += 1
@@ -231,24 +231,24 @@ def test_a_whole_model_is_never_in_memory(
         save_file(torch.load(weights), weights.with_suffix(".safetensors"))
 
     def body(context: Any) -> list[int]:
-        spill = Spill(resident_bytes=largest // 2)
+        mapped = MappedTensors(resident_bytes=largest // 2)
         nn.Linear(300, 300)(torch.ones(2, 300))  # what the first use of torch takes
-        with spill.building():
+        with mapped.building():
             torch.randn(300, 300)
         peaks = []
         reset_peak()
         before = resident_peak_bytes()
-        with spill.building():
+        with mapped.building():
             model = built(lambda: make(side, weights))
         peaks.append(resident_peak_bytes() - before)
-        assert spill.in_memory_bytes(model.parameters()) == 0
+        assert mapped.in_memory_bytes(model.parameters()) == 0
         parameters = list(model.parameters())
         reset_peak()
-        with spill.running(), torch.no_grad():
+        with mapped.running(), torch.no_grad():
             for p in parameters:
                 p.sum()
         peaks.append(resident_peak_bytes() - before)
-        spill.bring_in(parameters[:4])
+        mapped.bring_in(parameters[:4])
         parameters.clear()
         del model, p
         reset_peak()
@@ -262,18 +262,18 @@ def test_a_whole_model_is_never_in_memory(
 
 def test_what_was_not_made_here_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """numpy's memory is numpy's."""
-    spill = Spill()
-    with spill.building():
+    mapped = MappedTensors()
+    with mapped.building():
         model = nn.ParameterList([torch.from_numpy(np.ones((512, 512))), torch.ones(512, 512)])
-    assert spill.in_memory_bytes(model.parameters()) == 512 * 512 * 8
+    assert mapped.in_memory_bytes(model.parameters()) == 512 * 512 * 8
 
 
 def test_nothing_is_left(nothing_left: Path) -> None:
     """Not even while the tensors are there."""
-    spill = Spill()
-    with spill.building():
+    mapped = MappedTensors()
+    with mapped.building():
         tensor = torch.ones(512, 512)
-    assert spill.holds(tensor)
+    assert mapped.holds(tensor)
     assert not list(nothing_left.iterdir())
 
 
@@ -284,10 +284,10 @@ def test_a_folder_in_memory_is_no_place(monkeypatch: pytest.MonkeyPatch) -> None
         "_file_system",
         lambda folder: "ext4" if folder == Path("/var/tmp") else "tmpfs",
     )
-    assert Spill().folder == Path("/var/tmp")
+    assert MappedTensors().folder == Path("/var/tmp")
     monkeypatch.setattr(disk_init, "_file_system", lambda folder: "tmpfs")
-    with pytest.raises(CannotSpill, match="are in memory or can't be written to; TMPDIR"):
-        Spill()
+    with pytest.raises(NoDiskForTensors, match="are in memory or can't be written to; TMPDIR"):
+        MappedTensors()
     assert disk_init._file_system(Path("/proc/self")) == "tmpfs"
 
 
@@ -297,7 +297,7 @@ def test_a_full_disk_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(descriptor: int, start: int, count: int) -> None:
         raise OSError(28, "No space left on device")
 
-    spill = Spill()
+    mapped = MappedTensors()
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(OSError, match="No space left"), spill.building():
+    with pytest.raises(OSError, match="No space left"), mapped.building():
         torch.ones(512, 512)
