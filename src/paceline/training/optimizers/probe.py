@@ -138,7 +138,7 @@ def observe(
     Raises:
         JobError: the job's function fails for parameters like these, or a step does.
     """
-    with kept_streams(), torch.enable_grad(), _one_thread(), drawing():
+    with _trials():
         trial, optimizer = _first_trial(build, parameters, sparse)
         reaches = known_reaches(optimizer, parameters)
         if reaches is not None:
@@ -157,7 +157,7 @@ def needs_closure(
     build, parameters: the function and the parameters that made it; as for `observe`.
     """
     if known_reaches(optimizer, ()) is None:
-        with kept_streams(), torch.enable_grad(), _one_thread(), drawing(), suppress(Exception):
+        with _trials(), suppress(Exception):
             return _first_trial(build, parameters)[0].needs_closure
     return requires_closure(optimizer)
 
@@ -174,7 +174,7 @@ def is_exact_in_parts(
     distribute: gives this rank's distributed tensor for a whole one, cut like the parameter of that
     name.
     """
-    with kept_streams(), torch.enable_grad(), _one_thread(), drawing():
+    with _trials():
         trial, _ = _first_trial(build, parameters)
         whole, *_ = trial.run(trial.weights, trial.gradients, FEWEST_STEPS)
         try:
@@ -468,8 +468,9 @@ def _quadratic(
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
-    """Use one thread inside the block.
+def _trials() -> Iterator[None]:
+    """Draw stand-ins inside the block, also where drawing is switched off, leave random streams as
+    they were, and use one thread.
 
     Products of a few elements wait for each other's threads on busy cores: 16 s for a trial that
     takes 0.3 s.
@@ -477,7 +478,8 @@ def _one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        yield
+        with kept_streams(), torch.enable_grad(), drawing():
+            yield
     finally:
         torch.set_num_threads(before)
 
