@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo demo-cluster verify test slow corpus check bench trainers docs figures clean
+.PHONY: demo demo-cluster verify test whole slow corpus check bench trainers docs figures clean
 
 demo: $(VENV)/installed  ## Plan, train on all devices, prove, report: handwritten digits, in under a minute
 	VENV=$(VENV) scripts/demo
@@ -16,6 +16,9 @@ verify: $(VENV)/installed  ## Prove that many devices compute what one does
 
 test: $(VENV)/installed  ## The whole suite
 	scripts/test
+
+whole: $(VENV)/installed  ## The suite with every run checked and predicted, as outside of tests
+	scripts/test --whole
 
 slow: $(VENV)/installed  ## The longer sweeps that the suite holds a smaller form of
 	scripts/test -m slow

@@ -97,6 +97,23 @@ _LONGEST = (
 )
 
 
+_WHOLE_TIMES = (
+    3  # as long as a test may take otherwise: checks and predictions are processes beside its runs
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--whole",
+        action="store_true",
+        help="runs inside tests are checked against one device and predicted, as outside of tests",
+    )
+
+
+def _is_whole(config: pytest.Config) -> bool:
+    return bool(config.getoption("--whole"))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collect_file() -> Generator[None, list[pytest.Collector], list[pytest.Collector]]:
     """Doctests are in the sources: a search of the tests for them takes time, and would import Keras."""
@@ -104,9 +121,11 @@ def pytest_collect_file() -> Generator[None, list[pytest.Collector], list[pytest
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests of many plans have a small form; the longest files come first."""
     _leave_small_forms(items)
+    if _is_whole(config):
+        _give_more_time(config, items)
     gc.freeze()  # the tests' own modules: a collection, in forks too, would go through them and write to each page
     use_huge_pages()
     place = {_HERE / name: number for number, name in enumerate(_LONGEST)}
@@ -129,6 +148,15 @@ def _leave_small_forms(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.slow)
 
 
+def _give_more_time(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        marker = item.get_closest_marker("timeout")
+        timeout_s = float(
+            marker.args[0] if marker else config.getoption("timeout") or config.getini("timeout")
+        )
+        item.add_marker(pytest.mark.timeout(timeout_s * _WHOLE_TIMES), append=False)
+
+
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test is taken for a rank of the launcher that the suite itself runs under, and ranks have one thread: several
@@ -146,9 +174,12 @@ def huge_pages() -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def plain_runs() -> Iterator[None]:
+def plain_runs(pytestconfig: pytest.Config) -> Iterator[None]:
     """Runs inside of tests, and of fixtures that tests share, are not held against one device first, nor are they
-    predicted: beside short runs that takes as long as they do, and a fork for each."""
+    predicted: beside short runs that takes as long as they do, and a fork for each. Under `--whole` they are."""
+    if _is_whole(pytestconfig):
+        yield
+        return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(aside, "run_beside", _run_afterwards)
         patch.setattr(checks, "first_update", lambda *args, **options: None)
@@ -189,8 +220,9 @@ def marked_runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.fixture
 def undrawn_searches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Searches draw no figures, which take longer than their trials, but in tests that are marked for it."""
-    if not request.node.get_closest_marker("drawn_searches"):
+    """Searches draw no figures, which take longer than their trials, but in tests that are marked for it and under
+    `--whole`."""
+    if not (request.node.get_closest_marker("drawn_searches") or _is_whole(request.config)):
         monkeypatch.setattr("paceline.searches.report.draw", lambda study, objectives, run_dir: [])
 
 
