@@ -11,6 +11,8 @@ import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from conditions import PATIENCE_S
+
 from paceline.launch.hosts.namespaces import NetworkHost
 
 
@@ -60,7 +62,7 @@ class Command:
             sys.stdout.flush()
             os._exit(code)
 
-    def wait(self, timeout_s: float = 100.0) -> int:
+    def wait(self, timeout_s: float = PATIENCE_S) -> int:
         """Its exit code; a command that takes longer is killed."""
         until_s = time.monotonic() + timeout_s
         while True:

@@ -6,7 +6,6 @@ import gc
 import os
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from conditions import PATIENCE_S, until
 from hypothesis import settings
 from later import needed
 from preloaded import OF_FORKS, capture_once, use_huge_pages
@@ -267,7 +267,9 @@ def nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     before = set(psutil.Process().children(recursive=True))
     yield folder
-    _, left = psutil.wait_procs(set(psutil.Process().children(recursive=True)) - before, timeout=60)
+    _, left = psutil.wait_procs(
+        set(psutil.Process().children(recursive=True)) - before, timeout=PATIENCE_S
+    )
     assert not left, "processes are left running"
     assert not list(folder.glob("paceline-*")), "a meeting place is left"
 
@@ -286,15 +288,16 @@ class Child:
     def ranks(self, count: int) -> list[psutil.Process]:
         """Its ranks, once so many are there."""
         parent = psutil.Process(self.pid)
-        wait_for(
+        until(
             lambda: len(parent.children(recursive=True)) > count
         )  # and the process that forks them
         return parent.children(recursive=True)
 
-    def exit_code(self, timeout_s: float = 60.0) -> int:
+    def exit_code(self) -> int:
         """Wait for its end. A negative number is the signal that killed it."""
-        wait_for(
-            lambda: psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE, timeout_s=timeout_s
+        until(
+            lambda: psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE,
+            tell=lambda: self.stderr,
         )
         _, status = os.waitpid(self.pid, 0)
         self.pid = 0
@@ -345,15 +348,7 @@ def _be_child(work: Callable[[], Any], printed: Path) -> None:
         os._exit(code)
 
 
-def wait_for(condition: Callable[[], Any], *, timeout_s: float = 60.0) -> None:
-    """Return when the condition holds; fail when it doesn't in time."""
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, f"waited {timeout_s:g} s in vain"
-        time.sleep(0.02)
-
-
 @pytest.fixture(name="wait_for")
 def wait_for_fixture() -> Callable[..., None]:
     """`wait_for(condition)` returns when it holds."""
-    return wait_for
+    return until

@@ -34,7 +34,7 @@ from paceline.launch.local import ranks as local_ranks
 from paceline.launch.process import watchdog
 from tests.commands import Command
 
-pytestmark = [pytest.mark.timeout(110), pytest.mark.usefixtures("nothing_left", "quick")]
+pytestmark = [pytest.mark.usefixtures("nothing_left", "quick")]
 
 SAMPLES, BATCH = 24, 8
 

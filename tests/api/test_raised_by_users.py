@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import paceline as pl
 from paceline.base.errors import CallbackError, PacelineError
 
-pytestmark = [pytest.mark.timeout(110), pytest.mark.usefixtures("nothing_left")]
+pytestmark = [pytest.mark.usefixtures("nothing_left")]
 POINTS = TensorDataset(torch.randn(16, 4), torch.arange(16) % 2)
 NAME = os.fsdecode(b"/data/caf\xe9.jpg")
 

@@ -15,7 +15,6 @@ from paceline.cluster import accelerators
 from paceline.cluster.gpu_use import start_autograd_without_gpus
 
 
-@pytest.mark.timeout(60)
 def test_a_fork_computes_in_parallel_after_its_parent_did(start_child: Any):
     """libgomp's threads of the parent are not in the fork, and are not waited for."""
 
@@ -55,7 +54,6 @@ in_a_fork(backward)
 @pytest.mark.skipif(
     not torch.version.cuda, reason="needs a build of torch for CUDA (but no GPU): others count none"
 )
-@pytest.mark.timeout(120)
 def test_forks_run_a_backward_after_one_of_fake_tensors():
     """In a process of its own: this one's autograd has started."""
     done = subprocess.run(

@@ -16,8 +16,6 @@ import torch.distributed as dist
 
 from paceline.base.logs import logger
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def noisy(context: Any) -> None:
     """Every way to say something."""

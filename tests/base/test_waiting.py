@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import threading
 
-import pytest
-
 from paceline.base.waiting import Waiting
 
 
-@pytest.mark.timeout(20)
 def test_another_thread_s_wait_says_nothing_of_the_main_thread():
     """It ends just as the main thread begins to wait, and is slow to say so."""
     waiting, goes_on, main_waits = Waiting(), threading.Event(), threading.Event()

@@ -19,7 +19,6 @@ import paceline as pl
 from paceline.job.file import JobFile
 from tests.commands import Command, as_ranks
 
-pytestmark = pytest.mark.timeout(180)
 BIN = Path(sys.executable).parent
 
 

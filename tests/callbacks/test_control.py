@@ -20,8 +20,6 @@ from paceline.base.errors import CallbackError, JobError, OutOfMemory, UsageErro
 from paceline.launch.process.failure import RankFailed
 from paceline.training import loop
 
-pytestmark = pytest.mark.timeout(120)
-
 GENERATOR = torch.Generator().manual_seed(0)
 INPUTS = torch.randn(60, 4, dtype=torch.float64, generator=GENERATOR)
 TARGETS = (
@@ -177,7 +175,6 @@ class Looks(pl.Callback):
         self.shapes = {name: tuple(tensor.shape) for name, tensor in run.state_dict().items()}
 
 
-@pytest.mark.timeout(60)
 def test_weights_before_the_first_step_are_those_of_all_servers(tmp_path: Path):
     """Server 0 may ask callbacks before the other servers have joined it."""
     looks = Looks()

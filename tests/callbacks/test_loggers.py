@@ -26,7 +26,7 @@ from paceline.base.errors import MissingPackage, UsageError
 from paceline.callbacks.loggers import loggers_of
 from paceline.callbacks.loggers.mlflow import MLflow
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.filterwarnings("ignore")]
 
 SAMPLES = [(torch.tensor([float(number)]), torch.tensor([2.0 * number])) for number in range(-6, 6)]
 
@@ -159,7 +159,6 @@ def mlflow_server(tmp_path: Path) -> Iterator[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_mlflow(tmp_path: Path, mlflow_server: str):
     from mlflow import MlflowClient
 

@@ -18,8 +18,6 @@ from paceline.callbacks.controller import RunController
 from paceline.launch.local import ranks
 from paceline.training.parts.memory_checkpoint import Copier
 
-pytestmark = pytest.mark.timeout(120)
-
 GENERATOR = torch.Generator().manual_seed(0)
 INPUTS = torch.randn(60, 4, dtype=torch.float64, generator=GENERATOR)
 TARGETS = (

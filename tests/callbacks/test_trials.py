@@ -13,7 +13,7 @@ import paceline as pl
 from paceline.base.errors import PacelineError
 from paceline.job.file import JobFile
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("undrawn_searches")]
+pytestmark = [pytest.mark.usefixtures("undrawn_searches")]
 
 
 def search(tmp_path: Path, plan: str, **options: Any) -> dict[str, Any]:

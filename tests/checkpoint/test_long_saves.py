@@ -63,7 +63,6 @@ def slow_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NewFile, "_empty", empty_late)
 
 
-@pytest.mark.timeout(90)
 @pytest.mark.parametrize(
     "plan",
     [
@@ -94,7 +93,6 @@ def test_a_save_may_take_longer_than_the_patience(
     assert result["steps"] == 2
 
 
-@pytest.mark.timeout(60)
 def test_a_copy_may_take_longer_than_the_patience(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Each rank writes 1.5 kB or more into memory after the first step."""
     pwrite = os.pwrite
@@ -129,7 +127,6 @@ def test_large_states_are_copied_and_read_in_pieces(
     assert read == bytes(range(25)) and len(signs) == 3 + 3
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("phase", ["part", "commit"])
 def test_a_rank_whose_disk_hangs_is_named(
     phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -164,7 +161,6 @@ def test_a_rank_whose_disk_hangs_is_named(
     assert "all ranks wait" not in str(caught.value)
 
 
-@pytest.mark.timeout(60)
 def test_an_export_may_take_longer_than_a_collective(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -192,7 +188,6 @@ def test_an_export_may_take_longer_than_a_collective(
     assert result["steps"] == 2
 
 
-@pytest.mark.timeout(90)
 def test_a_restore_and_an_export_may_take_longer_than_the_patience(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -228,7 +223,6 @@ def test_a_restore_and_an_export_may_take_longer_than_the_patience(
     assert result["steps"] == 3
 
 
-@pytest.mark.timeout(60)
 def test_signs_end_where_the_writing_stops(
     tmp_path: Path, signs: list[int], monkeypatch: pytest.MonkeyPatch
 ):
@@ -259,7 +253,6 @@ def test_signs_end_where_the_writing_stops(
     assert heard[0] == heard[1]
 
 
-@pytest.mark.timeout(60)
 def test_ranks_wait_for_a_part_that_grows(
     tmp_path: Path, slow_files: None, signs: list[int], monkeypatch: pytest.MonkeyPatch
 ):
@@ -276,7 +269,6 @@ def test_ranks_wait_for_a_part_that_grows(
     assert len(signs) >= 3
 
 
-@pytest.mark.timeout(60)
 def test_reading_says_that_it_goes_on(
     tmp_path: Path, signs: list[int], monkeypatch: pytest.MonkeyPatch
 ):
@@ -329,7 +321,6 @@ def test_other_threads_are_heard_while_the_main_one_waits(signs: list[int]):
     assert len(signs) == 1
 
 
-@pytest.mark.timeout(60)
 def test_a_damaged_file_ends_the_check_of_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -353,7 +344,6 @@ def test_a_damaged_file_ends_the_check_of_the_others(
     assert len(buffers) < 100
 
 
-@pytest.mark.timeout(60)
 def test_a_rank_waits_once_its_own_part_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """So that whose writing hangs is the one that is named."""
     stops, empty, states = threading.Event(), NewFile._empty, dict[int, list[bool]]()

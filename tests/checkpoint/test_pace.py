@@ -71,7 +71,6 @@ def test_what_is_slow_anyway_does_not_pause(clock: Clock):
     assert not clock.pauses_s
 
 
-@pytest.mark.timeout(60)
 def test_a_save_that_is_waited_for_does_not_pause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """It is written slowly until then, and at once from then on."""
     paused, wait = threading.Event(), threading.Event.wait

@@ -30,7 +30,6 @@ OUTSIDE = (
 )
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("plan", "jobs"),
     [

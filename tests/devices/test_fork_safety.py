@@ -23,8 +23,6 @@ from paceline.cluster.accelerators import _seen
 from paceline.cluster.cluster import Cluster
 from paceline.model.cost.trace import kept_generators
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.fixture(autouse=True)
 def touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:

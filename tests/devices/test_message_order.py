@@ -39,8 +39,6 @@ from paceline.strategies.plan import Plan
 from paceline.training.loop import Settings, train_rank
 from paceline.training.prepare import prepare_job
 
-pytestmark = pytest.mark.timeout(120)
-
 PLANS = (
     "data=2",
     "data=2 accumulate=2 recompute=full",

@@ -20,7 +20,6 @@ from paceline.base.fork import in_a_fork
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),
-    pytest.mark.timeout(300),
     pytest.mark.skipif(
         None in map(find_spec, ("transformers", "accelerate")),
         reason=not_installed("transformers or accelerate", "transformers accelerate"),

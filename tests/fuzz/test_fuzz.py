@@ -23,7 +23,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_run(tmp_path_factory.mktemp("fuzz"))
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("examples", [10, pytest.param(100, marks=pytest.mark.slow)])
 def test_damaged_inputs(run: Path, examples: int):
     known = readers(run)

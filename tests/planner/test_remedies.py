@@ -63,7 +63,6 @@ def wide_job(**fields: Any) -> pl.Job:
 
 
 @pytest.mark.slow  # test_every_nothing_fits_names_changes stays
-@pytest.mark.timeout(240)
 def test_each_change_is_the_smallest_of_its_kind_that_fits(folder: Path) -> None:
     """Every one is priced and fits; a smaller one of the same kind would not do."""
     fine_tuning = FineTuning(str(folder), batch=8, sequence=512)
@@ -133,7 +132,6 @@ def test_a_model_that_computes_positions_takes_any_sequence(folder: Path) -> Non
     FineTuning("opt", sequence=2048).job()
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("gpus", ["1x24GB", pytest.param("2x24GB", marks=pytest.mark.slow)])
 def test_the_command_takes_a_configuration(folder: Path, gpus: str) -> None:
     """It prints a plan as for a job file; options of one kind are refused with the other."""
@@ -166,7 +164,6 @@ def test_the_command_takes_a_configuration(folder: Path, gpus: str) -> None:
         assert run.exit_code == 2 and message in run.output
 
 
-@pytest.mark.timeout(240)
 def test_every_nothing_fits_names_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     """`plan`, a plan that was asked for and one that is chosen for a run say the same remedies."""
     job, cluster = wide_job(), gpus(1, 0.22)

@@ -82,7 +82,6 @@ def test_layers_that_do_not_fit_stay_and_are_named() -> None:
 
 
 @needs_torchao
-@pytest.mark.timeout(120)
 @pytest.mark.filterwarnings("ignore")
 def test_a_layer_is_compiled_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the device can do is asked as on a GPU, where torch looks at its process first: nothing traces that."""

@@ -31,7 +31,6 @@ OTHERS = (
         ],
     ),
 )
-pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.mark.parametrize("precision", ["fp16", *OTHERS])

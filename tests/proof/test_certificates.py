@@ -255,7 +255,6 @@ def test_a_stop_ends_the_verification(start_child: Callable[..., Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.timeout(180)
 def test_a_transformers_model_from_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     """GPT-2 with its tied embedding, untouched, under replicas and shards."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -18,8 +18,6 @@ from tests.corpus import training_loops
 from tests.corpus.own_steps import adam, fields, small
 from tests.corpus.registry import FEATURES, SAMPLES, integers, numbers
 
-pytestmark = pytest.mark.timeout(300)
-
 
 def hardest(z: Tensor, kinds: Tensor) -> tuple[Tensor, Tensor]:
     """Of each sample, the farthest of its kind against the nearest of another; a mean with weights by kind."""

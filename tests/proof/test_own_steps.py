@@ -101,7 +101,6 @@ PLANTED: dict[str, Plant] = {
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", [*JOBS, "memory_queue"])
 def test_verify_certifies_a_step_and_catches_a_planted_bug(name: str) -> None:
     """Replicas of unequal windows."""
@@ -111,7 +110,6 @@ def test_verify_certifies_a_step_and_catches_a_planted_bug(name: str) -> None:
     assert (right.verdict, wrong.verdict) == ("passed", "failed")
 
 
-@pytest.mark.timeout(300)
 def test_replicas_and_servers_take_a_step() -> None:
     """A small form of what follows for many jobs, and one bug."""
     *right, wrong = verified(
@@ -260,7 +258,6 @@ def _with_a_tenth(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", [*JOBS, "three_models"])
 def test_servers_make_each_update_of_a_step(name: str) -> None:
     """Matrices of Muon are whole on one server each; a follower's rows lie beside its source's. A planted bug is
@@ -273,7 +270,6 @@ def test_servers_make_each_update_of_a_step(name: str) -> None:
     assert [each.verdict for each in wrong] == ["failed"] * len(bugs)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "chain",
     [

@@ -13,7 +13,6 @@ from verify_jobs import failure_text, make_job, passes
 
 from paceline.training import window
 
-pytestmark = pytest.mark.timeout(120)
 CUTTING = ("single accumulate=4", "data=2 accumulate=2 recompute=full")
 
 

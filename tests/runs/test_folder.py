@@ -102,7 +102,6 @@ def test_a_claimed_folder_is_in_use(tmp_path: Path):
         assert (tmp_path / "run" / ".lock").read_text() == str(os.getpid())
 
 
-@pytest.mark.timeout(60)
 def test_a_dead_run_holds_nothing(tmp_path: Path, start_child: Any, wait_for: Callable[..., None]):
     """The lock of a process that was killed is gone with it, though its number still stands in the file."""
 

@@ -24,7 +24,6 @@ from paceline.launch.hosts.shared_files import SharedFiles, marked
 from paceline.ray import nodes as ray_nodes
 
 pytestmark = [
-    pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore"),  # Ray's own
 ]
 

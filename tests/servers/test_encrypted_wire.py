@@ -27,8 +27,6 @@ from paceline.servers.wire import (
     listen,
 )
 
-pytestmark = pytest.mark.timeout(60)
-
 SECRET, LAYOUT, WORKER = b"s" * 32, b"l" * 32, Peer(Role.DATA, 0, 77)
 TOLD = b"what nobody but the server may read"
 

@@ -26,7 +26,6 @@ from paceline.training.loop import Settings
 from paceline.training.parts.memory_checkpoint import Copier
 from paceline.training.stepper import Stepper
 
-pytestmark = pytest.mark.timeout(120)
 LEAST = "server=1 workers=1 colocate=yes"
 
 

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from paceline.model.forward_effects import choosing, may_choose
 
-pytestmark = pytest.mark.timeout(120)
-
 
 class Net(nn.Module):
     """One layer of experts that stands in no list, beside layers that do."""

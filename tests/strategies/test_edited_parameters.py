@@ -17,8 +17,6 @@ from paceline.launch.process.failure import RankFailed
 from paceline.model.forward_effects import followers, may_write, written_by
 from paceline.model.units import find_units
 
-pytestmark = pytest.mark.timeout(120)
-
 
 class Bag(nn.Module):
     """The mean of three words, whose vectors may be no longer than a limit."""

@@ -19,8 +19,6 @@ from paceline.strategies import host_all_reduce
 from paceline.strategies.host_all_reduce import all_reduce
 from paceline.strategies.shared_barrier import AWAKE_S, SLOT_BYTES, stays_awake
 
-pytestmark = pytest.mark.timeout(60)
-
 TENSORS = [
     (torch.arange(6.0).view(2, 3), dist.ReduceOp.SUM),
     (torch.arange(5), dist.ReduceOp.MAX),

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 import paceline
 from paceline.launch.process.failure import RankFailed
 
-pytestmark = pytest.mark.timeout(120)
-
 
 class Flattening(nn.LSTM):
     """Moves its weights on a CPU where `nn.LSTM` does on a GPU: when it finds others than in its last forward."""

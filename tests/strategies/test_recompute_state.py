@@ -30,8 +30,6 @@ from paceline.launch.process.failure import RankFailed
 from paceline.model.copy_on_write import TensorSnapshot, address
 from paceline.model.forward_state import ForwardState
 
-pytestmark = pytest.mark.timeout(120)
-
 
 def batch_norm() -> nn.Module:
     return nn.Sequential(

@@ -17,8 +17,6 @@ from paceline.strategies.data import reduce
 from paceline.strategies.data.arrivals import GradientArrivals
 from paceline.strategies.data.run import GradientBuckets
 
-pytestmark = pytest.mark.timeout(120)
-
 
 class Shared(nn.Module):
     """A layer that is used three times, each in a reentrant checkpoint, and large enough for a bucket of its own."""

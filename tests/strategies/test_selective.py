@@ -148,7 +148,6 @@ def test_a_price_knows_what_is_spared_and_done_again():
     assert of_torch.core is None
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "plan",
     [

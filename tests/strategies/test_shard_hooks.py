@@ -7,8 +7,6 @@ import torch
 from stateful_jobs import in_turn, stateful_job
 from torch import Tensor, nn
 
-pytestmark = pytest.mark.timeout(120)
-
 
 class Net(nn.Module):
     def __init__(self) -> None:

@@ -15,8 +15,6 @@ import paceline
 from paceline.base.errors import PlanRefused
 from paceline.launch.process.failure import RankFailed
 
-pytestmark = pytest.mark.timeout(180)
-
 
 class Net(nn.Module):
     """Leaves a reference to itself and an auxiliary loss for a loss that looks at them."""

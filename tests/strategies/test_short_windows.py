@@ -9,8 +9,6 @@ import torch
 from stateful_jobs import stateful_job, trained
 from torch import Tensor, nn
 
-pytestmark = pytest.mark.timeout(120)
-
 
 class Counting(nn.Module):
     """Counts its forwards and backwards in a buffer, in a frozen parameter and in a hook on a gradient."""

@@ -20,7 +20,6 @@ import paceline
 from paceline.strategies.data.sparse import SparseGradients
 
 pytestmark = [
-    pytest.mark.timeout(180),
     pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled"),
 ]  # torch's Adagrad says so
 

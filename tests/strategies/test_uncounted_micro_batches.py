@@ -15,8 +15,6 @@ from paceline.strategies.compose import load
 from paceline.strategies.plan import Plan
 from paceline.training.loop import Settings, train_rank
 
-pytestmark = pytest.mark.timeout(180)
-
 
 class Net(nn.Module):
     def __init__(self) -> None:

@@ -25,7 +25,6 @@ class Recurrent(nn.Module):
         return self.last(h)
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("plan", ["pipeline=2 microbatches=3 schedule=zero-bubble"])
 @in_turn(lambda plan: stateful_job(Recurrent))
 def test_weights_that_a_stage_uses_twice():
@@ -47,7 +46,6 @@ class Gated(nn.Module):
         return self.out(torch.tanh(self.last(y)) * gate)
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "plan", [f"pipeline={ranks} microbatches=3 schedule=zero-bubble" for ranks in (2, 3)]
 )

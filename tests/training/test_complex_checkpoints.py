@@ -15,7 +15,6 @@ import paceline
 from paceline.checkpoint import load_tensors, open_checkpoint
 from paceline.checkpoint.dtypes import save_tensors
 
-pytestmark = pytest.mark.timeout(120)
 STEPS = 6
 
 

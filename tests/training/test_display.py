@@ -14,8 +14,6 @@ from paceline.base.logs import logger
 from paceline.training import display
 from paceline.training.display import Display, Progress
 
-pytestmark = pytest.mark.timeout(60)
-
 PROGRESS = Progress(
     step=30,
     total_steps=1000,

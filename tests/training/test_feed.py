@@ -147,7 +147,6 @@ def test_augmentation_differs_between_samples():
         assert len(set(batch.input[:, column].tolist())) == SAMPLES
 
 
-@pytest.mark.timeout(60)
 def test_loader_workers_change_nothing():
     """Batches made by two processes are those made by none, in order, also from the middle on."""
     options: dict[str, Any] = {
@@ -343,7 +342,6 @@ class Broken(Slow):
         return super().__getitem__(index)
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("loader_workers", [0, 1])
 def test_an_item_that_raises_is_named(loader_workers: int, run_ranks: Any):
     """The index, the first exception and its line are told, the same from a loader worker as without one."""

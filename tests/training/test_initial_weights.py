@@ -232,7 +232,6 @@ def test_no_file_and_no_kind_of_weights(tmp_path: Path) -> None:
         assert message in str(caught.value)
 
 
-@pytest.mark.timeout(240)
 def test_verify_holds_the_weights_against_one_device(tmp_path: Path) -> None:
     """A certificate covers them, and a rank that skips a weight fails it."""
     save_file(pretrained(), tmp_path / "weights.safetensors")

@@ -23,7 +23,6 @@ from paceline.base.errors import PacelineError
 from paceline.launch.local import ranks
 from paceline.launch.process import watchdog
 
-pytestmark = pytest.mark.timeout(110)
 POINTS = TensorDataset(torch.randn(16, 4), torch.arange(16) % 2)
 
 

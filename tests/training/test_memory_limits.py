@@ -72,7 +72,6 @@ def test_one_device_is_refused_with_the_ledger(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.predicted_runs
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("plan", ["place=auto parts=4", "shard=4", "pipeline=4"])
 def test_four_ranks_train_within_the_limit(plan: str, tmp_path: Path) -> None:
     """The kernel holds each rank to the limit, and the measured peak is within a tenth of the ledger."""

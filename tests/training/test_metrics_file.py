@@ -15,7 +15,6 @@ from torch.utils.data import TensorDataset
 
 import paceline as pl
 
-pytestmark = pytest.mark.timeout(110)
 POINTS = TensorDataset(torch.randn(8, 4), torch.arange(8) % 2)
 ODD = {
     "no_number": lambda output, target: output.mean() * math.nan,

@@ -27,8 +27,6 @@ from paceline.training.parts import memory_checkpoint
 from paceline.training.parts.drift import fingerprints
 from paceline.training.parts.memory_checkpoint import Copier, open_copy, open_newest
 
-pytestmark = pytest.mark.timeout(180)
-
 INPUTS = torch.randn(40, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 SAMPLES = list(zip(INPUTS, INPUTS.sum(1, keepdim=True).tanh(), strict=True))
 STEPS = 12

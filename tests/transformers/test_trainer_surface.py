@@ -19,7 +19,6 @@ from paceline.launch.process.failure import RankFailed
 transformers = Later("transformers")
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),
-    pytest.mark.timeout(300),
     pytest.mark.skipif(
         None in map(find_spec, ("transformers", "accelerate")),
         reason=not_installed("transformers or accelerate", "transformers accelerate"),

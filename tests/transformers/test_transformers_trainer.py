@@ -24,7 +24,6 @@ from paceline.strategies.plan import Plan
 transformers, callbacks = Later("transformers"), Later("trainer_callbacks")
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),
-    pytest.mark.timeout(300),
     pytest.mark.skipif(
         None in map(find_spec, ("transformers", "accelerate")),
         reason=not_installed("transformers or accelerate", "transformers accelerate"),
@@ -339,7 +338,6 @@ def test_a_weighted_mean_is_refused_where_the_batch_is_cut(options: dict[str, An
     assert whole.train().global_step == 2
 
 
-@pytest.mark.timeout(45)
 @pytest.mark.parametrize("kills", [False, True])
 def test_a_callback_that_fails_and_a_rank_that_dies_end_the_training(kills: bool, tmp_path: Path):
     """Nothing is started again that the script would have to serve anew, and no process stays."""

@@ -159,7 +159,6 @@ def read_store(port: int, seen: dict[str, bytes]) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "plan", ["shard=2", pytest.param("data=2", marks=(pytest.mark.slow, CHECKED))]
 )
@@ -177,7 +176,6 @@ def test_a_rank_that_is_killed_on_one_of_two_hosts(tmp_path: Path, job_file: Pat
 
 @pytest.mark.slow
 @CHECKED
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("plan", ["shard=2", "data=2", "pipeline=2 microbatches=2"])
 def test_the_state_itself_on_two_hosts(
     tmp_path: Path, job_file: Path, plan: str, monkeypatch: pytest.MonkeyPatch
@@ -197,7 +195,6 @@ def test_the_state_itself_on_two_hosts(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 def test_the_first_host_comes_back(tmp_path: Path, job_file: Path):
     """Its process is killed: the other host has what both held, though nothing but the first host's own ranks held its
     part, and there is no checkpoint."""
@@ -291,7 +288,6 @@ def three_hosts() -> Iterator[list[NetworkHost]]:
 
 @pytest.mark.slow
 @pytest.mark.root
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("plan", ["data=3", "shard=3"])
 def test_a_host_is_cut_off_and_comes_back(
     three_hosts: list[NetworkHost], tmp_path: Path, job_file: Path, plan: str
@@ -481,7 +477,6 @@ class Hosts:
 
 @pytest.mark.slow
 @pytest.mark.root
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("plan", ["data=3", "shard=3"])
 def test_the_first_host_is_cut_off_and_comes_back(
     three_hosts: list[NetworkHost], tmp_path: Path, job_file: Path, plan: str
@@ -503,7 +498,6 @@ def test_the_first_host_is_cut_off_and_comes_back(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_the_process_of_the_first_host_is_lost(
     tmp_path: Path, job_file: Path, number: signal.Signals
@@ -529,7 +523,6 @@ IMPATIENT = "from paceline.launch.hosts import elastic; elastic.JOIN_S = 8.0; fr
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_one_of_two_hosts_without_the_first(tmp_path: Path, job_file: Path, number: signal.Signals):
     """It can't tell whether the other one was lost, and goes on only where that has said that it leaves."""

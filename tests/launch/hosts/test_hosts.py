@@ -144,7 +144,6 @@ def job():
 """
 
 
-@pytest.mark.timeout(120)
 def test_a_server_and_a_worker_that_a_launcher_starts_both_end_well(tmp_path: Path):
     """Rank 0 of servers alone has the run's figures. The others end with 0 all the same."""
     (tmp_path / "job.py").write_text(JOB)
@@ -166,7 +165,6 @@ def test_a_server_and_a_worker_that_a_launcher_starts_both_end_well(tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_a_signal_to_one_host_ends_both_with_the_code_of_preemption(tmp_path: Path):
     port, run = free_port(), tmp_path / "run"
     job = Path(__file__).parents[3] / "examples" / "01_digits.py"
@@ -198,7 +196,6 @@ def test_a_signal_to_one_host_ends_both_with_the_code_of_preemption(tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("cluster", ["Kubeflow", "SkyPilot"])
 def test_the_same_command_on_two_hosts_trains_as_one(tmp_path: Path, cluster: str):
     """Two commands on this host, each as one of two hosts, give the weights of one device."""

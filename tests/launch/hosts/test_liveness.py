@@ -29,8 +29,6 @@ from paceline.launch.hosts.environment import Environment
 from paceline.launch.hosts.liveness import Hub, Spoke
 from paceline.launch.process import watchdog
 
-pytestmark = pytest.mark.timeout(90)
-
 SECRET = b"the secret of a run"
 
 

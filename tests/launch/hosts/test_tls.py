@@ -21,8 +21,6 @@ from paceline.base.errors import MissingPackage, UsageError
 from paceline.launch.hosts import tls
 from paceline.launch.hosts.tls import Identity, PlainPeer, TlsSocket
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.fixture(scope="module")
 def identity() -> Identity:

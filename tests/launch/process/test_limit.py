@@ -14,7 +14,7 @@ from paceline.launch.local.ranks import run_local
 from paceline.launch.process.failure import RankFailed
 from paceline.launch.process.memory_limit import STACKS_BYTES, limited_to
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("nothing_left")]
+pytestmark = [pytest.mark.usefixtures("nothing_left")]
 
 MIB = 2**20
 

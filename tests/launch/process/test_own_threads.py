@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from paceline.launch.process.failure import RankFailed
 
-pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("nothing_left")]
+pytestmark = [pytest.mark.usefixtures("nothing_left")]
 
 
 def fail() -> None:

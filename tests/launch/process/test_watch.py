@@ -25,7 +25,7 @@ from paceline.launch.process.outside_watch import OutsideWatch
 from paceline.launch.process.watchdog import hang_failure, is_in_collective
 from paceline.servers.wire import WireError
 
-pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("nothing_left")]
+pytestmark = [pytest.mark.usefixtures("nothing_left")]
 
 
 def at(*, waits: bool, step: int = 5, phase: str = "reduce", where: str = "") -> dict[str, Any]:

@@ -20,7 +20,7 @@ from paceline.planner.corrections import Calibration
 from paceline.strategies.compile import run as compile_run
 from paceline.strategies.plan import Plan
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore:The .grad attribute")]
+pytestmark = [pytest.mark.filterwarnings("ignore:The .grad attribute")]
 
 LONG = 5_000_000  # steps, for blocks of which each gains microseconds and takes 20 seconds to compile, as priced
 EAGER_S = 0.03

@@ -146,7 +146,6 @@ def losses_of(run: Path) -> list[float]:
 
 
 @pytest.mark.sweep(4)
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", list(JOBS))
 def test_one_device_runs_the_documented_loop(name: str, tmp_path: Path) -> None:
     """Weights, buffers and the loss of each step's first evaluation are those of a plain loop, to the last bits."""
@@ -157,7 +156,6 @@ def test_one_device_runs_the_documented_loop(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("name", "plan"),
     [
@@ -199,7 +197,6 @@ def test_plans_end_where_one_device_ends(name: str, plan: str, tmp_path: Path) -
     assert losses_of(tmp_path / "run") == pytest.approx(losses, rel=EXACT)
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("name", "legs"),
     [
@@ -277,7 +274,6 @@ def test_buffers_meet_after_every_evaluation(
     assert int(trained["norm.num_batches_tracked"]) > 7
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("name", "plans", "steps"),
     [

@@ -16,8 +16,6 @@ from torch.utils.data import TensorDataset
 import paceline
 from paceline.training.job_options import load_options
 
-pytestmark = pytest.mark.timeout(120)
-
 
 class Net(nn.Module):
     """Blocks, and a parameter without dimensions that stays whole beside shards."""

@@ -16,7 +16,6 @@ from paceline.training.optimizers.local_shards import as_distributed, as_plain
 from paceline.training.optimizers.state import OptimizerState
 
 EXACT = 1e-12
-pytestmark = pytest.mark.timeout(120)
 
 OPTIMIZERS: dict[str, Any] = {
     "fused adam": partial(torch.optim.Adam, fused=True),

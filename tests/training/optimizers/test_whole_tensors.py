@@ -105,7 +105,6 @@ def on_one_device(name: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("name", "plan"),
     [
@@ -144,7 +143,6 @@ def test_the_update_is_that_of_one_device(name: str, plan: str, tmp_path: Path) 
     assert furthest(train(job_of(name), plan, tmp_path / "run"), on_one_device(name)) < (EXACT, "")
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("name", "legs"),
     [

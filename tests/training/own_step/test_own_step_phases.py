@@ -185,7 +185,6 @@ def test_every_plan_computes_what_a_loop_by_hand_does(
     torch.testing.assert_close(load_file(tmp_path / "run" / "model.safetensors"), expected, **EXACT)
 
 
-@pytest.mark.timeout(120)
 def test_verify_certifies_it(teacher: Path) -> None:
     (certificate,) = pl.verify(make_job(teacher), ["data=2"], steps=3, resume="no")
     assert certificate.verdict == "passed"
@@ -259,7 +258,6 @@ def every_second(ctx: Any, batch: Any) -> None:
         ctx.update("student")
 
 
-@pytest.mark.timeout(120)
 def test_a_model_may_be_trained_in_some_steps_alone(tmp_path: Path) -> None:
     adam = lambda named: torch.optim.Adam(named, lr=0.1)  # noqa: E731
     job = make_job(

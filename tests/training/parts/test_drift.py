@@ -23,8 +23,6 @@ from paceline.training.loop import Settings, train_rank
 from paceline.training.parts import drift
 from paceline.training.parts.drift import check_replicas, fingerprint
 
-pytestmark = pytest.mark.timeout(60)
-
 TENSORS = [
     torch.randn(7, 5, generator=torch.Generator().manual_seed(0)),
     torch.arange(6),

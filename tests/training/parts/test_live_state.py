@@ -32,8 +32,6 @@ from paceline.training.parts.live_state import live_disagreement, live_step, ope
 from paceline.training.parts.memory_checkpoint import Copier, _newest
 from tests.training.test_recovery import SAMPLES, STEPS, Fatal, job_of, load_file, steps_of
 
-pytestmark = pytest.mark.timeout(180)
-
 KILLED_AT = 7  # step that is not taken, or is in its update
 
 

@@ -32,8 +32,6 @@ from paceline.training.loop import Settings, train_rank
 from paceline.training.parts.memory_check import _memory
 from paceline.training.parts.recompute_check import RecomputeCheck
 
-pytestmark = pytest.mark.timeout(120)
-
 
 class Centred(nn.Module):
     """Takes a running mean away."""

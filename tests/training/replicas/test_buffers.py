@@ -19,8 +19,6 @@ from paceline.training.loop import Settings, train_rank
 from paceline.training.replicas import buffers as replicas_buffers
 from paceline.training.replicas.buffers import ChangingBuffers
 
-pytestmark = pytest.mark.timeout(60)
-
 
 class Counting(nn.Module):
     """Buffers of all kinds: changed in place, replaced by a new tensor, whole numbers, a constant, none at all."""
