@@ -13,8 +13,8 @@ from paceline.base import drivers
 from paceline.cluster import accelerators, nvml
 from paceline.cluster.accelerators import Gpu
 from paceline.cluster.nvml import SWITCH, Card, Cards
-from paceline.doctor import gpus, machine
-from paceline.doctor.gpus import (
+from paceline.doctor import gpu_findings, machine
+from paceline.doctor.gpu_findings import (
     SeenGpus,
     judge_driver,
     judge_gpus,
@@ -188,7 +188,7 @@ def test_the_health_of_cards(fields: dict[str, object], status: str, words: str)
 
 
 def test_without_nvml_the_health_is_not_known():
-    assert judge_health([None]) == ("ok", "NVML can't be asked", gpus._NVML_MISSING)
+    assert judge_health([None]) == ("ok", "NVML can't be asked", gpu_findings._NVML_MISSING)
 
 
 def wired(count: int, **fields: object) -> list[Card | None]:

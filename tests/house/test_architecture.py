@@ -67,8 +67,8 @@ BEYOND_LIMITS = {
     "training/evaluate.py: evaluation_sums",
     "training/loop.py: _finish",
     "training/prepare.py: prepare_job",
-    "training/state.py: _restore_optimizer",
     "training/rank_state.py: __init__",
+    "training/restore.py: _restore_optimizer",
     "training/stepper.py: _evaluate",
 }
 

@@ -227,11 +227,11 @@ def load_trained(context: RankContext, job: Job, resolved: Resolved, run_dir: Pa
     what it holds.
     """
     from paceline.strategies.mesh import Mesh
-    from paceline.training import state
     from paceline.training.job_state import JobState
     from paceline.training.loop import part_of
     from paceline.training.own_step.named_parts import prepare_models
     from paceline.training.prepare import prepare_job
+    from paceline.training.restore import choose_checkpoint, load_weights, model_mismatch
 
     mesh = Mesh.of(resolved.plan, context.rank)
     mesh.connect()
@@ -240,12 +240,12 @@ def load_trained(context: RankContext, job: Job, resolved: Resolved, run_dir: Pa
         prepare_models(job, **options) if job.models else (prepare_job(job, **options), {})
     )
     model, layout = prepared.model, prepared.layout
-    checkpoint = state.choose_checkpoint(
-        context, run_dir, accept=lambda saved: state.model_mismatch(model, saved)
+    checkpoint = choose_checkpoint(
+        context, run_dir, accept=lambda saved: model_mismatch(model, saved)
     )
     if checkpoint is None:
         raise CheckpointError(f"{run_dir} has no checkpoint", hint="train it first, or longer")
-    state.load_weights(model, dict(layout.module.named_parameters()), checkpoint)
+    load_weights(model, dict(layout.module.named_parameters()), checkpoint)
     deque(JobState(job).restore(checkpoint), maxlen=0)
     return Trained(
         model, layout, mesh, part_of(resolved.plan, mesh, resolved.shares), checkpoint, parts

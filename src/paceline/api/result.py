@@ -52,7 +52,7 @@ class TrainedModel:
         import torch
 
         from paceline.checkpoint.assemble import check_fits
-        from paceline.training import state
+        from paceline.training.restore import load_weights, model_mismatch
 
         if self.job is None:
             raise UsageError(
@@ -70,9 +70,9 @@ class TrainedModel:
             model: torch.nn.Module = self.job.model()
         if self.job.precision == "float64":
             model = model.double()
-        if (why := state.model_mismatch(model, checkpoint)) is not None:
+        if (why := model_mismatch(model, checkpoint)) is not None:
             raise CheckpointError(f"{checkpoint.path} is of another model: {why}")
-        state.load_weights(model, dict(model.named_parameters()), checkpoint)
+        load_weights(model, dict(model.named_parameters()), checkpoint)
         return model.eval()
 
     def save_pretrained(self, folder: str | Path) -> Path:

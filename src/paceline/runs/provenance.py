@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.base.errors import without_secrets
-from paceline.job.file import imported_by
+from paceline.job.file_imports import imported_by
 from paceline.runs.folder import ORIGIN, read_document
 
 GIT_TIMEOUT_S = 2.0  # the state of a repository is left out if git takes longer

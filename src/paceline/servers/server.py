@@ -35,6 +35,7 @@ from paceline.training.optimizers.schedule import check_monitored, step_by_metri
 from paceline.training.own_step.followers import follow
 from paceline.training.parts.memory_check import StateAtRest, of_updates
 from paceline.training.parts.memory_checkpoint import CopiedState, Copier, open_newest
+from paceline.training.restore import choose_checkpoint, mismatch, restore
 
 LOOK_S = 0.5  # between looks for a request to stop
 
@@ -352,15 +353,15 @@ class Server(ABC):
                 self.settings.run_dir,
                 num_ranks=servers_of(self.plan).server,
                 before=self.turns.before,
-            ) or state.choose_checkpoint(
+            ) or choose_checkpoint(
                 self.context,
                 self.settings.run_dir,
-                accept=lambda checkpoint: state.mismatch(self.shelf, checkpoint),
+                accept=lambda checkpoint: mismatch(self.shelf, checkpoint),
             )
         if self.checkpoint is None:
             history = History(0)
         else:
-            self.restore_notes = state.restore(self.shelf, self.checkpoint)
+            self.restore_notes = restore(self.shelf, self.checkpoint)
             history = (
                 History(*self.checkpoint.document["history"])
                 if self.is_copied

@@ -54,6 +54,7 @@ from paceline.training.parts.memory_checkpoint import Copier, open_newest
 from paceline.training.parts.recompute_check import RecomputeCheck
 from paceline.training.parts.spikes import Spike, SpikeAction, Spikes
 from paceline.training.prefetch import Fed, Prefetch
+from paceline.training.restore import choose_checkpoint, mismatch, restore
 from paceline.training.shares import refuse_single_samples
 from paceline.training.stepper import Stepper, StepResult
 
@@ -455,18 +456,18 @@ def _restore(run: _Run) -> None:
         _begin_copies(run, None)
         return
     run.context.beat("restore")
-    accept = partial(state.mismatch, run.stepper)
+    accept = partial(mismatch, run.stepper)
     copied = (
         peer_checkpoint.open_newest(run.context, run.settings.run_dir, accept)
         if run.context.host_copies is not None
         else open_newest(run.context, run.settings.run_dir, num_ranks=run.context.world_size)
     )
-    checkpoint = copied or state.choose_checkpoint(run.context, run.settings.run_dir, accept=accept)
+    checkpoint = copied or choose_checkpoint(run.context, run.settings.run_dir, accept=accept)
     if checkpoint is None:
         run.display.say("no checkpoint to resume from: starting at step 0")
     else:
         run.restored_callbacks = checkpoint.document.get("callbacks")
-        notes = state.restore(run.stepper, checkpoint)
+        notes = restore(run.stepper, checkpoint)
         run.step, run.samples = checkpoint.document["step"], checkpoint.document["samples"]
         if run.stepper.spikes is not None and "spikes" in checkpoint.document:
             run.stepper.spikes.restore(checkpoint.document["spikes"])
@@ -904,7 +905,7 @@ def _rewind(run: _Run) -> str:
     checkpoint = open_checkpoint(
         run.settings.run_dir / CHECKPOINTS / f"step-{step}", checksums=False
     )
-    state.restore(run.stepper, checkpoint)
+    restore(run.stepper, checkpoint)
     run.stepper.edits.updated()
     for at_rest in (run.at_rest, run.buffers_at_rest):
         if at_rest is not None:

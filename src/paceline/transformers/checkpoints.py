@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from paceline.base.errors import CheckpointError
 from paceline.checkpoint.read import open_checkpoint
 from paceline.runs import folder
-from paceline.training import state
+from paceline.training.restore import state_of_parameter
 
 _PLACE = "paceline"  # in a folder checkpoint-N
 _SCHEDULE, _FROZEN = "plateau.json", "frozen.json"
@@ -148,7 +148,7 @@ def optimizer_state(
     return {
         parameter: kept
         for name, parameter in model.named_parameters()
-        if (kept := state.state_of_parameter(checkpoint, prefix + name))
+        if (kept := state_of_parameter(checkpoint, prefix + name))
     }
 
 

@@ -18,6 +18,7 @@ from paceline.base.errors import UsageError
 from paceline.job.modes import has_modes
 from paceline.model.attributes import AttributeSnapshot
 from paceline.training import state
+from paceline.training.restore import take_over
 
 _T = torch.Tensor
 _READ_NO_VALUES: frozenset[Any] = frozenset(
@@ -138,7 +139,7 @@ class Lent:
 
     def take(self, options: Mapping[str, Any]) -> None:
         """Set optimizer and schedule to the options of those on ranks."""
-        state.take_over(self, options)
+        take_over(self, options)
         self._told = self._options()
 
     def attend(self, function: Any) -> None:

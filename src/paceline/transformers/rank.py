@@ -20,6 +20,7 @@ from paceline.job.order import Order
 from paceline.training import state
 from paceline.training.feed import DataShard, MicroBatch, map_tensors
 from paceline.training.prepare import autocast
+from paceline.training.restore import take_over
 from paceline.training.stepper import Stepper
 from paceline.transformers.cuts import batch_size, is_cut_by_sample, samples_of
 from paceline.transformers.experiment import (
@@ -170,7 +171,7 @@ class TrainerRank:
         prefix = prefix_of(self.trainer)
         if stepper.has_modes and not stepper.trains:
             stepper.set_mode(trains=True)  # its groups tell which weights are in place
-        state.take_over(stepper, told)
+        take_over(stepper, told)
         stepper.freezing.held = frozenset(prefix + name for name in told["frozen"])
         stepper.freezing.refuse_kept(stepper.kept())
         modules = dict(stepper.model.named_modules())
