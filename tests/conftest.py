@@ -20,6 +20,7 @@ from conditions import PATIENCE_S, until
 from hypothesis import settings
 from later import needed
 from preloaded import OF_FORKS, capture_once, use_huge_pages
+from workers import pytest_addoption, pytest_runtestloop  # noqa: F401  # hooks of pytest
 
 from paceline.api import checks, prediction
 from paceline.base.errors import PacelineError

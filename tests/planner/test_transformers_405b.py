@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 import torch
 import torch.nn.functional as F
-from later import needed
+from later import Later, not_installed
 from torch import Tensor
 
 import paceline as pl
@@ -17,7 +18,10 @@ from paceline.planner.estimate import Estimate, estimate
 from paceline.planner.problem import PlanningProblem
 from paceline.strategies.plan import Plan
 
-transformers = needed("transformers")
+transformers = Later("transformers")
+pytestmark = pytest.mark.skipif(
+    find_spec("transformers") is None, reason=not_installed("transformers")
+)
 
 LAYERS, SEQUENCE, BATCH = 126, 8192, 2048
 CLUSTER = Cluster.parse("2048x8xH100")
