@@ -223,9 +223,11 @@ def heads_in_turn(ctx: Any, batch: Any) -> None:
         ctx.update(name)
 
 
+@pytest.mark.checked_runs
 @pytest.mark.parametrize("plan", ["single", "data=2", "shard=2"])
 def test_a_step_of_ones_own(tmp_path: Path, plan: str):
-    """An optimizer of a model that the loss did not use updates nothing, as in a plain loop."""
+    """An optimizer of a model that the loss did not use updates nothing, as in a plain loop. A check ends before the
+    other head's turn, and finds all the same what it is run with."""
     builds = {"body": Hidden, "one": Head, "other": Head}
     job = paceline.Job(
         models={name: seeded(build) for name, build in builds.items()},

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,17 +96,16 @@ def _tried(job: Job, samples: int) -> Recorded:
         recorder = _Recorder(
             models.to(dtype) if dtype else models, StepBatch([batch]), job.precision
         )
-        for step in (
-            _TRIED_STEPS
-            if job.total_steps is None
-            else sorted(
-                {step for step in _TRIED_STEPS if step < job.total_steps} | {job.total_steps - 1}
-            )
-        ):
+        last = job.total_steps - 1 if job.total_steps else _TRIED_STEPS[-1]
+        for step in sorted({*_TRIED_STEPS, last}):
             recorder.number = step
-            _take(job, recorder)
-            if not recorder.asks_for_step:  # all steps do the same
-                break
+            # A check takes one step, and a model's turn may come later.
+            with suppress(PacelineError) if step > last else nullcontext():
+                _take(job, recorder)
+            if not recorder.asks_for_step or (
+                step >= last and job.models.keys() <= recorder.inputs.keys()
+            ):
+                break  # all steps do the same, or each model was run
     for (
         name,
         follower,
