@@ -35,11 +35,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
-    options = session.config.option
-    if not options.workers or options.collectonly or session.testsfailed:
+    # Unset where pytest loads this file after it has read the options.
+    number = session.config.getoption("workers", 0)
+    if not number or session.config.option.collectonly or session.testsfailed:
         return None  # to pytest's own
     with _Workers(session) as workers:
-        for _ in range(options.workers):
+        for _ in range(number):
             workers.start([])
         workers.hear()
     return True
