@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import ByHand, by_hand, data, make_job, token_sum
+from jobs.mixed_precision import ByHand, by_hand, data, mixed_precision_job, token_sum
 from safetensors.torch import load_file
 
 import paceline
@@ -66,7 +66,7 @@ def test_steps_are_those_of_grad_scaler(
     plan: str, pieces: int, clip: float | None, tmp_path: Path
 ) -> None:
     """The first steps overflow and are skipped: no weight, no optimizer state and no learning rate moves in them."""
-    job = make_job(
+    job = mixed_precision_job(
         data=OVERFLOWS,
         clip=clip,
         optimizer=lambda named: torch.optim.SGD(named, lr=0.02, momentum=0.9),
@@ -79,7 +79,9 @@ def test_steps_are_those_of_grad_scaler(
 
 def test_compressed_gradients_overflow_alike(tmp_path: Path) -> None:
     """int8 has no infinity, and says that a block is not finite."""
-    job = make_job(data=OVERFLOWS, optimizer=lambda named: torch.optim.SGD(named, lr=0.02))
+    job = mixed_precision_job(
+        data=OVERFLOWS, optimizer=lambda named: torch.optim.SGD(named, lr=0.02)
+    )
     check(
         job,
         by_hand(job, accumulate=2),
@@ -90,7 +92,7 @@ def test_compressed_gradients_overflow_alike(tmp_path: Path) -> None:
 
 def test_goes_on_under_another_plan(tmp_path: Path) -> None:
     """The scale, the steps since it changed and the schedule are in the checkpoint."""
-    job = make_job(
+    job = mixed_precision_job(
         data=OVERFLOWS, optimizer=lambda named: torch.optim.SGD(named, lr=0.02, momentum=0.9)
     )
     expected = by_hand(job, accumulate=2)
@@ -102,7 +104,9 @@ def test_goes_on_under_another_plan(tmp_path: Path) -> None:
 
 def test_a_sum_is_scaled_as_its_mean_would_be(tmp_path: Path) -> None:
     """(sum, count) under replicas: the same steps are skipped as on one device, and weights are those of float32."""
-    job = make_job(loss=token_sum, optimizer=lambda named: torch.optim.SGD(named, lr=0.1), clip=0.5)
+    job = mixed_precision_job(
+        loss=token_sum, optimizer=lambda named: torch.optim.SGD(named, lr=0.1), clip=0.5
+    )
     _, _, float32 = trained(replace(job, precision="float32"), "single", tmp_path / "float32")
 
     for plan in ("single", "data=2 accumulate=2"):
@@ -127,7 +131,7 @@ def test_a_loss_that_stays_nan_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         RankFailed, match=r"\(NaN\) in step 17 at a loss scale of 1, .* 17 steps in a row"
     ):
-        paceline.train(make_job(model=Broken, steps=20), "single", run=tmp_path / "run")
+        paceline.train(mixed_precision_job(model=Broken, steps=20), "single", run=tmp_path / "run")
 
 
 @pytest.mark.parametrize(
@@ -140,14 +144,14 @@ def test_a_loss_that_stays_nan_is_refused(tmp_path: Path) -> None:
 )
 def test_plans_without_one_decision_are_refused(plan: str, hint: str) -> None:
     with pytest.raises(PlanError, match='precision="fp16" don\'t compose') as caught:
-        paceline.train(make_job(), plan)
+        paceline.train(mixed_precision_job(), plan)
     assert hint in str(caught.value.hint)
 
 
 def test_an_optimizer_with_a_closure_is_refused() -> None:
     with pytest.raises(RankFailed, match="LBFGS evaluates the loss itself"):
         paceline.train(
-            make_job(
+            mixed_precision_job(
                 optimizer=lambda named: torch.optim.LBFGS([p for _, p in named]), lr_schedule=None
             ),
             "single",

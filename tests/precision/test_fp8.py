@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import make_job
+from jobs.mixed_precision import mixed_precision_job
 from later import not_installed
 from safetensors.torch import load_file
 from torch import nn
@@ -26,7 +26,7 @@ needs_torchao = pytest.mark.skipif(
 
 
 def trained(plan: str, run: Path, **changes: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
-    job = make_job(
+    job = mixed_precision_job(
         precision="fp8",
         optimizer=lambda named: torch.optim.SGD(named, lr=0.05, momentum=0.9),
         **changes,
@@ -40,7 +40,7 @@ def trained(plan: str, run: Path, **changes: Any) -> tuple[list[float], dict[str
 def test_plans_equal_one_device(tmp_path: Path) -> None:
     """Scales are of rows, so no plan moves them; rounding to float8 moves the run away from bf16."""
     losses, weights = trained("single", tmp_path / "single")
-    bf16 = make_job(
+    bf16 = mixed_precision_job(
         precision="bf16", optimizer=lambda named: torch.optim.SGD(named, lr=0.05, momentum=0.9)
     )
     paceline.train(bf16, "single", run=tmp_path / "bf16")
@@ -108,5 +108,5 @@ def test_without_torchao_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("plan", ["tensor=2", "pipeline=2", "place=auto parts=2"])
 def test_recorded_models_are_refused(plan: str) -> None:
     with pytest.raises(PlanError, match='precision="fp8" don\'t compose') as caught:
-        paceline.train(make_job(precision="fp8"), plan)
+        paceline.train(mixed_precision_job(precision="fp8"), plan)
     assert "shard=N" in str(caught.value.hint)

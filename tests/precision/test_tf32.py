@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import make_job
+from jobs.mixed_precision import mixed_precision_job
 
 from paceline.training.products import float32_products
 
@@ -25,7 +25,7 @@ def test_the_switches_are_put_back() -> None:
     before = switches()
     with (
         pytest.raises(ValueError, match="fails"),
-        float32_products(make_job(precision="tf32"), on("cuda")),
+        float32_products(mixed_precision_job(precision="tf32"), on("cuda")),
     ):
         assert switches() == ("high", True)
         raise ValueError("fails")
@@ -34,12 +34,12 @@ def test_the_switches_are_put_back() -> None:
 
 def test_other_precisions_leave_the_users_switches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    with float32_products(make_job(precision="float32"), on("cuda")):
+    with float32_products(mixed_precision_job(precision="float32"), on("cuda")):
         assert switches() == ("highest", False)
 
 
 def test_a_cpu_says_that_it_computes_in_float32(caplog: pytest.LogCaptureFixture) -> None:
     before = switches()
-    with float32_products(make_job(precision="tf32"), on("cpu")):
+    with float32_products(mixed_precision_job(precision="tf32"), on("cpu")):
         assert switches() == before
     assert "computes in float32 on a cpu device" in caplog.text

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import data, make_job, token_sum
+from jobs.mixed_precision import data, mixed_precision_job, token_sum
 from later import not_installed
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -46,7 +46,7 @@ def test_a_mistake_is_found_in_every_precision(
 
     monkeypatch.setattr(GradientBuckets, "finish", wrong)
     (planted,) = paceline.verify(
-        make_job(precision=precision, clip=0.5), ["data=2"], steps=2, resume="no"
+        mixed_precision_job(precision=precision, clip=0.5), ["data=2"], steps=2, resume="no"
     )
 
     assert [verdict.precision for verdict in planted.verdicts] == [precision, "float64"]
@@ -57,7 +57,7 @@ def test_a_mistake_is_found_in_every_precision(
 def test_sound_plans_pass_in_every_precision(precision: Any) -> None:
     """Those in fp16 below, too, where steps are skipped."""
     certificates = paceline.verify(
-        make_job(precision=precision, clip=0.5), ["shard=2"], steps=2, resume="no"
+        mixed_precision_job(precision=precision, clip=0.5), ["shard=2"], steps=2, resume="no"
     )
 
     assert all(certificate.passed for certificate in certificates), [
@@ -67,7 +67,7 @@ def test_sound_plans_pass_in_every_precision(precision: Any) -> None:
 
 def test_skipped_steps_are_verified() -> None:
     """One device and the plan skip the same steps."""
-    job = make_job(
+    job = mixed_precision_job(
         data=data(largest=8.0),
         loss=token_sum,
         optimizer=lambda named: torch.optim.SGD(named, lr=0.02),
@@ -83,7 +83,7 @@ def overflowing_whole(**changes: Any) -> paceline.Job:
     """Gradients near 1.5: times 2**16 the sum over a batch is no float16, and that over a half of it is."""
     draws = torch.Generator().manual_seed(5)
     inputs, targets = (torch.rand(48, width, generator=draws) * 0.1 + 1.2 for width in (8, 3))
-    return make_job(
+    return mixed_precision_job(
         model=lambda: nn.Linear(8, 3, bias=False),
         data=TensorDataset(inputs, targets),
         loss=lambda output, target: (output * target).sum(1).mean(),

@@ -8,9 +8,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from jobs.classification import (
+    MixtureOfExperts,
+    Sentences,
+    adamw,
+    classification_job,
+    tagging_job,
+    token_loss,
+)
 from torch import Tensor, nn
 from torch.utils.data import Dataset
-from verify_jobs import MixtureOfExperts, Sentences, adamw, make_job, tagging_job, token_loss
 
 import paceline
 
@@ -91,7 +98,9 @@ def transformers_job(name: str) -> paceline.Job:
     }
     inputs = {"attention_mask": lambda index: (torch.arange(LENGTH) < LENGTH - index % 2).long()}
     data = Tokens(**(inputs if name == "bert" else {}))
-    return make_job(models[name], data=data, loss=next_token_loss, optimizer=adamw, clip=1.0)
+    return classification_job(
+        models[name], data=data, loss=next_token_loss, optimizer=adamw, clip=1.0
+    )
 
 
 class UNet(nn.Module):
@@ -224,20 +233,20 @@ def keras_job() -> paceline.Job:
             ]
         )
 
-    return make_job(model, optimizer=adamw)
+    return classification_job(model, optimizer=adamw)
 
 
 def split_job(name: str) -> paceline.Job:
     """One of the jobs by name."""
     jobs: dict[str, Callable[[], paceline.Job]] = {
-        "unet": lambda: make_job(UNet, optimizer=adamw),
-        "two-tower": lambda: make_job(TwoTower, data=Pairs(), optimizer=adamw, clip=0.5),
-        "experts": lambda: make_job(GatedExperts, optimizer=adamw),
-        "lstm": lambda: make_job(Recurrent, optimizer=adamw),
-        "routed": lambda: make_job(MixtureOfExperts, optimizer=adamw, clip=0.5, batch=9),
+        "unet": lambda: classification_job(UNet, optimizer=adamw),
+        "two-tower": lambda: classification_job(TwoTower, data=Pairs(), optimizer=adamw, clip=0.5),
+        "experts": lambda: classification_job(GatedExperts, optimizer=adamw),
+        "lstm": lambda: classification_job(Recurrent, optimizer=adamw),
+        "routed": lambda: classification_job(MixtureOfExperts, optimizer=adamw, clip=0.5, batch=9),
         "keras": keras_job,
         "tied": lambda: tagging_job(optimizer=adamw, clip=0.5),
-        "chain": lambda: make_job(
+        "chain": lambda: classification_job(
             Chain, data=Sentences(), loss=token_loss, optimizer=adamw, clip=0.1
         ),
     }

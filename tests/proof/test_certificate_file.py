@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from jobs.classification import classification_job
 from torch import nn
-from verify_jobs import Mlp, make_job
 
 import paceline
 from paceline.base.errors import UsageError
@@ -25,7 +25,7 @@ def with_dropout() -> nn.Module:
 def test_a_certificate_says_what_was_compared(tmp_path: Path) -> None:
     """Model, versions, seed, yardstick, worst differences and what was switched off, for programs and for people."""
     run = tmp_path / "new" / "folder"
-    job = make_job(with_dropout, seed=5, clip=0.5)
+    job = classification_job(with_dropout, seed=5, clip=0.5)
 
     returned = paceline.verify(job, ["data=2", "pipeline=3"], steps=2, run=run)
 
@@ -97,7 +97,7 @@ def test_the_table_keeps_its_width() -> None:
         {
             "written": "now",
             "job": {"path": "/a/b.py", "function": "job", "settings": {"width": 3}},
-            **subject(make_job(with_dropout)),
+            **subject(classification_job(with_dropout)),
             "note": "words " * 50,
             "coupling": Problem(
                 "samples", ("norm",), "its statistics are of the batch", "SyncBatchNorm"
@@ -131,7 +131,8 @@ def test_the_table_keeps_its_width() -> None:
 def test_weights_have_a_digest_of_their_own() -> None:
     """The same seed gives the same digest, another one another."""
     digests = [
-        subject(make_job(Mlp, seed=seed))["model"]["initial_weights_sha256"] for seed in (1, 1, 2)
+        subject(classification_job(seed=seed))["model"]["initial_weights_sha256"]
+        for seed in (1, 1, 2)
     ]
 
     assert digests[0] == digests[1] != digests[2]
@@ -141,4 +142,4 @@ def test_a_folder_that_can_not_be_written_is_refused_before_anything_runs(tmp_pa
     """A file in its place, here."""
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="can't write the run folder"):
-        paceline.verify(make_job(Mlp), ["data=2"], run=tmp_path / "file" / "folder")
+        paceline.verify(classification_job(), ["data=2"], run=tmp_path / "file" / "folder")

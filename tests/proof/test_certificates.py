@@ -13,6 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from jobs.classification import classification_job
+from jobs.perceptrons import Perceptron
 from later import needed
 from planted import verified
 from torch import nn
@@ -28,27 +30,9 @@ from paceline.training.feed import DataShard
 SAMPLES, BATCH = 25, 10  # the third step of an epoch has 5 samples: uneven over 2, 3 and 4 replicas
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 9), nn.Tanh())
-        self.out = nn.Linear(9, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.out(self.layers(x))
-
-
-def make_job(**changes: Any) -> paceline.Job:
-    x = torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(1))
-    fields = {
-        "model": Net,
-        "data": TensorDataset(x, (x[:, 0] > 0).long() + (x[:, 1] > 0).long()),
-        "loss": F.cross_entropy,
-        "optimizer": lambda named: torch.optim.AdamW(named, lr=1e-2),
-        "batch": BATCH,
-        "epochs": 9,
-    }
-    return paceline.Job(**{**fields, **changes})
+def make_job(model: Any = Perceptron, **changes: Any) -> paceline.Job:
+    fields = {"optimizer": lambda named: torch.optim.AdamW(named, lr=1e-2), "batch": BATCH}
+    return classification_job(model, **{**fields, **changes})
 
 
 def in_float64(**changes: Any) -> paceline.Job:
@@ -232,7 +216,7 @@ def test_weights_that_depend_on_the_rank_are_found_and_named() -> None:
     """Replicas are compared before the first step."""
 
     def model() -> nn.Module:
-        net = Net()
+        net = Perceptron()
         if dist.is_initialized():
             with torch.no_grad():
                 net.layers[2].weight[0, 0] += dist.get_rank()

@@ -7,20 +7,20 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.optim import lr_scheduler
-from torch.utils.data import TensorDataset
-from verify_jobs import (
+from jobs.classification import (
     ConvNet,
     MixtureOfExperts,
-    Mlp,
     Pair,
     Scaled,
     Series,
     adamw,
-    make_job,
+    classification_job,
     passes,
     tagging_job,
 )
+from jobs.perceptrons import ListedPerceptron
+from torch.optim import lr_scheduler
+from torch.utils.data import TensorDataset
 
 import paceline
 
@@ -47,13 +47,16 @@ EVERY_KIND = (
 @pytest.mark.parametrize(
     ("model", "plans"),
     [
-        (Mlp, SOME_KINDS[1:3]),
-        *(pytest.param(model, EVERY_KIND, marks=pytest.mark.slow) for model in (Mlp, ConvNet)),
+        (ListedPerceptron, SOME_KINDS[1:3]),
+        *(
+            pytest.param(model, EVERY_KIND, marks=pytest.mark.slow)
+            for model in (ListedPerceptron, ConvNet)
+        ),
     ],
 )
 def test_sgd_over_twenty_steps_is_one_device_s(model: Any, plans: tuple[str, ...]) -> None:
     """Over uneven batches, the last of an epoch smaller than the ranks: 1e-5 in float32 and 1e-10 in float64."""
-    for certificate in paceline.verify(make_job(model), plans, steps=20):
+    for certificate in paceline.verify(classification_job(model), plans, steps=20):
         assert certificate.passed, certificate.describe()
         assert [verdict.steps for verdict in certificate.verdicts] == [20, 20]
         float32, float64 = certificate.verdicts
@@ -67,8 +70,8 @@ def test_sgd_over_twenty_steps_is_one_device_s(model: Any, plans: tuple[str, ...
     "job",
     [
         pytest.param(
-            make_job(
-                Mlp,
+            classification_job(
+                ListedPerceptron,
                 optimizer=adamw,
                 clip=0.1,
                 lr_schedule=lambda opt: lr_scheduler.OneCycleLR(opt, 0.02, total_steps=9),
@@ -76,9 +79,13 @@ def test_sgd_over_twenty_steps_is_one_device_s(model: Any, plans: tuple[str, ...
             id="clip-and-schedule",
         ),
         pytest.param(tagging_job(optimizer=adamw, clip=0.5), id="tokens-tied-dropout-dict"),
-        pytest.param(make_job(Scaled, optimizer=adamw, clip=0.05), id="scalars-dtypes-empty"),
-        pytest.param(make_job(MixtureOfExperts, optimizer=adamw, clip=0.5, batch=5), id="experts"),
-        pytest.param(make_job(Series), id="lstm"),
+        pytest.param(
+            classification_job(Scaled, optimizer=adamw, clip=0.05), id="scalars-dtypes-empty"
+        ),
+        pytest.param(
+            classification_job(MixtureOfExperts, optimizer=adamw, clip=0.5, batch=5), id="experts"
+        ),
+        pytest.param(classification_job(Series), id="lstm"),
     ],
 )
 def test_jobs_of_many_kinds(job: paceline.Job) -> None:
@@ -91,7 +98,7 @@ def test_tuple_inputs_and_frozen_parameters() -> None:
     data = [((torch.full((6,), i / 5.0), torch.arange(6) / 3.0 - i % 3), i % 3) for i in range(13)]
     loss = lambda output, target: F.cross_entropy(output[0], target) + output[1].square().mean()  # noqa: E731
 
-    passes(make_job(Pair, data=data, loss=loss), "data=3", "shard=2")
+    passes(classification_job(Pair, data=data, loss=loss), "data=3", "shard=2")
 
 
 @pytest.mark.slow
@@ -100,7 +107,9 @@ def test_bf16_by_the_yardstick() -> None:
     float64 = [
         certificate.verdicts[1]
         for certificate in paceline.verify(
-            make_job(Mlp, precision="bf16", optimizer=adamw), ["data=2", "shard=2"], steps=3
+            classification_job(precision="bf16", optimizer=adamw),
+            ["data=2", "shard=2"],
+            steps=3,
         )
         if certificate.passed
     ]
@@ -123,7 +132,12 @@ def test_groups_of_parameters_and_left_out_ones() -> None:
             momentum=0.9,
         )
 
-    passes(make_job(Mlp, optimizer=optimizer, clip=0.1), "data=2", "shard=2", steps=3)
+    passes(
+        classification_job(optimizer=optimizer, clip=0.1),
+        "data=2",
+        "shard=2",
+        steps=3,
+    )
 
 
 @pytest.mark.slow
@@ -135,7 +149,7 @@ def test_optimizers_of_torch(optimizer: str) -> None:
     make = getattr(torch.optim, optimizer)
 
     passes(
-        make_job(Scaled, optimizer=lambda named: make(named, lr=0.01)),
+        classification_job(Scaled, optimizer=lambda named: make(named, lr=0.01)),
         "data=2",
         "shard=2",
         "data=2 shard=2",
@@ -147,7 +161,9 @@ def test_optimizers_of_torch(optimizer: str) -> None:
 @pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}])
 def test_fused_and_foreach_kernels(options: dict[str, bool]) -> None:
     """They walk through weights and gradients in memory order, whatever the memory format."""
-    job = make_job(ConvNet, optimizer=lambda named: torch.optim.AdamW(named, lr=0.01, **options))
+    job = classification_job(
+        ConvNet, optimizer=lambda named: torch.optim.AdamW(named, lr=0.01, **options)
+    )
 
     passes(job, "shard=2")
 
@@ -164,7 +180,7 @@ def test_a_gradient_that_is_zero_but_for_rounding() -> None:
             rows = x.unflatten(1, (3, 2))
             return self.out((torch.softmax(self.score(rows), dim=1) * rows).sum(1))
 
-    job = make_job(
+    job = classification_job(
         Attention,
         loss=lambda output, target: 1e4 * F.cross_entropy(output, target),
         optimizer=lambda named: torch.optim.Adam(named, lr=0.01),
@@ -179,7 +195,9 @@ def test_a_gradient_that_is_zero_but_for_rounding() -> None:
 def test_short_data() -> None:
     """Fewer samples than a batch, and fewer steps than asked for."""
     x = torch.randn(3, 6, generator=torch.Generator().manual_seed(1))
-    job = make_job(Mlp, data=TensorDataset(x, torch.tensor([0, 1, 2])), epochs=1)
+    job = classification_job(
+        ListedPerceptron, data=TensorDataset(x, torch.tensor([0, 1, 2])), epochs=1
+    )
 
     (certificate,) = paceline.verify(job, ["data=3"], steps=9)
 

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from jobs.classification import classification_job, tagging_job
+from jobs.perceptrons import ListedPerceptron
 from torch import Tensor, nn
-from verify_jobs import Mlp, make_job, tagging_job
 
 import paceline
 from paceline.model.randomness import WithoutRandomness
@@ -74,7 +75,7 @@ def counted(loss: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, int]]:
 )
 def test_a_layer_that_mixes_samples_is_named(model: Any, name: str, words: str) -> None:
     """The first whose output for a sample depends on the others."""
-    batch_problem = problem(make_job(model))
+    batch_problem = problem(classification_job(model))
 
     assert batch_problem is not None and (batch_problem.kind, batch_problem.names) == (
         "samples",
@@ -89,7 +90,7 @@ def test_a_layer_that_mixes_samples_is_named(model: Any, name: str, words: str) 
 
 def test_a_layer_that_changes_with_every_forward_is_named() -> None:
     """What cutting a batch changes there is the number of forwards."""
-    batch_problem = problem(make_job(lambda: nn.Sequential(Counting(), nn.Identity())))
+    batch_problem = problem(classification_job(lambda: nn.Sequential(Counting(), nn.Identity())))
 
     assert batch_problem is not None and (batch_problem.kind, batch_problem.names) == (
         "changes",
@@ -100,7 +101,7 @@ def test_a_layer_that_changes_with_every_forward_is_named() -> None:
 @pytest.mark.parametrize("loss", [contrastive, counted(contrastive)])
 def test_a_loss_that_compares_samples_is_named(loss: Any) -> None:
     """As a mean or as a (sum, count): it is no matter of its normalisation."""
-    batch_problem = problem(make_job(Mlp, loss=loss))
+    batch_problem = problem(classification_job(loss=loss))
 
     assert (
         batch_problem is not None
@@ -116,7 +117,10 @@ def test_a_loss_that_compares_samples_is_named(loss: Any) -> None:
 def test_ignored_targets_are_no_comparison() -> None:
     """A mean over some targets is named as what it is, with (sum, count) as the way out."""
     batch_problem = problem(
-        make_job(Mlp, loss=lambda output, target: F.cross_entropy(output, target, ignore_index=2))
+        classification_job(
+            ListedPerceptron,
+            loss=lambda output, target: F.cross_entropy(output, target, ignore_index=2),
+        )
     )
 
     assert (
@@ -129,17 +133,21 @@ def test_ignored_targets_are_no_comparison() -> None:
 @pytest.mark.parametrize(
     "job",
     [
-        make_job(Mlp),
+        classification_job(),
         tagging_job(),
-        make_job(Mlp, loss=lambda output, target: (output - F.one_hot(target, 3)).abs().mean()),
-        make_job(
-            lambda: nn.Sequential(Mlp(), nn.Softmax(1)),
+        classification_job(
+            ListedPerceptron,
+            loss=lambda output, target: (output - F.one_hot(target, 3)).abs().mean(),
+        ),
+        classification_job(
+            lambda: nn.Sequential(ListedPerceptron(), nn.Softmax(1)),
             loss=lambda output, target: F.binary_cross_entropy(
                 output, F.one_hot(target, 3).to(output)
             ),
         ),
-        make_job(
-            Mlp, loss=lambda output, target: F.cross_entropy(output, target, label_smoothing=0.1)
+        classification_job(
+            ListedPerceptron,
+            loss=lambda output, target: F.cross_entropy(output, target, label_smoothing=0.1),
         ),
     ],
     ids=["mean", "sum-and-count", "kinks", "probabilities", "smoothing"],
@@ -152,7 +160,7 @@ def test_jobs_that_are_exact_have_no_problem(job: paceline.Job) -> None:
 def test_a_plan_that_does_not_cut_the_batch_needs_no_conversion() -> None:
     """A layer that mixes samples, and a loss that does, are exact under split layers and placed parts."""
     certificates = paceline.verify(
-        make_job(Centred, loss=contrastive, drop_last=True, precision="float64"),
+        classification_job(Centred, loss=contrastive, drop_last=True, precision="float64"),
         ["tensor=2", "place=auto parts=2", "data=2"],
         steps=1,
     )

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from jobs.classification import classification_job, failure_text, passes
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from verify_jobs import failure_text, make_job, passes
 
 from paceline.training import window
 
@@ -74,12 +74,12 @@ def not_always(self: Odd, x: Tensor) -> Tensor:
     ],
 )
 def test_what_a_job_repeats_itself_is_no_alarm(draw: Callable[[Odd, Tensor], Tensor]) -> None:
-    passes(make_job(lambda: Odd(draw)), *CUTTING)
+    passes(classification_job(lambda: Odd(draw)), *CUTTING)
 
 
 def test_layers_that_draw_alike_are_no_alarm() -> None:
     """Masks of the same shape in four layers, micro-batches of a single sample, and a pipeline's."""
-    passes(make_job(dropout, batch=4), CUTTING[1], "pipeline=2 microbatches=4")
+    passes(classification_job(dropout, batch=4), CUTTING[1], "pipeline=2 microbatches=4")
 
 
 @pytest.mark.sweep(1)
@@ -95,4 +95,4 @@ def test_masks_that_are_alike_in_all_micro_batches(
         lambda seed, purpose, step, part, *place: seed_streams(seed, purpose, step, part),
     )
 
-    assert "must be keyed by the micro-batch" in failure_text(make_job(dropout), plan)
+    assert "must be keyed by the micro-batch" in failure_text(classification_job(dropout), plan)

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from jobs.classification import adamw, classification_job
+from jobs.perceptrons import ListedPerceptron
 from torch import Tensor, nn
-from verify_jobs import Mlp, adamw, make_job
 
 from paceline.job import Precision
 from paceline.model.randomness import WithoutRandomness
@@ -22,7 +23,7 @@ BETA = 0.999  # AdamW's for second moments
 LOST = (1 - float(np.float32(BETA))) / (1 - BETA) - 1
 
 
-class Scaled(Mlp):
+class Scaled(ListedPerceptron):
     """With a parameter that is one number, whose limits are its own."""
 
     def __init__(self) -> None:
@@ -36,7 +37,7 @@ class Scaled(Mlp):
 def judged(folder: Path, precision: Precision, relative: float) -> str | None:
     """What is said of a rank that has everything as one device has it, but for the second moment of `gain`."""
     random = WithoutRandomness()
-    job = in_precision(make_job(Scaled, optimizer=adamw), precision, random)
+    job = in_precision(classification_job(Scaled, optimizer=adamw), precision, random)
     reference = write_reference(job, folder, steps=1, random=random)
     weights, state = load_kind(folder, "weight", 0), load_kind(folder, "state", 0)
     off = relative * float(state["gain/exp_avg_sq"])

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from jobs.classification import adamw, classification_job
+from jobs.perceptrons import ListedPerceptron
 from safetensors.torch import load_file
 from torch import nn
-from verify_jobs import Mlp, adamw, make_job
 
 import paceline
 from paceline.base.errors import JobError, PacelineError, PlanError
@@ -29,7 +30,9 @@ TIMEOUT_S = 60
 def _adam(**changes: Any) -> paceline.Job:
     """A job whose updates depend on all that a checkpoint holds."""
     schedule = lambda opt: torch.optim.lr_scheduler.StepLR(opt, 3)  # noqa: E731
-    return make_job(Mlp, **{"optimizer": adamw, "lr_schedule": schedule, "clip": 0.2, **changes})
+    return classification_job(
+        ListedPerceptron, **{"optimizer": adamw, "lr_schedule": schedule, "clip": 0.2, **changes}
+    )
 
 
 @pytest.mark.parametrize(
@@ -68,10 +71,10 @@ class Experts(nn.Module):
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize("model", [Mlp, Experts])
+@pytest.mark.parametrize("model", [ListedPerceptron, Experts])
 def test_layers_are_updated_one_by_one(model: Any):
     """Without clipping each is updated when all its gradients are there; one that some worker lacks, at the end."""
-    job = make_job(model, optimizer=adamw, precision="float64")
+    job = classification_job(model, optimizer=adamw, precision="float64")
     for certificate in paceline.verify(
         job,
         ["server=2 workers=3", "server=1 workers=2 colocate=yes"],
@@ -84,8 +87,8 @@ def test_layers_are_updated_one_by_one(model: Any):
 
 def test_a_loss_of_sums_and_an_optimizer_of_whole_tensors():
     """The count of the whole window divides once; Adafactor gets tensors uncut."""
-    job = make_job(
-        Mlp,
+    job = classification_job(
+        ListedPerceptron,
         loss=lambda output, target: (F.cross_entropy(output, target, reduction="sum"), len(target)),
         optimizer=lambda named: torch.optim.Adafactor([p for _, p in named], lr=0.05),
     )
@@ -106,7 +109,7 @@ def test_a_loss_of_sums_and_an_optimizer_of_whole_tensors():
 )
 def test_checkpoints_do_not_know_the_servers(tmp_path: Path, first: str, then: str):
     """A run goes on under any plan, with every sample once; an exact one as if nothing had happened."""
-    job = _adam(validation=make_job().data)
+    job = _adam(validation=classification_job().data)
     paceline.train(job, first, run=tmp_path / "run", steps=6, save_every=4, timeout_s=TIMEOUT_S)
     summary = paceline.train(
         job, then, run=tmp_path / "run", steps=9, resume=True, timeout_s=TIMEOUT_S
@@ -147,7 +150,7 @@ def _killing(rank: int, number: int, *, at: int, epochs: int) -> paceline.Job:
                 os.kill(os.getpid(), number)
             return torch.full((6,), index / 24), index % 3
 
-    return make_job(Mlp, data=Data(), epochs=epochs)
+    return classification_job(data=Data(), epochs=epochs)
 
 
 @pytest.mark.sweep(1)
@@ -177,10 +180,10 @@ def test_others_take_the_steps_of_a_worker_that_is_gone(
 def test_a_worker_that_is_gone_before_the_others_came(tmp_path: Path):
     """Those that are still building their model take over."""
 
-    def slow() -> Mlp:
+    def slow() -> ListedPerceptron:
         if _log_is("rank-2.log"):
             time.sleep(2.0)
-        return Mlp()
+        return ListedPerceptron()
 
     job = replace(_killing(1, signal.SIGKILL, at=20, epochs=8), model=slow)
     summary = paceline.train(
@@ -239,7 +242,7 @@ def test_damping_and_what_a_run_tells(tmp_path: Path):
         assert any(rate == pytest.approx(near) for near in due[step : step + 5]), (step, rate)
     updates = 3 * (3 * 2 + 1)  # of three epochs, each with three windows of 8 samples and one of 1
     assert sum(summary["staleness"].values()) == updates
-    num_bytes = sum(p.numel() for p in Mlp().parameters()) * 4
+    num_bytes = sum(p.numel() for p in ListedPerceptron().parameters()) * 4
     pushed = sum(worker["pushed_bytes"] for worker in summary["workers"].values())
     assert updates * num_bytes <= pushed <= updates * (num_bytes + 40 * 20)
     assert all(worker["waited_for_step_s"] > 0 for worker in summary["workers"].values())
@@ -270,7 +273,7 @@ def test_clipping_with_staleness_is_of_each_steps_own_gradient(tmp_path: Path):
     batch."""
     weights = {}
     for plan, batch, lr in (("single", 4, 0.1), ("server=2 workers=2 staleness=inf", 8, 0.2)):
-        job = make_job(
+        job = classification_job(
             Weightless,
             loss=lambda output, target: (output.mean(1) * (target + 1)).mean(),
             clip=0.3,
@@ -295,7 +298,7 @@ def test_clipping_with_staleness_is_of_each_steps_own_gradient(tmp_path: Path):
 
 def test_parts_of_a_loss_of_sums_are_a_step(tmp_path: Path):
     """With staleness each part is divided by its own count and weighed by its samples: together one device's step."""
-    job = make_job(
+    job = classification_job(
         Weightless, loss=lambda output, target: ((output.mean(1) * (target + 1)).sum(), len(target))
     )
     weights = {}
@@ -312,7 +315,7 @@ def test_parts_of_a_loss_of_sums_are_a_step(tmp_path: Path):
 def test_an_update_is_damped_by_the_steps_it_misses(tmp_path: Path):
     """All parts have the same gradient here, so that the way that weights went is the sum of the rates."""
     data = torch.utils.data.TensorDataset(torch.ones(24, 6), torch.zeros(24, dtype=torch.long))
-    job = make_job(Weightless, data=data, loss=lambda output, target: output.mean())
+    job = classification_job(Weightless, data=data, loss=lambda output, target: output.mean())
     ways = {}
     for plan in ("single", "server=1 workers=4 staleness=inf damping=inverse"):
         paceline.train(job, plan, run=tmp_path / plan, steps=9, timeout_s=TIMEOUT_S)
@@ -429,33 +432,38 @@ class Norm(nn.Module):
 @pytest.mark.parametrize(
     ("job", "plan", "kind", "why"),
     [
-        (make_job(Norm), "server=1 workers=2", JobError, "changes 'norm.running_mean'"),
+        (classification_job(Norm), "server=1 workers=2", JobError, "changes 'norm.running_mean'"),
         (
-            make_job(Norm),
+            classification_job(Norm),
             "server=1 workers=2 staleness=1",
             JobError,
             "changes 'norm.(.|\n)*GroupNorm or LayerNorm",
         ),
         (
-            make_job(Mlp, optimizer=lambda named: torch.optim.LBFGS([p for _, p in named])),
+            classification_job(
+                ListedPerceptron, optimizer=lambda named: torch.optim.LBFGS([p for _, p in named])
+            ),
             "server=1 workers=1",
             PlanError,
             "LBFGS needs a closure that evaluates the loss several times a step(.|\n)*use a data=N",
         ),
         (
-            make_job(Mlp, optimizer=lambda named: torch.optim.Adafactor([p for _, p in named])),
+            classification_job(
+                ListedPerceptron,
+                optimizer=lambda named: torch.optim.Adafactor([p for _, p in named]),
+            ),
             "server=7 workers=1",
             PlanError,
             "server=7 servers and 6 parameters(.|\n)*at most 6 servers",
         ),
         (
-            make_job(lambda: nn.Linear(6, 3, bias=False)),
+            classification_job(lambda: nn.Linear(6, 3, bias=False)),
             "server=4 workers=1",
             PlanError,
             "at most 3 servers",
         ),
         (
-            make_job(
+            classification_job(
                 lambda: nn.Sequential(
                     nn.Embedding(9, 3, sparse=True, max_norm=1.0), nn.Flatten(), nn.Linear(18, 3)
                 )
@@ -490,7 +498,7 @@ class Overflowing(torch.optim.SGD):
 @pytest.mark.parametrize("staleness", ["0", "inf"])
 def test_a_server_that_fails_beside_a_worker_ends_the_run(tmp_path: Path, staleness: str):
     """Its process lives on as a worker, and is not to wait for orders that never come."""
-    job = make_job(Mlp, optimizer=lambda named: Overflowing(named, lr=0.1))
+    job = classification_job(optimizer=lambda named: Overflowing(named, lr=0.1))
     began_s = time.monotonic()
     with pytest.raises(PacelineError, match="ArithmeticError: too large"):
         paceline.train(
@@ -504,7 +512,7 @@ def test_a_server_that_fails_beside_a_worker_ends_the_run(tmp_path: Path, stalen
 
 def test_verify_is_about_exact_plans():
     """A stale plan is not meant to equal one device; the one to compare is named."""
-    (certificate,) = paceline.verify(make_job(), ["server=1 workers=2 staleness=1"])
+    (certificate,) = paceline.verify(classification_job(), ["server=1 workers=2 staleness=1"])
     assert (
         "miss updates" in certificate.describe()
         and "'server=1 workers=2' can" in certificate.describe()

@@ -20,9 +20,9 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from jobs.classification import classification_job
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from verify_jobs import make_job
 
 import paceline
 from paceline.strategies.plan import Plan
@@ -61,7 +61,7 @@ class Slow(torch.utils.data.Dataset[Any]):
 
 
 def _job(epochs: int, *, sample_s: float = 0.002) -> paceline.Job:
-    return make_job(
+    return classification_job(
         Linear,
         data=Slow(sample_s),
         epochs=epochs,

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from jobs.classification import classification_job, failure_text, passes
+from jobs.perceptrons import ListedPerceptron
 from planted import verified
 from split_jobs import OWN, TRANSFORMERS, split_job
 from torch import nn
-from verify_jobs import Mlp, failure_text, make_job, passes
 
 import paceline
 from paceline.base.errors import PacelineError, PlanError
@@ -174,7 +175,7 @@ class Dense(nn.Module):
 )
 def test_a_value_that_several_stages_need(plan: str) -> None:
     """Its gradient is the sum of what comes back from each of them."""
-    passes(make_job(Dense), plan)
+    passes(classification_job(Dense), plan)
 
 
 # --- Planted bugs -------------------------------------------------------------------------------------------------
@@ -270,7 +271,8 @@ PLANTED = (
 def test_planted_bugs_are_named(planted: Any) -> None:
     """Each by what it spoils first."""
     certificates = verified(
-        make_job(Mlp, clip=0.1, precision="float64"), [(plan, plant) for plant, plan, _ in planted]
+        classification_job(clip=0.1, precision="float64"),
+        [(plan, plant) for plant, plan, _ in planted],
     )
     for (plant, _, words), certificate in zip(planted, certificates, strict=True):
         assert not certificate.passed, plant.__doc__
@@ -320,7 +322,7 @@ BRANCH = next(
 
 
 def captured() -> tuple[nn.Module, Capture]:
-    model = Mlp()
+    model = ListedPerceptron()
     return model, capture(model, (torch.zeros(2, 6),), {})
 
 
@@ -350,7 +352,7 @@ def test_models_with_fewer_pieces_than_a_plan_asks_for() -> None:
         "the model has 3 pieces with parameters and 4 parts were asked for",
     )
     assert "the model has 3 pieces that can be cut apart and the plan needs 4" in failure_text(
-        make_job(Mlp), "pipeline=2 schedule=interleaved"
+        classification_job(), "pipeline=2 schedule=interleaved"
     )
 
 
@@ -366,7 +368,7 @@ def test_models_that_a_plan_does_not_suit(
 ) -> None:
     """Each is refused in words, before the first step."""
     with pytest.raises(PacelineError) as refused:
-        paceline.train(make_job(model), plan, steps=2, run=tmp_path / "run")
+        paceline.train(classification_job(model), plan, steps=2, run=tmp_path / "run")
     assert words in str(refused.value)
 
 
@@ -374,7 +376,7 @@ def test_models_that_a_plan_does_not_suit(
 @pytest.mark.parametrize("plan", ["tensor=2", "pipeline=2", "tensor=4"])
 def test_an_edit_in_place_stays_with_what_it_edits(plan: str) -> None:
     """No cut comes between them; shapes that don't divide leave a layer whole."""
-    passes(make_job(InPlace), plan)
+    passes(classification_job(InPlace), plan)
 
 
 @pytest.mark.sweep(1)
@@ -388,13 +390,16 @@ def test_an_edit_in_place_stays_with_what_it_edits(plan: str) -> None:
 )
 def test_more_microbatches_than_samples_and_fewer_than_stages(plan: str) -> None:
     """Stand-ins fill the pipeline; one that can't be filled is slow and right."""
-    passes(make_job(Mlp), plan)
+    passes(classification_job(), plan)
 
 
 @pytest.mark.slow  # as of replicas in test_certificates.py
 def test_a_mean_over_targets_that_count_is_named() -> None:
     """Micro-batches have unequal numbers of targets: torch's own pipelines average such losses without an error."""
-    job = make_job(Mlp, loss=lambda output, target: F.cross_entropy(output, target, ignore_index=2))
+    job = classification_job(
+        ListedPerceptron,
+        loss=lambda output, target: F.cross_entropy(output, target, ignore_index=2),
+    )
 
     assert "not the mean over its samples" in failure_text(job, "pipeline=2")
 
@@ -407,7 +412,7 @@ def test_a_placement_by_hand(tmp_path: Path) -> None:
     path = tmp_path / "parts.toml"
     path.write_text('[parts]\n0 = ["layers", "out"]\n1 = ["layers.1"]\n')
 
-    passes(make_job(Mlp), f"place={path} parts=2")
+    passes(classification_job(), f"place={path} parts=2")
 
 
 WRONG_PLACEMENTS = {
@@ -443,7 +448,7 @@ def test_a_placement_by_hand_that_overfills_a_device(
         mesh.connect()
         with pytest.raises(PlanError) as refused:
             Stepper(
-                make_job(Mlp),
+                classification_job(),
                 placed_plan,
                 mesh,
                 context.device,

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from jobs.classification import classification_job
+from jobs.perceptrons import ListedPerceptron
 from torch import Tensor, nn
-from verify_jobs import Mlp, make_job
 
 import paceline
 from paceline.proof.order import whole_batches
@@ -28,7 +29,7 @@ class Critic(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = Mlp()
+        self.net = ListedPerceptron()
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.clone().requires_grad_()
@@ -39,18 +40,18 @@ class Critic(nn.Module):
 
 def test_a_model_that_can_not_be_evaluated() -> None:
     """The job never does; the certificate says that verify did not either."""
-    certificate = verdict(make_job(Critic), "data=2")
+    certificate = verdict(classification_job(Critic), "data=2")
     assert certificate.passed and certificate.note is not None, certificate.describe()
     assert "evaluations are not compared: the model fails in evaluation mode" in certificate.note
 
 
 def test_a_model_that_can_not_be_evaluated_and_should_be() -> None:
-    job = make_job(Critic)
+    job = classification_job(Critic)
     with pytest.raises(paceline.PacelineError, match="does not require grad"):
-        paceline.verify(make_job(Critic, validation=job.data), ["data=2"], steps=2)
+        paceline.verify(classification_job(Critic, validation=job.data), ["data=2"], steps=2)
 
 
-class Warming(Mlp):
+class Warming(ListedPerceptron):
     """Counts its training forwards, and lets more through the more there were."""
 
     def __init__(self) -> None:
@@ -64,11 +65,11 @@ class Warming(Mlp):
 
 def test_a_count_that_one_replica_missed() -> None:
     """The replica without samples in the last window has not counted it; it goes on from the other's."""
-    certificate = verdict(make_job(Warming), "data=2 shares=3:1", steps=4)
+    certificate = verdict(classification_job(Warming), "data=2 shares=3:1", steps=4)
     assert certificate.passed, certificate.describe()
 
 
-class Seen(Mlp):
+class Seen(ListedPerceptron):
     """Keeps the mean of its inputs, in evaluations too."""
 
     def __init__(self) -> None:
@@ -82,13 +83,13 @@ class Seen(Mlp):
 
 
 def test_a_model_that_an_evaluation_changes() -> None:
-    certificate = verdict(make_job(Seen), "tensor=2")
+    certificate = verdict(classification_job(Seen), "tensor=2")
     assert certificate.passed and "an evaluation changes 'mean'" in (certificate.note or ""), (
         certificate.describe()
     )
 
 
-class CentreInAttribute(Mlp):
+class CentreInAttribute(ListedPerceptron):
     """A centre that is no buffer, as the first code of DINO had it."""
 
     def __init__(self) -> None:
@@ -105,7 +106,7 @@ class CentreInAttribute(Mlp):
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize(("plan", "expected"), [("tensor=2", "passed"), ("pipeline=2", "coupled")])
 def test_an_attribute_that_becomes_a_buffer(plan: str, expected: str) -> None:
-    certificate = verdict(make_job(CentreInAttribute), plan)
+    certificate = verdict(classification_job(CentreInAttribute), plan)
     assert certificate.verdict == expected, certificate.describe()
 
 
@@ -116,7 +117,9 @@ def test_an_attribute_that_replicas_keep_apart_is_seen(monkeypatch: pytest.Monke
     monkeypatch.setattr(
         ChangingBuffers, "meet", lambda self, weight, group, *, has_unsynced=None: None
     )
-    certificate = verdict(make_job(CentreInAttribute, precision="float64"), "data=2", steps=1)
+    certificate = verdict(
+        classification_job(CentreInAttribute, precision="float64"), "data=2", steps=1
+    )
     assert certificate.verdict == "failed" and "buffer of 'centre'" in str(certificate.reason), (
         certificate.describe()
     )
@@ -144,16 +147,16 @@ def test_a_model_that_writes_to_its_input(layers: tuple[Any, ...], expected: str
     """verify runs it several times on one batch, also to name what couples samples."""
     items = [
         ({"x": x, "kind": torch.tensor(number % 2)}, y)
-        for number, (x, y) in enumerate(make_job().data)
+        for number, (x, y) in enumerate(classification_job().data)
     ]
-    job = make_job(lambda: Normalising(*(make() for make in layers)), data=items, batch=7)
+    job = classification_job(lambda: Normalising(*(make() for make in layers)), data=items, batch=7)
     certificate = verdict(job, "data=2 accumulate=2", resume="no")
     assert certificate.verdict == expected and (
         not layers or "BatchNorm" in str(certificate.reason)
     ), certificate.describe()
 
 
-class Halved(Mlp):
+class Halved(ListedPerceptron):
     """Halves a gradient where it is complete."""
 
     def __init__(self) -> None:
@@ -168,7 +171,7 @@ class Halved(Mlp):
 
 def test_a_hook_sees_the_gradient_of_one_replica() -> None:
     """In the plain loop that cuts as a plan does: else it halves the first replica's gradient twice."""
-    job = make_job(Halved, precision="float64")
+    job = classification_job(Halved, precision="float64")
     batch = next(whole_batches(job, 1))
     model = build_plain(job)
     backward(job, model, [batch])
@@ -180,7 +183,7 @@ def test_a_hook_sees_the_gradient_of_one_replica() -> None:
 
 def test_a_plan_that_was_named_and_is_none_for_the_model() -> None:
     """It is refused, which is no error of the plan; it does not pass."""
-    job = make_job(lambda: nn.Linear(6, 3), loss=F.cross_entropy)
+    job = classification_job(lambda: nn.Linear(6, 3), loss=F.cross_entropy)
     certificate = verdict(job, "pipeline=2")
     assert certificate.verdict == "refused" and not certificate.passed and certificate.asked_for
     assert (
@@ -191,7 +194,7 @@ def test_a_plan_that_was_named_and_is_none_for_the_model() -> None:
 
 def test_a_window_that_a_plan_cuts_into_single_samples() -> None:
     """A BatchNorm takes none: neither do one device that cuts alike and the plan."""
-    job = make_job(
+    job = classification_job(
         lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)),
         drop_last=True,
         batch=4,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from study_jobs import JOB
+from jobs.studies import JOB
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from typing import Any
 
 import optuna
 import pytest
-from study_jobs import WORKS
+from jobs.studies import WORKS
 
 import paceline as pl
 from paceline.base.errors import JobError, PacelineError, UsageError

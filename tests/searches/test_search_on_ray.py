@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jobs.studies import JOB, WORKS
 from later import needed
-from study_jobs import JOB, WORKS
 
 import paceline as pl
 from paceline.base.errors import PacelineError, UsageError

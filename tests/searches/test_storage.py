@@ -14,8 +14,8 @@ from typing import Any
 
 import optuna
 import pytest
+from jobs.studies import WORKS
 from later import needed
-from study_jobs import WORKS
 
 import paceline as pl
 from paceline.base.errors import PacelineError

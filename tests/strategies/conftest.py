@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from stateful_jobs import trained_in_turn
+from jobs.stateful import trained_in_turn
 from torch import Tensor
 
 

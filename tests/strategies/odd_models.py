@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from jobs.stateful import by_one_device
 from safetensors.torch import load_file
-from stateful_jobs import by_one_device
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 

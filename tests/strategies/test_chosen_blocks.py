@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from corpus.experts import Routed
-from stateful_jobs import in_turn, stateful_job
+from jobs.stateful import in_turn, stateful_job
 from torch import Tensor, nn
 
 from paceline.model.forward_effects import choosing, may_choose

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from jobs.classification import classification_job
+from jobs.perceptrons import Perceptron
 from safetensors.torch import load_file
 from torch import nn
-from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.strategies.compress.codec import decode, encode
@@ -174,27 +174,10 @@ def test_topk_sends_the_largest(run_ranks: Callable[..., list[Any]]) -> None:
     assert run_ranks(body, 2)[0][0] in (2, 3, 4)
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(6, 48), nn.Tanh(), nn.Linear(48, 40), nn.Tanh())
-        self.out = nn.Linear(40, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.out(self.layers(x))
-
-
 def make_job(**changes: Any) -> paceline.Job:
-    x = torch.randn(64, 6, generator=torch.Generator().manual_seed(1))
-    fields = {
-        "model": Net,
-        "data": TensorDataset(x, (x[:, 0] > 0).long() + (x[:, 1] > 0).long()),
-        "loss": F.cross_entropy,
-        "optimizer": lambda named: torch.optim.AdamW(named, lr=1e-2),
-        "batch": 16,
-        "steps": 12,
-    }
-    return paceline.Job(**{**fields, **changes})
+    optimizer = {"optimizer": lambda named: torch.optim.AdamW(named, lr=1e-2)}
+    fields = {**optimizer, "batch": 16, "steps": 12, **changes}
+    return classification_job(lambda: Perceptron(48, 40), samples=64, **fields)
 
 
 def train(run: Path, plan: str, *, resume: bool = False, **changes: Any) -> dict[str, Any]:
@@ -289,7 +272,7 @@ def test_the_summary_counts_bytes(tmp_path: Path) -> None:
         plan: train(tmp_path / plan, plan)["bytes_sent"]
         for plan in ("data=2", "data=2 compress=int8")
     }
-    elements = sum(p.numel() for p in Net().parameters())
+    elements = sum(p.numel() for p in Perceptron(48, 40).parameters())
     figures = 8 * (
         9 + 6
     )  # loss, count, stop, its kind, news of state and edits, digest, which parameters were used

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from stateful_jobs import MomentumTarget, by_one_device, in_turn, stateful_job, trained
+from jobs.stateful import MomentumTarget, by_one_device, in_turn, stateful_job, trained
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 

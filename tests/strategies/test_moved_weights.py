@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from stateful_jobs import in_turn, stateful_job, trained
+from jobs.stateful import in_turn, stateful_job, trained
 from torch import Tensor, nn
 
 import paceline

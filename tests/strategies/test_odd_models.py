@@ -10,7 +10,7 @@ import odd_models as odd
 import pytest
 import torch
 import torch.nn.functional as F
-from stateful_jobs import in_turn
+from jobs.stateful import in_turn
 from torch import Tensor, nn
 
 import paceline

@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+from jobs.classification import classification_job
 from safetensors.torch import load_file
 from torch import nn
-from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.base.errors import PlanError
@@ -67,17 +66,8 @@ def net() -> nn.Module:
 
 
 def make_job(**changes: Any) -> paceline.Job:
-    x = torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(1))
-    fields = {
-        "model": net,
-        "data": TensorDataset(x, (x[:, 0] > 0).long() + (x[:, 1] > 0).long()),
-        "loss": F.cross_entropy,
-        "optimizer": sgd,
-        "batch": BATCH,
-        "steps": 8,
-        "precision": "float64",
-    }
-    return paceline.Job(**{**fields, **changes})
+    fields = {"optimizer": sgd, "batch": BATCH, "steps": 8, "precision": "float64", **changes}
+    return classification_job(net, **fields)
 
 
 def train(

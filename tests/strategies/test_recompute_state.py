@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from stateful_jobs import (
+from jobs.stateful import (
     Attributes,
     Codebook,
     MomentumTarget,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from stateful_jobs import assert_alike, stateful_job
+from jobs.stateful import assert_alike, stateful_job
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

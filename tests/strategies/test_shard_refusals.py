@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from stateful_jobs import in_turn, stateful_job, trained
+from jobs.stateful import in_turn, stateful_job, trained
 from torch import Tensor, nn
 
 import paceline

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from jobs.stateful import by_one_device, in_turn, stateful_job, trained
 from safetensors.torch import load_file
-from stateful_jobs import by_one_device, in_turn, stateful_job, trained
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 

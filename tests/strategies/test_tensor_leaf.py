@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tensor_models import Fused, Stack, job_of
+from jobs.split_layers import Fused, Stack, points_job
 from torch import nn
 
 import paceline
@@ -89,6 +89,6 @@ def test_gradients_are_those_of_one_device(plan: str) -> None:
     """Of several micro-batches, with sums over replicas that wait for them, and where a backward is
     done in two parts."""
     (certificate,) = paceline.verify(
-        job_of(lambda: Stack(Fused(), Fused()), clip=0.5), [plan], steps=2
+        points_job(lambda: Stack(Fused(), Fused()), clip=0.5), [plan], steps=2
     )
     assert certificate.passed, certificate.describe()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tensor_models import Attention, Mlp, job_of, laid_out
+from jobs.split_layers import Attention, Mlp, laid_out, points_job
 from torch import nn
 
 import paceline
@@ -107,7 +107,7 @@ def test_what_cannot_be_split_is_said(
     """Heads and sizes that don't divide, operators without a rule: each with the module and what would do."""
     lines_by_rank = run_ranks(
         lambda context: [
-            laid_out(job_of(model), f"tensor={ranks}", context).layout.report.lines
+            laid_out(points_job(model), f"tensor={ranks}", context).layout.report.lines
             for model, _ in cases
         ],
         ranks,
@@ -119,7 +119,7 @@ def test_what_cannot_be_split_is_said(
 
 def test_a_run_keeps_it(tmp_path: Path) -> None:
     """`split.json` lies beside `plan.json`, and not where nothing is split."""
-    job = job_of(lambda: Mlp(hidden=5), steps=1)
+    job = points_job(lambda: Mlp(hidden=5), steps=1)
 
     paceline.train(job, "tensor=2", devices="cpu:0,cpu:1", run=tmp_path / "split")
     paceline.train(job, "single", devices="cpu:0", run=tmp_path / "whole")

@@ -10,9 +10,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from jobs.split_layers import Fused, Mlp, Points, Stack, StackedExperts, laid_out, points_job
+from jobs.stateful import assert_alike, by_one_device
 from later import needed
-from stateful_jobs import assert_alike, by_one_device
-from tensor_models import Fused, Mlp, Points, Stack, StackedExperts, job_of, laid_out
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -66,7 +66,7 @@ def split(
     """The stepper of a rank of tensor=2. sequence_bytes: from which on values are cut along their sequence, too."""
     least = tensor_run.SEQUENCE_BYTES if sequence_bytes is None else sequence_bytes
     with patch.object(tensor_run, "SEQUENCE_BYTES", least):
-        return laid_out(job_of(model, **options), "tensor=2", context)
+        return laid_out(points_job(model, **options), "tensor=2", context)
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def test_fp16_splits_what_float32_splits(run_ranks: Callable[..., Any]) -> None:
 def ends_alike(model: Callable[[], nn.Module], plan: str, folder: Path) -> None:
     """Three steps in float64 end with one device's weights. Micro-batches of two samples are captured once."""
     assert_alike(
-        job_of(model, clip=0.5, precision="float64", batch=2 if plan == "tensor=2" else 8),
+        points_job(model, clip=0.5, precision="float64", batch=2 if plan == "tensor=2" else 8),
         plan,
         folder,
     )
@@ -173,7 +173,7 @@ def test_a_run_with_blocks_goes_on_elsewhere(
     """Weights and moments that are cut block by block are saved under their places in the whole."""
 
     def job(steps: int) -> paceline.Job:
-        return job_of(lambda: Stack(block()), steps=steps, precision="float64")
+        return points_job(lambda: Stack(block()), steps=steps, precision="float64")
 
     paceline.train(job(1), "single", devices="cpu:0", run=tmp_path)
     paceline.train(job(3), "tensor=2", devices="cpu:0,cpu:1", run=tmp_path, resume=True)
@@ -247,7 +247,7 @@ class _Masks(TorchFunctionMode):
 @look
 def dropped(context: Any) -> dict[str, Any]:
     stepper = laid_out(
-        job_of(Dropped, loss=lambda output, target: output.square().mean()), "tensor=2", context
+        points_job(Dropped, loss=lambda output, target: output.square().mean()), "tensor=2", context
     )
     batch, counts = example_batch(stepper.job, 2), captures_after(stepper, (2, 3))
     torch.manual_seed(1)
@@ -362,7 +362,7 @@ class Constant(nn.Module):
 
 @look
 def with_a_constant(context: Any) -> list[int]:
-    return captures_after(laid_out(job_of(Constant), "tensor=2", context), (2, 2))
+    return captures_after(laid_out(points_job(Constant), "tensor=2", context), (2, 2))
 
 
 def test_two_samples_are_captured_once(seen: dict[str, Any]) -> None:
@@ -573,7 +573,7 @@ def test_a_price_counts_what_ranks_run_and_send(
         else run_ranks(lambda context: run_and_sent(split(context, PRICED[name])), 2)
     )
 
-    job = job_of(PRICED[name])
+    job = points_job(PRICED[name])
     profile = profile_job(job)
     pieces = SplitJob(job, profile)
     [rank] = pieces.ranks(paceline.Plan.parse("tensor=2"), (), microbatch_samples=2)
@@ -622,7 +622,7 @@ def planned(plan: dict[str, str]) -> nn.Module:
 @look
 def cuts_of_plans(context: Any) -> list[Any]:
     return [
-        cuts(laid_out(job_of(lambda plan=plan: planned(plan)), "tensor=2", context))
+        cuts(laid_out(points_job(lambda plan=plan: planned(plan)), "tensor=2", context))
         for plan, _ in PLANS[1:]
     ]
 
@@ -680,7 +680,7 @@ def test_a_split_model_adds_no_process_groups(
     """There are that of all ranks and those of axes that are not all of them: a group has threads and connections."""
 
     def body(context: Any) -> int:
-        laid_out(job_of(Mlp), plan, context)
+        laid_out(points_job(Mlp), plan, context)
         return len(torch.distributed.distributed_c10d._world.pg_map)
 
     assert run_ranks(body, ranks) == [groups] * ranks

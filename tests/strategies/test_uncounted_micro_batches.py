@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from stateful_jobs import assert_alike, stateful_job
+from jobs.stateful import assert_alike, stateful_job
 from torch import Tensor, nn
 
 from paceline.strategies.compose import load

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from stateful_jobs import in_turn, stateful_job
+from jobs.stateful import in_turn, stateful_job
 from torch import Tensor, nn
 
 from paceline.strategies.stages.engine import uses_weights_once

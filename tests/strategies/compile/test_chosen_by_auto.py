@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from compiled_jobs import make_job, traced, traced_with_means
+from jobs.compiled import compiled_job, traced, traced_with_means
 from torch import nn
 
 import paceline
@@ -58,7 +58,7 @@ def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def a_job(steps: int) -> Job:
-    return make_job(Net, steps=steps, drop_last=True)
+    return compiled_job(Net, steps=steps, drop_last=True)
 
 
 def test_steps_in_turns_say_what_compiled_code_gains(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from compiled_jobs import Recurrent
+from jobs.compiled import Recurrent
 from torch import nn
 from torch.utils.data import TensorDataset
 

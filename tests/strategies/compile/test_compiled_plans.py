@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from compiled_jobs import (
+from jobs.compiled import (
     Block,
     Breaking,
     Net,
     Recurrent,
+    compiled_job,
     counts,
     fails,
-    make_job,
     prints,
     traced,
     traced_with_means,
@@ -71,7 +71,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def train(plan: str, folder: Path, **changes: Any) -> dict[str, Any]:
-    paceline.train(make_job(**changes), plan, run=folder)
+    paceline.train(compiled_job(**changes), plan, run=folder)
     return json.loads((folder / "summary.json").read_text())
 
 
@@ -88,7 +88,7 @@ def test_every_kind_of_plan(plan: str, tmp_path: Path, without_compiler: None) -
         tmp_path / "run",
         precision="float64",
         model=lambda: Net(counts=counts_alike),
-        validation=make_job().data,
+        validation=compiled_job().data,
     )
 
     assert summary["check"]["verdict"] == "passed", summary["check"]
@@ -106,7 +106,9 @@ def test_every_kind_of_plan(plan: str, tmp_path: Path, without_compiler: None) -
 @pytest.mark.slow
 def test_all_steps_and_a_resumed_run_are_one_device_s(without_compiler: None) -> None:
     """By `verify`, in float32 and float64, over an epoch with a short last batch."""
-    (certificate,) = paceline.verify(make_job(), ["data=2 recompute=full compile=blocks"], steps=4)
+    (certificate,) = paceline.verify(
+        compiled_job(), ["data=2 recompute=full compile=blocks"], steps=4
+    )
     assert certificate.passed, certificate.describe()
 
 
@@ -116,7 +118,7 @@ def test_real_kernels_leave_names_alone_and_name_what_is_compiled_again(
 ) -> None:
     """torch's compiler itself: two ranks, a batch of another size in the fourth step, an evaluation, and a run that
     goes on without compiling. Without dropout it ends where one device does."""
-    job = make_job(lambda: Net(drop=0.0, last_hidden=12), validation=make_job().data)
+    job = compiled_job(lambda: Net(drop=0.0, last_hidden=12), validation=compiled_job().data)
     paceline.train(job, "single", run=tmp_path / "plain", steps=4)
     paceline.train(job, "data=2 compile=blocks", run=tmp_path / "compiled", steps=4)
     summary = json.loads((tmp_path / "compiled" / "summary.json").read_text())

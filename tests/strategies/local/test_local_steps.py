@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from jobs.classification import classification_job
+from jobs.perceptrons import Perceptron
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -27,16 +29,6 @@ from paceline.strategies.local.schedule import assign, delay_steps, fragment_aft
 SAMPLES, BATCH = 25, 10  # the third step of an epoch has 5 samples: replicas count unlike numbers
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 9), nn.Tanh())
-        self.out = nn.Linear(9, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.out(self.layers(x))
-
-
 def sgd(named: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(named, lr=0.1)
 
@@ -45,18 +37,9 @@ def adamw(named: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(named, lr=1e-2)
 
 
-def make_job(**changes: Any) -> paceline.Job:
-    x = torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(1))
-    fields = {
-        "model": Net,
-        "data": TensorDataset(x, (x[:, 0] > 0).long() + (x[:, 1] > 0).long()),
-        "loss": F.cross_entropy,
-        "optimizer": sgd,
-        "batch": BATCH,
-        "steps": 12,
-        "precision": "float64",
-    }
-    return paceline.Job(**{**fields, **changes})
+def make_job(model: Any = Perceptron, **changes: Any) -> paceline.Job:
+    fields = {"optimizer": sgd, "batch": BATCH, "steps": 12, "precision": "float64", **changes}
+    return classification_job(model, **fields)
 
 
 def train(
@@ -362,7 +345,10 @@ def test_what_is_due_waits_for_the_round(tmp_path: Path) -> None:
 
 def test_bytes_fall_with_the_local_steps(tmp_path: Path) -> None:
     """Counted in the summary as by hand; tests/strategies/test_compress.py counts those of data=2."""
-    elements, tensors = sum(p.numel() for p in Net().parameters()), len(list(Net().parameters()))
+    elements, tensors = (
+        sum(p.numel() for p in Perceptron().parameters()),
+        len(list(Perceptron().parameters())),
+    )
     sent = train(tmp_path, "data=2 local=6", precision="float32")["bytes_sent"]
 
     assert sent == 2 * (4 * elements + 8 * (2 * 6 + 7 + tensors + 1))
@@ -388,7 +374,7 @@ def test_more_fragments_than_parameters_are_refused(tmp_path: Path) -> None:
 def test_buffers_are_met_when_replicas_meet(tmp_path: Path) -> None:
     """BatchNorm's statistics are the replicas' mean; the run's replicas agree in the end."""
 
-    class Normed(Net):
+    class Normed(Perceptron):
         def __init__(self) -> None:
             super().__init__()
             self.layers.append(nn.BatchNorm1d(9))

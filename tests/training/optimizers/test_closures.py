@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from optimizer_jobs import Extragradient, Net, Sam, furthest, make_job, train, train_in_legs
+from jobs.optimizers import Extragradient, Net, Sam, furthest, optimizer_job, train, train_in_legs
 from torch import Tensor, nn
 
 import paceline
@@ -58,16 +58,16 @@ def counted(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 JOBS: dict[str, Any] = {
-    "lbfgs": lambda: make_job(lbfgs),
-    "wolfe": lambda: make_job(wolfe),
-    "sam": lambda: make_job(Sam),
-    "extragradient": lambda: make_job(Extragradient),
-    "clipped": lambda: make_job(Sam, clip=0.05),
-    "counted": lambda: make_job(wolfe, loss=counted),
-    "noisy": lambda: make_job(wolfe, Noisy),
-    "normed": lambda: make_job(wolfe, Normed, drop_last=True),
-    "normed-sam": lambda: make_job(Sam, Normed, drop_last=True),
-    "scheduled": lambda: make_job(
+    "lbfgs": lambda: optimizer_job(lbfgs),
+    "wolfe": lambda: optimizer_job(wolfe),
+    "sam": lambda: optimizer_job(Sam),
+    "extragradient": lambda: optimizer_job(Extragradient),
+    "clipped": lambda: optimizer_job(Sam, clip=0.05),
+    "counted": lambda: optimizer_job(wolfe, loss=counted),
+    "noisy": lambda: optimizer_job(wolfe, Noisy),
+    "normed": lambda: optimizer_job(wolfe, Normed, drop_last=True),
+    "normed-sam": lambda: optimizer_job(Sam, Normed, drop_last=True),
+    "scheduled": lambda: optimizer_job(
         lbfgs,
         lr_schedule=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5),
     ),
@@ -242,7 +242,7 @@ def test_plans_without_a_common_evaluation_are_refused(plan: str, tmp_path: Path
 def test_a_line_search_may_step_back_from_an_infinite_loss(tmp_path: Path) -> None:
     """What a later evaluation gives is the optimizer's affair, as in a plain loop. A check has no random numbers, and
     an optimizer is tried with some all the same: from weights of zero a search would look for a lower loss for ever."""
-    train(make_job(Backtracking), "data=2", tmp_path / "run")
+    train(optimizer_job(Backtracking), "data=2", tmp_path / "run")
     losses = losses_of(tmp_path / "run")
 
     assert len(losses) == 7 and losses[-1] < losses[0]
@@ -254,7 +254,7 @@ def test_weights_that_are_not_finite_end_the_run(plan: str, tmp_path: Path) -> N
     with pytest.raises(
         RankFailed, match="evaluation 2 of step 1, and Backtracking makes weights of it"
     ):
-        train(make_job(lambda named: Backtracking(named, stays=True)), plan, tmp_path / "run")
+        train(optimizer_job(lambda named: Backtracking(named, stays=True)), plan, tmp_path / "run")
 
 
 @pytest.mark.parametrize(

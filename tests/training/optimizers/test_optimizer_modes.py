@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from optimizer_jobs import BATCH, SAMPLES, STEPS, Named, Net, furthest, make_job, train_in_legs
+from jobs.optimizers import (
+    BATCH,
+    SAMPLES,
+    STEPS,
+    Named,
+    Net,
+    furthest,
+    optimizer_job,
+    train_in_legs,
+)
 from torch import Tensor, nn
 from torch.utils.data import SequentialSampler, TensorDataset
 
@@ -122,8 +131,8 @@ def test_what_is_evaluated_and_saved_is_what_eval_puts_in_place(
     build: Callable[[Named], torch.optim.Optimizer], legs: list[tuple[str, int]], tmp_path: Path
 ) -> None:
     """And the run goes on with what `train()` does, also after a resume under another plan."""
-    callback, data = Weights(), make_job(build).data
-    job = make_job(
+    callback, data = Weights(), optimizer_job(build).data
+    job = optimizer_job(
         build,
         seeded,
         callbacks=[callback],
@@ -145,11 +154,11 @@ def test_it_is_refused_where_ranks_hold_only_what_is_trained(plan: str, tmp_path
     with pytest.raises(
         paceline.PacelineError, match=r"has train\(\) and eval\(\), that is, other weights"
     ):
-        paceline.train(make_job(averaging), plan, devices="cpu:0-1", run=tmp_path)
+        paceline.train(optimizer_job(averaging), plan, devices="cpu:0-1", run=tmp_path)
 
 
 def test_verify_compares_evaluations_of_it(tmp_path: Path) -> None:
     assert all(
         each.passed
-        for each in paceline.verify(make_job(averaging), ["data=2"], steps=2, resume="no")
+        for each in paceline.verify(optimizer_job(averaging), ["data=2"], steps=2, resume="no")
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from optimizer_jobs import furthest, make_job, train, train_in_legs
+from jobs.optimizers import furthest, optimizer_job, train, train_in_legs
 from torch import nn
 
 from paceline.base.errors import JobError
@@ -29,7 +29,7 @@ OPTIMIZERS: dict[str, Any] = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_update_is_that_of_one_device(name: str, plan: str, tmp_path: Path) -> None:
     """torch's distributed tensors refuse these updates."""
-    job = make_job(lambda named: OPTIMIZERS[name](named, lr=1e-2))
+    job = optimizer_job(lambda named: OPTIMIZERS[name](named, lr=1e-2))
     assert furthest(train(job, plan, tmp_path / "run"), train(job, "single", tmp_path / "one")) < (
         EXACT,
         "",
@@ -47,7 +47,7 @@ def test_the_update_is_that_of_one_device(name: str, plan: str, tmp_path: Path) 
 )
 def test_it_goes_on_under_other_plans(legs: list[tuple[str, int]], tmp_path: Path) -> None:
     """A rank writes its part of the state, and reads whatever part it has then."""
-    job = make_job(lambda named: torch.optim.Adam(named, lr=1e-2, fused=True))
+    job = optimizer_job(lambda named: torch.optim.Adam(named, lr=1e-2, fused=True))
     weights = train_in_legs(job, legs, tmp_path / "run")
     assert furthest(weights, train(job, "single", tmp_path / "one")) < (EXACT, "")
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from optimizer_jobs import (
+from jobs.optimizers import (
     ByPosition,
     GlobalNorm,
     Hidden,

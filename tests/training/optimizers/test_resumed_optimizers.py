@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from optimizer_jobs import (
+from jobs.optimizers import (
     ByPosition,
     Hidden,
     OwnAverages,
     Seldom,
     Unshared,
     furthest,
-    make_job,
+    optimizer_job,
     train,
     train_in_legs,
 )
@@ -33,11 +33,11 @@ EXACT = 1e-12
 
 
 def with_sgd(schedule: Callable[[Any], Any]) -> paceline.Job:
-    return make_job(lambda named: optim.SGD(named, lr=0.1, momentum=0.9), lr_schedule=schedule)
+    return optimizer_job(lambda named: optim.SGD(named, lr=0.1, momentum=0.9), lr_schedule=schedule)
 
 
 def by(kind: Callable[..., Any], **options: Any) -> paceline.Job:
-    return make_job(lambda named: kind(named, **options))
+    return optimizer_job(lambda named: kind(named, **options))
 
 
 def two_groups(named: Any) -> optim.Optimizer:
@@ -83,14 +83,16 @@ JOBS: dict[str, paceline.Job] = {
     "SGD maximize": by(optim.SGD, lr=0.001, momentum=0.5, dampening=0.2, maximize=True),
     "Adam amsgrad": by(optim.Adam, lr=0.01, amsgrad=True),
     "AdamW fused": by(optim.AdamW, lr=0.01, fused=True),
-    "AdamW tensor lr": make_job(
+    "AdamW tensor lr": optimizer_job(
         lambda named: optim.AdamW(named, lr=torch.tensor(0.01)),
         lr_schedule=lambda o: schedules.ExponentialLR(o, 0.9),
     ),
-    "AdamW groups": make_job(two_groups, clip=0.5),
+    "AdamW groups": optimizer_job(two_groups, clip=0.5),
     "Adafactor": by(optim.Adafactor, lr=0.05),
     "Unshared": by(Unshared),
-    "OwnAverages": make_job(OwnAverages, lr_schedule=lambda o: schedules.ExponentialLR(o, 0.8)),
+    "OwnAverages": optimizer_job(
+        OwnAverages, lr_schedule=lambda o: schedules.ExponentialLR(o, 0.8)
+    ),
 }
 FEW = ("ChainedScheduler", "Adafactor", "OwnAverages")
 ROUTES = [
@@ -160,7 +162,7 @@ def test_what_is_kept_between_updates_and_what_comes_late_go_on(
     every: int, late: int, tmp_path: Path
 ) -> None:
     """Dicts beside `state` that are empty after the trial's four steps, or come after them."""
-    job = make_job(lambda named: Seldom(named, every, late))
+    job = optimizer_job(lambda named: Seldom(named, every, late))
     whole = train(job, "single", tmp_path / "whole")
 
     resumed = train_in_legs(job, [("single", 5), ("shard=2", 6), ("single", 7)], tmp_path / "cut")
@@ -180,7 +182,7 @@ class Sparse(nn.Module):
 
 def test_sparse_adam_goes_on(tmp_path: Path) -> None:
     """Its moments are dense, and saved whole."""
-    job = make_job(lambda named: optim.SparseAdam(list(named), lr=0.1), Sparse)
+    job = optimizer_job(lambda named: optim.SparseAdam(list(named), lr=0.1), Sparse)
 
     whole = train(job, "single", tmp_path / "whole")
 
@@ -190,7 +192,7 @@ def test_sparse_adam_goes_on(tmp_path: Path) -> None:
 
 def test_what_state_dict_alone_knows_is_saved_where_a_rank_has_all(tmp_path: Path) -> None:
     """Through load_state_dict under data=N; refused by name where a rank has a part."""
-    job = make_job(ByPosition)
+    job = optimizer_job(ByPosition)
     whole = train(job, "single", tmp_path / "whole")
 
     assert furthest(train_in_legs(job, [("data=2", 3), ("single", 7)], tmp_path / "cut"), whole) < (
@@ -206,7 +208,7 @@ def test_hidden_state_is_refused_before_the_first_step(tmp_path: Path) -> None:
     with pytest.raises(
         RankFailed, match="Hidden keeps state where a checkpoint can't find it"
     ) as failed:
-        train(make_job(Hidden), "single", tmp_path / "run")
+        train(optimizer_job(Hidden), "single", tmp_path / "run")
 
     assert (
         "self.state[parameter]" in str(failed.value)

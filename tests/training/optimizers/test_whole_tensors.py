@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from optimizer_jobs import (
+from jobs.optimizers import (
     GlobalNorm,
     Lamb,
     Net,
@@ -18,7 +18,7 @@ from optimizer_jobs import (
     StackedNorm,
     Wrapped,
     furthest,
-    make_job,
+    optimizer_job,
     train,
     train_in_legs,
 )
@@ -82,19 +82,21 @@ class Tied(Net):
 def job_of(name: str) -> paceline.Job:
     halved = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)  # noqa: E731
     return {
-        "wrapped": lambda: make_job(Wrapped),
-        "adafactor": lambda: make_job(adafactor),
-        "clipped": lambda: make_job(muon_by_options, clip=0.1, lr_schedule=halved),
-        "muon": lambda: make_job(muon_alone, Matrices),
-        "idle": lambda: make_job(Wrapped, Idle),
-        "shampoo": lambda: make_job(Shampoo),
-        "lamb": lambda: make_job(Lamb),
-        "norm": lambda: make_job(lambda named: GlobalNorm(named, lr=0.1)),
-        "idle-norm": lambda: make_job(
+        "wrapped": lambda: optimizer_job(Wrapped),
+        "adafactor": lambda: optimizer_job(adafactor),
+        "clipped": lambda: optimizer_job(muon_by_options, clip=0.1, lr_schedule=halved),
+        "muon": lambda: optimizer_job(muon_alone, Matrices),
+        "idle": lambda: optimizer_job(Wrapped, Idle),
+        "shampoo": lambda: optimizer_job(Shampoo),
+        "lamb": lambda: optimizer_job(Lamb),
+        "norm": lambda: optimizer_job(lambda named: GlobalNorm(named, lr=0.1)),
+        "idle-norm": lambda: optimizer_job(
             lambda named: GlobalNorm(named, lr=0.1, momentum=0.9, weight_decay=0.1), Idle
         ),
-        "tied-norm": lambda: make_job(lambda named: GlobalNorm(named, lr=0.1, momentum=0.9), Tied),
-        "stacked": lambda: make_job(lambda named: StackedNorm(named, lr=0.1), clip=1.0),
+        "tied-norm": lambda: optimizer_job(
+            lambda named: GlobalNorm(named, lr=0.1, momentum=0.9), Tied
+        ),
+        "stacked": lambda: optimizer_job(lambda named: StackedNorm(named, lr=0.1), clip=1.0),
     }[name]()
 
 
@@ -208,7 +210,7 @@ def _held_state(context: Any) -> dict[str, list[str]]:
     plan = paceline.Plan.parse("shard=2")
     mesh = Mesh(plan.axes.sizes(), context.rank)
     mesh.connect()
-    stepper = Stepper(make_job(Wrapped), plan, mesh, context.device)
+    stepper = Stepper(optimizer_job(Wrapped), plan, mesh, context.device)
     assert stepper.gathered is not None
     updated: dict[str, nn.Parameter] = stepper.optimizer_state.parameters
     return {

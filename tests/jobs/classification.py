@@ -1,31 +1,34 @@
-"""Small jobs with odd models that the tests of verify and of the strategies share."""
+"""A job of three classes, and odd models for it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset
 
 import paceline
+from jobs.data import three_classes
+from jobs.perceptrons import ListedPerceptron
 
 SAMPLES, BATCH = 25, 8  # an epoch ends with a single sample: fewer than the ranks
 
 
-def make_job(model: Any = None, **changes: Any) -> paceline.Job:
-    """A job on 6 numbers a sample and 3 classes, with plain SGD."""
-    x = torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(1))
+def classification_job(
+    model: Callable[[], nn.Module] = ListedPerceptron, *, samples: int = SAMPLES, **changes: Any
+) -> paceline.Job:
+    """A job on 6 numbers a sample and 3 classes, with plain SGD; of 9 epochs unless steps are given."""
     fields = {
-        "model": model or Mlp,
-        "data": TensorDataset(x, (x[:, 0] > 0).long() + (x[:, 1] > 0).long()),
+        "model": model,
+        "data": three_classes(samples),
         "loss": F.cross_entropy,
         "optimizer": lambda named: torch.optim.SGD(named, lr=0.1),
         "batch": BATCH,
-        "epochs": 9,
+        **({} if "steps" in changes else {"epochs": 9}),
     }
     return paceline.Job(**{**fields, **changes})
 
@@ -52,20 +55,6 @@ def failure_text(job: paceline.Job, plan: str, *, steps: int = 2) -> str:
     )
     assert not certificate.passed, certificate.describe()
     return certificate.describe()
-
-
-class Mlp(nn.Module):
-    """Two listed layers and a root that owns the last one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(6, 9), nn.Linear(9, 7)])
-        self.out = nn.Linear(7, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return self.out(x)
 
 
 class ConvNet(nn.Module):
@@ -175,7 +164,7 @@ def token_loss(output: dict[str, Any], target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def tagging_job(**changes: Any) -> paceline.Job:
-    return make_job(Tagger, data=Sentences(), loss=token_loss, **changes)
+    return classification_job(Tagger, data=Sentences(), loss=token_loss, **changes)
 
 
 class Pair(nn.Module):

@@ -48,7 +48,7 @@ def token_sum(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor,
     return (F.cross_entropy(output, target, reduction="none") * weight).sum(), weight.sum()
 
 
-def make_job(**changes: Any) -> paceline.Job:
+def mixed_precision_job(**changes: Any) -> paceline.Job:
     fields: dict[str, Any] = {
         "model": Blocks,
         "data": data(),

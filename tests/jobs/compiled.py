@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
-from torch.utils.data import TensorDataset
 
 import paceline
+from jobs.classification import classification_job
 from paceline.model.randomness import means
 
 
@@ -101,17 +101,8 @@ def fails(module: OfOne, x: Tensor) -> Tensor:
     return module.linear(x[:, :5])
 
 
-def make_job(model: Any = Net, **changes: Any) -> paceline.Job:
-    x = torch.randn(25, 6, generator=torch.Generator().manual_seed(1))
-    fields = {
-        "model": model,
-        "data": TensorDataset(x, (x[:, 0] > 0).long() + (x[:, 1] > 0).long()),
-        "loss": F.cross_entropy,
-        "optimizer": lambda named: torch.optim.SGD(named, lr=0.1),
-        "batch": 8,
-        "steps": 3,
-    }
-    return paceline.Job(**{**fields, **changes})
+def compiled_job(model: Any = Net, **changes: Any) -> paceline.Job:
+    return classification_job(model, **{"steps": 3, **changes})
 
 
 def traced(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:

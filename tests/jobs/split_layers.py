@@ -26,7 +26,7 @@ class Points(Dataset[Any]):
         return x, int(3 * (x.sum() / 3 % 1))
 
 
-def job_of(model: Callable[[], nn.Module], **options: Any) -> paceline.Job:
+def points_job(model: Callable[[], nn.Module], **options: Any) -> paceline.Job:
     """A job of classes over `Points`."""
     chosen: dict[str, Any] = {
         "data": Points(),

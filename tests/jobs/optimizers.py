@@ -36,7 +36,7 @@ class Net(nn.Module):
         return self.out(x) * self.scale
 
 
-def make_job(
+def optimizer_job(
     optimizer: Callable[[Named], torch.optim.Optimizer],
     model: Callable[[], nn.Module] = Net,
     **changes: Any,
