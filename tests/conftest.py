@@ -20,7 +20,7 @@ from conditions import PATIENCE_S, until
 from hypothesis import settings
 from later import needed
 from preloaded import OF_FORKS, capture_once, use_huge_pages
-from workers import pytest_addoption, pytest_runtestloop  # noqa: F401  # hooks of pytest
+from workers import add_workers, pytest_runtestloop  # noqa: F401  # hooks of pytest
 
 from paceline.api import checks, prediction
 from paceline.base.errors import PacelineError
@@ -104,6 +104,7 @@ _WHOLE_TIMES = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    add_workers(parser)
     parser.addoption(
         "--whole",
         action="store_true",

@@ -27,7 +27,7 @@ _NUMBER = struct.Struct("I")
 _LOOK_S = 1.0  # for a worker that was killed: its forks may keep its connection open
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def add_workers(parser: pytest.Parser) -> None:
     parser.addoption(
         "--workers", type=int, default=0, help="run files of tests side by side in so many forks"
     )
