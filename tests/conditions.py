@@ -1,10 +1,14 @@
-"""Waits of tests for what other threads and processes do, however busy the machine is."""
+"""Tests that hold however busy the machine is: they wait for conditions, and count work rather than time it."""
 
 from __future__ import annotations
 
+import signal
+import sys
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from paceline.base import signals
 
 T = TypeVar("T")
 
@@ -23,3 +27,38 @@ def until(
         assert time.monotonic() < deadline_s, f"waited {patience_s:g} s in vain {tell()}"
         time.sleep(0.005)
     return value
+
+
+def until_asked_to_stop(begun: Callable[[], object]) -> None:
+    """Return once this process has heard a request to stop, with the handlers that it has; a signal without one takes
+    its default course. begun: called when nothing that comes from now on is missed."""
+    handlers, heard = {number: signal.getsignal(number) for number in signals.STOPPING}, list[int]()
+
+    def hear(number: int, frame: Any) -> None:
+        handlers[number](number, frame)  # type: ignore[operator, misc]
+        heard.append(number)
+
+    handled = [number for number, handler in handlers.items() if callable(handler)]
+    for number in handled:
+        signal.signal(number, hear)
+    begun()
+    until(lambda: heard)
+    for number in handled:
+        signal.signal(number, handlers[number])
+
+
+def calls_of(work: Callable[[], object]) -> int:
+    """How many functions of Python are called while the work is done: its cost, whatever else the machine does."""
+    count = 0
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event == "call"
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        work()
+    finally:
+        sys.setprofile(before)
+    return count

@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ from paceline.cluster.gpu_use import start_autograd_without_gpus
 from paceline.launch.local.ranks import run_local
 from paceline.launch.process import background as aside
 from paceline.launch.process.heartbeats import HeartbeatTable
+from paceline.launch.process.outside_watch import OutsideWatch
 
 load_modules(OF_FORKS)
 os.environ.setdefault("KERAS_BACKEND", "torch")  # before anything imports keras
@@ -259,6 +261,22 @@ def run_ranks() -> Callable[..., list[Any]]:
         return run_local(body, Cluster.local(f"cpu:0-{num_ranks - 1}").devices, **options)
 
     return run
+
+
+@pytest.fixture
+def hang_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Ranks are watched from when this file exists: before that, a busy machine may keep healthy ones from going on
+    for longer than a test's short patience."""
+    look, path = OutsideWatch.look, tmp_path / "hang-begins"
+
+    def look_late(watch: OutsideWatch, pids: dict[int, int]) -> Any:
+        if path.exists():
+            return look(watch, pids)
+        watch._looked_s = watch._awake_s = time.monotonic()
+        return None
+
+    monkeypatch.setattr(OutsideWatch, "look", look_late)
+    return path
 
 
 @pytest.fixture

@@ -39,7 +39,9 @@ from paceline.launch.process.watchdog import (
 
 # Not the schedulers' SIGUSR1 and SIGUSR2. Realtime signals are Linux's; macOS ignores SIGINFO where nobody asks for it.
 STACK_SIGNAL: int = signal.SIGRTMIN + 3 if hasattr(signal, "SIGRTMIN") else signal.SIGINFO  # type: ignore[attr-defined]
-_STACK_S, _STACK_POLL_S = 0.5, 0.01  # how long to wait for the stacks
+# How long to wait for the stacks. A rank that waits for a core writes its stack late.
+_STACK_S, _STACK_POLL_S = 4.0, 0.01
+_DUMB = {*"TtZ"}  # states in which a process runs no signal handler
 _PATIENCES = 3  # that ranks which compute nothing have while nobody waits
 _AWAY_S = 5.0  # without a look, of which there are two a second
 _FETCH = str(
@@ -209,7 +211,8 @@ class OutsideWatch:
         texts = dict.fromkeys(pids, "")
         before: dict[int, str] = {}
         while (
-            not all(texts.values()) or texts != before
+            any(not text and _state_letter(pids[rank]) not in _DUMB for rank, text in texts.items())
+            or texts != before
         ) and time.monotonic() < until_s:  # they come line by line
             time.sleep(_STACK_POLL_S)
             texts, before = {rank: self._text(rank) for rank in pids}, texts
