@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from conditions import calls_of
 from later import needed
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -112,11 +112,12 @@ def test_what_can_not_be_drawn(scaling: Scaling, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("most", "count"), [(100, 8), pytest.param(100_000, 18, marks=pytest.mark.slow)]
 )
-def test_a_hundred_thousand_devices_take_seconds(most: int, count: int):
-    """18 numbers of devices, with pipelines."""
-    begin_s = time.process_time()
-    scaling = paceline.scale(_job(), "8xH100", f"1..{most}")
-    assert time.process_time() - begin_s < 30.0
+def test_a_hundred_thousand_devices_take_little_work(most: int, count: int):
+    """18 numbers of devices, with pipelines; the model is looked at once."""
+    scalings: list[Scaling] = []
+    work = calls_of(lambda: scalings.append(paceline.scale(_job(), "8xH100", f"1..{most}")))
+    [scaling] = scalings
+    assert work < 6_000_000
     assert scaling.points[-1].num_devices == most and len(scaling.points) == count
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from dataclasses import replace
 
 import pytest
@@ -317,10 +316,14 @@ def test_what_does_not_fit_says_how_much_is_missing():
     assert prediction.needs[0].missing_bytes == 220 * MB
 
 
-def test_a_large_model_takes_milliseconds():
+def test_a_large_model_takes_little_work():
     """Llama 3.1's largest on 16,384 devices, under plans of every kind, without torch and in little memory."""
     script = """
-import sys, time
+import sys
+count = 0
+def note(frame, event, argument):
+    global count
+    count += event == "call"
 from paceline.cluster.catalogue import software
 from paceline.cluster.cluster import Cluster
 from paceline.model.reference import DecoderSize, decoder_profile
@@ -333,17 +336,19 @@ cluster = Cluster.parse("2048x8xH100")
 plans = [Plan.of(pipeline=p, tensor=t, **({"shard": 16384 // p // t, "zero": 2}), microbatches=p * k, recompute=r)
          for p in (4, 8, 16) for t in (4, 8) for k in (1, 2) for r in ("none", "full")]
 for plan in plans[:2]: estimate(profile, plan, cluster, batch=2048, precision="bf16", software=program)
-began = time.process_time()
+sys.setprofile(note)
 for plan in plans: estimate(profile, plan, cluster, batch=16384, precision="bf16", software=program)
+sys.setprofile(None)
 peak = next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM"))
-print((time.process_time() - began) / len(plans), peak)  # getrusage's peak has that of the process which forked it
+print(count / len(plans), peak)  # getrusage's peak has that of the process which forked it
 print("torch" in sys.modules)
 """
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     ).stdout.split()
 
-    assert float(done[0]) < 0.06  # on a machine that is shared; docs/planning.md has a quiet one's
+    # Functions called for a plan; docs/planning.md has the milliseconds that they take on a quiet machine.
+    assert float(done[0]) < 25_000
     assert int(done[1]) < 500_000
     assert done[2] == "False"
 
@@ -355,14 +360,12 @@ def test_the_same_estimate_twice():
         DecoderSize(24, 1024, 16, 4096, 51200, 1024), program.formats, program.kernels
     )
     plan, devices = Plan.parse("pipeline=2 tensor=2 data=2 microbatches=8"), Cluster.parse("8xA100")
-    began_s = time.process_time()
     first, second = (
         estimate(profile, plan, devices, batch=32, precision="bf16", software=program)
         for _ in range(2)
     )
 
     assert first == second
-    assert time.process_time() - began_s < 5
 
 
 def test_fewer_bytes_between_stages_where_ranks_send_their_parts():
