@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from conditions import PATIENCE_S, until, until_asked_to_stop
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import Dataset
@@ -32,6 +33,7 @@ from paceline.checkpoint import write
 from paceline.job.file import JobFile
 from paceline.launch.local import ranks as local_ranks
 from paceline.launch.process import watchdog
+from paceline.launch.process.supervisor import Supervisor
 from tests.commands import Command
 
 pytestmark = [pytest.mark.usefixtures("nothing_left", "quick")]
@@ -408,8 +410,7 @@ def test_what_was_saved_before_stays(run_dir: Path):
     factor = torch.tensor(1.0)
 
     def diverge() -> None:
-        while saved_steps(run_dir) != [2, 4]:  # they are written in the background
-            time.sleep(0.01)
+        until(lambda: saved_steps(run_dir) == [2, 4])  # they are written in the background
         factor.fill_(float("inf"))
 
     loss = in_step(5, diverge, where=0)
@@ -714,8 +715,7 @@ def test_a_folder_in_use_by_a_live_run(
 
     def wait_in_step_2(output: Tensor, target: Tensor) -> Tensor:
         (tmp_path / "started").touch()
-        while not (tmp_path / "go on").exists():
-            time.sleep(0.01)
+        until((tmp_path / "go on").exists)
         return F.cross_entropy(output, target)
 
     child = start_child(lambda: paceline.train(a_job(loss=wait_in_step_2), "data=2", run=run_dir))
@@ -790,13 +790,9 @@ def test_a_scheduler_that_wants_the_machine_back(
 ):
     """SIGTERM ends the run after its step with a checkpoint and exit code 5; resumed, it ends as if never stopped."""
 
-    def slow(output: Tensor, target: Tensor) -> Tensor:
-        (tmp_path / "started").touch()
-        time.sleep(0.3)
-        return F.cross_entropy(output, target)
-
-    child = start_child(lambda: paceline.train(a_job(loss=slow), "data=2", run=run_dir))
-    wait_for(lambda: (run_dir / "metrics.jsonl").exists())
+    loss = in_step(2, lambda: until_asked_to_stop((tmp_path / "waits").touch), where=0)
+    child = start_child(lambda: paceline.train(a_job(loss=loss), "data=2", run=run_dir))
+    wait_for((tmp_path / "waits").exists)
     os.kill(child.pid, signal.SIGTERM)
     assert child.exit_code() == 5
     assert re.search(
@@ -837,8 +833,7 @@ def test_a_scheduler_at_any_moment(
         if where == phase and rank() == 1 - (
             where == "build"
         ):  # no group yet: each says that it is 0
-            (tmp_path / "pid").write_text(str(os.getpid()))
-            time.sleep(1.5)
+            until_asked_to_stop(lambda: pid.write_text(str(os.getpid())))
 
     class Slow(Net):
         def __init__(self) -> None:
@@ -881,12 +876,18 @@ def test_a_request_while_the_last_checkpoint_is_written(
 
     def slowly(*arguments: Any) -> Any:
         (tmp_path / "saving").touch()
-        time.sleep(1)
+        until((tmp_path / "asked").exists)
         return write_tensors(*arguments)
 
+    def pass_on(*arguments: Any) -> None:
+        passed_on(*arguments)
+        (tmp_path / "asked").touch()
+
+    passed_on = Supervisor.signal
     monkeypatch.setattr(write, "write_tensors", slowly)
+    monkeypatch.setattr(Supervisor, "signal", pass_on)
     child = start_child(lambda: paceline.train(a_job(), "data=2", run=run_dir, check=False))
-    wait_for(lambda: (tmp_path / "saving").exists())
+    wait_for((tmp_path / "saving").exists)
     os.kill(child.pid, signal.SIGTERM)
     assert child.exit_code() == 0, child.stderr
     assert_equal_models(run_dir, whole_run)
@@ -957,19 +958,20 @@ def test_ctrl_c(tmp_path: Path, wait_for: Callable[..., None]):
     assert re.search(r"stopped by .* after step \d+; a checkpoint is saved", stderr_text)
     assert "Traceback" not in stderr_text
     assert len(ranks) >= 2
-    assert not psutil.wait_procs(ranks, timeout=60)[1]
+    assert not psutil.wait_procs(ranks, timeout=PATIENCE_S)[1]
     assert_nothing_half_written(tmp_path / "run")
     assert len(saved_steps(tmp_path / "run")) == 1
 
 
 def test_a_second_ctrl_c_shows_the_cursor(tmp_path: Path, wait_for: Callable[..., None]):
     """A rank that draws on a terminal has hidden it, and is killed before it can show it."""
-    run, started = tmp_path / "run", tmp_path / "started"
+    run, started, asked = tmp_path / "run", tmp_path / "started", tmp_path / "asked"
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
         if (run / "metrics.jsonl").exists():
-            started.touch()
-            time.sleep(60)
+            until_asked_to_stop(started.touch)
+            asked.touch()
+            time.sleep(1000)
         return F.cross_entropy(output, target)
 
     pid, terminal = pty.fork()
@@ -981,9 +983,10 @@ def test_a_second_ctrl_c_shows_the_cursor(tmp_path: Path, wait_for: Callable[...
     drawn = b""
     try:
         wait_for(started.exists)
-        for _ in range(2):
-            os.kill(pid, signal.SIGINT)
-            time.sleep(signals.SAME_REQUEST_S + 0.1)
+        os.kill(pid, signal.SIGINT)
+        wait_for(asked.exists)
+        time.sleep(signals.SAME_REQUEST_S + 0.1)  # what comes before is the same request
+        os.kill(pid, signal.SIGINT)
         with suppress(OSError):  # which Linux gives where the other end is closed
             while part := os.read(terminal, 4096):
                 drawn += part

@@ -1,7 +1,7 @@
 """A job whose callbacks write down what they are told, for commands, searches and launchers."""
 
 JOB = """
-import os, time
+import os, signal, time
 import torch
 import torch.nn.functional as F
 import paceline as pl
@@ -24,6 +24,13 @@ class Diary(pl.Callback):
         if os.environ.get("PLANTED") == "error" and step.step == 7:
             raise ZeroDivisionError("planted")
         if os.environ.get("PLANTED") == "hangs" and step.step == 7:
+            handle = signal.getsignal(signal.SIGINT)
+
+            def hear(number, frame):
+                handle(number, frame)
+                self.note(run, "asked")
+
+            signal.signal(signal.SIGINT, hear)
             self.note(run, "hangs")
             time.sleep(600)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 import paceline as pl
 from paceline.base.errors import CallbackError, JobError, OutOfMemory, UsageError
+from paceline.callbacks.controller import RunController
 from paceline.launch.process.failure import RankFailed
 from paceline.training import loop
 
@@ -424,19 +425,30 @@ def test_servers_do_not_evaluate_before_a_stop_by_signal_unless_callbacks_count_
 
 @pytest.mark.parametrize("hook", ["on_step", "on_evaluation"])
 def test_a_callback_that_does_not_return_is_named(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], hook: str
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    hang_begins: Path,
+    hook: str,
 ):
     """It is told with its method after the patience, and the run goes on when it returns."""
+    told, tell_slow = threading.Event(), RunController.tell_slow
 
-    class Sleeper(pl.Callback):
+    def tell(self: RunController, after_s: float) -> None:
+        tell_slow(self, after_s)
+        if self._running and self.run.step == 5:
+            told.set()
+
+    class Waits(pl.Callback):
         pass
 
-    setattr(Sleeper, hook, lambda self, run, report: time.sleep(1.5) if report.step == 5 else None)
+    setattr(Waits, hook, lambda self, run, report: told.wait() if report.step == 5 else None)
+    monkeypatch.setattr(RunController, "tell_slow", tell)
     result = pl.train(
-        job([Sleeper()], epochs=None, steps=10), "data=2", run=tmp_path / "run", timeout_s=1.0
+        job([Waits()], epochs=None, steps=10), "data=2", run=tmp_path / "run", timeout_s=1.0
     )
     assert result["steps"] == 10
     assert (
-        f"warning: Sleeper.{hook} has not returned, and callbacks have had 1 s for what follows step 5"
+        f"warning: Waits.{hook} has not returned, and callbacks have had 1 s for what follows step 5"
         in (capfd.readouterr().err)
     )

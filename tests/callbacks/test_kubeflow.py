@@ -60,11 +60,11 @@ def test_progress_time_left_and_figures(
     for number, word in ((1, "first"), (50, "second")):
         token.write_text(word)
         teller.on_step(run(tmp_path), step(number))
-        teller._sending.join(60)
+        teller._sending.join()
     teller.on_evaluation(run(tmp_path), EvaluationReport(50, 0, 0.25, {"accuracy": 0.9}))
     for number in range(51, 101):
         teller.on_step(run(tmp_path), step(number))
-        teller._sending.join(60)
+        teller._sending.join()
     teller.on_end(run(tmp_path), None)
     first, second, *_, last_step, end = server.told
     assert first[0] == "Bearer first" and second[0] == "Bearer second"
@@ -79,11 +79,12 @@ def test_progress_time_left_and_figures(
     assert (end[1]["progressPercentage"], end[1]["estimatedRemainingSeconds"]) == (100, 0)
 
 
-def test_it_is_told_now_and_then(server: Any, tmp_path: Path):
+def test_it_is_told_now_and_then(server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(kubeflow, "PERIOD_S", 1000.0)
     [teller] = of_cluster({kubeflow.URL: server.url})
     for number in range(1, 200):
         teller.on_step(run(tmp_path, None), step(number))
-    teller._sending.join(60)
+    teller._sending.join()
     assert len(server.told) == 1 and "progressPercentage" not in server.told[0][1]
 
 
@@ -127,7 +128,7 @@ def test_a_status_keeps_the_limits_of_the_resource(server: Any, tmp_path: Path):
     )
     assert (status["progressPercentage"], status["estimatedRemainingSeconds"]) == (100, 0)
     teller.on_step(run(tmp_path, 2**40), step(1, step_s=1e6))
-    teller._sending.join(60)
+    teller._sending.join()
     assert server.told[-1][1]["estimatedRemainingSeconds"] == 2**31 - 1
 
 
@@ -138,4 +139,4 @@ def test_what_is_no_answer_ends_nothing(tmp_path: Path):
         connection, _ = listening.accept()
         with connection:
             connection.sendall(b"what?\r\n\r\n")
-        teller._sending.join(60)
+        teller._sending.join()

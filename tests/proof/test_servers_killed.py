@@ -111,7 +111,7 @@ class Run:
     def summary(self, wait_for: Callable[..., None]) -> dict[str, Any]:
         """Of the run, once it is over: all steps once, in the metrics and in the weights."""
         try:
-            assert self.child.exit_code(timeout_s=100) == 0, self.child.stderr
+            assert self.child.exit_code() == 0, self.child.stderr
         finally:
             print(self.child.stderr)
         summary = json.loads((self.folder / "summary.json").read_text())

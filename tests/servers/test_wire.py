@@ -12,12 +12,12 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from conditions import PATIENCE_S, until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -106,24 +106,21 @@ class Served:
                 peer,
                 secret=secret,
                 layout=layout,
-                timeout_s=60,
+                timeout_s=PATIENCE_S,
                 encrypts=self.identity is not None,
             )
         )
         return _OPEN[-1]
 
     def stranger(self) -> socket.socket:
-        sock = socket.create_connection(self.door.address, timeout=60)
-        sock.settimeout(5)
+        sock = socket.create_connection(self.door.address, timeout=PATIENCE_S)
+        sock.settimeout(PATIENCE_S)
         return sock
 
     def loses(self) -> tuple[Peer, WireError]:
         """Who is gone next, once it may come back: that is a moment after it was told."""
-        peer, error = self.lost.get(timeout=60)
-        deadline_s = time.monotonic() + 5
-        while peer in self.exchange.connections:
-            assert time.monotonic() < deadline_s, f"{peer} is never forgotten"
-            time.sleep(0.001)
+        peer, error = self.lost.get(timeout=PATIENCE_S)
+        until(lambda: peer not in self.exchange.connections, tell=lambda: peer)
         return peer, error
 
     def close(self) -> None:
@@ -186,7 +183,7 @@ def _works(served: Served, update: int = 0) -> None:
     pusher.begin(last=True)
     sum((p.float() * 2).sum() for p in parameters.values()).backward()  # type: ignore[union-attr]
     pusher.finish()
-    assert served.completed.get(timeout=60) == (update, 4.0 * (21 + 5 + 4))
+    assert served.completed.get(timeout=PATIENCE_S) == (update, 4.0 * (21 + 5 + 4))
     assert all(bool((g == 2).all()) for g in served.exchange.gradients(update)[0].values())
     served.exchange.drop(update)
     link.close()
@@ -267,7 +264,7 @@ def test_parts_are_summed_in_their_order():
                 bytes_of(values),
             )
         time.sleep(0.05)
-    assert served.completed.get(timeout=60)[0] == 9
+    assert served.completed.get(timeout=PATIENCE_S)[0] == 9
     assert all(bool((g == 3).all()) for g in served.exchange.gradients(9)[0].values())
     served.close()
 
@@ -300,7 +297,7 @@ def test_a_server_that_does_not_know_the_secret():
 
     threading.Thread(target=impostor, daemon=True).start()
     with pytest.raises(WireError, match="does not know the run's secret"):
-        connect(sock.getsockname()[:2], WORKER, secret=SECRET, layout=LAYOUT, timeout_s=5)
+        connect(sock.getsockname()[:2], WORKER, secret=SECRET, layout=LAYOUT, timeout_s=PATIENCE_S)
     sock.close()
 
 
@@ -330,10 +327,7 @@ def test_bytes_of_a_stranger(shared: Served, data: bytes):
 def test_the_server_after_all_that(shared: Served):
     """No thread of a stranger is left, and a worker is served."""
     _works(shared)
-    deadline_s = time.monotonic() + 5
-    while any(thread.name == "paceline-admit" for thread in threading.enumerate()):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
+    until(lambda: all(thread.name != "paceline-admit" for thread in threading.enumerate()))
     assert shared.door.refused >= 1
 
 
@@ -423,7 +417,7 @@ def test_versions_are_waited_for(served: Served):
     connection.send(Header(Kind.PULL, step=1))
     with pytest.raises(WireError):
         connection.receive()
-    connection.sock.settimeout(5)
+    connection.sock.settimeout(PATIENCE_S)
     served.exchange.made(0)
     assert connection.receive().step == 1
     connection.close()
@@ -441,7 +435,7 @@ def test_a_worker_that_is_given_up_as_it_is_let_in(plain: Served, monkeypatch: p
 
     monkeypatch.setattr(server_end, "prioritise", give_up)
     plain.exchange.serve(server_end, WORKER)
-    worker_end.sock.settimeout(5)
+    worker_end.sock.settimeout(PATIENCE_S)
     with pytest.raises(Closed):
         worker_end.receive()
     assert not plain.exchange.connections
@@ -459,7 +453,7 @@ def test_a_worker_that_asks_anew_before_it_has_all(plain: Served):
     """It gets chunks anew, and what it says while one is chosen does the server no harm."""
     plain.exchange.versions = Slowly(plain.exchange.versions)
     connection = plain.reach()
-    connection.sock.settimeout(5)
+    connection.sock.settimeout(PATIENCE_S)
     for _ in range(10):
         connection.send(Header(Kind.PULL))
         header = connection.receive()
@@ -506,7 +500,7 @@ class Attacked:
             Peer(Role.DATA, 0, incarnation),
             secret=SECRET,
             layout=fingerprint([TABLED]),
-            timeout_s=5,
+            timeout_s=PATIENCE_S,
         )
         connection.sock.settimeout(10)
         return connection, incarnation
@@ -521,7 +515,7 @@ class Attacked:
             connection.read_into(memoryview(bytearray(header.length)))
         for frame in _frames(incarnation, update):
             connection.send(*frame)
-        while self.completed.get(timeout=60) != update:  # a stranger's was complete
+        while self.completed.get(timeout=PATIENCE_S) != update:  # a stranger's was complete
             pass
         assert self.failed.empty()
         assert all(
@@ -529,10 +523,8 @@ class Attacked:
         )
         self.exchange.drop(update)
         connection.close()
-        deadline_s = time.monotonic() + 10
-        while self.exchange.gatherings or self.exchange.connections:  # nothing is left of anybody
-            assert time.monotonic() < deadline_s
-            time.sleep(0.001)
+        # Nothing is left of anybody.
+        until(lambda: not self.exchange.gatherings and not self.exchange.connections)
 
 
 @pytest.fixture(scope="module")
@@ -631,7 +623,7 @@ def test_a_greeting_that_is_changed(
     attacked: Attacked, changes: list[tuple[int, int]], length: int
 ):
     """Answered or refused, and never waited for when there is an end."""
-    with socket.create_connection(attacked.door.address, timeout=60) as sock:
+    with socket.create_connection(attacked.door.address, timeout=PATIENCE_S) as sock:
         greeting = bytearray(
             Header(Kind.GREETING, 104).pack() + struct.pack(">HHI", Role.DATA, 0, 10**8) + bytes(96)
         )
@@ -669,12 +661,10 @@ def test_a_stranger_that_drips_is_not_waited_for(monkeypatch: pytest.MonkeyPatch
         leaving = served.stranger()
         leaving.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         leaving.close()
-    began_s = time.monotonic()
-    with served.stranger() as sock, suppress(OSError):
-        while time.monotonic() - began_s < 60:
+    with served.stranger() as sock, pytest.raises(OSError):
+        for _ in range(600):
             sock.sendall(b"P")
             time.sleep(0.1)
-    assert time.monotonic() - began_s < 30
     _works(served)
 
 
@@ -696,11 +686,8 @@ def test_what_is_left_of_a_worker_that_is_given_up(served: Served):
                 Header(Kind.PUSH, chunk.num_bytes, chunk.dtype, 0, 77, update, number),
                 bytes(chunk.num_bytes),
             )
-    assert [served.completed.get(timeout=60)[0] for _ in range(2)] == [4, 5]
+    assert [served.completed.get(timeout=PATIENCE_S)[0] for _ in range(2)] == [4, 5]
     served.exchange.dismiss(0, 77, keeps=[4])
     assert served.loses()[0] == WORKER
-    deadline_s = time.monotonic() + 5
-    while served.exchange.gatherings.keys() != {4}:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
+    until(lambda: served.exchange.gatherings.keys() == {4})
     assert all(bool((g == 0).all()) for g in served.exchange.gradients(4)[0].values())

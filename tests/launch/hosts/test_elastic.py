@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from conditions import until
 
 import paceline as pl
 from paceline.checkpoint.dtypes import load_tensors
@@ -84,15 +85,6 @@ def difference(run: Path, other: Path) -> float:
     return max(float((weights[name] - other_weights[name]).abs().max()) for name in weights)
 
 
-def wait_until(
-    condition: Callable[[], bool], describe: Callable[[], Any], *, timeout_s: float = 60.0
-) -> None:
-    until_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < until_s, describe()
-        time.sleep(0.05)
-
-
 def train_on_two_hosts(tmp_path: Path, job_file: Path, plan: str) -> list[str]:
     """Rank 1 is killed in its eighth step; what both hosts said. There is no checkpoint."""
     port = free_port()
@@ -106,7 +98,7 @@ def train_on_two_hosts(tmp_path: Path, job_file: Path, plan: str) -> list[str]:
         "--hosts",
         "2:2",
         "--patience",
-        "20",
+        "60",
         "--set",
         f"mark={tmp_path / 'killed'}",
         "--set",
@@ -162,9 +154,12 @@ def read_store(port: int, seen: dict[str, bytes]) -> None:
 @pytest.mark.parametrize(
     "plan", ["shard=2", pytest.param("data=2", marks=(pytest.mark.slow, CHECKED))]
 )
-def test_a_rank_that_is_killed_on_one_of_two_hosts(tmp_path: Path, job_file: Path, plan: str):
+def test_a_rank_that_is_killed_on_one_of_two_hosts(
+    tmp_path: Path, job_file: Path, plan: str, monkeypatch: pytest.MonkeyPatch
+):
     """All ranks start again from their copies in memory; the weights are those of an undisturbed run bit by bit, and
     each host says who died."""
+    monkeypatch.setattr(Copier, "affordable_every", lambda self, step_s, **share: 1)
     stderr_texts = train_on_two_hosts(tmp_path, job_file, plan)
     (first, _), (again, same_plan) = starts(tmp_path / "run")
     assert (
@@ -232,13 +227,11 @@ def test_the_first_host_comes_back(tmp_path: Path, job_file: Path):
 
     hosts = [start(index) for index in range(2)]
     try:
-        wait_until(lambda: recorded() >= 40, stderr_texts)
+        until(lambda: recorded() >= 40, tell=stderr_texts)
         hosts[0].kill()
         hosts[0].wait()
         hosts[0] = start(0)
-        wait_until(
-            lambda: all(host.poll() is not None for host in hosts), stderr_texts, timeout_s=120
-        )
+        until(lambda: all(host.poll() is not None for host in hosts), tell=stderr_texts)
     finally:
         for host in hosts:
             host.kill()
@@ -329,20 +322,20 @@ def test_a_host_is_cut_off_and_comes_back(
 
     hosts = [start(index) for index in range(3)]
     try:
-        wait_until(lambda: recorded() >= 12, stderr_texts)
+        until(lambda: recorded() >= 12, tell=stderr_texts)
         three_hosts[2].cut()
-        wait_until(lambda: len(starts(run)) == 2, stderr_texts)
+        until(lambda: len(starts(run)) == 2, tell=stderr_texts)
         assert starts(run)[1][0] > 0 and "resumed from copy-" in "".join(stderr_texts())
         assert (
             "rank 2 on " in stderr_texts()[0]
             and "(10.78.0.3): it can't be reached" in stderr_texts()[0]
         )
-        wait_until(lambda: recorded() >= 25, stderr_texts)
+        until(lambda: recorded() >= 25, tell=stderr_texts)
         three_hosts[2].heal()
-        wait_until(lambda: starts(run)[-1][1] == plan, stderr_texts)
-        wait_until(lambda: recorded() >= starts(run)[-1][0] + 10, stderr_texts)
+        until(lambda: starts(run)[-1][1] == plan, tell=stderr_texts)
+        until(lambda: recorded() >= starts(run)[-1][0] + 10, tell=stderr_texts)
         hosts[0].send_signal(signal.SIGTERM)
-        wait_until(lambda: hosts[0].poll() is not None, stderr_texts)
+        until(lambda: hosts[0].poll() is not None, tell=stderr_texts)
     finally:
         for host in hosts:
             host.kill()
@@ -446,7 +439,7 @@ class Hosts:
         return metrics.read_text().count("step_s") if metrics.exists() else 0
 
     def wait(self, condition: Callable[[], bool]) -> None:
-        wait_until(condition, self.stderr_texts, timeout_s=90)
+        until(condition, tell=self.stderr_texts)
 
     def ended(self) -> dict[int, int]:
         self.wait(lambda: all(process.poll() is not None for process in self.processes.values()))

@@ -14,11 +14,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from conditions import until
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,6 +30,7 @@ from paceline.launch.hosts import launcher_rank, liveness
 from paceline.launch.hosts.environment import Environment
 from paceline.launch.hosts.liveness import Hub, Spoke
 from paceline.launch.process import watchdog
+from paceline.launch.process.watchdog import Watchdog
 
 SECRET = b"the secret of a run"
 
@@ -50,7 +53,7 @@ def join(hub: Hub) -> Iterator[Callable[[int], Spoke]]:
 
     def joined(rank: int) -> Spoke:
         spokes.append(Spoke(rank, ("127.0.0.1", hub.port), secret=SECRET))
-        wait_until(lambda: rank in hub._members)
+        until(lambda: rank in hub._members)
         return spokes[-1]
 
     yield joined
@@ -58,39 +61,32 @@ def join(hub: Hub) -> Iterator[Callable[[int], Spoke]]:
         spoke.close(farewell=True)
 
 
-def wait_until(condition: Callable[[], Any]) -> None:
-    deadline_s = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline_s, "waited 10 s in vain"
-        time.sleep(0.01)
-
-
 def test_all_hear_of_a_rank_that_ends_without_a_farewell(hub: Hub, join: Any):
     first, second, third = map(join, (1, 2, 3))
     second.close(farewell=False)
-    wait_until(lambda: hub.lost == first.lost == third.lost == [2])
+    until(lambda: hub.lost == first.lost == third.lost == [2])
 
 
 def test_who_joins_later_hears_of_it_too(hub: Hub, join: Any):
     join(1).close(farewell=False)
-    wait_until(lambda: hub.lost == [1])
+    until(lambda: hub.lost == [1])
     late = join(2)
-    wait_until(lambda: late.lost == [1])
+    until(lambda: late.lost == [1])
 
 
 def test_a_rank_that_is_done_is_not_lost(hub: Hub, join: Any):
     first, second = map(join, (1, 2))
     second.close(farewell=True)
-    wait_until(lambda: 2 not in hub._members)
+    until(lambda: 2 not in hub._members)
     hub.close(farewell=True)
-    first._thread.join(60)
+    first._thread.join()
     assert hub.lost == first.lost == []
 
 
 def test_rank_0_is_lost(hub: Hub, join: Any):
     first = join(1)
     hub.close(farewell=False)
-    wait_until(lambda: first.lost == [0])
+    until(lambda: first.lost == [0])
 
 
 @given(data=st.binary(max_size=64), is_one_by_one=st.booleans())
@@ -100,13 +96,13 @@ def test_strangers_are_no_ranks(data: bytes, is_one_by_one: bool):
         hub = opened.hub
         member = Spoke(1, ("127.0.0.1", hub.port), secret=SECRET)
         with (
-            socket.create_connection(("127.0.0.1", hub.port), timeout=5) as stranger,
+            socket.create_connection(("127.0.0.1", hub.port), timeout=100) as stranger,
             suppress(OSError),
         ):
             assert len(stranger.recv(16)) == 16
             for part in struct.unpack(f"{len(data)}c", data) if is_one_by_one else [data]:
                 stranger.sendall(part)
-        wait_until(lambda: hub._members.keys() == {1})
+        until(lambda: hub._members.keys() == {1})
         member.close(farewell=True)
         assert hub.lost == []
 
@@ -115,11 +111,11 @@ def test_strangers_that_say_nothing_keep_no_rank_out(hub: Hub, join: Any):
     """They have so many places and no more, and a rank always finds one."""
     with ExitStack() as strangers:
         for _ in range(150):
-            strangers.enter_context(socket.create_connection(("127.0.0.1", hub.port), timeout=5))
+            strangers.enter_context(socket.create_connection(("127.0.0.1", hub.port), timeout=100))
         member = join(1)
-        wait_until(lambda: len(hub._unproven) == 63)  # the rank's place is free again
+        until(lambda: len(hub._unproven) == 63)  # the rank's place is free again
         assert hub._members.keys() == {1}
-    wait_until(lambda: not len(hub._unproven))
+    until(lambda: not len(hub._unproven))
     assert hub.lost == [] and member.lost == []
 
 
@@ -197,10 +193,10 @@ def start_ranks(start_child: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[.
         port = listener.getsockname()[1]
     device = Cluster.local("cpu:0").devices[0]
 
-    def start(count: int, body: Callable[[Any], Any], *, timeout_s: float = 60.0) -> list[Any]:
+    def start(count: int, body: Callable[[Any], Any], *, timeout_s: float = 600.0) -> list[Any]:
         def rank(number: int) -> None:
             environment = Environment("Slurm", number, count, number, count, "127.0.0.1", port)
-            store = launcher_rank.join(environment, timeout_s=30)
+            store = launcher_rank.join(environment, timeout_s=200)
             launcher_rank.run_joined(
                 body,
                 environment,
@@ -248,7 +244,7 @@ def stop() -> None:
 def test_others_end_when_a_rank_is_killed(start_ranks: Any, culprit: int):
     """Long before the timeout, with the exit code of a lost peer and its name. Rank 0 takes the store with it."""
     ranks = start_ranks(3, body_of({culprit: die}), timeout_s=600.0)
-    codes = [rank.exit_code(30) for rank in ranks]
+    codes = [rank.exit_code() for rank in ranks]
     assert codes == [
         -signal.SIGKILL if number == culprit else PeerLost.exit_code for number in range(3)
     ]
@@ -261,55 +257,104 @@ def test_others_end_when_a_rank_is_killed(start_ranks: Any, culprit: int):
 
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("culprit", [0, 2])
-def test_others_end_when_a_rank_is_stopped(start_ranks: Any, culprit: int):
-    """After the timeout: it might go on before."""
-    ranks = start_ranks(3, body_of({culprit: stop}), timeout_s=3.0)
+def test_others_end_when_a_rank_is_stopped(
+    start_ranks: Any, culprit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """After the timeout: it might go on before. The timeout is short from when the others wait, who have all the time
+    that they need to say where they are."""
+    watchdogs: list[Watchdog] = []
+    enter = Watchdog.__enter__
+
+    def enter_known(self: Watchdog) -> Watchdog:
+        watchdogs.append(self)
+        return enter(self)
+
+    def sleep(pause_s: float) -> None:
+        if pause_s == watchdog._ANSWER_S and culprit:  # else the store is stopped, too
+            (tmp_path / f"said-{os.getpid()}").touch()
+            until(lambda: len(list(tmp_path.glob("said-*"))) == 2)
+        else:
+            time.sleep(pause_s)
+
+    def body(context: Any) -> None:
+        dist.barrier()
+        context.step = 3
+        context.beat("reduce")
+        watchdogs[0].timeout_s = 3.0
+        (stop if context.rank == culprit else in_a_collective_of_nccl)()
+
+    monkeypatch.setattr(Watchdog, "__enter__", enter_known)
+    monkeypatch.setattr(watchdog, "_STORE_S", 100.0 if culprit else 1.0)
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(**{**vars(time), "sleep": sleep}))
+    ranks = start_ranks(3, body, timeout_s=600.0)
     others = [rank for number, rank in enumerate(ranks) if number != culprit]
-    assert [rank.exit_code(40) for rank in others] == [PeerLost.exit_code] * 2
+    assert [rank.exit_code() for rank in others] == [PeerLost.exit_code] * 2
     assert f"rank {culprit} gave no sign of life for 3 s" in "".join(rank.stderr for rank in others)
 
 
 def test_others_end_when_one_is_stopped_and_another_killed(start_ranks: Any):
     ranks = start_ranks(4, body_of({1: stop, 3: die}), timeout_s=600.0)
-    assert [ranks[number].exit_code(30) for number in (0, 2)] == [PeerLost.exit_code] * 2
+    assert [ranks[number].exit_code() for number in (0, 2)] == [PeerLost.exit_code] * 2
     assert "rank 3 is gone" in ranks[0].stderr + ranks[2].stderr
 
 
-def test_forks_of_a_rank_do_not_hide_its_death(start_ranks: Any):
+def test_forks_of_a_rank_do_not_hide_its_death(start_ranks: Any, tmp_path: Path):
     """A loader's workers outlive their rank for some seconds, with all that they inherited."""
 
     def die_before_a_fork() -> None:
         if os.fork():
             die()
-        time.sleep(45)
+        (tmp_path / "fork").write_text(str(os.getpid()))
+        time.sleep(1000)
         os._exit(0)
 
     ranks = start_ranks(3, body_of({2: die_before_a_fork}), timeout_s=600.0)
-    assert [ranks[number].exit_code(30) for number in (0, 1)] == [PeerLost.exit_code] * 2
+    try:
+        assert [ranks[number].exit_code() for number in (0, 1)] == [PeerLost.exit_code] * 2
+    finally:
+        os.kill(int(until((tmp_path / "fork").read_text)), signal.SIGKILL)
 
 
-def test_others_end_when_a_rank_fails(start_ranks: Any):
-    """It says why, and they need not."""
+def test_others_end_when_a_rank_fails(
+    start_ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """It says why, and they need not: rank 0, which has the store, stays until the other one has looked there."""
+    ask = launcher_rank._cause_elsewhere
+
+    def ask_all(store: Any, environment: Environment, patience_s: float) -> bool:
+        is_known = ask(store, environment, patience_s)
+        if environment.rank == 0:
+            until((tmp_path / "looked").exists)
+        else:
+            (tmp_path / "looked").touch()
+        return is_known
 
     def fail() -> None:
         raise MemoryError("CUDA out of memory")
 
+    monkeypatch.setattr(launcher_rank, "_cause_elsewhere", ask_all)
+    monkeypatch.setattr(launcher_rank, "_HEARD_S", 100.0)
+
     ranks = start_ranks(3, body_of({1: fail}), timeout_s=600.0)
-    assert ranks[1].exit_code(30) == OutOfMemory.exit_code
-    assert [ranks[number].exit_code(30) for number in (0, 2)] == [PeerLost.exit_code] * 2
+    assert ranks[1].exit_code() == OutOfMemory.exit_code
+    assert [ranks[number].exit_code() for number in (0, 2)] == [PeerLost.exit_code] * 2
     assert "out of memory" in ranks[1].stderr and not ranks[0].stderr and not ranks[2].stderr
 
 
-def test_who_leaves_as_it_should_ends_nobody(start_ranks: Any):
+def test_who_leaves_as_it_should_ends_nobody(start_ranks: Any, tmp_path: Path):
     """One is done and one was asked to stop; the others have still something to write."""
+
+    def write() -> None:
+        until((tmp_path / "left").exists)
+        time.sleep(2.5)  # longer than a rank that hears of a death needs to end
 
     def be_asked_to_stop() -> None:
         raise Preempted("asked to stop")
 
-    ranks = start_ranks(
-        3, body_of({0: lambda: time.sleep(5), 1: be_asked_to_stop, 2: lambda: None})
-    )
-    assert [rank.exit_code(30) for rank in ranks] == [0, Preempted.exit_code, 0]
+    ranks = start_ranks(3, body_of({0: write, 1: be_asked_to_stop, 2: lambda: None}))
+    assert [rank.exit_code() for rank in ranks[1:]] == [Preempted.exit_code, 0]
+    (tmp_path / "left").touch()
+    assert ranks[0].exit_code() == 0
 
 
 def test_a_hub_that_can_not_be_reached_is_told(start_ranks: Any, monkeypatch: pytest.MonkeyPatch):
@@ -320,10 +365,10 @@ def test_a_hub_that_can_not_be_reached_is_told(start_ranks: Any, monkeypatch: py
 
     monkeypatch.setattr(launcher_rank, "Spoke", refuse)
     ranks = start_ranks(2, body_of({0: lambda: None, 1: lambda: None}))
-    assert [rank.exit_code(30) for rank in ranks] == [0, 0]
+    assert [rank.exit_code() for rank in ranks] == [0, 0]
     assert (
         "rank 1 can't reach rank 0" in ranks[1].stderr
-        and "after --patience 60 s" in ranks[1].stderr
+        and "after --patience 600 s" in ranks[1].stderr
     )
 
 
@@ -348,7 +393,7 @@ def test_a_dead_host_is_given_up(patience_s: float):
 
 def test_a_silent_host_is_told_apart_from_a_process_that_ended(hub: Hub, join: Any):
     join(1)._sock.shutdown(socket.SHUT_RDWR)
-    wait_until(lambda: hub.lost == [1])
+    until(lambda: hub.lost == [1])
     assert hub.unreachable == []
     assert [
         liveness._is_silence(error)
