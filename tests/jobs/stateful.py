@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
 
 import paceline
+from jobs.data import regression
 from paceline.cluster.cluster import Cluster
 from paceline.launch.local.ranks import run_local
 from paceline.proof.reference_loop import PlainRun
@@ -26,14 +26,9 @@ def stateful_job(
     model: Callable[[], nn.Module], *, samples: int = 36, **changes: Any
 ) -> paceline.Job:
     """A regression from 8 numbers to 4, in batches of 12 and with plain SGD."""
-    generator = torch.Generator().manual_seed(1)
-    x, y = (
-        torch.randn(samples, 8, generator=generator),
-        torch.randn(samples, 4, generator=generator),
-    )
     fields: dict[str, Any] = {
         "model": model,
-        "data": TensorDataset(x, y),
+        "data": regression(samples),
         "loss": F.mse_loss,
         "batch": 12,
         "steps": 6,

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from jobs.data import regression
+from jobs.perceptrons import ResidualBlock, ResidualNet
 from jobs.stateful import by_one_device
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.launch.process.failure import RankFailed
@@ -21,41 +22,11 @@ BATCH, SAMPLES = 12, 50
 SPLITS = ("tensor=2", "pipeline=2 microbatches=1", "place=auto parts=2")
 
 
-class Block(nn.Module):
-    """A residual layer."""
-
-    def __init__(self, width: int = 8) -> None:
-        super().__init__()
-        self.l = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.l(x))
-
-
-class Net(nn.Module):
-    """A layer, two blocks in a list, a layer."""
-
-    def __init__(self, block: Callable[[], nn.Module] = Block, count: int = 2) -> None:
-        super().__init__()
-        self.a = nn.Linear(8, 8)
-        self.b = nn.ModuleList(block() for _ in range(count))
-        self.o = nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.a(x)
-        for block in self.b:
-            x = block(x)
-        return self.o(x)
-
-
 def job_of(model: Callable[[], nn.Module], **changes: Any) -> paceline.Job:
     """A regression in float64 with plain SGD."""
-    generator = torch.Generator().manual_seed(3)
-    x = torch.randn(SAMPLES, 8, generator=generator)
-    y = torch.randn(SAMPLES, 4, generator=generator)
     fields = {
         "model": model,
-        "data": TensorDataset(x, y),
+        "data": regression(SAMPLES, seed=3),
         "loss": F.mse_loss,
         "batch": BATCH,
         "steps": 4,
@@ -157,33 +128,33 @@ class SinOfProduct(torch.autograd.Function):
 sign = SignFunction.apply  # bound before anything is captured, as users do
 
 
-class Binarised(Block):
+class Binarised(ResidualBlock):
     def forward(self, x: Tensor) -> Tensor:
-        return x + sign(self.l(x))
+        return x + sign(self.linear(x))
 
 
-class Reversed(Net):
+class Reversed(ResidualNet):
     """A function in the model's own forward."""
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.a(x)
-        for block in self.b:
+        x = self.first(x)
+        for block in self.blocks:
             x = block(x)
-        return self.o(Reversal.apply(x, 0.5))
+        return self.last(Reversal.apply(x, 0.5))
 
 
-class SeveralOutputs(Block):
+class SeveralOutputs(ResidualBlock):
     """One of whose functions runs without gradients."""
 
     def forward(self, x: Tensor) -> Tensor:
-        scaled, nothing, waves = SinOfProduct.apply(self.l(x), 0.5, self.l.weight)
+        scaled, nothing, waves = SinOfProduct.apply(self.linear(x), 0.5, self.linear.weight)
         assert nothing is None
         with torch.no_grad():
             signs = sign(x)
         return scaled + 0.1 * waves + 0.01 * signs
 
 
-class Counting(Block):
+class Counting(ResidualBlock):
     """A warm-up by a counter, and outputs that are no tensors."""
 
     def __init__(self) -> None:
@@ -196,7 +167,7 @@ class Counting(Block):
         return super().forward(x) * min(1.0, self.calls / 8)
 
 
-class CountingRoot(Net):
+class CountingRoot(ResidualNet):
     """The same in the model's own forward."""
 
     def __init__(self) -> None:
@@ -208,7 +179,7 @@ class CountingRoot(Net):
         return super().forward(x) * min(1.0, self.calls / 8)
 
 
-class Centred(Net):
+class Centred(ResidualNet):
     """Keeps a running mean in a plain attribute of the model (DINO)."""
 
     def __init__(self) -> None:
@@ -223,7 +194,7 @@ class Centred(Net):
         return centred
 
 
-class Averaging(Block):
+class Averaging(ResidualBlock):
     """Puts another tensor in the place of its buffer."""
 
     def __init__(self) -> None:
@@ -237,7 +208,7 @@ class Averaging(Block):
         return output
 
 
-class AveragingRoot(Net):
+class AveragingRoot(ResidualNet):
     """The same at the model's begin, which no other rank than the first may see."""
 
     def __init__(self) -> None:
@@ -263,54 +234,54 @@ class Normalised(nn.Module):
         return self.instance(torch.relu(self.batch(self.l(x))).unflatten(1, (2, 4))).flatten(1)
 
 
-class ActivatedInPlace(Block):
+class ActivatedInPlace(ResidualBlock):
     """Edits its own input, as residual nets that activate first."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.l(nn.functional.leaky_relu(x, 0.3, inplace=True)))
+        return x + torch.tanh(self.linear(nn.functional.leaky_relu(x, 0.3, inplace=True)))
 
 
-class EditedMask(Net):
+class EditedMask(ResidualNet):
     """A value without a gradient of which each block edits a part."""
 
     def forward(self, x: Tensor) -> Tensor:
         mask = (x > 0).to(x)
-        x = self.a(x)
-        for block in self.b:
+        x = self.first(x)
+        for block in self.blocks:
             mask[:, :4] *= 0.5
             x = block(x) * (1 + 0.1 * mask)
-        return self.o(x + 0.1 * mask)
+        return self.last(x + 0.1 * mask)
 
 
-class HookInside(Block):
+class HookInside(ResidualBlock):
     """Clips the gradient of a value by a hook that its forward registers."""
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.l(x)
+        y = self.linear(x)
         if y.requires_grad:
             y.register_hook(lambda gradient: gradient.clamp(-0.001, 0.001))
         return x + torch.tanh(y)
 
 
-class Checkpointed(Net):
+class Checkpointed(ResidualNet):
     """Reentrant checkpoints."""
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.a(x)
-        for block in self.b:
+        x = self.first(x)
+        for block in self.blocks:
             x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=True)
-        return self.o(x)
+        return self.last(x)
 
 
-class Skipping(Net):
+class Skipping(ResidualNet):
     """Leaves out layers by Python's random numbers."""
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.a(x)
-        for block in self.b:
+        x = self.first(x)
+        for block in self.blocks:
             if not self.training or random.random() < 0.5:
                 x = block(x)
-        return self.o(x)
+        return self.last(x)
 
 
 class TiedThrice(nn.Module):
@@ -349,14 +320,16 @@ class ForceField(nn.Module):
 
 def with_hooks() -> nn.Module:
     """Every kind of hook that a user can wait for gradients with."""
-    net, mask = Net(), torch.tensor([1.0, 0.0] * 4, dtype=torch.float64)
+    net, mask = ResidualNet(), torch.tensor([1.0, 0.0] * 4, dtype=torch.float64)
 
     def halve(parameter: Tensor) -> None:
         assert parameter.grad is not None
         parameter.grad.mul_(0.5)
 
-    net.a.weight.register_hook(lambda gradient: gradient * mask)
-    net.b[0].l.weight.register_post_accumulate_grad_hook(halve)
-    net.b[1].register_full_backward_hook(lambda module, given, came: tuple(g * 0.5 for g in given))
-    net.o.register_full_backward_pre_hook(lambda module, came: (came[0] * 2,))
+    net.first.weight.register_hook(lambda gradient: gradient * mask)
+    net.blocks[0].linear.weight.register_post_accumulate_grad_hook(halve)
+    net.blocks[1].register_full_backward_hook(
+        lambda module, given, came: tuple(g * 0.5 for g in given)
+    )
+    net.last.register_full_backward_pre_hook(lambda module, came: (came[0] * 2,))
     return net

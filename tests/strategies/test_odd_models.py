@@ -10,6 +10,7 @@ import odd_models as odd
 import pytest
 import torch
 import torch.nn.functional as F
+from jobs.perceptrons import ResidualBlock, ResidualNet
 from jobs.stateful import in_turn
 from torch import Tensor, nn
 
@@ -17,17 +18,17 @@ import paceline
 from paceline.launch.process.failure import RankFailed
 
 EXACT: dict[str, Callable[[], nn.Module]] = {
-    "a straight-through sign": lambda: odd.Net(odd.Binarised),
+    "a straight-through sign": lambda: ResidualNet(odd.Binarised),
     "a gradient reversal": odd.Reversed,
-    "functions of several outputs": lambda: odd.Net(odd.SeveralOutputs),
+    "functions of several outputs": lambda: ResidualNet(odd.SeveralOutputs),
     "hooks": odd.with_hooks,
-    "hooks inside": lambda: odd.Net(odd.HookInside),
+    "hooks inside": lambda: ResidualNet(odd.HookInside),
     "reentrant checkpoints": odd.Checkpointed,
-    "counters in blocks": lambda: odd.Net(odd.Counting),
+    "counters in blocks": lambda: ResidualNet(odd.Counting),
     "a tensor in an attribute": odd.Centred,
-    "buffers put in place": lambda: odd.Net(odd.Averaging),
+    "buffers put in place": lambda: ResidualNet(odd.Averaging),
     "a buffer of the root": odd.AveragingRoot,
-    "running statistics": lambda: odd.Net(odd.Normalised),
+    "running statistics": lambda: ResidualNet(odd.Normalised),
 }
 
 
@@ -49,7 +50,9 @@ def test_one_device_is_a_plain_loop(model: Callable[[], nn.Module], tmp_path: Pa
 
 
 @pytest.mark.parametrize("plan", ["place=auto parts=2 recompute=full"])
-@pytest.mark.parametrize("model", [lambda: odd.Net(odd.Normalised), lambda: odd.Net(odd.Counting)])
+@pytest.mark.parametrize(
+    "model", [lambda: ResidualNet(odd.Normalised), lambda: ResidualNet(odd.Counting)]
+)
 @in_turn(lambda model, plan: odd.job_of(model))
 def test_recomputed_parts_change_their_state_once() -> None:
     """Buffers and attributes, although blocks are computed twice."""
@@ -57,7 +60,7 @@ def test_recomputed_parts_change_their_state_once() -> None:
 
 @pytest.mark.parametrize("plan", ["pipeline=2 microbatches=3 schedule=gpipe"])
 @in_turn(
-    lambda plan: odd.job_of(lambda: odd.Net(odd.Averaging), batch=6),
+    lambda plan: odd.job_of(lambda: ResidualNet(odd.Averaging), batch=6),
     reference="single accumulate=3",
 )
 def test_several_forwards_before_a_backward() -> None:
@@ -67,11 +70,11 @@ def test_several_forwards_before_a_backward() -> None:
 @pytest.mark.parametrize(
     ("model", "plan"),
     [
-        (lambda: odd.Net(odd.ActivatedInPlace), "pipeline=2 microbatches=1"),
+        (lambda: ResidualNet(odd.ActivatedInPlace), "pipeline=2 microbatches=1"),
         *(
             pytest.param(model, plan, marks=pytest.mark.slow)
             for model, plan in (
-                (lambda: odd.Net(odd.ActivatedInPlace), "tensor=2"),
+                (lambda: ResidualNet(odd.ActivatedInPlace), "tensor=2"),
                 (odd.EditedMask, "tensor=2"),
                 (odd.EditedMask, "pipeline=2 microbatches=1"),
             )
@@ -85,7 +88,10 @@ def test_values_edited_in_place() -> None:
 
 @pytest.mark.parametrize(
     "model",
-    [lambda: odd.Net(odd.ActivatedInPlace), pytest.param(odd.EditedMask, marks=pytest.mark.slow)],
+    [
+        lambda: ResidualNet(odd.ActivatedInPlace),
+        pytest.param(odd.EditedMask, marks=pytest.mark.slow),
+    ],
 )
 def test_values_edited_in_place_in_parts(model: Callable[[], nn.Module], tmp_path: Path) -> None:
     """They would be edited on one rank and read on another."""
@@ -116,7 +122,7 @@ def test_what_is_refused(model: Callable[[], nn.Module], words: str, tmp_path: P
 
 
 def penalty() -> dict[str, Any]:
-    net = odd.Net()
+    net = ResidualNet()
     return {
         "model": lambda: net,
         "loss": lambda output, target: (
@@ -128,7 +134,7 @@ def penalty() -> dict[str, Any]:
 def auxiliary() -> dict[str, Any]:
     made: list[Any] = []
 
-    class Net(odd.Net):
+    class Net(ResidualNet):
         def forward(self, x: Tensor) -> Tensor:
             output = super().forward(x)
             self.aux = output.square().mean()
@@ -145,15 +151,15 @@ def auxiliary() -> dict[str, Any]:
 
 
 def inner() -> dict[str, Any]:
-    net, seen = odd.Net(), list[Tensor]()
-    net.b[1].register_forward_hook(lambda module, given, output: seen.append(output))
+    net, seen = ResidualNet(), list[Tensor]()
+    net.blocks[1].register_forward_hook(lambda module, given, output: seen.append(output))
     return {
         "model": lambda: net,
         "loss": lambda output, target: F.mse_loss(output, target) + seen[-1].square().mean(),
     }
 
 
-class WithInput(odd.Net):
+class WithInput(ResidualNet):
     def forward(self, x: Tensor) -> Any:
         x = x.requires_grad_()
         return x, super().forward(x)
@@ -169,7 +175,7 @@ def by_input() -> dict[str, Any]:
     return {"model": WithInput, "loss": loss}
 
 
-class Flat(odd.Net):
+class Flat(ResidualNet):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).view(len(x), -1)
 
@@ -195,7 +201,7 @@ def test_a_loss_that_writes_to_the_output() -> None:
     [
         (in_place, "the loss writes to the model's output in place"),
         (by_input, "the loss goes back through the model"),
-        (penalty, "the loss uses the parameter 'a.weight' of the model"),
+        (penalty, "the loss uses the parameter 'first.weight' of the model"),
         (auxiliary, "the loss uses the attribute 'aux' of the model"),
         (inner, "the loss uses a tensor that the forward made inside of the model"),
     ],
@@ -210,7 +216,7 @@ def test_losses_that_look_at_the_model(
 
 def weighted() -> paceline.Job:
     torch.manual_seed(0)
-    net = odd.Net()
+    net = ResidualNet()
     net.register_buffer("weights", torch.rand(4))
     return odd.job_of(
         lambda: net,
@@ -225,11 +231,11 @@ def test_a_loss_with_a_constant_of_the_model() -> None:
     """A buffer that no forward changes is whole on every rank."""
 
 
-class Mapped(odd.Block):
+class Mapped(ResidualBlock):
     """Maps a function over the samples."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + torch.func.vmap(lambda row: torch.tanh(self.l(row)))(x)
+        return x + torch.func.vmap(lambda row: torch.tanh(self.linear(row)))(x)
 
 
 class Chooses(nn.Module):
@@ -266,7 +272,7 @@ def scripted() -> nn.Module:
         (Mapped, "pipeline=2", "recording its forward failed"),
         (Mapped, "tensor=2", "recording its forward failed"),
         *(
-            (scripted, plan, "'b.0' is a scripted module")
+            (scripted, plan, "'blocks.0' is a scripted module")
             for plan in ("pipeline=2", "shard=2", "single recompute=full")
         ),
     ],
@@ -275,12 +281,12 @@ def test_modules_that_torch_hides(
     block: Callable[[], nn.Module], plan: str, words: str, tmp_path: Path
 ) -> None:
     """Of torch.func and torch.jit: refused in words."""
-    assert words in odd.refusal(odd.job_of(lambda: odd.Net(block)), plan, tmp_path / "refused")
+    assert words in odd.refusal(odd.job_of(lambda: ResidualNet(block)), plan, tmp_path / "refused")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("plan", ["data=2"])
 @pytest.mark.parametrize("block", [Mapped, scripted])
-@in_turn(lambda block, plan: odd.job_of(lambda: odd.Net(block)))
+@in_turn(lambda block, plan: odd.job_of(lambda: ResidualNet(block)))
 def test_modules_that_torch_hides_under_replicas() -> None:
     """Exact, as the model runs as it is."""

@@ -4,47 +4,35 @@ from __future__ import annotations
 
 import pytest
 import torch
+from jobs.perceptrons import ResidualNet
 from jobs.stateful import in_turn, stateful_job
 from torch import Tensor, nn
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
-        self.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = x + torch.tanh(block(x))
-        return self.last(x)
-
-
-def masked() -> Net:
+def masked() -> nn.Module:
     """One hook that stays, and one that is removed again."""
-    net = Net()
+    net = ResidualNet()
     mask = (torch.rand(8, 8, generator=torch.Generator().manual_seed(0)) > 0.5).double()
-    for p in (net.first.weight, net.blocks[1].weight):
+    for p in (net.first.weight, net.blocks[1].linear.weight):
         p.register_hook(lambda gradient: gradient * mask)
         p.register_hook(lambda gradient: gradient * 0).remove()
     return net
 
 
-def halved() -> Net:
-    net = Net()
+def halved() -> nn.Module:
+    net = ResidualNet()
 
     def halve(p: Tensor) -> None:
         assert p.grad is not None
         p.grad.mul_(0.5)
 
-    for p in (net.first.weight, net.blocks[1].weight):
+    for p in (net.first.weight, net.blocks[1].linear.weight):
         p.register_post_accumulate_grad_hook(halve)
     return net
 
 
-def scaled() -> Net:
-    net = Net()
+def scaled() -> nn.Module:
+    net = ResidualNet()
     net.blocks[1].register_full_backward_hook(
         lambda module, inputs, outputs: tuple(g * 0.5 for g in inputs)
     )

@@ -11,6 +11,7 @@ from pathlib import Path
 import odd_models as odd
 import pytest
 import torch
+from jobs.perceptrons import ResidualNet
 from torch import Tensor, nn
 from torch.utils.data import Subset
 
@@ -27,16 +28,16 @@ PLANS = (
 )
 
 
-class Scaled(odd.Net):
+class Scaled(ResidualNet):
     """Calls its first layer twice, once without a gradient."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
-            scale = self.a(x).norm(dim=1, keepdim=True)
-        x = self.a(x) / (1 + scale)
-        for block in self.b:
+            scale = self.first(x).norm(dim=1, keepdim=True)
+        x = self.first(x) / (1 + scale)
+        for block in self.blocks:
             x = block(x)
-        return self.o(x)
+        return self.last(x)
 
 
 class Following(nn.Module):
@@ -44,7 +45,7 @@ class Following(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.online = odd.Net()
+        self.online = ResidualNet()
         self.target = copy.deepcopy(self.online).requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -70,32 +71,32 @@ class Equilibrium(nn.Module):
         return self.o(torch.tanh(0.5 * self.cell(z) + x))
 
 
-class AnotherOrder(odd.Net):
+class AnotherOrder(ResidualNet):
     """Runs its blocks backwards in an evaluation."""
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.a(x)
-        for block in self.b if self.training else reversed(self.b):
+        x = self.first(x)
+        for block in self.blocks if self.training else reversed(self.blocks):
             x = block(x)
-        return self.o(x)
+        return self.last(x)
 
 
-class Averaged(odd.Net):
+class Averaged(ResidualNet):
     """Evaluates with averages of its last layer's weights, in buffers."""
 
     def __init__(self) -> None:
         super().__init__(count=3)
-        self.register_buffer("average", self.o.weight.detach().clone())
+        self.register_buffer("average", self.last.weight.detach().clone())
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
             with torch.no_grad():
-                self.average.lerp_(self.o.weight, 0.5)
+                self.average.lerp_(self.last.weight, 0.5)
             return super().forward(x)
-        x = self.a(x)
-        for block in self.b:
+        x = self.first(x)
+        for block in self.blocks:
             x = block(x)
-        return nn.functional.linear(x, self.average, self.o.bias)
+        return nn.functional.linear(x, self.average, self.last.bias)
 
 
 class AverageElsewhere(Averaged):
@@ -117,7 +118,7 @@ class Warm(nn.Module):
         return x * (1 - 0.5**self.calls)
 
 
-class Warmed(odd.Net):
+class Warmed(ResidualNet):
     """Has a module without weights that keeps state, and calls it once more in an evaluation, first of all."""
 
     def __init__(self) -> None:
@@ -125,13 +126,13 @@ class Warmed(odd.Net):
         self.warm = Warm()
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.a(x if self.training else self.warm(x))
-        for block in self.b:
+        x = self.first(x if self.training else self.warm(x))
+        for block in self.blocks:
             x = block(x)
-        return self.o(self.warm(x))
+        return self.last(self.warm(x))
 
 
-class EvaluationHead(odd.Net):
+class EvaluationHead(ResidualNet):
     """Has a layer that no training runs."""
 
     def __init__(self) -> None:
@@ -185,7 +186,7 @@ def test_a_layer_whose_place_has_two_parts(model: Callable[[], nn.Module], tmp_p
     would need both."""
     test_the_loss_of_an_evaluation(model, "tensor=2", tmp_path)
     with pytest.raises(
-        RankFailed, match="an evaluation runs 'o' otherwise than training does"
+        RankFailed, match="an evaluation runs 'last' otherwise than training does"
     ) as refused:
         validation_loss(model, "place=auto parts=2", tmp_path / "refused")
     assert (refused.value.failure.kind, refused.value.failure.step) == ("PlanRefused", 0)

@@ -8,23 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from jobs.perceptrons import ResidualNet
 from jobs.stateful import assert_alike, stateful_job
 from torch import Tensor, nn
 
 from paceline.strategies.compose import load
 from paceline.strategies.plan import Plan
 from paceline.training.loop import Settings, train_rank
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks, self.last = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)]), nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + torch.tanh(block(x))
-        return self.last(x)
 
 
 def sparse_loss(output: Tensor, target: Tensor) -> tuple[Tensor, Any]:
@@ -51,7 +41,7 @@ def sparse_loss(output: Tensor, target: Tensor) -> tuple[Tensor, Any]:
 )
 def test_a_micro_batch_that_counts_nothing(plan: str, tmp_path: Path):
     """Its rank takes part in every collective, and the window's count divides the gradients."""
-    assert_alike(stateful_job(Net, loss=sparse_loss), plan, tmp_path)
+    assert_alike(stateful_job(ResidualNet, loss=sparse_loss), plan, tmp_path)
 
 
 class Complex(nn.Module):

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from jobs.data import regression
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.checkpoint import load_tensors, open_checkpoint
@@ -47,11 +47,9 @@ class Filter(nn.Module):
 
 
 def waves(**changes: Any) -> paceline.Job:
-    generator = torch.Generator().manual_seed(1)
-    x, y = torch.randn(40, 8, generator=generator), torch.randn(40, 4, generator=generator)
     fields: dict[str, Any] = {
         "model": Waves,
-        "data": TensorDataset(x, y),
+        "data": regression(40),
         "loss": F.mse_loss,
         "batch": 12,
         "steps": STEPS,

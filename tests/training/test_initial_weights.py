@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from jobs.perceptrons import ResidualBlock
 from planted import no_bug, verified
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -23,22 +24,13 @@ from paceline.training.loop import Settings, train_rank
 WIDTH, NAMES = 8, 32
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.linear(x))
-
-
 class Tied(nn.Module):
     """Blocks between an embedding and an output of the same weight, and a buffer that is used."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(NAMES, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.blocks = nn.ModuleList(ResidualBlock(WIDTH) for _ in range(4))
         self.register_buffer("scale", torch.ones(WIDTH))
         self.head = nn.Linear(WIDTH, NAMES, bias=False)
         self.head.weight = self.embedding.weight
