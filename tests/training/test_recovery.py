@@ -394,11 +394,18 @@ def test_a_copy_of_a_gpu_counts_until_it_is_in_pinned_memory(monkeypatch: pytest
     copies hundreds of steps apart."""
     copier = Copier(_Context(0), None, 2)  # type: ignore[arg-type]
     copier._staging = SimpleNamespace(wait=lambda: None)  # type: ignore[assignment]
-    monkeypatch.setattr(copier, "_write", lambda *arguments: time.sleep(0.2))
+    clock_s = 10.0
+
+    def write(*arguments: Any) -> None:
+        nonlocal clock_s
+        clock_s += 0.2
+
+    monkeypatch.setattr(copier, "_write", write)
+    monkeypatch.setattr(memory_checkpoint, "time", SimpleNamespace(perf_counter=lambda: clock_s))
     copier._write_staged(1, [], b"", None)
     assert not copier._latest_s
-    copier._write_staged(2, [], b"", time.perf_counter())
-    assert len(copier._latest_s) == 1 and copier._latest_s[0] < 0.1 and copier._error is None
+    copier._write_staged(2, [], b"", clock_s - 0.05)
+    assert list(copier._latest_s) == [pytest.approx(0.05)] and copier._error is None
 
 
 def test_one_slow_copy_does_not_put_copies_apart():

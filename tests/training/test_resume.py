@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from conditions import until
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -89,17 +90,26 @@ def devices(plan: str) -> str:
 def train_and_kill(
     job: paceline.Job, plan: str, run: Path, *, after_step: int, check: bool = True
 ) -> None:
-    """Train in a process of its own and SIGKILL it, and thereby its ranks, once a step was recorded."""
-    slow = replace(job, loss=lambda output, target: (time.sleep(0.02), job.loss(output, target))[1])
+    """Train in a process of its own and SIGKILL it, and thereby its ranks, once a step was recorded, which they wait
+    for in the next one."""
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if recorded(run) >= after_step:
+            time.sleep(1000)
+        return job.loss(output, target)
+
     process = multiprocessing.get_context("fork").Process(
         target=lambda: paceline.train(
-            slow, plan, devices=devices(plan), run=run, save_every=2, check=check
+            replace(job, loss=loss),
+            plan,
+            devices=devices(plan),
+            run=run,
+            save_every=2,
+            check=check,
         )
     )
     process.start()
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and process.is_alive() and recorded(run) < after_step:
-        time.sleep(0.002)
+    until(lambda: not process.is_alive() or recorded(run) >= after_step)
     assert process.is_alive(), "the run ended before it could be killed"
     os.kill(process.pid, signal.SIGKILL)
     process.join()
@@ -116,14 +126,7 @@ def settled(run: Path) -> None:
     import fcntl
 
     with open(run / ".lock") as lock:
-        deadline = time.monotonic() + 20
-        while time.monotonic() < deadline:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except OSError:
-                time.sleep(0.02)
-    pytest.fail("the ranks of a killed run are still alive")
+        fcntl.flock(lock, fcntl.LOCK_EX)
 
 
 def losses(run: Path) -> list[float]:

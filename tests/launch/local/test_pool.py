@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from conditions import PATIENCE_S, until
 
 from paceline.cluster.cluster import Cluster
 from paceline.launch.local.pool import Pool
@@ -43,19 +44,18 @@ def body(context: RankContext, payload: dict[str, Any], line: Line) -> Any:
     if does == "stop":
         with context.stoppable():
             line.report("ready")
-            while context.stop_signal is None:
-                time.sleep(0.005)
+            until(lambda: context.stop_signal)
         return "stopped"
     if does == "lock":
         threading.Event().wait()
     if does == "compute":
-        until_s = time.monotonic() + 4
-        while time.monotonic() < until_s:
+        began_s = time.process_time()
+        while time.process_time() - began_s < 2:
             pass
         return "computed"
     if does == "hang":
         line.report("ready")
-        time.sleep(60)
+        time.sleep(1000)
     return None
 
 
@@ -64,7 +64,9 @@ def make_pool(nothing_left: Path) -> Iterator[Callable[[int], Pool]]:
     made: list[Pool] = []
 
     def make(num_devices: int) -> Pool:
-        made.append(Pool(body, Cluster.local(f"cpu:0-{num_devices - 1}").devices, timeout_s=30))
+        made.append(
+            Pool(body, Cluster.local(f"cpu:0-{num_devices - 1}").devices, timeout_s=PATIENCE_S)
+        )
         return made[-1]
 
     yield make
@@ -77,9 +79,7 @@ def until_end(
 ) -> dict[int, Message]:
     """The end of each task; `heard` gets all else."""
     ends: dict[int, Message] = {}
-    deadline_s = time.monotonic() + 60
     while tasks - ends.keys():
-        assert time.monotonic() < deadline_s
         for event in pool.wait(1.0):
             if event.kind == "end":
                 ends[event.task] = event
@@ -160,10 +160,8 @@ def test_a_task_that_is_stopped_ends_soon(make_pool: Callable[[int], Pool], does
     number, ready = pool.start({"does": does}, [0, 1], fault_policy=ALL_NEEDED), []
     while len(ready) < 2:
         ready += pool.wait(1.0)
-    began_s = time.monotonic()
     pool.stop(number)
     end = until_end(pool, {number})[number]
-    assert time.monotonic() - began_s < 60.0  # others would go on for ever
     assert (end.value, end.failure, pool.free) == (value, None, [0, 1])
     assert run(pool, [0, 1], does="sum").value[1] == 3.0
 
@@ -190,7 +188,7 @@ def test_ranks_end_with_the_pool(make_pool: Callable[[int], Pool]):
     ranks = set(psutil.Process().children(recursive=True)) - before
     assert len(ranks) == 3
     pool.close()
-    assert not psutil.wait_procs(ranks, timeout=60)[1]
+    assert not psutil.wait_procs(ranks, timeout=PATIENCE_S)[1]
 
 
 def test_a_rank_alone_that_computes_nothing_is_ended(nothing_left: Path):

@@ -17,11 +17,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from conditions import PATIENCE_S
 from torch import nn
 
 import paceline as pl
 from paceline.base.logs import logger
 from paceline.checkpoint.files import bytes_of
+from paceline.launch.local import ranks as local
 from paceline.launch.process.live_states import LiveStates
 from paceline.launch.process.state_copies import TIME_SHARE, StateCopies
 from paceline.strategies.compose import copies_weights_lazily
@@ -37,7 +39,8 @@ KILLED_AT = 7  # step that is not taken, or is in its update
 
 @pytest.fixture(autouse=True)
 def from_the_second_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The state is moved after two steps, and no copy is made after that."""
+    """The state is moved after two steps, and no copy is made after that. Ranks may take long to end theirs."""
+    monkeypatch.setattr(local, "_SETTLE_S", PATIENCE_S)
     monkeypatch.setattr(live_state, "SEARCH_S", 0.0)
     monkeypatch.setattr(live_state, "MOVE_TENSOR_S", 0.0)
     monkeypatch.setattr(live_state, "MOVE_BYTES_PER_S", math.inf)
