@@ -8,7 +8,6 @@ no loss may let the samples of a batch influence each other.
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -41,7 +40,6 @@ from paceline.proof.reference_loop import (
     unspoilt,
     update,
 )
-from paceline.proof.replacement import replacement
 from paceline.proof.tolerances import ALLOWED, EXACT, Dtypes
 from paceline.training.feed import MicroBatch, map_tensors
 from paceline.training.optimizers.probe import needs_closure
@@ -347,7 +345,9 @@ def _no_mean(job: Job, output: Any, batch: MicroBatch, *, loss: Any) -> Problem 
                 "the loss is a scalar and not the mean over its samples: "
                 f"{float(value):.6g} of {batch.samples} samples at once, {mixed:.6g} as the mean of its "
                 "parts; ignored targets or weights do this",
-                f"return (sum, count) instead of a scalar{_as_pair(job, loss, output, batch, parts)}",
+                "return (sum, count) instead of a scalar: the sum of the loss (reduction='sum' in torch's "
+                "losses), and the number or weight of what it counts (such as the targets that are not "
+                "ignored)",
             )
     return None
 
@@ -360,16 +360,6 @@ def _targets(batch: MicroBatch, part: range) -> Any:
     if all(_has_rows(leaf, batch.samples) for leaf in tree_leaves(batch.target)):
         return rows(batch.target, part, batch.samples)
     return part_of_batch(batch, part).target
-
-
-def _as_pair(
-    job: Job, loss: Any, output: Any, batch: MicroBatch, parts: list[tuple[Any, Any]]
-) -> str:
-    """Return the replacement of a loss as code if one was found; else describe it in words."""
-    with torch.no_grad(), autocast(job), suppress(Exception):  # the loss is the user's
-        if (code := replacement(loss, output, batch.target, parts)) is not None:
-            return f". This is the same loss:\n\n{textwrap.indent(code, '    ')}\n"
-    return ": the loss's sum, and the number or weight of what it counts"
 
 
 # --- Layers -------------------------------------------------------------------------------------------------------
