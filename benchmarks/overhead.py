@@ -1,4 +1,4 @@
-"""What it costs that a run can survive: copies and notes in memory, the journal, comparing replicas, and the watch.
+"""What it costs that a run can survive: copies in memory, the journal, comparing replicas, and the watch.
 
     python -m benchmarks.overhead [--pairs N] [--jobs NAME...] [--plans PLAN...] [--json]
 

@@ -78,7 +78,6 @@ _LONGEST = (
     "proof/test_servers.py",
     "corpus/test_corpus.py",
     "launch/local/test_local.py",
-    "training/parts/test_live_state.py",
     "api/test_failures.py",
     "transformers/test_transformers_trainer.py",
     "api/test_planning.py",

@@ -49,7 +49,6 @@ BEYOND_LIMITS = {
     "planner/estimate.py: estimate",
     "planner/pipelines.py: play_pipeline",
     "proof/first_step.py: __init__",
-    "proof/replacement.py: _pair_of_call",
     "searches/begin.py: open_study",
     "searches/search.py: search",
     "servers/coordinator.py: __init__",

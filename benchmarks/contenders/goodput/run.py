@@ -14,10 +14,9 @@ from typing import Any
 import paceline as pl
 from paceline.base.errors import PacelineError
 from paceline.launch.local import ranks
-from paceline.training.parts.live_state import LiveState
 from paceline.training.parts.memory_checkpoint import Copier
 
-IN_MEMORY = "in_memory.txt"  # in the run folder: a line for each copy that rank 0 makes, and each note of its state
+IN_MEMORY = "in_memory.txt"  # in the run folder: a line for each copy that rank 0 makes
 
 
 @contextmanager
@@ -26,24 +25,15 @@ def no_copies(*_: Any) -> Iterator[None]:
 
 
 def main(way: str, file: str, plan: str, steps: str, run: str, save_every: str) -> None:
-    copy, note = Copier.copy, LiveState.note
-
-    def tell(step: int) -> None:
-        with (Path(run) / IN_MEMORY).open("a") as file:
-            file.write(f"{step}\n")
+    copy = Copier.copy
 
     def copied(copier: Copier, step: int, *args: Any, **options: Any) -> None:
         copy(copier, step, *args, **options)
         if copier.context.rank == 0:
-            tell(step)
-
-    def noted(live: LiveState, step: int, document: Any, *args: Any, **options: Any) -> None:
-        note(live, step, document, *args, **options)
-        if document is not None and not live.has_ended:  # rank 0 alone has a document
-            tell(step)
+            with (Path(run) / IN_MEMORY).open("a") as file:
+                file.write(f"{step}\n")
 
     Copier.copy = copied  # type: ignore[method-assign]
-    LiveState.note = noted  # type: ignore[method-assign]
     if way != "copies":
         ranks._copies = no_copies
     try:

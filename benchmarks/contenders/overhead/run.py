@@ -70,7 +70,7 @@ def take_turns(ends_s: memoryview, **blocks: Any) -> None:
 
     loop._after_step = switching
     for owner, names in (
-        (loop, ("_copy", "_keep_live")),
+        (loop, ("_copy",)),
         (drift, ("check_replicas",)),
         (RankContext, ("beat",)),
         (Journal, ("note", "settle")),

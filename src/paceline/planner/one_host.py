@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from paceline.base.errors import PlanError
-from paceline.launch.process.live_states import COPY_SHARE
-from paceline.launch.process.live_states import TIME_SHARE as NOTE_SHARE
 from paceline.launch.process.state_copies import TIME_SHARE
 from paceline.planner.resized import resized
 from paceline.planner.survival import FailingRun, NoSurvival, Survival, SurvivalName, fitting_step_s
@@ -17,13 +15,6 @@ from paceline.simulate.outages import Outages
 # Seconds until the replaced ranks of one host compute again: forks of a warm process, a process
 # group, a small model. Median of the slowest plan, python -m benchmarks.recovery on two cores.
 REPLACED_S = 0.7
-# Seconds for a note, and for each tensor of the state: 0.1 to 0.2 ms for 72 tensors, 1.1 ms for
-# 1,152.
-NOTE_S, NOTE_TENSOR_S = (
-    1e-4,
-    1e-6,
-)
-STATE_TENSORS = 3  # per parameter: itself, and Adam's two moments
 
 
 def ways(run: FailingRun) -> Iterator[tuple[SurvivalName, Callable[[], Survival]]]:
@@ -36,18 +27,11 @@ def ways(run: FailingRun) -> Iterator[tuple[SurvivalName, Callable[[], Survival]
 
 def _copies(run: FailingRun) -> Survival:
     words = "ranks are replaced on their host and go on from what they left in memory"
-    waited_s, interval_s = run.copied_s, max(run.copied_s / TIME_SHARE, run.step_s)
-    note_s = NOTE_S + NOTE_TENSOR_S * STATE_TENSORS * sum(
-        p.count for p in run.problem.profile.parameters
-    )
-    is_on_cpus = not run.cluster.nodes and all(
-        device.kind == "cpu" for device in run.cluster.devices
-    )
-    if is_on_cpus and run.plan.sync.leaves_state and note_s <= NOTE_SHARE * run.step_s:
-        # Notes complement the copies, for ranks that are lost during an update.
-        waited_s, interval_s = note_s + COPY_SHARE * run.step_s, run.step_s
     return Survival.of(
-        "copies", words, Failures(run.mtbf_s, waited_s, REPLACED_S + run.copied_s), interval_s
+        "copies",
+        words,
+        Failures(run.mtbf_s, run.copied_s, REPLACED_S + run.copied_s),
+        max(run.copied_s / TIME_SHARE, run.step_s),
     )
 
 

@@ -250,14 +250,6 @@ def runs_again(plan: Plan) -> bool:
     return any(strategy.runs_forward_again(plan) for strategy in active(plan))
 
 
-def copies_weights_lazily(plan: Plan) -> bool:
-    """Whether forwards keep lazy copies of weights.
-
-    Memory that torch did not allocate cannot be copied lazily; copies of it would be whole ones.
-    """
-    return any(strategy.copies_weights_lazily(plan) for strategy in active(plan))
-
-
 def refuse_unseen_state(model: nn.Module, plan: Plan, path: str) -> None:
     """Refuse a plan that runs a module with unseen state a second time.
 

@@ -84,14 +84,6 @@ class Synchronisation:
         """The number of first ranks that compute on the CPU even if the others have GPUs."""
         return 0
 
-    @property
-    def leaves_state(self) -> bool:
-        """Whether the ranks' memory between two updates contains the whole state of a run.
-
-        See `training/parts/live_state.py`.
-        """
-        return True
-
     def of_forwards(self, plan: AnyPlan) -> AnyPlan:
         """Return the plan for runs without updates."""
         return plan

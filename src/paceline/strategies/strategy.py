@@ -126,9 +126,6 @@ class Strategy:
     observes: Callable[[Plan], frozenset[Observation]] = nothing_observed
     # Whether a plan runs parts of the model's own code a second time in a step.
     runs_forward_again: Callable[[Plan], bool] = lambda plan: False
-    # Whether forwards keep lazy copies of weights. torch makes them only of memory that it has
-    # allocated.
-    copies_weights_lazily: Callable[[Plan], bool] = lambda plan: False
     # The reasons why something is not possible under the strategy; "" where it is possible.
     no_edits: str = ""  # a forward can't edit parameters in place
     no_closure: str = ""  # an optimizer can't evaluate the loss itself

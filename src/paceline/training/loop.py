@@ -29,15 +29,12 @@ from paceline.cluster.devices import Device
 from paceline.job import Job
 from paceline.job.order import Order, Window
 from paceline.launch.process.context import RankContext
-from paceline.launch.process.live_states import COPY_SHARE
-from paceline.launch.process.live_states import TIME_SHARE as NOTE_SHARE
 from paceline.launch.process.malloc import HeapTrimmer
 from paceline.launch.process.memory_use import PeakMemory
-from paceline.launch.process.state_copies import TIME_SHARE
 from paceline.runs.documents import metrics_kind, read_lines
 from paceline.runs.folder import CHECKPOINTS, JOURNAL, SPLIT
 from paceline.runs.journal import Journal
-from paceline.strategies.compose import copies_weights_lazily, end_evaluation, reported
+from paceline.strategies.compose import end_evaluation, reported
 from paceline.strategies.mesh import Mesh
 from paceline.strategies.plan import Plan
 from paceline.training import state, trace
@@ -48,7 +45,6 @@ from paceline.training.evaluate import evaluate, evaluate_step, refuse_before_tr
 from paceline.training.feed import DataShard, MicroBatch, evaluated_part, is_stream, training_feed
 from paceline.training.optimizers.schedule import check_monitored, step_by_metrics
 from paceline.training.parts import drift, peer_checkpoint
-from paceline.training.parts.live_state import MOVE_SHARE, LiveState
 from paceline.training.parts.memory_check import StateAtRest, buffers_of, of_updates
 from paceline.training.parts.memory_checkpoint import Copier, open_newest
 from paceline.training.parts.recompute_check import RecomputeCheck
@@ -184,7 +180,6 @@ class _Run:
     loss: of the last step after which ranks met and that has a finite one. unmet: what is to be recorded of the steps
         since the ranks met.
     scheduled_step: after which an evaluation stepped the schedule last.
-    live: its state in memory that outlives it, from when that pays on. is_noting: whether all ranks write notes for it.
     due: what is to be done when replicas are where a run may be saved. stop: some rank was asked to.
     is_copied: whether it goes on from a copy in memory.
     ended: why a callback or the observer ended the run, if one did. epoch: of the last step. ended_epochs: that
@@ -207,8 +202,6 @@ class _Run:
     metrics: Path | None
     journal: Journal
     scheduled_step: int = -1
-    live: LiveState | None = None
-    is_noting: bool = False
     recheck: RecomputeCheck | None = None
     at_rest: StateAtRest | None = None
     buffers_at_rest: StateAtRest | None = None
@@ -280,8 +273,6 @@ class _Run:
         """A sign of life in a phase of a step."""
         if phase == "optimizer":  # begins before any update, of a step of one's own too
             _leave_rest(self, self.at_rest)
-            if self.live is not None:
-                self.live.change()
         self.context.beat(phase)
         if self.stepper.trace is not None:
             self.stepper.trace.phase(phase)
@@ -684,7 +675,6 @@ def _steps(run: _Run) -> bool:
                 break
         if result.is_settled:
             _copy(run)
-            _keep_live(run)
     return False
 
 
@@ -1049,10 +1039,13 @@ def _copy(run: _Run) -> None:
         is_for_updates=run.stepper.is_for_updates,
         began_s=began_s,
     )
-    if copier.num_copies == 2 and run.live is None:  # all ranks have the one before
-        copier.copies.live.forget(context.slot)
-        if context.host_copies is not None and copier.neighbour is None and context.slot == 0:
-            context.host_copies.give_back_kept()
+    if (
+        copier.num_copies == 2  # all ranks have the one before
+        and context.host_copies is not None
+        and copier.neighbour is None
+        and context.slot == 0
+    ):
+        context.host_copies.give_back_kept()
     if (
         copier.num_copies & (copier.num_copies - 1) == 0
     ):  # after 1, 2, 4, 8, ... copies, on all ranks alike
@@ -1073,9 +1066,7 @@ def _copy(run: _Run) -> None:
 
 def _affordable_every(run: _Run, copier: Copier) -> int:
     """Steps from copy to copy of this rank, for their share of the time."""
-    return copier.affordable_every(
-        statistics.median(run.speed.latest_s), share=COPY_SHARE if run.is_noting else TIME_SHARE
-    )
+    return copier.affordable_every(statistics.median(run.speed.latest_s))
 
 
 def _is_sent(run: _Run, copier: Copier, neighbour: HostCopies) -> bool:
@@ -1095,8 +1086,6 @@ def _end_copies(run: _Run) -> None:
     copier, run.copier = run.copier, None
     if copier.neighbour is None:
         copier.copies.give_back(run.context.slot)
-        if run.live is None:
-            copier.copies.live.forget(run.context.slot)
     run.display.say(
         "a host's memory has no room for copies of the state: if a rank is lost, the run goes on from the "
         "last checkpoint"
@@ -1124,68 +1113,6 @@ def _copy_document(run: _Run) -> dict[str, Any] | None:
         torch.distributed.broadcast(sent, 0)
         data = bytearray(sent.cpu().numpy())
     return json.loads(data) if context.slot == 0 else None
-
-
-def _note_document(run: _Run) -> dict[str, Any] | None:
-    """What steps change of `_copy_document`; where there are several hosts, all of it."""
-    if run.context.host_copies is not None:
-        return _copy_document(run)
-    return (
-        None
-        if run.context.rank
-        else {
-            **state.changing_document(run.stepper, step=run.step, samples=run.samples),
-            **_judged(run),
-            "figures": run.figures(),
-        }
-    )
-
-
-def _keep_live(run: _Run) -> None:
-    """Let the state outlive this rank where that pays: where copies of it are several steps apart. Collective after
-    1, 2, 4, 8, ... steps of a launch."""
-    steps, context, copies, copier = run.speed.steps, run.context, run.context.copies, run.copier
-    if copies is None or (
-        run.live is None
-        and (
-            (copier is not None and copier.every == 1)
-            or copies_weights_lazily(run.plan)
-            or not LiveState.is_possible(copies.live, run.stepper)
-            or (
-                context.host_copies is not None
-                and run.control is not None
-                and run.control.has("state_dict")
-            )
-        )
-    ):
-        return  # callbacks that end with rank 0 would have to give their state after each step
-    if steps & (steps - 1) == 0:
-        step_s = statistics.median(run.speed.latest_s)
-        if run.live is None:
-            live = LiveState(copies.live, run.stepper, context.slot)
-            if context.host_copies is not None:
-                live.host_ranks = context.local_world_size
-                live.origin = peer_checkpoint.origin_of(run.stepper, context)
-            if not _greatest(
-                run, int(live.move_s(run.context.local_world_size) > MOVE_SHARE * run.speed.all_s)
-            ):
-                _before_update(run)  # while a thread reads it, memory can't be moved
-                live.move()
-                run.live, run.is_noting = live, True
-        elif run.is_noting and _greatest(
-            run, int(run.live.has_ended or run.live.note_s > NOTE_SHARE * step_s)
-        ):
-            run.live.end()
-            run.is_noting = False
-            copies.live.forget(context.slot)  # nobody waits for it any more
-            if copier is not None:  # whose copies were further apart beside notes
-                copier.every = _greatest(run, _affordable_every(run, copier))
-                copier.next_step = min(copier.next_step, run.step + copier.every)
-    if run.live is not None and run.is_noting:
-        began_s = (
-            time.perf_counter()
-        )  # where there are several hosts, all ranks have a part in the document
-        run.live.note(run.step, _note_document(run), began_s=began_s)
 
 
 def _before_update(run: _Run) -> None:

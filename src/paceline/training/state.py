@@ -4,7 +4,7 @@ independent of the plan.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -101,30 +101,27 @@ class StateOwner(Protocol):
         """Yield the state of the plan's strategies."""
 
 
-def pieces(
-    stepper: StateOwner, *, of_others: bool = False, host_ranks: int | None = None
-) -> Iterator[TensorPiece]:
+def pieces(stepper: StateOwner, *, host_ranks: int | None = None) -> Iterator[TensorPiece]:
     """Yield the pieces that this rank writes.
 
     Of the ranks that hold the same part of a tensor, one writes it. Each of these ranks writes
     about as many bytes.
 
     Args:
-        of_others: Whether to yield also pieces that other ranks write and this rank holds.
         host_ranks: Number of ranks of each host, if the ranks of a host should write all that they
             hold.
     """
     owners = Owners(stepper.mesh, host_ranks=host_ranks)
     for name, tensor, alike, extent in _tensors(stepper, owners):
         cut_along = axes_cut(tensor)
-        if of_others or owners.owns(
+        if owners.owns(
             tuple(axis for axis in alike if axis not in cut_along), _whole_bytes(tensor)
         ):
             yield from pieces_of(name, tensor.detach(), extent)
     for kept in stepper.kept():
         cut_along = axes_cut(stepper.local_parameters[kept.like]) if kept.like else ()
         alike = stepper.mesh.part_axes if kept.replica else stepper.mesh.alike_axes
-        if not of_others and not owners.owns(
+        if not owners.owns(
             tuple(axis for axis in alike if axis not in cut_along), _whole_bytes(kept.tensor)
         ):
             continue
@@ -308,20 +305,9 @@ def document(
         JobError: a schedule or optimizer keeps something that JSON can't hold.
         PlanRefused: the optimizer keeps something from which this rank's part can't be separated.
     """
-    return joined_document(
-        fixed_document(stepper), changing_document(stepper, step=step, samples=samples)
-    ) | ({"left_out": sorted(left_out)} if left_out else {})
-
-
-def fixed_document(stepper: StateOwner) -> dict[str, Any]:
-    """Return the part of the document that stays the same while the state consists of the same
-    objects.
-
-    Raises:
-        JobError, PlanRefused: as `document`.
-    """
     state = stepper.optimizer_state
     state.check([name for names in stepper.groups for name in names])
+    changing = changing_document(stepper, step=step, samples=samples)
     return {
         "seed": stepper.job.seed,
         "batch": batch_text(stepper.job),
@@ -331,13 +317,18 @@ def fixed_document(stepper: StateOwner) -> dict[str, Any]:
         "replicas": stepper.mesh.num_copies if stepper.step_sync.has_own_steps else 1,
         "optimizer": {
             "kind": type(stepper.optimizer).__name__,
-            "groups": [{"parameters": names} for names in stepper.groups],
+            "groups": [
+                values | {"parameters": names}
+                for values, names in zip(changing.pop("groups"), stepper.groups, strict=True)
+            ],
             "wrapped": {
                 path: [options(group) for group in wrapped]
                 for path, wrapped in state.wrapped_groups().items()
             },
             "attributes": _packed_attributes(state, {}),
         },
+        **changing,
+        **({"left_out": sorted(left_out)} if left_out else {}),
     }
 
 
@@ -356,19 +347,6 @@ def changing_document(stepper: StateOwner, *, step: int, samples: int) -> dict[s
         **({"trains": stepper.trains} if stepper.has_modes else {}),
         **({"loss_scale": stepper.scaling.to_dict()} if stepper.scaling is not None else {}),
     }
-
-
-def joined_document(fixed: Mapping[str, Any], changing: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the whole document.
-
-    changing: the part that steps change; its groups become the optimizer's.
-    """
-    groups = [
-        options | names
-        for options, names in zip(changing["groups"], fixed["optimizer"]["groups"], strict=True)
-    ]
-    others = {key: value for key, value in changing.items() if key != "groups"}
-    return {**fixed, **others, "optimizer": fixed["optimizer"] | {"groups": groups}}
 
 
 def left_out(checkpoint: Checkpoint) -> frozenset[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
 import subprocess
@@ -25,8 +24,6 @@ from paceline.job.file import JobFile
 from paceline.launch.hosts import namespaces
 from paceline.launch.hosts.host_log import HostLog
 from paceline.launch.hosts.namespaces import NetworkHost, NoNamespaces, network_hosts
-from paceline.training import loop
-from paceline.training.parts import live_state
 from paceline.training.parts.memory_checkpoint import Copier
 from tests.commands import Command, free_port
 
@@ -159,7 +156,7 @@ def test_a_rank_that_is_killed_on_one_of_two_hosts(
 ):
     """All ranks start again from their copies in memory; the weights are those of an undisturbed run bit by bit, and
     each host says who died."""
-    monkeypatch.setattr(Copier, "affordable_every", lambda self, step_s, **share: 1)
+    monkeypatch.setattr(Copier, "affordable_every", lambda self, step_s: 1)
     stderr_texts = train_on_two_hosts(tmp_path, job_file, plan)
     (first, _), (again, same_plan) = starts(tmp_path / "run")
     assert (
@@ -167,26 +164,6 @@ def test_a_rank_that_is_killed_on_one_of_two_hosts(
         and same_plan == plan
         and f"resumed from copy-{again}" in "".join(stderr_texts)
     )
-
-
-@pytest.mark.slow
-@CHECKED
-@pytest.mark.parametrize("plan", ["shard=2", "data=2", "pipeline=2 microbatches=2"])
-def test_the_state_itself_on_two_hosts(
-    tmp_path: Path, job_file: Path, plan: str, monkeypatch: pytest.MonkeyPatch
-):
-    """The ranks leave it, and no step is computed again."""
-    for place, name, value in (
-        (live_state, "SEARCH_S", 0.0),
-        (live_state, "MOVE_TENSOR_S", 0.0),
-        (live_state, "MOVE_BYTES_PER_S", math.inf),
-        (loop, "NOTE_SHARE", math.inf),
-        (Copier, "affordable_every", lambda self, step_s, **share: 1000),
-    ):
-        monkeypatch.setattr(place, name, value)
-    stderr_texts = train_on_two_hosts(tmp_path, job_file, plan)
-    killed_at = 4 if plan.startswith("pipeline") else 8  # of two micro-batches a step
-    assert [after for after, _ in starts(tmp_path / "run")] == [0, killed_at - 1], stderr_texts
 
 
 @pytest.mark.slow

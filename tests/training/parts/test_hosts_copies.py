@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -217,80 +216,6 @@ def test_a_host_that_is_lost_meanwhile_is_a_lost_rank(hosts: list[HostCopies], t
     with pytest.raises(PeerLost, match="does not give the copies") as error:
         copied.read("parameters/w")
     assert error.value.rank in (1, 2)
-
-
-def leave(
-    host: HostCopies, axes: dict[str, int], rank: int, step: int, *, flip: bool = False
-) -> None:
-    """What a rank that is lost leaves of its state itself."""
-    num_parts = axes.get("shard", 1)
-    rows = len(WHOLE) // num_parts
-    first, states = rank % num_parts * rows, host.memory.live
-    part = (WHOLE[first : first + rows] + step).contiguous()
-    states.arena(0, part.nbytes)[:] = part.numpy().tobytes()
-    if flip:
-        os.pwrite(states._arenas[0], b"\1", 5)
-    stepper = stepper_of(axes, rank)
-    origin = origin_of(stepper, context_of(host, rank, stepper.mesh.world_size, None))
-    tensors = {
-        "parameters/w": {
-            "shape": [6, 4],
-            "dtype": "F32",
-            "pieces": [["arena", 0, [first, 0], [rows, 4]]],
-        },
-        "buffers/n": {"shape": [1], "dtype": "F32", "pieces": [["note", 0, [0], [1]]]},
-    }
-    states.describe(
-        0,
-        step,
-        json.dumps({"part": rank % num_parts, "origin": origin, "tensors": tensors}).encode(),
-    )
-    states.note(
-        0,
-        step,
-        memoryview(torch.tensor([7.0]).numpy().tobytes()),
-        json.dumps({"step": step, "optimizer": {}}).encode(),
-    )
-
-
-def test_the_state_itself_that_ranks_have_left(hosts: list[HostCopies], tmp_path: Path):
-    """It becomes a copy, beside the last one that all had, in place of a newer one; its memory is given back."""
-    for rank, host in enumerate(hosts):
-        copy(host, {"shard": 3}, rank, 4)
-    copy(hosts[1], {"shard": 3}, 1, 6)
-    for rank, host in enumerate(hosts):
-        leave(host, {"shard": 3}, rank, 8)
-    copied = newest(hosts, tmp_path, rank=2)
-    assert copied.document["step"] == 8
-    assert torch.equal(copied.read("parameters/w"), WHOLE + 8) and copied.read("buffers/n") == 7
-    for host in hosts:
-        assert set(host.memory.steps(0)) == {4, 8} and host.memory.live.index(0) is None
-
-
-def test_the_state_itself_that_is_not_whole(
-    hosts: list[HostCopies], tmp_path: Path, warnings: list[str]
-):
-    """A rank was lost in an update: all ranks read copies, and the others' state is left as it is."""
-    for rank, host in enumerate(hosts):
-        copy(host, {"shard": 3}, rank, 4)
-        leave(host, {"shard": 3}, rank, 8)
-    hosts[1].memory.live.change(0)
-    copied = newest(hosts, tmp_path, rank=2)
-    assert copied.step == 4 and torch.equal(copied.read("parameters/w"), WHOLE + 4)
-    assert warnings == [
-        "the state in memory of step 8 is passed over: hosts that are here have 2 of its 3 parts"
-    ]
-
-
-def test_a_replica_that_was_whole_is_enough(
-    hosts: list[HostCopies], tmp_path: Path, warnings: list[str]
-):
-    for rank, host in enumerate(hosts):
-        leave(host, {"data": 3}, rank, 8, flip=rank == 1)
-    assert newest(hosts, tmp_path) is None and "rank 1 is not what the others hold" in warnings[0]
-    hosts[1].memory.live.change(0)
-    copied = newest(hosts, tmp_path, rank=1)
-    assert torch.equal(copied.read("parameters/w"), WHOLE + 8) and len(warnings) == 1
 
 
 def test_what_was_sent_stays_until_the_next_is(hosts: list[HostCopies]):

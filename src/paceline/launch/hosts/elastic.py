@@ -57,9 +57,6 @@ _SOON_S = 3.0  # for other hosts, after enough of them are there and the run has
 _MONITOR_S = 0.1  # between looks at the ranks; torch's own default
 _HEARD_S = 1.5  # for a host to say what its ranks ended of, if others only heard
 _RETRY_S = 0.5  # between attempts to reach the meeting place
-_SETTLE_S = (
-    1.0  # after a rank was lost, for others on its host to end an update or what follows a step
-)
 _PARTED_S = 5.0  # the host with the store leaves after the others have
 _RUN = "paceline"
 _ENDED = (RunOver, RendezvousClosedError, RendezvousGracefulExitError)
@@ -410,13 +407,6 @@ class _Agent(SimpleElasticAgent):
         self._end_ranks()
 
     def _end_ranks(self) -> None:
-        if self.host.copies is not None:
-            running = [
-                slot
-                for slot in self._unfinished_slots()
-                if self.host.processes.pid(slot) and slot not in self._failures
-            ]
-            self.host.copies.memory.live.settle(running, patience_s=_SETTLE_S)
         for slot in range(self.host.num_ranks):
             self.host.processes.end(slot)
         if self.host.copies is not None:

@@ -42,7 +42,6 @@ from paceline.launch.process.supervisor import Supervisor
 
 _GRACE_S = 5.0  # after a first failure, for the other ranks to report and leave
 _SPEAK_S = 5.0  # after the timeout, for a rank that hangs to say where
-_SETTLE_S = 1.0  # after a rank was lost, for the others to end an update or what follows a step
 
 
 @dataclass
@@ -312,13 +311,6 @@ class _Ranks:
 
     def restart_all(self, cause: Failure) -> None:
         lost = {rank.failure.rank for rank in self.of if rank.failure and not rank.failure.heard}
-        if self.launch.copies is not None:
-            running = {
-                number
-                for number, rank in enumerate(self.of)
-                if rank.failure is None and not rank.finished
-            }
-            self.launch.copies.live.settle(running - lost, patience_s=_SETTLE_S)
         for number in range(len(self.of)):
             self.processes.end(number)
         moves = [

@@ -30,11 +30,6 @@ class Local(Synchronisation):
     # Number of groups of parameters whose outer steps are staggered over the `local` steps.
     fragments: int = FRAGMENTS.default
 
-    @property
-    def leaves_state(self) -> bool:
-        """Whether no outer step holds state between two updates; see `Synchronisation`."""
-        return self == Local(1)
-
 
 def outer_steps(plan: PlanFields) -> Local | None:
     """Return the settings of a plan's outer steps; None if replicas combine their gradients in

@@ -23,5 +23,4 @@ STRATEGY = Strategy(
     cost=CostModel(enter),
     run="paceline.strategies.recompute.run",
     runs_forward_again=lambda plan: plan.modifiers.recompute == "full" and not plan.splits_model,
-    copies_weights_lazily=lambda plan: plan.modifiers.recompute == "full",
 )

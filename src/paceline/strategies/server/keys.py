@@ -64,11 +64,6 @@ class Servers(Synchronisation):
         """The number of servers with their own rank. These ranks come first."""
         return 0 if self.colocate == "yes" else self.server
 
-    @property
-    def leaves_state(self) -> bool:
-        """False: servers change the state while workers compute."""
-        return False
-
     def of_forwards(self, plan: AnyPlan) -> AnyPlan:
         """Return the plan for runs without updates, in which workers become replicas."""
         return replace(plan, axes=replace(plan.axes, data=self.workers), sync=AllReduce())

@@ -32,12 +32,6 @@ from paceline.launch.process.context import RankContext
 from paceline.launch.process.memory_store import SLOTS
 from paceline.launch.process.state_copies import TIME_SHARE, StateCopies
 from paceline.training.parts.drift import disagreement
-from paceline.training.parts.live_state import (
-    LiveCheckpoint,
-    live_disagreement,
-    live_step,
-    open_live,
-)
 
 if TYPE_CHECKING:
     from paceline.launch.hosts.host_copies import HostCopies
@@ -192,19 +186,17 @@ class Copier:
             self.has_failed = True
             logger.warning(f"this host refuses memory for a copy of the state: {error.strerror}")
 
-    def affordable_every(self, step_s: float, *, share: float = TIME_SHARE) -> int:
-        """Steps from copy to copy that keep the time of one within a share of all: the median of the latest, as other
-        work on the machine delays some. On CPUs that is the whole time of a copy, beside steps too; on a GPU until its
-        tensors are in pinned memory. step_s: of one step."""
-        return _affordable(
-            statistics.median(self._latest_s) if self._latest_s else 0.0, step_s, share
-        )
+    def affordable_every(self, step_s: float) -> int:
+        """Return the steps from copy to copy that keep the time of one within `TIME_SHARE` of all.
+
+        The time is the median of the latest, as other work on the machine delays some. On CPUs it is the whole time of
+        a copy; on a GPU it ends when the tensors are in pinned memory. step_s: of one step.
+        """
+        return _affordable(statistics.median(self._latest_s) if self._latest_s else 0.0, step_s)
 
     def affordable_send_every(self, step_s: float) -> int:
         """Likewise from one copy that another host takes over to the next."""
-        return _affordable(
-            self.neighbour.took_s if self.neighbour is not None else 0.0, step_s, TIME_SHARE
-        )
+        return _affordable(self.neighbour.took_s if self.neighbour is not None else 0.0, step_s)
 
     def fits(self, pieces: Sequence[TensorPiece]) -> bool:
         """Whether copies of all ranks of this host, each of pieces as large as these, fit into its memory, where those
@@ -222,9 +214,9 @@ class Copier:
         )
 
 
-def _affordable(took_s: float, step_s: float, share: float) -> int:
-    """Steps between what takes so long, for a share of their time."""
-    return max(1, math.ceil(took_s / (share * step_s))) if step_s > 0 else 1
+def _affordable(took_s: float, step_s: float) -> int:
+    """Return the steps between what takes so long, for `TIME_SHARE` of their time."""
+    return max(1, math.ceil(took_s / (TIME_SHARE * step_s))) if step_s > 0 else 1
 
 
 def _index(
@@ -307,9 +299,10 @@ def open_newest(
     *,
     num_ranks: int,
     before: Callable[[int], int] = lambda step: step,
-) -> CopiedState | LiveCheckpoint | None:
-    """The newest state that the first ranks of an earlier start have left in memory, themselves or as a copy, if it is
-    newer than what the run folder has, and if replicas held the same. Rank 0 chooses for all ranks.
+) -> CopiedState | None:
+    """Return the newest state of which the first ranks of an earlier start have left copies in memory.
+
+    None if the run folder has a newer one, or if replicas held different ones. Rank 0 chooses for all ranks.
 
     Args:
         num_ranks: Those that copy.
@@ -319,41 +312,23 @@ def open_newest(
         return None
     ranks = range(num_ranks)
     if context.rank == 0:
-        step, is_live = _newest(context.copies, ranks, least=before(newest_saved_step(run_dir)))
+        step = _newest(context.copies, ranks, least=before(newest_saved_step(run_dir)))
         if context.store is not None:
-            context.store.set("copy", json.dumps([step, is_live]))
+            context.store.set("copy", json.dumps(step))
     else:
-        step, is_live = json.loads(context.hear("copy", "restore"))
-    if step is None:
-        return None
-    return (
-        open_live(context.copies.live, ranks, step)
-        if is_live
-        else open_copy(context.copies, step, ranks)
-    )
+        step = json.loads(context.hear("copy", "restore"))
+    return None if step is None else open_copy(context.copies, step, ranks)
 
 
-def _newest(copies: StateCopies, ranks: range, *, least: int) -> tuple[int | None, bool]:
-    """The last step after which ranks have left their state, and whether it is the state itself and no copy; None if
-    there is none that replicas held alike.
+def _newest(copies: StateCopies, ranks: range, *, least: int) -> int | None:
+    """Return the last step of which ranks have left copies; None if replicas held different ones.
 
     least: older ones don't count.
     """
-    copied, live = copies.newest(ranks), live_step(copies.live, ranks)
-    for step, is_live in ((live, True), (copied, False)):
-        if step is None or step < least or (is_live and copied is not None and copied > step):
-            continue
-        difference = (
-            live_disagreement(copies.live, ranks, step)
-            if is_live
-            else disagreement(open_copy(copies, step, ranks))
-        )
-        if difference is None:
-            return step, is_live
-        logger.warning(
-            f"the {'state' if is_live else 'copies'} in memory of step {step} "
-            f"{'is' if is_live else 'are'} passed over: {difference}"
-        )
-        if is_live:
-            break  # an older copy may have it too, before it was seen
-    return None, False
+    step = copies.newest(ranks)
+    if step is None or step < least:
+        return None
+    if (difference := disagreement(open_copy(copies, step, ranks))) is not None:
+        logger.warning(f"the copies in memory of step {step} are passed over: {difference}")
+        return None
+    return step

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,6 @@ from paceline.runs.folder import JOURNAL
 from paceline.runs.journal import last_step
 from paceline.strategies.mesh import hosts_of_parts
 from paceline.training.parts.drift import FINGERPRINTS, who_differs
-from paceline.training.parts.live_state import copy_live, live_disagreement, live_prints, live_step
 from paceline.training.parts.memory_checkpoint import read_part
 
 if TYPE_CHECKING:
@@ -91,26 +90,23 @@ class _RankCopy:
 
 @dataclass(frozen=True)
 class _RestartPoint:
-    """What ranks may go on from. is_live: the state itself that ranks have left, and no copies."""
+    """What ranks may go on from."""
 
     step: int
-    is_live: bool
     attempt: str
 
 
 @dataclass(frozen=True)
 class _HostMemory:
-    """What a host of this start has, and where it serves that. copies: of its own ranks and of others. live: the state
-    itself that its own ranks have left, if it is whole and alike on replicas."""
+    """What a host of this start has, and where it serves that. copies: of its own ranks and of others."""
 
     address: CopyAddress
     copies: tuple[_RankCopy, ...]
-    live: tuple[_RankCopy, ...]
 
     def whole(self, point: _RestartPoint) -> Iterator[list[_RankCopy]]:
         """What it has of that of all ranks of a host."""
         hosts: dict[int, dict[int, _RankCopy]] = {}
-        for copy in self.live if point.is_live else self.copies:
+        for copy in self.copies:
             if (copy.attempt, copy.step) == (point.attempt, point.step):
                 hosts.setdefault(copy.host, {}).setdefault(copy.rank, copy)
         for of_host in hosts.values():
@@ -131,25 +127,7 @@ def _own_memory(copies: HostCopies) -> _HostMemory:
                     copies.memory.read_into(slot, step, offset, memoryview(row))
                     prints[name] = hashlib.sha256(row).hexdigest()[:16]
             rank_copies.append(_RankCopy(slot, step, prints=prints, **index["origin"]))
-    return _HostMemory(copies.address, tuple(rank_copies), _own_live(copies))
-
-
-def _own_live(copies: HostCopies) -> tuple[_RankCopy, ...]:
-    states, slots = copies.memory.live, range(copies.num_ranks)
-    step = live_step(states, slots)
-    if step is None:
-        return ()
-    if (difference := live_disagreement(states, slots, step)) is not None:
-        logger.warning(f"the state in memory of step {step} is passed over: {difference}")
-        return ()
-    prints = live_prints(states, slots, step)
-    origins = [json.loads(states.index(slot) or b"")["origin"] for slot in slots]
-    return tuple(
-        _RankCopy(
-            slot, step, prints={f"part {origin['part']}": str(prints.get(origin["part"]))}, **origin
-        )
-        for slot, origin in zip(slots, origins, strict=True)
-    )
+    return _HostMemory(copies.address, tuple(rank_copies))
 
 
 def _all_memory(context: RankContext, copies: HostCopies) -> list[_HostMemory]:
@@ -165,7 +143,7 @@ def _all_memory(context: RankContext, copies: HostCopies) -> list[_HostMemory]:
     return [
         _HostMemory(
             CopyAddress(**document["address"]),
-            *(tuple(_RankCopy(**entry) for entry in document[kind]) for kind in ("copies", "live")),
+            tuple(_RankCopy(**entry) for entry in document["copies"]),
         )
         for document in documents
     ]
@@ -274,72 +252,35 @@ def open_newest(
     assert copies is not None and context.store is not None
     store, memory = context.store, _Memory(context, copies, _all_memory(context, copies))
     if context.rank == 0:
-        store.set("copy", json.dumps([asdict(point) for point in _chosen(memory, run_dir, accept)]))
+        point = _chosen(memory, run_dir, accept)
+        store.set("copy", json.dumps(point and asdict(point)))
     with waiting:
-        chosen = [_RestartPoint(**point) for point in json.loads(store.get("copy"))]
-    if not chosen:
-        return None
-    if chosen[0].is_live:
-        _copy_live(memory, chosen)
-    return _open(memory, chosen[0])
+        chosen = json.loads(store.get("copy"))
+    return _open(memory, _RestartPoint(**chosen)) if chosen else None
 
 
 def _chosen(
     memory: _Memory, run_dir: Path, accept: Callable[[Checkpoint], str | None]
-) -> list[_RestartPoint]:
-    """What ranks go on from; if that is no copy, the copies that stay beside it come next."""
+) -> _RestartPoint | None:
+    """Return what ranks go on from; None if no host has copies that they can use."""
     least, most = newest_saved_step(run_dir), last_step(run_dir / JOURNAL)
     known = {
-        _RestartPoint(entry.step, is_live, entry.attempt)
-        for host in memory.hosts
-        for is_live, kind in ((False, host.copies), (True, host.live))
-        for entry in kind
+        _RestartPoint(entry.step, entry.attempt) for host in memory.hosts for entry in host.copies
     }
-    chosen: list[_RestartPoint] = []
     for point in sorted(
         (point for point in known if point.step >= least),
         reverse=True,
-        key=lambda point: (point.step, not point.is_live, point.attempt),
+        key=lambda point: (point.step, point.attempt),
     ):
         # What is not recorded may have been computed by a host that the others had given up, or be lost with one.
         why = "that step is not recorded" if point.step > most else _fault(memory, point)
-        if why is None and not point.is_live:
+        if why is None:
             why = accept(copy := _open(memory, point))
             copy.close()
         if why is None:
-            chosen.append(point)
-            if not point.is_live:
-                break
-        else:
-            description = (
-                "state in memory of step {} is"
-                if point.is_live
-                else "copies in memory of step {} are"
-            )
-            logger.warning(f"the {description.format(point.step)} passed over: {why}")
-    return chosen[:1] + [point for point in chosen[1:] if not point.is_live]
-
-
-def _copy_live(memory: _Memory, chosen: Sequence[_RestartPoint]) -> None:
-    """Make copies of the state that ranks have left, in place of newer copies than those that stay. Collective."""
-    context, copies = memory.context, memory.copies
-    store, hosts = context.store, range(len(memory.hosts))
-    assert store is not None
-    if context.slot == 0:
-        if any(memory.hosts[memory.own_host].whole(chosen[0])):
-            for slot in range(copies.num_ranks):
-                copies.memory.keep(slot, until=chosen[1].step if len(chosen) > 1 else None)
-            copy_live(
-                copies.memory.live,
-                copies.memory,
-                range(copies.num_ranks),
-                chosen[0].step,
-                keep={copies.sent_step} - {-1},
-            )
-        store.set(f"copied/{memory.own_host}", "1")
-    with waiting:
-        store.multi_get([f"copied/{host}" for host in hosts])
-    memory.hosts = [replace(host, copies=host.live, live=()) for host in memory.hosts]
+            return point
+        logger.warning(f"the copies in memory of step {point.step} are passed over: {why}")
+    return None
 
 
 def _fault(memory: _Memory, point: _RestartPoint) -> str | None:
@@ -365,7 +306,7 @@ def _open(memory: _Memory, point: _RestartPoint) -> HostsCopy:
     tensors: dict[str, TensorEntry] = {}
     document: dict[str, Any] = {}
     for host in ((memory.own_host + i) % num_hosts for i in range(num_hosts)):
-        for whole in memory.hosts[host].whole(replace(point, is_live=False)):
+        for whole in memory.hosts[host].whole(point):
             if {entry.part for entry in whole} <= parts:
                 continue
             parts |= {entry.part for entry in whole}
