@@ -434,7 +434,10 @@ def test_a_rank_starts_again_alone(
         return [context.num_starts, list(context.deaths)]
 
     fault_policy = FaultPolicy(uses_process_group=False, optional_ranks=frozenset({1}))
-    assert run_ranks(body, 2, restarts=1, fault_policy=fault_policy, timeout_s=2.0) == [
+    timeout_s = (
+        5.0 if number == signal.SIGSTOP else PATIENCE_S
+    )  # also for the rank that starts again
+    assert run_ranks(body, 2, restarts=1, fault_policy=fault_policy, timeout_s=timeout_s) == [
         [1, [0, 0]],
         [1, [0, 1]],
     ]
