@@ -103,7 +103,7 @@ def test_a_copy_may_take_longer_than_the_patience(
 
     def late(descriptor: int, data: memoryview, offset: int) -> int:
         hang_begins.touch()
-        time.sleep(0.4)
+        time.sleep(0.6)
         return pwrite(descriptor, data[:512], offset)
 
     monkeypatch.setattr(memory_files, "os", SimpleNamespace(**{**vars(os), "pwrite": late}))

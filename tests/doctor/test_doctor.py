@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+from conditions import PATIENCE_S
 
 from paceline.cluster.accelerators import Unusable
 from paceline.doctor import gpus, machine
@@ -197,7 +198,8 @@ def _ranks(*codes: str) -> list[subprocess.Popen[str]]:
 
 def test_ranks_that_hang_are_ended():
     """The probe gives up at its deadline and leaves no process behind."""
-    ranks = _ranks("import time; time.sleep(60)", "pass")
+    ranks = _ranks("import time; time.sleep(1000)", "pass")
+    ranks[1].wait()
     verdict = machine._probed(ranks, time.monotonic() + 0.5)
     assert verdict[0] == "bad" and "could not all-reduce within" in verdict[1]
     assert [rank.returncode for rank in ranks] == [-signal.SIGKILL, 0]
@@ -206,7 +208,7 @@ def test_ranks_that_hang_are_ended():
 def test_ranks_that_fail_show_why():
     """The last line of a failing rank is the finding."""
     verdict = machine._probed(
-        _ranks("print('{}')", "raise OSError('Connection refused')"), time.monotonic() + 30
+        _ranks("print('{}')", "raise OSError('Connection refused')"), time.monotonic() + PATIENCE_S
     )
     assert verdict[:2] == ("bad", "two processes could not all-reduce: OSError: Connection refused")
 
