@@ -13,15 +13,22 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.api import auto
+from paceline.api import auto, links
 from paceline.api.plan_choice import is_auto
 from paceline.base.errors import PlanError, UsageError
+from paceline.cluster.cluster import LOOPBACK
 from paceline.launch.hosts.environment import Environment
 from paceline.strategies.plan import Plan
 
 WIDTH = 32
 INSIDE = Environment("torchrun", 0, 3, 0, 3, "127.0.0.1", 29500)
 NOTHING: dict[str, Any] = {"devices": None, "procs": None, "memory": None, "environment": None}
+
+
+@pytest.fixture(autouse=True)
+def known_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Links are not measured, which takes seconds for each number of ranks."""
+    monkeypatch.setattr(links, "measure_link", lambda cluster, num_ranks: LOOPBACK)
 
 
 class Broken(nn.Linear):
