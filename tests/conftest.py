@@ -20,7 +20,7 @@ import torch
 from conditions import PATIENCE_S, until
 from hypothesis import settings
 from later import needed
-from preloaded import OF_FORKS, capture_once, use_huge_pages
+from preloaded import OF_FORKS, capture_once, train_once, use_huge_pages
 from workers import add_workers, pytest_runtestloop  # noqa: F401  # hooks of pytest
 
 from paceline.api import checks, prediction
@@ -36,9 +36,13 @@ from paceline.launch.process.outside_watch import OutsideWatch
 
 load_modules(OF_FORKS)
 os.environ.setdefault("KERAS_BACKEND", "torch")  # before anything imports keras
+gc.set_threshold(
+    10_000, 20, 20
+)  # most of what is made here is let go with its test, or with its fork
 torch.set_num_threads(1)  # ranks are forks, and the tests' sums are small
 start_autograd_without_gpus()  # before the first fake tensors
 capture_once()
+train_once()
 
 # The same examples everywhere and always, however busy the machine is.
 settings.register_profile("suite", deadline=None, database=None, derandomize=True, max_examples=50)

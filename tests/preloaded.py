@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import tempfile
 from pathlib import Path
 
 from paceline.base.imports import OF_RUNS
@@ -38,6 +39,41 @@ def capture_once() -> None:
             torch.nn.Linear(2, 2), torch.nn.Tanh(), torch.nn.LayerNorm(2)
         ).double()
     capture(model, (torch.ones(2, 2, dtype=torch.float64),), {})
+
+
+def train_once() -> None:
+    """Train a small model in this process. What a first training looks up and keeps, such as which classes are of an
+    abstract one, each rank would look up anew, and write to a page of its own."""
+    import random
+
+    import numpy as np
+    import torch
+
+    import paceline as pl
+    from paceline.launch.process.context import RankContext
+    from paceline.launch.process.heartbeats import HeartbeatTable
+    from paceline.strategies.plan import Plan
+    from paceline.training.drivers import train_rank
+    from paceline.training.loop import Settings
+
+    states = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(), tempfile.TemporaryDirectory() as folder:
+        data = (torch.ones(8, 2), torch.ones(8, 1))
+        job = pl.Job(
+            model=lambda: torch.nn.Linear(2, 1),
+            data=data,
+            validation=data,
+            loss=torch.nn.functional.mse_loss,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            batch=4,
+            steps=3,
+        )
+        context = RankContext(
+            0, 1, 1, torch.device("cpu"), None, HeartbeatTable(1), 0, attempt="once"
+        )
+        train_rank(context, job, Plan(), Settings(run_dir=Path(folder), shares=(1,), save_every=2))
+    random.setstate(states[0])
+    np.random.set_state(states[1])
 
 
 def use_huge_pages() -> None:
