@@ -8,8 +8,10 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from conditions import PATIENCE_S
 
@@ -17,7 +19,10 @@ from paceline.launch.hosts.namespaces import NetworkHost
 
 
 class Command:
-    """A command that runs, with a session of its own. What it prints lies in two files of the folder."""
+    """A command that runs, with a session of its own. What it prints lies in two files of the folder.
+
+    change_streams: called before the command reads or writes.
+    """
 
     def __init__(
         self,
@@ -26,6 +31,7 @@ class Command:
         folder: Path,
         *,
         host: NetworkHost | None = None,
+        change_streams: Callable[[], None] | None = None,
     ) -> None:
         folder.mkdir()
         self.stdout, self.stderr = folder / "stdout", folder / "stderr"
@@ -36,17 +42,22 @@ class Command:
             gc.freeze()  # what the test's process has left, such as Ray's, is not to be collected here
             if host is not None:
                 host.enter()
-            self._run(words, env)
+            self._run(words, env, change_streams)
 
-    def _run(self, words: Sequence[str], env: Mapping[str, str]) -> None:
+    def _run(
+        self,
+        words: Sequence[str],
+        env: Mapping[str, str],
+        change_streams: Callable[[], None] | None,
+    ) -> None:
         code = 1
         try:
             os.setsid()
             for descriptor, file in ((1, self.stdout), (2, self.stderr)):
                 os.dup2(os.open(file, os.O_CREAT | os.O_WRONLY), descriptor)
-            sys.stdout, sys.stderr = (
-                os.fdopen(descriptor, "w", 1, closefd=False) for descriptor in (1, 2)
-            )
+            if change_streams is not None:
+                change_streams()
+            sys.stdin, sys.stdout, sys.stderr = map(_stream, range(3), "rww")
             os.environ.clear()
             os.environ.update(env)
             sys.argv = ["paceline", *words]
@@ -59,7 +70,8 @@ class Command:
         except BaseException:
             traceback.print_exc()
         finally:
-            sys.stdout.flush()
+            with suppress(AttributeError, OSError):  # it is closed, or has lost its reader
+                sys.stdout.flush()
             os._exit(code)
 
     def wait(self, timeout_s: float = PATIENCE_S) -> int:
@@ -72,6 +84,15 @@ class Command:
             if time.monotonic() > until_s:
                 os.killpg(self.pid, 9)
             time.sleep(0.02)
+
+
+def _stream(number: int, mode: str) -> Any:
+    """As an interpreter that starts has it: None where the descriptor is closed."""
+    try:
+        os.fstat(number)
+    except OSError:
+        return None
+    return os.fdopen(number, mode, 1, closefd=False)
 
 
 def free_port() -> int:

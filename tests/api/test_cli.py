@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import Command
 from later import needed
 from typer.testing import CliRunner
 
@@ -705,14 +706,19 @@ def test_the_version_is_printed():
 
 
 @pytest.mark.parametrize(
-    ("plan", "closed", "gone"),
-    [("single", (0, 1, 2), ()), ("data=2", (2,), ()), ("data=2", (1,), (2,)), ("single", (), (2,))],
+    ("plan", "closed", "gone", "is_new"),
+    [
+        ("single", (0, 1, 2), (), True),
+        ("data=2", (2,), (), False),
+        ("data=2", (1,), (2,), False),
+        ("single", (), (2,), False),
+    ],
 )
 def test_training_goes_on_without_a_display(
-    plan: str, closed: tuple[int, ...], gone: tuple[int, ...], tmp_path: Path
+    plan: str, closed: tuple[int, ...], gone: tuple[int, ...], is_new: bool, tmp_path: Path
 ):
     """Streams may be closed from the start, where a log or a checkpoint would take their number, or lose their
-    reader."""
+    reader. is_new: in a new interpreter, which takes as long as three forks."""
     (tmp_path / "tiny.py").write_text(
         "import paceline as pl, torch\n"
         "def job():\n"
@@ -729,29 +735,23 @@ def test_training_goes_on_without_a_display(
         for number in closed:
             os.close(number)
 
-    ran = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "paceline",
-            "train",
-            str(tmp_path / "tiny.py"),
-            "--plan",
-            plan,
-            "--run",
-            str(tmp_path / "run"),
-            "--check",
-            "no",
-            "--json",
-        ],
-        cwd=tmp_path,
-        preexec_fn=change_streams,
-        stdout=subprocess.PIPE,
-        timeout=200,
-        check=False,
-    )
-    assert ran.returncode == 0
-    assert (1 in closed) or json.loads(ran.stdout)["steps"] == 3  # and nothing else
+    words = ["train", str(tmp_path / "tiny.py"), "--plan", plan, "--run", str(tmp_path / "run")]
+    words += ["--check", "no", "--json"]
+    if is_new:
+        ran = subprocess.run(
+            [sys.executable, "-m", "paceline", *words],
+            cwd=tmp_path,
+            preexec_fn=change_streams,
+            stdout=subprocess.PIPE,
+            timeout=200,
+            check=False,
+        )
+        code, printed = ran.returncode, ran.stdout.decode()
+    else:
+        command = Command(words, os.environ, tmp_path / "command", change_streams=change_streams)
+        code, printed = command.wait(), command.stdout.read_text()
+    assert code == 0
+    assert (1 in closed) or json.loads(printed)["steps"] == 3  # and nothing else
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 3
     assert "from the job" not in "".join(
         each.read_text() for each in (tmp_path / "run").glob("*.json*")

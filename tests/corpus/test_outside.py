@@ -18,9 +18,8 @@ from .registry import FEATURES, Entry, Net, entries, make_job
 from .sweep import EXACT, REFUSED, Sweep
 
 LATER = {  # jobs of which something changes in Python after the first step
-    "tensor=2": "nested_config_of_a_schedule,frozen_for_a_while,masks_by_lengths,texts_alone",
-    "pipeline=2 microbatches=1": "globals_of_a_schedule,hook_of_a_schedule,attribute_of_the_data,packed_and_longer,"
-    "buffer_brought_again",
+    "tensor=2": "nested_config_of_a_schedule,masks_by_lengths",
+    "pipeline=2 microbatches=1": "hook_of_a_schedule,packed_and_longer",
     "server=1 workers=2": "globals_of_a_schedule,frozen_for_a_while",
     "server=1 workers=2 colocate=yes": "hook_of*",
 }

@@ -12,6 +12,7 @@ import json
 import sys
 import tokenize
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "src" / "paceline"
@@ -27,6 +28,7 @@ _SKIPPED = {
 }
 
 
+@cache  # tests ask twice, and it takes four seconds of the whole package
 def token_lines(text: str) -> list[int]:
     """The line of each token that counts, in order."""
     documented = set()

@@ -130,7 +130,8 @@ def assert_equal_to_one_device(job: paceline.Job, folder: Path, *plans: str) -> 
     ("model", "plans"),
     [
         (Images, ("data=2", "data=2 shares=11:1", "shard=2 zero=3")),
-        (of_blocks(ByHand), ("data=3", "data=2 tensor=2")),
+        (of_blocks(ByHand), ("data=3",)),
+        pytest.param(of_blocks(ByHand), ("data=2 tensor=2",), marks=pytest.mark.slow),
         (of_blocks(Operator), ("data=2 recompute=full", "data=2 pipeline=2 microbatches=1")),
         (Sloped, ("data=2 shares=11:1",)),
         (Tuned, ("shard=3",)),
@@ -138,6 +139,7 @@ def assert_equal_to_one_device(job: paceline.Job, folder: Path, *plans: str) -> 
     ids=[
         "of all kinds",
         "with a forward of its own",
+        "with a forward of its own in a split model",
         "operator",
         "gradient of a gradient",
         "partly frozen",
