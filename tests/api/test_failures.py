@@ -772,11 +772,14 @@ def test_a_rank_that_dies(
 @pytest.mark.parametrize(
     "plan", ["data=2", "shard=2", "pipeline=2 microbatches=1", "place=auto parts=2"]
 )
-def test_a_rank_that_hangs(run_dir: Path, plan: str):
+def test_a_rank_that_hangs(run_dir: Path, plan: str, hang_begins: Path):
     """The rank, its step and its line are named after the timeout, however the others wait for it."""
-    error = failing(
-        a_job(loss=in_step(3, lambda: time.sleep(1000))), run_dir, plan=plan, timeout_s=3.0
-    )
+
+    def hang() -> None:
+        hang_begins.touch()
+        time.sleep(1000)
+
+    error = failing(a_job(loss=in_step(3, hang)), run_dir, plan=plan, timeout_s=3.0)
     assert re.search(
         r"rank 1 on .* failed in step 3 \(forward\), at .*test_failures\.py:\d+:\n"
         r"rank 1 did not reach the collective that the others wait for in 3 s; rank 0 waited",
