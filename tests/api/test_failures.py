@@ -388,6 +388,16 @@ def test_a_job_that_cannot_be_trained(
     assert "Traceback" not in capfd.readouterr().err  # the caller prints the error
 
 
+@pytest.mark.checked_runs
+def test_a_failure_in_the_check_is_in_the_run_folder(run_dir: Path):
+    """One device can do what a rank can't, and the check's rank fails as the run's would."""
+    error = failing(a_job(model=Raising), run_dir)
+    failure = json.loads((run_dir / "summary.json").read_text())["failure"]
+    assert failure["rank"] == 1 and "a layer is missing" in failure["message"]
+    assert failure["exit_code"] == error.exit_code == 1
+    assert not (run_dir / "logs").exists()  # no rank of the run has begun
+
+
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("plan", ["single", "shard=2", "data=2 accumulate=2 recompute=full"])
 @pytest.mark.parametrize("defect", ["loss is NaN", "loss ignores its input", "loss is a vector"])
@@ -794,7 +804,10 @@ def test_a_scheduler_that_wants_the_machine_back(
     """SIGTERM ends the run after its step with a checkpoint and exit code 5; resumed, it ends as if never stopped."""
 
     loss = in_step(2, lambda: until_asked_to_stop((tmp_path / "waits").touch), where=0)
-    child = start_child(lambda: paceline.train(a_job(loss=loss), "data=2", run=run_dir))
+    # A check calls the loss as often, and nothing asks its processes to stop.
+    child = start_child(
+        lambda: paceline.train(a_job(loss=loss), "data=2", run=run_dir, check=False)
+    )
     wait_for((tmp_path / "waits").exists)
     os.kill(child.pid, signal.SIGTERM)
     assert child.exit_code() == 5

@@ -329,11 +329,15 @@ class TrainRequest:
                 file=sys.stderr,
                 flush=True,
             )
-        checked = (
-            _checked(job, self.source, resolved, launcher, options.get("loader_workers", 0))
-            if check
-            else None
-        )
+        checked = None
+        try:
+            if check:
+                workers = options.get("loader_workers", 0)
+                checked = _checked(job, self.source, resolved, launcher, workers)
+        except RankFailed as failed:
+            if launcher.is_first:
+                folder.write_failure(run_dir, str(resolved.plan), failed)
+            raise
         controller: RunController | None = None
         control: AbstractContextManager[None] = nullcontext()
         if job.callbacks:
