@@ -121,8 +121,7 @@ def test_a_pruned_trial_ends_on_all_ranks_long_before_its_end(job: str, tmp_path
                 (run / "trials" / str(number) / "metrics.jsonl").read_text().splitlines(),
             )
         ]
-        evaluated = next(line["time"] for line in lines if "validation_loss" in line)
-        assert lines[-1]["time"] - evaluated < 1.0
+        assert lines[-1]["step"] < 10_000  # of 100,000 epochs, and 50 s of steps or more
 
 
 @pytest.mark.slow
