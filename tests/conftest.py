@@ -21,7 +21,7 @@ from conditions import PATIENCE_S, until
 from hypothesis import settings
 from later import needed
 from preloaded import OF_FORKS, capture_once, train_once, use_huge_pages
-from workers import add_workers, pytest_runtestloop  # noqa: F401  # hooks of pytest
+from workers import add_workers, file_seconds, pytest_runtestloop  # noqa: F401  # hooks of pytest
 
 from paceline.api import checks, prediction
 from paceline.base.errors import PacelineError
@@ -48,7 +48,6 @@ train_once()
 settings.register_profile("suite", deadline=None, database=None, derandomize=True, max_examples=50)
 settings.load_profile("suite")
 
-_HERE = Path(__file__).parent
 _CHECK, _PREDICT, _RUN_BESIDE = checks.first_update, prediction._predict, aside.run_beside
 _LAUNCHERS = (
     "RANK",
@@ -60,46 +59,6 @@ _LAUNCHERS = (
     "GROUP_RANK",
     "OMP_NUM_THREADS",
     "GLOO_SOCKET_IFNAME",
-)
-
-
-# Files that take long, or are among the last: they begin first, as one that began last would run alone at the end.
-_LONGEST = (
-    "devices/test_pretended_cuda.py",
-    "proof/test_split.py",
-    "strategies/test_tensor_split.py",
-    "searches/test_search_on_ray.py",
-    "searches/test_search.py",
-    "model/cost/test_blocks.py",
-    "proof/test_certificates.py",
-    "proof/test_own_steps.py",
-    "api/test_first_update_check.py",
-    "training/optimizers/test_closures.py",
-    "strategies/test_sparse_gradients.py",
-    "devices/test_shared_gpu.py",
-    "devices/test_keras_on_gpus.py",
-    "devices/test_verify_on_gpus.py",
-    "proof/test_servers.py",
-    "corpus/test_corpus.py",
-    "launch/local/test_local.py",
-    "api/test_failures.py",
-    "transformers/test_transformers_trainer.py",
-    "api/test_planning.py",
-    "launch/hosts/test_liveness.py",
-    "job/test_phases.py",
-    "training/parts/test_spikes.py",
-    "devices/test_message_order.py",
-    "launch/process/test_watch.py",
-    "callbacks/test_control.py",
-    "planner/test_remedies.py",
-    "keras/test_keras_fit.py",
-    "proof/test_servers_killed.py",
-    "proof/test_what_is_no_error.py",
-    "proof/test_parity.py",
-    "house/test_examples.py",
-    "proof/test_random_streams.py",
-    "training/test_resume.py",
-    "api/test_rehearsal.py",
 )
 
 
@@ -135,8 +94,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _give_more_time(config, items)
     gc.freeze()  # the tests' own modules: a collection, in forks too, would go through them and write to each page
     use_huge_pages()
-    place = {_HERE / name: number for number, name in enumerate(_LONGEST)}
-    items.sort(key=lambda item: place.get(item.path, len(place)))
+    seconds = file_seconds()
+    items.sort(key=lambda item: -seconds.get(item.nodeid.partition("::")[0], 0))
 
 
 def _leave_small_forms(items: list[pytest.Item]) -> None:

@@ -7,15 +7,18 @@ Forks take that once.
 from __future__ import annotations
 
 import atexit
+import json
 import marshal
 import os
 import signal
 import struct
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import count, groupby
+from itertools import count
 from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +26,8 @@ from _pytest.runner import runtestprotocol
 
 from paceline.base.fork import die_with
 
+_SECONDS = Path(__file__).with_name("seconds.json")
+_LONG_S = 2
 _NUMBER = struct.Struct("I")
 _LOOK_S = 1.0  # for a worker that was killed: its forks may keep its connection open
 
@@ -31,6 +36,18 @@ def add_workers(parser: pytest.Parser) -> None:
     parser.addoption(
         "--workers", type=int, default=0, help="run files of tests side by side in so many forks"
     )
+    parser.addoption(
+        "--write-seconds", action="store_true", help=f"write to {_SECONDS.name} how long files took"
+    )
+
+
+def file_seconds() -> dict[str, int]:
+    """How long each file of tests took when it was last written: that of those which took long.
+
+    The longest begin first. One that began last would run alone at the end.
+    """
+    seconds: dict[str, int] = json.loads(_SECONDS.read_text())
+    return seconds
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -43,7 +60,18 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
         for _ in range(number):
             workers.start([])
         workers.hear()
+    if session.config.getoption("write_seconds"):
+        workers.write_seconds()
     return True
+
+
+def _files(items: Sequence[pytest.Item]) -> list[list[int]]:
+    """The numbers of each file's tests. Files that use a workshop are as one: a worker starts one workshop."""
+    shops = {item.path for item in items if "workshops" in getattr(item, "fixturenames", ())}
+    files: dict[Path | None, list[int]] = {}
+    for number, item in enumerate(items):
+        files.setdefault(None if item.path in shops else item.path, []).append(number)
+    return list(files.values())
 
 
 @dataclass
@@ -61,11 +89,8 @@ class _Workers:
 
     def __init__(self, session: pytest.Session) -> None:
         self._session = session
-        numbered = enumerate(session.items)
-        self._files = [
-            [number for number, _ in file]
-            for _, file in groupby(numbered, lambda pair: pair[1].path)
-        ]
+        self._files = _files(session.items)
+        self._seconds: Counter[str] = Counter()
         self._queue, writing = os.pipe()  # numbers of files: each worker takes the next one
         os.write(writing, b"".join(map(_NUMBER.pack, range(len(self._files)))))
         os.close(writing)
@@ -127,7 +152,17 @@ class _Workers:
             )
         return True
 
+    def write_seconds(self) -> None:
+        seconds = {**file_seconds(), **self._seconds}
+        long = {
+            file: round(seconds)
+            for file, seconds in seconds.items()
+            if seconds >= _LONG_S and Path(file).exists()
+        }
+        _SECONDS.write_text(json.dumps(long, indent=1, sort_keys=True) + "\n")
+
     def _report(self, report: pytest.TestReport) -> None:
+        self._seconds[report.nodeid.partition("::")[0]] += report.duration
         self._session.config.hook.pytest_runtest_logreport(report=report)
         if self._session.shouldfail:
             raise self._session.Failed(self._session.shouldfail)
