@@ -341,24 +341,18 @@ def test_failures_are_reckoned_with(answer: Answer):
 
 
 def test_what_ranks_leave_is_reckoned_with(answer: Answer):
-    """Steps that are long enough for a note after each go back one step; others as far as copies are apart."""
+    """Ranks go back as far as copies are apart: one step of a long one, several of a short one."""
     problem, candidate, cluster = (
         PlanningProblem.of(_job()),
         answer.ranking.chosen,
         Cluster.local("cpu:0-1"),
     )
     assert candidate is not None
-    for step_s, back_s in ((30.0, 30.0), (0.01, pytest.approx(0.2, abs=0.2))):
+    for step_s, back_s in ((30.0, 30.0), (1e-4, pytest.approx(0.2, abs=0.2))):
         slower = replace(candidate, estimate=replace(candidate.estimate, step_s=step_s))
         ways = outlook(problem, slower, cluster, FailureRates(mtbf_hours=1.0)).survivals
         assert ways[0].interval_s == back_s
-    on_gpus = outlook(
-        problem,
-        replace(candidate, estimate=replace(candidate.estimate, step_s=0.1)),
-        Cluster.parse("2xH100"),
-        FailureRates(mtbf_hours=1.0),
-    ).survivals
-    assert on_gpus[0].interval_s >= 0.2
+    assert ways[0].interval_s > 1e-4
 
 
 @pytest.mark.slow

@@ -189,7 +189,7 @@ def test_a_worker_that_is_gone_before_the_others_came(tmp_path: Path):
             time.sleep(2.0)
         return ListedPerceptron()
 
-    job = replace(_killing(1, signal.SIGKILL, at=20, epochs=8), model=slow)
+    job = replace(_killing(1, signal.SIGKILL, tmp_path / "mark", at=20, epochs=8), model=slow)
     summary = paceline.train(
         job,
         "server=1 workers=2 staleness=inf",
@@ -208,7 +208,7 @@ def test_a_worker_that_is_gone_before_the_others_came(tmp_path: Path):
 )
 def test_without_staleness_a_death_ends_the_run(tmp_path: Path, rank: int, plan: str):
     """The rank that was killed is named, whoever lost a connection to it."""
-    job = _killing(rank, signal.SIGKILL, at=20, epochs=8)
+    job = _killing(rank, signal.SIGKILL, tmp_path / "mark", at=20, epochs=8)
     with pytest.raises(PacelineError, match=f"rank {rank} .*\n.*killed by SIGKILL") as raised:
         paceline.train(job, plan, run=tmp_path / "run", timeout_s=TIMEOUT_S, restarts=0)
     assert raised.value.exit_code == 4

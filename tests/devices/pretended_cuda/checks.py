@@ -554,7 +554,7 @@ def examined() -> dict[str, Any]:
     import time
 
     from paceline.base import fork
-    from paceline.doctor import gpus
+    from paceline.doctor import gpu_findings, gpus
 
     fork._is_apart = False
     gpus.COPIED_BYTES = 2**20
@@ -570,7 +570,8 @@ def examined() -> dict[str, Any]:
     def hang(*_: Any) -> None:
         time.sleep(60)
 
-    gpus.NCCL_TIMEOUT_S, gpus._sum = 2.0, hang
+    gpus.NCCL_TIMEOUT_S = gpu_findings.NCCL_TIMEOUT_S = 2.0
+    gpus._sum = hang
     observed["NCCL that hangs"] = gpus.check_nccl()
     gpus.LOOK_TIMEOUT_S, gpus._look = 0.5, hang
     try:
