@@ -227,8 +227,10 @@ def test_no_two_forks_use_one_connection(server: tuple[str, int], tmp_path: Path
 
     with ExitStack() as clients:
         train(records(reconnects=True), run=tmp_path / "again")
+        # Another file's test may have left a connection in this process, which is named, too.
         with pytest.raises(
-            RankFailed, match=rf"can't be read[^\0]*connections to 127.0.0.1:{server[1]} were made"
+            RankFailed,
+            match=rf"can't be read[^\0]*connections to .*127.0.0.1:{server[1]}.* were made",
         ):
             train(records(reconnects=False), run=tmp_path / "closed")
         alone = records(reconnects=False)
