@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +23,6 @@ from conditions import PATIENCE_S, until
 from hypothesis import settings
 from later import needed
 from preloaded import OF_FORKS, capture_once, train_once, use_huge_pages
-from workers import add_workers, file_seconds, pytest_runtestloop  # noqa: F401  # hooks of pytest
 
 from paceline.api import checks, prediction
 from paceline.base.errors import PacelineError
@@ -62,13 +63,18 @@ _LAUNCHERS = (
 )
 
 
+# How long each file of tests took when that was last written, of the files that took long. These begin first: one that
+# began last would run alone at the end.
+_SECONDS, _LONG_S = Path(__file__).with_name("seconds.json"), 2
 _WHOLE_TIMES = (
     3  # as long as a test may take otherwise: checks and predictions are processes beside its runs
 )
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    add_workers(parser)
+    parser.addoption(
+        "--write-seconds", action="store_true", help=f"write to {_SECONDS.name} how long files took"
+    )
     parser.addoption(
         "--whole",
         action="store_true",
@@ -94,8 +100,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _give_more_time(config, items)
     gc.freeze()  # the tests' own modules: a collection, in forks too, would go through them and write to each page
     use_huge_pages()
-    seconds = file_seconds()
+    seconds = json.loads(_SECONDS.read_text())
     items.sort(key=lambda item: -seconds.get(item.nodeid.partition("::")[0], 0))
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """With --write-seconds, of the files that ran; the others keep their figures."""
+    if config.getoption("write_seconds"):
+        took_s: Counter[str] = Counter(json.loads(_SECONDS.read_text()))
+        reports = [
+            report
+            for reports in terminalreporter.stats.values()
+            for report in reports
+            if isinstance(report, pytest.TestReport)
+        ]
+        for file in {report.nodeid.partition("::")[0] for report in reports}:
+            took_s[file] = 0
+        for report in reports:
+            took_s[report.nodeid.partition("::")[0]] += report.duration
+        long_files = {file: round(s) for file, s in took_s.items() if s >= _LONG_S}
+        _SECONDS.write_text(json.dumps(long_files, indent=1, sort_keys=True) + "\n")
 
 
 def _leave_small_forms(items: list[pytest.Item]) -> None:
