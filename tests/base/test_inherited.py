@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import os
 import socket
 import sqlite3
 import tarfile
@@ -147,6 +148,23 @@ def test_each_fork_reads_at_a_place_of_its_own(
             lambda: file.read(RECORD_BYTES),
         )
         train(data, run=tmp_path / "run", loader_workers=loader_workers)
+
+
+def test_a_file_with_the_number_of_an_earlier_output(tmp_path: Path):
+    """A file that is no output any more, or one that took over its inode, is read like others."""
+    (tmp_path / "records").write_bytes(RECORDS.tobytes())
+    with open(tmp_path / "records", "r+b") as file:
+        output = os.dup(1)
+        os.dup2(file.fileno(), 1)
+        if (pid := os.fork()) == 0:
+            os._exit(0)
+        os.waitpid(pid, 0)
+        os.dup2(output, 1)
+        os.close(output)
+        data = Records(
+            {}, lambda index: file.seek(index * RECORD_BYTES), lambda: file.read(RECORD_BYTES)
+        )
+        train(data, run=tmp_path / "run")
 
 
 @pytest.mark.parametrize("package", ["h5py", "lmdb"])

@@ -29,9 +29,6 @@ _FLAGS = (
     os.O_ACCMODE | os.O_APPEND | getattr(os, "O_DIRECT", 0)
 )  # the flags that a file keeps when it is opened again
 _POOLS = ("concurrent.futures.thread", "multiprocessing.pool")
-_outputs: set[tuple[int, int]] = (
-    set()
-)  # files that have been stdout or stderr, whose place all processes share
 _places: dict[
     int, tuple[int, int]
 ] = {}  # flags and position of each file that can be read, at the last fork
@@ -39,16 +36,17 @@ _closed: list[str] = []  # peers of connections that this process may not use
 
 
 def _note_places() -> None:
+    outputs = set()  # all processes write to these at one place
     for output in (1, 2):
         with suppress(OSError):
-            _outputs.add(_identity(os.fstat(output)))
+            outputs.add(_identity(os.fstat(output)))
     _places.clear()
     for descriptor, status in _open():
         flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
         if (
             stat.S_ISREG(status.st_mode)
             and flags & os.O_ACCMODE != os.O_WRONLY
-            and _identity(status) not in _outputs
+            and _identity(status) not in outputs
         ):
             with suppress(OSError):  # opened as a path alone
                 _places[descriptor] = flags, os.lseek(descriptor, 0, os.SEEK_CUR)
