@@ -35,6 +35,7 @@ def cluster() -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ["RAY_worker_niceness"] = "0"  # 15 by default: beside other work they get no core
     started = Cluster(
         initialize_head=True,
         head_node_args={

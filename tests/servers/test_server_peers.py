@@ -502,8 +502,7 @@ def test_a_worker_that_was_given_up_is_not_let_in_again(started: Callable[[str],
     """Nor has one that is there two connections."""
     run = started("server=1 workers=2 staleness=inf")
     control, data = run.reach(Role.CONTROL, 1, 7), run.reach(Role.DATA, 1, 7)
-    data.send(Header(Kind.PULL))
-    assert data.receive().kind == Kind.WEIGHTS  # so it is known before the second comes
+    until(lambda: run.coordinator.exchange.connections)  # it is let in before the second comes
     second = run.reach(Role.DATA, 1, 7)
     second.sock.settimeout(PATIENCE_S / 4)
     assert _is_closed(second)

@@ -151,8 +151,12 @@ class OutsideWatch:
         return None
 
     def _is_asleep(self, rank: int, pid: int) -> bool:
-        """Whether a silent rank, and what works for it, computes nothing: it waits for what doesn't come."""
-        return _computed_s(pid) - self._silences[rank].computed_s < ASLEEP * self.patience_s
+        """Whether a silent rank, and what works for it, computes nothing: it waits for what doesn't come. One that is
+        ready to run computes, though a busy machine may give it no core for long."""
+        return (
+            _state_letter(pid) != "R"
+            and _computed_s(pid) - self._silences[rank].computed_s < ASLEEP * self.patience_s
+        )
 
     def _report(
         self, reacting: dict[int, dict[str, Any]], dumb: list[int], pids: dict[int, int]
