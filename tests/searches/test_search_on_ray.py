@@ -34,8 +34,8 @@ def cluster() -> Iterator[Any]:
     needed("ray")
     from ray.cluster_utils import Cluster
 
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    os.environ["RAY_worker_niceness"] = "0"  # 15 by default: beside other work they get no core
+    # A niceness of 15, the default, leaves workers no core beside other work.
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
     started = Cluster(
         initialize_head=True,
         head_node_args={
