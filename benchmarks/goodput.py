@@ -43,7 +43,7 @@ from benchmarks.contenders.goodput.run import IN_MEMORY
 from benchmarks.recovery import JOB, ranks_of
 from benchmarks.turns import ROOT, ContenderFailed, warn_if_busy
 from paceline.runs import folder
-from paceline.runs.journal import Launch, read
+from paceline.runs.journal import Launch, Update, read
 
 WAYS = ("copies", "checkpoint", "resume")
 SAVE_EVERY = 100  # steps
@@ -181,7 +181,7 @@ def _figures(way: str, mtbf_s: float, run: Path, killer: Killer) -> Run:
     journal = [record for _, record in read(run / folder.JOURNAL) if record is not None]
     launches = [record for record in journal if isinstance(record, Launch)]
     ends_s = sorted(line["time"] for line in lines if "step_s" in line)
-    num_updates = len(journal) - len(launches)
+    num_updates = sum(isinstance(record, Update) for record in journal)
     kills = [kill_s for kill_s in killer.kills_s if kill_s < ends_s[-1]]
     restarts_s = [next(end_s for end_s in ends_s if end_s > kill_s) - kill_s for kill_s in kills]
     lone_s = [

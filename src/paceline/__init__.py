@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from paceline.api.inference import evaluate, predict
     from paceline.api.planning import plan
     from paceline.api.rehearsal import rehearse
+    from paceline.api.replay import replay
     from paceline.api.report import compare, report
     from paceline.api.result import open
     from paceline.api.scaling import scale
@@ -64,6 +65,7 @@ _HOMES = {
     "plan": "paceline.api.planning",
     "predict": "paceline.api.inference",
     "rehearse": "paceline.api.rehearsal",
+    "replay": "paceline.api.replay",
     "report": "paceline.api.report",
     "scale": "paceline.api.scaling",
     "search": "paceline.searches.search",
@@ -102,6 +104,7 @@ __all__ = [
     "plan",
     "predict",
     "rehearse",
+    "replay",
     "report",
     "scale",
     "search",

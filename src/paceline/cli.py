@@ -233,12 +233,6 @@ def train(
         Literal["stop", "skip", "rewind"] | None,
         typer.Option(help="What to do about a step whose loss is far above those before."),
     ] = None,
-    recheck_every: Annotated[
-        int | None,
-        typer.Option(
-            metavar="STEPS", min=0, help="Steps between those that are checked for faulty hardware."
-        ),
-    ] = None,
     check: Annotated[
         YesOrNo, typer.Option(help="Hold the first update against one device before training.")
     ] = "yes",
@@ -285,7 +279,6 @@ def train(
             loader_workers=loader_workers,
             timeout_s=patience,
             on_spike=on_spike,
-            recheck_every=recheck_every,
             spares=spares,
             check=check == "yes",
             log=log,
@@ -790,9 +783,6 @@ def rehearse(
         ),
     ] = 10.0,
     restarts: Annotated[int | None, typer.Option(metavar="N", min=0, help="As in train.")] = None,
-    recheck_every: Annotated[
-        int | None, typer.Option(metavar="STEPS", min=0, help="As in train.")
-    ] = None,
     run: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Where both runs are written.")
     ] = None,
@@ -831,7 +821,6 @@ def rehearse(
             save_every=save_every,
             timeout_s=timeout,
             restarts=restarts,
-            recheck_every=recheck_every,
             steps=steps,
             devices=devices,
             procs=procs,
@@ -846,6 +835,24 @@ def audit(run: RunFolder, as_json: Json = False) -> None:
     """Prove by a run's journal that each sample counted in exactly one update of its epoch."""
     with _reported():
         result = paceline.audit(run)
+    _say(_json(result.to_dict()) if as_json else result.describe())
+    if not result.passed:
+        raise typer.Exit(1)
+
+
+@_command()
+def replay(
+    run: RunFolder,
+    step: Annotated[
+        int, typer.Option(metavar="N", min=1, help="The last step to compute again, from 1.")
+    ],
+    plan: OnePlan = None,
+    devices: Devices = None,
+    as_json: Json = False,
+) -> None:
+    """Compute a step of a run again, from the checkpoint before it, and compare it with the run's record."""
+    with _reported():
+        result = paceline.replay(run, step, plan, devices=devices)
     _say(_json(result.to_dict()) if as_json else result.describe())
     if not result.passed:
         raise typer.Exit(1)

@@ -222,7 +222,11 @@ def test_a_gap_between_launches_and_another_seed_are_found(tmp_path):
 def test_checkpoints_and_the_summary_must_agree(tmp_path):
     pl.train(job(), "single", run=tmp_path / "run", check=False)
     (tmp_path / "run" / JOURNAL).write_text(
-        "".join((tmp_path / "run" / JOURNAL).read_text().splitlines(keepends=True)[:-1])
+        "".join(
+            line
+            for line in (tmp_path / "run" / JOURNAL).read_text().splitlines(keepends=True)
+            if '"step":12' not in line
+        )
     )
     result = audit(tmp_path / "run")
     assert [finding.message.partition(" ")[0] for finding in result.findings] == [

@@ -156,8 +156,6 @@ def test_train_hands_every_option_on(verb: Any, job_file: str):
         "3",
         "--on-spike",
         "skip",
-        "--recheck-every",
-        "7",
         "--spares",
         "1",
     )
@@ -184,7 +182,6 @@ def test_train_hands_every_option_on(verb: Any, job_file: str):
         "timeout_s": 60.0,
         "restarts": 4,
         "on_spike": "skip",
-        "recheck_every": 7,
         "spares": 1,
         "check": True,
         "log": ["tensorboard"],
@@ -218,7 +215,6 @@ def test_train_without_options_leaves_the_defaults_to_the_function(verb: Any, jo
         "timeout_s": 300.0,
         "restarts": None,
         "on_spike": None,
-        "recheck_every": None,
         "spares": 0,
         "check": True,
         "log": None,
@@ -695,6 +691,7 @@ def test_help_loads_no_torch():
         "compare",
         "rehearse",
         "audit",
+        "replay",
         "launch",
         "doctor",
     ]

@@ -53,23 +53,6 @@ def test_a_rank_and_a_launcher_that_die_cost_time_alone(paceline_rehearse):
     assert outcome.to_dict()["samples_lost"] == outcome.to_dict()["samples_repeated"] == 0
 
 
-def test_a_gradient_that_flips_is_found_before_its_update(paceline_rehearse):
-    """The run goes on from the newest checkpoint of a time when gradients were found right."""
-    outcome = paceline_rehearse(
-        job(), "data=2", "flip 1@8:gradients", save_every=3, recheck_every=4
-    )
-    assert outcome.weights == "equal" and outcome.exit_codes == (1, 0)
-    assert outcome.messages[0].startswith("rank 1 on ") and outcome.audit.recomputed_updates == 4
-
-
-def test_bits_of_a_server_and_a_worker_that_flip_are_found(paceline_rehearse):
-    outcome = paceline_rehearse(
-        job(), "server=1 workers=1", "flip 0@5", "flip 1@8", save_every=3, recheck_every=1
-    )
-    assert outcome.weights == "equal" and outcome.exit_codes == (1, 1, 0)
-    assert [message[:7] for message in outcome.messages] == ["rank 0 ", "rank 1 "]
-
-
 def test_a_fault_that_does_not_strike_is_told(paceline_rehearse):
     outcome = paceline_rehearse(job(4), "single", "kill 0@9")
     assert outcome.effects[0].step is None and "did not strike" in outcome.describe()

@@ -47,14 +47,6 @@ def test_the_newest_the_best_and_those_of_keep_best_stay(tmp_path):
     assert steps_of(tmp_path) == [2, 3, 5, 6]
 
 
-def test_the_newest_one_whose_gradients_were_found_right_stays(tmp_path):
-    saved(tmp_path, 1, 2, 3, 4, 5)
-    prune(tmp_path, newest=1, right_step=3)
-    assert steps_of(tmp_path) == [3, 5]
-    prune(tmp_path, newest=1, right_step=0)
-    assert steps_of(tmp_path) == [5]
-
-
 def test_damaged_notes_lose_no_checkpoint_but_old_ones(tmp_path):
     saved(tmp_path, 1, 2, 3)
     (tmp_path / "best.json").write_text('{"checkpoints": [7]}')

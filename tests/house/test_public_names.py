@@ -41,6 +41,7 @@ PUBLIC = [
     "plan",
     "predict",
     "rehearse",
+    "replay",
     "report",
     "scale",
     "search",

@@ -146,7 +146,7 @@ class _Books:
                 books._find("unreadable", f"line {number} of {path.name} can't be read")
             elif isinstance(record, Launch):
                 books._begin(record)
-            else:
+            elif isinstance(record, Update):
                 books._add(record)
         if not books.launches:
             books._find("unreadable", f"{path.name} does not say which launch began")

@@ -196,7 +196,7 @@ def rehearse(
         save_every: Optimizer steps between checkpoints; by default there are five checkpoints per
             run.
         timeout_s: Seconds without a sign of life after which a rank counts as hanging.
-        request: "steps", "restarts", "recheck_every", "devices", "procs", "memory", as in `train`.
+        request: "steps", "restarts", "devices", "procs", "memory", as in `train`.
 
     Raises:
         UsageError: the request makes no sense.
@@ -214,7 +214,6 @@ def rehearse(
         "timeout_s": timeout_s,
         "restarts": request.pop("restarts", None),
         "check": False,
-        "recheck_every": request.pop("recheck_every", None),
         "save_every": save_every or max(1, loaded.total_steps // SAVES),
     }
 

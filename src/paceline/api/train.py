@@ -59,7 +59,6 @@ def train(
     timeout_s: float = 300.0,
     restarts: int | None = None,
     on_spike: str | None = None,
-    recheck_every: int | None = None,
     spares: int = 0,
     check: bool = True,
     log: str | Sequence[str] | None = None,
@@ -98,9 +97,6 @@ def train(
         on_spike: What to do if a step's loss or gradient norm is far above those before it, or not
             finite: "stop", "skip" it, or "rewind" to the newest checkpoint and skip all samples
             since. By default only a loss that is not finite stops the run; see docs/survive.md.
-        recheck_every: Number of optimizer steps between rechecks. A recheck computes the gradients
-            of a step a second time and examines weights and optimizer state after it. By default
-            there are none; see docs/survive.md.
         spares: How many GPUs of this machine are left without a rank. If a GPU fails, one of them
             takes its place, and all ranks start again.
         check: Whether separate ranks first take one step and compare it with one device; see
@@ -118,7 +114,6 @@ def train(
     _check(save_every=save_every, keep=keep, steps=steps, procs=procs, timeout_s=timeout_s)
     for name, value in (
         ("restarts", restarts),
-        ("recheck_every", recheck_every),
         ("spares", spares),
     ):
         if value is not None and value < 0:
@@ -168,7 +163,6 @@ def train(
                 "check": check,
                 "log": log,
                 "on_spike": on_spike,
-                "recheck_every": recheck_every,
             },
         ).train(loaded, restarts=restarts)
     else:
@@ -189,7 +183,6 @@ def train(
             loader_workers=loader_workers,
             trace_steps=trace,
             on_spike=action,
-            recheck_every=recheck_every,
         )
     if table and getattr(current(), "rank", 0) == 0:
         print(summary_table(result.to_dict()), file=sys.stderr, flush=True)

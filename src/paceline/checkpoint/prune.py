@@ -28,20 +28,15 @@ def later_saves(run_dir: Path, *, after: int) -> frozenset[str]:
     )
 
 
-def prune(
-    run_dir: Path, *, newest: int, right_step: int | None = None, passed_over: Collection[str] = ()
-) -> None:
+def prune(run_dir: Path, *, newest: int, passed_over: Collection[str] = ()) -> None:
     """Delete the checkpoints of a run that need not be kept. A checkpoint that can't be removed
     stays.
 
-    It keeps the newest complete checkpoints, the one with the least validation loss, those that
-    `KeepBest` keeps, and the newest one from a time when gradients were found right. Only the
-    process that commits a run's checkpoints may call it.
+    It keeps the newest complete checkpoints, the one with the least validation loss, and those that
+    `KeepBest` keeps. Only the process that commits a run's checkpoints may call it.
 
     Args:
         newest: How many of the newest complete checkpoints to keep.
-        right_step: Step after which gradients were last found right; None if gradients are not
-            checked.
         passed_over: Saves whose checkpoints stay and do not count, because the run could not
             continue from them.
     """
@@ -51,8 +46,6 @@ def prune(
         if not passed_over or committed_by(path) not in passed_over
     }
     kept = {*sorted(complete)[-newest:], *_kept_as_best(run_dir)}
-    if right_step is not None:
-        kept |= {max((step for step in complete if step <= right_step), default=-1)}
     losses = {step: loss for step, loss in _evaluated(run_dir) if step in complete}
     if losses:
         kept.add(min(losses, key=lambda step: losses[step]))

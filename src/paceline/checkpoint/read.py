@@ -26,7 +26,6 @@ from paceline.base.long_work import long_work
 from paceline.checkpoint.dtypes import DTYPES, in_file
 from paceline.checkpoint.files import CHECKSUM
 from paceline.checkpoint.pieces import Region, copy, pieces_of, uncovered
-from paceline.checkpoint.suspect import why_suspect
 from paceline.checkpoint.write import COMMIT, DOCUMENT, FORMAT, INDEX, LOOK_S, VERSION
 from paceline.launch.process.malloc import trim_heap
 from paceline.strategies.layout import Extent
@@ -264,9 +263,8 @@ def newest_checkpoint(
     reasons = []
     for path in _candidates(folder):
         try:
-            if (reason := why_suspect(path)) is None:
-                checkpoint = open_checkpoint(path)
-                reason = accept(checkpoint)
+            checkpoint = open_checkpoint(path)
+            reason = accept(checkpoint)
         except CheckpointError as error:
             reason = error.args[0].removeprefix(f"{path}: ")
         if reason is None:

@@ -77,7 +77,15 @@ class Update(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return range(self.start, self.start + self.count)
 
 
-Record = Launch | Update
+class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
+    """A fingerprint of the weights after a step, which replicas of the run held alike."""
+
+    launch: int
+    step: int
+    weights: str  # see `drift.ReplicaComparison.weights`
+
+
+Record = Launch | Update | Fingerprint
 _JSON = msgspec.json.Encoder()
 
 
@@ -180,6 +188,14 @@ class Journal:
         self._append([*before, msgspec.structs.replace(last, digest=digest)])
         self._noted = []
 
+    def note_weights(self, step: int, weights: str) -> None:
+        """Append a fingerprint of the weights after a step, whose update was appended before.
+
+        Raises:
+            CheckpointError: the file can't be written.
+        """
+        self._append([Fingerprint(launch=self.launch, step=step, weights=weights)])
+
     def sync(self) -> None:
         """Force the appended lines to the disk, because a checkpoint that contains their updates is
         about to be complete.
@@ -240,7 +256,7 @@ def parse(line: bytes) -> Record:
     document: Any = json.loads(line)
     if not isinstance(document, dict):
         raise ValueError("it is no object")
-    kind: Any = Launch if "after" in document else Update
+    kind: Any = Launch if "after" in document else Fingerprint if "weights" in document else Update
     record: Record = msgspec.convert(document, kind)  # a ValidationError is a ValueError
     if isinstance(record, Launch):
         numbers: tuple[int, ...] = (
@@ -249,6 +265,8 @@ def parse(line: bytes) -> Record:
             record.num_samples or 0,
             *(number for each in record.also for number in each),
         )
+    elif isinstance(record, Fingerprint):
+        numbers = record.launch, record.step
     else:
         numbers = record.launch, record.step - 1, record.epoch, record.start
         if not 0 <= record.count <= MOST_SAMPLES:
@@ -277,9 +295,20 @@ def applied(path: Path) -> list[Update]:
     for _, record in read(path):
         if isinstance(record, Launch):
             updates = [update for update in updates if record.keeps(update)]
-        elif record is not None:
+        elif isinstance(record, Update):
             updates.append(record)
     return updates
+
+
+def fingerprints(path: Path) -> dict[int, str]:
+    """Return the fingerprints of the weights that the last launch's weights came from, by step."""
+    weights: dict[int, str] = {}
+    for _, record in read(path):
+        if isinstance(record, Launch):
+            weights = {step: each for step, each in weights.items() if step <= record.after}
+        elif isinstance(record, Fingerprint):
+            weights[record.step] = record.weights
+    return weights
 
 
 def _lines(path: Path) -> Iterator[bytes]:

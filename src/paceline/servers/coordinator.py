@@ -47,7 +47,6 @@ from paceline.training.loop import (
 )
 from paceline.training.optimizers.schedule import check_monitored, waits_for_evaluations
 from paceline.training.parts.memory_checkpoint import Copier
-from paceline.training.parts.recompute_check import log_state_alone
 from paceline.training.refusals import check_loss, check_used
 
 _MOST_ALSO = 64  # updates that a copy may have beside whole steps from the first on: a line of the journal lists them
@@ -168,8 +167,6 @@ class Coordinator(Server):
             else None
         )
         self.clock = self._begin_clock()
-        if self.at_rest is not None:
-            log_state_alone("servers keep the weights")
 
     def _begin_clock(self) -> Clock:
         sync = servers_of(self.plan)

@@ -7,7 +7,6 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,6 @@ from paceline.training import state
 from paceline.training.cores import CoreWait
 from paceline.training.optimizers.schedule import check_monitored, step_by_metrics
 from paceline.training.own_step.followers import follow
-from paceline.training.parts.memory_check import StateAtRest, of_updates
 from paceline.training.parts.memory_checkpoint import CopiedState, Copier, open_newest
 from paceline.training.restore import choose_checkpoint, mismatch, restore
 
@@ -106,9 +104,6 @@ class Server(ABC):
                 meanwhile=self.keep_alive,
             )
             state.refuse_unsaveable(self.shelf)  # now, not after an hour
-        self.at_rest: StateAtRest | None = None
-        if every := settings.rechecks_every:
-            self.at_rest = StateAtRest(partial(of_updates, self.shelf), every, runs_code=False)
         self.copier: Copier | None = None
         if context.copies is not None:
             self.copier = Copier(
@@ -173,7 +168,6 @@ class Server(ABC):
         elif "end" in order:
             self._end_step(order)
         elif "open" in order:
-            self._leave_rest()
             self.exchange.open(order["open"], order["scale"])
         elif "drop" in order:
             self.exchange.drop(order["drop"])
@@ -193,7 +187,6 @@ class Server(ABC):
         """Begin this server's part of a checkpoint: from a copy, or from the tensors themselves if nothing changes them
         any more. Returns the seconds it took from the updates."""
         self.check_history(self.version)
-        self._check_at_rest()
         if self.writer is None:
             return 0.0
         self.context.beat("save")
@@ -211,7 +204,6 @@ class Server(ABC):
         """Leave a copy of this server's part where the next ranks find it if one of these is lost. figures: what server
         0 knows of the run beside its state."""
         assert self.copier is not None
-        self._check_at_rest()
         document = None
         if figures is not None:
             document = state.document(self.shelf, step=self.step, samples=figures["samples"]) | {
@@ -251,30 +243,7 @@ class Server(ABC):
                 hint="this is a bug in paceline; please report it",
             )
 
-    def _check_at_rest(self) -> None:
-        """
-        Raises:
-            DriftError: memory changed since the last update. What is being saved is from before, and is saved first.
-        """
-        if self.at_rest is not None and (changed := self.at_rest.changed()):
-            if self.writer is not None:
-                self.writer.wait()
-            raise self.at_rest.error([self.context.rank], changed)
-
-    def _leave_rest(self) -> None:
-        """An update follows."""
-        self._check_at_rest()
-        if self.at_rest is not None:
-            self.at_rest.forget()
-
-    def _rest(self) -> None:
-        """An update was made, and gradients of the next one come in."""
-        if self.at_rest is not None:
-            self.at_rest.note(self.context.step)
-        self.context.beat("input")
-
     def _make(self, order: dict[str, Any]) -> None:
-        self._leave_rest()
         self.context.step = self.step + 1
         self.context.beat("optimizer")
         self.history.add(order["turn"])
@@ -302,11 +271,10 @@ class Server(ABC):
         self.version += 1
         if self.writer is not None:
             self.writer.poll()
-        self._rest()
+        self.context.beat("input")  # gradients of the next update come in
 
     def _step_optimizer(self, order: dict[str, Any]) -> None:
         """An update within a step of the job's own."""
-        self._leave_rest()
         self.context.step = self.step + 1
         self.context.beat("optimizer")
         shelf = self.shelf
@@ -320,11 +288,10 @@ class Server(ABC):
         with self.exchange.making:
             shelf.step_optimizer(order["optimizer"], clip=order["clip"])
             self.exchange.made(order["update"], version=order["update"] + 1)
-        self._rest()
+        self.context.beat("input")  # gradients of the next update come in
 
     def _end_step(self, order: dict[str, Any]) -> None:
         """A step of the job's own is over: its updates are made, and followers move."""
-        self._leave_rest()
         self.context.step = self.step + 1
         self.history.add(order["end"])
         observer, shelf = self.settings.observer, self.shelf
@@ -340,7 +307,7 @@ class Server(ABC):
         self.version += 1
         if self.writer is not None:
             self.writer.poll()
-        self._rest()
+        self.context.beat("input")  # gradients of the next update come in
 
     def _restore(self) -> History:
         """Where the run goes on: from a copy, a checkpoint, or the begin."""

@@ -41,7 +41,6 @@ from paceline.training.feed import DataShard, MicroBatch, is_stream, training_fe
 from paceline.training.loss import LossSum
 from paceline.training.optimizers.schedule import step_schedule
 from paceline.training.own_step.followers import followed
-from paceline.training.parts.memory_check import StateAtRest, of_updates
 from paceline.training.parts.memory_checkpoint import open_copy
 from paceline.training.refusals import check_loss
 from paceline.training.stepper import Stepper
@@ -124,9 +123,6 @@ class Worker:
             self.pusher = Pusher(self.stepper.parameters, self.links, self.arrivals.settle)
             self.stepper.synchronisers += [self.rows, self.pusher]
         self.observed_step: int | None = None
-        self.at_rest: StateAtRest | None = None
-        if every := settings.rechecks_every:
-            self.at_rest = StateAtRest(partial(of_updates, self.stepper), every)
         self.has_looked_at_attributes = False
         self.unserved = {
             name: (TensorSnapshot(tensor), tensor._version)
@@ -151,13 +147,11 @@ class Worker:
         stepper.part = DataShard(self.settings.shares, self.number, self.plan.num_microbatches)
 
         def update(optimizer: str, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-            self._check_weights()
             served.update(optimizer, parameters)
             if self.schedule is not None and not self.serves:
                 self._step_schedule(
                     self.schedule.of(optimizer), stepper.optimizer.members[optimizer]
                 )
-            self._note_weights()
 
         stepper.step_sync, stepper.named_update = served, update
         return served
@@ -272,10 +266,8 @@ class Worker:
             observer.gradients(step, _Elsewhere(self.number))  # type: ignore[arg-type]
             self.observed_step = step
         self.pusher.update = self.rows.update = order["lease"]
-        is_checked = self.at_rest is not None and self.at_rest.is_due(self.context.step)
-        if is_checked or self.arrivals.are_here():
+        if self.arrivals.are_here():
             self.arrivals.settle()
-        self._note_weights()
         with self.arrivals.watched(self.stepper.model):
             _, used = self.stepper.backward(
                 window,
@@ -285,29 +277,12 @@ class Worker:
                 beat=self.context.beat,
                 tell=partial(self._tell_loss, order, batches),
             )
-        self._check_weights()
         self._check_unserved()
         return {
             "finished": order["lease"],
             "version": self.arrivals.version,
             "unused": sorted(self.stepper.parameters.keys() - used),
         }
-
-    def _note_weights(self) -> None:
-        """All weights are there, and nothing writes to them before others come."""
-        if self.at_rest is not None:
-            self.at_rest.note(self.context.step)
-
-    def _check_weights(self) -> None:
-        """
-        Raises:
-            DriftError: memory changed since.
-        """
-        if self.at_rest is None:
-            return
-        if changed := self.at_rest.changed():
-            raise self.at_rest.error([self.context.rank], changed, after="it had the weights for")
-        self.at_rest.forget()
 
     def _begin_at(self, version: int) -> None:
         """The weights after so many steps of the job's own: servers send those that they update, and followers, which
@@ -340,9 +315,7 @@ class Worker:
         if observer is not None:
             observer.samples(step, batches)
             observer.gradients(step, _Elsewhere(self.number))  # type: ignore[arg-type]
-        self._note_weights()
         result = self.stepper.step(window, batches, step=step, beat=self.context.beat)
-        self._check_weights()
         self._check_unserved()
         (loss,) = result.losses
         if observer is not None:

@@ -7,8 +7,7 @@ at the right moments of a step. Each strategy sees the model as the one before l
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -72,21 +71,6 @@ class Gathers(Protocol):
 
     def end_evaluation(self) -> None:
         """Drop the gathered weights: the next forward is one of training, with other weights."""
-
-
-# Receives a parameter's name, and this rank's own gradient of it.
-GradientLook = Callable[[str, "torch.Tensor"], None]
-
-
-@runtime_checkable
-class SumsReplicas(Protocol):
-    """A synchroniser that sums the gradients of replicas."""
-
-    def gradients_seen(self, look: GradientLook, *, sums: bool) -> AbstractContextManager[None]:
-        """Call `look` with each gradient before it is summed, while the context is entered.
-
-        The order is the same on all ranks. sums: whether the gradient is summed afterwards.
-        """
 
 
 @runtime_checkable
@@ -221,18 +205,6 @@ def end_evaluation(synchronisers: Sequence[Synchroniser]) -> None:
     for synchroniser in synchronisers:
         if isinstance(synchroniser, Gathers):
             synchroniser.end_evaluation()
-
-
-@contextmanager
-def gradients_seen(
-    synchronisers: Sequence[Synchroniser], look: GradientLook, *, sums: bool
-) -> Iterator[None]:
-    """Show `look` the gradients of all synchronisers; see `SumsReplicas`."""
-    with ExitStack() as entered:
-        for synchroniser in synchronisers:
-            if isinstance(synchroniser, SumsReplicas):
-                entered.enter_context(synchroniser.gradients_seen(look, sums=sums))
-        yield
 
 
 def reported(synchronisers: Sequence[Synchroniser]) -> dict[str, Any]:

@@ -38,8 +38,7 @@ class Batch(Protocol):
 class Statistics:
     """The source of a batch norm's statistics: in this class, the samples of its own rank."""
 
-    # Whether forwards wait in batch norms for other replicas, and how often they did.
-    may_meet, num_meetings = False, 0
+    may_meet = False  # whether forwards wait in batch norms for other replicas
 
     def over(self, samples: int) -> AbstractContextManager[None]:
         """Enter this around a forward of `samples` samples and its backward; 0 for a padding

@@ -10,7 +10,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch.utils.data import Subset
 
-from paceline.base.errors import CallbackError, CheckpointError, DriftError, JobError, Preempted
+from paceline.base.errors import CallbackError, CheckpointError, JobError, Preempted
 from paceline.base.files import write_json, write_text
 from paceline.checkpoint.prune import later_saves, prune
-from paceline.checkpoint.suspect import mark_suspect, suspect_steps
 from paceline.checkpoint.write import Writer, without_snapshots
 from paceline.cluster.devices import Device
 from paceline.job import Job
@@ -45,9 +44,7 @@ from paceline.training.evaluate import evaluate, evaluate_step, refuse_before_tr
 from paceline.training.feed import DataShard, MicroBatch, evaluated_part, is_stream, training_feed
 from paceline.training.optimizers.schedule import check_monitored, step_by_metrics
 from paceline.training.parts import drift, peer_checkpoint
-from paceline.training.parts.memory_check import StateAtRest, buffers_of, of_updates
 from paceline.training.parts.memory_checkpoint import Copier, open_newest
-from paceline.training.parts.recompute_check import RecomputeCheck
 from paceline.training.parts.spikes import Spike, SpikeAction, Spikes
 from paceline.training.prefetch import Fed, Prefetch
 from paceline.training.restore import choose_checkpoint, mismatch, restore
@@ -95,8 +92,6 @@ class Settings:
     controller: what callbacks hear of the run, and what they ask of it, goes through this.
     faults: that strike ranks; see `launch.process.faults`.
     on_spike: what happens in a step whose loss is far above those before; see `training/parts/spikes.py`.
-    recheck_every: steps from one whose gradients are computed a second time, and after which the state is looked at, to
-        the next; see `training/parts/recompute_check.py` and `training/parts/memory_check.py`.
     is_trial: whether steps are timed or compared, and what follows from evaluations is left out.
     """
 
@@ -115,13 +110,7 @@ class Settings:
     controller: Controlling | None = None
     faults: tuple[Fault, ...] = ()
     on_spike: SpikeAction | None = None
-    recheck_every: int | None = None
     is_trial: bool = False
-
-    @property
-    def rechecks_every(self) -> int:
-        """`recheck_every`; 0 where steps are timed or compared."""
-        return 0 if self.is_trial or self.observer is not None else self.recheck_every or 0
 
 
 def part_of(plan: Plan, mesh: Mesh, shares: tuple[int, ...]) -> DataShard:
@@ -202,9 +191,6 @@ class _Run:
     metrics: Path | None
     journal: Journal
     scheduled_step: int = -1
-    recheck: RecomputeCheck | None = None
-    at_rest: StateAtRest | None = None
-    buffers_at_rest: StateAtRest | None = None
     step: int = 0
     samples: int = 0
     loss: float = float("nan")
@@ -271,8 +257,6 @@ class _Run:
 
     def beat(self, phase: str) -> None:
         """A sign of life in a phase of a step."""
-        if phase == "optimizer":  # begins before any update, of a step of one's own too
-            _leave_rest(self, self.at_rest)
         self.context.beat(phase)
         if self.stepper.trace is not None:
             self.stepper.trace.phase(phase)
@@ -364,19 +348,6 @@ def _build(context: RankContext, job: Job, plan: Plan, settings: Settings) -> _R
     )
     _tell(run)
     stepper.before_update = partial(_before_update, run)
-    if every := settings.rechecks_every:
-        run.at_rest = StateAtRest(partial(of_updates, stepper, stepper.edits.names), every)
-        run.buffers_at_rest = StateAtRest(partial(buffers_of, stepper), every, runs_code=False)
-        stepper.named_update = partial(_update_and_note, run, stepper.named_update)
-        run.recheck = RecomputeCheck.of(
-            stepper,
-            plan,
-            every,
-            shares=settings.shares,
-            loader_workers=settings.loader_workers,
-            mark=partial(_mark, run),
-            beat=lambda phase: context.board.write(context.slot, context.step, phase),
-        )
     return run
 
 
@@ -431,17 +402,6 @@ def _tell(run: _Run) -> None:
         write_json(run.settings.run_dir / SPLIT, report.document)
 
 
-def _mark(run: _Run, right_step: int) -> list[int]:
-    """Mark the checkpoints since a step as suspect. Collective. Returns their steps."""
-    if run.writer is None or run.settings.run_dir is None:
-        return []
-    _end_save(run)
-    if run.context.rank == 0:
-        mark_suspect(run.settings.run_dir, after=right_step)
-    _greatest(run, 0)  # before any rank raises, which ends the others
-    return suspect_steps(run.settings.run_dir)
-
-
 def _restore(run: _Run) -> None:
     if not run.settings.resume or run.settings.run_dir is None:
         _begin_copies(run, None)
@@ -462,8 +422,6 @@ def _restore(run: _Run) -> None:
         run.step, run.samples = checkpoint.document["step"], checkpoint.document["samples"]
         if run.stepper.spikes is not None and "spikes" in checkpoint.document:
             run.stepper.spikes.restore(checkpoint.document["spikes"])
-        if run.recheck is not None:
-            run.recheck.right_step = checkpoint.document.get("rechecked", 0)
         run.display.say("; ".join([f"resumed from {checkpoint.path.name}", *notes]))
     if copied is not None:
         run.is_copied = True
@@ -647,7 +605,7 @@ def _steps(run: _Run) -> bool:
             observer.samples(run.step, fed.batches)
         scale = stepper.scaling.scale if stepper.scaling is not None else None
         _set_mode(run, trains=True)
-        with _with_evidence(run, fed), _rechecked(run) as compare:
+        with _with_evidence(run, fed):
             result = stepper.step(
                 fed.window,
                 fed.placed,
@@ -655,7 +613,7 @@ def _steps(run: _Run) -> bool:
                 stop=stop,
                 beat=run.beat,
                 on_launched=on_launched,
-                observe=partial(observer.gradients, run.step) if observer else compare,
+                observe=partial(observer.gradients, run.step) if observer else None,
             )
             _judge(run, result)
         step_s = time.perf_counter() - began_s
@@ -678,62 +636,12 @@ def _steps(run: _Run) -> bool:
     return False
 
 
-@contextmanager
-def _rechecked(run: _Run) -> Iterator[Callable[[Stepper], None] | None]:
-    """Around a step: its gradients are computed a second time, if it is a step of which they are, and before that and
-    before its update the state that it began with is compared. Gives what is to be called before the update."""
-    _leave_rest(run, run.buffers_at_rest)
-    if run.recheck is None or not run.speed.steps or not run.recheck.is_due(run.step + 1):
-        yield None
-        return
-    with run.recheck.checking(run.step) as compare:
-
-        def compare_both(stepper: Stepper) -> None:
-            _leave_rest(run, run.at_rest)  # first: what it finds makes gradients differ too
-            if compare is not None:
-                compare(stepper)
-
-        yield compare_both
-
-
-def _update_and_note(
-    run: _Run,
-    update: Callable[..., None],
-    optimizer: str,
-    parameters: Mapping[str, torch.nn.Parameter],
-) -> None:
-    """An update within a step of the job's own. Collective as that is."""
-    assert run.at_rest is not None
-    update(optimizer, parameters)
-    run.at_rest.note(run.step + 1)
-
-
 def _set_mode(run: _Run, *, trains: bool) -> None:
     """Let the weights be in place that are trained, or those that are evaluated, saved and given to
     users. Collective."""
     if run.stepper.has_modes and run.stepper.trains is not trains:
         run.beat("optimizer")
         run.stepper.set_mode(trains=trains)
-
-
-def _leave_rest(run: _Run, at_rest: StateAtRest | None) -> None:
-    """What it has fingerprints of is written to next. Collective."""
-    _check_at_rest(run, at_rest)
-    if at_rest is not None:
-        at_rest.forget()
-
-
-def _check_at_rest(run: _Run, *at_rest: StateAtRest | None) -> None:
-    """See `StateAtRest.check`. What is being saved is from before, and is saved first. Collective."""
-    try:
-        for each in at_rest:
-            if each is not None:
-                each.check(run.mesh, run.stepper.device)
-    except DriftError:
-        if run.writer is not None:
-            with suppress(DriftError):  # which says less
-                _end_save(run)
-        raise
 
 
 def _feed(run: _Run, order: Order | None) -> Iterator[tuple[Window, list[MicroBatch]]]:
@@ -758,10 +666,6 @@ def _after_step(
 ) -> None:
     """scale: that the step's loss was multiplied by; None without loss scaling."""
     run.step, run.samples = run.step + 1, run.samples + window.count
-    _check_at_rest(run, run.at_rest)  # if a step of the job's own has updated nothing
-    for at_rest in (run.at_rest, run.buffers_at_rest):
-        if at_rest is not None:
-            at_rest.note(run.step)
     run.speed.add(window.count, step_s, input_s=input_s)
     more: dict[str, Any] = (
         {} if result.gradient_norm is None else {"gradient_norm": result.gradient_norm}
@@ -897,9 +801,6 @@ def _rewind(run: _Run) -> str:
     )
     restore(run.stepper, checkpoint)
     run.stepper.edits.updated()
-    for at_rest in (run.at_rest, run.buffers_at_rest):
-        if at_rest is not None:
-            at_rest.forget()
     run.journal.go_back(run.job, plan=str(run.plan), world_size=run.context.world_size, after=step)
     run.stepper.spikes.restore(spikes)
     run.record(rewound_to=step)
@@ -952,8 +853,7 @@ def _do_what_is_due(run: _Run) -> None:
 
 def _compare(run: _Run) -> None:
     """Compare what replicas hold, if that has not been done after this step, or begin to; the next update waits for the
-    result. Compare the state with what it was after its update. Collective."""
-    _check_at_rest(run, run.at_rest, run.buffers_at_rest)
+    result. Collective."""
     if run.compared_step == run.step:
         return
     stepper = run.stepper
@@ -976,6 +876,8 @@ def _end_comparison(run: _Run) -> None:
     if run.comparison is not None:
         comparison, run.comparison = run.comparison, None
         comparison.finish(edited=run.stepper.edits.names, outside=run.stepper.edits.outside)
+        if run.settings.run_dir is not None:
+            run.journal.note_weights(comparison.step, comparison.weights())
 
 
 def _end_save(run: _Run) -> None:
@@ -987,19 +889,10 @@ def _end_save(run: _Run) -> None:
 
 def _document(run: _Run) -> dict[str, Any]:
     """What of the run's state is not a tensor."""
-    return state.document(run.stepper, step=run.step, samples=run.samples) | _judged(run)
-
-
-def _judged(run: _Run) -> dict[str, Any]:
-    """What was found of steps so far."""
-    return {
-        **({"spikes": run.stepper.spikes.to_dict()} if run.stepper.spikes is not None else {}),
-        **(
-            {"rechecked": run.recheck.right_step}
-            if run.recheck is not None and run.recheck.right_step
-            else {}
-        ),
-    }
+    spikes = run.stepper.spikes
+    return state.document(run.stepper, step=run.step, samples=run.samples) | (
+        {} if spikes is None else {"spikes": spikes.to_dict()}
+    )
 
 
 def _copy(run: _Run) -> None:
@@ -1192,7 +1085,6 @@ def _prune(run: _Run) -> None:
         prune(
             run.settings.run_dir,
             newest=run.settings.keep_checkpoints,
-            right_step=run.recheck.right_step if run.recheck is not None else None,
             passed_over=run.passed_over,
         )
 
@@ -1217,7 +1109,6 @@ def _evaluate(run: _Run) -> None:
         return
     run.evaluated_step = run.step
     stepper, part = run.stepper, part_of(run.plan, run.mesh, run.settings.shares)
-    _check_at_rest(run, run.buffers_at_rest)
     _set_mode(run, trains=False)
     _before_update(run)  # replicas may have shared weights put in place of their own
     stepper.step_sync.drain()
@@ -1245,8 +1136,6 @@ def _evaluate(run: _Run) -> None:
         if refused is not None:
             raise refused
         _greatest(run, 0)  # which the rank that tells of it ends
-    if run.buffers_at_rest is not None:
-        run.buffers_at_rest.note(run.step)  # anew: forwards may have written to them
     run.evaluated = {"validation_loss": figures.pop("loss"), **figures}
     if (
         stepper.schedule is not None

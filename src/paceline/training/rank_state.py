@@ -54,7 +54,6 @@ class RankState:
         trainable: All trainable parameters of the model; stand-ins without memory if another rank
             holds them.
         trace: Records which work is done when, if it is set.
-        after_backward: Called when a window's gradients are computed, if it is set.
         spikes: Judges each step before its update, if it is set; see `watch`.
         groups: Names of the parameters in each of the optimizer's groups, on whichever rank they
             are.
@@ -173,7 +172,6 @@ class RankState:
         self.untrained = set(job.models)  # models that no loss has trained so far
         self.gradient_norm: float | None = None  # of the last step, before clipping
         self.trace: TraceRecorder | None = None
-        self.after_backward: Callable[[], None] | None = None
         self.spikes: Spikes | None = None
 
     def watch(self, spikes: Spikes) -> None:

@@ -456,8 +456,6 @@ class Stepper(RankState):
         for synchroniser in reversed(self.synchronisers):
             synchroniser.finish()
         self.layout.finish()
-        if self.after_backward is not None:
-            self.after_backward()
         return work.tallies, used
 
     def _figures(

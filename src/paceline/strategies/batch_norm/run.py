@@ -96,7 +96,6 @@ class JoinedStatistics(Statistics):
             # its own order.
             self._group = dist.new_group(self._replicas, use_local_synchronization=True)
             self._compares = figures.device.type == "cpu"
-        self.num_meetings += 1
         sums = figures.clone()
         if not self._counts:
             sums[:-1] = 0

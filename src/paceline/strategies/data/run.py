@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -31,7 +30,6 @@ from paceline.strategies.state_tensors import SavedState, StateTensor
 if TYPE_CHECKING:
     from torch import nn
 
-    from paceline.strategies.compose import GradientLook
     from paceline.strategies.mesh import Mesh
     from paceline.strategies.plan import Plan
 
@@ -86,7 +84,6 @@ class GradientBuckets:
         sparse: names of parameters with sparse gradients.
         """
         apart = sparse_parameters(parameters, sparse)
-        self.sparse_names = list(apart)
         parameters = {name: p for name, p in parameters.items() if name not in apart}
         self.group, self.replica, self.sparse = (
             group,
@@ -126,8 +123,6 @@ class GradientBuckets:
         )
         self.started = 0
         self.armed = self.begun = False
-        self.look: GradientLook | None = None
-        self.sums = True
         # If shards and whole gradients arrive on two streams, a hook on one stream may start a
         # bucket of the other.
         self.filled = (
@@ -154,21 +149,6 @@ class GradientBuckets:
                 for parameter, view in self.whole:
                     parameter.grad = view
         self.armed = last
-
-    @contextmanager
-    def gradients_seen(self, look: GradientLook, *, sums: bool) -> Iterator[None]:
-        """Call `look` with the name and value of each gradient before it is summed, while the
-        context is entered.
-
-        The order is the same on all ranks. sums: whether gradients are summed afterwards; otherwise
-        they stay this rank's own.
-        """
-        before = self.look, self.sums
-        self.look, self.sums = look, sums
-        try:
-            yield
-        finally:
-            self.look, self.sums = before
 
     def unused(self) -> set[str]:
         """Return the names of whole parameters in buckets that no backward has reached since
@@ -259,11 +239,7 @@ class GradientBuckets:
     def _start_next(self) -> None:
         if self.filled:
             self.filled[self.started].wait()
-        if self.look is not None:
-            for index in self.indices[self.started]:
-                self.look(self.names[index], self.views[index])
-        if self.sums:
-            self.reduction.start(self.started)
+        self.reduction.start(self.started)
         self.started += 1
 
     def finish(self) -> None:
@@ -278,8 +254,7 @@ class GradientBuckets:
                 self._fill(self.started)
             self._start_next()
         self.started, self.missing = 0, [len(bucket) for bucket in self.buckets]
-        if self.sums:
-            self.reduction.finish()
+        self.reduction.finish()
         for parameter, view in self.whole:
             if parameter.grad is not view:
                 parameter.grad = view
@@ -290,12 +265,7 @@ class GradientBuckets:
                     parameter.grad = torch.zeros_like(parameter)
                 gradients.append(local_part(parameter.grad))
             torch._foreach_copy_(gradients, [view for _, view in self.parts])
-        if self.look is not None:
-            for name, (rows, values) in zip(self.sparse_names, self.sparse.parts(), strict=True):
-                self.look(f"{name} (rows)", rows)
-                self.look(name, values)
-        if self.sums:
-            self.sparse.finish()
+        self.sparse.finish()
 
 
 def reduce_buckets(

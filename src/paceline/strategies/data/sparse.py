@@ -8,7 +8,7 @@ in the window.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,25 +30,6 @@ class SparseGradients:
         """Store the parameters. They are the same, in the same order, on all ranks of the group."""
         # sent_bytes: what this rank has sent so far.
         self.parameters, self.group, self.sent_bytes = list(parameters), group, 0.0
-
-    def parts(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield (row numbers, values) of this rank's own gradient of each parameter.
-
-        A dense gradient has all its values and no row numbers. Without a gradient, both are empty.
-        """
-        for p in self.parameters:
-            gradient, nothing = (
-                _with_rows(p.grad),
-                torch.empty(0, dtype=_ROW_NUMBER, device=p.device),
-            )
-            if gradient is None:
-                yield nothing, nothing
-            else:
-                yield (
-                    (gradient.indices(), gradient.values())
-                    if gradient.is_sparse
-                    else (nothing, gradient)
-                )
 
     def finish(self) -> None:
         """Give every rank of the group the sum of all gradients. Collective.

@@ -94,22 +94,24 @@ class ReplicaComparison:
             stays: Whether nothing writes to the tensor of this name before `finish`.
         """
         self.mesh, self.step = mesh, step
-        self._rows: dict[str, dict[str, torch.Tensor]] = {}
-        self._later: list[
-            tuple[dict[str, torch.Tensor], str, torch.Tensor]
-        ] = []  # where one goes, of what
+        self._weights = list(tensors)
+        self._names: dict[str, list[str]] = {}  # by axis, what ranks along it should hold alike
+        self._prints: dict[str, torch.Tensor] = {}
+        self._later: dict[str, torch.Tensor] = {}
         self._reading: threading.Thread | None = None
         self._error: Exception | None = None
+        named = dict(tensors)
         for axis in mesh.copy_axes:
             if mesh.sizes[axis] > 1:
-                self._rows[axis] = row = {}
-                for name, tensor in {**tensors, **more(axis)}.items():
-                    row[name] = tensor  # in this order
-                    if stays(name) and tensor.device.type == "cpu":
-                        self._later.append((row, name, tensor))
-                    else:
-                        row[name] = fingerprint(tensor)
-        self.is_beside = sum(tensor.nbytes for *_, tensor in self._later) >= _BESIDE_BYTES
+                along = {**tensors, **more(axis)}
+                self._names[axis] = list(along)
+                named |= along
+        for name, tensor in named.items():
+            if stays(name) and tensor.device.type == "cpu":
+                self._later[name] = tensor
+            else:
+                self._prints[name] = fingerprint(tensor)
+        self.is_beside = sum(tensor.nbytes for tensor in self._later.values()) >= _BESIDE_BYTES
         if self.is_beside:
             self._reading = threading.Thread(
                 target=self._read, name="paceline-fingerprints", daemon=True
@@ -129,8 +131,22 @@ class ReplicaComparison:
             DriftError: on every rank of the group, naming the first tensor, the ranks that are in the minority, and
                 what was seen to change it.
         """
-        for axis, row in self._read_rows().items():
+        for axis, row in self._rows().items():
             _check_along(axis, row, mesh=self.mesh, step=self.step, edited=edited, outside=outside)
+
+    def weights(self) -> str:
+        """Return one fingerprint of the weights and buffers of all ranks, in 16 hexadecimal digits.
+
+        It depends on the plan, which says what each rank holds. Collective over all ranks.
+        """
+        prints = self._all_prints()
+        value = torch.zeros((), dtype=torch.int64)  # on the CPU: some ranks may hold no weight
+        if self._weights:
+            value = _weighted(_row(prints[name] for name in self._weights)).cpu()
+        value = value * (2 * self.mesh.rank + 1)
+        if self.mesh.world_size > 1:
+            dist.all_reduce(value)
+        return f"{int(value) % 2**64:016x}"
 
     def held_alike(self) -> dict[str, dict[str, int]]:
         """This rank's fingerprints, by the ranks that should have equal ones, and by name. From any thread."""
@@ -138,20 +154,24 @@ class ReplicaComparison:
             ",".join(map(str, self.mesh.ranks_along(axis))): dict(
                 zip(row, _row(row.values()).tolist(), strict=True)
             )
-            for axis, row in self._read_rows().items()
+            for axis, row in self._rows().items()
         }
 
-    def _read_rows(self) -> dict[str, dict[str, torch.Tensor]]:
+    def _rows(self) -> dict[str, dict[str, torch.Tensor]]:
+        prints = self._all_prints()
+        return {axis: {name: prints[name] for name in names} for axis, names in self._names.items()}
+
+    def _all_prints(self) -> dict[str, torch.Tensor]:
         if self._reading is not None:
             self._reading.join()
         if self._error is not None:
             raise self._error
-        return self._rows
+        return self._prints
 
     def _read(self) -> None:
         try:
-            for row, name, tensor in self._later:
-                row[name] = fingerprint(tensor)
+            for name, tensor in self._later.items():
+                self._prints[name] = fingerprint(tensor)
         except Exception as error:
             self._error = error
         self._later.clear()
