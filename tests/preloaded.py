@@ -54,7 +54,7 @@ def train_once() -> None:
     from paceline.launch.process.heartbeats import HeartbeatTable
     from paceline.strategies.plan import Plan
     from paceline.training.drivers import train_rank
-    from paceline.training.loop import Settings
+    from paceline.training.settings import Settings
 
     states = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(), tempfile.TemporaryDirectory() as folder:

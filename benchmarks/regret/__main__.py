@@ -43,7 +43,7 @@ from paceline.planner.resolve import resolve
 from paceline.planner.search import Candidate
 from paceline.strategies.compose import load
 from paceline.training.drivers import fault_policy, train_rank
-from paceline.training.loop import Settings
+from paceline.training.settings import Settings
 
 CASES = {**JOBS, **HELD_OUT_JOBS}
 MOST_PLANS = 20  # of a job

@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from paceline.base.errors import CallbackError, JobError, OutOfMemory, UsageErro
 from paceline.callbacks.controller import RunController
 from paceline.launch.process.failure import RankFailed
 from paceline.training import loop
+from paceline.training.parts.callbacks import Callbacks
+from paceline.training.parts.saves import Saves
 
 GENERATOR = torch.Generator().manual_seed(0)
 INPUTS = torch.randn(60, 4, dtype=torch.float64, generator=GENERATOR)
@@ -378,16 +381,22 @@ def test_a_model_with_save_pretrained_is_written_by_it(tmp_path: Path):
 def test_a_save_that_has_begun_is_waited_for_when_a_callback_fails(tmp_path: Path):
     """The report says that a checkpoint is saved, and the ranks end within seconds of it."""
     saving = ["step 5"]
+    looped, saves = object.__new__(loop.Loop), object.__new__(Saves)
     run: Any = SimpleNamespace(
-        settings=SimpleNamespace(run_dir=tmp_path, save_on_stop=True),
+        run_dir=tmp_path,
+        settings=SimpleNamespace(save_on_stop=True),
         step=5,
-        saved_step=5,
-        comparison=None,
-        writer=SimpleNamespace(wait=saving.clear),
         context=SimpleNamespace(rank=0, beat=lambda phase: None),
     )
+    looped.run, looped.saves, saves.run, saves.saved_step = run, saves, run, 5
+    saves.comparisons, saves.writer = Mock(), Mock(wait=saving.clear)
+
+    def fail() -> None:
+        Callbacks(run).heed({"failed": "it failed"})
+
+    looped._restore = fail  # type: ignore[method-assign]
     with pytest.raises(CallbackError, match="it failed; a checkpoint is saved"):
-        loop._heed(run, {"failed": "it failed"})
+        looped.train()
     assert not saving
 
 

@@ -27,7 +27,7 @@ from paceline.model.randomness import WithoutRandomness
 from paceline.planner.resolve import Resolved, resolve
 from paceline.strategies.plan import Plan
 from paceline.training.drivers import fault_policy, train_rank
-from paceline.training.loop import Settings
+from paceline.training.settings import Settings
 
 from .plain import WHOLE, Cut, Outcome, run_by_hand, run_plainly
 from .registry import Entry

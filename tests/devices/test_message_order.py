@@ -36,8 +36,9 @@ from paceline.strategies.data.run import GradientBuckets
 from paceline.strategies.mesh import Mesh
 from paceline.strategies.pipeline.schedule import Action, schedule
 from paceline.strategies.plan import Plan
-from paceline.training.loop import Settings, train_rank
+from paceline.training.loop import train_rank
 from paceline.training.prepare import prepare_job
+from paceline.training.settings import Settings
 
 PLANS = (
     "data=2",

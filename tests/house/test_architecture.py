@@ -67,7 +67,6 @@ BEYOND_LIMITS = {
     "strategies/tensor/piece.py: _product",
     "strategies/tensor/rules.py: run_by_rule",
     "training/evaluate.py: evaluation_sums",
-    "training/loop.py: _finish",
     "training/prepare.py: prepare_job",
     "training/rank_state.py: __init__",
     "training/restore.py: _restore_optimizer",

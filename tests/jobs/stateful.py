@@ -19,7 +19,7 @@ from paceline.launch.local.ranks import run_local
 from paceline.proof.reference_loop import PlainRun
 from paceline.strategies.compose import load
 from paceline.training.drivers import train_rank
-from paceline.training.loop import Settings
+from paceline.training.settings import Settings
 
 
 def stateful_job(

@@ -20,7 +20,7 @@ from paceline.servers.roles import RankTask, Rendezvous
 from paceline.servers.server_state import build
 from paceline.servers.wire import Closed, Peer, Role, Uplink
 from paceline.strategies.plan import Plan
-from paceline.training.loop import Settings
+from paceline.training.settings import Settings
 
 
 class Played:
@@ -150,7 +150,7 @@ def test_a_worker_lost_while_callbacks_hear_of_its_evaluation(
         WORKER,
         {"sums": 1, "names": ["loss"], "values": [[3.0, 2.0]], "refused": [], "stop": False},
     )
-    assert coordinator.evaluated == {"validation_loss": 1.5}
+    assert coordinator.log.evaluated == {"validation_loss": 1.5}
     assert [worker.orders for worker in coordinator.workers.values()] == [1] * comes_back
 
 

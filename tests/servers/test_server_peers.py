@@ -31,7 +31,7 @@ from paceline.servers.server_state import build
 from paceline.servers.wire import Connection, Header, Kind, Peer, Role, Uplink, WireError, connect
 from paceline.servers.worker import Worker
 from paceline.strategies.plan import Plan
-from paceline.training.loop import Settings
+from paceline.training.settings import Settings
 
 SECRET = b"s" * 32
 STEPS = 6

@@ -18,7 +18,7 @@ from paceline.launch.process.faults import Fault, FaultInjector
 from paceline.strategies.compose import load
 from paceline.strategies.plan import Plan
 from paceline.training.drivers import fault_policy, train_rank
-from paceline.training.loop import Settings
+from paceline.training.settings import Settings
 
 
 @pytest.mark.parametrize("rank", [1, 2])

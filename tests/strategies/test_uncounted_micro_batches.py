@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from paceline.strategies.compose import load
 from paceline.strategies.plan import Plan
-from paceline.training.loop import Settings, train_rank
+from paceline.training.loop import train_rank
+from paceline.training.settings import Settings
 
 
 def sparse_loss(output: Tensor, target: Tensor) -> tuple[Tensor, Any]:

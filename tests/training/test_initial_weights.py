@@ -19,7 +19,8 @@ from paceline.base.errors import JobError
 from paceline.launch.process.failure import RankFailed
 from paceline.launch.process.memory_use import reset_peak, resident_peak_bytes
 from paceline.training.initial import load_initial, matched, source_of
-from paceline.training.loop import Settings, train_rank
+from paceline.training.loop import train_rank
+from paceline.training.settings import Settings
 
 WIDTH, NAMES = 8, 32
 

@@ -18,6 +18,7 @@ from paceline.checkpoint.read import open_checkpoint
 from paceline.launch.process.memory_use import reset_peak, resident_peak_bytes
 from paceline.training import loop, state
 from paceline.training.prepare import build_in_files, build_model
+from paceline.training.settings import Settings
 
 WIDTH, LAYERS = 2048, 32  # 8 MiB each
 WHOLE_BYTES = LAYERS * 4 * WIDTH * WIDTH // 2
@@ -61,8 +62,8 @@ class Phases:
 
 
 def save(run: Any) -> None:
-    loop._save(run)
-    run.writer.wait()
+    run.saves.save()
+    run.saves.end()
 
 
 @pytest.mark.slow
@@ -75,28 +76,28 @@ def test_the_whole_model_is_nowhere(
     split_plan = paceline.Plan.parse(plan).with_microbatches(2)
 
     def body(context: Any) -> dict[str, float]:
-        settings = loop.Settings(tmp_path, (1,) * split_plan.replicas, resume=True)
-        loop._build(
-            context, make_job(64), split_plan, loop.Settings(None, settings.shares)
+        settings = Settings(tmp_path, (1,) * split_plan.replicas, resume=True)
+        loop.Loop(
+            context, make_job(64), split_plan, Settings(None, settings.shares)
         )  # torch's own, taken once
         phases = Phases()
         run = phases.measure(
-            "start", lambda: loop._build(context, make_job(WIDTH), split_plan, settings)
+            "start", lambda: loop.Loop(context, make_job(WIDTH), split_plan, settings)
         )
-        run.step = 1
+        run.run.step = 1
         phases.measure("save", lambda: save(run))
-        phases.measure("export", lambda: state.export(run.stepper.model, tmp_path, step=1))
+        phases.measure("export", lambda: state.export(run.run.stepper.model, tmp_path, step=1))
         return phases.peaks
 
     def resume(context: Any) -> dict[str, float]:
-        settings = loop.Settings(tmp_path, (1,) * split_plan.replicas, resume=True)
-        loop._build(context, make_job(64), split_plan, loop.Settings(None, settings.shares))
+        settings = Settings(tmp_path, (1,) * split_plan.replicas, resume=True)
+        loop.Loop(context, make_job(64), split_plan, Settings(None, settings.shares))
         phases = Phases()
         run = phases.measure(
-            "build", lambda: loop._build(context, make_job(WIDTH), split_plan, settings)
+            "build", lambda: loop.Loop(context, make_job(WIDTH), split_plan, settings)
         )
-        phases.measure("restore", lambda: loop._restore(run))
-        assert run.step == 1
+        phases.measure("restore", run._restore)
+        assert run.run.step == 1
         return phases.peaks
 
     peaks_by_rank = [*run_ranks(body, 4), *run_ranks(resume, 4)]

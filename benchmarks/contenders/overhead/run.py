@@ -27,8 +27,9 @@ import paceline as pl
 from paceline.launch.process.context import RankContext
 from paceline.launch.process.outside_watch import OutsideWatch
 from paceline.runs.journal import Journal
-from paceline.training import loop
+from paceline.training.loop import Loop
 from paceline.training.parts import drift
+from paceline.training.parts.copies import Copies
 
 ON = [True]  # of this process
 RANK_0_ON = mmap.mmap(-1, 1)  # for the process that watches the ranks
@@ -57,20 +58,21 @@ def switch(owner: Any, name: str, on: Any = ON) -> None:
 
 def take_turns(ends_s: memoryview, **blocks: Any) -> None:
     """For this process and its forks. ends_s: is filled by rank 0."""
-    after_step: Callable[..., None] = loop._after_step
+    note: Callable[..., None] = Loop._note
     RANK_0_ON[0] = 1
 
-    def switching(run: Any, *args: Any, **kwargs: Any) -> None:
+    def switching(self: Loop, *args: Any, **kwargs: Any) -> None:
+        run, copier = self.run, self.copies.copier
         ON[0] = is_on(run.step + 2, **blocks)  # this step has been taken, and is counted below
         if run.context.rank == 0:
             ends_s[run.step], RANK_0_ON[0] = time.perf_counter(), ON[0]
-        if not ON[0] and run.copier is not None:
-            run.copier.next_step += 1  # copies stay as many steps apart, of those with it on
-        after_step(run, *args, **kwargs)
+        if not ON[0] and copier is not None:
+            copier.next_step += 1  # copies stay as many steps apart, of those with it on
+        note(self, *args, **kwargs)
 
-    loop._after_step = switching
+    Loop._note = switching  # type: ignore[method-assign]
     for owner, names in (
-        (loop, ("_copy",)),
+        (Copies, ("settled",)),
         (drift, ("check_replicas",)),
         (RankContext, ("beat",)),
         (Journal, ("note", "settle")),

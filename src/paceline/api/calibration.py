@@ -247,7 +247,7 @@ def _tried(job: Job, cluster: Cluster, plan: Plan, num_steps: int, *, in_turns: 
     from paceline.planner.devices import devices_of
     from paceline.planner.rank_kinds import split_shares
     from paceline.training.drivers import fault_policy, train_rank
-    from paceline.training.loop import Settings
+    from paceline.training.settings import Settings
 
     began_s = time.monotonic()
     short = replace(job.with_training_only(), steps=num_steps, epochs=None)

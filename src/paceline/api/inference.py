@@ -227,8 +227,8 @@ def load_trained(context: RankContext, job: Job, resolved: Resolved, run_dir: Pa
     what it holds.
     """
     from paceline.strategies.mesh import Mesh
+    from paceline.training.feed import DataShard
     from paceline.training.job_state import JobState
-    from paceline.training.loop import part_of
     from paceline.training.own_step.named_parts import prepare_models
     from paceline.training.prepare import prepare_job
     from paceline.training.restore import choose_checkpoint, load_weights, model_mismatch
@@ -248,7 +248,7 @@ def load_trained(context: RankContext, job: Job, resolved: Resolved, run_dir: Pa
     load_weights(model, dict(layout.module.named_parameters()), checkpoint)
     deque(JobState(job).restore(checkpoint), maxlen=0)
     return Trained(
-        model, layout, mesh, part_of(resolved.plan, mesh, resolved.shares), checkpoint, parts
+        model, layout, mesh, DataShard.of(resolved.plan, mesh, resolved.shares), checkpoint, parts
     )
 
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from paceline.launch.process.context import RankContext
     from paceline.launch.process.rank_process import Body
     from paceline.proof.first_update import FirstUpdate
-    from paceline.training.loop import Observer
+    from paceline.training.settings import Observer
 
 Follow = Callable[["RankContext", Path], "Observer"]
 
@@ -291,7 +291,7 @@ class TrainRequest:
         from paceline.planner.devices import devices_of
         from paceline.strategies.compose import load
         from paceline.training.drivers import fault_policy, train_rank
-        from paceline.training.loop import Settings
+        from paceline.training.settings import Settings
 
         job, resolved, chosen = self.job, self.resolved, self.chosen
         refuse_unwatched(

@@ -239,7 +239,7 @@ def _watched(
         from paceline.proof.compare import DifferenceRecorder
         from paceline.proof.ranks import in_precision
         from paceline.training.drivers import train_rank
-        from paceline.training.loop import Settings
+        from paceline.training.settings import Settings
 
         def wait() -> None:
             document.with_name(_WAITS.format(context.rank)).touch()

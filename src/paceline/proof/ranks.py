@@ -191,7 +191,7 @@ def _save_single(
     """Save a checkpoint under a plan without ranks, for other plans to go on from."""
     from paceline.model.randomness import WithoutRandomness
     from paceline.training.drivers import train_rank
-    from paceline.training.loop import Settings
+    from paceline.training.settings import Settings
 
     run_dir = folder / RUNS / "single"
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -322,7 +322,7 @@ def _watch(
     from paceline.proof.compare import DifferenceRecorder
     from paceline.proof.tolerances import evaluation_data
     from paceline.training.drivers import train_rank
-    from paceline.training.loop import Settings
+    from paceline.training.settings import Settings
 
     random = WithoutRandomness()
     with without_notes(), random if proof.figures[precision]["is_random"] else nullcontext():

@@ -95,7 +95,7 @@ def train(
     from paceline.planner.devices import devices_of
     from paceline.strategies.compose import load
     from paceline.training.drivers import train_rank
-    from paceline.training.loop import Settings
+    from paceline.training.settings import Settings
 
     resolved, run_dir = devices.resolve(job, payload["plan"]), Path(payload["run_dir"])
     load(resolved.plan)

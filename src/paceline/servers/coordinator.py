@@ -22,8 +22,7 @@ from paceline.checkpoint.read import newest_saved_step
 from paceline.job.callback import Requests
 from paceline.job.metrics import OfAllSamples
 from paceline.job.order import split
-from paceline.runs.folder import CHECKPOINTS, EVENTS, JOURNAL, METRICS
-from paceline.runs.journal import Journal
+from paceline.runs.folder import CHECKPOINTS, EVENTS
 from paceline.servers.clock import LEASES, Clock
 from paceline.servers.meetings import Meetings, Sums
 from paceline.servers.membership import MembershipLog, staleness_of, updates_after
@@ -35,19 +34,11 @@ from paceline.servers.wire import Connection, Peer, Role, WireError
 from paceline.strategies.server.shards import Shard
 from paceline.training import state
 from paceline.training.control import RunControl
-from paceline.training.display import Display, Progress
 from paceline.training.evaluate import quotients
-from paceline.training.loop import (
-    Speed,
-    append_metrics,
-    cut_metrics,
-    learning_rate,
-    predicted_step_s,
-    recorded_loss,
-)
 from paceline.training.optimizers.schedule import check_monitored, waits_for_evaluations
 from paceline.training.parts.memory_checkpoint import Copier
 from paceline.training.refusals import check_loss, check_used
+from paceline.training.run_log import RunLog, learning_rate, recorded_loss
 
 _MOST_ALSO = 64  # updates that a copy may have beside whole steps from the first on: a line of the journal lists them
 
@@ -111,7 +102,6 @@ class Coordinator(Server):
         self.begun: dict[int, _Step] = {}
         self.evaluation: _Evaluation | None = None
         self.num_evaluations = 0
-        self.evaluated: dict[str, float] = {}
         self.evaluated_step = -1
         self.saved_step = -1
         self.stop_asked, self.stopped_rank = False, 0
@@ -122,18 +112,16 @@ class Coordinator(Server):
         self.exported: set[int] = set()  # followers that have written their part of the weights
         self.num_exports = 0
         self.over = False
-        self.loss = float("nan")
         self.deserted_s: float | None = None  # since when there is no worker
         self.staleness: Counter[int] = Counter()
         self.final_figures: dict[int, dict[str, Any]] = {}
         self.followers_left: dict[int, dict[str, Any]] = {}
-        self.blocked_s = 0.0
-        self.speed = Speed()
-        self.display = Display(shown=True)
-        self.started_s = self.update_s = time.monotonic()
+        self.log = RunLog(task.settings, task.context.device, writes=True, shows=True)
+        self.display, self.journal = self.log.display, self.log.journal
+        self.update_s = time.monotonic()
         super().__init__(task, number=number, model=model, shards=shards)
+        self.log.memory = self.memory
         context, job, plan, settings = task.context, task.job, task.plan, task.settings
-        self.metrics = settings.run_dir / METRICS if settings.run_dir is not None else None
         self.membership_log = MembershipLog(
             settings.run_dir / EVENTS if settings.run_dir is not None else None,
             goes_on=context.num_starts > 1,
@@ -148,7 +136,6 @@ class Coordinator(Server):
             self._note_resume()
         if self.is_copied:
             self._take_figures()
-        self.journal = Journal(settings.run_dir / JOURNAL if settings.run_dir is not None else None)
         self._begin_journal()
         assert job.total_steps is not None
         self.total_steps = job.total_steps
@@ -194,16 +181,14 @@ class Coordinator(Server):
             if self.checkpoint is not None
             else "no checkpoint to resume from: starting at step 0"
         )
-        if self.metrics is not None:
-            self.passed_over = later_saves(self.metrics.parent, after=self.step)
+        if (metrics := self.log.metrics) is not None:
+            self.passed_over = later_saves(metrics.parent, after=self.step)
             if self.is_copied:
-                os.truncate(
-                    self.metrics, min(self._figures["metrics_bytes"], self.metrics.stat().st_size)
-                )
+                os.truncate(metrics, min(self._figures["metrics_bytes"], metrics.stat().st_size))
+                self.log.loss = recorded_loss(metrics)
             else:
-                cut_metrics(self.metrics, self.step)
-            self.staleness.update(staleness_of(self.metrics))
-            self.loss = recorded_loss(self.metrics)  # there may be no step left
+                self.log.go_on(self.step)
+            self.staleness.update(staleness_of(metrics))
 
     @property
     def _figures(self) -> dict[str, Any]:
@@ -217,10 +202,10 @@ class Coordinator(Server):
         figures = self._figures
         (
             self.completed,
-            self.loss,
+            self.log.loss,
             self.epoch,
             self.told_epoch,
-            self.evaluated,
+            self.log.evaluated,
             self.evaluated_step,
         ) = (
             figures[name]
@@ -243,7 +228,7 @@ class Coordinator(Server):
             copier is None
             or not is_due
             or self.copying
-            or self.metrics is None
+            or self.log.metrics is None
             or (self.version - self.turns.before(self.turns.steps(self.history.first)) > _MOST_ALSO)
         ):
             return
@@ -257,18 +242,18 @@ class Coordinator(Server):
             {
                 "samples": self.samples,
                 "completed": self.completed,
-                "loss": self.loss,
+                "loss": self.log.loss,
                 "epoch": self.epoch,
                 "told_epoch": self.told_epoch,
-                "evaluated": self.evaluated,
+                "evaluated": self.log.evaluated,
                 "evaluated_step": self.evaluated_step,
                 "begun": [(step, *astuple(begun)) for step, begun in self.begun.items()],
-                "metrics_bytes": self.metrics.stat().st_size,
+                "metrics_bytes": self.log.metrics.stat().st_size,
             }
         )
         if copier.num_copies & (copier.num_copies - 1) == 0:  # after 1, 2, 4, 8, ... copies
             copier.every = copier.affordable_every(
-                statistics.median(self.speed.latest_s or [0]) / self.turns.width
+                statistics.median(self.log.speed.latest_s or [0]) / self.turns.width
             )
             self._keeps_copies(copier)
 
@@ -303,11 +288,12 @@ class Coordinator(Server):
         for rank, deaths in enumerate(self.context.deaths):
             if (server := Roles.of(self.plan, rank).server) is not None:
                 self.membership_log.note_deaths("server", server, deaths)
-        assert self.metrics is not None
+        metrics = self.log.metrics
+        assert metrics is not None
         updates = (
-            updates_after(self.metrics, -1, offset=self._figures["metrics_bytes"])
+            updates_after(metrics, -1, offset=self._figures["metrics_bytes"])
             if self.is_copied
-            else (updates_after(self.metrics, self.step))
+            else updates_after(metrics, self.step)
         )
         self.membership_log.note("rolled_back", step=self.step, updates=updates)
         lost = (
@@ -765,7 +751,7 @@ class Coordinator(Server):
             begun.count + count,
         )
         if begun.missing:
-            self._note(step=self.completed + 1, **figures)
+            self.log.note(self.completed + 1, **figures)
             return
         del self.begun[step]
         self.completed += 1
@@ -773,37 +759,20 @@ class Coordinator(Server):
         step_s, self.update_s = now_s - self.update_s, now_s
         self.samples += window.count
         self.epoch = window.epoch
-        self.speed.add(window.count, step_s)
-        self.loss = begun.loss / begun.count
-        self._note(
-            step=self.completed,
+        self.log.speed.add(window.count, step_s)
+        self.log.loss = begun.loss / begun.count
+        self.log.note(
+            self.completed,
             epoch=window.epoch,
             samples=self.samples,
-            loss=self.loss,
+            loss=self.log.loss,
             lr=learning_rate(self.shelf.optimizer),
             step_s=step_s,
             **figures,
         )
         if self.control is not None:
             self.control.tell()
-        if self.display.due() or (self.completed == self.total_steps and self.display.is_plain):
-            self.display.update(
-                Progress(
-                    self.completed,
-                    self.total_steps,
-                    window.epoch,
-                    self.loss,
-                    self.speed.samples_per_s,
-                    self.speed.step_s,
-                    self.memory.bytes(),
-                    predicted_step_s(self.settings),
-                )
-            )
-
-    def _note(self, *, step: int, **figures: Any) -> None:
-        """A line of metrics.jsonl."""
-        if self.metrics is not None:
-            append_metrics(self.metrics, {"step": step, **figures, "time": time.time()})
+        self.log.show(self.completed, self.total_steps, window.epoch)
 
     def _next_stop(self) -> int:
         """The next step at which all that was given out must be done: to save, to evaluate, or as the last."""
@@ -869,9 +838,9 @@ class Coordinator(Server):
         blocked_s = self._order({"save": self.samples, "last": last})
         self._excuse_silence()
         if self.writer is not None:
-            self.blocked_s += blocked_s
+            self.log.blocked_s += blocked_s
             self._prune()
-            self._note(step=self.step, saved=True, blocked_s=blocked_s)
+            self.log.note(self.step, saved=True, blocked_s=blocked_s)
             if self.control is not None and self.control.has("on_save"):
                 self.writer.wait()
                 self._ask(
@@ -1009,27 +978,19 @@ class Coordinator(Server):
             return
         self.evaluation, self.evaluated_step = None, self.step
         figures = quotients(evaluation.sums, torch.stack(list(evaluation.sums.values())))
-        self.evaluated = {"validation_loss": figures.pop("loss"), **figures}
+        self.log.note_evaluation(self.step, figures)
         if (
             waits_for_evaluations(self.shelf.schedule, self.job)
             and self.order.ends_epoch(self.step)
             and not (self.settings.is_trial or self.step == self.first_step)
         ):
-            self._order({"metrics": self.evaluated})
-        self._note(
-            step=self.step, validation_loss=self.evaluated["validation_loss"], metrics=figures
-        )
-        self.display.say(
-            f"step {self.step}: " + ", ".join(f"{k} {v:.4f}" for k, v in self.evaluated.items())
-        )
-        if self.settings.on_evaluation is not None:
-            self.settings.on_evaluation(self.step, self.evaluated)
+            self._order({"metrics": self.log.evaluated})
         self._ask(
             "evaluation",
             hook="on_evaluation",
             epoch=self.epoch,
-            metrics=figures,
-            validation_loss=self.evaluated["validation_loss"],
+            metrics={name: value for name, value in figures.items() if name != "loss"},
+            validation_loss=figures["loss"],
         )
 
     def _part(self) -> None:
@@ -1089,18 +1050,9 @@ class Coordinator(Server):
             "world_size": self.context.world_size,
             "steps": self.step,
             "samples": self.samples,
-            "samples_per_s": self.speed.samples_per_s,
-            "step_s": self.speed.step_s,
-            "later_step_s": self.speed.later_step_s,
-            "final_loss": self.loss if math.isfinite(self.loss) else None,
-            "validation_loss": self.evaluated.get("validation_loss"),
-            "metrics": {
-                name: value for name, value in self.evaluated.items() if name != "validation_loss"
-            },
-            "wall_s": time.monotonic() - self.started_s,
+            **self.log.summary(),
             "core_wait_s": core_wait_s,
             "peak_memory_bytes": max(figures["peak_memory_bytes"] for figures in reports),
-            "save_blocked_s": self.blocked_s,
             "staleness": {str(stale): count for stale, count in sorted(self.staleness.items())},
             "workers": {
                 str(number): {

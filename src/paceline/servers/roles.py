@@ -15,7 +15,7 @@ from paceline.strategies.server.keys import Servers
 if TYPE_CHECKING:
     from paceline.job import Job
     from paceline.servers.wire import Uplink
-    from paceline.training.loop import Settings
+    from paceline.training.settings import Settings
 
 
 def servers_of(plan: Plan) -> Servers:

@@ -19,7 +19,7 @@ from paceline.servers.wire import Uplink, WireError
 from paceline.servers.worker import Worker
 from paceline.strategies.plan import Plan
 from paceline.training.feed import MicroBatch
-from paceline.training.loop import Observer, Settings
+from paceline.training.settings import Observer, Settings
 from paceline.training.state import StateOwner
 
 _REASON_S = 5.0

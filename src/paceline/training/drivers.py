@@ -13,7 +13,7 @@ from paceline.launch.process.fault_policy import ALL_NEEDED, FaultPolicy
 from paceline.strategies.plan import Plan
 from paceline.strategies.registry import active
 from paceline.training.determinism import repeatable
-from paceline.training.loop import Settings
+from paceline.training.settings import Settings
 
 _LOOP = "paceline.training.loop"
 

@@ -33,6 +33,8 @@ from paceline.job.loaders import Loading, Opened
 from paceline.job.order import Order, Window, digest, split
 from paceline.job.phases import value_at
 from paceline.launch.process.failure import traced_cause
+from paceline.strategies.mesh import Mesh
+from paceline.strategies.plan import Plan
 from paceline.training.collate_draws import CollateDraws
 from paceline.training.upload import uploaded
 
@@ -134,6 +136,11 @@ class DataShard:
     shares: Sequence[int]  # one per replica
     index: int
     num_microbatches: int
+
+    @classmethod
+    def of(cls, plan: Plan, mesh: Mesh, shares: Sequence[int]) -> DataShard:
+        """Return the part of a rank that has this place in the plan."""
+        return cls(shares, mesh.replica, plan.num_microbatches)
 
     def cuts(self, count: int) -> list[range]:
         """Return this rank's micro-batches as offsets into a window of `count` samples. Some may be

@@ -27,7 +27,8 @@ from torch.optim import lr_scheduler as schedules
 import paceline
 from paceline.checkpoint.read import open_checkpoint
 from paceline.launch.process.failure import RankFailed
-from paceline.training.loop import Settings, train_rank
+from paceline.training.loop import train_rank
+from paceline.training.settings import Settings
 
 EXACT = 1e-12
 

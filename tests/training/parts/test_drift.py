@@ -19,9 +19,10 @@ from paceline.job import Job
 from paceline.strategies.compose import load
 from paceline.strategies.mesh import Mesh
 from paceline.strategies.plan import Plan
-from paceline.training.loop import Settings, train_rank
+from paceline.training.loop import train_rank
 from paceline.training.parts import drift
 from paceline.training.parts.drift import check_replicas, fingerprint
+from paceline.training.settings import Settings
 
 TENSORS = [
     torch.randn(7, 5, generator=torch.Generator().manual_seed(0)),

@@ -15,9 +15,10 @@ from torch.utils.data import TensorDataset
 from paceline.job import Job
 from paceline.strategies.compose import load
 from paceline.strategies.plan import Plan
-from paceline.training.loop import Settings, train_rank
+from paceline.training.loop import train_rank
 from paceline.training.replicas import buffers as replicas_buffers
 from paceline.training.replicas.buffers import ChangingBuffers
+from paceline.training.settings import Settings
 
 
 class Counting(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,11 +13,14 @@ import torch.distributed as dist
 from paceline.base.errors import DriftError
 from paceline.checkpoint.pieces import TensorPiece
 from paceline.strategies.mesh import Mesh, local_part
+from paceline.training import state
+from paceline.training.prefetch import Fed
+from paceline.training.run import RunPart, TrainingRun
+from paceline.training.stepper import Stepper, StepResult
 from paceline.training.upload import uploaded
 
 if TYPE_CHECKING:
     from paceline.checkpoint.read import Checkpoint
-    from paceline.training.stepper import Stepper
 
 EVERY_STEPS = 100  # reading 1 GB takes one core 0.08 s, 1/1,000 of a hundred steps of 0.8 s
 FINGERPRINTS = "fingerprints/"  # of a copy's tensors: the ranks whose rows they have come next
@@ -175,6 +179,60 @@ class ReplicaComparison:
         except Exception as error:
             self._error = error
         self._later.clear()
+
+
+class Comparisons(RunPart):
+    """Compares replicas every so many steps and whenever the run is saved; the next update waits for the result."""
+
+    def __init__(self, run: TrainingRun) -> None:
+        self.run = run
+        self.compared_step: int | None = None  # after which replicas were last compared
+        self._open: ReplicaComparison | None = None  # which has no result yet
+
+    def before_update(self) -> None:
+        self.end()
+
+    def stepped(self, fed: Fed, result: StepResult) -> None:
+        if self.run.step % EVERY_STEPS == 0 or self.run.log.speed.steps == 1:
+            self.run.due.add("compare")
+
+    def settled(self) -> None:
+        if self.run.takes("compare"):
+            self.compare()
+
+    def finished(self) -> None:
+        self.end()
+
+    def compare(self) -> None:
+        """Compare what replicas hold, if that has not been done after this step, or begin to. Collective."""
+        run, stepper = self.run, self.run.stepper
+        if self.compared_step == run.step:
+            return
+        self.end()
+        stepper.step_sync.drain()
+        self._open = ReplicaComparison(
+            replicated(stepper),
+            mesh=run.mesh,
+            step=run.step,
+            more=partial(state.alike_along, stepper),
+            stays=stepper.is_for_updates,
+        )
+        self.compared_step = run.step
+        if not self._open.is_beside:
+            self.end()
+
+    def end(self) -> None:
+        """Return when the comparison that was begun has its result. Collective."""
+        if self._open is not None:
+            comparison, self._open = self._open, None
+            edits = self.run.stepper.edits
+            comparison.finish(edited=edits.names, outside=edits.outside)
+            if self.run.run_dir is not None:
+                self.run.log.journal.note_weights(comparison.step, comparison.weights())
+
+    def held_alike(self) -> Callable[[], dict[str, dict[str, int]]]:
+        """Return what gives the fingerprints of the comparison that has no result yet, on any thread."""
+        return dict if self._open is None else self._open.held_alike
 
 
 def fingerprints(

@@ -1,0 +1,191 @@
+"""Copies of a run's state in memory, made every so many steps for ranks that take the place of lost ones."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+
+from paceline.checkpoint.read import Checkpoint
+from paceline.launch.hosts.host_copies import HostCopies
+from paceline.training import state
+from paceline.training.parts import drift, peer_checkpoint
+from paceline.training.parts.callbacks import Callbacks
+from paceline.training.parts.memory_checkpoint import Copier, open_newest
+from paceline.training.run import RunPart, TrainingRun
+
+_NEVER = 2**62  # steps from copy to copy
+
+
+class Copies(RunPart):
+    """Copies the state where the next ranks find it if one of these is lost."""
+
+    def __init__(self, run: TrainingRun, callbacks: Callbacks) -> None:
+        self.run, self.callbacks = run, callbacks
+        self.copier = _copier(run)
+
+    def open_newest(self, accept: Callable[[Checkpoint], str | None]) -> Checkpoint | None:
+        """Return the newest state that earlier ranks left in memory; None if there is none, or an older one than on
+        the disk. Collective."""
+        context, run_dir = self.run.context, self.run.run_dir
+        assert run_dir is not None
+        if context.host_copies is not None:
+            return peer_checkpoint.open_newest(context, run_dir, accept)
+        return open_newest(context, run_dir, num_ranks=context.world_size)
+
+    def restored(self, checkpoint: Checkpoint | None) -> None:
+        run, context = self.run, self.run.context
+        copied = checkpoint if run.is_copied else None
+        if isinstance(copied, peer_checkpoint.HostsCopy):
+            copied.close()
+        if self.copier is not None:
+            self.copier.begin(run.step, is_copied=copied is not None)
+        if context.host_copies is not None:
+            peer_checkpoint.begin(run.stepper, context, run.step, copied)
+
+    def before_update(self) -> None:
+        """What follows may write to what is copied from a GPU."""
+        if self.copier is not None:
+            self.copier.before_update()
+
+    def settled(self) -> None:
+        """Copy the state, if it is time. Collective now and then."""
+        run, copier = self.run, self.copier
+        if copier is not None and run.step >= copier.next_step:
+            self._copy(copier)
+
+    def finished(self) -> None:
+        self.wait()
+
+    def summary(self) -> Mapping[str, Any]:
+        return {"copy_blocked_s": self.copier.blocked_s if self.copier is not None else 0.0}
+
+    def wait(self) -> None:
+        """Return when the last copy is in its place."""
+        if self.copier is not None:
+            self.copier.wait()
+
+    def _copy(self, copier: Copier) -> None:
+        run, context = self.run, self.run.context
+        context.beat("copy")
+        began_s = time.perf_counter()
+        run.stepper.step_sync.drain()
+        sends = (
+            copier.neighbour is not None
+            and self._is_sent(copier, copier.neighbour)
+            and run.step >= copier.next_send
+        )
+        if self.copier is None:
+            return
+        pieces = list(
+            chain(
+                state.pieces(
+                    run.stepper,
+                    host_ranks=context.local_world_size
+                    if context.host_copies is not None
+                    else None,
+                ),
+                drift.fingerprints(run.stepper, partial(state.alike_along, run.stepper)),
+            )
+        )
+        # It is too late once the kernel ends a rank.
+        if copier.num_copies == 0 and run.greatest(int(not copier.fits(pieces))):
+            self._end()
+            return
+        copier.copy(
+            run.step,
+            pieces,
+            self._document(),
+            is_for_updates=run.stepper.is_for_updates,
+            began_s=began_s,
+        )
+        if (
+            copier.num_copies == 2  # all ranks have the one before
+            and context.host_copies is not None
+            and copier.neighbour is None
+            and context.slot == 0
+        ):
+            context.host_copies.give_back_kept()
+        # After 1, 2, 4, 8, ... copies, on all ranks alike.
+        if copier.num_copies & (copier.num_copies - 1) == 0:
+            if copier.num_copies <= 2:  # the times of later ones are those of copies before them
+                copier.wait()
+            step_s = statistics.median(run.log.speed.latest_s)
+            copier.every = run.greatest(
+                copier.affordable_every(step_s) if copier.fits(pieces) else _NEVER
+            )
+            if copier.neighbour is not None:
+                copier.send_every = run.greatest(copier.affordable_send_every(step_s))
+            if copier.every == _NEVER:
+                self._end()
+        if sends and self.copier is not None:
+            copier.send(run.step)
+
+    def _is_sent(self, copier: Copier, neighbour: HostCopies) -> bool:
+        """Whether each host has what it was to take over of the host before it. Collective."""
+        is_missing = copier.sending >= 0 and neighbour.taken_step != copier.sending
+        missing = self.run.greatest(2 * int(neighbour.has_failed) + int(is_missing))
+        if missing > 1:
+            self._end()
+        elif not missing:
+            copier.note_sent()
+        return not missing
+
+    def _end(self) -> None:
+        """Make no more copies, and give back the memory of those that no other host takes over. All ranks do."""
+        assert self.copier is not None
+        copier, self.copier = self.copier, None
+        if copier.neighbour is None:
+            copier.copies.give_back(self.run.context.slot)
+        self.run.log.display.say(
+            "a host's memory has no room for copies of the state: if a rank is lost, the run goes on from the "
+            "last checkpoint"
+        )
+
+    def _document(self) -> dict[str, Any] | None:
+        """Return what of the run's state is not a tensor, for ranks that go on from memory.
+
+        Rank 0 alone has it; where there are several hosts, the first rank of each, and callbacks' state, as they end
+        with rank 0. Collective on several hosts.
+        """
+        run, context = self.run, self.run.context
+        if context.host_copies is None:
+            return run.document() | {"figures": run.figures()} if context.rank == 0 else None
+        answer = self.callbacks.states()
+        self.callbacks.heed(answer)
+        data = bytearray(b" ")
+        if context.rank == 0:
+            document = run.document() | {
+                "figures": run.figures(),
+                "callbacks": answer.get("callbacks"),
+            }
+            data = bytearray(json.dumps(document).encode())
+        if context.world_size > 1:
+            sent = torch.frombuffer(data.ljust(run.greatest(len(data))), dtype=torch.uint8).to(
+                context.device
+            )
+            torch.distributed.broadcast(sent, 0)
+            data = bytearray(sent.cpu().numpy())
+        return json.loads(data) if context.slot == 0 else None
+
+
+def _copier(run: TrainingRun) -> Copier | None:
+    """Return what makes this rank's copies; None where nobody would read them."""
+    context, stepper = run.context, run.stepper
+    if context.copies is None:
+        return None
+    if context.host_copies is None:
+        return Copier(context, context.copies, context.local_world_size)
+    return Copier(
+        context,
+        context.copies,
+        context.local_world_size,
+        peer_checkpoint.origin_of(stepper, context),
+        context.host_copies if peer_checkpoint.needs_neighbour(stepper, context) else None,
+    )

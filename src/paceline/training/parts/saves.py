@@ -1,0 +1,189 @@
+"""Checkpoints of a run: when they are saved, what is kept of them, and the model at the end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from paceline.checkpoint.prune import later_saves, prune
+from paceline.checkpoint.read import Checkpoint
+from paceline.checkpoint.write import Writer, without_snapshots
+from paceline.runs.folder import CHECKPOINTS
+from paceline.training import state
+from paceline.training.parts.callbacks import Callbacks
+from paceline.training.parts.drift import Comparisons
+from paceline.training.prefetch import Fed
+from paceline.training.run import RunPart, TrainingRun
+from paceline.training.stepper import StepResult
+
+
+class Saves(RunPart):
+    """Writes checkpoints in the background, from copies of the tensors if there is memory for them."""
+
+    def __init__(self, run: TrainingRun, comparisons: Comparisons, callbacks: Callbacks) -> None:
+        self.run, self.comparisons, self.callbacks = run, comparisons, callbacks
+        self.writer: Writer | None = None
+        self.saved_step: int | None = None
+        # Saves of checkpoints that the run could not go on from.
+        self.passed_over: frozenset[str] = frozenset()
+        self._num_exports = 0
+        self._prepares = False
+        if run.run_dir is not None:
+            self.writer = Writer(
+                run.run_dir,
+                rank=run.context.rank,
+                world_size=run.context.world_size,
+                attempt=run.context.attempt,
+                num_ranks=run.context.local_world_size,
+            )
+            state.refuse_unsaveable(run.stepper)  # now, not after an hour
+
+    def restored(self, checkpoint: Checkpoint | None) -> None:
+        if self.run.log.metrics is not None and self.run.settings.resume:
+            self.passed_over = later_saves(self.run.log.metrics.parent, after=self.run.step)
+
+    def before_update(self) -> None:
+        if self.writer is not None:
+            began_s = time.monotonic()
+            self.writer.before_update()
+            self.run.log.blocked_s += time.monotonic() - began_s
+
+    def stepped(self, fed: Fed, result: StepResult) -> None:
+        run = self.run
+        if self.writer is not None:
+            self.writer.poll()
+        if run.settings.save_every and run.step % run.settings.save_every == 0:
+            run.due.add("save")
+        self._prepares |= bool(run.settings.save_every) and run.log.speed.steps == 1
+
+    def settled(self) -> None:
+        if self._prepares and self.writer is not None:
+            self._prepare(self.writer)
+        self._prepares = False
+        if "evaluate" not in self.run.due and self.run.takes("save"):  # evaluations come first
+            self.save()
+
+    def finished(self) -> None:
+        run = self.run
+        run.context.beat("save")
+        if run.run_dir is not None:
+            self.end()
+            if run.settings.keep is None or run.settings.keep():
+                self._save_trained()
+
+    def figures(self) -> Mapping[str, Any]:
+        return {"saved_step": self.saved_step}
+
+    def take_figures(self, figures: Mapping[str, Any]) -> None:
+        """A save that the ranks before had begun and not ended is made again."""
+        saved_step, run_dir = figures["saved_step"], self.run.run_dir
+        if saved_step is not None and run_dir is not None:
+            if (run_dir / CHECKPOINTS / f"step-{saved_step}").exists():
+                self.saved_step = saved_step
+            else:
+                self.run.due.add("save")
+
+    def save(self, *, last: bool = False) -> None:
+        """Write a checkpoint in the background; after the last step from the tensors themselves, and wait for it.
+        Collective."""
+        run = self.run
+        if self.writer is None:
+            return
+        run.context.beat("save")
+        began_s = time.monotonic()
+        self.end()  # the save before is not lost if replicas differ now
+        if self.saved_step == run.step:
+            return
+        run.set_mode(trains=False)
+        self.comparisons.compare()  # what is saved is what all replicas hold
+        run.stepper.step_sync.drain()
+        answer = self.callbacks.states()
+        document = run.document() | {"compared": run.mesh.num_copies}
+        if answer:
+            document["callbacks"] = answer.get("callbacks")  # rank 0's document counts
+        if not last and self.writer.takes_snapshots is None:  # a callback asked, or a signal
+            self._prepare(self.writer)
+        self.saved_step = run.step
+        self.writer.save(
+            run.step,
+            state.pieces(run.stepper),
+            document,
+            snapshot=not last,
+            is_for_updates=run.stepper.is_for_updates,
+            held_alike=self.comparisons.held_alike(),
+            before_commit=run.log.journal.sync,
+        )
+        if last:
+            self.end()
+        self._prune()
+        blocked_s = time.monotonic() - began_s
+        run.log.blocked_s += blocked_s
+        run.note(saved=True, blocked_s=blocked_s)
+        if self.callbacks.has("on_save"):
+            self.end()
+            path = str(self.writer.folder / f"step-{run.step}")
+            self.callbacks.tell("on_save", "save", path=path)
+        self.callbacks.heed(answer)
+
+    def end(self) -> None:
+        """Return when what is being saved is committed. Collective."""
+        self.comparisons.end()
+        if self.writer is not None:
+            self.writer.wait()
+
+    def export_weights(self, order: Mapping[str, Any]) -> dict[str, Any]:
+        """Give callbacks the weights as they are now, in a checkpoint without the optimizer. Collective."""
+        run, run_dir = self.run, self.run.run_dir
+        assert order["do"] == "weights" and run_dir is not None
+        if self.saved_step == run.step:
+            self.end()
+            return {"path": str(run_dir / CHECKPOINTS / f"step-{run.step}"), "is_temporary": False}
+        run.set_mode(trains=False)
+        run.stepper.step_sync.drain()
+        self._num_exports += 1
+        folder = run_dir / f".weights-{run.context.attempt}-{self._num_exports}"
+        writer = Writer(
+            folder,
+            rank=run.context.rank,
+            world_size=run.context.world_size,
+            attempt=run.context.attempt,
+        )
+        writer.save(
+            run.step,
+            state.weights_of(state.pieces(run.stepper)),
+            {"step": run.step, "ties": state.ties(run.stepper.model)},
+            snapshot=False,
+        )
+        writer.wait()
+        run.greatest(0)  # every rank has seen it complete before it is removed
+        return {"path": str(folder / CHECKPOINTS / f"step-{run.step}"), "is_temporary": True}
+
+    def _prepare(self, writer: Writer) -> None:
+        """Take memory for copies of what saves write, if all ranks have it. Collective."""
+        pieces = list(state.pieces(self.run.stepper))
+        writer.takes_snapshots = not self.run.greatest(not writer.has_memory_for(pieces))
+        if writer.takes_snapshots:
+            writer.prepare(pieces)
+        else:
+            self.run.log.display.say(without_snapshots(pieces))
+
+    def _prune(self) -> None:
+        settings = self.run.settings
+        if settings.keep_checkpoints and settings.run_dir is not None and self.run.log.writes:
+            prune(settings.run_dir, newest=settings.keep_checkpoints, passed_over=self.passed_over)
+
+    def _save_trained(self) -> None:
+        """Write the last checkpoint, and the model by itself."""
+        run, context = self.run, self.run.context
+        assert run.run_dir is not None
+        if self.saved_step != run.step:
+            self.save(last=True)
+        self._prune()  # of what was being saved then
+        if context.rank == 0:
+            state.export(run.stepper.model, run.run_dir, step=run.step)
+        if context.store is not None:  # a collective would give up after its own time limit
+            key = f"exported/{context.num_trained}"
+            if context.rank == 0:
+                context.store.set(key, "")
+            context.hear(key, "save")

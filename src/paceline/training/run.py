@@ -1,0 +1,154 @@
+"""A rank's training run as its parts see it, and what a part may do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.checkpoint.read import Checkpoint
+from paceline.job import Job
+from paceline.launch.process.context import RankContext
+from paceline.strategies.mesh import Mesh
+from paceline.strategies.plan import Plan
+from paceline.training import state
+from paceline.training.prefetch import Fed
+from paceline.training.run_log import RunLog
+from paceline.training.settings import Settings
+from paceline.training.stepper import Stepper, StepResult
+
+
+class RunPart:
+    """One feature of a run beside its steps, with the moments at which it may do something.
+
+    All ranks have the same parts in the same order, and every moment comes after the same step on all of them. So a
+    part may enter collectives.
+    """
+
+    def restored(self, checkpoint: Checkpoint | None) -> None:
+        """The run goes on from here. checkpoint: what it was restored from; None if it begins."""
+
+    def before_update(self) -> None:
+        """What follows writes to the weights and the optimizer's state."""
+
+    def stepped(self, fed: Fed, result: StepResult) -> None:
+        """A step was taken, on this rank. Ranks may be in different steps: nothing here is collective."""
+
+    def settled(self) -> None:
+        """Ranks are after the same step, and the run may be evaluated and saved. Called again if a part wants it."""
+
+    def finished(self) -> None:
+        """All steps are taken, and the last one is settled."""
+
+    def document(self) -> Mapping[str, Any]:
+        """Return what a checkpoint keeps of the part, as JSON."""
+        return {}
+
+    def figures(self) -> Mapping[str, Any]:
+        """Return what a copy in memory keeps in addition; `take_figures` gets it back."""
+        return {}
+
+    def take_figures(self, figures: Mapping[str, Any]) -> None:
+        """Know what the part knew at the copy that the run goes on from."""
+
+    def summary(self) -> Mapping[str, Any]:
+        """Return the part's figures in the run's summary. Collective."""
+        return {}
+
+
+@dataclass
+class TrainingRun:
+    """What the loop and the parts of one rank's run share."""
+
+    context: RankContext
+    job: Job
+    plan: Plan
+    settings: Settings
+    mesh: Mesh
+    stepper: Stepper
+    log: RunLog
+    parts: list[RunPart] = field(default_factory=list)
+    step: int = 0  # steps that were taken
+    samples: int = 0
+    epoch: int = 0  # of the last step
+    # What parts are to do when ranks are settled: "compare", "evaluate", "epoch", "save".
+    due: set[str] = field(default_factory=set)
+    stop: bool = False  # some rank was asked to stop, or callbacks want something
+    ended: str | None = None  # why a callback or the observer ended the run, if one did
+    is_copied: bool = False  # whether it goes on from a copy in memory
+
+    @property
+    def run_dir(self) -> Path | None:
+        return self.settings.run_dir
+
+    def takes(self, word: str) -> bool:
+        """Whether something is due; it is not any more."""
+        is_due = word in self.due
+        self.due.discard(word)
+        return is_due
+
+    def beat(self, phase: str) -> None:
+        """Give a sign of life in a phase of a step."""
+        self.context.beat(phase)
+        if self.stepper.trace is not None:
+            self.stepper.trace.phase(phase)
+
+    def note(self, **figures: Any) -> None:
+        """Append a line to metrics.jsonl, on rank 0."""
+        self.log.note(self.step, **figures)
+
+    def before_update(self) -> None:
+        """Let every part know that weights are written to next. Collective."""
+        for part in self.parts:
+            part.before_update()
+
+    def settle(self) -> None:
+        """Let every part do what is due, until nothing is. Collective."""
+        while True:
+            for part in self.parts:
+                part.settled()
+            if not self.due:
+                return
+
+    def set_mode(self, *, trains: bool) -> None:
+        """Let the weights be in place that are trained, or those that are evaluated, saved and given to users.
+        Collective."""
+        if self.stepper.has_modes and self.stepper.trains is not trains:
+            self.beat("optimizer")
+            self.stepper.set_mode(trains=trains)
+
+    def document(self) -> dict[str, Any]:
+        """Return what of the run's state is not a tensor."""
+        document = state.document(self.stepper, step=self.step, samples=self.samples)
+        for part in self.parts:
+            document |= part.document()
+        return document
+
+    def figures(self) -> dict[str, Any]:
+        """Return what a run that goes on from a copy knows beside its state."""
+        figures: dict[str, Any] = {
+            "epoch": self.epoch,
+            "due": sorted(self.due),
+            "loss": self.log.loss,
+        }
+        for part in self.parts:
+            figures |= part.figures()
+        return figures
+
+    def take_figures(self, figures: Mapping[str, Any]) -> None:
+        """Know what the run knew at its last copy."""
+        self.epoch, self.due = figures["epoch"], self.due | set(figures["due"])
+        self.log.loss = figures["loss"]
+        for part in self.parts:
+            part.take_figures(figures)
+
+    def greatest(self, value: int) -> int:
+        """Return the greatest value over all ranks. Collective."""
+        if self.context.world_size == 1:
+            return value
+        greatest = torch.tensor(value, dtype=torch.int64, device=self.context.device)
+        torch.distributed.all_reduce(greatest, torch.distributed.ReduceOp.MAX)
+        return int(greatest)
