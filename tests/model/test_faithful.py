@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from paceline.base.errors import PlanRefused
+from paceline.model.forward_state import state_kept
 from paceline.model.graph import CaptureFailed, capture
 from paceline.model.graph_check import first_difference
 from paceline.model.graph_limits import examine
 from paceline.model.losses import refuse_readers
 from paceline.model.opaque import OpaqueModules
 from paceline.model.randomness import WithoutRandomness
-from paceline.model.state_snapshot import StateSnapshot
 from paceline.strategies.stages.build import faithful_capture
 
 
@@ -143,12 +143,9 @@ def test_parameters_that_a_forward_edits_are_put_back() -> None:
     """Also in place, as a momentum target is."""
     model = nn.Embedding(6, 3, max_norm=0.1)
     before = model.weight.detach().clone()
-    snapshot = StateSnapshot(model)
-    with snapshot.watching():
+    with state_kept(model):
         model(torch.arange(6))
-    assert not torch.equal(model.weight, before)
-
-    snapshot.restore()
+        assert not torch.equal(model.weight, before)
 
     assert torch.equal(model.weight, before)
 

@@ -5,8 +5,7 @@ no buffers.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -47,76 +46,6 @@ def in_float64(model: nn.Module) -> nn.Module:
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             setattr(module, attribute, value.double())
     return model.double()  # .to(dtype) would cut complex numbers in two
-
-
-class AttributeSnapshot:
-    """The plain attributes of a model at one moment, with copies of their values by name."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self._originals = {name: value for name, _, _, value in plain_attributes(model)}
-        self.values = {name: copied(value) for name, value in self._originals.items()}
-
-    def changed(self) -> list[str]:
-        """Return the names of attributes that are new or have another value now, in the model's
-        order.
-        """
-        return [
-            name
-            for name, _, _, value in plain_attributes(self.model)
-            if name not in self.values or not is_same(value, self.values[name])
-        ]
-
-    def restore(self) -> None:
-        """Put every attribute back as it was: the same objects with their former contents; new ones
-        are deleted.
-        """
-        for name, module, attribute, _ in list(plain_attributes(self.model)):
-            if name not in self.values:
-                delattr(module, attribute)
-        for path, module in self.model.named_modules():
-            prefix = f"{path}." if path else ""
-            for attribute in [key for key in vars(module) if f"{prefix}{key}" in self.values]:
-                name = f"{prefix}{attribute}"
-                if not is_same(vars(module)[attribute], self.values[name]):
-                    vars(module)[attribute] = _refilled(self._originals[name], self.values[name])
-
-
-class StateOfForward:
-    """The buffers, the plain attributes and the given parameters of a model at one moment."""
-
-    def __init__(self, model: nn.Module, parameters: Iterable[nn.Parameter] = ()) -> None:
-        self._attributes = AttributeSnapshot(model)
-        self._buffers = [
-            (module, name, buffer)
-            for module in model.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
-        self._values = [
-            (tensor, tensor.detach().clone())
-            for tensor in [*(buffer for _, _, buffer in self._buffers), *parameters]
-        ]
-
-    def restore(self) -> None:
-        """Put all of it back as it was: the same objects with their former contents."""
-        self._attributes.restore()
-        for module, name, buffer in self._buffers:
-            module._buffers[name] = buffer
-        with torch.no_grad():
-            for tensor, value in self._values:
-                if not is_same(tensor.detach(), value):
-                    tensor.copy_(value)
-
-
-@contextmanager
-def state_of_forward_kept(model: nn.Module, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Restore buffers, plain attributes and these parameters after the block."""
-    before = StateOfForward(model, parameters)
-    try:
-        yield
-    finally:
-        before.restore()
 
 
 def is_same(value: Any, other: Any) -> bool:
@@ -161,41 +90,19 @@ def is_plain(value: Any) -> bool:
     return isinstance(value, _CONTAINERS) and all(map(is_plain, value))
 
 
-def copied(value: Any) -> Any:
-    """Return a copy of a plain value, with copies of its tensors."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        return (
-            type(value)((key, copied(item)) for key, item in value.items())
-            if type(value) is not dict
-            else {key: copied(item) for key, item in value.items()}
-        )
-    if isinstance(value, tuple):
-        return (
-            type(value)(*map(copied, value))
-            if hasattr(value, "_fields")
-            else type(value)(map(copied, value))
-        )
-    if isinstance(value, deque):
-        return deque(map(copied, value), maxlen=value.maxlen)
-    return type(value)(map(copied, value)) if isinstance(value, list | set) else value
-
-
-def _refilled(original: Any, copy: Any) -> Any:
-    """Return the original object with the contents of its copy.
-
-    It stays the same object, as others may refer to it.
+class StateOfForward:
+    """The attributes and buffers of a loss that is a module, for `training/parts/recompute_check.py`
+    alone: this class goes with that file.
     """
-    if isinstance(original, torch.Tensor):
+
+    def __init__(self, model: nn.Module) -> None:
+        self._attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
+        self._buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+
+    def restore(self) -> None:
+        for attributes, before in self._attributes:
+            attributes.update(before)
         with torch.no_grad():
-            return original if is_same(original, copy) else original.copy_(copy)
-    if isinstance(original, dict | set):
-        original.clear()
-        original.update(copied(copy))
-    elif isinstance(original, list | deque):
-        original.clear()
-        original.extend(copied(copy))
-    else:
-        return copied(copy)
-    return original
+            for buffer, value in self._buffers:
+                if not is_same(buffer.detach(), value):
+                    buffer.copy_(value)

@@ -8,10 +8,12 @@ is kept, so nothing here is a collective.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class TensorSnapshot:
@@ -47,6 +49,13 @@ class TensorSnapshot:
         """Whether the tensor holds another value now."""
         return self.is_written() and not self.is_same()
 
+    def restore(self) -> torch.Tensor:
+        """Write the value to the tensor, if it holds another one, and return the tensor."""
+        if self.is_changed():
+            with torch.no_grad():
+                self.tensor.copy_(self.value)
+        return self.tensor
+
     def is_same(self) -> bool:
         """Whether shape, dtype and every bit of the tensor's value are as they were; NaN equals
         NaN.
@@ -57,6 +66,37 @@ class TensorSnapshot:
         return bool(
             torch.equal(now, then) or ((now == then) | ((now != now) & (then != then))).all()
         )
+
+
+class UndoneWrites(TorchDispatchMode):
+    """A mode that copies a tensor when an operator is about to change it, until `undo`.
+
+    Unlike `TensorSnapshot` it takes no memory for other tensors whose memory torch did not allocate
+    itself, such as weights in files.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self._tensors = {tensor.untyped_storage()._cdata: tensor for tensor in tensors}
+        self._before: dict[int, torch.Tensor] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for place, argument in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                written = args[place] if place < len(args) else kwargs.get(argument.name)
+                for leaf in pytree.tree_leaves(written):
+                    key = leaf.untyped_storage()._cdata if isinstance(leaf, torch.Tensor) else 0
+                    if key in self._tensors and key not in self._before:
+                        self._before[key] = self._tensors[key].detach().clone()
+        return func(*args, **kwargs)
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        """Put back the tensors that were changed since the last time."""
+        for key, value in self._before.items():
+            self._tensors[key].copy_(value)
+        self._before.clear()
 
 
 def lazy_copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,40 +1,69 @@
-"""The state that a module's forward reads and changes besides its inputs, so that the same forward
-can run again.
+"""The state that a module's forward reads and changes besides its inputs, at one moment: to find what
+has changed since, to restore it, or to run the same forward again.
 
-This state consists of buffers, parameters that a forward edits in place, plain attributes
-(counters, temperatures, tensors that are no buffers), and Python's and NumPy's random streams.
-`torch.utils.checkpoint` restores torch's own generators.
+This state consists of buffers, parameters that a forward edits in place, attributes (counters,
+temperatures, tensors that are no buffers, generators), and the global random streams of Python,
+NumPy and torch's CPU. Values are kept without a copy until something writes to them.
 """
 
 from __future__ import annotations
 
 import copy
-import ctypes
+import inspect
 import operator
 import random
 from collections import deque
-from collections.abc import Callable, MutableMapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
-from paceline.model.copy_on_write import TensorSnapshot
+from paceline.base.streams import set_streams, stream_states
+from paceline.model.attributes import is_plain, is_same
+from paceline.model.copy_on_write import TensorSnapshot, UndoneWrites
 
 OF_TORCH = frozenset(nn.Module().__dict__)
-_MT19937_WORDS = 625  # a table of 624 and the place in it
 _CONTAINERS = (list, tuple, dict, set, deque)
-_COPIED = (
-    torch.Tensor,
-    *_CONTAINERS,
-    torch.Generator,
-    random.Random,
-    np.random.Generator,
-    np.random.RandomState,
-)
+_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+
+
+@dataclass(frozen=True, slots=True)
+class _ObjectSnapshot:
+    """A container or a generator at one moment: the object, and a twin that nothing else refers to.
+
+    The items of a container's twin are what `_snapshot` makes of them.
+    """
+
+    original: Any
+    twin: Any
+
+    def is_written(self) -> bool:
+        """Whether the object may have another value: only containers that were empty and still are
+        can't have.
+        """
+        return bool(self.twin) or bool(self.original)
+
+    def restore(self) -> Any:
+        """Give the object its former value, and those inside it, and return the object."""
+        original, twin = self.original, self.twin
+        if isinstance(original, np.random.Generator):
+            original.bit_generator.state = twin.bit_generator.state
+        elif isinstance(original, random.Random):
+            original.setstate(twin.getstate())
+        elif isinstance(original, torch.Generator | np.random.RandomState):
+            original.set_state(twin.get_state())
+        else:
+            items = _mapped(twin, _restored)
+            if not isinstance(items, tuple):
+                original.clear()
+                (original.update if isinstance(items, dict | set) else original.extend)(items)
+        return original
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,32 +72,30 @@ class MappingSnapshot:
     parameters.
     """
 
-    mapping: MutableMapping[str, Any]
+    mapping: MutableMapping[Any, Any]
+    prefix: str  # of the full names of what the mapping has
     names: tuple[str, ...] | None  # names that belong to the state; None if all of them do
-    values: dict[str, Any]  # by reference
-    copies: dict[str, Any]  # of values that can be written to, as `_copied` makes them
+    values: dict[Any, Any]  # by reference
+    copies: dict[Any, Any]  # of values that can be written to, as `_snapshot` makes them
 
     @classmethod
     def of(
-        cls, mapping: MutableMapping[str, Any], names: tuple[str, ...] | None = None
+        cls,
+        mapping: MutableMapping[Any, Any],
+        prefix: str = "",
+        names: tuple[str, ...] | None = None,
     ) -> MappingSnapshot:
         values = _content(mapping, names)
-        return cls(
-            mapping,
-            names,
-            values,
-            {
-                key: _copied(value)
-                for key, value in values.items()
-                if _can_be_written(value) and key not in OF_TORCH
-            },
-        )
+        copies = {
+            key: seen
+            for key, value in values.items()
+            if key not in OF_TORCH and (seen := _snapshot(value)) is not value
+        }
+        return cls(mapping, prefix, names, values, copies)
 
     def is_current(self) -> bool:
         """Whether the mapping is known to hold the same objects with the same values."""
-        if self.copies and any(
-            _may_be_written(copy, self.values[key]) for key, copy in self.copies.items()
-        ):
+        if any(seen.is_written() for seen in self.copies.values()):
             return False
         return _is_alike(
             _content(self.mapping, self.names) if self.names is not None else self.mapping,
@@ -79,22 +106,40 @@ class MappingSnapshot:
         """Return a value as it was."""
         return _refreshed(self.copies[key], {}) if key in self.copies else self.values[key]
 
-    def put_back(self, fresh: dict[int, torch.Tensor]) -> None:
-        """Restore the content of the mapping, with values that may be written to.
+    def had(self, key: str, value: Any) -> bool:
+        """Whether the mapping had an equal plain value."""
+        return key in self.values and is_same(value, self.then(key))
+
+    def changed(self) -> Iterator[str]:
+        """Yield the names of plain values that are new or others now."""
+        if self.is_current():
+            return
+        for key, value in self.mapping.items():
+            if key not in OF_TORCH and is_plain(value) and not self.had(key, value):
+                yield self.prefix + key
+
+    def restore(self) -> None:
+        """Restore the content of the mapping: the same objects with their former values."""
+        for seen in self.copies.values():
+            seen.restore()
+        _replace(self.mapping, self.names, self.values)
+
+    def put_back(self, fresh: dict[int, Any]) -> None:
+        """Restore the content of the mapping, with other objects in place of those that may be
+        written to.
 
         Args:
-            fresh: The replacement of each tensor that was written to since, by the id of the
-                tensor.
+            fresh: The replacement of each object so far, by the id of the object.
         """
-        values = self.values | {key: _refreshed(copy, fresh) for key, copy in self.copies.items()}
+        values = self.values | {key: _refreshed(seen, fresh) for key, seen in self.copies.items()}
         _replace(self.mapping, self.names, values)
 
 
-def _content(mapping: MutableMapping[str, Any], names: tuple[str, ...] | None) -> dict[str, Any]:
+def _content(mapping: MutableMapping[Any, Any], names: tuple[str, ...] | None) -> dict[Any, Any]:
     return dict(mapping) if names is None else {name: mapping[name] for name in names}
 
 
-def _is_alike(mapping: MutableMapping[str, Any], values: dict[str, Any]) -> bool:
+def _is_alike(mapping: MutableMapping[Any, Any], values: dict[Any, Any]) -> bool:
     """Whether the mapping has the same objects under as many keys.
 
     This takes a few nanoseconds for each.
@@ -103,11 +148,48 @@ def _is_alike(mapping: MutableMapping[str, Any], values: dict[str, Any]) -> bool
 
 
 def _replace(
-    mapping: MutableMapping[str, Any], names: tuple[str, ...] | None, values: dict[str, Any]
+    mapping: MutableMapping[Any, Any], names: tuple[str, ...] | None, values: dict[Any, Any]
 ) -> None:
     if names is None:
         mapping.clear()
     mapping.update(values)
+
+
+class MappingSnapshots:
+    """Some mappings of a model's modules at one moment."""
+
+    def __init__(self, parts: Sequence[MappingSnapshot]) -> None:
+        self.parts = parts
+
+    @classmethod
+    def of_attributes(cls, model: nn.Module) -> MappingSnapshots:
+        """Return the attributes of all modules at this moment."""
+        return cls([MappingSnapshot.of(vars(part), prefix) for prefix, part in _modules(model)])
+
+    def values(self) -> dict[str, Any]:
+        """Return the plain values as they were, by name."""
+        return {
+            part.prefix + key: part.then(key)
+            for part in self.parts
+            for key, value in part.values.items()
+            if key not in OF_TORCH and is_plain(value)
+        }
+
+    def changed(self) -> list[str]:
+        """Return the names of plain values that are new or others now, in the model's order."""
+        return [name for part in self.parts for name in part.changed()]
+
+    def restore(self) -> None:
+        """Restore everything: the same objects with their former values. New attributes are
+        deleted.
+        """
+        for part in self.parts:
+            part.restore()
+
+
+def _modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the modules with the prefix of names inside each."""
+    return [(f"{path}." if path else "", module) for path, module in model.named_modules()]
 
 
 class ForwardState:
@@ -116,7 +198,7 @@ class ForwardState:
     Args:
         buffers: Buffers by name, if the forward takes them from this mapping and not from the
             module.
-        edited: Whether a forward may edit a parameter in place.
+        edited: The parameters that a forward may edit in place.
     """
 
     def __init__(
@@ -124,24 +206,16 @@ class ForwardState:
         module: nn.Module,
         *,
         buffers: MutableMapping[str, torch.Tensor] | None = None,
-        edited: Callable[[nn.Parameter], bool] = lambda parameter: True,
+        edited: Collection[nn.Parameter] = frozenset(),
     ) -> None:
         self.buffers = buffers
-        inside = list(module.modules())
-        self.mappings: list[MutableMapping[str, Any]] = [vars(part) for part in inside]
-        self.mappings += [part._buffers for part in inside if part._buffers]
-        self.parameters = [
-            (part._parameters, names)
-            for part in inside
-            if (
-                names := tuple(
-                    name
-                    for name, parameter in part._parameters.items()
-                    if parameter is not None and edited(parameter)
-                )
-            )
+        self._modules = _modules(module)
+        self._edited = [
+            (part._parameters, prefix, names)
+            for prefix, part in self._modules
+            if (names := tuple(name for name, p in part._parameters.items() if p in edited))
         ]
-        self.known: dict[int, MappingSnapshot] = {}
+        self._known: dict[int, MappingSnapshot] = {}
 
     def now(self, *, buffers: tuple[str, ...] = ()) -> ForwardSnapshot:
         """Return the state at this moment.
@@ -149,65 +223,42 @@ class ForwardState:
         Args:
             buffers: Names of the buffers that the forward takes from elsewhere.
         """
-        parts = [self._part(mapping) for mapping in self.mappings]
+        tensors = [self._part(part._buffers, prefix) for prefix, part in self._modules]
         if buffers:
             assert self.buffers is not None
-            parts.append(MappingSnapshot.of(self.buffers, buffers))
+            tensors.append(MappingSnapshot.of(self.buffers, "", buffers))
         # Parameters are written to in every update, and would be copied then if they were still
         # looked at.
-        parts += [MappingSnapshot.of(mapping, names) for mapping, names in self.parameters]
-        return ForwardSnapshot(parts, Streams.now())
+        tensors += [MappingSnapshot.of(*each) for each in self._edited]
+        attributes = [self._part(vars(part), prefix) for prefix, part in self._modules]
+        return ForwardSnapshot(
+            MappingSnapshots(attributes), MappingSnapshots(tensors), stream_states()
+        )
 
-    def _part(self, mapping: MutableMapping[str, Any]) -> MappingSnapshot:
-        known = self.known.get(id(mapping))
+    def _part(self, mapping: MutableMapping[str, Any], prefix: str) -> MappingSnapshot:
+        known = self._known.get(id(mapping))
         if known is None or not known.is_current():
-            known = self.known[id(mapping)] = MappingSnapshot.of(mapping)
+            known = self._known[id(mapping)] = MappingSnapshot.of(mapping, prefix)
         return known
-
-
-@dataclass(frozen=True, slots=True)
-class Streams:
-    """The states of Python's and NumPy's random streams. `place` is the result of `_place`."""
-
-    python: Any
-    numpy: Any
-    place: tuple[int, ...] | None
-
-    @classmethod
-    def now(cls) -> Streams:
-        place = _place()
-        if place is None or _latest.get("place") != place:  # asking NumPy takes 30 us
-            _latest.update(place=place, state=np.random.get_state())
-        return cls(random.getstate(), _latest["state"], place)
-
-    def put_back(self) -> None:
-        random.setstate(self.python)
-        if self.place is None or self.place != _place():
-            np.random.set_state(self.numpy)
-
-
-_latest: dict[str, Any] = {}
-
-
-def _place() -> tuple[int, ...] | None:
-    """Return the position of NumPy's generator: two words of its table, which identify it, and the
-    place in the table.
-
-    The result is None if the generator is not of NumPy's default kind.
-    """
-    generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
-    if type(generator) is not np.random.MT19937:
-        return None
-    words = (ctypes.c_uint32 * _MT19937_WORDS).from_address(generator.ctypes.state_address)
-    return words[0], words[_MT19937_WORDS // 2], words[_MT19937_WORDS - 1]
 
 
 @dataclass(frozen=True)
 class ForwardSnapshot:
     """A forward's state at one moment, and that of the random streams."""
 
-    parts: list[MappingSnapshot]
-    streams: Streams
+    attributes: MappingSnapshots
+    tensors: MappingSnapshots  # buffers, and parameters that a forward may edit
+    streams: tuple[Any, ...]
+    writes: UndoneWrites | None = None  # to other parameters, if these are watched
+
+    def restore(self, *, with_attributes: bool = True) -> None:
+        """Restore everything: the same objects with their former values."""
+        if self.writes is not None:
+            self.writes.undo()
+        self.tensors.restore()
+        if with_attributes:
+            self.attributes.restore()
+        set_streams(self.streams)
 
     def again(self) -> AbstractContextManager[None]:
         """Return a context in which the state is that of this moment.
@@ -223,64 +274,152 @@ class _Again(AbstractContextManager[None]):
     """
 
     def __init__(self, moment: ForwardSnapshot) -> None:
-        self.moment = moment
+        self.parts, self.streams = (
+            [*moment.attributes.parts, *moment.tensors.parts],
+            moment.streams,
+        )
 
     def __enter__(self) -> None:
-        self.before = [_content(part.mapping, part.names) for part in self.moment.parts]
-        self.streams = Streams.now()
-        self.moment.streams.put_back()
-        fresh: dict[int, torch.Tensor] = {}
-        for part in self.moment.parts:
+        self.before = [_content(part.mapping, part.names) for part in self.parts]
+        self.streams_before = stream_states()
+        set_streams(self.streams)
+        fresh: dict[int, Any] = {}
+        for part in self.parts:
             if not part.is_current():
                 part.put_back(fresh)
 
     def __exit__(self, *_: object) -> None:
-        for part, values in zip(self.moment.parts, self.before, strict=True):
+        for part, values in zip(self.parts, self.before, strict=True):
             if part.names is not None or not _is_alike(part.mapping, values):
                 _replace(part.mapping, part.names, values)
-        self.streams.put_back()
+        set_streams(self.streams_before)
 
 
-def _can_be_written(value: Any) -> bool:
-    if isinstance(value, tuple):
-        return any(map(_can_be_written, value))
-    return isinstance(value, _COPIED)
+@contextmanager
+def state_kept(model: nn.Module) -> Iterator[ForwardSnapshot]:
+    """Restore a model's state after the block, whatever forwards do to it, and yield the state.
 
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return TensorSnapshot(value)
-    if isinstance(value, torch.Generator):
-        return value.clone_state()
-    if isinstance(value, list) and value and all(isinstance(item, nn.Parameter) for item in value):
-        return list(
-            value
-        )  # a module's own parameters once more (an LSTM's); those of FSDP2 can't be looked at
-    if isinstance(value, _CONTAINERS):
-        return _mapped(value, _copied)
-    return copy.deepcopy(value) if isinstance(value, _COPIED) else value
-
-
-def _may_be_written(copied: Any, original: Any) -> bool:
-    """Whether the original of a copy by `_copied` may have another value, such as new items in an
-    empty container.
+    Parameters are copied when an operator is about to change one.
     """
-    if isinstance(copied, TensorSnapshot):
-        return copied.is_written()
-    return not isinstance(copied, _CONTAINERS) or bool(copied) or bool(original)
+    writes = UndoneWrites(model.parameters())
+    snapshot = replace(ForwardState(model).now(), writes=writes)
+    try:
+        with writes:
+            yield snapshot
+    finally:
+        snapshot.restore()
 
 
-def _refreshed(value: Any, fresh: dict[int, torch.Tensor]) -> Any:
-    """Return a copy by `_copied` as values that may be written to."""
-    if isinstance(value, TensorSnapshot):
-        if not value.is_written():
-            return value.tensor
-        return fresh.setdefault(id(value.tensor), _twin(value))
+@contextmanager
+def function_kept(function: Any, apart_from: nn.Module) -> Iterator[None]:
+    """Restore the state of a function after the block: attributes of its object or modules,
+    variables of its closure.
+
+    Args:
+        apart_from: A model whose state is restored elsewhere.
+    """
+    known = set(map(id, apart_from.modules()))
+    objects = [value for value in _behind(function) if id(value) not in known]
+    cells = [pair for value in (function, *objects) for pair in _cells(value)]
+    variables = {number: value for number, (_, value) in enumerate(cells)}
+    kept = MappingSnapshots(
+        [
+            MappingSnapshot.of(variables),
+            *(
+                MappingSnapshot.of(vars(value))
+                for value in objects
+                if type(getattr(value, "__dict__", None)) is dict
+                and not isinstance(value, nn.Module | type)
+                and not inspect.isroutine(value)
+            ),
+        ]
+    )
+    with ExitStack() as modules_kept:
+        for module in objects:
+            if isinstance(module, nn.Module):
+                modules_kept.enter_context(state_kept(module))
+        try:
+            yield
+        finally:
+            kept.restore()
+            for number, (cell, _) in enumerate(cells):
+                cell.cell_contents = variables[number]
+
+
+def _behind(function: Any) -> list[Any]:
+    """Return the function without its wrappers, the object of which it is a method, and the values
+    of its closure.
+    """
+    if isinstance(function, partial):
+        return [
+            value
+            for part in (function.func, *function.args)
+            if callable(part)
+            for value in _behind(part)
+        ]
+    owner = getattr(function, "__self__", None)
+    return [
+        function,
+        *([] if owner is None else [owner]),
+        *(value for _, value in _cells(function) if callable(value)),
+    ]
+
+
+def _cells(function: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the cells of a function's closure, and their values."""
+    for cell in getattr(function, "__closure__", None) or ():
+        with suppress(ValueError):  # its variable has no value yet
+            yield cell, cell.cell_contents
+
+
+def _snapshot(value: Any, *, is_inside: bool = False) -> Any:
+    """Return a snapshot of a value that can be written to, and any other value itself.
+
+    Args:
+        is_inside: Whether it is in a container. Parameters there are a module's own once more (an
+            LSTM's), and those of FSDP2 can't be looked at.
+    """
     if isinstance(value, torch.Tensor):
-        return value
+        by_reference = FakeTensor, *([nn.Parameter] if is_inside else [])
+        return value if isinstance(value, by_reference) else TensorSnapshot(value)
     if isinstance(value, _CONTAINERS):
-        return _mapped(value, lambda item: _refreshed(item, fresh))
-    return _copied(value)
+        twin = _mapped(value, partial(_snapshot, is_inside=True))
+        is_fixed = isinstance(value, tuple) and all(map(operator.is_, twin, value))
+        return value if is_fixed else _ObjectSnapshot(value, twin)
+    if isinstance(value, _GENERATORS):
+        return _ObjectSnapshot(value, _apart(value))
+    return value
+
+
+def _apart(generator: Any) -> Any:
+    """Return another generator of the same state."""
+    is_of_torch = isinstance(generator, torch.Generator)
+    return generator.clone_state() if is_of_torch else copy.deepcopy(generator)
+
+
+def _restored(seen: Any) -> Any:
+    """Return the value of which `_snapshot` made this, as it was."""
+    return seen.restore() if isinstance(seen, TensorSnapshot | _ObjectSnapshot) else seen
+
+
+def _refreshed(seen: Any, fresh: dict[int, Any]) -> Any:
+    """Return the value of which `_snapshot` made this, or one like it if it may be written to."""
+    if isinstance(seen, TensorSnapshot):
+        if not seen.is_written():
+            return seen.tensor
+        original, make = seen.tensor, partial(_twin, seen)
+    elif isinstance(seen, _ObjectSnapshot):
+        original = seen.original
+        make = (
+            partial(_apart, seen.twin)
+            if isinstance(original, _GENERATORS)
+            else partial(_mapped, seen.twin, lambda item: _refreshed(item, fresh))
+        )
+    else:
+        return seen
+    if id(original) not in fresh:
+        fresh[id(original)] = make()
+    return fresh[id(original)]
 
 
 def _twin(seen: TensorSnapshot) -> torch.Tensor:

@@ -31,8 +31,10 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils import _pytree as pytree
 
 from paceline.base.errors import PlanRefused
+from paceline.base.streams import stream_states
 from paceline.base.user_code import user_frames
 from paceline.cluster.gpu_use import start_autograd_without_gpus
+from paceline.model.forward_state import ForwardState, state_kept
 from paceline.model.opaque import (
     Call,
     CannotRecord,
@@ -42,7 +44,6 @@ from paceline.model.opaque import (
     modules_in,
 )
 from paceline.model.reads import Reads, attributes_read
-from paceline.model.state_snapshot import Bindings, draws_state, generators_kept, state_kept
 
 aten = torch.ops.aten
 # Operators that change running statistics although their schema does not say so: the positions of
@@ -255,21 +256,20 @@ def _captured(
         ),
         1,
     )
-    bindings, before = Bindings(model), draws_state()
+    before = ForwardState(model).now()
     try:
         with (
             _quiet(),
             without_cache(model),
-            generators_kept(model),
             functions_kept(),
             attributes_read() as attributes,
             opaque.standing_in(model, samples) as calls,
         ):
             exported = torch.export.export(model, args, kwargs, strict=False)
-            if draws_state() != before:
+            if stream_states()[:2] != before.streams[:2]:
                 raise CannotRecord("the forward draws from Python's or NumPy's random numbers")
     finally:
-        bindings.restore()
+        before.restore()
     read = _Reader(
         model, exported, (args, kwargs), tuple(calls), tensors or dict(model.named_parameters())
     ).read()

@@ -16,9 +16,9 @@ from torch.utils import _pytree as pytree
 
 from paceline.base.logs import logger
 from paceline.model.copy_on_write import lazy_copies
+from paceline.model.forward_state import state_kept
 from paceline.model.graph_limits import call, is_near
 from paceline.model.randomness import WithoutRandomness
-from paceline.model.state_snapshot import StateSnapshot
 
 if TYPE_CHECKING:
     from paceline.model.graph import Capture
@@ -55,43 +55,31 @@ def first_difference(
     Outputs and buffers of both are compared, and for the first forward also the gradients of a
     fixed mixture of the outputs. The model's state is left as it was.
     """
-    snapshot = StateSnapshot(model)
     modules = _ModuleOutputs(model)
-    try:
-        with running(), snapshot.watching(), WithoutRandomness():
+    with state_kept(model) as before, running(), WithoutRandomness():
+        try:
+            with modules:
+                expected = [
+                    _figures(model, partial(call, model, args, kwargs), backward=not number)
+                    for number in range(FORWARDS)
+                ]
+        except Exception as error:  # on a batch of this size, say
+            logger.info("not compared with its capture: the model fails on the example: %s", error)
+            return None
+        before.restore()
+        for number, figures in enumerate(expected):
+            made: dict[str, torch.Tensor] = {}
             try:
-                with modules:
-                    expected = [
-                        _figures(model, partial(call, model, args, kwargs), backward=not number)
-                        for number in range(FORWARDS)
-                    ]
-            except Exception as error:  # on a batch of this size, say
-                logger.info(
-                    "not compared with its capture: the model fails on the example: %s", error
+                actual = _figures(
+                    model, partial(_run, model, capture, args, kwargs, made), backward=not number
                 )
-                return None
-            snapshot.restore()
-            for number, figures in enumerate(expected):
-                made: dict[str, torch.Tensor] = {}
-                try:
-                    actual = _figures(
-                        model,
-                        partial(_run, model, capture, args, kwargs, made),
-                        backward=not number,
-                    )
-                except Exception as error:
-                    return Difference("", f"{type(error).__name__}: {error}")
-                difference = _compare(figures, actual)
-                if (
-                    difference is not None
-                    and not difference.path
-                    and difference.description == OUTPUT
-                ):
-                    return replace(difference, path=modules.first_other(capture, made, number))
-                if difference is not None:
-                    return difference
-    finally:
-        snapshot.restore()
+            except Exception as error:
+                return Difference("", f"{type(error).__name__}: {error}")
+            difference = _compare(figures, actual)
+            if difference is not None and not difference.path and difference.description == OUTPUT:
+                return replace(difference, path=modules.first_other(capture, made, number))
+            if difference is not None:
+                return difference
     return None
 
 

@@ -19,10 +19,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.base.errors import PlanRefused
-from paceline.model.attributes import AttributeSnapshot, is_like_a_buffer, plain_attributes
+from paceline.base.streams import stream_states
+from paceline.model.attributes import is_like_a_buffer
 from paceline.model.copy_on_write import lazy_copies
+from paceline.model.forward_state import ForwardSnapshot, MappingSnapshots, state_kept
 from paceline.model.randomness import WithoutRandomness
-from paceline.model.state_snapshot import StateSnapshot, draws_state
 
 WHOLE_MODEL_PLANS = "data=N and shard=N plans run the model as it is"
 _GLOBAL_HOOKS = ("_global_backward_hooks", "_global_backward_pre_hooks")
@@ -52,12 +53,10 @@ def examine(
         PlanRefused: the model's own forward has effects that no graph can hold.
     """
     findings = Findings(_with_hooks(model))
-    snapshot = StateSnapshot(model)
-    try:
-        with running(), snapshot.watching(), WithoutRandomness(), _WithoutMessages():
-            _run_twice(model, args, kwargs, snapshot, findings)
-    finally:
-        snapshot.restore()
+    with state_kept(model) as before, running(), WithoutRandomness(), _WithoutMessages():
+        to_buffers = _run_twice(model, args, kwargs, before, findings)
+    for attribute in to_buffers:
+        model.register_buffer(attribute, vars(model).pop(attribute), persistent=False)
     for path, why in findings.opaque.items():
         if not path:
             raise PlanRefused(
@@ -99,36 +98,35 @@ def _run_twice(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    snapshot: StateSnapshot,
+    before: ForwardSnapshot,
     findings: Findings,
-) -> None:
+) -> list[str]:
+    """Note the findings, and return the names of the model's own attributes that are to be
+    buffers.
+    """
     first = _Watch(model)
     with first.watching():
         output = call(model, args, kwargs)
     _make_known((args, kwargs, output))
     for path in first.draws:
         findings.opaque.setdefault(path, "draws from Python's or NumPy's random numbers")
-    findings.changing.update(snapshot.changed_buffers())
-    attributes = AttributeSnapshot(model)
-    snapshot.restore_tensors()
+    findings.changing.update(before.tensors.changed())
+    attributes = MappingSnapshots.of_attributes(model)
+    before.restore(with_attributes=False)
     again = _Watch(model)
     with again.watching():
         repeated = call(model, args, kwargs)
+    values, to_buffers = before.attributes.values(), []
     changing = attributes.changed()
-    values = {
-        name: (module, attribute, value)
-        for name, module, attribute, value in plain_attributes(model)
-    }
-    to_buffers = []
     for name in changing:
         path, _, attribute = name.rpartition(".")
-        if not path and is_like_a_buffer(snapshot.attributes.values.get(name), values[name][2]):
-            to_buffers.append(attribute)
+        if not path and is_like_a_buffer(values.get(name), getattr(model, name)):
+            to_buffers.append(name)
             findings.changing.add(name)
         else:
             findings.opaque.setdefault(path, f"changes its attribute '{attribute}' each time")
-    if changing:  # what else there is shows where all begins as it did
-        snapshot.restore()
+    if changing or not alike(output, repeated):
+        before.restore()  # what else there is shows where all begins as it did
         again = _Watch(model)
         with again.watching():
             repeated = call(model, args, kwargs)
@@ -144,10 +142,7 @@ def _run_twice(
         findings.opaque.setdefault(
             path, "gives another output each time that it is called with the same input"
         )
-    snapshot.restore()
-    for attribute in to_buffers:
-        model.register_buffer(attribute, vars(model).pop(attribute), persistent=False)
-        snapshot.attributes.values.pop(attribute)
+    return to_buffers
 
 
 def module_with_unseen_state(
@@ -163,16 +158,12 @@ def module_with_unseen_state(
     Its state may be a count in an object of the user's own, in a closure or in a global. The model
     runs twice in its mode, with random layers off. Its visible state is left as it was.
     """
-    snapshot = StateSnapshot(model)
     first, again = _Watch(model), _Watch(model)
-    try:
-        with running(), snapshot.watching(), WithoutRandomness():
-            for watch in (first, again):
-                with watch.watching():
-                    call(model, args, kwargs)
-                snapshot.restore()
-    finally:
-        snapshot.restore()
+    with state_kept(model) as before, running(), WithoutRandomness():
+        for watch in (first, again):
+            with watch.watching():
+                call(model, args, kwargs)
+            before.restore()
     return next(
         (
             path
@@ -256,7 +247,7 @@ class _Watch:
         self.draws: list[str] = []  # paths of the modules whose own code draws
         self.outputs: list[tuple[str, Any]] = []  # of each call in order, detached
         self._inside: list[str] = []
-        self._state = draws_state()
+        self._state = stream_states()[:2]
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -286,7 +277,7 @@ class _Watch:
         self.outputs.append((path, pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output)))
 
     def _look(self) -> None:
-        state = draws_state()
+        state = stream_states()[:2]
         if state != self._state:
             self._state = state
             self.draws.append(self._inside[-1] if self._inside else "")

@@ -15,11 +15,12 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.base.errors import PlanRefused
+from paceline.base.streams import stream_states
 from paceline.model.attributes import plain_attributes
 from paceline.model.copy_on_write import lazy_copies, lazy_copy
+from paceline.model.forward_state import function_kept, state_kept
 from paceline.model.graph_limits import alike
 from paceline.model.randomness import WithoutRandomness
-from paceline.model.state_snapshot import StateSnapshot, draws_state, function_kept
 
 Function = Callable[[Any], Any]  # of the model's output alone: its target is given
 
@@ -57,7 +58,8 @@ def _lazily_apart(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _draws() -> tuple[Any, ...]:
-    return *draws_state(), bytes(torch.get_rng_state().numpy())
+    *others, of_torch = stream_states()
+    return *others, bytes(of_torch.numpy())
 
 
 def refuse_readers(
@@ -82,41 +84,34 @@ def refuse_readers(
         PlanRefused: a function uses a parameter, a tensor that the forward made, or an attribute
             that the forward has set; or the function sets a value that the forward reads.
     """
-    snapshot = StateSnapshot(model)
-    try:
-        with running(), snapshot.watching(), WithoutRandomness():
-            forward = _Fresh((args, kwargs))
-            with forward:
-                output = model(*args, **kwargs)
-            changed_buffers = set(snapshot.changed_buffers())
-            of_model = _tensors_of(model, changed_buffers)
-            values = {}
+    with state_kept(model) as before, running(), WithoutRandomness():
+        forward = _Fresh((args, kwargs))
+        with forward:
+            output = model(*args, **kwargs)
+        of_model = _tensors_of(model, before.tensors.changed())
+        values = {}
+        for name, function in functions.items():
+            detached = _apart(output)
+            watch, altered_before = _Reads(of_model, forward.storages, detached), altered()
+            with function_kept(function, model), watch:
+                values[name] = _value(name, function, detached, output)
+                written = [what for what in altered() if what not in altered_before]
+            if written:
+                raise PlanRefused(
+                    f"{name} sets {written[0]}, which the forward reads, and only the ranks of the "
+                    "last stage run it",
+                    hint="data=N, shard=N and tensor=N plans run it on every "
+                    "rank; or let lr_schedule set it",
+                )
+            if watch.read:
+                raise _refused(name, watch.read)
+        if changed := before.attributes.changed():
+            before.restore()
             for name, function in functions.items():
-                detached = _apart(output)
-                watch, before = _Reads(of_model, forward.storages, detached), altered()
-                with function_kept(function, model), watch:
-                    values[name] = _value(name, function, detached, output)
-                    written = [what for what in altered() if what not in before]
-                if written:
-                    raise PlanRefused(
-                        f"{name} sets {written[0]}, which the forward reads, and only the ranks of the "
-                        "last stage run it",
-                        hint="data=N, shard=N and tensor=N plans run it on every "
-                        "rank; or let lr_schedule set it",
+                if not _is_same_again(function, output, values[name], model):
+                    raise _refused(
+                        name, f"what the forward leaves in attributes, such as '{changed[0]}'"
                     )
-                if watch.read:
-                    raise _refused(name, watch.read)
-            if snapshot.attributes.changed():
-                changed = snapshot.attributes.changed()[0]
-                snapshot.restore()
-                for name, function in functions.items():
-                    same = _is_same_again(function, output, values[name], model)
-                    if not same:
-                        raise _refused(
-                            name, f"what the forward leaves in attributes, such as '{changed}'"
-                        )
-    finally:
-        snapshot.restore()
 
 
 def _value(name: str, function: Function, detached: Any, output: Any) -> Any:
@@ -161,7 +156,7 @@ def _refused(name: str, read: str) -> PlanRefused:
     )
 
 
-def _tensors_of(model: nn.Module, changed_buffers: set[str]) -> dict[int, str]:
+def _tensors_of(model: nn.Module, changed_buffers: Container[str]) -> dict[int, str]:
     """Return the names of tensors that a rank of a split model doesn't have, by the storage of
     each.
 

@@ -25,12 +25,11 @@ def kept_rows(run: PlainRun, batch: MicroBatch) -> str | None:
     Returns:
         The tensor's name and shape; None if there is none.
     """
-    before = run.attributes
+    before, values = run.attributes, run.attributes.values()
     attributes = {
         name: value.detach().clone()
         for name, value in tensor_attributes(run.model)
-        if not is_like_a_buffer(before.values.get(name), value)
-        and not is_same(value, before.values.get(name))
+        if not is_like_a_buffer(values.get(name), value) and not is_same(value, values.get(name))
     }
     if not attributes or batch.samples < 2:
         return None

@@ -23,7 +23,7 @@ from paceline.job import AUTOCAST, Job
 from paceline.job.modes import for_training
 from paceline.model.attributes import is_same
 from paceline.model.copy_on_write import lazy_copy
-from paceline.model.state_snapshot import StateSnapshot
+from paceline.model.forward_state import state_kept
 from paceline.proof.order import whole_batches
 from paceline.proof.reference_loop import (
     PlainRun,
@@ -250,11 +250,10 @@ def _collated_otherwise(batch: MicroBatch, part: MicroBatch, symptom: str) -> Pr
 
 def _loss_of(job: Job, model: nn.Module, pieces: Sequence[MicroBatch]) -> float:
     """Return the loss of all micro-batches, each computed from the model's current state."""
-    snapshot, total, count = StateSnapshot(model), 0.0, 0.0
+    total = count = 0.0
     for piece in map(unspoilt, pieces):
-        with snapshot.watching(), autocast(job):
+        with state_kept(model), autocast(job):
             value = job.criterion(piece.call(model), piece.target)
-        snapshot.restore()
         pair = value if isinstance(value, tuple | list) else (value * piece.samples, piece.samples)
         total, count = (
             sum_ + float(torch.as_tensor(part).detach())

@@ -25,7 +25,6 @@ from paceline.job.metrics import OfAllSamples
 from paceline.job.modes import for_training, set_mode
 from paceline.job.order import split
 from paceline.model.attributes import (
-    AttributeSnapshot,
     in_float64,
     is_like_a_buffer,
     plain_attributes,
@@ -33,6 +32,7 @@ from paceline.model.attributes import (
 )
 from paceline.model.copy_on_write import lazy_copy
 from paceline.model.float8 import in_float8
+from paceline.model.forward_state import ForwardState, MappingSnapshots
 from paceline.proof.device import cpu_copy, one_device
 from paceline.proof.initial import load_plainly
 from paceline.proof.order import CollatedBatch, whole_batches, windows
@@ -124,7 +124,7 @@ class PlainRun:
         )
         self.named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         self.make_optimizer()
-        self.num_steps, self.attributes = 0, AttributeSnapshot(self.model)
+        self.num_steps, self.attributes = 0, MappingSnapshots.of_attributes(self.model)
         # Loss scaling as of torch.amp.GradScaler; too few steps for its growth. A loss that is a sum is divided by a
         # power of two near the window's count before: the first time by its samples, then by the count before.
         self.around_updates: Callable[[], AbstractContextManager[None]] = (
@@ -307,10 +307,11 @@ class PlainRun:
         )
 
     def _attributes_like_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        before = self.attributes.values()
         return (
             (name, value)
             for name, value in tensor_attributes(self.model)
-            if is_like_a_buffer(self.attributes.values.get(name), value)
+            if is_like_a_buffer(before.get(name), value)
         )
 
     def evaluate(self, data: Any) -> dict[str, float]:
@@ -559,7 +560,7 @@ class _Replicas:
         self.model = model
         self.before = {name: tensor.detach().clone() for name, tensor in self._tensors().items()}
         self.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-        self.attributes = AttributeSnapshot(model)
+        self.moment = ForwardState(model).now()
         self.gradients: dict[str, torch.Tensor] = {}
         self.counts: dict[tuple[str, str], int] = {}
         self.sums: dict[str, torch.Tensor] = {}
@@ -584,10 +585,8 @@ class _Replicas:
         if self.is_first:
             self.is_first = False
             return
-        self.attributes.restore()
+        self.moment.restore()
         with torch.no_grad():
-            for name, buffer in self.model.named_buffers():
-                buffer.copy_(self.before[name])
             for name, p in self.model.named_parameters():
                 p.copy_(self.weights[name])
 

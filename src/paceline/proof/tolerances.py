@@ -33,7 +33,7 @@ from paceline.base.errors import TrainingError
 from paceline.base.streams import key_to_seed
 from paceline.checkpoint.dtypes import load_tensors, save_tensors
 from paceline.job import Job
-from paceline.model.attributes import AttributeSnapshot, is_same
+from paceline.model.forward_state import ForwardState
 from paceline.model.randomness import WithoutRandomness
 from paceline.proof.device import TF32_EPSILON, rounds_to_tf32, tf32
 from paceline.proof.order import whole_batches
@@ -357,8 +357,7 @@ def _first_evaluation(run: PlainRun, data: Any) -> tuple[Named, str | None]:
     """Return the figures of an evaluation, or why a proof can't compare them."""
     if data is None:
         return {}, None
-    buffers = {name: buffer.detach().clone() for name, buffer in run.model.named_buffers()}
-    attributes = AttributeSnapshot(run.model)
+    before = ForwardState(run.model).now()
     try:
         figures = run.evaluate(data)
     except Exception as error:
@@ -368,15 +367,10 @@ def _first_evaluation(run: PlainRun, data: Any) -> tuple[Named, str | None]:
             {},
             f"the model fails in evaluation mode, which the job does not use: {type(error).__name__}: {error}",
         )
-    changed = [
-        *attributes.changed(),
-        *(
-            name
-            for name, buffer in run.model.named_buffers()
-            if name not in buffers or not is_same(buffer.detach(), buffers[name])
-        ),
-    ]
-    if changed:  # it depends on which forwards came before, and so on how the samples are cut
+    if changed := [
+        *before.attributes.changed(),
+        *before.tensors.changed(),
+    ]:  # it depends on which forwards came before, and so on how the samples are cut
         return {}, f"an evaluation changes '{changed[0]}' of the model"
     return figures, None
 

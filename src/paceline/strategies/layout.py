@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
@@ -176,12 +176,12 @@ class Whole:
         return self.gathers_weights or self.statistics.may_meet
 
     @cached_property
-    def never_cut(self) -> list[nn.Parameter]:
+    def never_cut(self) -> frozenset[nn.Parameter]:
         """The parameters that the plan's strategies left whole.
 
         Read only while no other one is gathered.
         """
-        return [p for p in self.module.parameters() if not hasattr(p, "device_mesh")]
+        return frozenset(p for p in self.module.parameters() if not hasattr(p, "device_mesh"))
 
     def run(self, batches: Sequence[Batch], work: MicrobatchWork) -> None:
         for number, batch in enumerate(batches):
@@ -208,12 +208,14 @@ class Whole:
         with self._left_by_stand_in(batch), self.statistics.over(batch.samples):
             return batch.call(self.module)
 
-    def _left_by_stand_in(self, batch: Batch) -> AbstractContextManager[None]:
+    def _left_by_stand_in(self, batch: Batch) -> ExitStack:
         """Restore the model's state after a forward of a padding batch."""
-        from paceline.model.attributes import state_of_forward_kept
+        from paceline.model.forward_state import ForwardState
 
-        never_cut = self.never_cut
-        return nullcontext() if batch.samples else state_of_forward_kept(self.module, never_cut)
+        kept, never_cut = ExitStack(), self.never_cut
+        if not batch.samples:
+            kept.callback(ForwardState(self.module, edited=never_cut).now().restore)
+        return kept
 
     def finish(self) -> None:
         """Do nothing: there are no other stages."""

@@ -14,7 +14,8 @@ from torch import nn
 from paceline.base.errors import CheckpointError
 from paceline.checkpoint.read import Checkpoint
 from paceline.checkpoint.values import from_text_tensor, pack, text_tensor, unpack
-from paceline.model.attributes import AttributeSnapshot, is_like_a_buffer, plain_attributes
+from paceline.model.attributes import is_like_a_buffer, plain_attributes
+from paceline.model.forward_state import MappingSnapshot
 
 PREFIX, _VALUES = "attributes/", "attributes/.values/"
 _NUMBERS = (type(None), bool, int, float, str)
@@ -37,54 +38,50 @@ class ChangingAttributes:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model, self._before = model, AttributeSnapshot(model)
-        self._numbers = {
-            name: getattr(holder, attribute)
-            for name, holder, attribute in numbers_of_objects(model)
-        }
+        self._model = model
+        self._before = MappingSnapshot.of(self._values())
         self._not_the_models: frozenset[str] = frozenset()
 
     def disregard_new(self) -> None:
         """Ignore attributes that were added since this was made. They are not the model's own: a
         plan's strategies mark its modules.
         """
-        self._not_the_models = (
-            frozenset(self.changed()) - self._before.values.keys() - self._numbers.keys()
-        )
+        self._not_the_models = frozenset(self.changed()) - self._before.values.keys()
 
     def changed(self) -> dict[str, Any]:
         """Return the values that have changed since this was made, by name."""
-        plain = {name: value for name, _, _, value in plain_attributes(self._model)}
-        numbers = {
-            name: getattr(holder, attribute)
-            for name, holder, attribute in numbers_of_objects(self._model)
-        }
-        changed = {name: plain[name] for name in self._before.changed()} | {
+        return {
             name: value
-            for name, value in numbers.items()
-            if name not in self._numbers or value != self._numbers[name]
+            for name, value in self._values().items()
+            if name not in self._not_the_models and not self._before.had(name, value)
         }
-        return {name: value for name, value in changed.items() if name not in self._not_the_models}
 
     def places(self) -> Iterator[tuple[dict[str, Any], str]]:
         """Yield every place whose value may change: the dict of a module's or an object's
         attributes, and the key.
         """
+        for name, attributes, key in self._all_places():
+            if name not in self._not_the_models:
+                yield attributes, key
+
+    def _values(self) -> dict[str, Any]:
+        return {name: attributes[key] for name, attributes, key in self._all_places()}
+
+    def _all_places(self) -> Iterator[tuple[str, dict[str, Any], str]]:
         for name, module, attribute, _ in plain_attributes(self._model):
-            if name not in self._not_the_models:
-                yield vars(module), attribute
+            yield name, vars(module), attribute
         for name, holder, attribute in numbers_of_objects(self._model):
-            if name not in self._not_the_models:
-                yield vars(holder), attribute
+            yield name, vars(holder), attribute
 
     def changed_tensors(self) -> list[str]:
         """Return names of tensors that existed when this was made and hold other values now, in the
         same shape.
         """
+        before = self._before.values
         return [
             name
             for name, value in self.changed().items()
-            if is_like_a_buffer(self._before.values.get(name), value)
+            if is_like_a_buffer(before.get(name), value)
         ]
 
     def stored(self, place: int, buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -18,7 +18,7 @@ from paceline.base.streams import kept_streams
 from paceline.job import Job
 from paceline.job.metrics import OfAllSamples
 from paceline.job.phases import FIGURES
-from paceline.model.state_snapshot import StateSnapshot, function_kept
+from paceline.model.forward_state import ForwardState, function_kept
 from paceline.strategies.layout import Layout
 from paceline.strategies.mesh import Mesh
 from paceline.training.feed import DataShard, MicroBatch, evaluation_feed
@@ -196,10 +196,9 @@ def refuse_before_training(
         job.batch,
         max(_FEW, job.batch // (len(part.shares) * part.num_microbatches)),
     )
-    snapshot, refused = StateSnapshot(model), None
+    refused = None
     with ExitStack() as kept:
-        kept.callback(model.train, model.training)
-        kept.callback(snapshot.restore)
+        kept.callback(ForwardState(model).now().restore)
         for function in (job.criterion, *metrics.values()):
             kept.enter_context(function_kept(function, model))
         try:

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from paceline.base.errors import JobError, OutOfMemory
 from paceline.cluster.limits import free_memory_bytes
-from paceline.model.state_snapshot import function_kept
+from paceline.model.forward_state import function_kept
 from paceline.strategies.mesh import Mesh
 from paceline.training.feed import DataShard, MicroBatch, map_tensors
 from paceline.training.loss import read_tally

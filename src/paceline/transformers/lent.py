@@ -16,7 +16,7 @@ import torch
 
 from paceline.base.errors import UsageError
 from paceline.job.modes import has_modes
-from paceline.model.attributes import AttributeSnapshot
+from paceline.model.forward_state import MappingSnapshots
 from paceline.training import state
 from paceline.training.restore import take_over
 
@@ -108,7 +108,7 @@ class Lent:
         self._is_busy = self._is_updating = self._is_changed = False
         self._state = _StateOnRanks(read_state)
         self._groups = [list(map(id, group["params"])) for group in self.optimizer.param_groups]
-        self._attributes, self._hooks = AttributeSnapshot(model), self._all_hooks()
+        self._attributes, self._hooks = MappingSnapshots.of_attributes(model), self._all_hooks()
         self._note()
 
     @contextmanager
@@ -219,17 +219,13 @@ class Lent:
         options, attributes = self._options(), self._attributes.changed()
         if not (self._is_changed or attributes or options != self._told):
             return None
-        values = {
-            name: value
-            for name, value in AttributeSnapshot(self.model).values.items()
-            if name in attributes
-        }
         self._is_changed, self._told, self._attributes = (
             False,
             options,
-            AttributeSnapshot(self.model),
+            MappingSnapshots.of_attributes(self.model),
         )
-        return {**options, "attributes": values}
+        now = self._attributes.values()
+        return {**options, "attributes": {name: now[name] for name in attributes}}
 
     def _options(self) -> dict[str, Any]:
         frozen = [name for name, p in self._trained.items() if not p.requires_grad]

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.model.cost.repeated_layers import Chain, find_chains, shortened
-from paceline.model.state_snapshot import Bindings
+from paceline.model.forward_state import MappingSnapshot, MappingSnapshots
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -71,13 +71,21 @@ class FakeModel:
         """Shortened and in its mode. Gradients, hooks, attributes and all that modules hold are put back at the end."""
         with self.shortened():
             model = self.model
-            bindings, parameters = Bindings(model, besides=frozenset()), list(model.parameters())
+            kept = MappingSnapshots(
+                [
+                    MappingSnapshot.of(mapping)
+                    for module in model.modules()
+                    for mapping in (vars(module), *vars(module).values())
+                    if isinstance(mapping, dict)
+                ]
+            )
+            parameters = list(model.parameters())
             hooks = [dict(p._post_accumulate_grad_hooks or {}) for p in parameters]
             try:
                 with self._entered():
                     yield model
             finally:
-                bindings.restore()
+                kept.restore()
                 for p, before in zip(parameters, hooks, strict=True):
                     p.grad = None
                     after = p._post_accumulate_grad_hooks

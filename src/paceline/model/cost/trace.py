@@ -6,7 +6,6 @@ import copy
 import gc
 import logging
 import math
-import random
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
@@ -22,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from paceline.base.errors import JobError, PacelineError
 from paceline.base.fork import cuda_left_alone, in_a_fork
+from paceline.base.streams import kept_streams
 from paceline.base.values import plain, value_of
 from paceline.cluster.gpu_use import start_autograd_without_gpus
 from paceline.job import AUTOCAST, Job
@@ -885,19 +885,12 @@ def kept_generators(device: torch.device = _CPU) -> Iterator[None]:
     """Leave the global random generators of the CPU as they are found, and GPUs alone: nothing here runs on them, and
     a process that has asked for them can't fork ranks that use them. A GPU that is named may be used; its generator is
     left as it is found, too."""
-    import numpy as np
-
-    python, numpy = random.getstate(), np.random.get_state()
     is_gpu = device.type == "cuda"
     with (
-        torch.random.fork_rng([device] if is_gpu else []),
+        kept_streams([device] if is_gpu else []),
         nullcontext() if is_gpu else cuda_left_alone(),
     ):
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)
+        yield
 
 
 def _named(error: Exception) -> str:

@@ -57,7 +57,7 @@ def prepare(
         # Skip a piece of the user's own code, whose result may depend on how often it runs.
         if getattr(unit, "runs_once", False):
             continue
-        state = ForwardState(unit, buffers=buffers, edited=whole.__contains__)
+        state = ForwardState(unit, buffers=buffers, edited=whole)
         unit.forward = _Recomputed(unit.forward, state)
 
 

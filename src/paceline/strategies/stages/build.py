@@ -15,12 +15,12 @@ from torch import nn
 from paceline.base.errors import PacelineError, PlanRefused
 from paceline.base.fork import in_a_fork
 from paceline.base.logs import logger
+from paceline.model.forward_state import state_kept
 from paceline.model.graph import Capture, CaptureFailed, capture, capture_or_learn, take_whole
 from paceline.model.graph_check import MAX_BYTES, first_difference, is_comparable
 from paceline.model.graph_limits import WHOLE_MODEL_PLANS, Findings, examine
 from paceline.model.losses import refuse_readers
 from paceline.model.opaque import OpaqueModules
-from paceline.model.state_snapshot import state_kept
 from paceline.model.units import refuse_scripted
 from paceline.strategies.compile.run import refuse_compiled
 from paceline.strategies.layout import Batch, CutBasis, ModelUse

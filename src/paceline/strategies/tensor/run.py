@@ -18,6 +18,7 @@ from torch import nn
 
 from paceline.base.errors import PlanRefused
 from paceline.cluster.software import SEQUENCE_BYTES
+from paceline.model.copy_on_write import TensorSnapshot
 from paceline.model.graph import Capture, Piece, Value
 from paceline.model.randomness import WithoutRandomness
 from paceline.strategies.layout import Report
@@ -258,7 +259,7 @@ def _derive(
         piece_inputs = [values[name] for name in piece.inputs]
         parameters = [tensors[name].to(device) for name in piece.parameters]
         also = [buffers[name] for name in piece.buffers]
-        before = [buffer.clone() for buffer in also]
+        before = [TensorSnapshot(buffer) for buffer in also]
         if piece.opaque:  # its code may keep a state, so that it runs only once
             with torch.no_grad():
                 outputs = list(piece.run(*parameters, *also, *piece_inputs))
@@ -294,8 +295,8 @@ def _derive(
         else:
             with torch.no_grad():
                 outputs = list(piece.run(*also, *piece_inputs))
-        for buffer, value in zip(also, before, strict=True):
-            buffer.copy_(value)
+        for seen in before:
+            seen.restore()
         values |= zip(piece.outputs, outputs, strict=True)
     return derived
 
@@ -333,14 +334,14 @@ def _compare(
         The whole piece's outputs, and the reason why the piece can't be split: None if it can, ""
         if nothing in it was cut.
     """
-    before = [buffer.clone() for buffer in buffers]
+    before = [TensorSnapshot(buffer) for buffer in buffers]
     with WithoutRandomness():  # the ranks of a split layer draw separately
         expected, expected_grads = _outputs_and_gradients(
             run.piece.run, weights, buffers, inputs, trained
         )
     expected_buffers = [buffer.clone() for buffer in buffers]
-    for buffer, value in zip(buffers, before, strict=True):
-        buffer.copy_(value)
+    for seen in before:
+        seen.restore()
     outputs: list[torch.Tensor] = []
     grads: list[torch.Tensor | None] = []
     reason = None

@@ -18,6 +18,7 @@ from paceline.base.errors import PlanRefused, TrainingError, nearest
 from paceline.base.streams import seed_streams
 from paceline.job.own_step import ModelNames
 from paceline.model.forward_effects import limited_by_norm
+from paceline.model.forward_state import ForwardState
 from paceline.strategies.batch_norm.run import apart
 from paceline.strategies.compose import end_evaluation
 from paceline.strategies.layout import Whole
@@ -388,13 +389,11 @@ class Verbs:
         as it was.
         """
         assert isinstance(part.layout, Whole)
-        before = [(buffer, buffer.detach().clone()) for buffer in part.layout.module.buffers()]
+        before = ForwardState(part.layout.module).now()
         with self._verb():
             output = self._run_without_gradients(part, inputs)
         self.number -= 1
-        with torch.no_grad():
-            for buffer, value in before:
-                buffer.copy_(value)
+        before.restore()
         return output
 
     def _leaf(self, rows: torch.Tensor, leaves: list[torch.Tensor]) -> torch.Tensor:

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from paceline.base.logs import logger
-from paceline.model.attributes import is_plain, is_same, plain_attributes
+from paceline.model.attributes import is_plain, plain_attributes
 from paceline.model.copy_on_write import TensorSnapshot
-from paceline.model.forward_state import OF_TORCH, MappingSnapshot
+from paceline.model.forward_state import OF_TORCH, ForwardState, MappingSnapshot
 from paceline.strategies.host_all_reduce import all_reduce
 
 # The most elements of a tensor that a forward puts into a new attribute. A larger one is taken for
@@ -53,32 +53,17 @@ class ChangingBuffers:
 
     def look(self) -> None:
         """Take the present values as those that nothing has changed yet."""
-        self._modules = [
-            (
-                f"{path}." if path else "",
-                module,
-                MappingSnapshot.of(vars(module)),
-                MappingSnapshot.of(module._buffers),
-            )
-            for path, module in self._model.named_modules()
-        ]
+        self._seen = ForwardState(self._model).now()
         self._frozen = {
             name: TensorSnapshot(p)
             for name, p in self._model.named_parameters()
             if self._with_frozen and not p.requires_grad
         }
 
-    @torch.no_grad()
     def put_back(self) -> None:
         """Restore all values of the last look, in the same objects."""
-        for _, module, attributes, buffers in self._modules:
-            for now, seen in ((vars(module), attributes), (module._buffers, buffers)):
-                for key in [key for key in now if key not in seen.values]:
-                    del now[key]
-                for key, value in seen.values.items():
-                    now[key] = then = seen.then(key)
-                    if isinstance(value, torch.Tensor) and then is not value:
-                        now[key] = value.copy_(then)
+        self._seen.attributes.restore()
+        self._seen.tensors.restore()
 
     def unsynced(self) -> list[str]:
         """Return names of what has changed and is not synchronised yet. Names of attributes begin
@@ -95,20 +80,21 @@ class ChangingBuffers:
             unsynced += [
                 name for name in self.names if _kind(now.get(name)) != self._kinds.get(name)
             ]
-        for prefix, module, attributes, buffers in self._modules:
-            if (module._buffers or buffers.values) and not buffers.is_current():
+        for buffers in self._seen.tensors.parts:
+            if not buffers.is_current():
                 unsynced += [
                     name
-                    for key, buffer in module._buffers.items()
-                    if (name := prefix + key) not in names
+                    for key, buffer in buffers.mapping.items()
+                    if (name := buffers.prefix + key) not in names
                     and buffer is not None
                     and _is_written(buffer, buffers.copies.get(key))
                 ]
+        for attributes in self._seen.attributes.parts:
             if not attributes.is_current():
                 unsynced += [
                     f"{_ATTRIBUTE}{name}"
-                    for key, value in vars(module).items()
-                    if (name := prefix + key) not in self.attributes
+                    for key, value in attributes.mapping.items()
+                    if (name := attributes.prefix + key) not in self.attributes
                     and key not in OF_TORCH
                     and is_plain(value)
                     and _has_changed(key, value, attributes)
@@ -126,7 +112,7 @@ class ChangingBuffers:
             has_unsynced: Whether `unsynced` is not empty on some rank. If it is None, the ranks
                 agree on it here.
         """
-        if has_unsynced is None and not any(buffers.values for _, _, _, buffers in self._modules):
+        if has_unsynced is None and not any(part.values for part in self._seen.tensors.parts):
             return
         if has_unsynced is None:
             has_unsynced = bool(_greatest([float(bool(self.unsynced()))], group)[0])
@@ -257,7 +243,7 @@ def _has_changed(key: str, value: Any, before: MappingSnapshot) -> bool:
             and _is_written(value, seen)
             and (isinstance(seen, TensorSnapshot) or value.numel() <= _MOST_ELEMENTS)
         )
-    return key not in before.values or not is_same(value, before.then(key))
+    return not before.had(key, value)
 
 
 def _kind(value: Any) -> float:

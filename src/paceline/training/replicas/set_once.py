@@ -14,7 +14,8 @@ import torch
 
 from paceline.base.streams import kept_streams, seed_streams
 from paceline.job.order import Order
-from paceline.model.attributes import AttributeSnapshot, is_same, plain_attributes
+from paceline.model.attributes import is_same, plain_attributes
+from paceline.model.forward_state import MappingSnapshots
 from paceline.model.randomness import forget_draws
 from paceline.strategies.batch_norm.run import apart
 from paceline.strategies.compose import end_evaluation
@@ -39,21 +40,21 @@ def set_once(state: RankState) -> None:
         )
         batch = batch.to(state.device, torch.float64 if job.precision == "float64" else None)
 
-        def state_after_forward() -> tuple[dict[str, torch.Tensor], AttributeSnapshot]:
+        def state_after_forward() -> tuple[dict[str, torch.Tensor], MappingSnapshots]:
             seed_streams(job.seed, "step", 0, 0, 0)
             with autocast(job, state.device), apart():
                 state.layout.forward(batch)
-            return _tensors(state), AttributeSnapshot(model)
+            return _tensors(state), MappingSnapshots.of_attributes(model)
 
-        before, attributes = _tensors(state), AttributeSnapshot(model)
+        before, attributes = _tensors(state), MappingSnapshots.of_attributes(model)
         first, attributes_first = state_after_forward()
         state_after_forward()
         for name, tensor in _named(state).items():
             tensor.copy_(first[name] if is_same(tensor.detach(), first[name]) else before[name])
-        changing = attributes_first.changed()
+        changing, values = attributes_first.changed(), attributes.values()
         for name, module, key, _ in list(plain_attributes(model)):
-            if name in changing and name in attributes.values:
-                setattr(module, key, attributes.values[name])
+            if name in changing and name in values:
+                setattr(module, key, values[name])
     end_evaluation(state.synchronisers)
     forget_draws()
 
