@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.model.forward_state import MappingSnapshots
+from paceline.model.forward_state import ForwardState
 
 
 class Stateful(nn.Module):
@@ -34,7 +34,7 @@ class Stateful(nn.Module):
 def test_changes_are_named() -> None:
     """Each attribute that is new or other than before, in place or not; nothing of torch's own and no parameter."""
     model = nn.Sequential(Stateful())
-    before = MappingSnapshots.of_attributes(model)
+    before = ForwardState(model).now().attributes
     assert before.changed() == []
     with torch.no_grad():
         model[0].layer.weight += 1
@@ -48,7 +48,7 @@ def test_restoring_keeps_objects() -> None:
     """What others refer to is the same object with its former contents; what is new is gone."""
     model = Stateful()
     seen, center, mean = model.seen, model.center, model.options["mean"]
-    before = MappingSnapshots.of_attributes(model)
+    before = ForwardState(model).now().attributes
     model.change()
 
     before.restore()
@@ -66,9 +66,9 @@ def test_restoring_keeps_objects() -> None:
 def test_two_snapshots_of_one_model_are_independent() -> None:
     """A later snapshot restores the later contents."""
     model = Stateful()
-    first = MappingSnapshots.of_attributes(model)
+    first = ForwardState(model).now().attributes
     model.change()
-    second = MappingSnapshots.of_attributes(model)
+    second = ForwardState(model).now().attributes
     model.change()
 
     second.restore()

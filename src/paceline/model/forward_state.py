@@ -161,11 +161,6 @@ class MappingSnapshots:
     def __init__(self, parts: Sequence[MappingSnapshot]) -> None:
         self.parts = parts
 
-    @classmethod
-    def of_attributes(cls, model: nn.Module) -> MappingSnapshots:
-        """Return the attributes of all modules at this moment."""
-        return cls([MappingSnapshot.of(vars(part), prefix) for prefix, part in _modules(model)])
-
     def values(self) -> dict[str, Any]:
         """Return the plain values as they were, by name."""
         return {
@@ -187,11 +182,6 @@ class MappingSnapshots:
             part.restore()
 
 
-def _modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the modules with the prefix of names inside each."""
-    return [(f"{path}." if path else "", module) for path, module in model.named_modules()]
-
-
 class ForwardState:
     """The state of a module's forward, and of the modules inside it.
 
@@ -209,7 +199,9 @@ class ForwardState:
         edited: Collection[nn.Parameter] = frozenset(),
     ) -> None:
         self.buffers = buffers
-        self._modules = _modules(module)
+        self._modules = [
+            (f"{path}." if path else "", part) for path, part in module.named_modules()
+        ]
         self._edited = [
             (part._parameters, prefix, names)
             for prefix, part in self._modules
@@ -217,13 +209,17 @@ class ForwardState:
         ]
         self._known: dict[int, MappingSnapshot] = {}
 
-    def now(self, *, buffers: tuple[str, ...] = ()) -> ForwardSnapshot:
+    def now(
+        self, *, buffers: tuple[str, ...] = (), inputs: dict[str, Any] | None = None
+    ) -> ForwardSnapshot:
         """Return the state at this moment.
 
         Args:
             buffers: Names of the buffers that the forward takes from elsewhere.
+            inputs: What the forward takes as arguments, by any names.
         """
         tensors = [self._part(part._buffers, prefix) for prefix, part in self._modules]
+        tensors += [MappingSnapshot.of(inputs)] if inputs else []
         if buffers:
             assert self.buffers is not None
             tensors.append(MappingSnapshot.of(self.buffers, "", buffers))
@@ -376,12 +372,13 @@ def _snapshot(value: Any, *, is_inside: bool = False) -> Any:
     """Return a snapshot of a value that can be written to, and any other value itself.
 
     Args:
-        is_inside: Whether it is in a container. Parameters there are a module's own once more (an
-            LSTM's), and those of FSDP2 can't be looked at.
+        is_inside: Whether it is in a container. Of those there only plain tensors are kept:
+            parameters are a module's own once more (an LSTM's), and those of FSDP2 can't be looked
+            at.
     """
     if isinstance(value, torch.Tensor):
-        by_reference = FakeTensor, *([nn.Parameter] if is_inside else [])
-        return value if isinstance(value, by_reference) else TensorSnapshot(value)
+        is_kept = type(value) is torch.Tensor if is_inside else not isinstance(value, FakeTensor)
+        return TensorSnapshot(value) if is_kept else value
     if isinstance(value, _CONTAINERS):
         twin = _mapped(value, partial(_snapshot, is_inside=True))
         is_fixed = isinstance(value, tuple) and all(map(operator.is_, twin, value))
@@ -426,7 +423,8 @@ def _twin(seen: TensorSnapshot) -> torch.Tensor:
     tensor, original = TensorSnapshot(seen.value).value, seen.tensor
     if isinstance(original, nn.Parameter):
         return nn.Parameter(tensor, requires_grad=original.requires_grad)
-    return tensor.requires_grad_(original.requires_grad)
+    # A leaf that needs a gradient can't be written to.
+    return tensor.requires_grad_().clone() if original.requires_grad else tensor
 
 
 def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:

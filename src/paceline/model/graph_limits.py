@@ -22,7 +22,7 @@ from paceline.base.errors import PlanRefused
 from paceline.base.streams import stream_states
 from paceline.model.attributes import is_like_a_buffer
 from paceline.model.copy_on_write import lazy_copies
-from paceline.model.forward_state import ForwardSnapshot, MappingSnapshots, state_kept
+from paceline.model.forward_state import ForwardSnapshot, ForwardState, state_kept
 from paceline.model.randomness import WithoutRandomness
 
 WHOLE_MODEL_PLANS = "data=N and shard=N plans run the model as it is"
@@ -111,7 +111,7 @@ def _run_twice(
     for path in first.draws:
         findings.opaque.setdefault(path, "draws from Python's or NumPy's random numbers")
     findings.changing.update(before.tensors.changed())
-    attributes = MappingSnapshots.of_attributes(model)
+    attributes = ForwardState(model).now().attributes
     before.restore(with_attributes=False)
     again = _Watch(model)
     with again.watching():

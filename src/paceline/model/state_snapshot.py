@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from torch import nn
 
 from paceline.base.streams import set_streams, stream_states
-from paceline.model.forward_state import MappingSnapshots
+from paceline.model.forward_state import ForwardState, MappingSnapshots
 
 
 def generators(model: nn.Module) -> list[tuple[Callable[[], Any], Callable[[Any], None]]]:
     """Return what gives the attributes of a model and random streams, and what restores them."""
     return [
         (stream_states, set_streams),
-        (partial(MappingSnapshots.of_attributes, model), MappingSnapshots.restore),
+        (lambda: ForwardState(model).now().attributes, MappingSnapshots.restore),
     ]

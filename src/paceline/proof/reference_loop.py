@@ -32,7 +32,7 @@ from paceline.model.attributes import (
 )
 from paceline.model.copy_on_write import lazy_copy
 from paceline.model.float8 import in_float8
-from paceline.model.forward_state import ForwardState, MappingSnapshots
+from paceline.model.forward_state import ForwardState
 from paceline.proof.device import cpu_copy, one_device
 from paceline.proof.initial import load_plainly
 from paceline.proof.order import CollatedBatch, whole_batches, windows
@@ -124,7 +124,7 @@ class PlainRun:
         )
         self.named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         self.make_optimizer()
-        self.num_steps, self.attributes = 0, MappingSnapshots.of_attributes(self.model)
+        self.num_steps, self.attributes = 0, ForwardState(self.model).now().attributes
         # Loss scaling as of torch.amp.GradScaler; too few steps for its growth. A loss that is a sum is divided by a
         # power of two near the window's count before: the first time by its samples, then by the count before.
         self.around_updates: Callable[[], AbstractContextManager[None]] = (

@@ -16,7 +16,7 @@ import torch
 
 from paceline.base.errors import UsageError
 from paceline.job.modes import has_modes
-from paceline.model.forward_state import MappingSnapshots
+from paceline.model.forward_state import ForwardState
 from paceline.training import state
 from paceline.training.restore import take_over
 
@@ -108,7 +108,7 @@ class Lent:
         self._is_busy = self._is_updating = self._is_changed = False
         self._state = _StateOnRanks(read_state)
         self._groups = [list(map(id, group["params"])) for group in self.optimizer.param_groups]
-        self._attributes, self._hooks = MappingSnapshots.of_attributes(model), self._all_hooks()
+        self._attributes, self._hooks = ForwardState(model).now().attributes, self._all_hooks()
         self._note()
 
     @contextmanager
@@ -222,7 +222,7 @@ class Lent:
         self._is_changed, self._told, self._attributes = (
             False,
             options,
-            MappingSnapshots.of_attributes(self.model),
+            ForwardState(self.model).now().attributes,
         )
         now = self._attributes.values()
         return {**options, "attributes": {name: now[name] for name in attributes}}

@@ -4,7 +4,7 @@ attention."""
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 from paceline.base.errors import PlanRefused
 from paceline.model.attention import Selective
-from paceline.model.copy_on_write import TensorSnapshot
 from paceline.model.forward_effects import NOTHING, ForwardEffects
 from paceline.model.forward_state import ForwardState
 from paceline.model.units import find_units, refuse_scripted
@@ -118,70 +117,27 @@ class _Recomputed:
             return self.forward(*args, **kwargs)
         args = tuple(self.buffers.get(id(argument), argument) for argument in args)
         names = tuple(argument.name for argument in args if isinstance(argument, _Buffer))
-        inputs = _Inputs(args, kwargs)
+        inputs = {"args": args, "kwargs": kwargs}
+        moment = self.state.now(buffers=names, inputs=inputs)
+        devices = {
+            leaf.device for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)
+        }
         # torch looks for devices in these arguments, and raises an error in backward if one was
         # written to. It therefore gets tensors that nothing writes to.
         return checkpoint(
             partial(self._run, inputs),
-            *inputs.values(),
+            *(torch.empty(0, device=device) for device in devices),
             use_reentrant=False,
-            context_fn=partial(self._contexts, names),
+            context_fn=lambda: (nullcontext(), moment.again()),
         )
 
-    def _run(self, inputs: _Inputs, *_: torch.Tensor) -> Any:
-        args, kwargs = inputs.next()
+    def _run(self, inputs: dict[str, Any], *_: torch.Tensor) -> Any:
         return self.forward(
             *(
                 self.state.buffers[argument.name]  # type: ignore[index]
                 if isinstance(argument, _Buffer)
                 else argument
-                for argument in args
+                for argument in inputs["args"]
             ),
-            **kwargs,
+            **inputs["kwargs"],
         )
-
-    def _contexts(
-        self, buffers: tuple[str, ...]
-    ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), self.state.now(buffers=buffers).again()
-
-
-class _Inputs:
-    """The arguments of a forward. It may write to the tensors, and change the lists and dicts."""
-
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        leaves, self.structure = pytree.tree_flatten((args, kwargs))
-        self.leaves = [
-            TensorSnapshot(leaf) if type(leaf) is torch.Tensor else leaf for leaf in leaves
-        ]
-        self.inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
-
-    def values(self) -> list[torch.Tensor]:
-        """Return the tensors.
-
-        Those that the forward may write to are replaced by fixed values without gradient.
-        """
-        return [
-            leaf.value if isinstance(leaf, TensorSnapshot) else leaf
-            for leaf in self.leaves
-            if isinstance(leaf, TensorSnapshot | torch.Tensor)
-        ]
-
-    def next(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments themselves on the first call, and copies of their original values
-        later."""
-        inputs, self.inputs = self.inputs, None
-        if inputs is not None:
-            return inputs
-        leaves = [
-            _as_given(leaf) if isinstance(leaf, TensorSnapshot) else leaf for leaf in self.leaves
-        ]
-        args, kwargs = pytree.tree_unflatten(leaves, self.structure)
-        return args, kwargs
-
-
-def _as_given(seen: TensorSnapshot) -> torch.Tensor:
-    if not seen.is_written():
-        return seen.tensor
-    value = seen.value.clone()
-    return value.requires_grad_().clone() if seen.tensor.requires_grad else value

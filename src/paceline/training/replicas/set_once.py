@@ -15,7 +15,7 @@ import torch
 from paceline.base.streams import kept_streams, seed_streams
 from paceline.job.order import Order
 from paceline.model.attributes import is_same, plain_attributes
-from paceline.model.forward_state import MappingSnapshots
+from paceline.model.forward_state import ForwardState, MappingSnapshots
 from paceline.model.randomness import forget_draws
 from paceline.strategies.batch_norm.run import apart
 from paceline.strategies.compose import end_evaluation
@@ -44,9 +44,9 @@ def set_once(state: RankState) -> None:
             seed_streams(job.seed, "step", 0, 0, 0)
             with autocast(job, state.device), apart():
                 state.layout.forward(batch)
-            return _tensors(state), MappingSnapshots.of_attributes(model)
+            return _tensors(state), ForwardState(model).now().attributes
 
-        before, attributes = _tensors(state), MappingSnapshots.of_attributes(model)
+        before, attributes = _tensors(state), ForwardState(model).now().attributes
         first, attributes_first = state_after_forward()
         state_after_forward()
         for name, tensor in _named(state).items():
