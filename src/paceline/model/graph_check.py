@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from paceline.base.logs import logger
 from paceline.model.copy_on_write import lazy_copies
 from paceline.model.forward_state import state_kept
-from paceline.model.graph_limits import call, is_near
+from paceline.model.graph_limits import ModuleCalls, call, is_near
 from paceline.model.randomness import WithoutRandomness
 
 if TYPE_CHECKING:
@@ -55,14 +55,14 @@ def first_difference(
     Outputs and buffers of both are compared, and for the first forward also the gradients of a
     fixed mixture of the outputs. The model's state is left as it was.
     """
-    modules = _ModuleOutputs(model)
+    calls = [ModuleCalls(model) for _ in range(FORWARDS)]
+    expected: list[_Figures] = []
     with state_kept(model) as before, running(), WithoutRandomness():
         try:
-            with modules:
-                expected = [
-                    _figures(model, partial(call, model, args, kwargs), backward=not number)
-                    for number in range(FORWARDS)
-                ]
+            for each in calls:
+                with each.watching():
+                    forward = partial(call, model, args, kwargs)
+                    expected.append(_figures(model, forward, backward=not expected))
         except Exception as error:  # on a batch of this size, say
             logger.info("not compared with its capture: the model fails on the example: %s", error)
             return None
@@ -77,7 +77,7 @@ def first_difference(
                 return Difference("", f"{type(error).__name__}: {error}")
             difference = _compare(figures, actual)
             if difference is not None and not difference.path and difference.description == OUTPUT:
-                return replace(difference, path=modules.first_other(capture, made, number))
+                return replace(difference, path=_first_other(capture, made, calls[number]))
             if difference is not None:
                 return difference
     return None
@@ -188,52 +188,13 @@ def _compare(expected: _Figures, actual: _Figures) -> Difference | None:
     return None
 
 
-class _ModuleOutputs:
-    """The tensors that the modules of a model return while this is entered, by path, for each
-    forward of the model.
+def _first_other(capture: Capture, made: Mapping[str, torch.Tensor], calls: ModuleCalls) -> str:
+    """Return the path of the first piece with a result that no module in its place has returned; ""
+    if none has.
     """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model, self.forwards = model, [dict[str, list[torch.Tensor]]()]
-        self._handles: list[Any] = []
-
-    def __enter__(self) -> None:
-        for path, module in self.model.named_modules():
-            self._handles.append(
-                module.register_forward_hook(
-                    lambda module, inputs, output, path=path: self._note(path, output)
-                )
-            )
-
-    def __exit__(self, *error: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def _note(self, path: str, output: Any) -> None:
-        self.forwards[-1].setdefault(path, []).extend(
-            leaf.detach().clone()
-            for leaf in pytree.tree_leaves(output)
-            if isinstance(leaf, torch.Tensor)
-        )
-        if not path:
-            self.forwards.append({})
-
-    def first_other(self, capture: Capture, made: Mapping[str, torch.Tensor], number: int) -> str:
-        """Return the path of the first piece with a result that no module in its place has
-        returned; "" if none has.
-        """
-        returned = self.forwards[number]
-        for piece in capture.pieces:
-            inside = (
-                list(_inside(returned, piece.path)) if piece.path and piece.path in returned else []
-            )
-            for name in piece.outputs if inside else ():
-                if name in made and not any(is_near(made[name], tensor) for tensor in inside):
-                    return piece.path
-        return ""
-
-
-def _inside(returned: Mapping[str, list[torch.Tensor]], path: str) -> Iterator[torch.Tensor]:
-    for other, tensors in returned.items():
-        if other == path or other.startswith(f"{path}."):
-            yield from tensors
+    for piece in capture.pieces:
+        inside = calls.inside(piece.path) if piece.path else []
+        for name in piece.outputs if inside else ():
+            if name in made and not any(is_near(made[name], tensor) for tensor in inside):
+                return piece.path
+    return ""

@@ -104,18 +104,14 @@ def _run_twice(
     """Note the findings, and return the names of the model's own attributes that are to be
     buffers.
     """
-    first = _Watch(model)
-    with first.watching():
-        output = call(model, args, kwargs)
+    first, output = _watched(model, args, kwargs)
     _make_known((args, kwargs, output))
     for path in first.draws:
         findings.opaque.setdefault(path, "draws from Python's or NumPy's random numbers")
     findings.changing.update(before.tensors.changed())
     attributes = ForwardState(model).now().attributes
     before.restore(with_attributes=False)
-    again = _Watch(model)
-    with again.watching():
-        repeated = call(model, args, kwargs)
+    again, repeated = _watched(model, args, kwargs)
     values, to_buffers = before.attributes.values(), []
     changing = attributes.changed()
     for name in changing:
@@ -127,20 +123,11 @@ def _run_twice(
             findings.opaque.setdefault(path, f"changes its attribute '{attribute}' each time")
     if changing or not alike(output, repeated):
         before.restore()  # what else there is shows where all begins as it did
-        again = _Watch(model)
-        with again.watching():
-            repeated = call(model, args, kwargs)
+        again, repeated = _watched(model, args, kwargs)
     if not alike(output, repeated):
-        path = next(
-            (
-                path
-                for (path, a), (_, b) in zip(first.outputs, again.outputs, strict=False)
-                if path and not alike(a, b)
-            ),
-            "",
-        )
         findings.opaque.setdefault(
-            path, "gives another output each time that it is called with the same input"
+            first.first_unlike(again) or "",
+            "gives another output each time that it is called with the same input",
         )
     return to_buffers
 
@@ -158,20 +145,20 @@ def module_with_unseen_state(
     Its state may be a count in an object of the user's own, in a closure or in a global. The model
     runs twice in its mode, with random layers off. Its visible state is left as it was.
     """
-    first, again = _Watch(model), _Watch(model)
     with state_kept(model) as before, running(), WithoutRandomness():
-        for watch in (first, again):
-            with watch.watching():
-                call(model, args, kwargs)
-            before.restore()
-    return next(
-        (
-            path
-            for (path, a), (_, b) in zip(first.outputs, again.outputs, strict=False)
-            if not alike(a, b)
-        ),
-        None,
-    )
+        first, _ = _watched(model, args, kwargs)
+        before.restore()
+        again, _ = _watched(model, args, kwargs)
+    return first.first_unlike(again)
+
+
+def _watched(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[ModuleCalls, Any]:
+    """Run the model, and return the calls of its modules and its output."""
+    calls = ModuleCalls(model)
+    with calls.watching():
+        return calls, call(model, args, kwargs)
 
 
 def call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -237,7 +224,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield leaf
 
 
-class _Watch:
+class ModuleCalls:
     """A record of the modules that draw from Python's and NumPy's generators, and of what each call
     of a module returns.
     """
@@ -267,6 +254,24 @@ class _Watch:
             for handle in handles:
                 handle.remove()
 
+    def first_unlike(self, other: ModuleCalls) -> str | None:
+        """Return the path of the first module that has returned something else in the same call of
+        another forward; None if there is none.
+        """
+        return next(
+            (
+                path
+                for (path, a), (_, b) in zip(self.outputs, other.outputs, strict=False)
+                if not alike(a, b)
+            ),
+            None,
+        )
+
+    def inside(self, path: str) -> list[torch.Tensor]:
+        """Return the tensors that a module and those inside it have returned, if it was called."""
+        inside = [each for each in self.outputs if f"{each[0]}.".startswith(f"{path}.")]
+        return list(_tensors(inside)) if any(name == path for name, _ in inside) else []
+
     def _enter(self, path: str) -> None:
         self._look()
         self._inside.append(path)
@@ -274,7 +279,9 @@ class _Watch:
     def _leave(self, path: str, output: Any) -> None:
         self._look()
         self._inside.pop()
-        self.outputs.append((path, pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output)))
+        self.outputs.append(
+            (path, lazy_copies(pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output)))
+        )
 
     def _look(self) -> None:
         state = stream_states()[:2]
