@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-_OF_TORCH = frozenset(nn.Module().__dict__)
+from paceline.model.copy_on_write import has_same_values
+
+OF_TORCH = frozenset(nn.Module().__dict__)
 _SCALARS = (type(None), bool, int, float, complex, str, bytes)
-_CONTAINERS = (list, tuple, dict, set, deque)
+CONTAINERS = (list, tuple, dict, set, deque)
 
 
 def plain_attributes(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Any]]:
@@ -25,7 +27,7 @@ def plain_attributes(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, An
     """
     for path, module in model.named_modules():
         for attribute, value in vars(module).items():
-            if attribute not in _OF_TORCH and is_plain(value):
+            if attribute not in OF_TORCH and is_plain(value):
                 yield f"{path}.{attribute}" if path else attribute, module, attribute, value
 
 
@@ -53,12 +55,7 @@ def is_same(value: Any, other: Any) -> bool:
     if type(value) is not type(other):
         return False
     if isinstance(value, torch.Tensor):
-        return value is other or (
-            value.shape == other.shape
-            and value.dtype == other.dtype
-            and value.device == other.device
-            and bool(((value == other) | ((value != value) & (other != other))).all())
-        )
+        return value is other or (value.device == other.device and has_same_values(value, other))
     if isinstance(value, dict):
         return list(value) == list(other) and all(is_same(value[key], other[key]) for key in value)
     if isinstance(value, list | tuple | deque):
@@ -87,7 +84,7 @@ def is_plain(value: Any) -> bool:
         return True
     if isinstance(value, dict):
         return all(type(key) in _SCALARS and is_plain(item) for key, item in value.items())
-    return isinstance(value, _CONTAINERS) and all(map(is_plain, value))
+    return isinstance(value, CONTAINERS) and all(map(is_plain, value))
 
 
 class StateOfForward:

@@ -60,12 +60,7 @@ class TensorSnapshot:
         """Whether shape, dtype and every bit of the tensor's value are as they were; NaN equals
         NaN.
         """
-        now, then = _part(self.tensor).detach(), _part(self.value)
-        if now.shape != then.shape or now.dtype != then.dtype:
-            return False
-        return bool(
-            torch.equal(now, then) or ((now == then) | ((now != now) & (then != then))).all()
-        )
+        return has_same_values(_part(self.tensor).detach(), _part(self.value))
 
 
 class UndoneWrites(TorchDispatchMode):
@@ -97,6 +92,14 @@ class UndoneWrites(TorchDispatchMode):
         for key, value in self._before.items():
             self._tensors[key].copy_(value)
         self._before.clear()
+
+
+def has_same_values(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether shape, dtype and every element of two tensors are equal; NaN equals NaN."""
+    return (tensor.shape, tensor.dtype) == (other.shape, other.dtype) and bool(
+        torch.equal(tensor, other)
+        or ((tensor == other) | ((tensor != tensor) & (other != other))).all()
+    )
 
 
 def lazy_copy(tensor: torch.Tensor) -> torch.Tensor:

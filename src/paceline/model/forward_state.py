@@ -12,7 +12,6 @@ import copy
 import inspect
 import operator
 import random
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -25,11 +24,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from paceline.base.streams import set_streams, stream_states
-from paceline.model.attributes import is_plain, is_same
+from paceline.model.attributes import CONTAINERS, OF_TORCH, is_plain, is_same
 from paceline.model.copy_on_write import TensorSnapshot, UndoneWrites
 
-OF_TORCH = frozenset(nn.Module().__dict__)
-_CONTAINERS = (list, tuple, dict, set, deque)
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
@@ -379,7 +376,7 @@ def _snapshot(value: Any, *, is_inside: bool = False) -> Any:
     if isinstance(value, torch.Tensor):
         is_kept = type(value) is torch.Tensor if is_inside else not isinstance(value, FakeTensor)
         return TensorSnapshot(value) if is_kept else value
-    if isinstance(value, _CONTAINERS):
+    if isinstance(value, CONTAINERS):
         twin = _mapped(value, partial(_snapshot, is_inside=True))
         is_fixed = isinstance(value, tuple) and all(map(operator.is_, twin, value))
         return value if is_fixed else _ObjectSnapshot(value, twin)

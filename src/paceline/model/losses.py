@@ -33,7 +33,7 @@ class RepeatableLoss:
         self.last: tuple[Any, Any, Any] | None = None
 
     def __call__(self, output: Any, target: Any) -> Any:
-        copies = pytree.tree_map_only(torch.Tensor, _lazily_apart, output), lazy_copies(target)
+        copies = _apart(output), lazy_copies(target)
         before = _draws()
         value = self.loss(output, target)
         # The value of a loss that draws is another one each time.
@@ -51,10 +51,6 @@ class RepeatableLoss:
         with suppress(Exception):
             return not alike(_as_tensors(self.loss(output, target)), value)
         return False
-
-
-def _lazily_apart(tensor: torch.Tensor) -> torch.Tensor:
-    return lazy_copy(tensor.detach()).requires_grad_(tensor.requires_grad)
 
 
 def _draws() -> tuple[Any, ...]:
@@ -186,7 +182,7 @@ def _apart(output: Any) -> Any:
     """Return the output without its graph of operators."""
     return pytree.tree_map_only(
         torch.Tensor,
-        lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad),
+        lambda tensor: lazy_copy(tensor.detach()).requires_grad_(tensor.requires_grad),
         output,
     )
 

@@ -26,12 +26,12 @@ def kept_rows(run: PlainRun, batch: MicroBatch) -> str | None:
         The tensor's name and shape; None if there is none.
     """
     before, values = run.attributes, run.attributes.values()
-    attributes = {
-        name: value.detach().clone()
+    shapes = {
+        name: value.shape
         for name, value in tensor_attributes(run.model)
         if not is_like_a_buffer(values.get(name), value) and not is_same(value, values.get(name))
     }
-    if not attributes or batch.samples < 2:
+    if not shapes or batch.samples < 2:
         return None
     later = _outputs(run, batch)
     before.restore()
@@ -44,9 +44,9 @@ def kept_rows(run: PlainRun, batch: MicroBatch) -> str | None:
     before.restore()
     return next(
         (
-            f"'{name}' of shape {tuple(value.shape)}"
-            for name, value in attributes.items()
-            if name in of_half and of_half[name].shape != value.shape
+            f"'{name}' of shape {tuple(shape)}"
+            for name, shape in shapes.items()
+            if name in of_half and of_half[name].shape != shape
         ),
         None,
     )

@@ -14,7 +14,7 @@ from torch import nn
 from paceline.base.errors import CheckpointError
 from paceline.checkpoint.read import Checkpoint
 from paceline.checkpoint.values import from_text_tensor, pack, text_tensor, unpack
-from paceline.model.attributes import is_like_a_buffer, plain_attributes
+from paceline.model.attributes import OF_TORCH, is_like_a_buffer, plain_attributes
 from paceline.model.forward_state import MappingSnapshot
 
 PREFIX, _VALUES = "attributes/", "attributes/.values/"
@@ -141,10 +141,9 @@ def numbers_of_objects(model: nn.Module) -> Iterator[tuple[str, Any, str]]:
     """Yield names, objects and attributes of the numbers and texts in objects that a model's
     modules hold.
     """
-    of_torch = set(nn.Module().__dict__)
     for path, module in model.named_modules():
         for name, value in vars(module).items():
-            if name in of_torch or isinstance(value, _NO_OBJECTS) or not hasattr(value, "__dict__"):
+            if name in OF_TORCH or isinstance(value, _NO_OBJECTS) or not hasattr(value, "__dict__"):
                 continue
             for attribute, item in vars(value).items():
                 if type(item) in _NUMBERS:

@@ -27,10 +27,10 @@ from paceline.checkpoint.values import (
     unpack,
 )
 from paceline.job import Job
+from paceline.model.attributes import OF_TORCH
 
 _PREFIX, _VALUES = "job/", "job/.values"
 _ROOTS = "loss", "collate", "validation_collate", "sampler", "step", "validate"
-_OF_TORCH = frozenset(vars(nn.Module()))
 _NO_STATE = (type, types.ModuleType, types.BuiltinFunctionType, torch.optim.Optimizer)
 _LARGEST_BYTES = (
     2**28
@@ -182,7 +182,7 @@ def _inside(value: Any) -> Iterator[tuple[str, Any, Callable[[Any], None]]]:
         yield from (
             (key, item, partial(setattr, value, key))
             for key, item in vars(value).items()
-            if key not in _OF_TORCH
+            if key not in OF_TORCH
         )
     elif isinstance(value, Mapping):
         yield from (

@@ -88,8 +88,8 @@ def _by_parts(metric: Any, output: Any, target: Any, samples: int) -> Iterator[t
 
 
 def copied(metric: Any) -> Any:
-    """Return a copy of the metric, because nothing restores tensors to which it adds; itself if it
-    can't be copied.
+    """Return a copy of the metric, because it may add to a state of its own; itself if it can't be
+    copied.
     """
     with suppress(Exception):
         return copy.deepcopy(metric)

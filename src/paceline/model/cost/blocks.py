@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
+from paceline.model.attributes import OF_TORCH
 from paceline.model.cost.layer_index import numbers, watched
 
 _SCALARS = (
@@ -28,7 +29,6 @@ _SCALARS = (
     torch.device,
     torch.Size,
 )
-_OF_TORCH = frozenset(nn.Module().__dict__)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 DEEPEST = (
     4  # levels of objects in objects that are compared; below them only the same object is alike
@@ -92,7 +92,7 @@ def _description(unit: nn.Module) -> list[tuple[Any, ...]]:
             if t is not None
         ]
         facts += [
-            (path, name, value) for name, value in vars(module).items() if name not in _OF_TORCH
+            (path, name, value) for name, value in vars(module).items() if name not in OF_TORCH
         ]
     return facts
 
@@ -370,7 +370,7 @@ def _attributes(unit: nn.Module) -> list[tuple[str, int]]:
         (name, id(value))
         for module in unit.modules()
         for name, value in vars(module).items()
-        if name not in _OF_TORCH
+        if name not in OF_TORCH
     ]
 
 

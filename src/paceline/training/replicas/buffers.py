@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from paceline.base.logs import logger
-from paceline.model.attributes import is_plain, plain_attributes
+from paceline.model.attributes import OF_TORCH, is_plain, plain_attributes
 from paceline.model.copy_on_write import TensorSnapshot
-from paceline.model.forward_state import OF_TORCH, ForwardState, MappingSnapshot
+from paceline.model.forward_state import ForwardState, MappingSnapshot
 from paceline.strategies.host_all_reduce import all_reduce
 
 # The most elements of a tensor that a forward puts into a new attribute. A larger one is taken for
