@@ -119,7 +119,15 @@ class MappingSnapshot:
         """Restore the content of the mapping: the same objects with their former values."""
         for seen in self.copies.values():
             seen.restore()
-        _replace(self.mapping, self.names, self.values)
+        self.put(self.values)
+
+    def put(self, values: dict[Any, Any]) -> None:
+        """Let the mapping hold these objects."""
+        if self.names is not None:
+            self.mapping.update(values)
+        elif not _is_alike(self.mapping, values):
+            self.mapping.clear()
+            self.mapping.update(values)
 
     def put_back(self, fresh: dict[int, Any]) -> None:
         """Restore the content of the mapping, with other objects in place of those that may be
@@ -128,8 +136,7 @@ class MappingSnapshot:
         Args:
             fresh: The replacement of each object so far, by the id of the object.
         """
-        values = self.values | {key: _refreshed(seen, fresh) for key, seen in self.copies.items()}
-        _replace(self.mapping, self.names, values)
+        self.put(self.values | {key: _refreshed(seen, fresh) for key, seen in self.copies.items()})
 
 
 def _content(mapping: MutableMapping[Any, Any], names: tuple[str, ...] | None) -> dict[Any, Any]:
@@ -142,14 +149,6 @@ def _is_alike(mapping: MutableMapping[Any, Any], values: dict[Any, Any]) -> bool
     This takes a few nanoseconds for each.
     """
     return len(mapping) == len(values) and all(map(operator.is_, mapping.values(), values.values()))
-
-
-def _replace(
-    mapping: MutableMapping[Any, Any], names: tuple[str, ...] | None, values: dict[Any, Any]
-) -> None:
-    if names is None:
-        mapping.clear()
-    mapping.update(values)
 
 
 class MappingSnapshots:
@@ -283,8 +282,7 @@ class _Again(AbstractContextManager[None]):
 
     def __exit__(self, *_: object) -> None:
         for part, values in zip(self.parts, self.before, strict=True):
-            if part.names is not None or not _is_alike(part.mapping, values):
-                _replace(part.mapping, part.names, values)
+            part.put(values)
         set_streams(self.streams_before)
 
 
