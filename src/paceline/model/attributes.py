@@ -85,21 +85,3 @@ def is_plain(value: Any) -> bool:
     if isinstance(value, dict):
         return all(type(key) in _SCALARS and is_plain(item) for key, item in value.items())
     return isinstance(value, CONTAINERS) and all(map(is_plain, value))
-
-
-class StateOfForward:
-    """The attributes and buffers of a loss that is a module, for `training/parts/recompute_check.py`
-    alone: this class goes with that file.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
-        self._buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-
-    def restore(self) -> None:
-        for attributes, before in self._attributes:
-            attributes.update(before)
-        with torch.no_grad():
-            for buffer, value in self._buffers:
-                if not is_same(buffer.detach(), value):
-                    buffer.copy_(value)
