@@ -58,7 +58,7 @@ def switch(owner: Any, name: str, on: Any = ON) -> None:
 
 def take_turns(ends_s: memoryview, **blocks: Any) -> None:
     """For this process and its forks. ends_s: is filled by rank 0."""
-    note: Callable[..., None] = Loop._note
+    count: Callable[..., None] = Loop._count
     RANK_0_ON[0] = 1
 
     def switching(self: Loop, *args: Any, **kwargs: Any) -> None:
@@ -68,9 +68,9 @@ def take_turns(ends_s: memoryview, **blocks: Any) -> None:
             ends_s[run.step], RANK_0_ON[0] = time.perf_counter(), ON[0]
         if not ON[0] and copier is not None:
             copier.next_step += 1  # copies stay as many steps apart, of those with it on
-        note(self, *args, **kwargs)
+        count(self, *args, **kwargs)
 
-    Loop._note = switching  # type: ignore[method-assign]
+    Loop._count = switching  # type: ignore[method-assign]
     for owner, names in (
         (Copies, ("settled",)),
         (drift, ("check_replicas",)),

@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 
+from paceline.base.files import write_json
 from paceline.checkpoint.read import Checkpoint
 from paceline.job import Job
 from paceline.launch.process.context import RankContext
+from paceline.runs.folder import SPLIT
 from paceline.strategies.mesh import Mesh
 from paceline.strategies.plan import Plan
 from paceline.training import state
@@ -19,6 +21,17 @@ from paceline.training.prefetch import Fed
 from paceline.training.run_log import RunLog
 from paceline.training.settings import Settings
 from paceline.training.stepper import Stepper, StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class StepTaken:
+    """A step that this rank took."""
+
+    fed: Fed  # its samples
+    result: StepResult
+    step_s: float
+    input_s: float  # of step_s, until the samples were there
+    loss_scale: float | None  # that its loss was multiplied by; None without loss scaling
 
 
 class RunPart:
@@ -34,7 +47,7 @@ class RunPart:
     def before_update(self) -> None:
         """What follows writes to the weights and the optimizer's state."""
 
-    def stepped(self, fed: Fed, result: StepResult) -> None:
+    def stepped(self, taken: StepTaken) -> None:
         """A step was taken, on this rank. Ranks may be in different steps: nothing here is collective."""
 
     def settled(self) -> None:
@@ -104,6 +117,14 @@ class TrainingRun:
         """Let every part know that weights are written to next. Collective."""
         for part in self.parts:
             part.before_update()
+
+    def tell_layout(self) -> None:
+        """Say how the model was laid out, where there is something to say."""
+        report = self.stepper.layout.report
+        for line in report.lines:
+            self.log.display.say(line)
+        if report.document and self.run_dir is not None and self.context.rank == 0:
+            write_json(self.run_dir / SPLIT, report.document)
 
     def settle(self) -> None:
         """Let every part do what is due, until nothing is. Collective."""

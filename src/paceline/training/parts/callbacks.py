@@ -8,9 +8,7 @@ from typing import Any
 from paceline.base.errors import CallbackError
 from paceline.checkpoint.read import Checkpoint
 from paceline.training.control import RunControl
-from paceline.training.prefetch import Fed
-from paceline.training.run import RunPart, TrainingRun
-from paceline.training.stepper import StepResult
+from paceline.training.run import RunPart, StepTaken, TrainingRun
 
 
 class Callbacks(RunPart):
@@ -40,7 +38,7 @@ class Callbacks(RunPart):
         states = checkpoint.document.get("callbacks") if checkpoint is not None else None
         self._ask({"event": "start", "callbacks": states, "keeps": run.is_copied})
 
-    def stepped(self, fed: Fed, result: StepResult) -> None:
+    def stepped(self, taken: StepTaken) -> None:
         if self.control is not None:
             self.control.tell()
 

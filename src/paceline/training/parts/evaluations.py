@@ -14,9 +14,7 @@ from paceline.training.feed import DataShard, evaluated_part, is_stream
 from paceline.training.optimizers.schedule import check_monitored, step_by_metrics
 from paceline.training.parts.callbacks import Callbacks
 from paceline.training.parts.saves import Saves
-from paceline.training.prefetch import Fed
-from paceline.training.run import RunPart, TrainingRun
-from paceline.training.stepper import StepResult
+from paceline.training.run import RunPart, StepTaken, TrainingRun
 
 
 class Evaluations(RunPart):
@@ -31,10 +29,10 @@ class Evaluations(RunPart):
         if not run.settings.is_trial:
             check_monitored(run.stepper.schedule, run.job, self._measured())
 
-    def stepped(self, fed: Fed, result: StepResult) -> None:
+    def stepped(self, taken: StepTaken) -> None:
         if self.order is not None and self.order.ends_epoch(self.run.step):
             self.run.due |= {"evaluate", "epoch"}
-            self.ended_epochs.append(fed.window.epoch)
+            self.ended_epochs.append(taken.fed.window.epoch)
 
     def settled(self) -> None:
         """Callbacks hear of the evaluation and the epoch before the checkpoint is saved that has their state."""

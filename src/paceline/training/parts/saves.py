@@ -13,9 +13,7 @@ from paceline.runs.folder import CHECKPOINTS
 from paceline.training import state
 from paceline.training.parts.callbacks import Callbacks
 from paceline.training.parts.drift import Comparisons
-from paceline.training.prefetch import Fed
-from paceline.training.run import RunPart, TrainingRun
-from paceline.training.stepper import StepResult
+from paceline.training.run import RunPart, StepTaken, TrainingRun
 
 
 class Saves(RunPart):
@@ -38,6 +36,11 @@ class Saves(RunPart):
                 num_ranks=run.context.local_world_size,
             )
             state.refuse_unsaveable(run.stepper)  # now, not after an hour
+            if unsaved := run.stepper.job_state.unsaved:
+                run.log.display.say(
+                    f"checkpoints don't keep what training changes of {', '.join(unsaved[:5])}: "
+                    "iterators, open files and large arrays begin anew in a resumed run"
+                )
 
     def restored(self, checkpoint: Checkpoint | None) -> None:
         if self.run.log.metrics is not None and self.run.settings.resume:
@@ -49,7 +52,7 @@ class Saves(RunPart):
             self.writer.before_update()
             self.run.log.blocked_s += time.monotonic() - began_s
 
-    def stepped(self, fed: Fed, result: StepResult) -> None:
+    def stepped(self, taken: StepTaken) -> None:
         run = self.run
         if self.writer is not None:
             self.writer.poll()

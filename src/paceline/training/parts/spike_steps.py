@@ -16,7 +16,7 @@ from paceline.training.parts.spike_dump import first_bad_module, keep
 from paceline.training.parts.spikes import Spike, Spikes
 from paceline.training.prefetch import Fed
 from paceline.training.restore import restore
-from paceline.training.run import RunPart, TrainingRun
+from paceline.training.run import RunPart, StepTaken, TrainingRun
 from paceline.training.stepper import StepResult
 
 
@@ -63,15 +63,16 @@ class SpikeSteps(RunPart):
         if self.spikes is not None and checkpoint is not None and "spikes" in checkpoint.document:
             self.spikes.restore(checkpoint.document["spikes"])
 
-    def stepped(self, fed: Fed, result: StepResult) -> None:
+    def stepped(self, taken: StepTaken) -> None:
         """Nothing was updated in a step that is a spike: keep its samples, and go back if that was asked for. All ranks
         of such a run are in the same step."""
-        if not result.spike:
+        why = taken.result.spike
+        if not why:
             return
-        self._keep(fed, self.run.step, result.spike, None)
+        self._keep(taken.fed, self.run.step, why, None)
         back = self._rewind() if self.run.settings.on_spike == "rewind" else ""
         self.run.log.display.say(
-            f"step {self.run.step} is a spike and changes no weight: {result.spike}{back}"
+            f"step {self.run.step} is a spike and changes no weight: {why}{back}"
         )
 
     def document(self) -> Mapping[str, Any]:
