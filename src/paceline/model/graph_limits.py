@@ -279,9 +279,8 @@ class ModuleCalls:
     def _leave(self, path: str, output: Any) -> None:
         self._look()
         self._inside.pop()
-        self.outputs.append(
-            (path, lazy_copies(pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output)))
-        )
+        values = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), output)
+        self.outputs.append((path, values))
 
     def _look(self) -> None:
         state = stream_states()[:2]

@@ -389,11 +389,11 @@ class Verbs:
         as it was.
         """
         assert isinstance(part.layout, Whole)
-        before = ForwardState(part.layout.module).now()
+        buffers = ForwardState(part.layout.module).now().tensors
         with self._verb():
             output = self._run_without_gradients(part, inputs)
         self.number -= 1
-        before.restore()
+        buffers.restore()
         return output
 
     def _leaf(self, rows: torch.Tensor, leaves: list[torch.Tensor]) -> torch.Tensor:
