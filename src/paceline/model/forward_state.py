@@ -1,4 +1,4 @@
-"""The state that a module's forward reads and changes besides its inputs, at one moment: to find what
+"""The state that a module's forward reads and changes, at one moment: to find what
 has changed since, to restore it, or to run the same forward again.
 
 This state consists of buffers, parameters that a forward edits in place, attributes (counters,
@@ -182,19 +182,12 @@ class ForwardState:
     """The state of a module's forward, and of the modules inside it.
 
     Args:
-        buffers: Buffers by name, if the forward takes them from this mapping and not from the
-            module.
         edited: The parameters that a forward may edit in place.
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        *,
-        buffers: MutableMapping[str, torch.Tensor] | None = None,
-        edited: Collection[nn.Parameter] = frozenset(),
+        self, module: nn.Module, *, edited: Collection[nn.Parameter] = frozenset()
     ) -> None:
-        self.buffers = buffers
         self._modules = [
             (f"{path}." if path else "", part) for path, part in module.named_modules()
         ]
@@ -205,20 +198,14 @@ class ForwardState:
         ]
         self._known: dict[int, MappingSnapshot] = {}
 
-    def now(
-        self, *, buffers: tuple[str, ...] = (), inputs: dict[str, Any] | None = None
-    ) -> ForwardSnapshot:
+    def now(self, inputs: dict[str, Any] | None = None) -> ForwardSnapshot:
         """Return the state at this moment.
 
         Args:
-            buffers: Names of the buffers that the forward takes from elsewhere.
             inputs: What the forward takes as arguments, by any names.
         """
         tensors = [self._part(part._buffers, prefix) for prefix, part in self._modules]
         tensors += [MappingSnapshot.of(inputs)] if inputs else []
-        if buffers:
-            assert self.buffers is not None
-            tensors.append(MappingSnapshot.of(self.buffers, "", buffers))
         # Parameters are written to in every update, and would be copied then if they were still
         # looked at.
         tensors += [MappingSnapshot.of(*each) for each in self._edited]

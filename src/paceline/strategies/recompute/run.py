@@ -3,10 +3,8 @@ attention."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,7 +44,6 @@ def prepare(
             unit.forward = _Watched(unit.forward)
         return
     refuse_scripted(model, "recompute=full")
-    buffers: MutableMapping[str, torch.Tensor] | None = getattr(model, "buffers_", None)
     # FSDP2 gives a unit new parameters in each forward, except for those that a forward edits,
     # which it does not shard.
     whole = {
@@ -56,8 +53,7 @@ def prepare(
         # Skip a piece of the user's own code, whose result may depend on how often it runs.
         if getattr(unit, "runs_once", False):
             continue
-        state = ForwardState(unit, buffers=buffers, edited=whole)
-        unit.forward = _Recomputed(unit.forward, state)
+        unit.forward = _Recomputed(unit.forward, ForwardState(unit, edited=whole))
 
 
 def refuse_unseen_state(model: nn.Module, path: str) -> None:
@@ -95,49 +91,25 @@ class _Watched:
             return self.forward(*args, **kwargs)
 
 
-@dataclass(frozen=True, slots=True)
-class _Buffer:
-    """A reference to a buffer among a forward's arguments.
-
-    It stands for the buffer's value when it is read.
-    """
-
-    name: str
-
-
 class _Recomputed:
     """A forward that runs again in backward."""
 
     def __init__(self, forward: Callable[..., Any], state: ForwardState) -> None:
         self.forward, self.state = forward, state
-        self.buffers = {id(buffer): _Buffer(name) for name, buffer in (state.buffers or {}).items()}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
-        args = tuple(self.buffers.get(id(argument), argument) for argument in args)
-        names = tuple(argument.name for argument in args if isinstance(argument, _Buffer))
-        inputs = {"args": args, "kwargs": kwargs}
-        moment = self.state.now(buffers=names, inputs=inputs)
+        inputs: dict[str, Any] = {"args": args, "kwargs": kwargs}
+        moment = self.state.now(inputs)
         devices = {
             leaf.device for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)
         }
         # torch looks for devices in these arguments, and raises an error in backward if one was
         # written to. It therefore gets tensors that nothing writes to.
         return checkpoint(
-            partial(self._run, inputs),
+            lambda *_: self.forward(*inputs["args"], **inputs["kwargs"]),
             *(torch.empty(0, device=device) for device in devices),
             use_reentrant=False,
             context_fn=lambda: (nullcontext(), moment.again()),
-        )
-
-    def _run(self, inputs: dict[str, Any], *_: torch.Tensor) -> Any:
-        return self.forward(
-            *(
-                self.state.buffers[argument.name]  # type: ignore[index]
-                if isinstance(argument, _Buffer)
-                else argument
-                for argument in inputs["args"]
-            ),
-            **inputs["kwargs"],
         )

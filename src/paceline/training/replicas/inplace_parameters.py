@@ -120,13 +120,12 @@ class Edits:
         self.names += unknown
         self._seen = {}
 
-    @torch.no_grad()
     def put_back(self) -> None:
         """Undo the edits of the first step's forwards, and treat the next forwards as the first
         ones.
         """
         for seen in self._seen.values():
-            local_part(seen.tensor).copy_(local_part(seen.value))
+            seen.restore()
         self._is_first = True
 
     def _versions_now(self) -> list[tuple[int, int]]:
