@@ -31,6 +31,7 @@ from paceline.base.errors import CheckpointError
 from paceline.checkpoint import (
     TensorPiece,
     Writer,
+    assemble,
     files,
     load_tensors,
     newest_checkpoint,
@@ -40,9 +41,11 @@ from paceline.checkpoint import (
     write_json,
     write_model,
 )
-from paceline.checkpoint.files import write_tensors
+from paceline.checkpoint.files import NewFile, write_tensors
 from paceline.checkpoint.pieces import copy
 from paceline.checkpoint.snapshot import Snapshot, aligned
+from paceline.job.pretrained import Weights
+from paceline.training.initial import source_of
 
 W = torch.arange(12.0).reshape(6, 2)
 
@@ -65,12 +68,7 @@ def halves(scale: float = 1.0) -> list[list[TensorPiece]]:
 
 
 def write_whole(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    def read(name: str, offsets: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-        return tensors[name][
-            tuple(slice(at, at + size) for at, size in zip(offsets, shape, strict=True))
-        ]
-
-    write_model(path, {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}, read)
+    write_model(path, source_of(Weights(tensors)), {name: name for name in tensors})
 
 
 @pytest.fixture(autouse=True)
@@ -624,11 +622,12 @@ def test_write_model_leaves_the_old_file(
     path = tmp_path / "model.safetensors"
     write_whole(path, {"w": W})
 
-    def fail(name: str, offsets: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+    def fail(*_: object) -> None:
         raise error
 
+    monkeypatch.setattr(NewFile, "write_from", fail)
     with pytest.raises(CheckpointError, match=r"could not write the model to .*model\.safetensors"):
-        write_model(path, {"w": (W.dtype, (6, 2))}, fail)
+        write_whole(path, {"w": W})
     assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
     assert torch.equal(load_file(path)["w"], W)
 
@@ -638,7 +637,7 @@ def test_large_tensors_are_written_in_runs(shape: list[int], run_bytes: int) -> 
     """However few rows are read at a time, the file holds the whole; of an empty tensor and a scalar, too."""
     tensors = {"w": torch.rand(shape), "v": torch.arange(7.0)}
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
-        patch.setattr(write, "_RUN_BYTES", run_bytes)
+        patch.setattr(assemble, "_RUN_BYTES", run_bytes)
         write_whole(Path(folder, "model.safetensors"), tensors)
         loaded = load_file(Path(folder, "model.safetensors"))
     assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())

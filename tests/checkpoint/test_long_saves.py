@@ -21,10 +21,11 @@ import paceline as pl
 from paceline.base.errors import CheckpointError, PacelineError
 from paceline.base.long_work import long_work
 from paceline.base.waiting import waiting
-from paceline.checkpoint import files, pieces_of, read, write
+from paceline.checkpoint import assemble, files, pieces_of, read, write
+from paceline.checkpoint.assemble import write_model
 from paceline.checkpoint.files import NewFile
 from paceline.checkpoint.read import open_checkpoint
-from paceline.checkpoint.write import Writer, write_model
+from paceline.checkpoint.write import Writer
 from paceline.launch.process import memory_files, rank_process
 
 PATIENCE_S = 1.0  # from when ranks save, copy or restore, or hang there
@@ -138,7 +139,7 @@ def test_a_rank_whose_disk_hangs_is_named(
 ):
     """Rank 1 while it writes its part, or rank 0 while it writes for all: the other one waits, and is not meant."""
     culprit = 1 if phase == "part" else 0
-    empty, merged = NewFile._empty, write._merged
+    empty, merged = NewFile._empty, write.merged
 
     def hang_in_part(self: NewFile) -> None:
         if phase == "part" and "rank-00001" in self.path.name:
@@ -153,7 +154,7 @@ def test_a_rank_whose_disk_hangs_is_named(
         return merged(parts)
 
     monkeypatch.setattr(NewFile, "_empty", hang_in_part)
-    monkeypatch.setattr(write, "_merged", hang_in_commit)
+    monkeypatch.setattr(write, "merged", hang_in_commit)
     with pytest.raises(PacelineError) as caught:
         pl.train(
             job(),
@@ -172,16 +173,17 @@ def test_an_export_may_take_longer_than_a_collective(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Rank 0 alone writes the model; what the others wait in has no limit. A collective has 8 s here."""
-    parts, pauses = write._runs, iter(range(36))
+    pauses = iter(range(36))
 
-    def late_parts(*args: Any) -> Any:
-        for _ in pauses:
-            time.sleep(0.25)
-            long_work.advanced()
-        yield from parts(*args)
+    class Late(NewFile):
+        def write_from(self, tensor: torch.Tensor) -> None:
+            for _ in pauses:
+                time.sleep(0.25)
+                long_work.advanced()
+            super().write_from(tensor)
 
     monkeypatch.setattr(rank_process, "_LAST_RESORT_S", 0.0)
-    monkeypatch.setattr(write, "_runs", late_parts)
+    monkeypatch.setattr(assemble, "NewFile", Late)
     result = pl.train(
         job(),
         "data=2",
@@ -199,7 +201,7 @@ def test_a_restore_and_an_export_may_take_longer_than_the_patience(
 ):
     """Rank 0 alone checks files and writes the model, and others wait for it."""
     pl.train(job(), "data=2", run=tmp_path / "run", check=False, table=False)
-    check, run_parts = read._check_sums, write._runs
+    check = read._check_sums
 
     def check_late(*args: Any) -> None:
         hang_begins.touch()
@@ -208,15 +210,15 @@ def test_a_restore_and_an_export_may_take_longer_than_the_patience(
             long_work.advanced()
         check(*args)
 
-    def late_parts(*args: Any) -> Any:
-        for part in run_parts(*args):
+    class Late(NewFile):
+        def write_from(self, tensor: torch.Tensor) -> None:
             for _ in range(6):
                 time.sleep(0.25)
                 long_work.advanced()
-            yield part
+            super().write_from(tensor)
 
     monkeypatch.setattr(read, "_check_sums", check_late)
-    monkeypatch.setattr(write, "_runs", late_parts)
+    monkeypatch.setattr(assemble, "NewFile", Late)
     result = pl.train(
         replace(job(), steps=3),
         "data=2",
@@ -302,13 +304,9 @@ def test_reading_says_that_it_goes_on(
     signs.clear()
     checkpoint.read("w")
     assert len(signs) == 1
-    monkeypatch.setattr(write, "_RUN_BYTES", 40_000)
-    write_model(
-        tmp_path / "model",
-        {"w": (torch.float32, (40_000,))},
-        lambda name, offsets, shape: WEIGHT[offsets[0] : offsets[0] + shape[0]],
-    )
-    assert len(signs) == 1 + 4
+    monkeypatch.setattr(assemble, "_RUN_BYTES", 40_000)
+    write_model(tmp_path / "model", checkpoint, {"w": "w"})
+    assert len(signs) == 1 + 2 * 4  # each part is read, and written
 
 
 def test_other_threads_are_heard_while_the_main_one_waits(signs: list[int]):
@@ -397,7 +395,7 @@ def test_without_copies_a_save_is_waited_for(tmp_path: Path):
     for step in (1, 2):
         writer.save(step, pieces_of("w", weight), {})
         weight += 1
-    assert writer._snapshot is None
+    assert not writer._snapshot.num_bytes
     for step in (1, 2):
         there = open_checkpoint(tmp_path / "checkpoints" / f"step-{step}")
         assert there.read("w").equal(WEIGHT + step - 1)

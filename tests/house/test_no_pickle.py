@@ -8,7 +8,6 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ from paceline.launch.hosts.host_copies import HostCopies
 from paceline.launch.process.faults import struck
 from paceline.launch.process.messages import Message
 from paceline.servers.wire import Connection, Header, Kind
-from paceline.training.parts.peer_checkpoint import _Memory
+from paceline.training.parts.copied_state import open_copies
 
 pytestmark = pytest.mark.usefixtures("charts_drawn_once")
 
@@ -154,9 +153,8 @@ def test_a_pickle_as_a_copy_of_another_host(planted: bytes, trap: Path):
     """As its index, and from a peer that has yet to prove itself."""
     host = HostCopies(1)
     host.memory.write(0, 1, [], planted)
-    context: Any = SimpleNamespace(rank=0, local_world_size=1)
     with pytest.raises(PacelineError, match="is none"):
-        _Memory(context, host, []).index(0, 0, 1)
+        open_copies(1, [(host.memory, 0)])
     host.serve()
     with socket.create_connection(("127.0.0.1", host.address.port)) as stranger:
         stranger.sendall(planted.ljust(48))

@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 import paceline as pl
 from paceline.base.errors import UsageError
 from paceline.cluster.cluster import Cluster
-from paceline.launch.process.state_copies import TIME_SHARE
+from paceline.launch.process.memory_store import TIME_SHARE
 from paceline.planner.goodput import Goodput, outlook
 from paceline.planner.problem import PlanningProblem
 from paceline.planner.search import Candidate

@@ -20,12 +20,13 @@ from safetensors.torch import load_file
 import paceline as pl
 from paceline.base.logs import logger
 from paceline.checkpoint.pieces import TensorPiece
-from paceline.launch.process.state_copies import StateCopies
+from paceline.launch.process.memory_store import StateCopies
 from paceline.servers.server import Server
 from paceline.strategies.mesh import Mesh
 from paceline.training.parts import memory_checkpoint
+from paceline.training.parts.copied_state import open_copies, open_newest
 from paceline.training.parts.drift import fingerprints
-from paceline.training.parts.memory_checkpoint import Copier, open_copy, open_newest
+from paceline.training.parts.memory_checkpoint import Copier
 
 INPUTS = torch.randn(40, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 SAMPLES = list(zip(INPUTS, INPUTS.sum(1, keepdim=True).tanh(), strict=True))
@@ -220,10 +221,15 @@ def piece(name: str, tensor: torch.Tensor, rows: int, first: int) -> TensorPiece
 
 
 class _Context:
-    local_world_size = 2
+    attempt, local_world_size = "first", 2
 
     def __init__(self, rank: int) -> None:
         self.rank = self.slot = rank
+
+
+def copier_of(rank: int, copies: StateCopies | None, *, num_parts: int = 1) -> Copier:
+    """One of two ranks of a host."""
+    return Copier(_Context(rank), copies, 2, (rank % num_parts, num_parts))  # type: ignore[arg-type]
 
 
 def test_copies_are_read_as_a_checkpoint_is():
@@ -245,8 +251,8 @@ def test_copies_are_read_as_a_checkpoint_is():
                 TensorPiece("empty", (0, 3), (0, 0), empty),
                 TensorPiece("pair", (2,), (0,), pair),
             ]
-        Copier(_Context(rank), copies, 2).copy(7, pieces, {"step": 7} if rank == 0 else None)
-    copied = open_copy(copies, 7, range(2))
+        copier_of(rank, copies, num_parts=2).copy(7, pieces, {"step": 7} if rank == 0 else None)
+    copied = open_copies(7, [(copies, rank) for rank in range(2)])
     assert copied.document == {"step": 7} and copied.step == 7
     for name, expected in (
         ("rows", whole),
@@ -280,11 +286,18 @@ def test_copies_of_replicas_that_differ_are_passed_over(
         )
         rows = fingerprints(stepper, lambda axis, state=state: {"optimizer/w/exp_avg": state})
         owned = [TensorPiece("parameters/w", (1000,), (0,), weight)] if rank == 0 else []
-        Copier(_Context(rank), copies, 2).copy(
-            5, [*owned, *rows], {"step": 5} if rank == 0 else None
-        )
-    context: Any = SimpleNamespace(rank=0, copies=copies, num_starts=2, store=None)
-    newest = open_newest(context, tmp_path, num_ranks=2)
+        copier_of(rank, copies).copy(5, [*owned, *rows], {"step": 5} if rank == 0 else None)
+    context: Any = SimpleNamespace(
+        rank=0,
+        slot=0,
+        world_size=2,
+        local_world_size=2,
+        copies=copies,
+        host_copies=None,
+        num_starts=2,
+        store=None,
+    )
+    newest = open_newest(context, tmp_path, lambda copied: None)
     assert (newest is None) == flipped
     assert warnings == (
         [
@@ -312,11 +325,8 @@ def test_the_newest_copy_is_the_last_that_all_ranks_made():
         copies.keep(rank, until=5)
     assert set(copies.steps(0)) == {5}
     copies.write(0, 6, [memoryview(b"6")], b"[0]")
-    assert (
-        copies.index(0, 6) == b"[0]"
-        and copies.index(0, 5) == b"{}"
-        and copies.newest(range(2)) == 5
-    )
+    assert copies.extent(0, 6) == (1, 4) and copies.extent(0, 5) == (1, 3)
+    assert copies.newest(range(2)) == 5
     copies.close()
 
 
@@ -326,7 +336,7 @@ def test_copies_fit_into_half_of_the_memory_beside_those_that_are_made(
     """Two of each rank of the host; what is made already is there to be written over."""
     monkeypatch.setattr(memory_checkpoint, "free_memory_bytes", lambda: free_bytes)
     memory = StateCopies(2)
-    copier = Copier(_Context(0), memory, num_ranks=2)
+    copier = copier_of(0, memory)
     pieces = [piece("rows", torch.zeros(100, 10), 100, 0)]  # 4,000 bytes
     free_bytes = 31_999
     assert not copier.fits(pieces)
@@ -392,7 +402,7 @@ def test_a_run_goes_on_if_memory_is_refused(
 def test_a_copy_of_a_gpu_counts_until_it_is_in_pinned_memory(monkeypatch: pytest.MonkeyPatch):
     """A thread writes it beside the steps. The first one also pins the memory, and does not count: on an H200, it put
     copies hundreds of steps apart."""
-    copier = Copier(_Context(0), None, 2)  # type: ignore[arg-type]
+    copier = copier_of(0, None)
     copier._staging = SimpleNamespace(wait=lambda: None)  # type: ignore[assignment]
     clock_s = 10.0
 
@@ -402,15 +412,15 @@ def test_a_copy_of_a_gpu_counts_until_it_is_in_pinned_memory(monkeypatch: pytest
 
     monkeypatch.setattr(copier, "_write", write)
     monkeypatch.setattr(memory_checkpoint, "time", SimpleNamespace(perf_counter=lambda: clock_s))
-    copier._write_staged(1, [], b"", None)
+    copier._write_staged(1, [], "null", None)
     assert not copier._latest_s
-    copier._write_staged(2, [], b"", clock_s - 0.05)
+    copier._write_staged(2, [], "null", clock_s - 0.05)
     assert list(copier._latest_s) == [pytest.approx(0.05)] and copier._error is None
 
 
 def test_one_slow_copy_does_not_put_copies_apart():
     """Other work on the machine delays one now and then: the median of the latest counts."""
-    copier = Copier(_Context(0), None, 2)  # type: ignore[arg-type]
+    copier = copier_of(0, None)
     assert copier.affordable_every(0.1) == 1
     copier._latest_s.extend([0.001, 0.5, 0.001])
     assert copier.affordable_every(0.05) == 2

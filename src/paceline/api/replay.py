@@ -186,7 +186,7 @@ def replay(
     with temporary_folder("replay") as place:
         again_dir = place / "run"
         if checkpoint is not None:
-            saved = again_dir / folder.CHECKPOINTS / f"step-{after}"
+            saved = folder.checkpoint_of(again_dir, after)
             saved.parent.mkdir(parents=True)
             saved.symlink_to(checkpoint.path.resolve())
         request.train(

@@ -99,21 +99,12 @@ class TrainedModel:
             UsageError: the path does not end in .safetensors.
             CheckpointError: see `state_dict`.
         """
-        from paceline.checkpoint.assemble import own_names
-        from paceline.checkpoint.write import write_model
+        from paceline.checkpoint.assemble import own_names, write_model
 
         target, checkpoint = Path(path), self.checkpoint()
         if target.suffix != ".safetensors":
             raise UsageError(f"can't export to {target}: the file must end with .safetensors")
-        stored = own_names(checkpoint)
-        write_model(
-            target,
-            {
-                name: (checkpoint.tensors[key].dtype, checkpoint.tensors[key].shape)
-                for name, key in stored.items()
-            },
-            lambda name, offsets, shape: checkpoint.read(stored[name], offsets, shape),
-        )
+        write_model(target, checkpoint, own_names(checkpoint))
         return target
 
     def checkpoint(self) -> Checkpoint:
@@ -130,7 +121,7 @@ class TrainedModel:
                     f"{self.run} has no checkpoint", hint="train it first, or longer"
                 )
             return newest
-        path = self.run / folder.CHECKPOINTS / f"step-{self.step}"
+        path = folder.checkpoint_of(self.run, self.step)
         if not path.exists():
             raise CheckpointError(
                 f"{self.run} holds no weights of step {self.step}",

@@ -63,14 +63,18 @@ def without_secrets(command: str) -> str:
 class PacelineError(Exception):
     """The work failed.
 
-    The message says what was given and what is allowed; `hint` says what to do.
+    The message says what was given and what is allowed; `hint` says what to do. `heard` says
+    whether this rank only learned of the cause, which another rank reports.
     """
 
     exit_code = 1
+    heard = False
 
-    def __init__(self, message: str, *, hint: str | None = None) -> None:
+    def __init__(self, message: str, *, hint: str | None = None, heard: bool | None = None) -> None:
         super().__init__(message)
         self.hint = hint
+        if heard is not None:
+            self.heard = heard
 
     def __str__(self) -> str:
         message = super().__str__()
@@ -154,10 +158,6 @@ class CheckpointError(PacelineError):
 class CallbackError(PacelineError):
     """A callback raised an exception, which ended the run."""
 
-    def __init__(self, message: str, *, hint: str | None = None, heard: bool = False) -> None:
-        super().__init__(message, hint=hint)
-        self.heard = heard  # whether this rank only learned of the exception, which rank 0 reports
-
 
 class OutOfMemory(PacelineError):
     """A device's memory is exhausted."""
@@ -170,8 +170,15 @@ class PeerLost(PacelineError):
 
     exit_code = 4
 
-    def __init__(self, message: str, *, hint: str | None = None, rank: int | None = None) -> None:
-        super().__init__(message, hint=hint)
+    def __init__(
+        self,
+        message: str,
+        *,
+        hint: str | None = None,
+        heard: bool | None = None,
+        rank: int | None = None,
+    ) -> None:
+        super().__init__(message, hint=hint, heard=heard)
         self.rank = rank  # the lost rank, if it is known
 
 

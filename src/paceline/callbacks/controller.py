@@ -26,7 +26,7 @@ from paceline.job.callback import (
 from paceline.launch.process.failure import traced
 from paceline.launch.process.messages import RanksGone
 from paceline.runs.documents import rows
-from paceline.runs.folder import CHECKPOINTS, LOGGED, METRICS
+from paceline.runs.folder import LOGGED, METRICS, checkpoints_of
 from paceline.runs.metrics import read_history
 
 if TYPE_CHECKING:
@@ -348,11 +348,7 @@ class RunController:
         return states
 
     def failure(self) -> CallbackError:
-        steps = [
-            int(path.name[5:])
-            for path in (self.run.folder / CHECKPOINTS).glob("step-*")
-            if path.name[5:].isdigit()
-        ]
+        steps = checkpoints_of(self.run.folder)
         return CallbackError(
             self._failure,
             hint="a checkpoint is saved: the same command with --run "

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from paceline.base.errors import JobError
 from paceline.callbacks.monitor import Monitor
 from paceline.job.callback import Callback, CheckpointReport, EvaluationReport
-from paceline.runs.folder import BEST, CHECKPOINTS
+from paceline.runs.folder import BEST, checkpoint_of
 
 if TYPE_CHECKING:
     from paceline.job import Job
@@ -79,7 +79,7 @@ class KeepBest(Callback):
         self._note(run.folder)
         wanted = {checkpoint.step, *(step for step, _ in self.kept)}
         for step in (step for step in self.saved_steps if step not in wanted):
-            shutil.rmtree(run.folder / CHECKPOINTS / f"step-{step}", ignore_errors=True)
+            shutil.rmtree(checkpoint_of(run.folder, step), ignore_errors=True)
         self.saved_steps = [step for step in self.saved_steps if step in wanted]
 
     def _note(self, run_dir: Path) -> None:

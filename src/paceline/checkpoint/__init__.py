@@ -3,10 +3,12 @@ other number reads regions of them.
 """
 
 from paceline.base.files import write_json
+from paceline.checkpoint.assemble import write_model
 from paceline.checkpoint.dtypes import load_tensors
+from paceline.checkpoint.index import TensorEntry
 from paceline.checkpoint.pieces import Region, TensorPiece, pieces_of
-from paceline.checkpoint.read import Checkpoint, TensorEntry, newest_checkpoint, open_checkpoint
-from paceline.checkpoint.write import Writer, write_model
+from paceline.checkpoint.read import Checkpoint, newest_checkpoint, open_checkpoint
+from paceline.checkpoint.write import Writer
 
 __all__ = [
     "Checkpoint",

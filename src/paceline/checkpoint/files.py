@@ -17,7 +17,7 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 import xxhash
@@ -134,6 +134,18 @@ def write_tensors(
         for name in ordered:
             file.write_from(plain(tensors[name]))
         return file.finish()
+
+
+def read_header(file: BinaryIO) -> tuple[dict[str, Any], int]:
+    """Return the header of a safetensors file, and where the tensors' bytes begin.
+
+    Raises:
+        ValueError: the file has no header.
+    """
+    length = int.from_bytes(file.read(8), "little")
+    if length > os.fstat(file.fileno()).st_size:
+        raise ValueError("its header is longer than the file")
+    return json.loads(file.read(length)), 8 + length
 
 
 class NewFile:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,12 @@ class Region:
 
     offsets: tuple[int, ...]  # where the box starts along each dim
     shape: tuple[int, ...]  # its length along each dim
+
+    @classmethod
+    def whole(cls, shape: Iterable[int]) -> Region:
+        """Return the box of all elements of a tensor of this shape."""
+        shape = tuple(shape)
+        return cls((0,) * len(shape), shape)
 
     @property
     def numel(self) -> int:
@@ -64,6 +70,22 @@ class Region:
             slice(start - first, start - first + length)
             for start, first, length in zip(self.offsets, origin, self.shape, strict=True)
         )
+
+    def in_runs(self, num_elements: int) -> Iterator[Region]:
+        """Yield boxes of whole rows, that is, of consecutive indices along the first dim, which
+        together are this box.
+
+        Each has at most so many elements, or one row.
+        """
+        if not self.shape:
+            yield self
+            return
+        step = max(1, num_elements // max(1, math.prod(self.shape[1:])))
+        for start in range(0, self.shape[0], step):
+            yield Region(
+                (self.offsets[0] + start, *self.offsets[1:]),
+                (min(step, self.shape[0] - start), *self.shape[1:]),
+            )
 
     @property
     def _stops(self) -> tuple[int, ...]:

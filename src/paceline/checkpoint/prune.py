@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.write import COMMIT, committed_by
-from paceline.runs.folder import BEST, CHECKPOINTS, METRICS
-
-_STEP = re.compile(r"step-(\d+)")
+from paceline.checkpoint.write import committed_by
+from paceline.runs.folder import BEST, COMMIT, METRICS, checkpoints_of
 
 
 def later_saves(run_dir: Path, *, after: int) -> frozenset[str]:
@@ -23,7 +20,7 @@ def later_saves(run_dir: Path, *, after: int) -> frozenset[str]:
     """
     return frozenset(
         save
-        for step, path in _complete(run_dir).items()
+        for step, path in checkpoints_of(run_dir).items()
         if step > after and (save := committed_by(path)) is not None
     )
 
@@ -42,7 +39,7 @@ def prune(run_dir: Path, *, newest: int, passed_over: Collection[str] = ()) -> N
     """
     complete = {
         step: path
-        for step, path in _complete(run_dir).items()
+        for step, path in checkpoints_of(run_dir).items()
         if not passed_over or committed_by(path) not in passed_over
     }
     kept = {*sorted(complete)[-newest:], *_kept_as_best(run_dir)}
@@ -54,14 +51,6 @@ def prune(run_dir: Path, *, newest: int, passed_over: Collection[str] = ()) -> N
             with suppress(OSError):
                 (path / COMMIT).unlink()  # first, so that what is half removed is no checkpoint
                 shutil.rmtree(path)
-
-
-def _complete(run_dir: Path) -> dict[int, Path]:
-    return {
-        int(match[1]): path
-        for path in (run_dir / CHECKPOINTS).glob("step-*")
-        if (match := _STEP.fullmatch(path.name)) and (path / COMMIT).is_file()
-    }
 
 
 def _evaluated(run_dir: Path) -> Iterator[tuple[int, float]]:

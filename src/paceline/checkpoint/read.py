@@ -7,68 +7,72 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-import mmap
+import math
+import os
 import re
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from threading import Event
-from typing import Any
+from typing import Any, Protocol
 
-import numpy as np
 import torch
 import xxhash
 
 from paceline.base.errors import CheckpointError
 from paceline.base.long_work import long_work
 from paceline.checkpoint.dtypes import DTYPES, in_file
-from paceline.checkpoint.files import CHECKSUM
+from paceline.checkpoint.files import CHECKSUM, bytes_of, read_header
+from paceline.checkpoint.index import StoredPiece, TensorEntry, entries_of, plain_name
 from paceline.checkpoint.pieces import Region, copy, pieces_of, uncovered
-from paceline.checkpoint.write import COMMIT, DOCUMENT, FORMAT, INDEX, LOOK_S, VERSION
-from paceline.launch.process.malloc import trim_heap
+from paceline.checkpoint.write import DOCUMENT, FORMAT, INDEX, LOOK_S, VERSION
+from paceline.launch.process.memory_files import read_at
+from paceline.runs.folder import CHECKPOINTS, COMMIT, checkpoints_of
 from paceline.strategies.layout import Extent
 
 _SUMMED_BYTES = 256 * 1024  # read at a time for a checksum, as in hashlib.file_digest
-MAPPED_BYTES = (
-    16 * 1024**2
-)  # read of files before they are unmapped; a larger piece is read at once
+_RUN_BYTES = 8 * 2**20  # of a piece, read at a time
+# At most: there is a file for each rank that wrote. Opening one again means to parse its header
+# again, and processes may often have no more than 1,024 files.
+_OPEN_FILES = 256
 
 # step-N, and the folder that was step-N until a save of the same step began to replace it and was
 # interrupted.
 _FOLDER = re.compile(r"step-(\d+)|\.step-(\d+)\.replaced")
 
 
-@dataclass(frozen=True, slots=True)
-class StoredPiece:
-    """The place of a part of a tensor in a checkpoint's safetensors files."""
+class Store(Protocol):
+    """What holds the bytes of pieces: a disk, or the memory of this host or of others."""
 
-    file: str
-    key: str  # in that file
-    region: Region
+    def read_into(
+        self, piece: StoredPiece, dtype: torch.dtype, start: int, target: memoryview
+    ) -> None:
+        """Fill the target with the bytes of a piece, from the byte `start` on.
 
-
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
-    """A tensor of a checkpoint."""
-
-    shape: tuple[int, ...]  # of the whole tensor
-    dtype: torch.dtype
-    pieces: tuple[StoredPiece, ...]
+        Raises:
+            OSError, EOFError, LookupError, ValueError: the store has no such piece of this dtype.
+        """
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint. Its tensors stay on the disk until they are read."""
+    """The complete state of a run. Its tensors stay in their store until they are read."""
 
     path: Path
     step: int
     # What the caller of `Writer.save` gave on rank 0, as JSON holds it (tuples are lists).
     document: dict[str, Any]
     tensors: Mapping[str, TensorEntry]
-    _files: dict[str, _Mapped] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _read_bytes: list[int] = field(default_factory=list, init=False, repr=False, compare=False)
+    store: Store = field(repr=False, compare=False)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each tensor."""
+        return {name: entry.shape for name, entry in self.tensors.items()}
 
     def read(
         self,
@@ -79,7 +83,7 @@ class Checkpoint:
         """Read a tensor, or the region of it that starts at `offsets` and has this shape, into CPU
         memory.
 
-        Only the bytes of the region are read.
+        Only the rows of the region are read.
 
         Raises:
             CheckpointError: there is no such tensor, or no piece holds a part of the region.
@@ -133,77 +137,63 @@ class Checkpoint:
                 f"{holes[0].offsets} of shape {holes[0].shape}"
             )
         for piece in entry.pieces:
-            common = piece.region.overlap(region)
-            if common is None:
+            if (common := piece.region.overlap(region)) is None:
                 continue
             try:
-                part = self._open(piece.file).read(
-                    piece, entry.dtype, common.slices(piece.region.offsets)
-                )
-            except (OSError, LookupError, ValueError) as error:
+                for run, part in self._runs(piece, entry.dtype, common):
+                    box = run.overlap(common)
+                    assert box is not None
+                    copy(target[box.slices(region.offsets)], part[box.slices(run.offsets)])
+            except (OSError, EOFError, LookupError, ValueError) as error:
                 raise CheckpointError(
                     f"{self.path}: can't read '{piece.key}' from {piece.file}: {error}"
                 ) from error
-            copy(target[common.slices(region.offsets)], part)
-            long_work.advanced()
-            self._close_after(part.nbytes)
 
-    def _close_after(self, num_bytes: int) -> None:
-        """Unmap the files after enough bytes were read, because pages that were read count as this
-        process's memory.
+    def _runs(
+        self, piece: StoredPiece, dtype: torch.dtype, box: Region
+    ) -> Iterator[tuple[Region, torch.Tensor]]:
+        """Yield the rows of a piece that a box needs, a few at a time. They are read whole, because
+        only the bytes of whole rows lie one after the other.
         """
-        self._read_bytes.append(num_bytes)
-        if sum(self._read_bytes) > MAPPED_BYTES:
-            self._read_bytes.clear()
-            self._files.clear()
-            trim_heap()
-
-    def _open(self, file: str) -> _Mapped:
-        """Map a file into memory and keep it for a while, because a model has thousands of tensors
-        in few files.
-        """
-        if file not in self._files:
-            self._files[file] = _Mapped(self.path / file)
-        return self._files[file]
+        whole = piece.region
+        rows = Region((*box.offsets[:1], *whole.offsets[1:]), (*box.shape[:1], *whole.shape[1:]))
+        for run in rows.in_runs(_RUN_BYTES // dtype.itemsize):
+            part = torch.empty(run.shape, dtype=dtype, device="cpu")
+            first = run.offsets[0] - whole.offsets[0] if run.shape else 0
+            start = first * math.prod(whole.shape[1:]) * dtype.itemsize
+            self.store.read_into(piece, dtype, start, bytes_of(part))
+            yield run, part
 
 
-class _Mapped:
-    """A safetensors file that is mapped for reading only.
+class DiskStore:
+    """The safetensors files of a folder. A few stay open, because a model has thousands of tensors
+    in few files.
+    """
 
-    safetensors itself maps it for writing, too. Such a mapping counts as this process's memory if
-    that is limited.
+    def __init__(self, folder: Path) -> None:
+        self._open = lru_cache(_OPEN_FILES)(lambda name: _OpenFile(folder / name))
 
-    Raises:
-        OSError, ValueError: the file can't be read, or has no header.
+    def read_into(
+        self, piece: StoredPiece, dtype: torch.dtype, start: int, target: memoryview
+    ) -> None:
+        """See `Store`."""
+        file = self._open(piece.file)
+        entry = file.header[piece.key]
+        if (DTYPES[entry["dtype"]], tuple(entry["shape"])) != in_file(dtype, piece.region.shape):
+            raise ValueError("its shape or dtype is not that of the index")
+        read_at(file.descriptor, target, file.begin + entry["data_offsets"][0] + start)
+
+
+class _OpenFile:
+    """A safetensors file that is read at any place. It is not mapped, because pages of a mapping
+    that were read count as this process's memory.
     """
 
     def __init__(self, path: Path) -> None:
         with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if length > path.stat().st_size:
-                raise ValueError("its header is longer than the file")
-            self.header = json.loads(file.read(length))
-            self.mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self.bytes = np.frombuffer(self.mapped, np.uint8, offset=8 + length)
-
-    def read(self, piece: StoredPiece, dtype: torch.dtype, part: tuple[slice, ...]) -> torch.Tensor:
-        """Return a copy of a part of a stored tensor.
-
-        Raises:
-            KeyError: there is no tensor of that name.
-            ValueError: the tensor differs from what the index says.
-        """
-        entry = self.header[piece.key]
-        if (DTYPES[entry["dtype"]], tuple(entry["shape"])) != in_file(dtype, piece.region.shape):
-            raise ValueError("its shape or dtype is not that of the index")
-        start, end = entry["data_offsets"]
-        whole = self.bytes[start:end].reshape(*piece.region.shape, dtype.itemsize)
-        copied = torch.from_numpy(np.array(whole[part], order="C"))
-        if hasattr(
-            mmap, "MADV_DONTNEED"
-        ):  # the pages that were read stay in the system's cache, not in this process
-            self.mapped.madvise(mmap.MADV_DONTNEED)
-        return copied.flatten().view(dtype).reshape(copied.shape[:-1])
+            self.header, self.begin = read_header(file)
+            self.descriptor = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self.descriptor)
 
 
 def open_checkpoint(path: Path, *, checksums: bool = True) -> Checkpoint:
@@ -222,7 +212,7 @@ def open_checkpoint(path: Path, *, checksums: bool = True) -> Checkpoint:
     try:
         checksum = CHECKSUM if commit["version"] > 1 else "sha256"
         files = {
-            _plain_name(name): (int(entry["bytes"]), str(entry[checksum]))
+            plain_name(name): (int(entry["bytes"]), str(entry[checksum]))
             for name, entry in commit["files"].items()
         }
         step = int(commit["step"])
@@ -237,10 +227,10 @@ def open_checkpoint(path: Path, *, checksums: bool = True) -> Checkpoint:
         _check_sums(path, files, checksum)
     index, document = (_load_json(path, name, listed=files) for name in (INDEX, DOCUMENT))
     try:
-        tensors = {name: _entry_of(entry, files) for name, entry in index["tensors"].items()}
+        tensors = entries_of(index["tensors"], files)
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise CheckpointError(f"{path}: {INDEX} is malformed: {_reason(error)}") from error
-    return Checkpoint(path, step, document, tensors)
+    return Checkpoint(path, step, document, tensors, DiskStore(path))
 
 
 def newest_checkpoint(
@@ -259,7 +249,7 @@ def newest_checkpoint(
     Raises:
         CheckpointError: there are checkpoints, and none can be used; all reasons are listed.
     """
-    folder = Path(run_dir) / "checkpoints"
+    folder = Path(run_dir) / CHECKPOINTS
     reasons = []
     for path in _candidates(folder):
         try:
@@ -283,12 +273,7 @@ def newest_saved_step(run_dir: Path) -> int:
     """Return the step of the last checkpoint that was written to its end, damaged or not; -1 if
     there is none.
     """
-    steps = [
-        int(match[1])
-        for path in (Path(run_dir) / "checkpoints").glob("step-*")
-        if (match := _FOLDER.fullmatch(path.name)) and (path / COMMIT).is_file()
-    ]
-    return max(steps, default=-1)
+    return max(checkpoints_of(run_dir), default=-1)
 
 
 def _candidates(folder: Path) -> list[Path]:
@@ -391,40 +376,6 @@ def _check_sums(path: Path, files: Mapping[str, tuple[int, str]], checksum: str)
                     f"{path}: {name} is damaged: its {checksum} is {actual}, and {COMMIT} says "
                     f"{expected}"
                 )
-
-
-def _entry_of(entry: Mapping[str, Any], files: Mapping[str, Any]) -> TensorEntry:
-    """Return one tensor of the index after checking that every piece lies inside the tensor and in
-    a file of this checkpoint.
-    """
-    shape = _lengths(entry["shape"])
-    pieces = []
-    for piece in entry["pieces"]:
-        region = Region(_lengths(piece["offsets"]), _lengths(piece["shape"]))
-        stops = [start + length for start, length in zip(region.offsets, region.shape, strict=True)]
-        if any(stop > length for stop, length in zip(stops, shape, strict=True)):
-            raise ValueError(
-                f"a piece at {region.offsets} of shape {region.shape} reaches out of {shape}"
-            )
-        if _plain_name(piece["file"]) not in files:
-            raise ValueError(f"{COMMIT} doesn't list the file {piece['file']!r}")
-        pieces.append(StoredPiece(piece["file"], str(piece["key"]), region))
-    return TensorEntry(shape, DTYPES[entry["dtype"]], tuple(pieces))
-
-
-def _lengths(values: Any) -> tuple[int, ...]:
-    if not isinstance(values, list) or not all(
-        type(value) is int and value >= 0 for value in values
-    ):
-        raise ValueError(f"{values!r} is not a list of whole numbers")
-    return tuple(values)
-
-
-def _plain_name(name: Any) -> str:
-    """Return a file name, and refuse one that could lead out of the checkpoint's folder."""
-    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", name):
-        raise ValueError(f"the path {name!r} leads out of the checkpoint's folder")
-    return name
 
 
 def _reason(error: Exception) -> str:

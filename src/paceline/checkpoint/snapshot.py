@@ -22,7 +22,7 @@ from contextlib import suppress
 
 import torch
 
-from paceline.checkpoint.files import plain
+from paceline.checkpoint.pieces import copy
 from paceline.launch.process.memory_files import memory_file
 from paceline.launch.process.memory_use import LeftOut
 
@@ -90,7 +90,7 @@ class Snapshot:
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy a tensor to the place after the previous tensors."""
         target = self._place(tensor)
-        _fill(target, tensor)
+        copy(target, tensor)
         return target
 
     def copy_later(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -118,7 +118,7 @@ class Snapshot:
 
     def _copy_later(self) -> None:
         while self._later:
-            _fill(*self._later.pop())
+            copy(*self._later.pop())
 
     def _place(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor like this one at the place after the previous tensors."""
@@ -153,14 +153,6 @@ def aligned(num_bytes: int) -> int:
     (128, 128)
     """
     return num_bytes + -num_bytes % _ALIGNED_BYTES
-
-
-def _fill(target: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Copy a tensor by a call that bypasses the cache. It copies 10 GB/s on these machines, and
-    torch's own copy 7 GB/s.
-    """
-    elements = plain(tensor)
-    ctypes.memmove(target.data_ptr(), elements.data_ptr(), elements.nbytes)
 
 
 def be_nice() -> None:

@@ -8,7 +8,7 @@ import json
 import math
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -193,6 +193,15 @@ def _filled(value: Any, like: Any) -> Any:
     else:
         return value
     return like
+
+
+def stored_values(values: Mapping[str, Any], prefix: str, key: str) -> dict[str, torch.Tensor]:
+    """Return values as tensors for a checkpoint. Their own tensors have this prefix, and the rest
+    is in a text tensor under the key.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    packed = {name: pack(value, f"{prefix}{name}", tensors) for name, value in values.items()}
+    return tensors | ({key: text_tensor(packed)} if packed else {})
 
 
 def text_tensor(packed: Any) -> torch.Tensor:

@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
-from io import BufferedWriter
 from pathlib import Path
 from typing import Any
 
@@ -29,30 +28,25 @@ import torch
 import xxhash
 
 from paceline.base.errors import CheckpointError
-from paceline.base.files import fsync, remove, temp_beside, write_json, write_text
+from paceline.base.files import fsync, remove, write_json, write_text
 from paceline.base.long_work import long_work
 from paceline.base.waiting import waiting
-from paceline.checkpoint.dtypes import DTYPE_NAMES, metadata
 from paceline.checkpoint.files import (
     CHECKSUM,
-    SYNCED_BYTES,
-    Kind,
-    bytes_of,
-    header,
     is_plain,
-    num_bytes,
     write_tensors,
 )
+from paceline.checkpoint.index import add_piece, file_of, merged
 from paceline.checkpoint.pace import Pace
-from paceline.checkpoint.pieces import Region, TensorPiece, uncovered
+from paceline.checkpoint.pieces import TensorPiece
 from paceline.checkpoint.snapshot import Snapshot, aligned, be_nice
 from paceline.checkpoint.staging import Staging
 from paceline.cluster.limits import free_memory_bytes
-from paceline.runs.folder import CHECKPOINTS, remove_unfinished
+from paceline.runs.folder import CHECKPOINTS, COMMIT, remove_unfinished
 
 FORMAT = "paceline-checkpoint"
 VERSION = 2  # 1 had sha256 for checksums
-COMMIT, INDEX, DOCUMENT = "COMMIT", "index.json", "document.json"
+INDEX, DOCUMENT = "index.json", "document.json"
 
 # Fingerprints of tensors, by the ranks that should have equal ones (such as "0,2") and by the
 # tensor's name.
@@ -72,70 +66,6 @@ _TOUCH_S = 1.0
 EXIT_WAIT_S = (
     10.0  # for a file that is being written when the process exits; it can't be interrupted
 )
-
-
-_RUN_BYTES = 16 * 2**20  # bytes of a large tensor that are read and written at a time
-
-
-def write_model(
-    path: Path,
-    kinds: Mapping[str, Kind],
-    read: Callable[[str, tuple[int, ...], tuple[int, ...]], torch.Tensor],
-) -> None:
-    """Write whole tensors by name to one safetensors file, one after the other; see `load_tensors`.
-    The file appears in one move.
-
-    Args:
-        kinds: Each tensor's dtype and shape.
-        read: Gives the region of a tensor that begins at these offsets and has this shape. Regions
-            are requested one at a time, each of a few rows if the tensor is large.
-
-    Raises:
-        CheckpointError: the file can't be written; nothing is left behind and an older file stays.
-    """
-    path = Path(path)
-    temp = temp_beside(path)
-    try:
-        first, ordered = header(
-            kinds, metadata=metadata({name: dtype for name, (dtype, _) in kinds.items()})
-        )
-        with temp.open("wb") as file:
-            file.write(first)
-            synced = 0
-            for name in ordered:
-                for offsets, shape in _runs(*kinds[name]):
-                    file.write(bytes_of(read(name, offsets, shape)))
-                    if file.tell() - synced >= SYNCED_BYTES:
-                        _sync(file)
-                        synced = file.tell()
-                    long_work.advanced()
-            _sync(file)
-        temp.replace(path)
-        fsync(path.parent)
-    except Exception as error:
-        raise _explained(
-            error, "could not write the model", path, sum(map(num_bytes, kinds.values()))
-        ) from error
-    finally:
-        remove(temp)
-
-
-def _sync(file: BufferedWriter) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _runs(
-    dtype: torch.dtype, shape: tuple[int, ...]
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield offsets and shapes of the rows of a tensor that are written at a time."""
-    rows = shape[0] if shape else 1
-    step = max(1, _RUN_BYTES * rows // max(1, math.prod(shape) * dtype.itemsize))
-    if not shape or step >= rows:
-        yield (0,) * len(shape), shape
-        return
-    for start in range(0, rows, step):
-        yield (start, *(0 for _ in shape[1:])), (min(step, rows - start), *shape[1:])
 
 
 class Writer:
@@ -183,8 +113,7 @@ class Writer:
         self._num_saves = 0
         self._last_s = time.monotonic()  # when the last save began, or this object was made
         self._save: _Save | None = None
-        self._snapshot: Snapshot | None = None
-        self._staging: Staging | None = None
+        self._snapshot, self._staging = Snapshot(), Staging()
         if rank == 0:
             remove_unfinished(self.run_dir, but=attempt)
 
@@ -192,19 +121,14 @@ class Writer:
         """Begin to take the memory for copies of these pieces, so that the first save need not wait
         for it.
         """
-        pieces = list(pieces)
-        self._snapshot = self._snapshot or Snapshot()
+        args = (list(pieces),)
         threading.Thread(
-            target=self._snapshot.reserve,
-            args=(_bytes_on_cpu(pieces),),
-            name="snapshot-memory",
-            daemon=True,
+            target=self._reserve, args=args, name="snapshot-memory", daemon=True
         ).start()
-        if on_gpu := [piece for piece in pieces if piece.tensor.is_cuda]:
-            self._staging = self._staging or Staging(on_gpu[0].tensor.device)
-            threading.Thread(
-                target=self._staging.reserve, args=(on_gpu,), name="pinned-memory", daemon=True
-            ).start()
+
+    def _reserve(self, pieces: Sequence[TensorPiece]) -> None:
+        self._staging.reserve([piece for piece in pieces if piece.tensor.is_cuda])
+        self._snapshot.reserve(_bytes_on_cpu(pieces))
 
     def save(
         self,
@@ -276,22 +200,15 @@ class Writer:
 
         On a GPU, work that is launched from now on waits, and the host does not.
         """
-        if self._snapshot is not None:
-            self._snapshot.wait()
-        if self._staging is not None:
-            self._staging.before_update()
+        self._snapshot.wait()
+        self._staging.before_update()
 
     def has_memory_for(self, pieces: Sequence[TensorPiece]) -> bool:
         """Whether this host has memory for copies of these pieces and of those of its other ranks,
         in addition to the memory that this rank has taken for copies.
         """
-        missing_bytes = max(
-            0,
-            _bytes_on_cpu(pieces) - (self._snapshot.num_bytes if self._snapshot is not None else 0),
-        )
-        if on_gpu := [piece for piece in pieces if piece.tensor.is_cuda]:
-            self._staging = self._staging or Staging(on_gpu[0].tensor.device)
-            missing_bytes += self._staging.missing_bytes(on_gpu)
+        missing_bytes = max(0, _bytes_on_cpu(pieces) - self._snapshot.num_bytes)
+        missing_bytes += self._staging.missing_bytes(pieces)
         return (
             not missing_bytes
             or self.num_ranks * missing_bytes <= _MEMORY_SHARE * free_memory_bytes()
@@ -304,7 +221,6 @@ class Writer:
         after `_all_copied` has returned.
         """
         pieces, on_gpu = list(pieces), []
-        self._snapshot = self._snapshot or Snapshot()
         self._snapshot.begin(_bytes_on_cpu(pieces))
         for piece in pieces:
             if piece.tensor.is_cuda:
@@ -315,15 +231,12 @@ class Writer:
                 yield piece, self._snapshot.copy(piece.tensor)
         self._snapshot.copy_beside()
         if on_gpu:
-            self._staging = self._staging or Staging(on_gpu[0].tensor.device)
             staged = self._staging.copy(on_gpu, is_for_updates=is_for_updates)
             yield from zip(on_gpu, staged, strict=True)
 
     def _all_copied(self) -> None:
-        if self._snapshot is not None:
-            self._snapshot.wait()
-        if self._staging is not None:
-            self._staging.wait()
+        self._snapshot.wait()
+        self._staging.wait()
 
     def poll(self) -> None:
         """Raise CheckpointError if the save in the background has failed; return at once in any
@@ -465,15 +378,7 @@ class _Save:
             key += "+"
         self._tensors[key] = tensor
         self._needed_bytes += tensor.nbytes
-        entry = {"shape": list(piece.shape), "dtype": DTYPE_NAMES[piece.tensor.dtype], "pieces": []}
-        self._entries.setdefault(piece.name, entry)["pieces"].append(
-            {
-                "file": _part_name(self.rank, "safetensors"),
-                "key": key,
-                "offsets": list(piece.offsets),
-                "shape": list(piece.tensor.shape),
-            }
-        )
+        add_piece(self._entries, piece, file=file_of(self.rank), key=key)
 
     def _run(self) -> None:
         try:
@@ -491,7 +396,7 @@ class _Save:
         except _Exiting:
             # Rank 0 can commit without us once our part is there; without it, or without rank 0,
             # nobody can.
-            if self.rank == 0 or not (self.temp / _part_name(self.rank, "json")).exists():
+            if self.rank == 0 or not (self.temp / file_of(self.rank, "json")).exists():
                 self._give_up(
                     CheckpointError(
                         f"rank {self.rank} exited before its save of step {self.step} was done"
@@ -507,7 +412,7 @@ class _Save:
             _disk_of(self.temp / COMMIT)[1] < self._needed_bytes
         ):  # checked before writing, so that no other file on the disk is cut short
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.temp))
-        path = self.temp / _part_name(self.rank, "safetensors")
+        path = self.temp / file_of(self.rank)
         pace = (
             None
             if self._is_waited_for or self._is_of_gpu
@@ -524,19 +429,19 @@ class _Save:
         if self._exiting.is_set():
             raise _Exiting
         write_json(
-            self.temp / _part_name(self.rank, "json"),
+            self.temp / file_of(self.rank, "json"),
             {**summary, "tensors": self._entries, "held_alike": self._held_alike()},
         )
 
     def _commit(self) -> None:
         """Write index, document and COMMIT, then give the folder its name. Only rank 0 calls this."""
-        part_paths = [self.temp / _part_name(rank, "json") for rank in range(self.world_size)]
+        part_paths = [self.temp / file_of(rank, "json") for rank in range(self.world_size)]
         parts = [json.loads(path.read_text()) for path in part_paths]
         _refuse_difference([part["held_alike"] for part in parts])
-        write_json(self.temp / INDEX, {"tensors": _merged(parts)})
+        write_json(self.temp / INDEX, {"tensors": merged(part["tensors"] for part in parts)})
         write_text(self.temp / DOCUMENT, self._document)
         files = {
-            _part_name(rank, "safetensors"): {key: part[key] for key in ("bytes", CHECKSUM)}
+            file_of(rank): {key: part[key] for key in ("bytes", CHECKSUM)}
             for rank, part in enumerate(parts)
         }
         files |= {name: _summary(self.temp / name) for name in (INDEX, DOCUMENT)}
@@ -560,7 +465,7 @@ class _Save:
         missing = [
             str(rank)
             for rank in range(self.world_size)
-            if self.temp / _part_name(rank, "json") not in there
+            if self.temp / file_of(rank, "json") not in there
         ]
         return f"the parts of ranks {', '.join(missing)}" if missing else ""
 
@@ -634,8 +539,9 @@ class _Save:
             pause_s = min(2 * pause_s, LAST_POLL_S)
 
     def _given_up(self) -> CheckpointError:
-        return _heard(
-            f"another rank gave up the save of step {self.step}; its own message says why"
+        return CheckpointError(
+            f"another rank gave up the save of step {self.step}; its own message says why",
+            heard=True,
         )
 
     def _check_peers(self) -> None:
@@ -648,7 +554,7 @@ class _Save:
             report = json.loads(self.failed.read_text())
         except OSError:
             return None
-        return _heard(report["message"], hint=report["hint"])
+        return CheckpointError(report["message"], hint=report["hint"], heard=True)
 
     def _give_up(self, error: Exception) -> CheckpointError:
         """Explain the failure, report it to the other ranks and remove what was written."""
@@ -666,7 +572,7 @@ class _Save:
             # A rank that gave up removes the folder that we use. Its failure is the cause, so
             # report that one.
             failure = f"rank {self.rank} could not save step {self.step}"
-            explained = self._reported() or _explained(
+            explained = self._reported() or write_failure(
                 error, failure, self.final, self._needed_bytes
             )
         # Report before the folder is removed, so that other ranks know why. Report again
@@ -694,47 +600,6 @@ class _Save:
 
 class _Exiting(Exception):
     """Raised if the process ends while a save runs."""
-
-
-def _part_name(rank: int, suffix: str) -> str:
-    return f"rank-{rank:05d}.{suffix}"
-
-
-def _merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the index of all ranks' tensors.
-
-    Raises:
-        CheckpointError: ranks disagree on a tensor, or their pieces leave a hole or overlap.
-    """
-    tensors: dict[str, Any] = {}
-    for rank, part in enumerate(parts):
-        for name, entry in part["tensors"].items():
-            known = tensors.setdefault(
-                name, {"shape": entry["shape"], "dtype": entry["dtype"], "pieces": []}
-            )
-            if (known["shape"], known["dtype"]) != (entry["shape"], entry["dtype"]):
-                raise CheckpointError(
-                    f"rank {rank} saves '{name}' as {entry['dtype']} of shape {entry['shape']}, and "
-                    f"a rank before it as {known['dtype']} of shape {known['shape']}"
-                )
-            known["pieces"] += entry["pieces"]
-    for name, entry in tensors.items():
-        regions = {
-            Region(tuple(piece["offsets"]), tuple(piece["shape"])): piece
-            for piece in entry["pieces"]
-        }
-        entry["pieces"] = list(regions.values())  # one of the equal pieces that several ranks wrote
-        whole = Region((0,) * len(entry["shape"]), tuple(entry["shape"]))
-        if holes := uncovered(whole, regions):
-            raise CheckpointError(
-                f"no rank saves the part of '{name}' at {holes[0].offsets} of shape "
-                f"{holes[0].shape}; the whole has shape {whole.shape}"
-            )
-        if sum(region.numel for region in regions) != whole.numel:
-            raise CheckpointError(
-                f"the pieces of '{name}' overlap: {', '.join(str(r) for r in regions)}"
-            )
-    return tensors
 
 
 def _refuse_difference(held_alike: Sequence[HeldAlike]) -> None:
@@ -795,14 +660,7 @@ def _publish(temp: Path, final: Path) -> None:
     remove(aside)
 
 
-def _heard(message: str, *, hint: str | None = None) -> CheckpointError:
-    """Return the failure of another rank, which reports it for the run."""
-    error = CheckpointError(message, hint=hint)
-    error.heard = True  # type: ignore[attr-defined]
-    return error
-
-
-def _explained(error: Exception, failure: str, path: Path, needed_bytes: int) -> CheckpointError:
+def write_failure(error: Exception, failure: str, path: Path, needed_bytes: int) -> CheckpointError:
     """Return the failure as a message for a user: which rank and path, what the disk has, what to
     do.
     """

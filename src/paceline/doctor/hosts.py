@@ -23,6 +23,7 @@ from datetime import timedelta
 from typing import Any
 
 import paceline
+from paceline.base import sockets
 from paceline.base.errors import ClusterError, PeerLost
 from paceline.base.fork import in_a_fork
 from paceline.doctor.machine import Finding
@@ -345,10 +346,10 @@ def _answer(other: socket.socket, key: bytes) -> None:
     """Send back each byte of a ping, then receive data until it ends, and send the number of bytes
     that came.
     """
-    if not secrets.compare_digest(_exactly(other, len(key)), key):
+    if not secrets.compare_digest(sockets.read(other, len(key)), key):
         return
     for _ in range(PINGS):
-        other.sendall(_exactly(other, 1))
+        other.sendall(sockets.read(other, 1))
     count, chunk = 0, bytearray(CHUNK_BYTES)
     while size := other.recv_into(chunk):
         count += size
@@ -370,7 +371,7 @@ def measured(other: int, address: str | None, port: int, nonce: str) -> PairLink
             there.settimeout(
                 max(CONNECT_S, 60 * SEND_S)
             )  # what buffers hold comes at the link's own pace
-            received_bytes = int.from_bytes(_exactly(there, 8), "big")
+            received_bytes = int.from_bytes(sockets.read(there, 8), "big")
             return PairLink(
                 other, statistics.median(times_s), received_bytes / (time.perf_counter() - begin_s)
             )
@@ -381,18 +382,8 @@ def measured(other: int, address: str | None, port: int, nonce: str) -> PairLink
 def _ping_s(there: socket.socket) -> float:
     begin_s = time.perf_counter()
     there.sendall(b".")
-    _exactly(there, 1)
+    sockets.read(there, 1)
     return time.perf_counter() - begin_s
-
-
-def _exactly(connection: socket.socket, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        part = connection.recv(count - len(data))
-        if not part:
-            raise ConnectionError("the other host closed the connection")
-        data += part
-    return data
 
 
 # --- All hosts --------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from paceline.base.errors import PlanError
-from paceline.launch.process.state_copies import TIME_SHARE
+from paceline.launch.process.memory_store import TIME_SHARE
 from paceline.planner.resized import resized
 from paceline.planner.survival import FailingRun, NoSurvival, Survival, SurvivalName, fitting_step_s
 from paceline.simulate.failures import Failures

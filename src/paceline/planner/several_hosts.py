@@ -13,7 +13,7 @@ from paceline.base.errors import PlanError
 from paceline.cluster.software import PACELINE
 from paceline.launch.hosts.liveness import MOST_SILENCE_S
 from paceline.launch.process.fault_policy import JOIN_S
-from paceline.launch.process.state_copies import TIME_SHARE
+from paceline.launch.process.memory_store import TIME_SHARE
 from paceline.planner.resized import resized
 from paceline.planner.survival import (
     COPIED_BYTES_PER_S,

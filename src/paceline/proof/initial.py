@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from paceline.checkpoint.pieces import Region
 from paceline.job import Job
 from paceline.job.named_fields import init_of
 from paceline.job.pretrained import Weights
@@ -67,7 +66,4 @@ def _state_of(init: Weights) -> Mapping[str, torch.Tensor]:
             shards = json.loads((path / "model.safetensors.index.json").read_text())["weight_map"]
             return {name: load_file(path / shard)[name] for name, shard in shards.items()}
     source = source_of(init)  # a state dict, or a checkpoint of ours
-    return {
-        name: source.read(name, Region((0,) * len(shape), shape))
-        for name, shape in source.shapes.items()
-    }
+    return {name: source.read(name) for name in source.tensors}

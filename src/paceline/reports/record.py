@@ -81,7 +81,7 @@ class RunRecord:
             _read(path, folder.ORIGIN),
             _read(path, folder.JOB),
             folder.read_failure(path),
-            _saved_step(path),
+            max(folder.checkpoints_of(path), default=0),
         )
 
     def starts(self) -> list[Start]:
@@ -119,12 +119,6 @@ def _events(trace: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     for event in events if isinstance(events, list) else ():
         if isinstance(event, dict) and event.get("ph") == "X":
             yield documents.checked(event, documents.TraceEvent, TRACE)
-
-
-def _saved_step(path: Path) -> int:
-    from paceline.checkpoint.read import newest_saved_step  # loads torch
-
-    return max(0, newest_saved_step(path)) if (path / folder.CHECKPOINTS).is_dir() else 0
 
 
 def _picture(path: Path) -> str | None:

@@ -56,6 +56,7 @@ from paceline.launch.process.failure import RankFailed
     "study.json",
 )
 
+COMMIT = "COMMIT"  # the file of a checkpoint that is written last
 _LOCK_POLL_S = 0.2
 # Locks of folders that are held by this process, or by a process from which it was forked.
 _locks: list[int] = []
@@ -67,6 +68,22 @@ def fresh_name(stem: str) -> Path:
     base = Path("runs") / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     tries = [base, *(base.with_name(f"{base.name}-{n}") for n in range(2, 1000))]
     return next(path for path in tries if not path.exists())
+
+
+def checkpoint_of(run_dir: Path, step: int) -> Path:
+    """Return the folder of the checkpoint of a step."""
+    return Path(run_dir) / CHECKPOINTS / f"step-{step}"
+
+
+def checkpoints_of(run_dir: Path) -> dict[int, Path]:
+    """Return the folders of the checkpoints that were written to their end, damaged or not, by
+    step.
+    """
+    return {
+        int(number): path
+        for path in (Path(run_dir) / CHECKPOINTS).glob("step-*")
+        if (number := path.name.removeprefix("step-")).isdecimal() and (path / COMMIT).is_file()
+    }
 
 
 def check_free(run_dir: Path, *, resume: bool) -> None:

@@ -22,7 +22,7 @@ from paceline.checkpoint.read import newest_saved_step
 from paceline.job.callback import Requests
 from paceline.job.metrics import OfAllSamples
 from paceline.job.order import split
-from paceline.runs.folder import CHECKPOINTS, EVENTS
+from paceline.runs.folder import EVENTS, checkpoint_of
 from paceline.servers.clock import LEASES, Clock
 from paceline.servers.meetings import Meetings, Sums
 from paceline.servers.membership import MembershipLog, staleness_of, updates_after
@@ -891,14 +891,14 @@ class Coordinator(Server):
         assert order["do"] == "weights" and run_dir is not None and self.writer is not None
         if self.saved_step == self.step:
             self.writer.wait()
-            return {"path": str(run_dir / CHECKPOINTS / f"step-{self.step}"), "is_temporary": False}
+            return {"path": str(checkpoint_of(run_dir, self.step)), "is_temporary": False}
         self.num_exports += 1
         folder = run_dir / f".weights-{self.context.attempt}-{self.num_exports}"
         self.exported.clear()
         self._order({"export": str(folder)})
         while len(self.exported) < len(self.followers):
             self._hear(self.inbox, timeout_s=LOOK_S)
-        return {"path": str(folder / CHECKPOINTS / f"step-{self.step}"), "is_temporary": True}
+        return {"path": str(checkpoint_of(folder, self.step)), "is_temporary": True}
 
     def keep_alive(self) -> None:
         """While callbacks or a save are waited for, those who wait with this server know that it lives. Called

@@ -7,6 +7,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,8 @@ from paceline.training import state
 from paceline.training.cores import CoreWait
 from paceline.training.optimizers.schedule import check_monitored, step_by_metrics
 from paceline.training.own_step.followers import follow
-from paceline.training.parts.memory_checkpoint import CopiedState, Copier, open_newest
+from paceline.training.parts.copied_state import open_newest
+from paceline.training.parts.memory_checkpoint import Copier
 from paceline.training.restore import choose_checkpoint, mismatch, restore
 
 LOOK_S = 0.5  # between looks for a request to stop
@@ -107,7 +109,10 @@ class Server(ABC):
         self.copier: Copier | None = None
         if context.copies is not None:
             self.copier = Copier(
-                context, context.copies, num_ranks=min(sync.server, context.local_world_size)
+                context,
+                context.copies,
+                sync.server,
+                (number, sync.server),
             )
         self.history = self._restore()
         self.version = self.history.num_updates
@@ -214,17 +219,8 @@ class Server(ABC):
 
     def _export(self, folder: Path) -> None:
         """Write this server's part of the weights alone, and say so when all parts are there."""
-        sync = servers_of(self.plan)
-        writer = Writer(
-            folder, rank=self.number, world_size=sync.server, attempt=self.context.attempt
-        )
-        writer.save(
-            self.step,
-            state.weights_of(state.pieces(self.shelf)),
-            {"step": self.step, "ties": state.ties(self.shelf.model)},
-            snapshot=False,
-        )
-        writer.wait()
+        num_ranks = servers_of(self.plan).server
+        state.save_weights(self.shelf, folder, self.context, step=self.step, num_ranks=num_ranks)
         if self.number:
             self.tell({"exported": self.step})
 
@@ -310,21 +306,17 @@ class Server(ABC):
         self.context.beat("input")  # gradients of the next update come in
 
     def _restore(self) -> History:
-        """Where the run goes on: from a copy, a checkpoint, or the begin."""
+        """Where the run goes on: from a copy, a checkpoint, or the begin. is_copied: whether from a copy."""
         self.checkpoint: Checkpoint | None = None
         self.restore_notes: list[str] = []
+        self.is_copied = False
         if self.settings.resume and self.settings.run_dir is not None:
             self.context.beat("restore")
-            self.checkpoint = open_newest(
-                self.context,
-                self.settings.run_dir,
-                num_ranks=servers_of(self.plan).server,
-                before=self.turns.before,
-            ) or choose_checkpoint(
-                self.context,
-                self.settings.run_dir,
-                accept=lambda checkpoint: mismatch(self.shelf, checkpoint),
-            )
+            place = self.context, self.settings.run_dir, partial(mismatch, self.shelf)
+            self.checkpoint = open_newest(*place, before=self.turns.before)
+            self.is_copied = self.checkpoint is not None
+            if not self.is_copied:
+                self.checkpoint = choose_checkpoint(*place)
         if self.checkpoint is None:
             history = History(0)
         else:
@@ -337,11 +329,6 @@ class Server(ABC):
         if self.copier is not None:
             self.copier.begin(history.num_updates, is_copied=self.is_copied)
         return history
-
-    @property
-    def is_copied(self) -> bool:
-        """Whether this server went on from a copy in memory."""
-        return isinstance(self.checkpoint, CopiedState)
 
     def _ready(self, gradients: Mapping[str, torch.Tensor], scale: float) -> None:
         self.shelf.update_slices(gradients, scale)

@@ -88,9 +88,7 @@ class WireError(PeerLost):
     @classmethod
     def of_this_rank(cls, message: str, *, hint: str | None = None) -> WireError:
         """One of which no other rank says more."""
-        error = cls(message, hint=hint)
-        error.heard = False
-        return error
+        return cls(message, hint=hint, heard=False)
 
 
 class Closed(WireError):

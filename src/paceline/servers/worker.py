@@ -20,7 +20,7 @@ from paceline.job.order import Order, Window
 from paceline.launch.process.malloc import HeapTrimmer
 from paceline.launch.process.memory_use import PeakMemory
 from paceline.model.copy_on_write import TensorSnapshot
-from paceline.runs.folder import CHECKPOINTS
+from paceline.runs.folder import checkpoint_of
 from paceline.servers.connection import Pusher, ServerConnection
 from paceline.servers.lazy_weights import WeightArrivals
 from paceline.servers.order_inbox import OrderInbox
@@ -41,7 +41,7 @@ from paceline.training.feed import DataShard, MicroBatch, is_stream, training_fe
 from paceline.training.loss import LossSum
 from paceline.training.optimizers.schedule import step_schedule
 from paceline.training.own_step.followers import followed
-from paceline.training.parts.memory_checkpoint import open_copy
+from paceline.training.parts.copied_state import open_copies
 from paceline.training.refusals import check_loss
 from paceline.training.stepper import Stepper
 
@@ -294,9 +294,9 @@ class Worker:
             copies, servers = self.context.copies, range(servers_of(self.plan).server)
             # The servers' next copies are of updates that this worker has a part in.
             checkpoint = (
-                open_copy(copies, version, servers)
+                open_copies(version, [(copies, server) for server in servers])
                 if copies is not None and (copies.newest(servers) == version)
-                else open_checkpoint(self.settings.run_dir / CHECKPOINTS / f"step-{version}")
+                else open_checkpoint(checkpoint_of(self.settings.run_dir, version))
             )
             if self.schedule is not None:
                 for name, then in checkpoint.document["schedule"].items():

@@ -109,9 +109,7 @@ class SharedBarrier:
 
         The error is marked, because the other rank's own error may say more.
         """
-        error = PeerLost(message)
-        error.heard = True  # type: ignore[attr-defined]
-        return error
+        return PeerLost(message, heard=True)
 
     def __del__(self) -> None:
         for descriptor in getattr(self, "_processes", ()):

@@ -13,7 +13,7 @@ from torch import nn
 
 from paceline.base.errors import CheckpointError
 from paceline.checkpoint.read import Checkpoint
-from paceline.checkpoint.values import from_text_tensor, pack, text_tensor, unpack
+from paceline.checkpoint.values import from_text_tensor, stored_values, unpack
 from paceline.model.attributes import OF_TORCH, is_like_a_buffer, plain_attributes
 from paceline.model.forward_state import MappingSnapshot
 
@@ -93,15 +93,10 @@ class ChangingAttributes:
                 model turn some tensors in attributes into buffers. A checkpoint stores these as
                 attributes again.
         """
-        tensors: dict[str, torch.Tensor] = {}
         were_attributes = {
             name: buffer for name, buffer in buffers.items() if name in self._before.values
         }
-        values = {
-            name: pack(value, f"{PREFIX}{name}", tensors)
-            for name, value in (self.changed() | were_attributes).items()
-        }
-        return tensors | ({f"{_VALUES}{place}": text_tensor(values)} if values else {})
+        return stored_values(self.changed() | were_attributes, PREFIX, f"{_VALUES}{place}")
 
 
 def restore_attributes(model: nn.Module, checkpoint: Checkpoint) -> None:

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
 
 import torch
 
 from paceline.base.errors import CheckpointError, JobError
 from paceline.base.logs import logger, tell_once
 from paceline.checkpoint.dtypes import COMPLEX, DTYPES
+from paceline.checkpoint.files import bytes_of, read_header
+from paceline.checkpoint.index import StoredPiece, TensorEntry
 from paceline.checkpoint.pieces import Region, TensorPiece, pieces_of
-from paceline.checkpoint.read import (
-    Checkpoint,
-    StoredPiece,
-    TensorEntry,
-    newest_checkpoint,
-    open_checkpoint,
-)
+from paceline.checkpoint.read import Checkpoint, DiskStore, newest_checkpoint, open_checkpoint
 from paceline.job.pretrained import Weights
-from paceline.runs.folder import MODEL
+from paceline.runs.folder import COMMIT, MODEL
 from paceline.strategies.layout import Extent
 from paceline.training.state import persistent_buffers, stored_names
 
@@ -33,50 +29,22 @@ _INDEX = "model.safetensors.index.json"  # Transformers' index: which shard hold
 _KINDS = ("parameters/", "buffers/")
 
 
-class Source(Protocol):
-    """A source of named tensors.
-
-    shapes: of all of them.
+class _InMemory:
+    """The tensors of a state dict, as a `Store`. Those that are mapped from a file are read when
+    they are used; one that does not lie in CPU memory as in a file is copied whole.
     """
 
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._bytes = lru_cache(1)(lambda name: bytes_of(tensors[name]))
 
-    def read(self, name: str, region: Region) -> torch.Tensor:
-        """Read a part of a tensor, in its own dtype."""
-
-
-@dataclass(frozen=True)
-class _InMemory:
-    """A state dict. Tensors that are mapped from a file are read when they are used."""
-
-    tensors: Mapping[str, torch.Tensor]
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
-
-    def read(self, name: str, region: Region) -> torch.Tensor:
-        return self.tensors[name].detach()[region.slices((0,) * len(region.shape))]
+    def read_into(
+        self, piece: StoredPiece, dtype: torch.dtype, start: int, target: memoryview
+    ) -> None:
+        target[:] = self._bytes(piece.key)[start : start + len(target)]
 
 
-@dataclass(frozen=True)
-class _OnDisk:
-    """Tensors of safetensors files or of a checkpoint."""
-
-    checkpoint: Checkpoint
-    keys: Mapping[str, str]  # the checkpoint's names for the tensors
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: self.checkpoint.tensors[key].shape for name, key in self.keys.items()}
-
-    def read(self, name: str, region: Region) -> torch.Tensor:
-        return self.checkpoint.read(self.keys[name], region.offsets, region.shape)
-
-
-def source_of(init: Weights) -> Source:
-    """Return the source of a job's initial weights. Only names, dtypes and shapes are read.
+def source_of(init: Weights) -> Checkpoint:
+    """Return the job's initial weights, by their own names. Only names, dtypes and shapes are read.
 
     Raises:
         JobError: there are no such weights.
@@ -98,38 +66,42 @@ def source_of(init: Weights) -> Source:
                 if isinstance(value, Mapping)
                 else "leave out what is no tensor",
             )
-    return _InMemory(state)
+    tensors = {
+        name: _whole(tensor.dtype, tuple(tensor.shape), "", name) for name, tensor in state.items()
+    }
+    return Checkpoint(Path("init"), 0, {}, tensors, _InMemory(state))
 
 
-def _at(path: Path) -> Source:
+def _whole(dtype: torch.dtype, shape: tuple[int, ...], file: str, key: str) -> TensorEntry:
+    return TensorEntry(shape, dtype, (StoredPiece(file, key, Region.whole(shape)),))
+
+
+def _at(path: Path) -> Checkpoint:
     if path.is_file():
-        return _of_files(path.parent, [path.name], path)
+        return _of_files(path.parent, [path.name])
     if not path.is_dir():
         raise JobError(
             f"init: there is no file or folder '{path}'",
             hint="give a local path; huggingface_hub.snapshot_download(NAME) fetches a model's folder",
         )
     if (path / MODEL).is_file():  # written by a run that ended, or by Transformers
-        return _of_files(path, [MODEL], path)
+        return _of_files(path, [MODEL])
     if (path / _INDEX).is_file():
         shards = json.loads((path / _INDEX).read_text())["weight_map"].values()
-        return _of_files(path, sorted(set(shards)), path)
-    if (path / "COMMIT").is_file() or (path / "checkpoints").is_dir():
-        checkpoint = (
-            open_checkpoint(path)
-            if (path / "COMMIT").is_file()
-            else newest_checkpoint(path, accept=lambda stored: None, warn=logger.warning)
-        )
-        if checkpoint is not None:
-            return _OnDisk(
-                checkpoint,
-                {
-                    key.removeprefix(kind): key
-                    for key in checkpoint.tensors
-                    for kind in _KINDS
-                    if key.startswith(kind)
-                },
-            )
+        return _of_files(path, sorted(set(shards)))
+    checkpoint = (
+        open_checkpoint(path)
+        if (path / COMMIT).is_file()
+        else newest_checkpoint(path, accept=lambda stored: None, warn=logger.warning)
+    )
+    if checkpoint is not None:
+        of_model = {
+            name.removeprefix(kind): entry
+            for name, entry in checkpoint.tensors.items()
+            for kind in _KINDS
+            if name.startswith(kind)
+        }
+        return replace(checkpoint, tensors=of_model)
     raise JobError(
         f"init: the folder '{path}' has no weights that can be read in parts",
         hint=f"{MODEL}, {_INDEX} with its shards, or a run with a checkpoint; save_pretrained(FOLDER) "
@@ -137,36 +109,24 @@ def _at(path: Path) -> Source:
     )
 
 
-def _of_files(folder: Path, files: list[str], given: Path) -> Source:
+def _of_files(folder: Path, files: list[str]) -> Checkpoint:
     tensors: dict[str, TensorEntry] = {}
     for file in files:
         try:
-            header = _header(folder / file)
+            with (folder / file).open("rb") as opened:
+                header, _ = read_header(opened)
             in_pairs = json.loads(header.pop("__metadata__", {}).get(COMPLEX, "{}"))
             for name, entry in header.items():
                 dtype, shape = DTYPES[in_pairs.get(name, entry["dtype"])], tuple(entry["shape"])
                 shape = shape[:-1] if name in in_pairs else shape
-                tensors[name] = TensorEntry(
-                    shape, dtype, (StoredPiece(file, name, Region((0,) * len(shape), shape)),)
-                )
+                tensors[name] = _whole(dtype, shape, file, name)
         except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
             raise JobError(
                 f"init: '{folder / file}' can't be read as safetensors: {type(error).__name__}: {error}",
                 hint="for files of torch.save: init=lambda: torch.load(PATH, mmap=True, weights_only=True, "
                 "map_location='cpu')",
             ) from error
-    return _OnDisk(
-        Checkpoint(folder, 0, {"given": str(given)}, tensors), {name: name for name in tensors}
-    )
-
-
-def _header(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > path.stat().st_size:
-            raise ValueError("it has no header")
-        header: dict[str, Any] = json.loads(file.read(length))
-    return header
+    return Checkpoint(folder, 0, {}, tensors, DiskStore(folder))
 
 
 def matched(
@@ -264,26 +224,16 @@ def load_initial(
         for name, parameter in parameters.items():
             if key := chosen.get(f"parameters/{name}"):
                 for piece in pieces_of(name, parameter, extents.get(name)):
-                    _fill(piece, lambda region, key=key: source.read(key, region))  # type: ignore[misc]
+                    _fill(piece, source, key)
         for name, buffer in persistent_buffers(model).items():
             if key := chosen.get(f"buffers/{name}"):
-                _fill(pieces_of(name, buffer)[0], lambda region, key=key: source.read(key, region))  # type: ignore[misc]
+                _fill(pieces_of(name, buffer)[0], source, key)
 
 
-def _fill(piece: TensorPiece, read: Callable[[Region], torch.Tensor]) -> None:
+def _fill(piece: TensorPiece, source: Checkpoint, name: str) -> None:
     """Fill a piece in parts of some rows, so that no large tensor is in memory twice."""
-    whole, tensor = piece.region, piece.tensor
-    rows = max(1, MOST_BYTES * (whole.shape[0] if whole.shape else 1) // max(tensor.nbytes, 1))
-    for first in range(0, whole.shape[0], rows) if whole.shape else ():
-        count = min(rows, whole.shape[0] - first)
-        part = Region((whole.offsets[0] + first, *whole.offsets[1:]), (count, *whole.shape[1:]))
-        tensor[first : first + count].copy_(_read(read, part))
-    if not whole.shape:
-        tensor.copy_(_read(read, whole))
-
-
-def _read(read: Callable[[Region], torch.Tensor], region: Region) -> torch.Tensor:
     try:
-        return read(region)
+        for run in piece.region.in_runs(MOST_BYTES // piece.tensor.itemsize):
+            piece.tensor[run.slices(piece.offsets)].copy_(source.read(name, run.offsets, run.shape))
     except CheckpointError as error:
         raise JobError(f"init: {error.args[0]}") from error

@@ -22,8 +22,7 @@ from paceline.checkpoint.values import (
     SeenPlain,
     can_pack,
     from_text_tensor,
-    pack,
-    text_tensor,
+    stored_values,
     unpack,
 )
 from paceline.job import Job
@@ -102,11 +101,7 @@ class JobState:
 
     def stored(self) -> dict[str, torch.Tensor]:
         """Return the changed values as tensors for a checkpoint."""
-        tensors: dict[str, torch.Tensor] = {}
-        values = {
-            name: pack(value, f"{_PREFIX}{name}", tensors) for name, value in self.changed().items()
-        }
-        return tensors | ({_VALUES: text_tensor(values)} if values else {})
+        return stored_values(self.changed(), _PREFIX, _VALUES)
 
     def restore(self, checkpoint: Checkpoint) -> Iterator[str]:
         """Put every saved value back. Yields names of values that have no place in this job."""

@@ -11,14 +11,16 @@ from typing import Any, Protocol
 import torch
 
 from paceline.base.errors import JobError
+from paceline.checkpoint.assemble import write_model
 from paceline.checkpoint.owners import Owners
 from paceline.checkpoint.pieces import TensorPiece, pieces_of
 from paceline.checkpoint.read import Checkpoint, open_checkpoint
 from paceline.checkpoint.values import pack, text_tensor
-from paceline.checkpoint.write import write_model
+from paceline.checkpoint.write import Writer
 from paceline.job import Job
 from paceline.job.phases import ChangingBatch
-from paceline.runs.folder import MODEL
+from paceline.launch.process.context import RankContext
+from paceline.runs.folder import MODEL, checkpoint_of
 from paceline.strategies.compose import Synchroniser
 from paceline.strategies.layout import Extent, Ownership
 from paceline.strategies.mesh import Mesh, axes_cut
@@ -151,13 +153,23 @@ def alike_along(stepper: StateOwner, axis: str) -> dict[str, torch.Tensor]:
     }
 
 
-def weights_of(pieces: Iterable[TensorPiece]) -> Iterator[TensorPiece]:
-    """Return the pieces of the model alone, without those of its training."""
-    return (
+def save_weights(
+    stepper: StateOwner, folder: Path, context: RankContext, *, step: int, num_ranks: int
+) -> Path:
+    """Write a checkpoint of the model as it is now, without the state of its training, and return
+    its path. The first ranks, which own all pieces, do so.
+
+    num_ranks: how many these are.
+    """
+    writer = Writer(folder, rank=context.rank, world_size=num_ranks, attempt=context.attempt)
+    of_model = (
         piece
-        for piece in pieces
+        for piece in pieces(stepper)
         if piece.name.startswith(("parameters/", "buffers/", "attributes/"))
     )
+    writer.save(step, of_model, {"step": step, "ties": ties(stepper.model)}, snapshot=False)
+    writer.wait()
+    return checkpoint_of(folder, step)
 
 
 def _tensors(
@@ -280,18 +292,11 @@ def export(model: torch.nn.Module, run_dir: Path, *, step: int) -> None:
 
     Tensors that the checkpoint does not store are left out.
     """
-    checkpoint = open_checkpoint(run_dir / "checkpoints" / f"step-{step}", checksums=False)
+    checkpoint = open_checkpoint(checkpoint_of(run_dir, step), checksums=False)
     stored = {
         name: key for name, key in stored_names(model).items() if key not in left_out(checkpoint)
     }
-    write_model(
-        run_dir / MODEL,
-        {
-            name: (checkpoint.tensors[key].dtype, checkpoint.tensors[key].shape)
-            for name, key in stored.items()
-        },
-        lambda name, offsets, shape: checkpoint.read(stored[name], offsets, shape),
-    )
+    write_model(run_dir / MODEL, checkpoint, stored)
 
 
 def document(

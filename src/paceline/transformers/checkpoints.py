@@ -29,11 +29,7 @@ _SCHEDULE, _FROZEN = "plateau.json", "frozen.json"
 
 def keep(run_dir: Path, checkpoint: Path, *, step: int) -> None:
     """Copy the run's checkpoint of this step into Trainer's folder."""
-    place = checkpoint / _PLACE / folder.CHECKPOINTS
-    place.mkdir(parents=True, exist_ok=True)
-    shutil.copytree(
-        _of_step(run_dir, step), place / f"step-{step}", copy_function=_link, dirs_exist_ok=True
-    )
+    _copy(run_dir, checkpoint / _PLACE, step)
 
 
 def frozen_record(model: torch.nn.Module) -> str:
@@ -107,19 +103,18 @@ def bring(checkpoint: Path, run_dir: Path, *, step: int) -> None:
     Raises:
         CheckpointError: there is none.
     """
-    source = _of_step(checkpoint / _PLACE, step)
-    if not source.is_dir():
+    if not folder.checkpoint_of(checkpoint / _PLACE, step).is_dir():
         raise CheckpointError(
             f"{checkpoint} has no checkpoint of a run under a plan",
             hint="transformers.Trainer goes on from its own checkpoints; to begin anew with these "
             "weights, load them by from_pretrained and leave out resume_from_checkpoint",
         )
-    shutil.copytree(source, _of_step(run_dir, step), copy_function=_link)
+    _copy(checkpoint / _PLACE, run_dir, step)
 
 
 def drop(run_dir: Path, *, step: int) -> None:
     """Delete a checkpoint of the run folder that is kept elsewhere or that nobody asked for."""
-    shutil.rmtree(_of_step(run_dir, step), ignore_errors=True)
+    shutil.rmtree(folder.checkpoint_of(run_dir, step), ignore_errors=True)
 
 
 def load_weights(model: torch.nn.Module, run_dir: Path, *, prefix: str) -> None:
@@ -142,9 +137,9 @@ def optimizer_state(
     """Return the optimizer state that a run saved in a step, by parameter of the model; empty
     before the first checkpoint.
     """
-    if not _of_step(run_dir, step).is_dir():
+    if not folder.checkpoint_of(run_dir, step).is_dir():
         return {}
-    checkpoint = open_checkpoint(_of_step(run_dir, step), checksums=False)
+    checkpoint = open_checkpoint(folder.checkpoint_of(run_dir, step), checksums=False)
     return {
         parameter: kept
         for name, parameter in model.named_parameters()
@@ -152,8 +147,13 @@ def optimizer_state(
     }
 
 
-def _of_step(run_dir: Path, step: int) -> Path:
-    return run_dir / folder.CHECKPOINTS / f"step-{step}"
+def _copy(source: Path, target: Path, step: int) -> None:
+    shutil.copytree(
+        folder.checkpoint_of(source, step),
+        folder.checkpoint_of(target, step),
+        copy_function=_link,
+        dirs_exist_ok=True,
+    )
 
 
 def _link(source: str, target: str) -> str:

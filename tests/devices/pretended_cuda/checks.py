@@ -523,11 +523,7 @@ def staging() -> dict[str, Any]:
         for name, tensor in on_gpu.items()
     ]
     expected = {name: tensor.cpu().resolve_conj() for name, tensor in on_gpu.items()}
-    event, torch.cuda.Event = torch.cuda.Event, Note  # type: ignore[misc]
-    try:
-        staged = Staging(torch.device("cuda:0"))
-    finally:
-        torch.cuda.Event = event  # type: ignore[misc]
+    staged, torch.cuda.Event = Staging(), Note  # type: ignore[misc]
     observed: dict[str, Any] = {"reads": [], "same": [], "pointers": []}
     with ThreadPoolExecutor(1) as thread:
         thread.submit(staged.reserve, pieces[1:]).result()

@@ -12,9 +12,10 @@ from contextlib import closing
 import pytest
 from conditions import until
 
+from paceline.base.errors import PeerLost
+from paceline.launch.hosts import host_copies
 from paceline.launch.hosts.copy_service import CopyAddress, CopyReader
 from paceline.launch.hosts.host_copies import HostCopies
-from paceline.launch.process import memory_store
 
 
 @pytest.fixture
@@ -43,21 +44,20 @@ def copy(host: HostCopies, step: int, size: int = 1000) -> None:
 
 def kept(host: HostCopies, step: int, rank: int, size: int = 1000) -> bool:
     """Whether a host has what another one's rank copied."""
-    slot, buffer = 2 + rank, bytearray(2 * size)
+    slot, content = 2 + rank, bytes([step, rank]) * size + b'{"rank": %d}' % rank
     if step not in host.memory.steps(slot):
         return False
+    start, end = host.memory.extent(slot, step)
+    buffer = bytearray(end)
     host.memory.read_into(slot, step, 0, memoryview(buffer))
-    return (
-        buffer == bytes([step, rank]) * size
-        and host.memory.index(slot, step) == b'{"rank": %d}' % rank
-    )
+    return start == 2 * size and buffer == content
 
 
 def test_a_host_takes_over_copies_of_the_one_before_it(
     hosts: list[HostCopies], monkeypatch: pytest.MonkeyPatch
 ):
     """In pieces, as all its ranks have made them, and it says so."""
-    monkeypatch.setattr(memory_store, "PIECE_BYTES", 700)
+    monkeypatch.setattr(host_copies, "PIECE_BYTES", 700)
     first, second = hosts
     second.keep_for(address_of(first))
     first.memory.write(0, 3, [memoryview(b"alone")], b"{}")
@@ -78,14 +78,14 @@ def test_a_host_takes_over_copies_of_the_one_before_it(
 def test_a_host_that_is_lost_while_it_is_copied_leaves_its_last_copies(
     hosts: list[HostCopies], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(memory_store, "PIECE_BYTES", 700)
+    monkeypatch.setattr(host_copies, "PIECE_BYTES", 700)
     first, second = hosts
     second.keep_for(address_of(first))
     for step in (1, 2):
         copy(first, step)
         until(lambda step=step: first.taken_step == step)
     tears: list[int] = []
-    monkeypatch.setattr(second.memory, "fill", half_of(second.memory.fill, tears))
+    monkeypatch.setattr(second.memory, "write", half_of(second.memory.write, tears))
     copy(first, 3)
     until(lambda: tears)
     assert first.taken_step == 2 and set(second.memory.steps(2)) == {2}
@@ -108,19 +108,16 @@ def test_copies_that_were_sent_stay(hosts: list[HostCopies]):
         assert set(memory.steps(0)) == expected
 
 
-def half_of(fill: Callable[..., None], tears: list[int]) -> Callable[..., None]:
+def half_of(write: Callable[..., None], tears: list[int]) -> Callable[..., None]:
     """Its peer is gone after the first piece."""
 
-    def torn(
-        rank: int, step: int, extent: tuple[int, int], fetch: Callable[[int, memoryview], None]
-    ) -> None:
-        def fetch_first(offset: int, target: memoryview) -> None:
-            if offset:
-                raise ConnectionResetError("the host is lost")
-            fetch(offset, target)
+    def torn(rank: int, step: int, parts: Iterator[memoryview], index: bytes) -> None:
+        def first_part() -> Iterator[memoryview]:
+            yield next(parts)
+            raise PeerLost("the host is lost")
 
         try:
-            fill(rank, step, extent, fetch_first)
+            write(rank, step, first_part(), index)
         finally:
             tears.append(step)
 
@@ -132,7 +129,7 @@ def test_without_memory_the_host_is_told(hosts: list[HostCopies], monkeypatch: p
         raise OSError(errno.ENOSPC, "no memory")
 
     first, second = hosts
-    monkeypatch.setattr(second.memory, "fill", full)
+    monkeypatch.setattr(second.memory, "write", full)
     second.keep_for(address_of(first))
     copy(first, 1)
     until(lambda: first.has_failed)
@@ -154,7 +151,7 @@ def test_what_an_earlier_start_left_is_not_taken_over(hosts: list[HostCopies]):
 def test_nobody_reads_copies_without_the_secret(hosts: list[HostCopies]):
     first = hosts[0]
     copy(first, 1)
-    with pytest.raises(ConnectionError):
+    with pytest.raises(PeerLost):
         CopyReader(CopyAddress("127.0.0.1", first.address.port, "guessed"), timeout_s=200)
     with socket.create_connection(("127.0.0.1", first.address.port), timeout=200) as stranger:
         stranger.recv(16)
@@ -175,7 +172,7 @@ def test_a_host_proves_itself_to_its_peer():
 
         thread = threading.Thread(target=answer)
         thread.start()
-        with pytest.raises(ConnectionError, match="is no host of this run"):
+        with pytest.raises(PeerLost, match="is no host of this run"):
             CopyReader(CopyAddress("127.0.0.1", listener.getsockname()[1], "secret"), timeout_s=200)
         thread.join()
 
@@ -189,12 +186,12 @@ def test_only_what_is_there_is_given(
 ):
     copy(hosts[0], 1)
     with closing(CopyReader(address_of(hosts[0]), timeout_s=200)) as reader:
-        with pytest.raises(ConnectionError, match="no more"):
+        with pytest.raises(PeerLost, match="no more"):
             reader.read_into(slot, step, offset, memoryview(bytearray(count)))
         buffer = bytearray(4)
         reader.read_into(0, 1, 0, memoryview(buffer))
         assert buffer == bytes([1, 0, 1, 0]) and reader.extent(0, 1) == (2000, 2011)
-        with pytest.raises(ConnectionError, match="no copy"):
+        with pytest.raises(PeerLost, match="no copy"):
             reader.extent(0, 9)
 
 

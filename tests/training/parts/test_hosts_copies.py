@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,10 +17,15 @@ import torch.distributed as dist
 from paceline.base.errors import PeerLost
 from paceline.base.logs import logger
 from paceline.checkpoint.pieces import TensorPiece
+from paceline.launch.hosts.copy_service import CopyReader, index_of
 from paceline.launch.hosts.host_copies import HostCopies
 from paceline.strategies.mesh import Mesh
+from paceline.training.parts.copied_state import (
+    needs_neighbour,
+    open_newest,
+    part_of,
+)
 from paceline.training.parts.memory_checkpoint import Copier
-from paceline.training.parts.peer_checkpoint import needs_neighbour, open_newest, origin_of
 
 WHOLE = torch.arange(24.0).reshape(6, 4)
 _opened: list[Any] = []
@@ -34,8 +39,7 @@ def hosts() -> Iterator[list[HostCopies]]:
         host.serve()
         host.address = replace(host.address, host="127.0.0.1")
     yield made
-    while _opened:
-        _opened.pop().close()
+    _opened.clear()
     for host in made:
         host.close()
         host.memory.close()
@@ -64,8 +68,10 @@ def context_of(
         local_world_size=1,
         attempt=attempt,
         store=store,
+        copies=host.memory,
         host_copies=host,
         timeout_s=5.0,
+        hear=lambda key, phase: store.get(key),
     )
 
 
@@ -86,12 +92,12 @@ def copy(
     context = context_of(host, rank, stepper.mesh.world_size, None)
     context.slot = slot
     replicas = ",".join(map(str, stepper.mesh.ranks_along("data"))) if "data" in axes else "0"
-    row = torch.tensor([[7 + int(flip), 8]])
+    row = torch.tensor([7 + int(flip), 8])
     pieces = [
         TensorPiece("parameters/w", (6, 4), (first, 0), WHOLE[first : first + rows] + step),
-        TensorPiece(f"fingerprints/{replicas}", (axes.get("data", 1), 2), (0, 0), row),
+        TensorPiece(f"fingerprints/{replicas}", (2,), (0,), row),
     ]
-    Copier(context, host.memory, 1, origin_of(stepper, context)).copy(step, pieces, {"step": step})
+    Copier(context, host.memory, 1, part_of(stepper)).copy(step, pieces, {"step": step})
 
 
 def newest(hosts: list[HostCopies], run: Path, *, rank: int = 0, recorded: int = 100) -> Any:
@@ -113,6 +119,11 @@ def newest(hosts: list[HostCopies], run: Path, *, rank: int = 0, recorded: int =
     return opened[rank]
 
 
+def remote(copied: Any) -> list[Any]:
+    """Other hosts from which copies are read."""
+    return [memory for memory, _ in copied.store.slots.values() if isinstance(memory, CopyReader)]
+
+
 def test_a_replica_reads_its_own_host(hosts: list[HostCopies], tmp_path: Path, warnings: list[str]):
     """The newest step that is recorded, though the last host has a newer copy."""
     for rank, host in enumerate(hosts):
@@ -124,7 +135,7 @@ def test_a_replica_reads_its_own_host(hosts: list[HostCopies], tmp_path: Path, w
         and copied.document == {"step": 4}
         and torch.equal(copied.read("parameters/w"), WHOLE + 4)
     )
-    assert not copied.memory._readers and "fingerprints/0,1,2" not in copied.tensors
+    assert not remote(copied) and "fingerprints/0,1,2" not in copied.tensors
     assert warnings == ["the copies in memory of step 5 are passed over: that step is not recorded"]
 
 
@@ -133,7 +144,7 @@ def test_a_new_host_reads_what_another_one_has(hosts: list[HostCopies], tmp_path
         copy(hosts[rank], {"data": 2}, rank, 4)
     copied = newest(hosts, tmp_path, rank=2)
     assert torch.equal(copied.read("parameters/w", (1, 1), (3, 2)), WHOLE[1:4, 1:3] + 4)
-    assert set(copied.memory._readers) == {0}
+    assert [host._rank for host in remote(copied)] == [0]
 
 
 def test_a_lost_host_is_read_from_its_neighbour(
@@ -162,7 +173,7 @@ def test_parts_of_two_starts_are_not_put_together(
 ):
     for rank, host in enumerate(hosts[:2]):
         copy(host, {"shard": 2}, rank, 4)
-    index = json.loads(hosts[1].memory.index(0, 4))
+    index = json.loads(index_of(hosts[1].memory, 0, 4))
     index["origin"]["attempt"] = "second"
     data = bytearray(48)
     hosts[1].memory.read_into(0, 4, 0, memoryview(data))
@@ -197,6 +208,21 @@ def test_replicas_that_differ_are_passed_over(
     ]
 
 
+def test_copies_with_a_hole_are_passed_over(
+    hosts: list[HostCopies], tmp_path: Path, warnings: list[str]
+):
+    """The index is checked as that of a checkpoint is, and the copies before are taken."""
+    copy(hosts[0], {"data": 1}, 0, 4)
+    context = context_of(hosts[0], 0, 1, None)
+    pieces = [TensorPiece("parameters/w", (6, 4), (0, 0), WHOLE[:3])]
+    Copier(context, hosts[0].memory, 1, (0, 1)).copy(5, pieces, {"step": 5})
+    assert newest(hosts[:1], tmp_path).step == 4
+    assert warnings == [
+        "the copies in memory of step 5 are passed over: no rank saves the part of 'parameters/w' at (3, 0) "
+        "of shape (3, 4); the whole has shape (6, 4)"
+    ]
+
+
 def test_older_copies_than_the_checkpoint_do_not_count(hosts: list[HostCopies], tmp_path: Path):
     (tmp_path / "checkpoints" / "step-5").mkdir(parents=True)
     (tmp_path / "checkpoints" / "step-5" / "COMMIT").touch()
@@ -211,8 +237,8 @@ def test_a_host_that_is_lost_meanwhile_is_a_lost_rank(hosts: list[HostCopies], t
     for rank, host in enumerate(hosts):
         copy(host, {"shard": 3}, rank, 4)
     copied = newest(hosts, tmp_path)
-    for reader in copied.memory._readers.values():
-        reader._sock.close()
+    for host in remote(copied):
+        host._sock.close()
     with pytest.raises(PeerLost, match="does not give the copies") as error:
         copied.read("parameters/w")
     assert error.value.rank in (1, 2)
@@ -220,10 +246,11 @@ def test_a_host_that_is_lost_meanwhile_is_a_lost_rank(hosts: list[HostCopies], t
 
 def test_what_was_sent_stays_until_the_next_is(hosts: list[HostCopies]):
     """Copies between those that are sent are newer, and ranks that go on from one of them send it at once."""
-    host = hosts[0]
+    host, store = hosts[0], dist.HashStore()
+    store.set("keeps/2", json.dumps(asdict(hosts[2].address)))
 
     def copier() -> Copier:
-        return Copier(context_of(host, 0, 3, None), host.memory, 1, neighbour=host)
+        return Copier(context_of(host, 0, 3, store), host.memory, 1, (0, 1), host)
 
     def copy_after(steps: range) -> None:
         for step in steps:
@@ -241,7 +268,7 @@ def test_what_was_sent_stays_until_the_next_is(hosts: list[HostCopies]):
     copy_after(range(5, 8))
     assert set(host.memory.steps(0)) == {1, 4, 7} and host.offered() == 4
     host.rest()
-    assert host.offered() is None
+    assert host.offered() == -1
     made = copier()
     made.begin(7, is_copied=True)
     assert (made.sent, made.sending, host.offered()) == (1, 7, 7)

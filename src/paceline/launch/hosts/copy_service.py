@@ -13,32 +13,25 @@ import secrets
 import socket
 import struct
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
+from paceline.base import sockets
+from paceline.base.errors import PeerLost
+from paceline.base.long_work import long_work
 from paceline.launch.hosts.pending_peers import PendingPeers
 from paceline.launch.hosts.run_keys import run_key
-from paceline.launch.process.memory_store import PIECE_BYTES, DoubleBuffer
+from paceline.launch.process.memory_store import NOTHING, PIECE_BYTES, StateCopies
 
 _NONCE_BYTES, _PROOF_BYTES = 16, 32
 _HANDSHAKE_S = 10.0
+_INDEX_BYTES = 2**28  # of an index, at most
 _REQUEST = struct.Struct(">Bqqqq")  # what is asked, slot, step, offset, count
 _NUMBERS = struct.Struct(">qq")
 _OFFER, _EXTENT, _READ, _TAKEN = range(4)
-_NONE = -1
-
-
-class Offers(Protocol):
-    """What a host offers to the one that keeps copies for it."""
-
-    def offered(self) -> int | None:
-        """The step of the copies that another host may take over; None if there are none."""
-
-    def taken(self, step: int, took_us: int) -> None:
-        """The other host has them, and needs so long for such copies; 0 if that is not known yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +48,23 @@ class CopyAddress:
 
 
 class CopyServer:
-    """Serves the slots of this host until it is closed, a thread a peer."""
+    """Serves the slots of this host until it is closed, a thread a peer.
 
-    def __init__(self, slots: DoubleBuffer, offers: Offers, key: bytes) -> None:
-        self._slots, self._offers, self._key = slots, offers, key
-        self._listener = (
-            socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
-            if socket.has_dualstack_ipv6()
-            else socket.create_server(("", 0), backlog=1024)
-        )
+    offered: gives the step of the copies that another host may take over; NOTHING if there are none. taken: is told
+    that the other host has those of a step, and how many microseconds it needs for such copies; 0 if that is not known
+    yet.
+    """
+
+    def __init__(
+        self,
+        slots: StateCopies,
+        key: bytes,
+        *,
+        offered: Callable[[], int],
+        taken: Callable[[int, int], None],
+    ) -> None:
+        self._slots, self._key, self._offered, self._taken = slots, key, offered, taken
+        self._listener = sockets.listen()
         self.port: int = self._listener.getsockname()[1]
         self._unproven = PendingPeers()
         _started(self._accept)
@@ -94,111 +95,130 @@ class CopyServer:
             if is_peer and has_place:
                 sock.settimeout(None)
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                while self._answer(sock, *_REQUEST.unpack(_exactly(sock, _REQUEST.size))):
-                    pass
+                while (
+                    answer := self._answer(*_REQUEST.unpack(sockets.read(sock, _REQUEST.size)))
+                ) is not None:
+                    sock.sendall(answer)
 
     def _proves(self, sock: socket.socket) -> bool:
         nonce = secrets.token_bytes(_NONCE_BYTES)
         sock.sendall(nonce)
-        peer_nonce = _exactly(sock, _NONCE_BYTES)
+        peer_nonce = sockets.read(sock, _NONCE_BYTES)
         if not hmac.compare_digest(
-            _exactly(sock, _PROOF_BYTES), _proof(self._key, b"peer", nonce, peer_nonce)
+            sockets.read(sock, _PROOF_BYTES), _proof(self._key, b"peer", nonce, peer_nonce)
         ):
             return False
         sock.sendall(_proof(self._key, b"host", nonce, peer_nonce))
         return True
 
     def _answer(
-        self, sock: socket.socket, request: int, slot: int, step: int, offset: int, count: int
-    ) -> bool:
-        """Returns whether the peer may ask again."""
+        self, request: int, slot: int, step: int, offset: int, count: int
+    ) -> bytes | bytearray | None:
+        """Return what the peer gets; None if it may ask no more."""
         if request == _OFFER:
-            offered = self._offers.offered()
-            sock.sendall(_NUMBERS.pack(_NONE if offered is None else offered, 0))
-        elif request == _TAKEN:
-            self._offers.taken(step, count)
-        elif request == _EXTENT:
-            sock.sendall(_NUMBERS.pack(*(self._extent(slot, step) or (_NONE, _NONE))))
-        elif request == _READ and 0 <= count <= PIECE_BYTES:
-            sock.sendall(self._part(slot, step, offset, count))
-        else:
-            return False
-        return True
-
-    def _extent(self, slot: int, step: int) -> tuple[int, int] | None:
-        is_there = 0 <= slot < self._slots.num_ranks and step in self._slots.steps(slot)
-        return self._slots.extent(slot, step) if is_there else None
-
-    def _part(self, slot: int, step: int, offset: int, count: int) -> bytes:
-        """A part of a copy and after it whether that is still the copy of the step."""
-        extent, data = self._extent(slot, step), bytearray(count + 1)
-        if extent is not None and 0 <= offset <= extent[1] - count:
+            return _NUMBERS.pack(self._offered(), 0)
+        if request == _TAKEN:
+            self._taken(step, count)
+            return b""
+        start, end = self._extent(slot, step)
+        if request == _EXTENT:
+            return _NUMBERS.pack(start, end)
+        if request != _READ or not 0 <= count <= PIECE_BYTES:
+            return None
+        # A part of a copy, and after it whether that is still the copy of the step.
+        data = bytearray(count + 1)
+        if 0 <= offset <= end - count:
             self._slots.read_into(slot, step, offset, memoryview(data)[:count])
-            data[count] = self._extent(slot, step) == extent
-        return bytes(data)
+            data[count] = self._extent(slot, step) == (start, end)
+        return data
+
+    def _extent(self, slot: int, step: int) -> tuple[int, int]:
+        is_there = 0 <= slot < self._slots.num_ranks and step in self._slots.steps(slot)
+        return self._slots.extent(slot, step) if is_there else (NOTHING, NOTHING)
 
 
 class CopyReader:
-    """A connection to a host's copies.
+    """A connection to a host's copies. rank: the first one of that host, if it is known.
 
     Raises:
-        OSError: from each method, the host can't be reached or does not have what it should.
+        PeerLost: from each method, the host can't be reached or does not have what it should.
     """
 
-    def __init__(self, address: CopyAddress, *, timeout_s: float) -> None:
-        self._sock = socket.create_connection((address.host, address.port), timeout=timeout_s)
-        self._lock = threading.Lock()
-        try:
+    def __init__(self, address: CopyAddress, *, timeout_s: float, rank: int | None = None) -> None:
+        self._address, self._rank, self._lock = address, rank, threading.Lock()
+        with self._told():
+            self._sock = socket.create_connection((address.host, address.port), timeout=timeout_s)
+            weakref.finalize(self, self._sock.close)
             key, nonce = address.key, secrets.token_bytes(_NONCE_BYTES)
-            host_nonce = _exactly(self._sock, _NONCE_BYTES)
+            host_nonce = sockets.read(self._sock, _NONCE_BYTES)
             self._sock.sendall(nonce + _proof(key, b"peer", host_nonce, nonce))
-            if not hmac.compare_digest(
-                _exactly(self._sock, _PROOF_BYTES), _proof(key, b"host", host_nonce, nonce)
-            ):
+            proof = sockets.read(self._sock, _PROOF_BYTES)
+            if not hmac.compare_digest(proof, _proof(key, b"host", host_nonce, nonce)):
                 raise ConnectionError(
                     f"what answers at {address.host}:{address.port} is no host of this run"
                 )
-        except BaseException:
-            self._sock.close()
-            raise
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise PeerLost(
+                f"its host {self._address.host} does not give the copies that it has: {error}",
+                heard=True,  # who sees why it is gone says more
+                rank=self._rank,
+            ) from error
 
     def close(self) -> None:
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
 
-    def offered(self) -> int | None:
-        """See `Offers`."""
-        step = self._numbers(_OFFER)[0]
-        return None if step == _NONE else step
+    def offered(self) -> int:
+        """See `CopyServer`."""
+        return self._numbers(_OFFER)[0]
 
     def tell_taken(self, step: int, took_us: int) -> None:
         """This side has the copies of a step."""
-        self._sock.sendall(_REQUEST.pack(_TAKEN, 0, step, 0, took_us))
+        with self._told():
+            self._sock.sendall(_REQUEST.pack(_TAKEN, 0, step, 0, took_us))
 
     def extent(self, slot: int, step: int) -> tuple[int, int]:
-        """See `DoubleBuffer.extent`."""
+        """See `StateCopies.extent`."""
         start, end = self._numbers(_EXTENT, slot, step)
-        if not 0 <= start <= end:
-            raise ConnectionError(f"the host has no copy of step {step}")
+        with self._told():
+            if not 0 <= start <= end <= start + _INDEX_BYTES:
+                raise ConnectionError(f"the host has no copy of step {step}")
         return start, end
 
     def read_into(self, slot: int, step: int, offset: int, target: memoryview) -> None:
         """Fill the target from a place in a copy on, in bounded pieces."""
         for start in range(0, len(target), PIECE_BYTES):
             piece, is_whole = target[start : start + PIECE_BYTES], bytearray(1)
-            with self._lock:
+            with self._lock, self._told():
                 self._sock.sendall(_REQUEST.pack(_READ, slot, step, offset + start, len(piece)))
-                _fill(self._sock, piece)
-                _fill(self._sock, memoryview(is_whole))
-            if not is_whole[0]:
-                raise ConnectionError(f"the host has the copy of step {step} no more")
+                sockets.read_into(self._sock, piece)
+                sockets.read_into(self._sock, memoryview(is_whole))
+                if not is_whole[0]:
+                    raise ConnectionError(f"the host has the copy of step {step} no more")
+            long_work.advanced()
 
     def _numbers(self, request: int, slot: int = 0, step: int = 0) -> tuple[int, int]:
-        with self._lock:
+        with self._lock, self._told():
             self._sock.sendall(_REQUEST.pack(request, slot, step, 0, 0))
-            first, second = _NUMBERS.unpack(_exactly(self._sock, _NUMBERS.size))
+            first, second = _NUMBERS.unpack(sockets.read(self._sock, _NUMBERS.size))
         return first, second
+
+
+HostMemory = StateCopies | CopyReader  # of this host, or of another one
+
+
+def index_of(memory: HostMemory, slot: int, step: int) -> bytes:
+    """Return the index of a copy, as its rank wrote it."""
+    start, end = memory.extent(slot, step)
+    index = bytearray(end - start)
+    memory.read_into(slot, step, start, memoryview(index))
+    return bytes(index)
 
 
 def _proof(key: bytes, side: bytes, of_host: bytes, of_peer: bytes) -> bytes:
@@ -207,16 +227,3 @@ def _proof(key: bytes, side: bytes, of_host: bytes, of_peer: bytes) -> bytes:
 
 def _started(work: Callable[[], None]) -> None:
     threading.Thread(target=work, name="paceline-copies", daemon=True).start()
-
-
-def _exactly(sock: socket.socket, size: int) -> bytes:
-    data = bytearray(size)
-    _fill(sock, memoryview(data))
-    return bytes(data)
-
-
-def _fill(sock: socket.socket, target: memoryview) -> None:
-    while target:
-        if not (count := sock.recv_into(target)):
-            raise ConnectionError("the connection to the host's copies was closed")
-        target = target[count:]

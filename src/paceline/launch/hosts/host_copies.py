@@ -8,27 +8,26 @@ taken those over, and keep the last ones that all have (`sent_step`) until then.
 
 from __future__ import annotations
 
-import errno
 import json
 import mmap
 import secrets
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import asdict, replace
-from functools import partial
 
-from paceline.launch.hosts.copy_service import CopyAddress, CopyReader, CopyServer
-from paceline.launch.process.memory_store import SLOTS
-from paceline.launch.process.state_copies import StateCopies
+from paceline.base.errors import PeerLost
+from paceline.launch.hosts.copy_service import CopyAddress, CopyReader, CopyServer, index_of
+from paceline.launch.process.memory_store import NOTHING, PIECE_BYTES, SLOTS, StateCopies
 
 _WORD_BYTES, _NUM_WORDS = 8, 5
 _SENT, _OFFERED, _TAKEN, _TOOK_US, _ORDER = range(
     _NUM_WORDS
 )  # words; the last says how long the text of the order is
 _ORDER_BYTES = 1024
-_NOTHING, _FAILED = -1, -2
+_FAILED = -2  # in place of a step
 _LOOK_S = 0.1  # between looks for an order, and for copies to take over
 _REMEMBERED, _KNOWN = (
     5,
@@ -56,7 +55,7 @@ class HostCopies:
         self._server: CopyServer | None = None
         self._keeper: CopyReader | None = None
         self._rounds, self._is_closed = 0, False
-        self.sent_step = _NOTHING
+        self.sent_step = NOTHING
         self._lock = threading.Lock()
         self.rest()
 
@@ -64,7 +63,9 @@ class HostCopies:
 
     def serve(self) -> None:
         """Begin to serve copies, and to keep those of the neighbour."""
-        self._server = CopyServer(self.memory, self, self.address.key)
+        self._server = CopyServer(
+            self.memory, self.address.key, offered=self.offered, taken=self.taken
+        )
         self.address = replace(self.address, port=self._server.port)
         threading.Thread(target=self._keep, name="paceline-keep", daemon=True).start()
 
@@ -79,15 +80,14 @@ class HostCopies:
         with self._lock:
             self._rounds += 1
             self._words[_ORDER], self._words[_TOOK_US] = 0, 0
-            self._words[_OFFERED] = self._words[_TAKEN] = _NOTHING
+            self._words[_OFFERED] = self._words[_TAKEN] = NOTHING
             if self._keeper is not None:
                 self._keeper.close()
 
-    def offered(self) -> int | None:
+    def offered(self) -> int:
         step = self._words[_OFFERED]
-        return (
-            step if all(step in self.memory.steps(slot) for slot in range(self.num_ranks)) else None
-        )
+        is_there = all(step in self.memory.steps(slot) for slot in range(self.num_ranks))
+        return step if is_there else NOTHING
 
     def taken(self, step: int, took_us: int) -> None:
         self._words[_TOOK_US], self._words[_TAKEN] = took_us, step
@@ -98,30 +98,27 @@ class HostCopies:
             time.sleep(_LOOK_S)
             rounds, length = self._rounds, self._words[_ORDER]
             if length and rounds != done:
-                with suppress(
-                    OSError
-                ):  # the neighbour is lost, which others will say, or was not to be reached yet
+                # The neighbour is lost, which others will say, or was not to be reached yet.
+                with suppress(PeerLost):
                     self._keep_for(CopyAddress(**json.loads(bytes(self._text[:length]))), rounds)
                     done = rounds
 
     def _keep_for(self, address: CopyAddress, rounds: int) -> None:
         """Take over copies of the neighbour as it makes them, until its ranks rest or there is no memory for them."""
-        reader, kept_step = CopyReader(address, timeout_s=_TIMEOUT_S), None
+        reader, kept_step = CopyReader(address, timeout_s=_TIMEOUT_S), NOTHING
         latest_s: deque[float] = deque(maxlen=_REMEMBERED)
         with closing(reader):
             with self._lock:
                 self._keeper = reader if self._rounds == rounds else None
             while self._rounds == rounds:
                 step = reader.offered()
-                if step is None or step == kept_step:
+                if step in (kept_step, NOTHING):
                     time.sleep(_LOOK_S)
                     continue
                 began_s = time.perf_counter()
                 try:
                     self._take(reader, step)
-                except OSError as error:
-                    if error.errno not in (errno.ENOSPC, errno.ENOMEM):
-                        raise
+                except OSError:  # this host has no memory for them
                     reader.tell_taken(_FAILED, 0)
                     return
                 kept_step = step
@@ -132,13 +129,10 @@ class HostCopies:
                 )
 
     def _take(self, reader: CopyReader, step: int) -> None:
-        for rank in range(self.num_ranks):
-            self.memory.fill(
-                self.num_ranks + rank,
-                step,
-                reader.extent(rank, step),
-                partial(reader.read_into, rank, step),
-            )
+        for slot in range(self.num_ranks):
+            index = index_of(reader, slot, step)
+            parts = _parts(reader, slot, step, reader.extent(slot, step)[0])
+            self.memory.write(self.num_ranks + slot, step, parts, index)
 
     # --- In ranks ---------------------------------------------------------------------------------------------------
 
@@ -163,7 +157,7 @@ class HostCopies:
 
     def give_back_kept(self) -> None:
         """Nothing is kept for a neighbour any more, and nothing is sent."""
-        self.sent_step = _NOTHING
+        self.sent_step = NOTHING
         for slot in range(self.num_ranks, 2 * self.num_ranks):
             self.memory.give_back(slot)
 
@@ -181,3 +175,12 @@ class HostCopies:
     def took_s(self) -> float:
         """How long the neighbour needs to take copies over; 0 until it has done so a few times."""
         return 1e-6 * self._words[_TOOK_US]
+
+
+def _parts(reader: CopyReader, slot: int, step: int, end: int) -> Iterator[memoryview]:
+    """Yield what a copy holds up to a place in it, in bounded pieces."""
+    piece = memoryview(bytearray(min(PIECE_BYTES, end)))
+    for offset in range(0, end, PIECE_BYTES):
+        part = piece[: end - offset]
+        reader.read_into(slot, step, offset, part)
+        yield part

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Protocol
 
+from paceline.base import sockets
 from paceline.launch.hosts.pending_peers import PendingPeers
 
 _NONCE_BYTES, _PROOF_BYTES, _NUMBER = 16, 32, struct.Struct(">i")
@@ -126,7 +127,7 @@ class Hub:
         self.lost: list[int] = []
         self.unreachable: list[int] = []
         self._secret, self._silence_s = secret, silence_s(patience_s)
-        self._listener = _registered(_listen())
+        self._listener = _registered(sockets.listen())
         self.port: int = self._listener.getsockname()[1]
         self._wake, self._woken = map(_registered, socket.socketpair())
         self._members: dict[int, _Link] = {}
@@ -255,7 +256,7 @@ class Spoke:
         self._sock.close()
 
     def _joined(self, rank: int, secret: bytes) -> _Link:
-        nonce = _exactly(self._sock, _NONCE_BYTES)
+        nonce = sockets.read(self._sock, _NONCE_BYTES)
         statement = _NUMBER.pack(rank) + secrets.token_bytes(_NONCE_BYTES)
         self._sock.sendall(statement + _keyed(secret, b"liveness", nonce, statement))
         link = _Link(self._sock, _keyed(secret, b"words", nonce, statement), is_hub=False)
@@ -271,15 +272,6 @@ class Spoke:
             if _is_silence(error):
                 self.unreachable.append(0)
             self.lost.append(0)
-
-
-def _listen() -> socket.socket:
-    """On all addresses of this host: peers come to the one at which they found rank 0's store."""
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(
-            ("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024
-        )
-    return socket.create_server(("", 0), backlog=1024)
 
 
 def _registered(sock: socket.socket) -> socket.socket:
@@ -320,15 +312,6 @@ def _received(sock: socket.socket, size: int) -> bytes:
         return sock.recv(size)
     except OSError:
         return b""
-
-
-def _exactly(sock: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        if not (part := sock.recv(size - len(data))):
-            raise ConnectionError("the connection to rank 0 was closed")
-        data += part
-    return data
 
 
 def _keyed(secret: bytes, purpose: bytes, nonce: bytes, claim: bytes) -> bytes:

@@ -34,10 +34,10 @@ from paceline.launch.process.failure import (
 )
 from paceline.launch.process.fault_policy import ALL_NEEDED, FRUITLESS_RESTARTS, FaultPolicy
 from paceline.launch.process.heartbeats import HeartbeatTable, signs_of_life
+from paceline.launch.process.memory_store import StateCopies
 from paceline.launch.process.messages import Line, Message, RanksGone
 from paceline.launch.process.outside_watch import OutsideWatch
 from paceline.launch.process.rank_process import Body, run_rank, set_up_device
-from paceline.launch.process.state_copies import StateCopies
 from paceline.launch.process.supervisor import Supervisor
 
 _GRACE_S = 5.0  # after a first failure, for the other ranks to report and leave

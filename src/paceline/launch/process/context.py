@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from paceline.launch.hosts.host_copies import HostCopies
     from paceline.launch.process.faults import FaultInjector
     from paceline.launch.process.heartbeats import Heartbeat, HeartbeatTable
+    from paceline.launch.process.memory_store import StateCopies
     from paceline.launch.process.messages import Line
-    from paceline.launch.process.state_copies import StateCopies
 
 
 _FIRST_LOOK_S, _LAST_LOOK_S = (

@@ -15,9 +15,9 @@ import torch
 from paceline.checkpoint.read import Checkpoint
 from paceline.launch.hosts.host_copies import HostCopies
 from paceline.training import state
-from paceline.training.parts import drift, peer_checkpoint
+from paceline.training.parts import copied_state, drift
 from paceline.training.parts.callbacks import Callbacks
-from paceline.training.parts.memory_checkpoint import Copier, open_newest
+from paceline.training.parts.memory_checkpoint import Copier
 from paceline.training.run import RunPart, TrainingRun
 
 _NEVER = 2**62  # steps from copy to copy
@@ -33,21 +33,12 @@ class Copies(RunPart):
     def open_newest(self, accept: Callable[[Checkpoint], str | None]) -> Checkpoint | None:
         """Return the newest state that earlier ranks left in memory; None if there is none, or an older one than on
         the disk. Collective."""
-        context, run_dir = self.run.context, self.run.run_dir
-        assert run_dir is not None
-        if context.host_copies is not None:
-            return peer_checkpoint.open_newest(context, run_dir, accept)
-        return open_newest(context, run_dir, num_ranks=context.world_size)
+        assert self.run.run_dir is not None
+        return copied_state.open_newest(self.run.context, self.run.run_dir, accept)
 
     def restored(self, checkpoint: Checkpoint | None) -> None:
-        run, context = self.run, self.run.context
-        copied = checkpoint if run.is_copied else None
-        if isinstance(copied, peer_checkpoint.HostsCopy):
-            copied.close()
         if self.copier is not None:
-            self.copier.begin(run.step, is_copied=copied is not None)
-        if context.host_copies is not None:
-            peer_checkpoint.begin(run.stepper, context, run.step, copied)
+            self.copier.begin(self.run.step, is_copied=self.run.is_copied)
 
     def before_update(self) -> None:
         """What follows may write to what is copied from a GPU."""
@@ -180,12 +171,10 @@ def _copier(run: TrainingRun) -> Copier | None:
     context, stepper = run.context, run.stepper
     if context.copies is None:
         return None
-    if context.host_copies is None:
-        return Copier(context, context.copies, context.local_world_size)
     return Copier(
         context,
         context.copies,
         context.local_world_size,
-        peer_checkpoint.origin_of(stepper, context),
-        context.host_copies if peer_checkpoint.needs_neighbour(stepper, context) else None,
+        copied_state.part_of(stepper),
+        context.host_copies if copied_state.needs_neighbour(stepper, context) else None,
     )

@@ -7,6 +7,7 @@ that is older. Where a step is several updates, copies count updates in place of
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import statistics
@@ -14,29 +15,27 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from paceline.base.logs import logger
-from paceline.checkpoint.dtypes import DTYPE_NAMES, DTYPES
 from paceline.checkpoint.files import bytes_of
-from paceline.checkpoint.pieces import Region, TensorPiece
-from paceline.checkpoint.read import Checkpoint, StoredPiece, TensorEntry, newest_saved_step
+from paceline.checkpoint.index import add_piece, file_of
+from paceline.checkpoint.pieces import TensorPiece
 from paceline.checkpoint.staging import Staging
 from paceline.cluster.limits import free_memory_bytes
+from paceline.launch.hosts.copy_service import CopyAddress
 from paceline.launch.process.context import RankContext
-from paceline.launch.process.memory_store import SLOTS
-from paceline.launch.process.state_copies import TIME_SHARE, StateCopies
-from paceline.training.parts.drift import disagreement
+from paceline.launch.process.memory_store import SLOTS, TIME_SHARE, StateCopies
+from paceline.training.parts.drift import FINGERPRINTS
 
 if TYPE_CHECKING:
     from paceline.launch.hosts.host_copies import HostCopies
 
 _REMEMBERED = 5  # copies, whose time is known
+_Copied = Sequence[tuple[TensorPiece, torch.Tensor]]  # pieces with copies of their tensors
 MEMORY_SHARE = 0.5  # of this host's free memory that the copies of all its ranks may take
 
 
@@ -44,17 +43,18 @@ MEMORY_SHARE = 0.5  # of this host's free memory that the copies of all its rank
 class Copier:
     """Makes one rank's copies, every so many steps.
 
-    num_ranks: of this host that copy. origin: what a copy says of its rank. neighbour: the host's memory, where another
-    host takes copies over now and then. every: steps from copy to copy. next_step: after which to copy next.
-    send_every, next_send: likewise for copies that are taken over. All alike on all ranks. sending: step of the copy
-    that is being taken over; -1 for none. sent: of the last one that was, on all hosts. blocked_s: time that the run
-    spent on copies. has_failed: whether this host refused memory for one; this rank makes none then.
+    num_ranks: of this host that copy. part: which part of the state this rank holds, and how many there are.
+    neighbour: the host's memory, where another host takes copies over now and then. every: steps from copy to copy.
+    next_step: after which to copy next. send_every, next_send: likewise for copies that are taken over. All alike on
+    all ranks. sending: step of the copy that is being taken over; -1 for none. sent: of the last one that was, on all
+    hosts. blocked_s: time that the run spent on copies. has_failed: whether this host refused memory for one; this
+    rank makes none then.
     """
 
     context: RankContext
     copies: StateCopies
     num_ranks: int
-    origin: Mapping[str, Any] = field(default_factory=dict)
+    part: tuple[int, int]
     neighbour: HostCopies | None = None
     every: int = 1
     next_step: int = 1
@@ -66,23 +66,41 @@ class Copier:
     num_copies: int = 0
     has_failed: bool = False
     _latest_s: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED), repr=False)
-    _staging: Staging | None = field(default=None, repr=False)
+    _staging: Staging = field(default_factory=Staging, repr=False)
     _thread: threading.Thread | None = field(default=None, repr=False)
     _error: Exception | None = field(default=None, repr=False)
 
     def begin(self, step: int, *, is_copied: bool) -> None:
         """The run goes on from this step. is_copied: from what is in memory of it, which is kept, as it stands: others
-        may still read it, and it is there if ranks are lost again before the next copy."""
-        self.copies.keep(self.context.slot, until=step if is_copied else None)
+        may still read it, and it is there if ranks are lost again before the next copy. Collective with a neighbour."""
+        context, host, kept_step = (
+            self.context,
+            self.context.host_copies,
+            step if is_copied else None,
+        )
+        self.copies.keep(context.slot, until=kept_step)
         self.next_step = self.next_send = step + 1
-        if self.neighbour is not None:
-            self.sent = (
-                self.neighbour.sent_step if is_copied and self.neighbour.sent_step <= step else -1
-            )
-            if self.context.slot == 0:
-                self.neighbour.sent_step = self.sent
-            if is_copied and step != self.sent and step in self.copies.steps(self.context.slot):
-                self.send(step)
+        if host is not None and context.slot == 0:
+            for slot in range(host.num_ranks, 2 * host.num_ranks):
+                self.copies.keep(slot, until=kept_step)
+        if self.neighbour is None:
+            return
+        sent = self.neighbour.sent_step
+        self.sent = sent if is_copied and sent <= step else -1
+        if context.slot == 0:
+            self.neighbour.sent_step = self.sent
+            self._keep_for_the_one_before(self.neighbour)
+        if is_copied and step != self.sent and step in self.copies.steps(context.slot):
+            self.send(step)
+
+    def _keep_for_the_one_before(self, own: HostCopies) -> None:
+        """Let this host keep the copies of the one before it."""
+        store, num_local = self.context.store, self.context.local_world_size
+        assert store is not None
+        num_hosts, host = self.context.world_size // num_local, self.context.rank // num_local
+        store.set(f"keeps/{host}", json.dumps(asdict(own.address)))
+        address = self.context.hear(f"keeps/{(host - 1) % num_hosts}", "restore")
+        own.keep_for(CopyAddress(**json.loads(address)))
 
     def send(self, step: int) -> None:
         """Let another host take over the copies of this step."""
@@ -108,7 +126,7 @@ class Copier:
         is_for_updates: Callable[[str], bool] = lambda name: False,
         began_s: float | None = None,
     ) -> None:
-        """Copy the pieces that this rank owns, and on rank 0 the document.
+        """Copy the pieces that this rank owns, and on rank 0 the document. Only a digest is kept of fingerprints.
 
         From a GPU they are copied while this goes on: see `before_update`. The copy is there once another thread has
         put it into its place.
@@ -119,24 +137,23 @@ class Copier:
         """
         began_s = time.perf_counter() if began_s is None else began_s
         self.wait()
-        pieces = list(pieces)
-        index = _index(pieces, document, self.origin)
+        pieces, text = list(pieces), json.dumps(document)
         if on_gpu := [piece for piece in pieces if piece.tensor.is_cuda]:
             is_first = self.num_copies == 0
-            self._staging = self._staging or Staging(on_gpu[0].tensor.device)
             staged = iter(self._staging.copy(on_gpu, is_for_updates=is_for_updates))
-            tensors = [
-                next(staged) if piece.tensor.is_cuda else piece.tensor.clone() for piece in pieces
+            copied = [
+                (piece, next(staged) if piece.tensor.is_cuda else piece.tensor.clone())
+                for piece in pieces
             ]
             self._thread = threading.Thread(
                 target=self._write_staged,
-                args=(step, tensors, index, None if is_first else began_s),
+                args=(step, copied, text, None if is_first else began_s),
                 name=f"paceline-copy-step-{step}",
                 daemon=True,
             )
             self._thread.start()
         else:
-            self._write(step, [piece.tensor for piece in pieces], index)
+            self._write(step, [(piece, piece.tensor) for piece in pieces], text)
             self._latest_s.append(time.perf_counter() - began_s)
         self.next_step, self.num_copies = step + self.every, self.num_copies + 1
         self.blocked_s += time.perf_counter() - began_s
@@ -144,8 +161,7 @@ class Copier:
     def before_update(self) -> None:
         """What is launched on a GPU from now on may write to tensors that only updates write to: let it wait for the
         copies of them. The host does not wait."""
-        if self._staging is not None:
-            self._staging.before_update()
+        self._staging.before_update()
 
     def wait(self) -> None:
         """Return when the last copy is in its place, if this host has memory for it."""
@@ -156,30 +172,47 @@ class Copier:
             raise self._error
 
     def _write_staged(
-        self, step: int, tensors: Sequence[torch.Tensor], index: bytes, began_s: float | None
+        self, step: int, copied: _Copied, document: str, began_s: float | None
     ) -> None:
         """began_s: None where memory was pinned for the first time, which takes longer than what comes later."""
-        assert self._staging is not None
         try:
             self._staging.wait()
             if (
                 began_s is not None
             ):  # the GPU is done with it, and this thread has a core of its own
                 self._latest_s.append(time.perf_counter() - began_s)
-            self._write(step, tensors, index)
+            self._write(step, copied, document)
         except Exception as error:
             self._error = error
 
-    def _write(self, step: int, tensors: Sequence[torch.Tensor], index: bytes) -> None:
+    def _write(self, step: int, copied: _Copied, document: str) -> None:
         """Without memory the run goes on: all ranks learn of it by `fits`, when they look for memory again."""
         if self.has_failed:
             return
+        tensors, prints, parts, offset = dict[str, Any](), dict[str, str](), [], 0
+        for piece, tensor in copied:
+            data = bytes_of(tensor)
+            if piece.name.startswith(FINGERPRINTS):
+                prints[piece.name] = hashlib.sha256(data).hexdigest()[:16]
+                continue
+            add_piece(tensors, piece, file=file_of(self.context.rank), key=str(offset))
+            parts.append(data)
+            offset += len(data)
+        origin = {
+            "attempt": self.context.attempt,
+            "rank": self.context.rank,
+            "host_ranks": self.num_ranks,
+            "part": self.part[0],
+            "num_parts": self.part[1],
+            "prints": prints,
+        }
+        index = {"document": document, "tensors": tensors, "origin": origin}
         try:
             self.copies.write(
                 self.context.slot,
                 step,
-                [bytes_of(tensor) for tensor in tensors],
-                index,
+                parts,
+                json.dumps(index).encode(),
                 keep={self.sent, self.sending} - {-1},
             )
         except OSError as error:
@@ -205,9 +238,7 @@ class Copier:
             return False
         num_bytes = sum(piece.tensor.nbytes for piece in pieces)
         num_bytes *= SLOTS + (SLOTS + 1 if self.neighbour is not None else 0)
-        if on_gpu := [piece for piece in pieces if piece.tensor.is_cuda]:
-            self._staging = self._staging or Staging(on_gpu[0].tensor.device)
-            num_bytes += self._staging.missing_bytes(on_gpu)
+        num_bytes += self._staging.missing_bytes(pieces)
         made_bytes = self.copies.num_bytes(self.context.slot)
         return self.num_ranks * num_bytes <= MEMORY_SHARE * (
             free_memory_bytes() + self.num_ranks * made_bytes
@@ -217,118 +248,3 @@ class Copier:
 def _affordable(took_s: float, step_s: float) -> int:
     """Return the steps between what takes so long, for `TIME_SHARE` of their time."""
     return max(1, math.ceil(took_s / (TIME_SHARE * step_s))) if step_s > 0 else 1
-
-
-def _index(
-    pieces: Iterable[TensorPiece], document: Mapping[str, Any] | None, origin: Mapping[str, Any]
-) -> bytes:
-    """What lies where in a copy that holds the pieces one after the other."""
-    tensors: dict[str, dict[str, Any]] = {}
-    offset = 0
-    for piece in pieces:
-        entry = tensors.setdefault(
-            piece.name,
-            {"shape": piece.shape, "dtype": DTYPE_NAMES[piece.tensor.dtype], "pieces": []},
-        )
-        entry["pieces"].append((offset, piece.offsets, tuple(piece.tensor.shape)))
-        offset += piece.tensor.nbytes
-    return json.dumps({"document": document, "tensors": tensors, "origin": origin}).encode()
-
-
-@dataclass(frozen=True)
-class CopiedState(Checkpoint):
-    """A copy of all ranks' state, to be read as a checkpoint is."""
-
-    copies: StateCopies | None = None
-
-    def _open(self, file: str) -> Any:
-        assert self.copies is not None
-        return _RankCopy(self.copies, int(file), self.step)
-
-
-@dataclass(frozen=True, slots=True)
-class _RankCopy:
-    copies: StateCopies
-    rank: int
-    step: int
-
-    def read(self, piece: StoredPiece, dtype: torch.dtype, part: tuple[slice, ...]) -> torch.Tensor:
-        return read_part(piece, dtype, part, partial(self.copies.read_into, self.rank, self.step))
-
-
-def read_part(
-    piece: StoredPiece,
-    dtype: torch.dtype,
-    part: tuple[slice, ...],
-    read_into: Callable[[int, memoryview], None],
-) -> torch.Tensor:
-    """A part of a piece whose key is where it begins: only those of its rows are read. read_into: fills a target from a
-    place on."""
-    rows, row_shape = (part[0], piece.region.shape[1:]) if part else (slice(0, 1), ())
-    flat = torch.empty((rows.stop - rows.start) * math.prod(row_shape), dtype=dtype, device="cpu")
-    read_into(int(piece.key) + rows.start * math.prod(row_shape) * dtype.itemsize, bytes_of(flat))
-    return (
-        flat.reshape(-1, *row_shape)[:, *part[1:]]
-        if part and flat.numel()
-        else flat.reshape([each.stop - each.start for each in part])
-    )
-
-
-def open_copy(copies: StateCopies, step: int, ranks: Iterable[int]) -> CopiedState:
-    """What these ranks have copied after this step, which together is the run's state."""
-    document: dict[str, Any] = {}
-    tensors: dict[str, TensorEntry] = {}
-    for rank in ranks:
-        index = json.loads(copies.index(rank, step))
-        document = index["document"] or document
-        for name, entry in index["tensors"].items():
-            pieces = tuple(
-                StoredPiece(str(rank), str(offset), Region(tuple(offsets), tuple(shape)))
-                for offset, offsets, shape in entry["pieces"]
-            )
-            before = tensors[name].pieces if name in tensors else ()
-            tensors[name] = TensorEntry(
-                tuple(entry["shape"]), DTYPES[entry["dtype"]], before + pieces
-            )
-    return CopiedState(Path(f"copy-{step}"), step, document, tensors, copies)
-
-
-def open_newest(
-    context: RankContext,
-    run_dir: Path,
-    *,
-    num_ranks: int,
-    before: Callable[[int], int] = lambda step: step,
-) -> CopiedState | None:
-    """Return the newest state of which the first ranks of an earlier start have left copies in memory.
-
-    None if the run folder has a newer one, or if replicas held different ones. Rank 0 chooses for all ranks.
-
-    Args:
-        num_ranks: Those that copy.
-        before: What copies count up to the end of a step: updates, if not steps.
-    """
-    if context.copies is None or context.num_starts == 1:
-        return None
-    ranks = range(num_ranks)
-    if context.rank == 0:
-        step = _newest(context.copies, ranks, least=before(newest_saved_step(run_dir)))
-        if context.store is not None:
-            context.store.set("copy", json.dumps(step))
-    else:
-        step = json.loads(context.hear("copy", "restore"))
-    return None if step is None else open_copy(context.copies, step, ranks)
-
-
-def _newest(copies: StateCopies, ranks: range, *, least: int) -> int | None:
-    """Return the last step of which ranks have left copies; None if replicas held different ones.
-
-    least: older ones don't count.
-    """
-    step = copies.newest(ranks)
-    if step is None or step < least:
-        return None
-    if (difference := disagreement(open_copy(copies, step, ranks))) is not None:
-        logger.warning(f"the copies in memory of step {step} are passed over: {difference}")
-        return None
-    return step

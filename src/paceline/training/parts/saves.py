@@ -9,7 +9,7 @@ from typing import Any
 from paceline.checkpoint.prune import later_saves, prune
 from paceline.checkpoint.read import Checkpoint
 from paceline.checkpoint.write import Writer, without_snapshots
-from paceline.runs.folder import CHECKPOINTS
+from paceline.runs.folder import checkpoint_of
 from paceline.training import state
 from paceline.training.parts.callbacks import Callbacks
 from paceline.training.parts.drift import Comparisons
@@ -82,7 +82,7 @@ class Saves(RunPart):
         """A save that the ranks before had begun and not ended is made again."""
         saved_step, run_dir = figures["saved_step"], self.run.run_dir
         if saved_step is not None and run_dir is not None:
-            if (run_dir / CHECKPOINTS / f"step-{saved_step}").exists():
+            if checkpoint_of(run_dir, saved_step).exists():
                 self.saved_step = saved_step
             else:
                 self.run.due.add("save")
@@ -141,26 +141,17 @@ class Saves(RunPart):
         assert order["do"] == "weights" and run_dir is not None
         if self.saved_step == run.step:
             self.end()
-            return {"path": str(run_dir / CHECKPOINTS / f"step-{run.step}"), "is_temporary": False}
+            return {"path": str(checkpoint_of(run_dir, run.step)), "is_temporary": False}
         run.set_mode(trains=False)
         run.stepper.step_sync.drain()
         self._num_exports += 1
         folder = run_dir / f".weights-{run.context.attempt}-{self._num_exports}"
-        writer = Writer(
-            folder,
-            rank=run.context.rank,
-            world_size=run.context.world_size,
-            attempt=run.context.attempt,
+        num_ranks = run.context.world_size
+        path = state.save_weights(
+            run.stepper, folder, run.context, step=run.step, num_ranks=num_ranks
         )
-        writer.save(
-            run.step,
-            state.weights_of(state.pieces(run.stepper)),
-            {"step": run.step, "ties": state.ties(run.stepper.model)},
-            snapshot=False,
-        )
-        writer.wait()
         run.greatest(0)  # every rank has seen it complete before it is removed
-        return {"path": str(folder / CHECKPOINTS / f"step-{run.step}"), "is_temporary": True}
+        return {"path": str(path), "is_temporary": True}
 
     def _prepare(self, writer: Writer) -> None:
         """Take memory for copies of what saves write, if all ranks have it. Collective."""

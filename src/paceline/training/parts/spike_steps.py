@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from paceline.checkpoint.read import Checkpoint, newest_saved_step, open_checkpoint
-from paceline.runs.folder import CHECKPOINTS
+from paceline.runs.folder import checkpoint_of
 from paceline.strategies.compose import end_evaluation
 from paceline.training.parts.copies import Copies
 from paceline.training.parts.drift import Comparisons
@@ -103,9 +103,7 @@ class SpikeSteps(RunPart):
         spikes = self.spikes.to_dict()
         stepper.step_sync.drain()
         end_evaluation(stepper.synchronisers)  # what was gathered is of weights that are replaced
-        restore(
-            stepper, open_checkpoint(run.run_dir / CHECKPOINTS / f"step-{step}", checksums=False)
-        )
+        restore(stepper, open_checkpoint(checkpoint_of(run.run_dir, step), checksums=False))
         stepper.edits.updated()
         run.log.journal.go_back(
             run.job, plan=str(run.plan), world_size=run.context.world_size, after=step

@@ -30,12 +30,8 @@ MOST_IN_A_ROW = 10  # spikes without an update between them: a run that only ski
 class Spike(TrainingError):
     """A step whose loss or gradients no update is to be made from. Raised by all ranks of a step alike.
 
-    heard: another rank's samples are at fault, and that rank's report comes first.
+    It is heard if another rank's samples are at fault, because that rank's report comes first.
     """
-
-    def __init__(self, message: str, *, hint: str | None = None, heard: bool = False) -> None:
-        super().__init__(message, hint=hint)
-        self.heard = heard
 
 
 def read_action(text: str | None) -> SpikeAction | None:
