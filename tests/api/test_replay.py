@@ -105,6 +105,8 @@ def test_what_can_not_be_computed_again(tmp_path: Path):
         replay(run, 13, job=job())
     with pytest.raises(UsageError, match="does not say which job it is of"):
         replay(run, 5)
+    with pytest.raises(UsageError, match=r"is not the folder of a run: it has no plan\.json"):
+        replay(tmp_path, 5)
 
 
 def test_a_step_after_a_spike_that_was_rewound_does_not_follow(tmp_path: Path):

@@ -156,6 +156,7 @@ def replay(
         RankFailed: a rank failed in the replay.
     """
     run_dir = Path(run)
+    folder.read_document(run_dir, folder.PLAN)  # or it is no folder of a run
     recorded = {row["step"]: row for row in read_history(run_dir) if "step_s" in row}
     if step not in recorded:
         raise UsageError(
