@@ -18,6 +18,8 @@ from paceline.base.errors import UsageError
 from paceline.launch.process.faults import Fault
 from paceline.runs import journal
 from paceline.runs.folder import JOURNAL
+from paceline.runs.metrics import read_history
+from paceline.training.parts.spikes import SpikeAction
 
 STEPS, SAVE_EVERY = 12, 4
 PLANS = (
@@ -49,9 +51,15 @@ def job(**fields: Any) -> pl.Job:
     )
 
 
-def trained(run: Path, plan: str, *faults: str, **fields: Any) -> Path:
+def trained(
+    run: Path, plan: str, *faults: str, on_spike: SpikeAction | None = None, **fields: Any
+) -> Path:
     TrainRequest.of(job(**fields), None, plan).train(
-        run, save_every=SAVE_EVERY, check=False, faults=tuple(map(Fault.read, faults))
+        run,
+        save_every=SAVE_EVERY,
+        check=False,
+        faults=tuple(map(Fault.read, faults)),
+        on_spike=on_spike,
     )
     return run
 
@@ -107,6 +115,19 @@ def test_what_can_not_be_computed_again(tmp_path: Path):
         replay(run, 5)
     with pytest.raises(UsageError, match=r"is not the folder of a run: it has no plan\.json"):
         replay(tmp_path, 5)
+
+
+def test_spikes_that_the_run_left_out_are_left_out_again(tmp_path: Path):
+    """A sample of each epoch is no number."""
+    samples = torch.randn(40, 6, generator=torch.Generator().manual_seed(0))
+    samples[3, 2] = torch.nan
+    data = TensorDataset(samples, torch.ones(40, 2))
+    run = trained(tmp_path / "run", "data=2", on_spike="skip", data=data)
+    spikes = [row["step"] for row in read_history(run) if "spike" in row]
+    assert len(spikes) >= 2
+    for step in spikes:
+        again = replay(run, step, job=job(data=data))
+        assert again.verdict == "equal" and again.after < step
 
 
 def test_a_step_after_a_spike_that_was_rewound_does_not_follow(tmp_path: Path):

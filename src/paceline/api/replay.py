@@ -191,7 +191,13 @@ def replay(
             saved.parent.mkdir(parents=True)
             saved.symlink_to(checkpoint.path.resolve())
         request.train(
-            again_dir, resume=checkpoint is not None, check=False, timeout_s=timeout_s, restarts=0
+            again_dir,
+            resume=checkpoint is not None,
+            check=False,
+            timeout_s=timeout_s,
+            restarts=0,
+            # The run left out steps that were spikes, by what was before them.
+            on_spike="skip" if any("spike" in row for row in recorded.values()) else None,
         )
         computed = {row["step"]: row for row in read_history(again_dir) if "step_s" in row}
         pairs = [*_numbers(recorded, computed, range(after + 1, step + 1))]
