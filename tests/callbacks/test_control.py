@@ -23,6 +23,7 @@ from paceline.launch.process.failure import RankFailed
 from paceline.training import loop
 from paceline.training.parts.callbacks import Callbacks
 from paceline.training.parts.saves import Saves
+from paceline.training.run import TrainingRun
 
 GENERATOR = torch.Generator().manual_seed(0)
 INPUTS = torch.randn(60, 4, dtype=torch.float64, generator=GENERATOR)
@@ -398,6 +399,19 @@ def test_a_save_that_has_begun_is_waited_for_when_a_callback_fails(tmp_path: Pat
     with pytest.raises(CallbackError, match="it failed; a checkpoint is saved"):
         looped.train()
     assert not saving
+
+
+def test_an_evaluation_that_is_asked_for_comes_before_the_save():
+    """So the checkpoint has what callbacks learn from it."""
+    run, saves, save = object.__new__(TrainingRun), object.__new__(Saves), Mock()
+    saves.run, saves.writer, saves._prepares = run, None, False
+    saves.save = save  # type: ignore[method-assign]
+    run.due = {"save", "evaluate"}
+    saves.settled()
+    assert not save.called and run.due == {"save", "evaluate"}
+    assert run.takes("evaluate")
+    saves.settled()
+    assert save.called and not run.due
 
 
 class StopsItself(torch.nn.Module):
