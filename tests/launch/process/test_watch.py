@@ -288,7 +288,7 @@ def test_a_rank_without_a_core_is_not_stuck(monkeypatch: pytest.MonkeyPatch):
     """What it waited for a core doesn't count."""
     board, delays_s = HeartbeatTable(1), {"1": 5.0}
     watch = OutsideWatch(board, 1, patience_s=2.0)
-    monkeypatch.setattr(outside_watch, "_delays_s", lambda pid: dict(delays_s))
+    monkeypatch.setattr(outside_watch, "delays_s", lambda pid: dict(delays_s))
     sign_s = board.read(0).time_s
     monkeypatch.setattr(time, "monotonic", lambda: sign_s + 1.0)
     assert watch._silent_s(0, 1) == pytest.approx(1.0)
@@ -302,6 +302,7 @@ def test_a_run_that_was_paused_as_a_whole_is_not_stuck(monkeypatch: pytest.Monke
     """After Ctrl-Z and fg, ranks have the whole patience again."""
     board = HeartbeatTable(1)
     watch = OutsideWatch(board, 1, patience_s=2.0)
+    monkeypatch.setattr(outside_watch, "delays_s", lambda pid: {})
     sign_s = board.read(0).time_s
     for passed_s, silent_s in ((1.0, 1.0), (100.0, 0.0), (101.5, 1.5)):
         monkeypatch.setattr(time, "monotonic", lambda passed_s=passed_s: sign_s + passed_s)
@@ -314,6 +315,7 @@ def test_slow_is_not_stuck(monkeypatch: pytest.MonkeyPatch):
     """A rank that gives signs of life may be far slower than the patience."""
     board = HeartbeatTable(1)
     watch = OutsideWatch(board, 1, patience_s=2.0)
+    monkeypatch.setattr(outside_watch, "delays_s", lambda pid: {})  # those of this process are real
     now_s = board.read(0).time_s
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
     monkeypatch.setattr(time, "monotonic_ns", lambda: int(1e9 * now_s))

@@ -32,6 +32,7 @@ from paceline.launch.process.watchdog import (
     COLLECTIVES,
     FRAMES_OF_A_COLLECTIVE,
     LOADER,
+    delays_s,
     hang_failure,
     is_awaited,
     tell_silence,
@@ -184,11 +185,11 @@ class OutsideWatch:
             return silent_s
         silence = self._silences.get(rank)
         if silence is None or silence.since_s != sign.time_s:
-            silence = self._silences[rank] = _Silence(sign.time_s, _delays_s(pid), _computed_s(pid))
+            silence = self._silences[rank] = _Silence(sign.time_s, delays_s(pid), _computed_s(pid))
         starved_s = max(
             (
                 delay_s - silence.delays_s.get(thread, 0.0)
-                for thread, delay_s in _delays_s(pid).items()
+                for thread, delay_s in delays_s(pid).items()
             ),
             default=0.0,
         )
@@ -287,18 +288,9 @@ def _is_in_collective(files: list[str]) -> bool:
     return False
 
 
-def _delays_s(pid: int) -> dict[str, float]:
-    """How long each thread of a process was ready to run and had to wait for a core; nothing where no kernel says."""
-    delays_s: dict[str, float] = {}
-    with suppress(OSError, ValueError, IndexError):
-        for thread in Path(f"/proc/{pid}/task").iterdir():
-            delays_s[thread.name] = 1e-9 * int((thread / "schedstat").read_text().split()[1])
-    return delays_s
-
-
 def _computed_s(pid: int) -> float:
-    """How long a process and its children have had a core."""
-    total_s = 0.0
+    """How long a process and its children have had a core, or its main thread was ready to run and had none."""
+    total_s = delays_s(pid).get(str(pid), 0.0)
     with suppress(psutil.Error):
         process = psutil.Process(pid)
         for each in (process, *process.children(recursive=True)):

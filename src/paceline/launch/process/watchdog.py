@@ -78,7 +78,7 @@ class Watchdog:
     def _watch(self) -> None:
         while not self.done.wait(min(1.0, self.timeout_s / 4)):
             if self.silent_since_s != self.context.sign.time_s:
-                self.silent_since_s, self.computed_s = self.context.sign.time_s, time.process_time()
+                self.silent_since_s, self.computed_s = self.context.sign.time_s, _computed_s()
             if self.context.unreachable:
                 failure = self._silence(self.context.unreachable[0])
             elif self.context.lost:
@@ -162,7 +162,7 @@ class Watchdog:
             rank=self.context.rank,
             timeout_s=self.timeout_s,
         )
-        if time.process_time() - self.computed_s < ASLEEP * self.timeout_s:
+        if _computed_s() - self.computed_s < ASLEEP * self.timeout_s:
             return failure
         self.awake_s = time.monotonic()
         tell_silence(failure)
@@ -191,6 +191,20 @@ class Watchdog:
 def is_awaited(positions: Iterable[dict[str, Any]]) -> bool:
     """Whether a rank waits, for another one or for a process that reads its data."""
     return any(position["waits"] or position["waits_for"] for position in positions)
+
+
+def _computed_s() -> float:
+    """How long this process has computed, or its main thread was ready to and the machine gave it no core."""
+    return time.process_time() + delays_s(os.getpid()).get(str(os.getpid()), 0.0)
+
+
+def delays_s(pid: int) -> dict[str, float]:
+    """How long each thread of a process was ready to run and had to wait for a core; nothing where no kernel says."""
+    delays_s: dict[str, float] = {}
+    with suppress(OSError, ValueError, IndexError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            delays_s[thread.name] = 1e-9 * int((thread / "schedstat").read_text().split()[1])
+    return delays_s
 
 
 def tell_silence(failure: Failure) -> None:
