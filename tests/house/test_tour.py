@@ -24,7 +24,7 @@ ABOVE_ALL = {"", "__main__", "cli", "pytest_plugin"}
 
 def rows() -> list[str]:
     """The folders of the table, from the lowest."""
-    return re.findall(r"^\| `([a-z]+)/` \|", TOUR.read_text(), re.MULTILINE)
+    return re.findall(r"^\| `([a-z_]+)/` \|", TOUR.read_text(), re.MULTILINE)
 
 
 def module_of(file: Path) -> str:

@@ -27,8 +27,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import paceline
 from paceline.launch.process.failure import RankFailed
-from paceline.model.copy_on_write import TensorSnapshot, address
+from paceline.model.copy_on_write import TensorSnapshot
 from paceline.model.forward_state import ForwardState
+from paceline.torch_private.storage import address
 
 
 def batch_norm() -> nn.Module:

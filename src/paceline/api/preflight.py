@@ -131,10 +131,9 @@ def _schedule(job: Job) -> None:
 
 
 def _weights(job: Job) -> None:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     from paceline.model.cost.fakes import convertible
     from paceline.model.cost.trace import build
+    from paceline.torch_private.fake_tensors import FakeTensorMode
     from paceline.training.freezing import frozen_names
     from paceline.training.initial import matched, source_of
 

@@ -270,9 +270,9 @@ def forks_can_use_cuda() -> bool:
     torch = sys.modules.get("torch")
     if torch is None:
         return True
-    return not torch.cuda.is_initialized() and not (
-        has_driver() and in_a_fork(torch.cuda._is_in_bad_fork)
-    )
+    from paceline.torch_private.cuda import is_in_bad_fork
+
+    return not torch.cuda.is_initialized() and not (has_driver() and in_a_fork(is_in_bad_fork))
 
 
 def refuse_used_cuda() -> None:

@@ -10,9 +10,10 @@ import importlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-# The modules that every run needs. torch's optimizers import `torch._dynamo` when they are built,
-# which takes a second.
-OF_RUNS = ("paceline.api.train", "paceline.training.drivers", "torch._dynamo")
+from paceline.torch_private.late_imports import OF_OPTIMIZERS
+
+# The modules that every run needs.
+OF_RUNS = ("paceline.api.train", "paceline.training.drivers", *OF_OPTIMIZERS)
 
 
 def load_modules(names: Sequence[str]) -> None:

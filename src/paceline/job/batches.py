@@ -8,10 +8,10 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
 from paceline.base.errors import PacelineError, TrainingError, in_words
+from paceline.torch_private.pytree import tree_map
 
 Collate = Callable[[list[Any]], Any]
 _PAIR_HINT = (

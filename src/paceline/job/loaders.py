@@ -14,6 +14,7 @@ from typing import Any
 
 from paceline.base.errors import JobError
 from paceline.job.groups import DrawnGroups
+from paceline.torch_private.data_loaders import as_worker, has_own_iterator
 
 _ITSELF = "give the data set itself: data=loader.dataset, batch=, collate=, sampler="
 
@@ -57,21 +58,14 @@ class Opened:
         return self.dataset[index]
 
     def _open(self, index: Any) -> None:
-        from torch.utils.data._utils import worker
-
         from paceline.base.streams import kept_streams
 
         with kept_streams():
             try:
                 self.dataset[index]
             except Exception:
-                worker._worker_info = worker.WorkerInfo(
-                    id=0, num_workers=1, seed=0, dataset=self.dataset
-                )
-                try:
+                with as_worker(self.dataset):
                     self.init(0)
-                finally:
-                    worker._worker_info = None
 
 
 def opened(dataset: Any, loader: Any) -> Any:
@@ -211,9 +205,7 @@ def _refuse_unknown(loader: Any) -> None:
     from torch.utils.data import DataLoader
 
     kind: Any = type(loader)
-    if (
-        kind._get_iterator is not DataLoader._get_iterator
-    ):  # torch_geometric's loaders of neighbours
+    if has_own_iterator(kind):  # torch_geometric's loaders of neighbours
         raise JobError(
             f"the {kind.__name__} changes what its collate_fn made, in an iterator of its own",
             hint="give data=loader.dataset, and a collate= that makes the whole batch; for torch_geometric: "

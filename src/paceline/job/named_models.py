@@ -12,6 +12,7 @@ from torch import nn
 
 from paceline.base.errors import JobError
 from paceline.job.own_step import FollowerModel
+from paceline.torch_private.modules import own_modules
 
 
 class NamedModels(nn.Module):
@@ -53,14 +54,14 @@ class NamedModels(nn.Module):
 
         The own names count because in a model that is cut they differ from its modules' paths.
         """
-        for name, model in self._modules.items():
+        for name, model in own_modules(self).items():
             assert model is not None
             for key, p in model.named_parameters(remove_duplicate=remove_duplicate):
                 yield ".".join(filter(None, (prefix, name, key))), p
 
     @property
     def names(self) -> list[str]:
-        return list(self._modules)
+        return list(own_modules(self))
 
     def train(self, mode: bool = True) -> NamedModels:
         """Set the mode of the models; followers stay in evaluation mode."""

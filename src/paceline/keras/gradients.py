@@ -14,6 +14,7 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 from paceline.keras.part import Part, computing, current_part, in_part
 from paceline.keras.patches import Patch, with_subclasses
+from paceline.torch_private.autograd import version_of
 
 Recorder = Callable[[Sequence[torch.Tensor | None]], None]
 
@@ -72,7 +73,7 @@ class Gradients:
                 gradient = earlier + gradient
             parameter.grad = earlier if gradient is None else gradient
             if parameter.grad is not None:
-                self._reduced[id(parameter.grad)] = parameter.grad, parameter.grad._version
+                self._reduced[id(parameter.grad)] = parameter.grad, version_of(parameter.grad)
         return None
 
     def _applying(self, original: Any) -> Any:
@@ -103,7 +104,7 @@ class Gradients:
         if gradient is None:
             return True
         known = self._reduced.get(id(gradient))
-        return known is not None and known[0] is gradient and known[1] == gradient._version
+        return known is not None and known[0] is gradient and known[1] == version_of(gradient)
 
 
 def reduced(

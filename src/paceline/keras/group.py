@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from paceline.torch_private.process_groups import gloo_on_loopback, nccl
+
 TIMEOUT = timedelta(minutes=30)  # for a rank that computes; one that dies is noticed at once
 
 
@@ -24,17 +26,10 @@ class RankGroup:
     def __init__(self, rank: int, size: int, rendezvous: Path, *, uses_nccl: bool = False) -> None:
         self.rank, self.size = rank, size
         store = dist.FileStore(str(rendezvous), size)
-        gloo: Any = dist.ProcessGroupGloo
-        options = gloo._Options()
-        options._devices = [gloo.create_device(hostname="127.0.0.1")]
-        options._timeout = TIMEOUT
-        self._gloo: Any = gloo(dist.PrefixStore("gloo", store), rank, size, options)
+        self._gloo = gloo_on_loopback(dist.PrefixStore("gloo", store), rank, size, TIMEOUT)
         self._nccl: Any = None
         if uses_nccl:
-            nccl: Any = dist.ProcessGroupNCCL
-            options = nccl.Options()
-            options._timeout = TIMEOUT
-            self._nccl = nccl(dist.PrefixStore("nccl", store), rank, size, options)
+            self._nccl = nccl(dist.PrefixStore("nccl", store), rank, size, TIMEOUT)
 
     def close(self) -> None:
         """Leave. Later forks of this process would not survive the group's end in garbage collection."""

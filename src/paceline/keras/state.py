@@ -11,6 +11,8 @@ import torch
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.random.seed_generator import global_seed_generator
 
+from paceline.torch_private.autograd import version_of
+
 _PLAIN = (bool, int, float, str, type(None))
 # What Keras's own loop writes between steps, and no step reads.
 _OF_THE_LOOP = frozenset({"training", "stop_training", "stop_evaluating", "stop_predicting"})
@@ -50,7 +52,7 @@ def _distinct(values: Iterable[Any]) -> list[Any]:
 
 def versions(model_variables: Iterable[Any]) -> list[int]:
     """Of the variables' tensors; torch counts each change."""
-    return [variable._value._version for variable in model_variables]
+    return [version_of(variable._value) for variable in model_variables]
 
 
 def structure(model: Any, model_variables: Iterable[Any]) -> list[Any]:

@@ -19,8 +19,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from paceline.torch_private import pytree
+from paceline.torch_private.autograd import version_of
+from paceline.torch_private.dispatch import OperatorMode, is_writing
+from paceline.torch_private.storage import storage_key
 
 aten = torch.ops.aten
 _PRODUCTS = {aten.bmm.default, aten.baddbmm.default}
@@ -52,7 +55,7 @@ class _Given:
     version: int
 
     def value(self) -> torch.Tensor:
-        if self.tensor._version != self.version:
+        if version_of(self.tensor) != self.version:
             raise RuntimeError(
                 "what an attention computes its scores from was changed in place before its backward, "
                 "and recompute=selective needs it again: leave out recompute=selective, or x = x + y in "
@@ -122,7 +125,7 @@ class _Kept:
             return self.view(self.step.value())
 
 
-class Selective(TorchDispatchMode):
+class Selective(OperatorMode):
     """A mode that watches the forward inside it, and the tensors that autograd keeps of that
     forward.
 
@@ -145,25 +148,18 @@ class Selective(TorchDispatchMode):
         self._hooks.__exit__(*error)
         self._steps.clear()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def run_operator(self, func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
-        tensors = [
-            leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
-        ]
+        tensors = pytree.tensor_leaves((args, kwargs))
         known = [step for tensor in tensors if (step := self._step_of(tensor)) is not None]
         if func is aten.native_dropout.default and known and result[1].numel():
             self._add(result[0], _drop, (args[0], result[1], 1 / (1 - args[1])), {}, known)
         elif func in _PRODUCTS and not any(step.after_softmax for step in known):
             self._add(result, func, args, kwargs, [])
         elif known and isinstance(result, torch.Tensor):
-            if (
-                _may_be_again(func)
-                and not func._schema.is_mutable
-                and self._step_of(result) is None
-            ):
+            if _may_be_again(func) and not is_writing(func) and self._step_of(result) is None:
                 self._add(result, func, args, kwargs, known)
-            elif func._schema.is_mutable:
+            elif is_writing(func):
                 self._change(result, func, args, kwargs, known)
         return result
 
@@ -180,7 +176,7 @@ class Selective(TorchDispatchMode):
         original_args = args
         args, kwargs = pytree.tree_map_only(torch.Tensor, self._argument, (tuple(args), kwargs))
         after = func in _SOFTMAX or any(step.after_softmax for step in known)
-        storage, key = output.untyped_storage(), output.untyped_storage()._cdata
+        storage, key = output.untyped_storage(), storage_key(output)
 
         def gone(_: Any) -> None:
             self._steps.pop(key, None)
@@ -207,17 +203,17 @@ class Selective(TorchDispatchMode):
         if _may_be_again(func) and args[0] is output and not before.times:
             self._add(output, func, args, kwargs, known, is_changing=True)
         else:
-            self._steps.pop(output.untyped_storage()._cdata, None)
+            self._steps.pop(storage_key(output), None)
 
     def _step_of(self, tensor: torch.Tensor) -> AttentionStep | None:
         if tensor.layout is not torch.strided:
             return None
-        known = self._steps.get(tensor.untyped_storage()._cdata)
+        known = self._steps.get(storage_key(tensor))
         return None if known is None else known[0]
 
     def _argument(self, tensor: torch.Tensor) -> _Given | Made:
         step = self._step_of(tensor)
-        return _Given(tensor, tensor._version) if step is None else Made(step, _View.of(tensor))
+        return _Given(tensor, version_of(tensor)) if step is None else Made(step, _View.of(tensor))
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         step = self._step_of(tensor)

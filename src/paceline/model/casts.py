@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode, resolve_name
-from torch.utils._pytree import tree_leaves
+
+from paceline.torch_private.pytree import tensor_leaves
 
 # What autocast runs in low precision on CPUs and GPUs alike, casting all it is given (the lists in
 # torch's docs/source/amp.rst and aten/src/ATen/autocast_mode.h).
@@ -96,8 +97,8 @@ class _Uses(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for leaf in tree_leaves((args, kwargs)):
-            name = self.names.get(id(leaf)) if isinstance(leaf, torch.Tensor) else None
+        for leaf in tensor_leaves((args, kwargs)):
+            name = self.names.get(id(leaf))
             if name is not None and resolve_name(func) not in _OF_SHAPES:
                 (self.lowered if func in _LOWERED and self._is_cast(leaf) else self.others).add(
                     name

@@ -9,11 +9,14 @@ is kept, so nothing here is a collective.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from paceline.torch_private import pytree
+from paceline.torch_private.dispatch import OperatorMode, written
+from paceline.torch_private.dtensor import part_of, spec_of, with_spec
+from paceline.torch_private.storage import address, lazy_clone, storage_key
 
 
 class TensorSnapshot:
@@ -23,17 +26,12 @@ class TensorSnapshot:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
-        part = _part(tensor).detach()
-        try:
-            value, self._shares_memory = torch._lazy_clone(part), True
-        except (
-            RuntimeError,
-            NotImplementedError,
-            AttributeError,
-        ):  # memory that torch did not allocate itself
-            value, self._shares_memory = part.clone(), False
-        spec, kind = getattr(tensor, "_spec", None), cast("Any", type(tensor))
-        self.value: torch.Tensor = value if spec is None else kind(value, spec, requires_grad=False)
+        part, spec = part_of(tensor).detach(), spec_of(tensor)
+        value = lazy_clone(part)
+        self._shares_memory = value is not None
+        if value is None:
+            value = part.clone()
+        self.value: torch.Tensor = value if spec is None else with_spec(type(tensor), value, spec)
 
     def is_written(self) -> bool:
         """Whether the tensor may have been written to since. If that can't be told, whether its
@@ -42,7 +40,7 @@ class TensorSnapshot:
         A few operators count as writers although they do not write, such as an LSTM on a CPU.
         """
         if self._shares_memory:
-            return bool(address(_part(self.tensor)) != address(_part(self.value)))
+            return address(part_of(self.tensor)) != address(part_of(self.value))
         return not self.is_same()
 
     def is_changed(self) -> bool:
@@ -60,10 +58,10 @@ class TensorSnapshot:
         """Whether shape, dtype and every bit of the tensor's value are as they were; NaN equals
         NaN.
         """
-        return has_same_values(_part(self.tensor).detach(), _part(self.value))
+        return has_same_values(part_of(self.tensor).detach(), part_of(self.value))
 
 
-class UndoneWrites(TorchDispatchMode):
+class UndoneWrites(OperatorMode):
     """A mode that copies a tensor when an operator is about to change it, until `undo`.
 
     Unlike `TensorSnapshot` it takes no memory for other tensors whose memory torch did not allocate
@@ -72,18 +70,14 @@ class UndoneWrites(TorchDispatchMode):
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         super().__init__()
-        self._tensors = {tensor.untyped_storage()._cdata: tensor for tensor in tensors}
+        self._tensors = {storage_key(tensor): tensor for tensor in tensors}
         self._before: dict[int, torch.Tensor] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        for place, argument in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                written = args[place] if place < len(args) else kwargs.get(argument.name)
-                for leaf in pytree.tree_leaves(written):
-                    key = leaf.untyped_storage()._cdata if isinstance(leaf, torch.Tensor) else 0
-                    if key in self._tensors and key not in self._before:
-                        self._before[key] = self._tensors[key].detach().clone()
+    def run_operator(self, func: Any, args: Any, kwargs: Any) -> Any:
+        for leaf in written(func, args, kwargs):
+            key = storage_key(leaf) if isinstance(leaf, torch.Tensor) else 0
+            if key in self._tensors and key not in self._before:
+                self._before[key] = self._tensors[key].detach().clone()
         return func(*args, **kwargs)
 
     @torch.no_grad()
@@ -107,14 +101,8 @@ def lazy_copy(tensor: torch.Tensor) -> torch.Tensor:
 
     If torch can't make such a copy, it takes memory at once.
     """
-    try:
-        return torch._lazy_clone(tensor)
-    except (
-        RuntimeError,
-        NotImplementedError,
-        AttributeError,
-    ):  # memory that torch did not allocate itself
-        return tensor.clone()
+    copy = lazy_clone(tensor)
+    return tensor.clone() if copy is None else copy
 
 
 def lazy_copies(value: Any) -> Any:
@@ -122,14 +110,3 @@ def lazy_copies(value: Any) -> Any:
     `lazy_copy`.
     """
     return pytree.tree_map_only(torch.Tensor, lazy_copy, value)
-
-
-def _part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a distributed tensor, without a copy; any other tensor is returned
-    itself.
-    """
-    part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return part
-
-
-address = torch._C._data_address  # type: ignore[attr-defined]  # `data_ptr` would count as writing

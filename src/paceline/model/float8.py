@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from paceline.base.errors import JobError, with_extra
+from paceline.torch_private.modules import has_hooks
 
 MULTIPLE = 16  # of a layer's sides; torchao's rule for float8 products
 _NATIVE = (8, 9)  # NVIDIA's first architecture with float8 products
@@ -61,14 +62,7 @@ def _reason(module: nn.Linear) -> str | None:
         ("torchao.", __name__)
     ):
         return f"is a {type(module).__name__}"
-    if any(
-        (
-            module._forward_hooks,
-            module._forward_pre_hooks,
-            module._backward_hooks,
-            module._backward_pre_hooks,
-        )
-    ) and (type(module) is nn.Linear):  # they would be lost
+    if has_hooks(module) and type(module) is nn.Linear:  # they would be lost
         return "has hooks"
     return None
 

@@ -15,7 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.model.copy_on_write import TensorSnapshot, address
+from paceline.model.copy_on_write import TensorSnapshot
+from paceline.torch_private.autograd import version_of
+from paceline.torch_private.modules import FORWARD_HOOKS, has_hooks
+from paceline.torch_private.storage import address
 
 # Calls of operators that write to a tensor, such as `q.lerp_(p, 0.1)`, and `q.data`. Initial values
 # are no edits.
@@ -72,8 +75,7 @@ def sparsely_trained(model: nn.Module) -> frozenset[str]:
         id(p)
         for module in model.modules()
         if getattr(module, "sparse", False) is True
-        for p in module._parameters.values()
-        if p is not None
+        for p in module.parameters(recurse=False)
     }
     return frozenset(
         name for name, p in model.named_parameters() if id(p) in sparse and p.requires_grad
@@ -93,7 +95,7 @@ def may_write(model: nn.Module) -> bool:
     parameter.
     """
     return _has_in_source(model, _WRITES) or any(
-        module._forward_hooks or module._forward_pre_hooks for module in model.modules()
+        has_hooks(module, FORWARD_HOOKS) for module in model.modules()
     )
 
 
@@ -201,16 +203,16 @@ def written_by(
             version counter alone.
     """
     named = dict(model.named_parameters())
-    before = {name: (p._version, address(p)) for name, p in named.items()}
+    before = {name: (version_of(p), address(p)) for name, p in named.items()}
     seen = {name: TensorSnapshot(p) for name, p in named.items() if not is_elsewhere(p)}
     forward()
     return frozenset(
         name
         for name, p in named.items()
         if (
-            before[name][0] != p._version or seen[name].is_changed()
+            before[name][0] != version_of(p) or seen[name].is_changed()
             if name in seen
-            else before[name] != (p._version, address(p))
+            else before[name] != (version_of(p), address(p))
         )
     )
 

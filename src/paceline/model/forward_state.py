@@ -21,11 +21,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from paceline.base.streams import set_streams, stream_states
 from paceline.model.attributes import CONTAINERS, OF_TORCH, is_plain, is_same
 from paceline.model.copy_on_write import TensorSnapshot, UndoneWrites
+from paceline.torch_private.fake_tensors import FakeTensor
+from paceline.torch_private.modules import own_buffers, own_parameters
 
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
@@ -192,9 +193,9 @@ class ForwardState:
             (f"{path}." if path else "", part) for path, part in module.named_modules()
         ]
         self._edited = [
-            (part._parameters, prefix, names)
+            (own_parameters(part), prefix, names)
             for prefix, part in self._modules
-            if (names := tuple(name for name, p in part._parameters.items() if p in edited))
+            if (names := tuple(name for name, p in own_parameters(part).items() if p in edited))
         ]
         self._known: dict[int, MappingSnapshot] = {}
 
@@ -204,7 +205,7 @@ class ForwardState:
         Args:
             inputs: What the forward takes as arguments, by any names.
         """
-        tensors = [self._part(part._buffers, prefix) for prefix, part in self._modules]
+        tensors = [self._part(own_buffers(part), prefix) for prefix, part in self._modules]
         tensors += [MappingSnapshot.of(inputs)] if inputs else []
         # Parameters are written to in every update, and would be copied then if they were still
         # looked at.

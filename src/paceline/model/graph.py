@@ -27,8 +27,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.fx._lazy_graph_module import _LazyGraphModule
-from torch.utils import _pytree as pytree
 
 from paceline.base.errors import PlanRefused
 from paceline.base.streams import stream_states
@@ -44,6 +42,10 @@ from paceline.model.opaque import (
     modules_in,
 )
 from paceline.model.reads import Reads, attributes_read
+from paceline.torch_private import pytree
+from paceline.torch_private.dispatch import HigherOrderOperator, written
+from paceline.torch_private.inductor import LazyGraphModule
+from paceline.torch_private.storage import storage_key
 
 aten = torch.ops.aten
 # Operators that change running statistics although their schema does not say so: the positions of
@@ -249,11 +251,7 @@ def _captured(
     tensors: Mapping[str, torch.Tensor] | None,
 ) -> Capture:
     samples = next(
-        (
-            leaf.shape[0]
-            for leaf in pytree.tree_leaves((args, kwargs))
-            if isinstance(leaf, torch.Tensor) and leaf.ndim
-        ),
+        (leaf.shape[0] for leaf in pytree.tensor_leaves((args, kwargs)) if leaf.ndim),
         1,
     )
     before = ForwardState(model).now()
@@ -663,7 +661,7 @@ class _Reader:
             frozenset(),
             frozenset(self.tensors[name][1] for name in changed if name in self.tensors),
             tuple(dict.fromkeys(call.path for call in whole.values() if call.path)),
-            _LazyGraphModule(root, graph),
+            LazyGraphModule(root, graph),
             tuple(nodes),
         )
 
@@ -697,7 +695,7 @@ class _Reader:
 def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Return a key that two tensors share if they are the same elements in memory."""
     return (
-        tensor.untyped_storage()._cdata,
+        storage_key(tensor),
         tensor.storage_offset(),
         tuple(tensor.shape),
         tensor.dtype,
@@ -772,19 +770,7 @@ def mutated(node: fx.Node) -> Sequence[fx.Node]:
     """
     if (block := _block(node)) is not None:
         return _of_arguments(*block, [base for inner in block[0].nodes for base in mutated(inner)])
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return []
-    named = dict(
-        zip((argument.name for argument in schema.arguments), node.args, strict=False)
-    ) | dict(node.kwargs)
-    return [
-        arg
-        for argument in schema.arguments
-        if argument.alias_info is not None and argument.alias_info.is_write
-        for arg in pytree.tree_leaves(named.get(argument.name))
-        if isinstance(arg, fx.Node)
-    ]
+    return [arg for arg in written(node.target, node.args, node.kwargs) if isinstance(arg, fx.Node)]
 
 
 def statistics(node: fx.Node) -> Sequence[fx.Node]:
@@ -805,7 +791,7 @@ def _block(node: fx.Node) -> tuple[fx.Graph, Sequence[Any]] | None:
     """Return the graph of the block of the forward that a node stands for, and the node's
     arguments; None otherwise.
     """
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.HigherOrderOperator):
+    if node.op != "call_function" or not isinstance(node.target, HigherOrderOperator):
         return None
     for position, arg in enumerate(node.args):
         inside = (
@@ -838,6 +824,6 @@ def _aliases(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     aliases: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         value = node.meta.get("val")
-        memory = value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else node
+        memory = storage_key(value) if isinstance(value, torch.Tensor) else node
         aliases[node] = first.setdefault(memory, node)
     return aliases

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from paceline.base.logs import logger
 from paceline.model.copy_on_write import lazy_copies
 from paceline.model.forward_state import state_kept
 from paceline.model.graph_limits import ModuleCalls, call, is_near
 from paceline.model.randomness import WithoutRandomness
+from paceline.torch_private import pytree
 
 if TYPE_CHECKING:
     from paceline.model.graph import Capture
@@ -96,7 +96,7 @@ class _Figures:
 
 
 def _figures(model: nn.Module, forward: Callable[[], Any], *, backward: bool) -> _Figures:
-    outputs = [leaf for leaf in pytree.tree_leaves(forward()) if isinstance(leaf, torch.Tensor)]
+    outputs = pytree.tensor_leaves(forward())
     gradients: dict[str, torch.Tensor | None] = {}
     parts = [_mixture(output) for output in outputs if output.requires_grad] if backward else []
     if parts:

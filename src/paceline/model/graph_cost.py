@@ -6,10 +6,12 @@ from collections.abc import Mapping
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
 from paceline.base.fork import cuda_left_alone
 from paceline.model.graph import Piece, Value
+from paceline.torch_private.fake_tensors import FakeTensorMode
+from paceline.torch_private.pytree import tensor_leaves
+from paceline.torch_private.storage import storage_key
 
 INSIDE_OF_OPAQUE = (
     4  # bytes kept inside a module that can't be looked into, for each byte of its results; a guess
@@ -34,14 +36,12 @@ def kept_bytes(
     """Run a piece on fake tensors and return the bytes that its forward keeps for its backward,
     with its outputs.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     if piece.opaque:  # its code may keep what it is given
         return _guessed_bytes(piece, values)
     saved: dict[int, torch.Tensor] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        saved[tensor.untyped_storage()._cdata] = tensor
+        saved[storage_key(tensor)] = tensor
         return tensor
 
     # A graph makes tensors of its own (positions, masks) on the device that it was captured on.
@@ -73,7 +73,7 @@ def kept_bytes(
             return _guessed_bytes(piece, values)
         for tensor in outputs:
             pack(tensor)
-        not_saved = {tensor.untyped_storage()._cdata for tensor in (*weights, *also, *inputs)}
+        not_saved = set(map(storage_key, (*weights, *also, *inputs)))
         return sum(
             tensor.untyped_storage().nbytes()
             for key, tensor in saved.items()
@@ -86,15 +86,11 @@ def _guessed_bytes(piece: Piece, values: Mapping[str, Value]) -> int:
     return sum(INSIDE_OF_OPAQUE * values[name].num_bytes for name in piece.outputs)
 
 
-def _tensors(value: object) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-
-
 def _moved_bytes(node: fx.Node) -> int:
-    made = _tensors(node.meta.get("val"))
-    read = [t for arg in node.all_input_nodes for t in _tensors(arg.meta.get("val"))]
-    memory = {t.untyped_storage()._cdata for t in read}
-    if made and all(t.untyped_storage()._cdata in memory for t in made):
+    made = tensor_leaves(node.meta.get("val"))
+    read = [t for arg in node.all_input_nodes for t in tensor_leaves(arg.meta.get("val"))]
+    memory = set(map(storage_key, read))
+    if made and all(storage_key(t) in memory for t in made):
         return 0  # a view
     return sum(t.numel() * t.element_size() for t in (*made, *read))
 
@@ -109,9 +105,9 @@ def _flops(node: fx.Node) -> float:
         tuple(t.shape)
         for arg in node.args
         if isinstance(arg, fx.Node)
-        for t in _tensors(arg.meta.get("val"))
+        for t in tensor_leaves(arg.meta.get("val"))
     ]
-    made = _tensors(node.meta.get("val"))
+    made = tensor_leaves(node.meta.get("val"))
     if (
         name in ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum")
         and len(shapes) >= 2
@@ -126,7 +122,8 @@ def _flops(node: fx.Node) -> float:
         query, key = shapes[0], shapes[1]
         return 4.0 * torch.Size(query).numel() * key[-2]
     if name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
-        weights = [t for arg in node.args[2] for t in _tensors(arg.meta.get("val")) if t.ndim == 2]  # type: ignore
+        values = [arg.meta.get("val") for arg in node.args[2]]  # type: ignore
+        weights = [t for t in tensor_leaves(values) if t.ndim == 2]
         steps = made[0].numel() // made[0].shape[-1]
         return 2.0 * steps * sum(t.numel() for t in weights)
     return 0.0

@@ -14,9 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules import module as torch_module
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.base.errors import PlanRefused
 from paceline.base.streams import stream_states
@@ -24,9 +21,11 @@ from paceline.model.attributes import is_like_a_buffer
 from paceline.model.copy_on_write import lazy_copies
 from paceline.model.forward_state import ForwardSnapshot, ForwardState, state_kept
 from paceline.model.randomness import WithoutRandomness
+from paceline.torch_private.dispatch import OperatorMode
+from paceline.torch_private.modules import BACKWARD_HOOKS, has_global_backward_hooks, has_hooks
+from paceline.torch_private.pytree import tensor_leaves, tree_leaves, tree_map_only
 
 WHOLE_MODEL_PLANS = "data=N and shard=N plans run the model as it is"
-_GLOBAL_HOOKS = ("_global_backward_hooks", "_global_backward_pre_hooks")
 
 
 @dataclass
@@ -68,29 +67,29 @@ def examine(
     return findings
 
 
-class _WithoutMessages(TorchDispatchMode):
+class _WithoutMessages(OperatorMode):
     """A mode that refuses a forward that sends messages: ranks that run other parts of it would
     wait for each other.
     """
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def run_operator(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
             raise PlanRefused(
                 f"the model calls torch.distributed itself ({func.overloadpacket.__name__}), and ranks "
                 "of a plan that splits it run other parts",
                 hint=WHOLE_MODEL_PLANS,
             )
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def _with_hooks(model: nn.Module) -> dict[str, str]:
     """Return the modules whose backward hooks would be lost: the reason by path."""
-    if any(getattr(torch_module, name) for name in _GLOBAL_HOOKS):
+    if has_global_backward_hooks():
         return {"": "has backward hooks on every module"}
     return {
         path: "has a backward hook"
         for path, module in model.named_modules()
-        if module._backward_hooks or module._backward_pre_hooks
+        if has_hooks(module, BACKWARD_HOOKS)
     }
 
 
@@ -171,7 +170,7 @@ def _make_known(value: Any) -> None:
     """Let torch see the fields of dataclasses; otherwise a recording takes each dataclass for one
     value.
     """
-    for leaf in pytree.tree_leaves(value):
+    for leaf in tree_leaves(value):
         if is_dataclass(leaf) and not isinstance(leaf, type):
             torch.export.register_dataclass(type(leaf))
             _make_known(leaf)  # what its fields hold
@@ -181,10 +180,8 @@ def alike(value: Any, other: Any) -> bool:
     """Whether two outputs of the same calculation on the same numbers are equal except for
     rounding.
     """
-    pairs = list(zip(_tensors(value), _tensors(other), strict=False))
-    return len(list(_tensors(value))) == len(list(_tensors(other))) and all(
-        is_near(a, b) for a, b in pairs
-    )
+    tensors, others = tensor_leaves(value), tensor_leaves(other)
+    return len(tensors) == len(others) and all(map(is_near, tensors, others))
 
 
 # The allowed difference of results of the same operators in another order, relative to the greatest
@@ -216,12 +213,6 @@ def is_near(tensor: torch.Tensor, other: torch.Tensor, *, size: float = 0.0) -> 
     differences = torch.where(both, 0.0, (tensor - other).abs().double())
     greatest = max(float(other.abs().nan_to_num(0.0, 0.0, 0.0).max()), size)
     return float(differences.max()) <= ALLOWED.get(tensor.dtype, 1e-3) * greatest
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    for leaf in pytree.tree_leaves(value):
-        if isinstance(leaf, torch.Tensor):
-            yield leaf
 
 
 class ModuleCalls:
@@ -270,7 +261,7 @@ class ModuleCalls:
     def inside(self, path: str) -> list[torch.Tensor]:
         """Return the tensors that a module and those inside it have returned, if it was called."""
         inside = [each for each in self.outputs if f"{each[0]}.".startswith(f"{path}.")]
-        return list(_tensors(inside)) if any(name == path for name, _ in inside) else []
+        return tensor_leaves(inside) if any(name == path for name, _ in inside) else []
 
     def _enter(self, path: str) -> None:
         self._look()
@@ -279,7 +270,7 @@ class ModuleCalls:
     def _leave(self, path: str, output: Any) -> None:
         self._look()
         self._inside.pop()
-        values = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), output)
+        values = tree_map_only(torch.Tensor, lambda t: t.detach().clone(), output)
         self.outputs.append((path, values))
 
     def _look(self) -> None:

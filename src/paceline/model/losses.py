@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.base.errors import PlanRefused
 from paceline.base.streams import stream_states
@@ -21,6 +19,9 @@ from paceline.model.copy_on_write import lazy_copies, lazy_copy
 from paceline.model.forward_state import function_kept, state_kept
 from paceline.model.graph_limits import alike
 from paceline.model.randomness import WithoutRandomness
+from paceline.torch_private import pytree
+from paceline.torch_private.dispatch import OperatorMode
+from paceline.torch_private.storage import storage_key
 
 Function = Callable[[Any], Any]  # of the model's output alone: its target is given
 
@@ -171,11 +172,7 @@ def _tensors_of(model: nn.Module, changed_buffers: Container[str]) -> dict[int, 
         },
         **{f"parameter '{name}'": parameter for name, parameter in model.named_parameters()},
     }
-    return {
-        tensor.untyped_storage()._cdata: f"the {name}"
-        for name, tensor in named.items()
-        if tensor.numel()
-    }
+    return {storage_key(tensor): f"the {name}" for name, tensor in named.items() if tensor.numel()}
 
 
 def _apart(output: Any) -> Any:
@@ -196,12 +193,12 @@ def _as_tensors(returned: Any) -> Any:
 
 
 def _storages(values: Any) -> Iterator[int]:
-    for leaf in pytree.tree_leaves(values):
-        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
-            yield leaf.untyped_storage()._cdata
+    for leaf in pytree.tensor_leaves(values):
+        if leaf.layout is torch.strided:
+            yield storage_key(leaf)
 
 
-class _Fresh(TorchDispatchMode):
+class _Fresh(OperatorMode):
     """A mode that collects the storages that operators have made inside it, except those of the
     model's input.
 
@@ -213,8 +210,8 @@ class _Fresh(TorchDispatchMode):
         super().__init__()
         self.input_storages, self.storages = set(_storages(inputs)), dict[int, StorageWeakRef]()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+    def run_operator(self, func: Any, args: Any, kwargs: Any) -> Any:
+        result = func(*args, **kwargs)
         known = set(_storages((args, kwargs))) | self.input_storages
         for leaf in pytree.tree_leaves(result):
             for number in _storages(leaf):
@@ -223,7 +220,7 @@ class _Fresh(TorchDispatchMode):
         return result
 
 
-class _Reads(TorchDispatchMode):
+class _Reads(OperatorMode):
     """A mode that notes in `read` the first thing of a model that operators have used inside it; ""
     if nothing.
     """
@@ -234,11 +231,11 @@ class _Reads(TorchDispatchMode):
         self.known = set(_storages(output))
         self.read = ""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def run_operator(self, func: Any, args: Any, kwargs: Any) -> Any:
         for storage in _storages((args, kwargs)):
             if not self.read and storage not in self.known:
                 inside = "a tensor that the forward made inside" if storage in self.made else ""
                 self.read = self.of_model.get(storage, inside)
-        result = func(*args, **(kwargs or {}))
+        result = func(*args, **kwargs)
         self.known.update(set(_storages(result)) - set(_storages((args, kwargs))))
         return result

@@ -20,16 +20,17 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.autograd.function import _SingleLevelFunction
 from torch.func import functional_call
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
 from paceline.base.errors import JobError
 from paceline.model.attributes import is_same
+from paceline.torch_private import pytree
+from paceline.torch_private.autograd import apply_function, replaced
+from paceline.torch_private.dispatch import without_functions
+from paceline.torch_private.modules import HOOKS
 
 OPAQUE = "paceline::opaque"
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class CannotRecord(JobError):
@@ -221,9 +222,7 @@ class FunctionCall:
         args, kwargs = _filled(self.in_spec, inputs, self.constants)
         with torch.set_grad_enabled(self.has_gradients and torch.is_grad_enabled()):
             returned = self.function.apply(*args, **kwargs)
-        return tuple(
-            leaf for leaf in pytree.tree_leaves(returned) if isinstance(leaf, torch.Tensor)
-        )
+        return tuple(pytree.tensor_leaves(returned))
 
 
 class _Calls(list[Call]):
@@ -287,7 +286,7 @@ def _taken_apart(values: Any) -> tuple[list[torch.Tensor], dict[int, Any], pytre
     """Return the tensors in a structure, its other values by position, and the structure itself."""
     flat, spec = pytree.tree_flatten(values)
     return (
-        [leaf for leaf in flat if isinstance(leaf, torch.Tensor)],
+        pytree.tensor_leaves(flat),
         {i: leaf for i, leaf in enumerate(flat) if not isinstance(leaf, torch.Tensor)},
         spec,
     )
@@ -364,11 +363,11 @@ class OpaqueModules:
         saved = []
         for path in self.outputs:
             module = model.get_submodule(path)
-            names = ("forward", *_HOOKS)
+            names = ("forward", *HOOKS)
             saved.append(
                 (module, {name: vars(module)[name] for name in names if name in vars(module)})
             )
-            vars(module).update({name: OrderedDict() for name in _HOOKS})
+            vars(module).update({name: OrderedDict() for name in HOOKS})
             module.forward = self._stand_in(path, module, samples)
         try:
             yield _CALLS
@@ -441,7 +440,6 @@ def functions_kept() -> Iterator[None]:
     would not have them.
     """
     thread, register_hook = threading.get_ident(), torch.Tensor.register_hook
-    run_backward = torch.autograd._engine_run_backward
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if (
@@ -450,7 +448,7 @@ def functions_kept() -> Iterator[None]:
             run_function, _, *arguments = args
             return run_function(*arguments)
         if threading.get_ident() != thread or cls.__module__.partition(".")[0] == "torch":
-            return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
+            return apply_function(cls, *args, **kwargs)
         return _record_function(cls, args, kwargs)
 
     def refuse(tensor: torch.Tensor, hook: Any) -> Any:
@@ -460,21 +458,17 @@ def functions_kept() -> Iterator[None]:
             "the forward registers a hook on a tensor, which a recorded graph would lose"
         )
 
-    def refuse_backward(*args: Any, **kwargs: Any) -> Any:
+    def refuse_backward(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != thread:
-            return run_backward(*args, **kwargs)
+            return run(*args, **kwargs)
         raise TakesGradients("the forward takes gradients with torch.autograd")
 
-    # Not Function.apply: that may be bound already, as in `sign = Sign.apply`. It ends in this one.
-    _SingleLevelFunction.apply = classmethod(apply)  # type: ignore[attr-defined]
     torch.Tensor.register_hook = refuse  # type: ignore[method-assign]
-    torch.autograd._engine_run_backward = refuse_backward
     try:
-        yield
+        with replaced(apply, refuse_backward):
+            yield
     finally:
-        del _SingleLevelFunction.apply  # type: ignore[attr-defined]
         torch.Tensor.register_hook = register_hook  # type: ignore[method-assign]
-        torch.autograd._engine_run_backward = run_backward
 
 
 def _record_function(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -490,11 +484,11 @@ def _record_function(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         )
 
     def run() -> Any:
-        return super(_SingleLevelFunction, function).apply(*args, **kwargs)
+        return apply_function(function, *args, **kwargs)
 
     if not inputs:
         return run()
-    with disable_proxy_modes_tracing(), torch._C.DisableTorchFunction():
+    with disable_proxy_modes_tracing(), without_functions():
         returned = run()
     made, others, returned_spec = _taken_apart(returned)
     if any(tensor is argument for tensor in made for argument in inputs):

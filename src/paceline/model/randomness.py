@@ -13,14 +13,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._guards import detect_fake_mode
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,
-    _get_current_dispatch_mode_stack,
-)
 
 from paceline.base.streams import is_drawing
+from paceline.torch_private.autograd import is_in_backward
+from paceline.torch_private.dispatch import (
+    OperatorMode,
+    entered_modes,
+    is_writing,
+    schema_of,
+    without_all_modes,
+)
+from paceline.torch_private.fake_tensors import detect_fake_mode
 
 
 def _randint(*args: Any, **options: Any) -> torch.Tensor:
@@ -96,14 +99,12 @@ _HARMLESS = ("_cudnn_init_dropout_state",)  # a generator for what is dropped, a
 
 def is_switched_off() -> bool:
     """Whether random operators return their mean at this moment."""
-    return not is_drawing() and any(
-        isinstance(mode, WithoutRandomness) for mode in _get_current_dispatch_mode_stack()
-    )
+    return not is_drawing() and any(isinstance(mode, WithoutRandomness) for mode in entered_modes())
 
 
 def forget_draws() -> None:
     """Forget the noted draws, because a new step begins."""
-    for mode in _get_current_dispatch_mode_stack():
+    for mode in entered_modes():
         if isinstance(mode, WithoutRandomness):
             mode.forget()
 
@@ -115,11 +116,9 @@ def without_modes() -> Iterator[bool]:
 
     If they don't, code that is compiled in the block must use `means`.
     """
-    if is_off := any(
-        isinstance(mode, WithoutRandomness) for mode in _get_current_dispatch_mode_stack()
-    ):
+    if is_off := any(isinstance(mode, WithoutRandomness) for mode in entered_modes()):
         is_off = not is_drawing()
-        with _disable_current_modes():
+        with without_all_modes():
             yield not is_off
     else:
         yield True
@@ -151,7 +150,7 @@ def _random_operators() -> tuple[Any, ...]:
     return tuple(
         func
         for func in funcs
-        if not func._schema.is_mutable
+        if not is_writing(func)
         and (_drop_argument(func) is not None or torch.Tag.nondeterministic_seeded in func.tags)
     )
 
@@ -171,7 +170,7 @@ def _mean_of(func: Any, *args: Any, **kwargs: Any) -> Any:
     return NotImplemented
 
 
-class WithoutRandomness(TorchDispatchMode):
+class WithoutRandomness(OperatorMode):
     """A mode in which random operators return the mean of what they would draw.
 
     It has no effect while a model is built, nor in `drawing`. The operators are caught below
@@ -250,10 +249,7 @@ class WithoutRandomness(TorchDispatchMode):
             for handle in handles:
                 handle.remove()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[Any], args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def run_operator(self, func: Any, args: Any, kwargs: Any) -> Any:
         name = func.overloadpacket.__name__
         is_random, is_backward = (
             torch.Tag.nondeterministic_seeded in func.tags,
@@ -288,7 +284,7 @@ class WithoutRandomness(TorchDispatchMode):
         self.off.setdefault(self._inside[-1] if self._inside else "", set()).add(name)
         self.seeds.add(torch.default_generator.initial_seed())
         self.drawn.append(int(torch.empty((), dtype=torch.int64).random_()))
-        if torch._C._current_graph_task_id() == -1:
+        if not is_in_backward():
             self.drawn_forward.append(self.drawn[-1])
 
 
@@ -300,7 +296,7 @@ def _drop_argument(func: Any) -> tuple[int, str] | None:
     return next(
         (
             (place, argument.name)
-            for place, argument in enumerate(func._schema.arguments)
+            for place, argument in enumerate(schema_of(func).arguments)
             if argument.name in _DROPS
         ),
         None,

@@ -22,12 +22,16 @@ import torch
 from torch import nn
 
 from paceline.base.user_code import is_users
+from paceline.torch_private.modules import (
+    CONTENTS,
+    FORWARD_HOOKS,
+    own_buffers,
+)
 
 # Those of nn.Module's own names on which a forward depends.
 _UNREAD = (frozenset(vars(nn.Module)) | frozenset(vars(nn.Module()))) - {
     "training",
-    "_forward_hooks",
-    "_forward_pre_hooks",
+    *FORWARD_HOOKS,
 }
 _LONG, _DEPTH = 256, 4  # longer containers, and what is nested deeper, are compared by identity
 _PLAIN = (type(None), bool, str, bytes, torch.dtype, torch.device)
@@ -114,10 +118,10 @@ def _attribute(module: nn.Module, name: str) -> Any:
     own = vars(module)
     if name in own:
         return own[name]
-    if (buffer := own["_buffers"].get(name)) is not None:  # an input of the graph
+    if (buffer := own_buffers(module).get(name)) is not None:  # an input of the graph
         return tuple(buffer.shape), buffer.dtype
     return next(
-        (own[kind][name] for kind in ("_parameters", "_modules") if name in own[kind]),
+        (own[held][name] for held in CONTENTS if name in own[held]),
         getattr(type(module), name, None),
     )
 
@@ -125,9 +129,7 @@ def _attribute(module: nn.Module, name: str) -> Any:
 def _is_of_class(module: nn.Module, name: str) -> bool:
     """Whether an attribute is a method or a property of the module's class."""
     own = vars(module)
-    is_own = any(
-        name in names for names in (own, own["_buffers"], own["_parameters"], own["_modules"])
-    )
+    is_own = name in own or any(name in own[held] for held in CONTENTS)
     return not is_own and hasattr(inspect.getattr_static(type(module), name, None), "__get__")
 
 
@@ -200,8 +202,8 @@ def _functions_of(module: nn.Module) -> Iterator[Any]:
     for kind in type(module).__mro__:
         yield from vars(kind).values()
     yield from own.values()
-    for hooks in (own["_forward_hooks"], own["_forward_pre_hooks"]):
-        yield from hooks.values()
+    for hooks in FORWARD_HOOKS:
+        yield from own[hooks].values()
 
 
 def _find_variables(function: Any, places: dict[str, Callable[[], Any]], known: set[Any]) -> None:

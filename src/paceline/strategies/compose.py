@@ -19,6 +19,7 @@ from paceline.strategies.registry import active
 from paceline.strategies.state_tensors import SavedState, StateTensor
 from paceline.strategies.step_sync import StepSync, SyncEveryStep
 from paceline.strategies.strategy import Observation
+from paceline.torch_private.late_imports import OF_CAPTURING, OF_OPTIMIZERS
 
 if TYPE_CHECKING:
     import torch
@@ -113,31 +114,14 @@ class Runner(Protocol):
         """
 
 
-# Modules that capturing a model imports, for plans that split it. A rank that imports them itself
-# needs 26 MiB of pages.
-_CAPTURE_IMPORTS = (
-    "paceline.strategies.stages.build",
-    "torch.export._trace",
-    "torch._inductor.sizevars",
-    "torch._inductor.fx_passes.dedupe_symint_uses",
-    "torch._inductor.compiler_bisector",
-    "torch._export.passes._node_metadata_hook",
-    "torch._export.passes.replace_autocast_with_hop_pass",
-    "torch._export.passes.replace_set_grad_with_hop_pass",
-    "torch._subclasses.schema_check_mode",
-    "torch.fx.experimental.validator",
-    "torch.distributed.tensor",
-)
-
-
 def load(plan: Plan) -> None:
     """Import the modules that the ranks of a plan need, so that forks of this process share
     them."""
-    names = ["torch._dynamo"]  # torch's optimizers import it when they are built; it takes a second
+    names = [*OF_OPTIMIZERS]
     names += [
         name for strategy in active(plan) for name in (strategy.run, *strategy.imports) if name
     ]
-    names += _CAPTURE_IMPORTS if plan.splits_model else ()
+    names += ("paceline.strategies.stages.build", *OF_CAPTURING) if plan.splits_model else ()
     for name in names:
         importlib.import_module(name)
 

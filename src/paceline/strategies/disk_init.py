@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.serialization import config
 
 from paceline.launch.process.malloc import trim_heap
+from paceline.torch_private import pytree
+from paceline.torch_private.dispatch import OperatorMode, schema_of
+from paceline.torch_private.storage import key_of, storage_key
 
 LEAST_BYTES = 64 * 1024  # size of the smallest storage that goes to a file
 RESIDENT_BYTES = 32 * 1024**2  # size of used storages at which their pages are dropped
@@ -97,7 +98,7 @@ class MappedTensors:
         by_storage: dict[int, dict[int, torch.Tensor]] = {}
         for tensor in tensors:
             if self.holds(tensor):
-                by_storage.setdefault(tensor.untyped_storage()._cdata, {})[id(tensor)] = tensor
+                by_storage.setdefault(storage_key(tensor), {})[id(tensor)] = tensor
         for sharing in by_storage.values():
             members = list(sharing.values())
             storage = members[0].untyped_storage()
@@ -144,22 +145,18 @@ class MappedTensors:
 
     def _move(self, operator: Any, result: Any, inputs: Iterable[torch.UntypedStorage]) -> None:
         """Move new results of an operator to a storage in a file, before other code sees them."""
-        if any(returned.alias_info is not None for returned in operator._schema.returns):
+        if any(returned.alias_info is not None for returned in schema_of(operator).returns):
             return
-        known = {storage._cdata for storage in inputs}
+        known = set(map(key_of, inputs))
         moved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         for tensor in filter(_is_plain, pytree.tree_leaves(result)):
-            storage = tensor.untyped_storage()
-            if storage.nbytes() < LEAST_BYTES or storage._cdata in known or self._owns(storage):
+            storage, key = tensor.untyped_storage(), storage_key(tensor)
+            if storage.nbytes() < LEAST_BYTES or key in known or self._owns(storage):
                 continue
-            if storage._cdata not in moved:
-                moved[storage._cdata] = storage, self._make(storage.nbytes())
-                ctypes.memmove(
-                    moved[storage._cdata][1].data_ptr(), storage.data_ptr(), storage.nbytes()
-                )
-            tensor.set_(
-                moved[storage._cdata][1], tensor.storage_offset(), tensor.shape, tensor.stride()
-            )
+            if key not in moved:
+                moved[key] = storage, self._make(storage.nbytes())
+                ctypes.memmove(moved[key][1].data_ptr(), storage.data_ptr(), storage.nbytes())
+            tensor.set_(moved[key][1], tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def _note(self, storages: Iterable[torch.UntypedStorage]) -> None:
         for storage in storages:
@@ -199,15 +196,14 @@ class MappedTensors:
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(OperatorMode):
     """Tells memory-mapped tensors of every operator. moves: whether results of operators go to files."""
 
     def __init__(self, mapped: MappedTensors, *, moves: bool) -> None:
         super().__init__()
         self.mapped, self.moves = mapped, moves
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def run_operator(self, func: Any, args: Any, kwargs: Any) -> Any:
         if (
             self.moves
             and func.overloadpacket in _EMPTY

@@ -20,13 +20,14 @@ from paceline.base.errors import CheckpointError, JobError
 from paceline.job import Job
 from paceline.job.named_optimizers import NamedSchedules
 from paceline.job.order import Order, digest
+from paceline.torch_private.optimizers import LAST_RATES, schedules_in
 from paceline.training.optimizers.state import OptimizerState
 
 _KERNELS = (
     "fused",
     "foreach",
 )  # options of how an optimizer computes, and not of what; they stay as it was built here
-_OF_RATES = "base_lrs", "_last_lr"  # values of a schedule that follow from the optimizer's
+_OF_RATES = "base_lrs", LAST_RATES  # values of a schedule that follow from the optimizer's
 _RATE = "lr", "initial_lr"
 # Options that a schedule may change.
 _MOVED = *_RATE, "max_lr", "min_lr", "momentum", "betas", "base_momentum", "max_momentum"
@@ -93,7 +94,7 @@ def _named(function: Any) -> str | None:
 
 
 def _kind(schedule: Any) -> str:
-    inner = getattr(schedule, "_schedulers", ())
+    inner = schedules_in(schedule)
     return type(schedule).__name__ + (f"({', '.join(map(_kind, inner))})" if inner else "")
 
 
@@ -245,7 +246,7 @@ def _merged(saved: Any, then: Any, now: Any, found: list[str], name: str = "") -
     """Return the saved value with the parts that the job gives differently now. Their names are
     appended to `found`.
     """
-    if then == now or name == "_last_lr":
+    if then == now or name == LAST_RATES:
         return saved
     parts = saved, then, now
     if all(isinstance(part, dict) and "__items__" not in part for part in parts):

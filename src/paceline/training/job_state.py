@@ -27,6 +27,7 @@ from paceline.checkpoint.values import (
 )
 from paceline.job import Job
 from paceline.model.attributes import OF_TORCH
+from paceline.torch_private.modules import own_buffers, own_modules, own_parameters
 
 _PREFIX, _VALUES = "job/", "job/.values"
 _ROOTS = "loss", "collate", "validation_collate", "sampler", "step", "validate"
@@ -169,11 +170,11 @@ def _inside(value: Any) -> Iterator[tuple[str, Any, Callable[[Any], None]]]:
     elif isinstance(value, types.FunctionType):
         yield from _variables(value)
     elif isinstance(value, nn.Module):
-        for store in (value._parameters, value._buffers):
+        for store in (own_parameters(value), own_buffers(value)):
             yield from (
                 (key, tensor, partial(store.__setitem__, key)) for key, tensor in store.items()
             )
-        yield from ((key, module, _nowhere) for key, module in value._modules.items())
+        yield from ((key, module, _nowhere) for key, module in own_modules(value).items())
         yield from (
             (key, item, partial(setattr, value, key))
             for key, item in vars(value).items()

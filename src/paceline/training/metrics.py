@@ -14,12 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from paceline.base.errors import JobError, OutOfMemory
 from paceline.cluster.limits import free_memory_bytes
 from paceline.model.forward_state import function_kept
 from paceline.strategies.mesh import Mesh
+from paceline.torch_private import pytree
 from paceline.training.feed import DataShard, MicroBatch, map_tensors
 from paceline.training.loss import read_tally
 

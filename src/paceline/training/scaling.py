@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from paceline.base.errors import TrainingError
+from paceline.torch_private.storage import stored_values
 
 FIRST_SCALE, GROWTH, BACKOFF, GROWTH_INTERVAL = 2.0**16, 2.0, 0.5, 2000  # torch.amp.GradScaler's
 LEAST_SCALE = 1.0  # DeepSpeed's min_loss_scale; below it gradients overflow even unscaled
@@ -63,7 +64,7 @@ class LossScale:
         overflow, factor = (
             torch.full((1,), value, device=device) for value in (0.0, 1.0 / self.scale)
         )
-        plain = [gradient._values() if gradient.is_sparse else gradient for gradient in gradients]
+        plain = [stored_values(gradient) for gradient in gradients]
         real = [torch.view_as_real(values) if values.is_complex() else values for values in plain]
         if real:
             torch._amp_foreach_non_finite_check_and_unscale_(real, overflow, factor)

@@ -7,7 +7,6 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 import torch
-from torch import nn
 
 from paceline.base.errors import PlanRefused
 from paceline.base.streams import kept_streams
@@ -16,6 +15,7 @@ from paceline.job.order import Order
 from paceline.strategies.batch_norm.cost import joins_statistics
 from paceline.strategies.compose import holds_parts
 from paceline.strategies.plan import Plan
+from paceline.torch_private.modules import BatchOrInstanceNorm
 from paceline.training.feed import DataShard, example_batch, is_stream
 from paceline.training.prepare import autocast, build_in_files, build_model
 
@@ -59,9 +59,7 @@ def refuse_single_samples(
             if holds_parts(plan)
             else (None, build_model(job, run_device))
         )
-        if not any(
-            isinstance(module, nn.modules.batchnorm._NormBase) for module in model.modules()
-        ):
+        if not any(isinstance(module, BatchOrInstanceNorm) for module in model.modules()):
             return
         batch = example_batch(job, 1).to(
             run_device, torch.float64 if job.precision == "float64" else None

@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import nn
 
+from paceline.torch_private.autograd import accumulated_hooks, gradient_hooks
+
 
 def copied(model: nn.Module, *, shares_frozen: bool = False) -> nn.Module:
     """Return a deep copy of the model.
@@ -31,9 +33,9 @@ def copied(model: nn.Module, *, shares_frozen: bool = False) -> nn.Module:
     for parameter in model.parameters():
         made: nn.Parameter = memo[id(parameter)]
         if made.requires_grad:
-            for hook in (parameter._backward_hooks or {}).values():
+            for hook in gradient_hooks(parameter).values():
                 made.register_hook(_twin(hook, memo))
-            for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
+            for hook in accumulated_hooks(parameter).values():
                 made.register_post_accumulate_grad_hook(_twin(hook, memo))
     return twin
 

@@ -11,13 +11,13 @@ from itertools import count, islice
 from typing import Any
 
 import torch
-from torch._guards import detect_fake_mode
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from paceline.base.errors import UsageError
 from paceline.job import Job, Precision
 from paceline.job.losses import IGNORED, OwnLoss
 from paceline.proof.reference_loop import rows
+from paceline.torch_private.fake_tensors import detect_fake_mode
 from paceline.transformers.copies import copied
 from paceline.transformers.cuts import batch_size, is_cut_by_sample, samples_of
 from paceline.transformers.loss_check import MeanCheck
@@ -307,8 +307,6 @@ class ModelOf:
         self.trainer, self.process = trainer, os.getpid()
 
     def __call__(self) -> torch.nn.Module:
-        from torch._guards import detect_fake_mode
-
         trainer = self.trainer
         model = (
             trainer.model

@@ -17,6 +17,10 @@ import torch
 from paceline.base.errors import UsageError
 from paceline.job.modes import has_modes
 from paceline.model.forward_state import ForwardState
+from paceline.torch_private.autograd import GETTERS, gradient_hooks, version_of
+from paceline.torch_private.dispatch import without_subclass_functions
+from paceline.torch_private.modules import HOOKS
+from paceline.torch_private.optimizers import STEP_HOOKS, mark_stepped
 from paceline.training import state
 from paceline.training.restore import take_over
 
@@ -38,10 +42,9 @@ _READ_NO_VALUES: frozenset[Any] = frozenset(
                 "is_cuda",
                 "is_sparse",
                 "is_quantized",
-                "_version",
-                "_backward_hooks",
             )
         ),
+        *GETTERS,
         _T.requires_grad.__set__,  # type: ignore[attr-defined]
         _T.requires_grad_,
         _T.size,
@@ -56,8 +59,6 @@ _READ_NO_VALUES: frozenset[Any] = frozenset(
     }
 )
 _OF_GRADIENTS = (_T.grad.__get__, _T.grad.__set__)  # type: ignore[union-attr]
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_OF_OPTIMIZER = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 class _Weight(torch.nn.Parameter):
@@ -71,7 +72,7 @@ class _Weight(torch.nn.Parameter):
     ) -> Any:
         if cls.lent is not None and os.getpid() == cls.lent.process:
             cls.lent.attend(function)
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_subclass_functions():
             if function == _T.data.__get__:  # type: ignore[attr-defined]
                 return args[0].detach()  # writes to it are counted as those to the weight
             return function(*args, **(kwargs or {}))
@@ -205,7 +206,7 @@ class Lent:
             self.take(options)
             return
         if self.schedule is not None and not is_skipped:
-            self.optimizer._opt_called = True  # schedules look whether a step was taken
+            mark_stepped(self.optimizer)  # schedules look whether a step was taken
             self.schedule.step()
 
     def changes(self) -> dict[str, Any] | None:
@@ -233,7 +234,9 @@ class Lent:
 
     def _refuse(self) -> None:
         written = [
-            name for name, tensor in self._tensors() if tensor._version != self._versions.get(name)
+            name
+            for name, tensor in self._tensors()
+            if version_of(tensor) != self._versions.get(name)
         ]
         if written:
             raise UsageError(
@@ -278,12 +281,12 @@ class Lent:
         yield from self.model.named_buffers()
 
     def _note(self) -> None:
-        self._versions = {name: tensor._version for name, tensor in self._tensors()}
+        self._versions = {name: version_of(tensor) for name, tensor in self._tensors()}
 
     def _all_hooks(self) -> list[int]:
-        of_modules = (getattr(module, name) for module in self.model.modules() for name in _HOOKS)
-        of_weights = (p._backward_hooks or {} for p in self._trained.values())
-        of_optimizer = (getattr(self.optimizer, name) for name in _OF_OPTIMIZER)
+        of_modules = (getattr(module, name) for module in self.model.modules() for name in HOOKS)
+        of_weights = (gradient_hooks(p) for p in self._trained.values())
+        of_optimizer = (getattr(self.optimizer, name) for name in STEP_HOOKS)
         return [
             id(hook)
             for hooks in (*of_modules, *of_weights, *of_optimizer)
@@ -318,7 +321,7 @@ class _StateOnRanks(Mapping[Any, dict[str, Any]]):
 
     def _written(self) -> list[int]:
         return [
-            value._version
+            version_of(value)
             for of_parameter in self._seen.values()
             for value in of_parameter.values()
             if isinstance(value, torch.Tensor)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from paceline.base.errors import UsageError
+from paceline.torch_private.optimizers import has_step_hooks
 
 
 def follows_evaluations(trainer: Any) -> bool:
@@ -55,7 +56,7 @@ class Recipe:
                 "its state",
                 hint="resume_from_checkpoint= goes on from a checkpoint",
             )
-        if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        if has_step_hooks(optimizer):
             raise UsageError(
                 f"the {type(optimizer).__name__} has step hooks, and ranks make it again without them",
                 hint="a callback's on_optimizer_step sees each update; a create_optimizer that returns a "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -283,7 +284,7 @@ def test_a_model_that_is_compiled_already_is_refused(whole: bool) -> None:
 
 
 def test_without_a_compiler_the_way_out_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_run.shutil, "which", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(PlanRefused, match="needs a C\\+\\+ compiler") as refused:
         _prepared(Net())
     assert "install g++" in str(refused.value)

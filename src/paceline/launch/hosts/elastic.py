@@ -52,6 +52,7 @@ from paceline.launch.process.messages import Line, Message
 from paceline.launch.process.outside_watch import OutsideWatch
 from paceline.launch.process.supervisor import Supervisor
 from paceline.launch.process.watchdog import within
+from paceline.torch_private.rendezvous import stop_heartbeats
 
 _SOON_S = 3.0  # for other hosts, after enough of them are there and the run has begun before
 _MONITOR_S = 0.1  # between looks at the ranks; torch's own default
@@ -270,7 +271,7 @@ class _ElasticHost:
                 hint="each host runs the same command",
             ) from error
         finally:
-            handler._stop_heartbeats()  # its thread says that this host is there; what torch has for it ends the run
+            stop_heartbeats(handler)  # what torch has for it ends the run
 
     def _part(self, store: Any, num_hosts: int) -> None:
         """Keep the store until the others need it no more."""
@@ -474,7 +475,7 @@ class _Agent(SimpleElasticAgent):
         """What made ranks end, of what all hosts say; waits a little for the host of the culprit."""
         failures = list(self._failures.values())
         if failures:
-            local_cause, key = cause_of(failures), f"failure/{self._worker_group.group_rank}"
+            local_cause, key = cause_of(failures), f"failure/{self.get_worker_group().group_rank}"
             self._ask(lambda: store.set(key, local_cause.to_json()) or True)
         until_s = time.monotonic() + _HEARD_S
         while all(failure.heard for failure in failures) and time.monotonic() < until_s:

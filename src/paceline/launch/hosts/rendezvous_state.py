@@ -12,13 +12,10 @@ from typing import Any
 import msgspec
 from torch.distributed import Store
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousStateError
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
-    RendezvousBackend,
-    _NodeDesc,
-    _RendezvousState,
-)
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
 from paceline.launch.process.watchdog import within
+from paceline.torch_private.rendezvous import NodeDesc, RendezvousState
 
 _KEY, _NOTHING = "paceline/rendezvous", "none"
 
@@ -31,11 +28,11 @@ class _Node(msgspec.Struct, array_like=True, frozen=True):
     number: int
 
     @classmethod
-    def of(cls, node: _NodeDesc) -> _Node:
+    def of(cls, node: NodeDesc) -> _Node:
         return cls(node.addr, node.pid, node.local_id)
 
-    def to_torch(self) -> _NodeDesc:
-        return _NodeDesc(self.address, self.pid, self.number)
+    def to_torch(self) -> NodeDesc:
+        return NodeDesc(self.address, self.pid, self.number)
 
 
 class _State(msgspec.Struct, forbid_unknown_fields=True):
@@ -51,7 +48,7 @@ class _State(msgspec.Struct, forbid_unknown_fields=True):
     last_heartbeats: list[tuple[_Node, datetime]]
 
 
-def to_json(state: _RendezvousState) -> str:
+def to_json(state: RendezvousState) -> str:
     """torch's state as text, equal for equal states."""
     return msgspec.json.encode(
         _State(
@@ -67,7 +64,7 @@ def to_json(state: _RendezvousState) -> str:
     ).decode()
 
 
-def from_json(text: str) -> _RendezvousState:
+def from_json(text: str) -> RendezvousState:
     """
     Raises:
         RendezvousStateError: it is no such text.
@@ -78,7 +75,7 @@ def from_json(text: str) -> _RendezvousState:
         raise RendezvousStateError(
             f"what is in the store is no state of a rendezvous: {error}"
         ) from error
-    state = _RendezvousState()
+    state = RendezvousState()
     state.round, state.complete, state.deadline, state.closed = (
         read.round,
         read.complete,

@@ -313,6 +313,8 @@ def _flip_gradient(weight: Any) -> None:
     rounded away where others are added."""
     import torch
 
+    from paceline.torch_private.storage import stored_values
+
     def flip(gradient: torch.Tensor) -> torch.Tensor:
         handle.remove()
         gradient = (
@@ -320,7 +322,7 @@ def _flip_gradient(weight: Any) -> None:
             if gradient.is_sparse
             else gradient.clone(memory_format=torch.contiguous_format)
         )
-        values = gradient._values() if gradient.is_sparse else gradient
+        values = stored_values(gradient)
         _flip(values, int(values.abs().argmax()))
         return gradient
 

@@ -37,6 +37,7 @@ from paceline.launch.process.watchdog import (
     is_awaited,
     tell_silence,
 )
+from paceline.torch_private.data_loaders import FETCH, WORKER_LOOP
 
 # Not the schedulers' SIGUSR1 and SIGUSR2. Realtime signals are Linux's; macOS ignores SIGINFO where nobody asks for it.
 STACK_SIGNAL: int = signal.SIGRTMIN + 3 if hasattr(signal, "SIGRTMIN") else signal.SIGINFO  # type: ignore[attr-defined]
@@ -45,9 +46,6 @@ _STACK_S, _STACK_POLL_S = 4.0, 0.01
 _DUMB = {*"TtZ"}  # states in which a process runs no signal handler
 _PATIENCES = 3  # that ranks which compute nothing have while nobody waits
 _AWAY_S = 5.0  # without a look, of which there are two a second
-_FETCH = str(
-    Path("torch", "utils", "data", "_utils", "fetch.py")
-)  # where a loader worker makes a batch
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
 
 
@@ -261,11 +259,11 @@ class OutsideWatch:
                 if caught is None or not int(caught[1], 16) >> STACK_SIGNAL - 1 & 1:
                     continue  # the signal would end it
                 text = self._ask({rank: worker})[rank]
-                frames = takewhile(lambda frame: frame[2] != "_worker_loop", _frames(text))
+                frames = takewhile(lambda frame: frame[2] != WORKER_LOOP, _frames(text))
                 busy = [
                     f"at {file}:{line}"
                     for file, line, _ in frames
-                    if _FETCH in file or is_users(file)
+                    if FETCH in file or is_users(file)
                 ]
                 if busy or not text:
                     place = busy[0] if busy else _state(worker) or "which does not react"

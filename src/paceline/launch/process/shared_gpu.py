@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.torch_private.process_groups import all_gather, reduce_scatter, send_over
+
 BACKEND = "staged"
 _ProcessGroup: Any = dist.ProcessGroup  # whose signatures differ between versions
 
@@ -45,8 +47,7 @@ class StagedGroup(_ProcessGroup):
         self.over_gloo: Any = dist.ProcessGroup(store, rank, size)
         gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
         for group in (self, self.over_gloo):  # this one keeps its name there
-            group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-            group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+            send_over(group, gloo)
 
     def getBackendName(self) -> str:
         return BACKEND
@@ -90,7 +91,7 @@ class StagedGroup(_ProcessGroup):
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any) -> dist.Work:
         staged = _Staged()
         (filled,) = staged.filled([output])
-        return staged.begun(self.over_gloo._allgather_base(filled, *staged.read([input]), opts))
+        return staged.begun(all_gather(self.over_gloo, filled, *staged.read([input]), opts))
 
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any
@@ -127,8 +128,11 @@ class StagedGroup(_ProcessGroup):
         staged = _Staged(mean_of=self._of_mean(opts))
         (filled,) = staged.filled([output])
         return staged.begun(
-            self.over_gloo._reduce_scatter_base(
-                filled, *staged.read([input]), _as_sum(opts, dist.ReduceScatterOptions)
+            reduce_scatter(
+                self.over_gloo,
+                filled,
+                *staged.read([input]),
+                _as_sum(opts, dist.ReduceScatterOptions),
             )
         )
 

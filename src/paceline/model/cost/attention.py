@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from paceline.model.attention import AttentionStep, Made, Selective
 from paceline.model.cost.recorder import SparedScores, StepPosition, Tallied, WorkRecorder
+from paceline.torch_private import pytree
+from paceline.torch_private.dispatch import OpOverload
 
 
 class SparedBySelective(Selective):
@@ -23,7 +24,7 @@ class SparedBySelective(Selective):
 
     def noted(self, step: AttentionStep, func: Any, args: Any, output: torch.Tensor) -> None:
         scratch = WorkRecorder(self.recorder.place)
-        if isinstance(func, torch._ops.OpOverload):
+        if isinstance(func, OpOverload):
             scratch.count(func, args, {}, output, [output])
         self._work[step] = scratch.work[scratch.place]
 

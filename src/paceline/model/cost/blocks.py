@@ -12,10 +12,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from paceline.model.attributes import OF_TORCH
 from paceline.model.cost.layer_index import numbers, watched
+from paceline.torch_private.modules import has_hooks, own_tensors
+from paceline.torch_private.pytree import (
+    TreeSpec,
+    tensor_leaves,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+)
+from paceline.torch_private.storage import key_of, storage_key
 
 _SCALARS = (
     type(None),
@@ -29,7 +37,6 @@ _SCALARS = (
     torch.device,
     torch.Size,
 )
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 DEEPEST = (
     4  # levels of objects in objects that are compared; below them only the same object is alike
 )
@@ -83,13 +90,11 @@ def _description(unit: nn.Module) -> list[tuple[Any, ...]]:
     facts: list[tuple[Any, ...]] = []
     for path, module in unit.named_modules(remove_duplicate=False):
         facts.append((path, type(module), module.training))
-        if any(getattr(module, hooks) for hooks in _HOOKS):
+        if has_hooks(module):
             facts.append((path, "hooks", id(module)))
         facts += [
             (path, name, tuple(t.shape), t.dtype, t.requires_grad, type(t))
-            for tensors in (module._parameters, module._buffers)
-            for name, t in tensors.items()
-            if t is not None
+            for _, name, t in own_tensors(module)
         ]
         facts += [
             (path, name, value) for name, value in vars(module).items() if name not in OF_TORCH
@@ -385,7 +390,7 @@ def _traced(
 ) -> Run:
     """is_alone: whether others that are called so may do something else, or something is known of it alone."""
     leaves, spec = tree_flatten(returned)
-    memory = {leaf.untyped_storage()._cdata for leaf in arguments if isinstance(leaf, torch.Tensor)}
+    memory = set(map(storage_key, tensor_leaves(arguments)))
     made: list[Any] | None = [] if not is_alone else None
     for leaf in leaves:
         if made is None or not isinstance(leaf, (torch.Tensor, *_SCALARS)):
@@ -395,7 +400,7 @@ def _traced(
             made.append(leaf)
             continue
         source = next((number for number, other in enumerate(arguments) if other is leaf), -1)
-        if source < 0 and leaf.untyped_storage()._cdata in memory:  # a view of what it was given
+        if source < 0 and storage_key(leaf) in memory:  # a view of what it was given
             made = None
             break
         made.append(
@@ -421,20 +426,18 @@ def _stand_in(
     """What a traced call returned, made anew without computing."""
     assert run.made is not None
     input_leaves = tree_leaves((args, kwargs))
-    input_storages = {
-        leaf.untyped_storage()._cdata for leaf in input_leaves if isinstance(leaf, torch.Tensor)
-    }
+    taken = tensor_leaves(input_leaves)
+    input_storages = set(map(storage_key, taken))
     if (
         run.holds is None
     ):  # an input that is still alive, though the model has gone on to the next one, is kept
         run.holds = tuple(
             ref is not None
             and (storage := ref()) is not None
-            and storage._cdata not in input_storages
+            and key_of(storage) not in input_storages
             for ref in run.storages
         )
     fresh = [output for output in run.made if isinstance(output, BlockOutput) and output.source < 0]
-    taken = [leaf for leaf in input_leaves if isinstance(leaf, torch.Tensor)]
     is_kept = [
         keeps
         for keeps, leaf in zip(run.holds, input_leaves, strict=True)

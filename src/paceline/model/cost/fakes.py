@@ -5,17 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.model.cost.repeated_layers import Chain, find_chains, shortened
 from paceline.model.forward_state import MappingSnapshot, MappingSnapshots
-
-if TYPE_CHECKING:
-    from torch._subclasses.fake_tensor import FakeTensorMode
+from paceline.torch_private.autograd import accumulated_hooks
+from paceline.torch_private.dispatch import OperatorMode
+from paceline.torch_private.fake_tensors import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from paceline.torch_private.modules import (
+    convert_module,
+    own_tensors,
+    replaced_apply,
+)
 
 
 class FakeModel:
@@ -31,8 +40,6 @@ class FakeModel:
 
     @cached_property
     def mode(self) -> FakeTensorMode:
-        from torch._subclasses.fake_tensor import FakeTensorMode
-
         return FakeTensorMode(allow_non_fake_inputs=True)
 
     @cached_property
@@ -80,7 +87,7 @@ class FakeModel:
                 ]
             )
             parameters = list(model.parameters())
-            hooks = [dict(p._post_accumulate_grad_hooks or {}) for p in parameters]
+            hooks = [dict(accumulated_hooks(p)) for p in parameters]
             try:
                 with self._entered():
                     yield model
@@ -88,8 +95,8 @@ class FakeModel:
                 kept.restore()
                 for p, before in zip(parameters, hooks, strict=True):
                     p.grad = None
-                    after = p._post_accumulate_grad_hooks
-                    for key in [key for key in after or () if key not in before]:
+                    after = accumulated_hooks(p)
+                    for key in [key for key in after if key not in before]:
                         del after[key]
 
     @contextmanager
@@ -117,9 +124,6 @@ def convertible() -> Iterator[None]:
     torch swaps what is behind a parameter, which a fake one, that others refer to, does not allow. Modules that share
     a parameter share the new one.
     """
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    plain: Callable[..., nn.Module] = nn.Module._apply
     made: dict[tuple[int, int], tuple[Any, Any, torch.Tensor]] = {}
 
     def converted(
@@ -138,29 +142,23 @@ def convertible() -> Iterator[None]:
             )  # both are kept, so that no other object gets their numbers
         return made[key][2]
 
-    def apply(module: nn.Module, convert: Any, recurse: bool = True) -> nn.Module:
-        tensors = [
-            (holder, name, tensor)
-            for holder in (module._parameters, module._buffers)
-            for name, tensor in holder.items()
-            if tensor is not None
-        ]
+    def apply(
+        plain: Callable[..., nn.Module], module: nn.Module, convert: Any, recurse: bool = True
+    ) -> nn.Module:
+        tensors = own_tensors(module)
         if not any(isinstance(tensor, FakeTensor) for _, _, tensor in tensors):
             return plain(module, convert, recurse)
         for child in module.children() if recurse else ():
-            child._apply(convert)
+            convert_module(child, convert)
         for holder, name, tensor in tensors:
-            holder[name] = converted(tensor, convert)  # type: ignore[assignment]
+            holder[name] = converted(tensor, convert)
         return module
 
-    nn.Module._apply = apply  # type: ignore[method-assign]
-    try:
+    with replaced_apply(apply):
         yield
-    finally:
-        nn.Module._apply = plain  # type: ignore[method-assign]
 
 
-class AssumedValues(TorchDispatchMode):
+class AssumedValues(OperatorMode):
     """Gives a forward on fake tensors the values that it asks for: numbers are 1, conditions are false, and whatever
     is chosen by a mask is all there is. To be entered after the mode that makes tensors fake.
 
@@ -169,16 +167,11 @@ class AssumedValues(TorchDispatchMode):
 
     asked = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        from torch._subclasses.fake_tensor import (
-            DataDependentOutputException,
-            DynamicOutputShapeException,
-        )
-
+    def run_operator(self, func: Any, args: Any, kwargs: Any) -> Any:
         try:
-            return func(*args, **kwargs or {})
+            return func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
-            assumed = _ASSUMED.get(func._overloadpacket)
+            assumed = _ASSUMED.get(func.overloadpacket)
             if assumed is None:
                 raise
             self.asked += 1

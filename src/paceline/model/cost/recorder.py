@@ -11,8 +11,6 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from paceline.model.cost.fusion import Fusion, SparedByFusion
@@ -26,6 +24,9 @@ from paceline.model.cost.op_calls import (
 )
 from paceline.model.cost.products import products_of
 from paceline.model.cost.profile import Affine, Core, Fused, Product, Segment, Work
+from paceline.torch_private.dispatch import OperatorMode, is_writing, schema_of
+from paceline.torch_private.pytree import tensor_leaves, tree_leaves
+from paceline.torch_private.storage import key_of, storage_key
 
 aten = torch.ops.aten
 Direction = Literal["forward", "backward", "update"]
@@ -84,7 +85,7 @@ class Levels:
 
 
 @dataclass
-class WorkRecorder(TorchDispatchMode):
+class WorkRecorder(OperatorMode):
     """Counts what runs inside `with recorder:`, on fake or on real tensors alike.
 
     Tensors that exist before (parameters, buffers, the batch) are not counted when they are given to `ignore`.
@@ -120,7 +121,7 @@ class WorkRecorder(TorchDispatchMode):
 
     def ignore(self, tensors: Iterable[Any]) -> None:
         """Leave out the memory of tensors that outlive the pass."""
-        self._known.update(t.untyped_storage()._cdata for t in tensors if _has_storage(t))
+        self._known.update(storage_key(t) for t in tensors if _has_storage(t))
 
     def move_to(self, place: StepPosition) -> None:
         self.place = place
@@ -139,7 +140,7 @@ class WorkRecorder(TorchDispatchMode):
         """A parameter's gradient is made: it belongs to the segment whose backward is running."""
         self.gradients[self.place.segment].append(name)
         if gradient is not None and _has_storage(gradient):
-            serial, _ = self._alive.get(gradient.untyped_storage()._cdata, (-1, None))
+            serial, _ = self._alive.get(storage_key(gradient), (-1, None))
             self._gradient_serials.add(serial)
 
     def note_state(self, gradient: torch.Tensor | None, state: Iterable[torch.Tensor]) -> None:
@@ -199,18 +200,17 @@ class WorkRecorder(TorchDispatchMode):
             kept_tensors=self._kept_tensors[places[0]],
         )
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def run_operator(self, func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
         if func.namespace != "aten":
             return result
         outputs = [t for t in tree_leaves(result) if _has_storage(t)]
-        if (kept := _WORKSPACE_BYTES.get(func._overloadpacket)) is not None and not result[
+        if (kept := _WORKSPACE_BYTES.get(func.overloadpacket)) is not None and not result[
             -1
         ].numel():
             self._track(result[-1], kept(*args))
         fresh = [t for t in outputs if self._track(t)]
-        if fresh or func._schema.is_mutable:
+        if fresh or is_writing(func):
             self._distances.forget(fresh)
             self.count(func, args, kwargs, result, outputs)
         return result
@@ -220,7 +220,7 @@ class WorkRecorder(TorchDispatchMode):
     ) -> None:
         tallied = self.work[self.place]
         tallied.operators += 1
-        formula = _FORMULAS.get(func._overloadpacket)
+        formula = _FORMULAS.get(func.overloadpacket)
         inputs = [t for t in tree_leaves((args, kwargs)) if _has_storage(t)]
         self._fusion.add(
             self.place, self._named(inputs), self._named(outputs), is_product=formula is not None
@@ -229,13 +229,13 @@ class WorkRecorder(TorchDispatchMode):
         flops = 0.0 if formula is None else formula(*args, **kwargs, out_val=result)
         tallied.calls.append(self._distances.call(self.place, func, args, kwargs, flops, num_bytes))
         self._distances.touch(self.place, (*inputs, *outputs))
-        if func._overloadpacket == aten.embedding_dense_backward:
+        if func.overloadpacket == aten.embedding_dense_backward:
             self._distances.note_zeros(result, 1 - self.batches * args[1].numel() / result.shape[0])
         if formula is not None:
             tallied.flops += flops
-            tallied.products += products_of(func._overloadpacket, args, kwargs, result)
+            tallied.products += products_of(func.overloadpacket, args, kwargs, result)
             return
-        name = func._schema.name.removeprefix("aten::")
+        name = schema_of(func).name.removeprefix("aten::")
         if is_plain(name):
             tallied.moved_bytes += num_bytes
         else:
@@ -243,7 +243,7 @@ class WorkRecorder(TorchDispatchMode):
 
     def _named(self, tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
         """Each tensor's storage, by a number that no other storage gets, and its bytes."""
-        keys = [t.untyped_storage()._cdata for t in tensors]
+        keys = [storage_key(t) for t in tensors]
         return [
             (self._alive[key][0] if key in self._alive else ~key, _num_bytes(t))
             for key, t in zip(keys, tensors, strict=True)
@@ -252,7 +252,7 @@ class WorkRecorder(TorchDispatchMode):
     def _track(self, tensor: torch.Tensor, num_bytes: int | None = None) -> bool:
         """Follow the tensor's storage until it is freed; False if it was known. num_bytes: that it really has."""
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = key_of(storage)
         if key in self._alive or key in self._known:
             return False
         num_bytes, serial = storage.nbytes() if num_bytes is None else num_bytes, self._serial
@@ -283,23 +283,23 @@ class Distances:
         """This part of its values is zero and stays so, if all samples have as many tokens as those that are seen; in
         eighths, so that few operators are timed."""
         if part >= 1 / 8:
-            self._zero_parts[tensor.untyped_storage()._cdata] = math.floor(8 * part) / 8
+            self._zero_parts[storage_key(tensor)] = math.floor(8 * part) / 8
 
     def zero_part(self, tensor: torch.Tensor) -> float:
-        return self._zero_parts.get(tensor.untyped_storage()._cdata, 0.0)
+        return self._zero_parts.get(storage_key(tensor), 0.0)
 
     def forget(self, made: Iterable[torch.Tensor]) -> None:
         """Of storages that are new, at addresses where others may have been."""
         for t in made:
-            self._last.pop(t.untyped_storage()._cdata, None)
-            self._zero_parts.pop(t.untyped_storage()._cdata, None)
+            self._last.pop(storage_key(t), None)
+            self._zero_parts.pop(storage_key(t), None)
 
     def touch(self, place: StepPosition, tensors: Iterable[torch.Tensor]) -> None:
         """In one operator."""
         for t in tensors:
             self.touched += _num_bytes(t)
         for t in tensors:
-            self._last[t.untyped_storage()._cdata] = self.touched, place.direction
+            self._last[storage_key(t)] = self.touched, place.direction
 
     def call(
         self, place: StepPosition, func: Any, args: Any, kwargs: Any, flops: float, num_bytes: float
@@ -327,7 +327,7 @@ class Distances:
             TypeError: it is nothing that can be noted.
         """
         if _has_storage(value):
-            touched, direction = self._last.get(value.untyped_storage()._cdata, (0.0, None))
+            touched, direction = self._last.get(storage_key(value), (0.0, None))
             return Operand(
                 tuple(map(int, value.shape)),
                 tuple(map(int, value.stride())),
@@ -370,8 +370,8 @@ def follow(recorder: WorkRecorder, pieces: dict[str, nn.Module], model: nn.Modul
     def enter(name: str) -> Callable[..., None]:
         def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
             before = len(segments) - 1
-            for tensor in tree_leaves((args, kwargs)):
-                if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+            for tensor in tensor_leaves((args, kwargs)):
+                if tensor.grad_fn is not None:
                     tensor.register_hook(back_to(before))
             segments.append(name)
             recorder.move_to(StepPosition(len(segments) - 1, "forward"))
@@ -380,7 +380,7 @@ def follow(recorder: WorkRecorder, pieces: dict[str, nn.Module], model: nn.Modul
 
     def leave(_: nn.Module, args: Any, output: Any) -> None:
         segment = len(segments) - 1
-        tensors = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor)]
+        tensors = tensor_leaves(output)
         recorder.outputs[segment] = sum(_num_bytes(t) for t in tensors)
         for tensor in tensors:
             if tensor.requires_grad:

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from paceline.model.cost.blocks import BlockInputs, BlockOutput, Repeats, Run, returned
+from paceline.torch_private.dispatch import OperatorMode
+from paceline.torch_private.modules import own_modules, set_own_modules
+from paceline.torch_private.pytree import tensor_leaves, tree_leaves
 
 LONGEST_PERIOD = 6  # kinds of blocks that take turns
 KEPT_PERIODS = 2  # beside the first blocks, which differ in what they are given
@@ -60,14 +61,14 @@ def left_out(chains: Iterable[Chain]) -> dict[str, str]:
 def shortened(model: nn.Module, chains: Sequence[Chain]) -> Iterator[None]:
     """While this is entered, the lists of a model have only the blocks that are kept."""
     lists = [model.get_submodule(chain.path) for chain in chains]
-    blocks = [vars(container)["_modules"] for container in lists]
+    blocks = [own_modules(container) for container in lists]
     try:
         for chain, container, modules in zip(chains, lists, blocks, strict=True):
-            vars(container)["_modules"] = dict(list(modules.items())[: chain.kept])
+            set_own_modules(container, dict(list(modules.items())[: chain.kept]))
         yield
     finally:
         for container, modules in zip(lists, blocks, strict=True):
-            vars(container)["_modules"] = modules
+            set_own_modules(container, modules)
 
 
 def find_chains(
@@ -164,9 +165,7 @@ class _Course:
                 earlier[0].is_kept = any(ref() is not None for ref in earlier[0].outputs)
             handed_on = [ref() for ref in before.outputs] if before is not None else []
             sources: list[tuple[str, int]] = []
-            for leaf in tree_leaves((args, kwargs)):
-                if not isinstance(leaf, torch.Tensor):
-                    continue
+            for leaf in tensor_leaves((args, kwargs)):
                 place = next(
                     (number for number, tensor in enumerate(handed_on) if tensor is leaf), None
                 )
@@ -185,9 +184,7 @@ class _Course:
         def hook(_: nn.Module, args: Any, output: Any) -> None:
             inputs = {id(leaf) for leaf in tree_leaves(args)}
             self.calls[name].outputs = tuple(
-                weakref.ref(leaf)
-                for leaf in tree_leaves(output)
-                if isinstance(leaf, torch.Tensor) and id(leaf) not in inputs
+                weakref.ref(leaf) for leaf in tensor_leaves(output) if id(leaf) not in inputs
             )
             self.inside = ""
 
@@ -239,25 +236,21 @@ class _Course:
         )
 
 
-class _Operators(TorchDispatchMode):
+class _Operators(OperatorMode):
     """Notes the operators around blocks."""
 
     def __init__(self, course: _Course) -> None:
         super().__init__()
         self.course = course
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **kwargs or {})
+    def run_operator(self, func: Any, args: Any, kwargs: Any) -> Any:
+        result = func(*args, **kwargs)
         if not self.course.inside:
             self.course.steps.append(
                 (
                     "operator",
                     str(func),
-                    tuple(
-                        tuple(leaf.shape)
-                        for leaf in tree_leaves(result)
-                        if isinstance(leaf, torch.Tensor)
-                    ),
+                    tuple(tuple(leaf.shape) for leaf in tensor_leaves(result)),
                 )
             )
         return result

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from paceline.base.errors import JobError, PacelineError
 from paceline.base.fork import cuda_left_alone, in_a_fork
@@ -48,6 +47,9 @@ from paceline.model.cost.updates import let_fuse
 from paceline.model.forward_effects import sparsely_trained
 from paceline.model.graph import without_cache
 from paceline.model.units import find_units, recurrent_units
+from paceline.torch_private.fake_tensors import LOGGER, FakeTensor, FakeTensorMode
+from paceline.torch_private.modules import BatchOrInstanceNorm, own_tensors
+from paceline.torch_private.pytree import tensor_leaves, tree_leaves
 
 _CPU = torch.device("cpu")
 # Bytes of optimizer state a parameter byte where the optimizer can't be run: Adam's two moments.
@@ -162,8 +164,6 @@ def _bytes_for_real(job: Job, assumed: Profile | None, samples: int) -> float:
 
 def _without_memory(job: Job) -> nn.Module:
     """The model on fake tensors; for real if its constructor can't be run on those."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), convertible():
             return build(job)
@@ -175,11 +175,8 @@ def _without_memory(job: Job) -> nn.Module:
 
 def _tried(how: str, profile: Callable[[], Profile], notes: list[str]) -> Profile | None:
     """A profile that is made so; None, and a note why, where it can't be."""
-    torchs = logging.getLogger(
-        "torch._subclasses.fake_tensor"
-    )  # else it prints the traceback that the note sums up
-    level = torchs.level
-    torchs.setLevel(logging.CRITICAL)
+    level = LOGGER.level  # else it prints the traceback that the note sums up
+    LOGGER.setLevel(logging.CRITICAL)
     try:
         return profile()
     except JobError:
@@ -188,7 +185,7 @@ def _tried(how: str, profile: Callable[[], Profile], notes: list[str]) -> Profil
         notes.append(f"could not be run {how} ({_named(error)})")
         return None
     finally:
-        torchs.setLevel(level)
+        LOGGER.setLevel(level)
 
 
 @dataclass(frozen=True)
@@ -332,7 +329,6 @@ def cast_parameters_of_rank(job: Job, device: torch.device) -> frozenset[str]:
     The model's code may keep tensors, as in a cache of positions, and would find fake ones there. So a fork of this
     process tries it first. None are named if that keeps a fake tensor, fails, or takes more than a minute.
     """
-    from torch._subclasses.fake_tensor import FakeTensor
 
     def fakes() -> set[int]:
         gc.collect()
@@ -356,9 +352,7 @@ def _replace(model: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -
     """Parameters and buffers of fake tensors by others; `Module.to` can't swap those. What is shared stays shared."""
     done: dict[int, Any] = {}
     for module in model.modules():
-        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
-            if tensor is None:
-                continue
+        for _, name, tensor in own_tensors(module):
             if id(tensor) not in done:
                 changed = change(tensor.detach())
                 done[id(tensor)] = (
@@ -376,8 +370,6 @@ def _replace(model: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -
 
 def build(job: Job) -> nn.Module:
     """The job's model, in float64 if the job is; under a mode of fake tensors one of these."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
     model = job.model()
     if not isinstance(model, nn.Module):
         raise JobError(
@@ -400,8 +392,6 @@ def fake_model(job: Job, *, assumes: bool = False) -> FakeModel:
 def _build_fake(job: Job) -> nn.Module:
     """The model without memory, in a fake mode. A module that existed before, such as a pretrained base of adapters,
     stays as it is: a copy of it takes its place."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
     model = build(job)
     tensors = [*model.parameters(), *model.buffers()]
     if all(isinstance(tensor, FakeTensor) for tensor in tensors):
@@ -467,9 +457,7 @@ def _trace(
             if updates
             else None
         )
-    batch_tensors = {
-        id(leaf): leaf for leaf in tree_leaves((inputs, target)) if isinstance(leaf, torch.Tensor)
-    }
+    batch_tensors = {id(leaf): leaf for leaf in tensor_leaves((inputs, target))}
     batch_bytes = sum(tensor.numel() * tensor.element_size() for tensor in batch_tensors.values())
     return _Run(
         samples,
@@ -515,9 +503,7 @@ def _at_output(
     def hook(module: nn.Module, args: Any, output: Any) -> None:
         if ahead is not None:
             ahead("forward")
-        for tensor in [
-            t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad
-        ][:1]:
+        for tensor in [t for t in tensor_leaves(output) if t.requires_grad][:1]:
             if back is not None:
                 tensor.register_hook(lambda gradient: back("backward"))
 
@@ -578,7 +564,7 @@ def _trace_update(
         for p in _zero_where_gradients_are(optimizer):
             recorder.note_state(
                 p.grad,
-                [t for t in tree_leaves(optimizer.state.get(p, {})) if isinstance(t, torch.Tensor)],
+                tensor_leaves(optimizer.state.get(p, {})),
             )
         for number, more in enumerate([[], *([units[0]] for units in repeats.kinds.values())]):
             with _gradients_of_more(named, repeats, more):
@@ -633,8 +619,6 @@ def state_factor(job: Job, model: nn.Module) -> float:
 
     An optimizer that can't be run so counts as one with two moments.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     with kept_generators(), FakeTensorMode():
         named = [
             (name, nn.Parameter(torch.empty(p.shape, dtype=p.dtype)))
@@ -655,8 +639,7 @@ def state_factor(job: Job, model: nn.Module) -> float:
 def _state_bytes(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> int:
     return sum(
         t.numel() * t.element_size()
-        for t in tree_leaves(dict(optimizer.state.get(parameter, {})))
-        if isinstance(t, torch.Tensor)
+        for t in tensor_leaves(dict(optimizer.state.get(parameter, {})))
     )
 
 
@@ -968,7 +951,7 @@ def _statistics_bytes(model: nn.Module) -> int:
     return sum(
         _own_bytes(module)
         for module in model.modules()
-        if isinstance(module, nn.modules.batchnorm._NormBase) and module.training
+        if isinstance(module, BatchOrInstanceNorm) and module.training
     )
 
 

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.optim import Adam, AdamW, Optimizer
 
+from paceline.torch_private.optimizers import has_both_kernels
+
 
 def let_fuse(optimizer: Optimizer) -> None:
     """Choose torch's fused kernel for groups whose options leave the choice to torch. Before the first step.
@@ -42,14 +44,11 @@ def _leaves_choice(group: dict[str, Any]) -> bool:
 
 def _fits(parameter: torch.Tensor) -> bool:
     """Whether torch has both kinds of update for its device, and it is of a kind that both take."""
-    from torch.utils import _foreach_utils as devices
-
     return (
         type(parameter) in (torch.Tensor, nn.Parameter)
         and parameter.is_floating_point()
         and parameter.is_contiguous()
-        and parameter.device.type in devices._get_foreach_kernels_supported_devices()
-        and parameter.device.type in devices._get_fused_kernels_supported_devices()
+        and has_both_kernels(parameter.device.type)
     )
 
 

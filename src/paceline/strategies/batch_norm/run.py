@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import is_fake
 
 from paceline.base.errors import PeerLost, TrainingError
 from paceline.strategies.host_all_reduce import all_reduce
 from paceline.strategies.layout import Statistics
+from paceline.torch_private.dispatch import forget_kernels
+from paceline.torch_private.fake_tensors import is_fake
+from paceline.torch_private.modules import BatchNorm, replace_size_check
 
 if TYPE_CHECKING:
     from paceline.strategies.mesh import Mesh
@@ -45,7 +46,7 @@ class JoinedStatistics(Statistics):
         self._model, self._replicas = model, mesh.replicas
         self.may_meet, self._is_seen = (
             True,
-            any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()),
+            any(isinstance(module, BatchNorm) for module in model.modules()),
         )
         self._counts, self._compares = True, False
         self._group: dist.ProcessGroup | None = None
@@ -174,11 +175,9 @@ def _install() -> list[torch.library.Library]:
         of_torch.impl("instance_norm", _instance_norm, key)
     for operator in (aten.batch_norm.default, aten.instance_norm.default):
         # An earlier export may have cached torch's own kernels for these keys.
-        operator._dispatch_cache.clear()
-    functional: Any = F  # its own check would refuse a rank with one sample
-    check_size = functional._verify_batch_size
-    functional._verify_batch_size = lambda size: (
-        None if _joined is not None and not _is_apart else check_size(size)
+        forget_kernels(operator)
+    replace_size_check(  # torch's would refuse a rank with one sample
+        lambda plain, size: None if _joined is not None and not _is_apart else plain(size)
     )
     return [own, of_torch]
 

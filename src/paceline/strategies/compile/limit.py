@@ -40,7 +40,9 @@ def _under_limit(compiled: Callable[..., Any], most_ways: int) -> Callable[..., 
     `ConvertFrameAssert` in torch/_dynamo/convert_frame.py). `config.patch` would take 41 us per
     call instead of 4 us (one core, torch 2.11).
     """
-    change = torch._dynamo.config._make_closure_patcher(recompile_limit=most_ways)
+    from paceline.torch_private.dynamo import limit_setter
+
+    change = limit_setter(most_ways)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         revert = change()

@@ -9,13 +9,11 @@ evaluation, runs the block's own code, because it would need a compilation of it
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Sequence, Set
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from paceline.base.errors import PlanRefused
 from paceline.model.forward_effects import NOTHING, ForwardEffects
@@ -25,6 +23,13 @@ from paceline.strategies.batch_norm.run import is_joined
 from paceline.strategies.compile.cost import NOTHING_COMPILED, WITHOUT
 from paceline.strategies.compile.limit import compile_whole
 from paceline.strategies.compile.watch import CompilationWatch
+from paceline.torch_private.inductor import (
+    LazyGraphModule,
+    compile_graph,
+    compile_here,
+    has_cpp_compiler,
+)
+from paceline.torch_private.modules import is_compiled_in_place, own_buffers
 
 if TYPE_CHECKING:
     from torch import fx, nn
@@ -59,9 +64,7 @@ def prepare(
     refuse_compiled(model, "compile=blocks")
     _refuse_without_compiler(place)
     if place.type == "cpu":
-        torch._inductor.config.compile_threads = (
-            1  # ranks share the cores, and a block is one file of C++
-        )
+        compile_here()  # ranks share the cores, and a block is one file of C++
     watch = CompilationWatch(place, num_ranks=mesh.world_size)
     units, recurrent = find_units(model) or {"": model}, recurrent_units(model)
     if recurrent.keys() == units.keys() and not any(
@@ -75,7 +78,9 @@ def prepare(
         if (wrap_runs := getattr(unit, "wrap_runs", None)) is not None:
             buffers_at = getattr(model, "buffers_at", {})
             lost = {
-                path for path, (module, key) in buffers_at.items() if _is_lost(module._buffers[key])
+                path
+                for path, (module, key) in buffers_at.items()
+                if _is_lost(own_buffers(module)[key])
             }
             wrap_runs(partial(_compiled_piece, watch=watch, most_ways=most_ways, lost=lost))
         elif path in recurrent:
@@ -104,10 +109,10 @@ def refuse_compiled(model: nn.Module, plan_key: str) -> None:
     Raises:
         PlanRefused: the user has compiled a module with torch.compile.
     """
-    from torch._dynamo.eval_frame import OptimizedModule
+    from paceline.torch_private.dynamo import OptimizedModule
 
     for path, module in model.named_modules():
-        if isinstance(module, OptimizedModule) or module._compiled_call_impl is not None:
+        if isinstance(module, OptimizedModule) or is_compiled_in_place(module):
             where = f"'{path}'" if path else "the model"
             raise PlanRefused(
                 f"{where} is compiled by torch.compile already, and {plan_key} needs its own code",
@@ -125,14 +130,7 @@ def _is_lost(buffer: torch.Tensor | None) -> bool:
 
 
 def _refuse_without_compiler(device: torch.device) -> None:
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    try:
-        has_compiler = device.type != "cpu" or shutil.which(get_cpp_compiler()) is not None
-    except (InvalidCxxCompiler, RuntimeError):
-        has_compiler = False
-    if not has_compiler:
+    if device.type == "cpu" and not has_cpp_compiler():
         raise PlanRefused(
             "compile=blocks needs a C++ compiler on the CPU, and there is none",
             hint="install g++ (apt install g++) or name one in the environment variable CXX; or "
@@ -142,11 +140,9 @@ def _refuse_without_compiler(device: torch.device) -> None:
 
 def inductor(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
     """Compile a graph with torch's default backend."""
-    from torch._inductor.compile_fx import compile_fx
-
     config: Any = torch.compiler.config
     with config.patch(cache_key_tag=config.cache_key_tag + " joined" * is_joined()):
-        return compile_fx(graph, inputs)
+        return compile_graph(graph, inputs)
 
 
 def inductor_with_means(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
@@ -155,12 +151,7 @@ def inductor_with_means(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
 
     Used for comparisons with one device.
     """
-    from torch._functorch import config
-    from torch._inductor.compile_fx import compile_fx
-    from torch._inductor.decomposition import select_decomp_table
-
-    with config.patch(enable_autograd_cache=False):  # the cache's key ignores the means
-        return compile_fx(graph, inputs, decompositions={**select_decomp_table(), **means()})
+    return compile_graph(graph, inputs, means())
 
 
 class Compiled:
@@ -192,7 +183,7 @@ class Compiled:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not (self.watch.is_on and torch.is_grad_enabled()):
             return self.forward(*args, **kwargs)
-        from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+        from paceline.torch_private.dynamo import FailOnRecompileLimitHit, TorchDynamoException
 
         try:
             with self.watch.running(self.block, self.again), without_modes() as draws:
@@ -239,7 +230,7 @@ def _compiled_piece(
         watch.leave_out(piece.key, _LOSES.format(min(changed)))
         return run
     # This turns the graph into code now, and not during compilation.
-    _LazyGraphModule.force_recompile(run)
+    LazyGraphModule.force_recompile(run)
     return Compiled(
         piece.key,
         run.forward,

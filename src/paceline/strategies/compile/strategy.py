@@ -5,6 +5,7 @@ from paceline.strategies.compile.keys import KEYS
 from paceline.strategies.costs import CostModel
 from paceline.strategies.pipeline.keys import splits_backward
 from paceline.strategies.strategy import Conflict, Strategy
+from paceline.torch_private.late_imports import OF_COMPILING
 
 STRATEGY = Strategy(
     name="compile",
@@ -27,5 +28,5 @@ STRATEGY = Strategy(
     code=lambda plan: (plan.modifiers.compile,),
     cost=CostModel(enter, narrow=narrow, start_s=start_s),
     run="paceline.strategies.compile.run",
-    imports=("torch._dynamo", "torch._inductor.compile_fx"),
+    imports=OF_COMPILING,
 )

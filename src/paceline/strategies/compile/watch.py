@@ -19,9 +19,10 @@ import torch.distributed as dist
 from paceline.base.logs import logger
 from paceline.base.temporary import open_own
 from paceline.strategies.state_tensors import SavedState, StateTensor
+from paceline.torch_private.inductor import cache_folder
 
 if TYPE_CHECKING:
-    from torch._dynamo.callback import CallbackArgs
+    from paceline.torch_private.dynamo import CallbackArgs
 
 LOCK = "paceline.lock"
 
@@ -101,7 +102,7 @@ class CompilationWatch:
 
     def _new_failures(self) -> list[str]:
         """Return torch's descriptions of guards that have failed since the last call."""
-        from torch._dynamo.utils import guard_failures
+        from paceline.torch_private.dynamo import guard_failures
 
         failures = [
             str(reason).partition("\n")[0].partition("  # ")[0]
@@ -113,9 +114,7 @@ class CompilationWatch:
 
     def begin_compiling(self, compilation: CallbackArgs) -> None:
         """Wait until no other rank of this machine compiles."""
-        from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-        path = Path(cache_dir()) / LOCK
+        path = Path(cache_folder()) / LOCK
         path.parent.mkdir(parents=True, exist_ok=True)
         # The file may belong to another user; ranks of this machine then compile at the same time.
         with suppress(OSError):
@@ -199,7 +198,7 @@ _listener: CompilationWatch | None = None
 
 def _listen(watch: CompilationWatch) -> None:
     """Report compilations to this watch, and no longer to the previous model's."""
-    from torch._dynamo.callback import callback_handler
+    from paceline.torch_private.dynamo import callback_handler
 
     global _listener
     if _listener is None:

@@ -8,7 +8,6 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from paceline.base.errors import PlanRefused
@@ -16,6 +15,7 @@ from paceline.model.attention import Selective
 from paceline.model.forward_effects import NOTHING, ForwardEffects
 from paceline.model.forward_state import ForwardState
 from paceline.model.units import find_units, refuse_scripted
+from paceline.torch_private import pytree
 
 if TYPE_CHECKING:
     from torch import nn
@@ -102,9 +102,7 @@ class _Recomputed:
             return self.forward(*args, **kwargs)
         inputs: dict[str, Any] = {"args": args, "kwargs": kwargs}
         moment = self.state.now(inputs)
-        devices = {
-            leaf.device for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)
-        }
+        devices = {leaf.device for leaf in pytree.tensor_leaves(inputs)}
         # torch looks for devices in these arguments, and raises an error in backward if one was
         # written to. It therefore gets tensors that nothing writes to.
         return checkpoint(

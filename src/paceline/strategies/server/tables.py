@@ -24,9 +24,8 @@ def tables(model: nn.Module) -> dict[str, Table]:
     modules: dict[str, Table] = {}
     users: dict[int, int] = {}
     for module in model.modules():
-        for p in module._parameters.values():
-            if p is not None:
-                users[id(p)] = users.get(id(p), 0) + 1
+        for _, p in module.named_parameters(recurse=False, remove_duplicate=False):
+            users[id(p)] = users.get(id(p), 0) + 1
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) is not True:
             continue

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.strategies.cpu_collectives import gather_in_place, reduce_scatter
+from paceline.torch_private.storage import num_references
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -29,7 +30,7 @@ class Buffers:
     def take(self, numbers: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a flat tensor with arbitrary contents."""
         num_bytes = numbers * dtype.itemsize
-        unused = [memory for memory in self._memory if _num_references(memory) == _UNUSED]
+        unused = [memory for memory in self._memory if num_references(memory) == _UNUSED]
         memory = next((memory for memory in unused if memory.numel() >= num_bytes), None)
         if memory is None:
             self._memory = [
@@ -41,12 +42,7 @@ class Buffers:
         return memory[:num_bytes].view(dtype)
 
 
-def _num_references(memory: torch.Tensor) -> int:
-    """Return the number of tensors, and of this function's storage, that share the memory."""
-    return int(torch._C._storage_Use_Count(memory.untyped_storage()._cdata))
-
-
-_UNUSED = _num_references(torch.empty(1))
+_UNUSED = num_references(torch.empty(1))
 
 
 class InPlaceGather:

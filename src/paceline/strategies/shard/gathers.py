@@ -13,9 +13,9 @@ from collections.abc import Set
 from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
-from paceline.strategies.shard.unused import groups_of
+from paceline.torch_private.fsdp import groups_of, was_gathered
+from paceline.torch_private.fsdp_parameter import FSDPParam
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -31,10 +31,10 @@ class _Cast(FSDPParam):
         self.param_dtype = self.cast_dtype
 
     def init_unsharded_param(self) -> None:
-        is_first = not hasattr(self, "_unsharded_param")
+        is_first = not was_gathered(self)
         super().init_unsharded_param()
         if is_first:
-            self._unsharded_param.grad_dtype = self.orig_dtype
+            self.unsharded_param.grad_dtype = self.orig_dtype
 
     @property
     def unsharded_zero_grad_data(self) -> torch.Tensor:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from paceline.torch_private.autograd import accumulated_hooks, gradient_hooks
+
 if TYPE_CHECKING:
     import torch
     from torch import nn
@@ -41,7 +43,7 @@ class Hooks:
 def hooks_of(model: nn.Module) -> dict[str, Hooks]:
     """Return the hooks of every parameter that has any, by name."""
     return {
-        name: Hooks(parameter._backward_hooks or {}, parameter._post_accumulate_grad_hooks or {})
+        name: Hooks(gradient_hooks(parameter), accumulated_hooks(parameter))
         for name, parameter in model.named_parameters()
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+        if gradient_hooks(parameter) or accumulated_hooks(parameter)
     }

@@ -10,10 +10,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from paceline.base.errors import PlanRefused
 from paceline.model.copy_on_write import lazy_copy
+from paceline.torch_private import pytree
+from paceline.torch_private.autograd import is_view_of_other, version_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -27,7 +28,7 @@ def writable_outputs(module: nn.Module, args: Any, output: Any) -> Any:
     """
 
     def is_view(leaf: Any) -> bool:
-        return isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf._base is not None
+        return isinstance(leaf, torch.Tensor) and leaf.requires_grad and is_view_of_other(leaf)
 
     if not torch.is_grad_enabled() or not any(map(is_view, pytree.tree_leaves(output))):
         return output
@@ -70,7 +71,7 @@ class WritableInputs:
         args, kwargs = pytree.tree_unflatten(
             [copies.get(number, leaf) for number, leaf in enumerate(leaves)], structure
         )
-        versions = {number: copy._version for number, copy in copies.items()}
+        versions = {number: version_of(copy) for number, copy in copies.items()}
         output = self.forward(*args, **kwargs)
         if pytree.tree_structure((args, kwargs)) != structure:
             raise PlanRefused(
@@ -78,7 +79,7 @@ class WritableInputs:
                 "shard=N it is given a copy of that",
                 hint="return what is added, or use a data=N plan",
             )
-        edited = [number for number, copy in copies.items() if copy._version != versions[number]]
+        edited = [number for number, copy in copies.items() if version_of(copy) != versions[number]]
         for number in edited:
             input_leaves[number].copy_(copies[number])
         self.writes = bool(edited)

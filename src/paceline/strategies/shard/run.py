@@ -37,6 +37,10 @@ from paceline.strategies.shard.order_check import OrderCheck
 from paceline.strategies.shard.recurrent import keep_in_place
 from paceline.strategies.shard.unused import reduce_unused
 from paceline.strategies.state_tensors import SavedState, StateTensor
+from paceline.torch_private.autograd import version_of
+from paceline.torch_private.dtensor import part_of
+from paceline.torch_private.fsdp import end_backward
+from paceline.torch_private.modules import own_parameters
 
 if TYPE_CHECKING:
     from torch import nn
@@ -339,7 +343,7 @@ class Sharding:
         last, self.open = self.open, None
         self._set(is_last=last, reshards=True, reduces=last or self.zero > 1)
         for module in self.outermost:
-            module._get_fsdp_state()._root_post_backward_final_callback()
+            end_backward(module)
         if last or self.zero == 3:
             self.end_evaluation()
 
@@ -418,7 +422,9 @@ class Sharding:
         def before_forward(module: nn.Module, inputs: Any) -> None:
             if self.is_collected is not None:
                 for holder, key, name in places:
-                    holder._parameters[key].requires_grad_(self.is_collected and name in self.names)  # type: ignore
+                    own_parameters(holder)[key].requires_grad_(
+                        self.is_collected and name in self.names
+                    )
 
         return before_forward
 
@@ -465,8 +471,8 @@ class _Edits:
 
     def _states(self) -> list[tuple[int, int]]:
         """Return the version and the memory address of each parameter."""
-        gathered: list[Any] = [holder._parameters[key] for holder, key, _ in self.places]
-        return [(p._version, getattr(p, "_local_tensor", p).data_ptr()) for p in gathered]
+        gathered: list[Any] = [own_parameters(holder)[key] for holder, key, _ in self.places]
+        return [(version_of(p), part_of(p).data_ptr()) for p in gathered]
 
 
 def _own_places(sharded: Mapping[str, nn.Module]) -> dict[str, list[tuple[nn.Module, str, str]]]:
@@ -478,10 +484,10 @@ def _own_places(sharded: Mapping[str, nn.Module]) -> dict[str, list[tuple[nn.Mod
         places[unit] = [
             (holder, key, name_in_model(f"{unit}.{path}.{key}".strip(".").replace("..", ".")))
             for path, holder in sharded[unit].named_modules()
-            for key, p in holder._parameters.items()
+            for key, p in own_parameters(holder).items()
             if p is not None and is_sharded(p) and p not in known
         ]
-        known |= {holder._parameters[key] for holder, key, _ in places[unit]}  # type: ignore[misc]
+        known |= {own_parameters(holder)[key] for holder, key, _ in places[unit]}
     return places
 
 
@@ -498,7 +504,7 @@ def _refuse_other_weights(
     from torch import nn
 
     for holder, key, name in places:
-        if not isinstance(holder._parameters[key], nn.Parameter):
+        if not isinstance(own_parameters(holder)[key], nn.Parameter):
             raise PlanRefused(
                 f"a forward runs a block with another tensor in the place of its parameter '{name}', and "
                 "shard=N would compute with the parameter",

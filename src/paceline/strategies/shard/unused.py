@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from paceline.torch_private.fsdp import groups_of, was_gathered
+
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
@@ -20,17 +22,6 @@ def reduce_unused(module: FSDPModule) -> None:
         _put_zeros_first(group)
 
 
-def groups_of(module: FSDPModule) -> list[Any]:
-    """Return FSDP2's groups of the module's own parameters.
-
-    In torch 2.11 a module has at most one.
-    """
-    state: Any = module._get_fsdp_state()
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
-
-
 def _put_zeros_first(group: Any) -> None:
     """Set missing gradients to zero before a group reduces them, for torch before 2.13.
 
@@ -42,7 +33,7 @@ def _put_zeros_first(group: Any) -> None:
     def with_zeros(*unused: Any) -> None:
         for parameter in group.fsdp_params if group.reduce_grads else ():
             if (
-                hasattr(parameter, "_unsharded_param")
+                was_gathered(parameter)
                 and parameter.unsharded_param.requires_grad
                 and parameter.unsharded_param.grad is None
                 and parameter.unsharded_accumulated_grad is None

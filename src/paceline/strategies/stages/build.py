@@ -36,6 +36,7 @@ from paceline.strategies.stages.layout import (
 from paceline.strategies.tensor.piece import CutRules
 from paceline.strategies.tensor.published import published
 from paceline.strategies.tensor.run import TensorSplit, derive
+from paceline.torch_private.modules import own_parameters
 
 if TYPE_CHECKING:
     from paceline.strategies.mesh import Mesh
@@ -187,7 +188,7 @@ def _captured_on(
     Raises:
         PlanRefused: the model runs there in a way that can't be captured.
     """
-    originals = [(module, dict(module._parameters)) for module in model.modules()]
+    originals = [(module, dict(own_parameters(module))) for module in model.modules()]
     tensors = hollow(model, device)
     try:
         with use.context():
@@ -199,7 +200,7 @@ def _captured_on(
         raise _refused(failed) from failed
     finally:
         for module, parameters in originals:
-            module._parameters.update(parameters)
+            own_parameters(module).update(parameters)
 
 
 def _refused(failed: CaptureFailed) -> PlanRefused:

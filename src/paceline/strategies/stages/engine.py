@@ -20,6 +20,7 @@ import torch.distributed as dist
 from paceline.base.waiting import waiting
 from paceline.model.graph import Capture, Constant, Piece, Value
 from paceline.strategies.pipeline.schedule import Action
+from paceline.torch_private.autograd import accumulated_hooks
 
 RunPiece = Callable[[Piece, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]
 
@@ -528,7 +529,7 @@ def backward_of_inputs(
 
     Returns a function that runs the other half. The graph is kept in between.
     """
-    from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+    from paceline.torch_private.pipelining import stage_backward_input, stage_backward_weight
 
     if not roots:
         return lambda: None
@@ -549,7 +550,7 @@ def backward_of_inputs(
             torch.autograd.backward(roots, gradients, inputs=apart, retain_graph=True)
         stage_backward_weight(iter(weights), groups)
         for weight in reached:  # torch adds these gradients without calling the hooks
-            for hook in (weight._post_accumulate_grad_hooks or {}).values():
+            for hook in accumulated_hooks(weight).values():
                 hook(weight)
 
     return rest

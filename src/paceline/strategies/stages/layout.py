@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from paceline.base.errors import JobError, PlanRefused
 from paceline.base.logs import logger
@@ -26,6 +25,10 @@ from paceline.strategies.stages.engine import Engine, Links, Stage, Staged, cut
 from paceline.strategies.stages.module import PieceModule, PieceModules
 from paceline.strategies.tensor.leaf import leaf_of
 from paceline.strategies.tensor.run import TensorSplit
+from paceline.torch_private import pytree
+from paceline.torch_private.autograd import accumulated_hooks, gradient_hooks
+from paceline.torch_private.fake_tensors import FakeTensorMode
+from paceline.torch_private.modules import own_parameters
 
 if TYPE_CHECKING:
     from paceline.strategies.mesh import Mesh
@@ -55,9 +58,7 @@ def renamed(capture: Capture, first_name: Mapping[str, str]) -> Capture:
 
 def has_hooks(parameter: nn.Parameter) -> bool:
     """Whether the user has registered hooks on the parameter's gradient."""
-    return bool(
-        parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
-    )
+    return bool(gradient_hooks(parameter) or accumulated_hooks(parameter))
 
 
 def kept_whole(model: nn.Module, capture: Capture) -> dict[str, str]:
@@ -76,7 +77,6 @@ def hollow(model: nn.Module, device: torch.device) -> dict[str, nn.Parameter]:
     The model can still be captured, on the device. Tied parameters stay tied. The model's buffers
     are moved to the device.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
@@ -89,9 +89,9 @@ def hollow(model: nn.Module, device: torch.device) -> dict[str, nn.Parameter]:
 
     stand_ins = {id(p): stand_in(p) for p in parameters.values()}
     for module in model.modules():
-        for name, parameter in list(module._parameters.items()):
+        for name, parameter in list(own_parameters(module).items()):
             if parameter is not None:
-                module._parameters[name] = stand_ins[id(parameter)]
+                own_parameters(module)[name] = stand_ins[id(parameter)]
     for buffer in model.buffers():
         buffer.data = buffer.data.to(device)
     return parameters
@@ -509,7 +509,7 @@ def _refuse_shards(example: Capture, tensors: Mapping[str, nn.Parameter]) -> Non
             hint="x = x + y in place of x += y",
         )
     hooked = next(
-        (name for name, p in tensors.items() if getattr(p, "_post_accumulate_grad_hooks", None)),
+        (name for name, p in tensors.items() if accumulated_hooks(p)),
         None,
     )
     if hooked is not None:

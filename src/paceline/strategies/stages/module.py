@@ -12,6 +12,8 @@ from torch import nn
 from paceline.model.graph import Piece
 from paceline.model.units import name_in_model, name_of_attribute
 from paceline.strategies.tensor.run import TensorSplit
+from paceline.torch_private.autograd import version_of
+from paceline.torch_private.modules import own_buffers, own_parameters
 
 
 class PieceModule(nn.Module):
@@ -75,7 +77,7 @@ class PieceModule(nn.Module):
     def parameter_of(self, name: str) -> nn.Parameter:
         """Return a parameter by its name in the model."""
         parameter = (
-            self.apart[name] if name in self.apart else self._parameters[self.attributes[name]]
+            self.apart[name] if name in self.apart else own_parameters(self)[self.attributes[name]]
         )
         assert parameter is not None
         return parameter
@@ -100,12 +102,12 @@ def run_purely(
         buffer.clone() if name in piece.changes else buffer
         for name, buffer in zip(piece.buffers, tensors[:count], strict=True)
     ]
-    versions = [parameter._version for parameter in parameters]
+    versions = [version_of(parameter) for parameter in parameters]
     outputs = run(*parameters, *buffers, *tensors[count:])
     written = {
         parameter.untyped_storage().data_ptr()
         for parameter, version in zip(parameters, versions, strict=True)
-        if parameter._version != version
+        if version_of(parameter) != version
     }
     if written:
         outputs = tuple(
@@ -150,7 +152,7 @@ class PieceModules(nn.Module):
         self._holders: dict[int, tuple[Piece, PieceModule | None]] = {}
         self.buffers_at: dict[str, tuple[nn.Module, str]] = {}
         for path, module in model.named_modules(remove_duplicate=False):
-            for name in module._buffers:
+            for name in own_buffers(module):
                 self.buffers_at[f"{path}.{name}" if path else name] = module, name
 
     def named_parameters(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -160,7 +162,7 @@ class PieceModules(nn.Module):
     def run(self, piece: Piece, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         # Looked up each time, because a module that is taken whole may replace its buffers.
         buffers = [
-            cast(torch.Tensor, module._buffers[name])
+            cast(torch.Tensor, own_buffers(module)[name])
             for module, name in map(self.buffers_at.__getitem__, piece.buffers)
         ]
         module = self._module_of(piece)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from paceline.cluster.devices import Device
 from paceline.job import Job
@@ -41,6 +40,7 @@ from paceline.strategies.stages.repeats import RepeatedBlocks
 from paceline.strategies.tensor.piece import CutRules
 from paceline.strategies.tensor.published import published
 from paceline.strategies.tensor.run import TensorSplit
+from paceline.torch_private.pytree import tree_leaves, tree_map_only
 
 if TYPE_CHECKING:
     from paceline.strategies.tensor.dry_run import Counted
@@ -469,13 +469,8 @@ class SplitJob:
             name: torch.empty(value.shape, dtype=value.dtype, requires_grad=value.differentiable)
             for name, value in capture.values.items()
         }
-        goal = tree_map(
-            lambda t: (
-                self.built.mode.from_tensor(t, static_shapes=True)
-                if isinstance(t, torch.Tensor)
-                else t
-            ),
-            target,
+        goal = tree_map_only(
+            torch.Tensor, lambda t: self.built.mode.from_tensor(t, static_shapes=True), target
         )
         recorder = WorkRecorder()
         recorder.ignore([*values.values(), *tree_leaves(goal)])

@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from paceline.model.cost.blocks import BlockOutput, Repeats, Run, returned
 from paceline.model.opaque import Call, GrowingShape, ModuleCall, OpaqueModules, Outputs, record
 from paceline.model.units import find_units
-
-_HELD = ("_modules", "_parameters", "_buffers")
+from paceline.torch_private import pytree
+from paceline.torch_private.modules import CONTENTS
 
 
 class RepeatedBlocks(OpaqueModules):
@@ -85,8 +84,8 @@ class RepeatedBlocks(OpaqueModules):
         )
         for path in paths:
             unit = self.repeats.units[path]
-            self._emptied[path] = unit, {name: vars(unit)[name] for name in _HELD}
-            vars(unit).update({name: {} for name in _HELD})
+            self._emptied[path] = unit, {name: vars(unit)[name] for name in CONTENTS}
+            vars(unit).update({name: {} for name in CONTENTS})
         try:
             yield
         finally:
@@ -124,7 +123,7 @@ class RepeatedBlocks(OpaqueModules):
             torch.is_grad_enabled(),
             *self._names[path],
         )
-        made = record(call, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], outputs)
+        made = record(call, pytree.tensor_leaves(leaves), outputs)
         return returned(run, leaves, iter(made))
 
 

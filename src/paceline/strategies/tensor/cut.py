@@ -22,12 +22,13 @@ class Cut:
     def placement(self) -> Any:
         """Return the cut as a DTensor placement."""
         from torch.distributed.tensor import Shard
-        from torch.distributed.tensor.placement_types import _StridedShard
+
+        from paceline.torch_private.placements import StridedShard
 
         return (
             Shard(self.dim)
             if self.blocks == 1
-            else _StridedShard(self.dim, split_factor=self.blocks)
+            else StridedShard(self.dim, split_factor=self.blocks)
         )
 
     def divides(self, length: int, ranks: int) -> bool:
@@ -45,8 +46,9 @@ class Cut:
 def cut_of_placement(placement: Any) -> Cut | None:
     """Return the cut of a DTensor placement; None for a whole tensor, or for a pending sum."""
     from torch.distributed.tensor import Shard
-    from torch.distributed.tensor.placement_types import _StridedShard
 
-    if isinstance(placement, _StridedShard):
+    from paceline.torch_private.placements import StridedShard
+
+    if isinstance(placement, StridedShard):
         return Cut(placement.dim, int(placement.split_factor))
     return Cut(placement.dim) if isinstance(placement, Shard) else None

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
+
+from paceline.torch_private.dispatch import without_all_modes
 
 
 @contextmanager
@@ -23,7 +24,7 @@ def apart(rank: int, device: torch.device) -> Iterator[None]:
         else torch.cuda.default_generators[device.index or 0]
     )
     # A proof switches the model's draws off; this draw is needed to separate the streams.
-    with _disable_current_modes():
+    with without_all_modes():
         # Drawn from the CPU's stream, which is equal on all ranks.
         common = int(torch.randint(2**62, (), dtype=torch.int64))
     state = generator.get_state()

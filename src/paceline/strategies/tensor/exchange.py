@@ -19,6 +19,8 @@ from torch.autograd.function import once_differentiable
 from paceline.base.errors import PlanRefused
 from paceline.strategies.cpu_collectives import gather_in_place, reduce_scatter
 from paceline.strategies.tensor.cut import Cut
+from paceline.torch_private.dtensor import part_of, spec_of, with_spec
+from paceline.torch_private.storage import storage_key
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -88,16 +90,14 @@ class _Local(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, whole: Any) -> torch.Tensor:
-        ctx.spec = whole._spec
-        part: torch.Tensor = whole._local_tensor
+        ctx.kind, ctx.spec = type(whole), spec_of(whole)
+        part = part_of(whole)
         return part.view_as(part)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        from torch.distributed.tensor import DTensor
-
-        return DTensor(gradient.contiguous(), ctx.spec, requires_grad=False)
+        return with_spec(ctx.kind, gradient.contiguous(), ctx.spec)
 
 
 def local_part(whole: Any) -> torch.Tensor:
@@ -330,7 +330,7 @@ def _share_memory(x: torch.Tensor, other: torch.Tensor) -> bool:
 
     Works also in inference mode, where tensors don't show that they are views.
     """
-    return bool(x.untyped_storage()._cdata == other.untyped_storage()._cdata)
+    return storage_key(x) == storage_key(other)
 
 
 def _same(x: torch.Tensor) -> torch.Tensor:

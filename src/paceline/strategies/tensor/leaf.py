@@ -13,13 +13,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.torch_private.autograd import accumulated_hooks
+from paceline.torch_private.dtensor import part_of, spec_of, with_spec
+
 _LEAF = "_paceline_leaf"
 
 
 def give_leaf(parameter: nn.Parameter) -> None:
     """Let forwards read this rank's part of a DTensor as a plain tensor in the same memory."""
-    distributed: Any = parameter
-    leaf = nn.Parameter(distributed._local_tensor.detach(), requires_grad=parameter.requires_grad)
+    leaf = nn.Parameter(part_of(parameter).detach(), requires_grad=parameter.requires_grad)
     if parameter.requires_grad:
         leaf.register_post_accumulate_grad_hook(partial(_hand_over, parameter))
     setattr(parameter, _LEAF, leaf)
@@ -35,13 +37,8 @@ def _hand_over(parameter: Any, leaf: torch.Tensor) -> None:
     gradient, leaf.grad = leaf.grad, None
     if gradient is not None:
         if parameter.grad is None:
-            # `DTensor.__init__` does nothing, and takes the host longer than `__new__`, which makes
-            # the tensor.
-            distributed: Any = type(parameter)
-            parameter.grad = distributed.__new__(
-                distributed, gradient, parameter._spec, requires_grad=False
-            )
+            parameter.grad = with_spec(type(parameter), gradient, spec_of(parameter))
         else:
-            parameter.grad._local_tensor.add_(gradient)
-    for hook in tuple((parameter._post_accumulate_grad_hooks or {}).values()):
+            part_of(parameter.grad).add_(gradient)
+    for hook in tuple(accumulated_hooks(parameter).values()):
         hook(parameter)

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from paceline.model.graph import Piece, mutated, statistics
 from paceline.strategies.tensor.cut import Cut
@@ -26,6 +25,8 @@ from paceline.strategies.tensor.leaf import leaf_of
 from paceline.strategies.tensor.program import Placed, Program, ProgramRecorder
 from paceline.strategies.tensor.published import Direction
 from paceline.strategies.tensor.rules import run_by_rule
+from paceline.torch_private import pytree
+from paceline.torch_private.dispatch import OpOverload
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -211,7 +212,7 @@ class SplitPiece:
         is_whole = (
             all(value.placement is None for value in placed)
             or (changed and all(value.placement is None for value in changed))
-            or not isinstance(node.target, torch._ops.OpOverload)
+            or not isinstance(node.target, OpOverload)
             or node in self.whole
         )
         if is_whole:
@@ -233,7 +234,7 @@ class SplitPiece:
         args, kwargs = pytree.tree_map_only(
             Placed, lambda value: self.recorder.moved(value, None), (args, kwargs)
         )
-        if isinstance(node.target, torch._ops.OpOverload):
+        if isinstance(node.target, OpOverload):
             return self.recorder.run(node.target, *args, **kwargs)
         # For functions that can't run on fakes, the capture has recorded the result.
         result = node.meta.get("val")

@@ -14,12 +14,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
 
 from paceline.strategies.tensor.cut import Cut
 from paceline.strategies.tensor.draws import apart
 from paceline.strategies.tensor.exchange import Exchanges, Move, Placement, Sum, not_in_parts
+from paceline.torch_private import pytree
+from paceline.torch_private.dispatch import OpOverload, is_composite, is_writing, schema_of
+from paceline.torch_private.fake_tensors import FakeTensorMode
 
 aten = torch.ops.aten
 # Products, with the position of the multiplied input among their arguments. They and their
@@ -156,7 +157,7 @@ class ProgramRecorder:
         """
         placed = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Placed)]
         trained = any(value.trained for value in placed)
-        results = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        results = pytree.tensor_leaves(result)
         whole = {
             placement_of(leaf) is None
             for leaf in results
@@ -174,7 +175,7 @@ class ProgramRecorder:
             raise not_in_parts(f"{target} makes whole tensors of parts")
         else:
             refs = pytree.tree_map_only(Placed, lambda value: value.ref, (args, kwargs))
-        if getattr(getattr(target, "_schema", None), "is_mutable", False):
+        if is_writing(target):
             self._moved.clear()
         if draws:
             target = drawing_apart(target, self.exchanges.rank, placed[0].local.device)
@@ -359,18 +360,13 @@ class ProgramRecorder:
 def _makes_new(target: Callable[..., Any]) -> bool:
     """Whether an operator returns one new tensor, which is neither an argument nor a view of
     one."""
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return False
-    returns = target._schema.returns
+    returns = schema_of(target).returns
     return (
         len(returns) == 1
         and returns[0].alias_info is None
-        and (
-            target in _NEW
-            or not target.has_kernel_for_dispatch_key(
-                torch._C.DispatchKey.CompositeImplicitAutograd
-            )
-        )
+        and (target in _NEW or not is_composite(target))
     )
 
 

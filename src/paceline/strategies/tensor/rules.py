@@ -11,12 +11,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.strategies.tensor.cut import Cut, cut_of_placement
 from paceline.strategies.tensor.exchange import Placement, Sum, not_in_parts
 from paceline.strategies.tensor.program import Placed, ProgramRecorder
+from paceline.torch_private import pytree
+from paceline.torch_private.dispatch import TorchDispatchMode
+from paceline.torch_private.dtensor import part_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -48,8 +49,8 @@ def run_by_rule(
             else placement.placement()
         )
         result = DTensor.from_local(value.local, mesh, [kind], run_check=False)
-        watch.known[id(result._local_tensor)] = result._local_tensor
-        values[id(result._local_tensor)] = value
+        part = part_of(result)
+        watch.known[id(part)], values[id(part)] = part, value
         return result
 
     values: dict[int, Placed] = {}
@@ -57,7 +58,7 @@ def run_by_rule(
         arguments = pytree.tree_map_only(Placed, distributed, (args, kwargs))
         with watch, watch.moves():
             result = target(*arguments[0], **arguments[1])
-        parts = pytree.tree_map_only(DTensor, lambda tensor: tensor._local_tensor, result)
+        parts = pytree.tree_map_only(DTensor, part_of, result)
         results = None if watch.moved_any() else _alone(target, args, kwargs, watch)
     if results is not None:
         kinds = {
@@ -95,9 +96,7 @@ def _alone(target: Callable[..., Any], args: Any, kwargs: Any, watch: _Watch) ->
     arguments = pytree.tree_map_only(
         Placed, lambda value: value.local.view_as(value.local), (args, kwargs)
     )
-    alone.known |= {
-        id(leaf): leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor)
-    }
+    alone.known |= {id(leaf): leaf for leaf in pytree.tensor_leaves(arguments)}
     try:
         with alone:
             result = target(*arguments[0], **arguments[1])
@@ -150,7 +149,6 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         from torch.distributed.tensor import DTensor
 
-        kwargs = kwargs or {}
         if any(issubclass(kind, DTensor) for kind in types):
             if self._inside:
                 return NotImplemented  # DTensor's own turn
@@ -162,14 +160,13 @@ class _Watch(TorchDispatchMode):
                 self._inside = False
             for leaf in pytree.tree_leaves(result):
                 if isinstance(leaf, DTensor):
-                    self._note(leaf._local_tensor)
-                    self._placements[id(leaf._local_tensor)] = _placement_of(leaf)
+                    part = part_of(leaf)
+                    self._note(part)
+                    self._placements[id(part)] = _placement_of(leaf)
             return result
         result = func(*args, **kwargs)
-        inputs = [
-            leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
-        ]
-        made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        inputs = pytree.tensor_leaves((args, kwargs))
+        made = pytree.tensor_leaves(result)
         if inputs and made and all(id(leaf) in self.known for leaf in inputs):
             self.steps.append(_Ran(func, args, kwargs, result))
             for leaf in made:
@@ -183,25 +180,17 @@ class _Watch(TorchDispatchMode):
     def moves(self) -> Iterator[None]:
         """Let DTensor record the tensors that it would move, instead of moving them, while the
         context is entered."""
-        from torch.distributed.tensor import _dispatch
+        from paceline.torch_private.placements import local_shape, replaced_moves
 
         def moved(local: torch.Tensor, before: Any, after: Any, **options: Any) -> torch.Tensor:
-            from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-            shape, _ = compute_local_shape_and_global_offset(
-                before.shape, after.mesh, after.placements
-            )
+            shape = local_shape(before.shape, after.mesh, after.placements)
             part = self.recorder.empty(shape, local)
             self._note(part)
             self.steps.append(_Moved(local, part, _as_placement(after.placements[0])))
             return part
 
-        real = _dispatch.redistribute_local_tensor
-        _dispatch.redistribute_local_tensor = moved  # type: ignore[assignment]
-        try:
+        with replaced_moves(moved):
             yield
-        finally:
-            _dispatch.redistribute_local_tensor = real
 
 
 def _placement_of(tensor: Any) -> Placement:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.torch_private.dtensor import part_of, spec_of
+
 
 class OwnParts:
     """Plain parameters that share memory with this rank's parts."""
@@ -32,16 +34,16 @@ class OwnParts:
         Collective if a gradient is cut in another way than its parameter.
         """
         for name, parameter in self.distributed.items():
-            gradient, plain, part = parameter.grad, self.plain[name], parameter._local_tensor
+            gradient, plain, part = parameter.grad, self.plain[name], part_of(parameter)
             if plain.data_ptr() != part.data_ptr():  # FSDP2 has moved the shard to other memory
                 plain.data = part
             if (
                 gradient is not None
-                and gradient._spec is not parameter._spec
+                and spec_of(gradient) is not spec_of(parameter)
                 and gradient.placements != parameter.placements
             ):
                 gradient = gradient.redistribute(placements=parameter.placements)
-            plain.grad = None if gradient is None else gradient._local_tensor
+            plain.grad = None if gradient is None else part_of(gradient)
 
     def after_update(self) -> None:
         """Release the gradients of the plain parameters. Their values are shared, so they need no

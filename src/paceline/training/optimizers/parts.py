@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.checkpoint.values import SeenPlain, can_pack, pack
+from paceline.torch_private.optimizers import STEPPED
 
 _NEVER_STATE = (
     nn.Module,
@@ -37,7 +38,7 @@ def _of_torch() -> frozenset[str]:
     Building an optimizer imports torch._dynamo, which takes a second.
     """
     return frozenset(vars(Optimizer([nn.Parameter(torch.empty(1, device="meta"))], {}))) | {
-        "_opt_called",
+        STEPPED,
         "step",
     }
 

@@ -22,6 +22,7 @@ from paceline.base.streams import drawing, kept_streams, seed_streams
 from paceline.job.foreign_fields import optimizer_hint
 from paceline.job.modes import for_training
 from paceline.job.named_optimizers import NamedOptimizers, requires_closure
+from paceline.torch_private.optimizers import has_step_hooks
 from paceline.training.optimizers.parts import SeenSlots, unnamed_of
 from paceline.training.optimizers.state import OptimizerState, load_snapshot, snapshot
 
@@ -96,11 +97,7 @@ def known_reach(optimizer: Optimizer) -> Reach | None:
     If steps call the user's hooks, the reach is not known.
     """
     kind = type(optimizer)
-    if (
-        not f"{kind.__module__}.".startswith("torch.optim.")
-        or optimizer._optimizer_step_pre_hooks
-        or (optimizer._optimizer_step_post_hooks)
-    ):
+    if not f"{kind.__module__}.".startswith("torch.optim.") or has_step_hooks(optimizer):
         return None
     if kind.__name__ in ELEMENTWISE:
         return Reach.ELEMENT

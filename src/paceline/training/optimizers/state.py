@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from paceline.base.errors import JobError, PlanRefused
 from paceline.checkpoint.values import pack, unpack
 from paceline.strategies.mesh import local_part
+from paceline.torch_private.dispatch import is_traceable_wrapper_subclass
 from paceline.training.optimizers.local_shards import as_distributed
 from paceline.training.optimizers.parts import Parts, SeenSlots, Slot, parts_of, unnamed_of
 

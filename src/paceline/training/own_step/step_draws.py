@@ -13,12 +13,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._device import DeviceContext, _device_constructors
-from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporarily
-from torch.utils._pytree import tree_leaves, tree_map
 
 from paceline.base.errors import TrainingError
 from paceline.base.streams import drawing, key_to_seed, seed_streams
+from paceline.torch_private.default_device import DeviceContext, device_constructors
+from paceline.torch_private.dispatch import OperatorMode, without_last_mode
+from paceline.torch_private.pytree import tensor_leaves, tree_map
 
 # Operators that draw more numbers for some elements than for others. Each row gets its own random
 # stream.
@@ -39,12 +39,12 @@ class _DefaultDevice(DeviceContext):
         if generator is None:
             return super().__torch_function__(func, types, args, kwargs)
         if (
-            func in _device_constructors()
+            func in device_constructors()
             and kwargs.get("device") is None
             and kwargs.get("out") is None
         ):
             return func(*args, **{**kwargs, "device": generator.device})
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        tensors = tensor_leaves((args, kwargs))
         if all(tensor.device == generator.device for tensor in tensors):
             return func(*args, **kwargs)
         moved = {id(tensor): tensor.to(generator.device) for tensor in tensors}
@@ -91,7 +91,7 @@ class MakesOn:
             self.__enter__()
 
 
-class WindowDraws(TorchDispatchMode):
+class WindowDraws(OperatorMode):
     """While this is entered, random operators draw for the window, and new tensors are made on the
     device.
 
@@ -141,7 +141,7 @@ class WindowDraws(TorchDispatchMode):
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Let operators inside the block draw, and make tensors, as they would without this."""
-        with self.makes_on.paused(), _pop_mode_temporarily() as mode:
+        with self.makes_on.paused(), without_last_mode() as mode:
             assert mode is self, "a mode that the step entered is left before a verb"
             yield
 
@@ -156,8 +156,7 @@ class WindowDraws(TorchDispatchMode):
         finally:
             self.is_alike = before
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def run_operator(self, func: Any, args: Any, kwargs: Any) -> Any:
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
         is_cut = self.rows != self.count and not self.is_alike

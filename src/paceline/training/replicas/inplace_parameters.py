@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from operator import attrgetter
 
 import torch
 import torch.distributed as dist
 
 from paceline.base.errors import PlanRefused, TrainingError
-from paceline.model.copy_on_write import TensorSnapshot, address
+from paceline.model.copy_on_write import TensorSnapshot
 from paceline.strategies.mesh import local_part
+from paceline.torch_private.autograd import accumulated_hooks, version_of
+from paceline.torch_private.storage import address
 from paceline.training.replicas.buffers import union_of_names
 
-_version = attrgetter("_version")
 _ROUNDING = (
     16  # units in the last place by which equal edits may differ: devices may add in another order
 )
@@ -130,7 +130,7 @@ class Edits:
 
     def _versions_now(self) -> list[tuple[int, int]]:
         parameters = self._parameters.values()
-        return list(zip(map(_version, parameters), map(address, parameters), strict=True))
+        return list(zip(map(version_of, parameters), map(address, parameters), strict=True))
 
 
 def refuse_updates_in_backward(model: torch.nn.Module) -> None:
@@ -138,7 +138,7 @@ def refuse_updates_in_backward(model: torch.nn.Module) -> None:
     of the batch.
     """
     for name, parameter in model.named_parameters():
-        hooks = parameter._post_accumulate_grad_hooks or {}
+        hooks = accumulated_hooks(parameter)
         for number, hook in list(hooks.items()):
             hooks[number] = partial(_refuse_update, name, hook)
 
@@ -146,9 +146,9 @@ def refuse_updates_in_backward(model: torch.nn.Module) -> None:
 def _refuse_update(
     name: str, hook: Callable[[torch.Tensor], None], parameter: torch.Tensor
 ) -> None:
-    version = parameter._version
+    version = version_of(parameter)
     hook(parameter)
-    if parameter._version != version:
+    if version_of(parameter) != version:
         raise PlanRefused(
             f"a hook on '{name}' (register_post_accumulate_grad_hook) updates it in backward, by the "
             "gradient of a part of the batch",
