@@ -5,10 +5,10 @@ hidden state.
 from __future__ import annotations
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from paceline.model.attributes import is_like_a_buffer, is_same, tensor_attributes
 from paceline.proof.reference_loop import PlainRun, autocast, part_of_batch
+from paceline.torch_private.pytree import tensor_leaves
 from paceline.training.feed import MicroBatch
 
 
@@ -54,6 +54,4 @@ def kept_rows(run: PlainRun, batch: MicroBatch) -> str | None:
 
 def _outputs(run: PlainRun, batch: MicroBatch) -> list[torch.Tensor]:
     with torch.no_grad(), autocast(run.job):
-        return [
-            leaf for leaf in tree_leaves(batch.call(run.model)) if isinstance(leaf, torch.Tensor)
-        ]
+        return tensor_leaves(batch.call(run.model))

@@ -17,6 +17,7 @@ from torch import nn
 from paceline.base.streams import seed_streams
 from paceline.job import Job
 from paceline.proof.device import cpu_copy
+from paceline.torch_private.modules import own_buffers
 from paceline.training.feed import MicroBatch, map_tensors
 from paceline.training.own_step.step_batch import StepBatch
 from paceline.training.own_step.step_draws import MakesOn, WindowDraws
@@ -307,7 +308,7 @@ class _BuffersOfReplicas:
     def _put(self, buffers: Mapping[str, torch.Tensor]) -> None:
         for name, buffer in buffers.items():
             path, _, key = name.rpartition(".")
-            self.models.get_submodule(path)._buffers[key] = buffer
+            own_buffers(self.models.get_submodule(path))[key] = buffer
 
     @contextmanager
     def of(self, replica: int) -> Iterator[None]:

@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from paceline.base.errors import TrainingError
 from paceline.job import AUTOCAST, Job
@@ -41,6 +40,8 @@ from paceline.proof.reference_loop import (
     update,
 )
 from paceline.proof.tolerances import ALLOWED, EXACT, Dtypes
+from paceline.torch_private.modules import BatchNorm
+from paceline.torch_private.pytree import tensor_leaves, tree_leaves
 from paceline.training.feed import MicroBatch, map_tensors
 from paceline.training.optimizers.probe import needs_closure
 
@@ -131,7 +132,7 @@ def _step_problem(job: Job, *, steps: int) -> Problem | None:
             norms = [
                 path
                 for path, module in whole.model.named_modules()
-                if isinstance(module, nn.modules.batchnorm._BatchNorm)
+                if isinstance(module, BatchNorm)
             ]
             layers = (
                 f" ({', '.join(norms[:3])} use the statistics of a micro-batch)" if norms else ""
@@ -423,11 +424,7 @@ def _described(job: Job, model: nn.Module, batch: MicroBatch, symptom: str) -> P
             f"than samples (nodes, boxes, tokens): it returns (sum, count). {UNCUT[:1].upper()}{UNCUT[1:]}",
         )
     layer = model.get_submodule(mixing)
-    norms = [
-        path
-        for path, module in model.named_modules()
-        if isinstance(module, nn.modules.batchnorm._BatchNorm)
-    ]
+    norms = [path for path, module in model.named_modules() if isinstance(module, BatchNorm)]
     if mixing in norms:
         return Problem(
             "samples",
@@ -506,4 +503,4 @@ def _has_rows(value: Any, samples: int) -> bool:
 def _tensors(value: Any) -> list[torch.Tensor]:
     tensors: list[torch.Tensor] = []
     map_tensors(tensors.append, value)
-    return tensors or [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return tensors or tensor_leaves(value)

@@ -16,7 +16,6 @@ from itertools import pairwise, repeat
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 from paceline.base.streams import key_to_seed, seed_model, seed_sample, seed_streams
 from paceline.job import AUTOCAST, Job
@@ -37,6 +36,8 @@ from paceline.proof.device import cpu_copy, one_device
 from paceline.proof.initial import load_plainly
 from paceline.proof.order import CollatedBatch, whole_batches, windows
 from paceline.proof.own_step import PlainEvaluation, PlainStep
+from paceline.torch_private.pytree import tree_map
+from paceline.torch_private.storage import stored_values
 from paceline.training.feed import MicroBatch, map_tensors
 from paceline.training.freezing import frozen_names
 from paceline.training.optimizers.probe import needs_closure
@@ -682,7 +683,7 @@ def _real(parameter: torch.Tensor) -> torch.Tensor:
 
 def _shake(gradients: Iterable[torch.Tensor], size: float, draws: torch.Generator) -> None:
     for gradient in gradients:
-        values = gradient._values() if gradient.is_sparse else gradient
+        values = stored_values(gradient)
         sign = torch.randint(2, values.shape, generator=draws) * 2 - 1
         values += sign.to(values) * size
 

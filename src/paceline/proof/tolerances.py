@@ -25,8 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import Subset
 
 from paceline.base.errors import TrainingError
@@ -49,6 +47,8 @@ from paceline.proof.reference_loop import (
     part_of_batch,
     unspoilt,
 )
+from paceline.torch_private.dispatch import TorchDispatchMode
+from paceline.torch_private.pytree import tree_leaves
 from paceline.training.feed import is_stream
 
 ALLOWED = 10.0  # times the yardstick; see docs/verify.md

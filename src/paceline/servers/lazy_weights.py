@@ -20,6 +20,8 @@ from torch.overrides import TorchFunctionMode
 
 from paceline.servers.serve import bytes_of
 from paceline.strategies.compile.run import is_compiled
+from paceline.torch_private.dispatch import without_functions
+from paceline.torch_private.modules import is_compiled_in_place, own_parameters
 
 if TYPE_CHECKING:
     from torch import nn
@@ -120,9 +122,7 @@ class WeightArrivals:
         """Wait for all that is missing of this step's weights."""
         if self.settled == self.begun:
             return
-        with (
-            torch._C.DisableTorchFunction()
-        ):  # what puts one in place looks at none that shares its memory
+        with without_functions():  # what puts one in place looks at none that shares its memory
             self._need(list(self.pending))
         if self.settled != self.begun:  # a model without parameters
             self._note_settled()
@@ -144,7 +144,7 @@ class WeightArrivals:
             yield
             return
         hook = register_module_forward_pre_hook(
-            lambda module, args: self._need_of(module._parameters.values())
+            lambda module, args: self._need_of(own_parameters(module).values())
         )
         try:
             with _Watch(self._need_of, lambda: bool(self.pending)):
@@ -224,9 +224,11 @@ class _Watch(TorchFunctionMode):
 
 def _is_out_of_sight(model: nn.Module) -> bool:
     """Whether some of it runs where torch can't be watched."""
+    from paceline.torch_private.dynamo import OptimizedModule
+
     return any(
-        isinstance(module, torch.jit.ScriptModule | torch._dynamo.OptimizedModule)
-        or getattr(module, "_compiled_call_impl", None) is not None
+        isinstance(module, torch.jit.ScriptModule | OptimizedModule)
+        or is_compiled_in_place(module)
         or is_compiled(module)
         for module in model.modules()
     )

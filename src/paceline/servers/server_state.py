@@ -21,6 +21,8 @@ from paceline.strategies.plan import Plan
 from paceline.strategies.server.shards import Shard, assign
 from paceline.strategies.server.tables import tables
 from paceline.strategies.step_sync import SyncEveryStep
+from paceline.torch_private.modules import own_parameters
+from paceline.torch_private.optimizers import has_step_hooks, mark_stepped
 from paceline.training.freezing import Freezing
 from paceline.training.initial import load_initial
 from paceline.training.job_options import as_made
@@ -182,14 +184,10 @@ class ServerState:
     def takes_slices(self) -> bool:
         """Whether slices may be updated one by one, each when its gradient is there. Not if a worker in this process
         must see what the schedule does before it has the weights."""
-        hooks = (
-            self.optimizer._optimizer_step_pre_hooks,
-            self.optimizer._optimizer_step_post_hooks,
-        )
         return (
             self.job.clip is None
             and is_elementwise(self.optimizer)
-            and not any(hooks)
+            and not has_step_hooks(self.optimizer)
             and (not self.freezing.changes)
             and not self.shares_schedule
         )
@@ -244,7 +242,7 @@ class ServerState:
         if any(group["params"] for group in member.param_groups):
             member.step()
         else:  # other servers have all that it updates; schedules look whether a step was taken
-            member._opt_called = True
+            mark_stepped(member)
         if self.schedule is not None:
             step_schedule(self.schedule.of(name))
         self.drop_gradients()
@@ -267,13 +265,13 @@ def _hollow(model: torch.nn.Module, kept: Iterable[torch.nn.Parameter]) -> None:
     spared = set(kept)
     stand_ins: dict[Any, torch.nn.Parameter] = {}
     for module in model.modules():
-        for name, p in list(module._parameters.items()):
+        for name, p in list(own_parameters(module).items()):
             if p is not None and p not in spared:
                 if p not in stand_ins:
                     stand_ins[p] = torch.nn.Parameter(
                         torch.empty_like(p, device="meta"), requires_grad=p.requires_grad
                     )
-                module._parameters[name] = stand_ins[p]
+                own_parameters(module)[name] = stand_ins[p]
 
 
 def build(job: Job, plan: Plan) -> tuple[torch.nn.Module, tuple[Shard, ...]]:

@@ -35,6 +35,8 @@ from paceline.strategies.mesh import Mesh
 from paceline.strategies.server.cost import WITHOUT_STATISTICS
 from paceline.strategies.server.shards import fingerprint
 from paceline.strategies.server.tables import tables
+from paceline.torch_private.autograd import version_of
+from paceline.torch_private.optimizers import mark_stepped
 from paceline.training.cores import CoreWait
 from paceline.training.evaluate import evaluation_sums, refuse_before_training, step_sums
 from paceline.training.feed import DataShard, MicroBatch, is_stream, training_feed
@@ -125,7 +127,7 @@ class Worker:
         self.observed_step: int | None = None
         self.has_looked_at_attributes = False
         self.unserved = {
-            name: (TensorSnapshot(tensor), tensor._version)
+            name: (TensorSnapshot(tensor), version_of(tensor))
             for name, tensor in self._unserved().items()
         }
         self.is_over = threading.Event()
@@ -249,9 +251,7 @@ class Worker:
 
     @staticmethod
     def _step_schedule(schedule: Any, optimizer: Any) -> None:
-        optimizer._opt_called = (
-            True  # schedules look whether a step was taken, and servers take them
-        )
+        mark_stepped(optimizer)  # schedules look whether a step was taken, and servers take them
         step_schedule(schedule)
 
     def _compute(self, order: dict[str, Any]) -> dict[str, Any]:
@@ -445,7 +445,7 @@ class Worker:
             for name, (seen, version) in self.unserved.items()
             if name not in now
             or (
-                now[name]._version != version or seen.is_changed()
+                version_of(now[name]) != version or seen.is_changed()
                 if now[name] is seen.tensor
                 else not torch.equal(seen.value, now[name])
             )

@@ -23,6 +23,7 @@ from paceline.strategies.mesh import Mesh, is_about_parts, local_part
 from paceline.strategies.plan import Plan
 from paceline.strategies.shard.run import is_sharded
 from paceline.strategies.state_tensors import NOTHING_SAVED, StateTensor
+from paceline.torch_private.optimizers import mark_stepped
 from paceline.training.clipping import clip, squared_norm
 from paceline.training.feed import DataShard, MicroBatch
 from paceline.training.freezing import Freezing
@@ -321,7 +322,7 @@ class RankState:
             if any(group["params"] for group in optimizer.param_groups):
                 optimizer.step()
             else:  # other ranks update everything; schedules check whether a step was taken
-                optimizer._opt_called = True  # type: ignore[attr-defined]
+                mark_stepped(optimizer)
         except (RuntimeError, NotImplementedError) as error:
             if not is_about_parts(error):
                 raise

@@ -21,6 +21,8 @@ from paceline.strategies.compose import (
 from paceline.strategies.layout import Whole
 from paceline.strategies.mesh import local_part
 from paceline.strategies.step_sync import STEP_FIGURES, SyncedFigures
+from paceline.torch_private.autograd import version_of
+from paceline.torch_private.optimizers import mark_stepped
 from paceline.training.blame import blaming
 from paceline.training.clipping import clip, squared_norm
 from paceline.training.feed import MicroBatch
@@ -185,12 +187,14 @@ class Stepper(RankState):
         """
         part = self.loss_number
         versions = (
-            {} if self.has_begun else {name: p._version for name, p in self.parameters.items()}
+            {} if self.has_begun else {name: version_of(p) for name, p in self.parameters.items()}
         )
         self._before_forwards()
         tallies, used = self.backward(window, batches, step=step, part=part, beat=beat)
         self.written |= {
-            name for name, version in versions.items() if self.parameters[name]._version != version
+            name
+            for name, version in versions.items()
+            if version_of(self.parameters[name]) != version
         }
         self.freezing.let_go(self.parameters, step, window.epoch)
         overflow = (
@@ -575,7 +579,7 @@ class Stepper(RankState):
         if self.gathered is not None:
             step_gathered(self.optimizer, self.gathered, first.loss, evaluate_again)
             if not self.gathered.whole:
-                self.optimizer._opt_called = True  # schedules check this
+                mark_stepped(self.optimizer)  # schedules check this
         else:
             self.optimizer.step(Closure(first.loss, evaluate_again, self.parameters.values()))
         if not all(map(math.isfinite, losses)):

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from paceline.base.files import write_json
 from paceline.checkpoint.dtypes import save_tensors
 from paceline.job.order import Window
 from paceline.model.tensors import tensors_in
 from paceline.runs.folder import SPIKES
+from paceline.torch_private import pytree
 from paceline.training.blame import sample_names
 from paceline.training.feed import MicroBatch
 from paceline.training.stepper import Stepper
