@@ -418,6 +418,25 @@ def test_a_copy_of_a_gpu_counts_until_it_is_in_pinned_memory(monkeypatch: pytest
     assert list(copier._latest_s) == [pytest.approx(0.05)] and copier._error is None
 
 
+def test_the_pace_of_copies_is_set_before_the_first_and_after_1_2_4_and_8(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """By the time of a copy and of a step. Without memory there are no more."""
+    copier = copier_of(0, None)
+    copier._latest_s.append(0.01)
+    monkeypatch.setattr(copier, "fits", lambda pieces: True)
+    set_after = []
+    for copier.num_copies in range(10):
+        copier.every = 0
+        assert copier.set_pace([], [0.5, 0.4, 9.0], steps=2)
+        assert copier.every in (0, copier.affordable_every(0.25))
+        set_after += [copier.num_copies] if copier.every else []
+    assert set_after == [0, 1, 2, 4, 8]
+    copier.num_copies = 16
+    monkeypatch.setattr(copier, "fits", lambda pieces: False)
+    assert not copier.set_pace([], [])
+
+
 def test_one_slow_copy_does_not_put_copies_apart():
     """Other work on the machine delays one now and then: the median of the latest counts."""
     copier = copier_of(0, None)

@@ -6,7 +6,6 @@ import math
 import os
 import queue
 import signal
-import statistics
 import time
 from collections import Counter
 from contextlib import suppress
@@ -36,7 +35,6 @@ from paceline.training import state
 from paceline.training.control import RunControl
 from paceline.training.evaluate import quotients
 from paceline.training.optimizers.schedule import check_monitored, waits_for_evaluations
-from paceline.training.parts.memory_checkpoint import Copier
 from paceline.training.refusals import check_loss, check_used
 from paceline.training.run_log import RunLog, learning_rate, recorded_loss
 
@@ -232,7 +230,14 @@ class Coordinator(Server):
             or (self.version - self.turns.before(self.turns.steps(self.history.first)) > _MOST_ALSO)
         ):
             return
-        if copier.num_copies == 0 and not self._keeps_copies(copier):
+        if not copier.set_pace(
+            state.pieces(self.shelf), self.log.speed.latest_s, steps=self.turns.width
+        ):
+            self.copier = None
+            self.display.say(
+                "this host's memory has no room for copies of the state: if a server is lost, the run goes on "
+                "from the last checkpoint"
+            )
             return
         self.copying = set(self.followers)
         for connection in self.followers.values():
@@ -251,22 +256,6 @@ class Coordinator(Server):
                 "metrics_bytes": self.log.metrics.stat().st_size,
             }
         )
-        if copier.num_copies & (copier.num_copies - 1) == 0:  # after 1, 2, 4, 8, ... copies
-            copier.every = copier.affordable_every(
-                statistics.median(self.log.speed.latest_s or [0]) / self.turns.width
-            )
-            self._keeps_copies(copier)
-
-    def _keeps_copies(self, copier: Copier) -> bool:
-        """Whether there is memory for copies of all servers; without it none is made any more."""
-        if copier.fits(list(state.pieces(self.shelf))):
-            return True
-        self.copier = None
-        self.display.say(
-            "this host's memory has no room for copies of the state: if a server is lost, the run goes on "
-            "from the last checkpoint"
-        )
-        return False
 
     def _begin_journal(self) -> None:
         first, later = self.history.first, self.history.later

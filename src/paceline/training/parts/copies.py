@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -19,8 +18,6 @@ from paceline.training.parts import copied_state, drift
 from paceline.training.parts.callbacks import Callbacks
 from paceline.training.parts.memory_checkpoint import Copier
 from paceline.training.run import RunPart, TrainingRun
-
-_NEVER = 2**62  # steps from copy to copy
 
 
 class Copies(RunPart):
@@ -86,7 +83,7 @@ class Copies(RunPart):
             )
         )
         # It is too late once the kernel ends a rank.
-        if copier.num_copies == 0 and run.greatest(int(not copier.fits(pieces))):
+        if not copier.set_pace(pieces, run.log.speed.latest_s, greatest=run.greatest):
             self._end()
             return
         copier.copy(
@@ -103,19 +100,7 @@ class Copies(RunPart):
             and context.slot == 0
         ):
             context.host_copies.give_back_kept()
-        # After 1, 2, 4, 8, ... copies, on all ranks alike.
-        if copier.num_copies & (copier.num_copies - 1) == 0:
-            if copier.num_copies <= 2:  # the times of later ones are those of copies before them
-                copier.wait()
-            step_s = statistics.median(run.log.speed.latest_s)
-            copier.every = run.greatest(
-                copier.affordable_every(step_s) if copier.fits(pieces) else _NEVER
-            )
-            if copier.neighbour is not None:
-                copier.send_every = run.greatest(copier.affordable_send_every(step_s))
-            if copier.every == _NEVER:
-                self._end()
-        if sends and self.copier is not None:
+        if sends:
             copier.send(run.step)
 
     def _is_sent(self, copier: Copier, neighbour: HostCopies) -> bool:

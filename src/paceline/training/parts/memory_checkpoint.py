@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from paceline.launch.hosts.host_copies import HostCopies
 
 _REMEMBERED = 5  # copies, whose time is known
+_NEVER = 2**62  # steps from copy to copy
 _Copied = Sequence[tuple[TensorPiece, torch.Tensor]]  # pieces with copies of their tensors
 MEMORY_SHARE = 0.5  # of this host's free memory that the copies of all its ranks may take
 
@@ -219,6 +220,34 @@ class Copier:
             self.has_failed = True
             logger.warning(f"this host refuses memory for a copy of the state: {error.strerror}")
 
+    def set_pace(
+        self,
+        pieces: Iterable[TensorPiece],
+        latest_s: Sequence[float],
+        *,
+        steps: int = 1,
+        greatest: Callable[[int], int] = lambda value: value,
+    ) -> bool:
+        """Set the steps from copy to copy, before the first one and after 1, 2, 4, 8, ... of them.
+
+        Args:
+            pieces: Of the next copy.
+            latest_s: Times of the run's latest steps, each as long as `steps` of the steps that are counted here.
+            greatest: Returns the greatest value over all ranks; collective.
+
+        Returns:
+            Whether there is memory for more copies, as far as is known.
+        """
+        if self.num_copies & (self.num_copies - 1):
+            return True
+        self.wait()  # so that its time is known
+        step_s = statistics.median(latest_s or [0.0]) / steps
+        fits = self.fits(list(pieces))
+        self.every = greatest(self.affordable_every(step_s) if fits else _NEVER)
+        if self.neighbour is not None:
+            self.send_every = greatest(_affordable(self.neighbour.took_s, step_s))
+        return self.every < _NEVER
+
     def affordable_every(self, step_s: float) -> int:
         """Return the steps from copy to copy that keep the time of one within `TIME_SHARE` of all.
 
@@ -226,10 +255,6 @@ class Copier:
         a copy; on a GPU it ends when the tensors are in pinned memory. step_s: of one step.
         """
         return _affordable(statistics.median(self._latest_s) if self._latest_s else 0.0, step_s)
-
-    def affordable_send_every(self, step_s: float) -> int:
-        """Likewise from one copy that another host takes over to the next."""
-        return _affordable(self.neighbour.took_s if self.neighbour is not None else 0.0, step_s)
 
     def fits(self, pieces: Sequence[TensorPiece]) -> bool:
         """Whether copies of all ranks of this host, each of pieces as large as these, fit into its memory, where those
