@@ -28,13 +28,14 @@ from paceline.training.parts import drift
 from paceline.training.parts.callbacks import Callbacks
 from paceline.training.parts.copies import Copies
 from paceline.training.parts.evaluations import Evaluations
+from paceline.training.parts.observed import Observed
 from paceline.training.parts.saves import Saves
 from paceline.training.parts.spike_steps import SpikeSteps
 from paceline.training.parts.step_log import StepLog
 from paceline.training.parts.tracing import Tracing
 from paceline.training.prefetch import Fed, Prefetch
 from paceline.training.restore import choose_checkpoint, mismatch, restore
-from paceline.training.run import StepTaken, TrainingRun
+from paceline.training.run import RunPart, StepTaken, TrainingRun
 from paceline.training.run_log import RunLog
 from paceline.training.settings import Settings
 from paceline.training.shares import refuse_single_samples
@@ -92,7 +93,10 @@ class Loop:
             self.callbacks,
             self.copies,
             Tracing(run),
+            *([Observed(run, settings.observer)] if settings.observer is not None else []),
         ]
+        watch = any(type(part).gradients is not RunPart.gradients for part in run.parts)
+        self.observe = run.tell_gradients if watch else None
         drift.check_replicas(drift.replicated(stepper), mesh=mesh, step=0)
         run.tell_layout()
         stepper.before_update = run.before_update
@@ -180,7 +184,7 @@ class Loop:
                     return False
 
     def _take(self, fed: Fed, feed: Prefetch) -> StepResult:
-        run, stepper, observer = self.run, self.run.stepper, self.run.settings.observer
+        run, stepper = self.run, self.run.stepper
 
         def on_launched() -> None:
             if feed.copies is not None:
@@ -188,10 +192,8 @@ class Loop:
                 feed.prepare_next()
                 run.beat("reduce")
 
-        if observer is not None:
-            if not stepper.has_begun:
-                observer.initial(stepper)
-            observer.samples(run.step, fed.batches)
+        for part in run.parts:
+            part.before_step(fed)
         run.set_mode(trains=True)
         with self.spikes.explaining(fed):
             result = stepper.step(
@@ -201,7 +203,7 @@ class Loop:
                 stop=self._is_asked,
                 beat=run.beat,
                 on_launched=on_launched,
-                observe=partial(observer.gradients, run.step) if observer else None,
+                observe=self.observe,
             )
             self.spikes.judge(result)
         if stepper.trace is not None:
@@ -210,14 +212,11 @@ class Loop:
 
     def _count(self, taken: StepTaken) -> None:
         """A step was taken: count it, and let every part know."""
-        run, observer = self.run, self.run.settings.observer
-        window = taken.fed.window
+        run, window = self.run, taken.fed.window
         run.step, run.samples, run.epoch = run.step + 1, run.samples + window.count, window.epoch
         run.stop = run.stop or bool(taken.result.stop)
         for part in run.parts:
             part.stepped(taken)
-        if observer is not None and observer.weights(run.step - 1, run.stepper, run.log.loss):
-            run.ended = "its observer said so"
         self.heap.poll()
 
     def _is_asked(self) -> bool:

@@ -35,20 +35,32 @@ class StepTaken:
 
 
 class RunPart:
-    """One feature of a run beside its steps, with the moments at which it may do something.
+    """One feature of a run beside its steps, with the moments at which it may do something, on every rank.
 
-    All ranks have the same parts in the same order, and every moment comes after the same step on all of them. So a
-    part may enter collectives.
+    All ranks have the same parts in the same order. The constructor, `restored`, `settled`, `finished` and `summary` come after the same
+    step on all ranks, and may enter collectives of all. Replicas that take steps of their own (`local=H`) may be in
+    different steps otherwise: there `before_step` and `gradients` may enter those of the ranks of one replica, and
+    `stepped`, `before_update`, `document` and `figures` none.
     """
 
     def restored(self, checkpoint: Checkpoint | None) -> None:
         """The run goes on from here. checkpoint: what it was restored from; None if it begins."""
 
+    def before_step(self, fed: Fed) -> None:
+        """The samples of the next step are there, and its first forward is next."""
+
+    def gradients(self) -> None:
+        """Gradients are those of the whole window, and not yet clipped. They are read here, not changed.
+
+        A step that is skipped has none. A step of the job's own was taken before, and each gradient is the sum over
+        its updates.
+        """
+
     def before_update(self) -> None:
         """What follows writes to the weights and the optimizer's state."""
 
     def stepped(self, taken: StepTaken) -> None:
-        """A step was taken, on this rank. Ranks may be in different steps: nothing here is collective."""
+        """A step was taken, on this rank. It is counted."""
 
     def settled(self) -> None:
         """Ranks are after the same step, and the run may be evaluated and saved. Called again if a part wants it."""
@@ -112,6 +124,11 @@ class TrainingRun:
     def note(self, **figures: Any) -> None:
         """Append a line to metrics.jsonl, on rank 0."""
         self.log.note(self.step, **figures)
+
+    def tell_gradients(self, stepper: Stepper) -> None:
+        """Let every part know that gradients are complete."""
+        for part in self.parts:
+            part.gradients()
 
     def before_update(self) -> None:
         """Let every part know that weights are written to next. Collective."""
