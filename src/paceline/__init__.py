@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from paceline.searches.search import search
     from paceline.searches.space import Log, Range
     from paceline.strategies.plan import Plan
+    from paceline.training.run import RunPart
 
 __version__ = "0.2.0"
 
@@ -48,6 +49,7 @@ _HOMES = {
     "PacelineError": "paceline.base.errors",
     "Plan": "paceline.strategies.plan",
     "Range": "paceline.searches.space",
+    "RunPart": "paceline.training.run",
     "Shards": "paceline.job.shards",
     "audit": "paceline.api.audit",
     "by_epoch": "paceline.job.phases",
@@ -87,6 +89,7 @@ __all__ = [
     "PacelineError",
     "Plan",
     "Range",
+    "RunPart",
     "Shards",
     "StepContext",
     "audit",

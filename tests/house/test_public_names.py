@@ -24,6 +24,7 @@ PUBLIC = [
     "PacelineError",
     "Plan",
     "Range",
+    "RunPart",
     "Shards",
     "StepContext",
     "audit",

@@ -91,6 +91,8 @@ class Job:
         loading: How loader workers read; taken from a `DataLoader` that was given as data.
         callbacks: Objects that watch the run and control it, in the process that started it; see
             docs/callbacks.md.
+        parts: Functions that make a part of the run, on each rank: subclasses of `pl.RunPart`, or
+            functions of the run that return one; see docs/parts.md.
 
     Raises:
         JobError: a field has a value it can't have; the message names all of them.
@@ -124,6 +126,7 @@ class Job:
     drop_last: bool = False
     loading: Loading | None = None
     callbacks: Sequence[Callback] = ()
+    parts: Sequence[Callable[[Any], Any]] = ()
 
     def __post_init__(self) -> None:
         problems = list(_phase_problems(self))
@@ -373,6 +376,8 @@ def _problems(job: Job) -> Iterator[str]:
         if _length(value) == 0:
             yield f"{name} has no samples: leave it out, or give some"
     yield from _callback_problems(job)
+    if not isinstance(job.parts, Sequence) or not all(map(callable, job.parts)):
+        yield f"parts must be a list of functions of the run, such as subclasses of pl.RunPart, got {job.parts!r}"
     if not isinstance(job.metrics, Mapping) or not all(
         isinstance(name, str) and callable(function) for name, function in job.metrics.items()
     ):

@@ -145,7 +145,7 @@ class PlanningProblem:
             PlanError: the plan can't be on this cluster.
             NotPriced: the plan can be on this cluster, but its cost is not known.
         """
-        conflicts.check_precision(plan, self.job.precision)
+        conflicts.check_job(plan, self.job)
         check_step(self.job, plan)
         if cluster.nodes and (
             unpriced := [s.name for s in active(plan) if not s.is_priced_on_paper]

@@ -79,7 +79,7 @@ def resolve(
     _check_counts(settled, cluster, devices=devices, procs=procs, environment=environment)
     _check_samples(settled, job)
     conflicts.check(settled)
-    conflicts.check_precision(settled, job.precision)
+    conflicts.check_job(settled, job)
     if job.models:
         conflicts.check_own_step(settled)
     shares, accumulate = settled.modifiers.shares, settled.modifiers.accumulate

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from paceline.base.errors import PlanError
-from paceline.job import Precision
+from paceline.job import Job, Precision
 from paceline.strategies.plan import Plan
-from paceline.strategies.registry import strategies
+from paceline.strategies.registry import active, strategies
 from paceline.strategies.strategy import Conflict
 
 # Conflicts of modifiers that belong to no strategy.
@@ -74,6 +74,21 @@ def check_own_step(plan: Plan) -> None:
                     f"{conflict.why}",
                     hint=conflict.instead,
                 )
+
+
+def check_job(plan: Plan, job: Job) -> None:
+    """Refuse a plan that cannot run a job of this precision, or with these parts of a run.
+
+    Raises:
+        PlanError: a choice conflicts. The message says which, why, and what to choose instead.
+    """
+    check_precision(plan, job.precision)
+    if job.parts and (apart := [strategy.name for strategy in active(plan) if strategy.trainer]):
+        raise PlanError(
+            f"plan '{plan}': {apart[0]} and a job with parts= don't compose: its ranks take steps "
+            "in a loop of their own, which has no such parts",
+            hint="data=N, shard=N, or callbacks= in place of parts=",
+        )
 
 
 def check_precision(plan: Plan, precision: Precision) -> None:

@@ -89,6 +89,7 @@ class Loop:
             self.spikes,
             comparisons,
             evaluations,
+            *run.parts_of_job(),
             self.saves,
             self.callbacks,
             self.copies,

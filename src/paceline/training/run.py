@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from paceline.base.errors import JobError
 from paceline.base.files import write_json
 from paceline.checkpoint.read import Checkpoint
 from paceline.job import Job
@@ -17,6 +18,7 @@ from paceline.runs.folder import SPLIT
 from paceline.strategies.mesh import Mesh
 from paceline.strategies.plan import Plan
 from paceline.training import state
+from paceline.training.clipping import squared_norms
 from paceline.training.prefetch import Fed
 from paceline.training.run_log import RunLog
 from paceline.training.settings import Settings
@@ -37,7 +39,8 @@ class StepTaken:
 class RunPart:
     """One feature of a run beside its steps, with the moments at which it may do something, on every rank.
 
-    All ranks have the same parts in the same order. The constructor, `restored`, `settled`, `finished` and `summary` come after the same
+    A job gives parts of its own as `parts=`, functions that make one of the run; see docs/parts.md. All ranks have the
+    same parts in the same order. The constructor, `restored`, `settled`, `finished` and `summary` come after the same
     step on all ranks, and may enter collectives of all. Replicas that take steps of their own (`local=H`) may be in
     different steps otherwise: there `before_step` and `gradients` may enter those of the ranks of one replica, and
     `stepped`, `before_update`, `document` and `figures` none.
@@ -69,7 +72,7 @@ class RunPart:
         """All steps are taken, and the last one is settled."""
 
     def document(self) -> Mapping[str, Any]:
-        """Return what a checkpoint keeps of the part, as JSON."""
+        """Return what a checkpoint keeps of the part, as JSON, under names of its own. That of rank 0 counts."""
         return {}
 
     def figures(self) -> Mapping[str, Any]:
@@ -121,6 +124,20 @@ class TrainingRun:
         if self.stepper.trace is not None:
             self.stepper.trace.phase(phase)
 
+    def parts_of_job(self) -> list[RunPart]:
+        """Make the parts that the job gives; none in a trial.
+
+        Raises:
+            JobError: one is no part.
+        """
+        parts = [] if self.settings.is_trial else [make(self) for make in self.job.parts]
+        for part in parts:
+            if not isinstance(part, RunPart):
+                raise JobError(
+                    f"parts must hold functions that return a pl.RunPart, got a {type(part).__name__}"
+                )
+        return parts
+
     def note(self, **figures: Any) -> None:
         """Append a line to metrics.jsonl, on rank 0."""
         self.log.note(self.step, **figures)
@@ -129,6 +146,22 @@ class TrainingRun:
         """Let every part know that gradients are complete."""
         for part in self.parts:
             part.gradients()
+
+    def gradient_norms(self) -> dict[str, float]:
+        """Return the norm of each parameter's gradient by name, over all parts of the model; 0 where there is none.
+
+        The same on all ranks; where replicas take steps of their own, on those of one replica. Collective among the
+        ranks of one replica.
+        """
+        stepper = self.stepper
+        squares = squared_norms(
+            stepper.trainable,
+            stepper.parameters,
+            stepper.layout.owned,
+            self.mesh,
+            self.context.device,
+        )
+        return dict(zip(stepper.trainable, squares.sqrt().tolist(), strict=True))
 
     def before_update(self) -> None:
         """Let every part know that weights are written to next. Collective."""
@@ -159,10 +192,19 @@ class TrainingRun:
             self.stepper.set_mode(trains=trains)
 
     def document(self) -> dict[str, Any]:
-        """Return what of the run's state is not a tensor."""
+        """Return what of the run's state is not a tensor.
+
+        Raises:
+            JobError: two parts keep something under one name.
+        """
         document = state.document(self.stepper, step=self.step, samples=self.samples)
         for part in self.parts:
-            document |= part.document()
+            kept = part.document()
+            if taken := document.keys() & kept:
+                raise JobError(
+                    f"document() of {type(part).__name__} has '{min(taken)}', a name that is taken"
+                )
+            document |= kept
         return document
 
     def figures(self) -> dict[str, Any]:

@@ -43,6 +43,8 @@ class Saves(RunPart):
                 )
 
     def restored(self, checkpoint: Checkpoint | None) -> None:
+        if self.run.job.parts:
+            self.run.document()  # what is wrong with it is known before the first save
         if self.run.log.metrics is not None and self.run.settings.resume:
             self.passed_over = later_saves(self.run.log.metrics.parent, after=self.run.step)
 
