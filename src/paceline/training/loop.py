@@ -96,8 +96,8 @@ class Loop:
             Tracing(run),
             *([Observed(run, settings.observer)] if settings.observer is not None else []),
         ]
-        watch = any(type(part).gradients is not RunPart.gradients for part in run.parts)
-        self.observe = run.tell_gradients if watch else None
+        observes = any(type(part).gradients is not RunPart.gradients for part in run.parts)
+        self.observe = run.tell_gradients if observes else None
         drift.check_replicas(drift.replicated(stepper), mesh=mesh, step=0)
         run.tell_layout()
         stepper.before_update = run.before_update
