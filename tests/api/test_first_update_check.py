@@ -28,9 +28,10 @@ from paceline.job.file import JobFile
 from paceline.launch.process.failure import RankFailed
 from paceline.model.randomness import WithoutRandomness
 from paceline.planner.resolve import Resolved, resolve
-from paceline.proof.first_step import FirstStep
+from paceline.proof import first_update
 from paceline.proof.first_update import FirstUpdate, check_first_update
-from paceline.proof.tolerances import ALL_KINDS, write_reference
+from paceline.proof.reference import write_first_step, write_reference
+from paceline.proof.tolerances import ALL_KINDS
 from paceline.strategies.data.run import GradientBuckets
 from paceline.strategies.plan import Plan
 from paceline.training.window import WindowWork
@@ -225,19 +226,63 @@ class Counted(nn.Module):
         return output
 
 
-@pytest.mark.parametrize(("coupled", "forwards"), [(False, 1 + 3), (True, 11 + 2)])
+@pytest.mark.parametrize(("coupled", "forwards"), [(False, 1 + 3), (True, 12 + 2)])
 def test_a_yardstick_is_measured_only_where_it_matters(
     coupled: bool, forwards: int, tmp_path: Path
 ) -> None:
-    """One forward of one device is enough for a plan that agrees to a few roundings. A coupled one needs ten more:
-    with nudged weights, for each micro-batch with the weights as they are and with nudged ones, and to look at the loss
-    by itself. Three take four samples, at once and in parts; a BatchNorm refuses the part of one."""
+    """One forward of one device is enough for a plan that agrees to a few roundings. A coupled one needs eleven more:
+    the same again, with nudged weights, for each micro-batch with the weights as they are and with nudged ones, and to
+    look at the loss by itself. Three take four samples, at once and in parts; a BatchNorm refuses the part of one."""
     job = make_job(lambda: Counted(tmp_path, coupled=coupled), steps=1)
 
     update_check = checked(job, "data=2 accumulate=2")
 
     assert update_check.verdict == ("coupled" if coupled else "passed")
     assert len(list(tmp_path.iterdir())) == forwards
+
+
+class Priced(nn.Linear):
+    """Notes its samples in each forward on one device, and twice as many in each backward."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__(6, 3)
+        self.file = file
+
+    def note(self, samples: int) -> None:
+        with self.file.open("a") as file:
+            file.write(f"{samples}\n")
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = super().forward(x)
+        if not dist.is_initialized():
+            self.note(len(x))
+            if output.requires_grad:
+                output.register_hook(lambda gradient: self.note(2 * len(x)))
+        return output
+
+
+@pytest.mark.parametrize(("has_own_step", "steps_of_ranks"), [(False, 1), (True, 0)])
+def test_a_check_that_passes_costs_three_steps_at_most(
+    has_own_step: bool, steps_of_ranks: int, tmp_path: Path
+) -> None:
+    """Of one device with the whole batch: its own, other samples', and but for a step of one's own that of ranks."""
+
+    def step(ctx: Any, batch: Any) -> None:
+        ctx.backward("net", batch.input, lambda y, piece: F.cross_entropy(y, piece.target))
+        ctx.update("net")
+
+    def model() -> nn.Module:
+        return Priced(tmp_path / "samples")
+
+    job = make_job(model)
+    if has_own_step:
+        optimizers = {"net": lambda named: torch.optim.AdamW(named, lr=1e-2)}
+        fields = {"models": {"net": model}, "optimizers": optimizers, "step": step}
+        job = paceline.Job(data=job.data, batch=job.batch, steps=3, **fields)
+
+    assert checked(job, "data=2").verdict == "passed"
+    samples = sum(map(int, (tmp_path / "samples").read_text().split()))
+    assert 1 <= samples / (3 * job.batch) <= 3 - steps_of_ranks
 
 
 def test_the_note_of_a_loss_that_is_no_mean_says_what_to_return() -> None:
@@ -263,23 +308,19 @@ def check_with_memory(
     return check_first_update(job, resolved, timeout_s=60)
 
 
-@pytest.mark.sweep(2)
-@pytest.mark.parametrize(("plan", "models"), [("data=2", 3), ("shard=2", 2), ("pipeline=2", 2)])
-def test_one_device_leaves_memory_to_the_ranks(
-    plan: str, models: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_one_device_has_all_memory_that_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It takes its step beside them: each model in memory has an equal share of what is free."""
+    """It has ended before the ranks take their step."""
     monkeypatch.setattr(
         resource, "setrlimit", lambda kind, most: (tmp_path / "limit").write_text(str(most[0]))
     )
 
-    assert check_with_memory(make_job(), plan, 600, monkeypatch).verdict == "passed"
-    assert (tmp_path / "limit").read_text() == str(600 // models)
+    assert check_with_memory(make_job(), "data=2", 600, monkeypatch).verdict == "passed"
+    assert (tmp_path / "limit").read_text() == "600"
 
 
-def test_a_model_that_takes_too_much_memory_beside_the_ranks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_model_that_takes_too_much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """The run trains, and says that it was not checked."""
     update_check = check_with_memory(
         make_job(lambda: nn.Linear(6, 2**20)), "data=2", 3 * 2**20, monkeypatch
@@ -313,10 +354,10 @@ def test_one_device_that_fails_ends_no_run(
 ) -> None:
     """Its error is told; ranks that wait for it, and servers that wait for these, end with the check."""
 
-    def fail(self: FirstStep) -> None:
+    def fail(*args: Any, **options: Any) -> None:
         raise ValueError("no such number")
 
-    monkeypatch.setattr(FirstStep, "narrow", fail)
+    monkeypatch.setattr(first_update, "write_first_step", fail)
     summary = paceline.train(make_job(), plan, run=tmp_path / "run")
 
     assert (
@@ -360,9 +401,7 @@ def test_the_first_limits_are_never_wider_than_the_measured_ones(
         )
 
     job = make_job(model, steps=1, lr_schedule=schedule, clip=0.1)
-    first = FirstStep(
-        job, tmp_path / "first", WithoutRandomness(), take_cores=lambda: False
-    ).narrow()
+    first, _ = write_first_step(job, tmp_path / "first", random=WithoutRandomness())
     measured = write_reference(job, tmp_path / "measured", steps=1, random=WithoutRandomness())
 
     assert (
@@ -439,8 +478,17 @@ def test_a_certificate_makes_the_check_unnecessary(tmp_path: Path) -> None:
     assert paceline.train(JobFile(path), "data=2", run=tmp_path / "run")["check"]["seconds"] == 0
 
 
-def test_a_certificate_is_about_the_devices_that_it_names(tmp_path: Path) -> None:
-    """A run on GPUs is not checked first; it knows what `verify` said of such GPUs, and not what it said of CPUs."""
+def test_a_certificate_is_about_the_devices_that_it_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run on GPUs knows what `verify` said of such GPUs, and not what it said of CPUs."""
+    checked_devices = []
+
+    def check(job: Any, resolved: Resolved, *, timeout_s: float) -> FirstUpdate:
+        checked_devices.append(resolved.cluster.devices[0].name)
+        return FirstUpdate("passed", seconds=1.0)
+
+    monkeypatch.setattr(first_update, "check_first_update", check)
     (tmp_path / "job.py").write_text(FILE)
     source = JobFile(tmp_path / "job.py")
     job, plan = source.load(), Plan.parse("data=2")
@@ -460,12 +508,34 @@ def test_a_certificate_is_about_the_devices_that_it_names(tmp_path: Path) -> Non
 
     assert known(on("cpu", "CPU")) == FirstUpdate("passed")
     assert known(on("cuda", "H200")) == FirstUpdate("coupled", "a BatchNorm")
-    update_check = known(on("cuda", "A100"))
-    assert (
-        update_check is not None
-        and update_check.verdict == "unchecked"
-        and "'paceline verify' with --devices" in update_check.reason
-    )
+    assert known(on("cuda", "A100")) == FirstUpdate("passed", seconds=1.0)
+    assert known(on("cuda", "A100")) == FirstUpdate("passed")
+    assert checked_devices == ["A100"]
+
+
+@pytest.mark.parametrize(
+    ("bytes_there", "has_room"), [(4 * 83 * 4 + 100, True), (4 * 83 * 4 - 1, False)]
+)
+def test_a_gpu_that_is_too_small_is_left_alone(
+    bytes_there: int, has_room: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """AdamW needs four copies of 83 numbers, and counts of steps. No process that uses the GPU is started."""
+    tried = []
+
+    def alone(work: Any, device: Device, *, timeout_s: float) -> Any:
+        tried.append(str(device))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(first_update, "alone", alone)
+    gpus = Cluster(tuple(Device("cuda", index, bytes_there) for index in range(2)))
+    resolved = Resolved(Plan.parse("data=2"), gpus, (1, 1))
+    if has_room:
+        with pytest.raises(KeyboardInterrupt):
+            check_first_update(make_job(), resolved, timeout_s=60)
+        assert tried == ["cuda:0"]
+    else:
+        update = check_first_update(make_job(), resolved, timeout_s=60)
+        assert update.verdict == "unchecked" and "cuda:0 has no room" in update.reason
 
 
 class Noisy(nn.Module):

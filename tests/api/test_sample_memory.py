@@ -119,7 +119,7 @@ def test_a_data_set_that_remembers_is_refused(
 
 
 def test_it_is_refused_on_gpus_too(tmp_path: Path):
-    """Where the first update is not checked."""
+    """Before a step is taken there."""
     job = paceline.Job(
         model=lambda: nn.Linear(3, 2),
         data=CachedAfter(),

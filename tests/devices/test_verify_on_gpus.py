@@ -75,6 +75,24 @@ def test_default_plans_are_those_that_the_devices_are_enough_for(shop: Workshop)
     }  # all but the one of eight ranks
 
 
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize(
+    ("job", "plan"), [("few in float32", "data=2"), ("blocks", "shard=2"), ("gan", "data=2")]
+)
+def test_a_run_checks_its_first_update(shop: Workshop, job: str, plan: str):
+    """One GPU takes the step before ranks start, and no process holds a GPU that forks them."""
+    trained = shop.train(job, plan, "cuda:0-1", check=True)
+    check = trained.summary["check"]
+    assert check["verdict"] == "passed" and check["seconds"] > 0, check
+    assert trained.first_use is None
+
+
+def test_a_run_with_a_mistake_of_one_gpu_is_refused(shop: Workshop):
+    """The second GPU's ranks are wrong, and the first one takes the step alone."""
+    answer = shop.ask("wrong on the second GPU", "data=2", "cuda:0-1", check=True)
+    assert "the first update under 'data=2' is not what one device computes" in answer["error"]
+
+
 def test_a_mistake_of_one_gpu_is_found(shop: Workshop):
     """It is in ranks on that GPU alone: the third device here has no rank."""
     job, plan = "wrong on the second GPU", "data=2"

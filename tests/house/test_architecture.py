@@ -51,7 +51,6 @@ BEYOND_LIMITS = {
     "model/reference/transformer.py: _layer",
     "planner/estimate.py: estimate",
     "planner/pipelines.py: play_pipeline",
-    "proof/first_step.py: __init__",
     "searches/begin.py: open_study",
     "searches/search.py: search",
     "servers/coordinator.py: __init__",

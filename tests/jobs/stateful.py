@@ -16,7 +16,7 @@ import paceline
 from jobs.data import regression
 from paceline.cluster.cluster import Cluster
 from paceline.launch.local.ranks import run_local
-from paceline.proof.reference_loop import PlainRun
+from paceline.proof.reference_loop import BatchCut, PlainRun, Variation
 from paceline.strategies.compose import load
 from paceline.training.drivers import train_rank
 from paceline.training.settings import Settings
@@ -48,8 +48,8 @@ def trained(job: paceline.Job, plan: str, folder: Path) -> dict[str, Tensor]:
 def by_one_device(job: paceline.Job, plan: str = "single") -> dict[str, Tensor]:
     """The weights and buffers that a plain loop on one device ends with, in this process. plan: how each batch is cut
     over replicas and micro-batches."""
-    cut = paceline.Plan.parse(plan)
-    run = PlainRun(job, shares=(1,) * cut.replicas, microbatches=cut.num_microbatches)
+    read = paceline.Plan.parse(plan)
+    run = PlainRun(job, Variation(cut=BatchCut((1,) * read.replicas, read.num_microbatches)))
     for _ in run.steps(job.total_steps or 0):
         pass
     return {

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from paceline.job import Precision
 from paceline.model.randomness import WithoutRandomness
 from paceline.proof.compare import judge
-from paceline.proof.ranks import in_precision
-from paceline.proof.tolerances import load_kind, write_reference
+from paceline.proof.processes import in_precision
+from paceline.proof.reference import load_kind, write_reference
 
 BETA = 0.999  # AdamW's for second moments
 # By how much 1 - BETA is wrong, relative, where a kernel holds BETA in float32: by -1.29e-5.

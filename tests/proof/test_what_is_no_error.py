@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import paceline
 from paceline.proof.order import whole_batches
-from paceline.proof.reference_loop import as_planned, backward, build_plain, gradients_of
+from paceline.proof.reference_loop import WHOLE, BatchCut, PlainRun, Variation
 
 
 def verdict(job: paceline.Job, plan: str, **options: Any) -> paceline.Certificate:
@@ -173,12 +173,10 @@ def test_a_hook_sees_the_gradient_of_one_replica() -> None:
     """In the plain loop that cuts as a plan does: else it halves the first replica's gradient twice."""
     job = classification_job(Halved, precision="float64")
     batch = next(whole_batches(job, 1))
-    model = build_plain(job)
-    backward(job, model, [batch])
-    whole = gradients_of(model)
-    backward(job, model, *as_planned(batch, (3, 1), 1))
-    for name, gradient in gradients_of(model).items():
-        torch.testing.assert_close(gradient, whole[name])
+    whole, cut = (PlainRun(job, Variation(cut=cut)) for cut in (WHOLE, BatchCut((3, 1))))
+    gradients = whole.step(batch).gradients
+    for name, gradient in cut.step(batch).gradients.items():
+        torch.testing.assert_close(gradient, gradients[name])
 
 
 def test_a_plan_that_was_named_and_is_none_for_the_model() -> None:

@@ -22,7 +22,7 @@ from paceline.cluster.cluster import Cluster
 from paceline.job.order import split
 from paceline.planner.search import kind_of
 from paceline.planner.space import relaxed
-from paceline.proof.tolerances import whole_batches
+from paceline.proof.order import whole_batches
 from paceline.strategies import conflicts
 from paceline.strategies.axes import Axis
 from paceline.strategies.extensions import extensions

@@ -73,12 +73,6 @@ def first_update(
     key = _key(source, resolved) if source is not None else None
     if key is not None and (remembered := _read().get(key)):
         return FirstUpdate(remembered["verdict"], remembered["reason"])
-    if any(device.kind != "cpu" for device in resolved.cluster.devices):
-        return FirstUpdate(
-            "unchecked",
-            "a check before a run is for CPU ranks alone; 'paceline verify' with --devices "
-            "compares the plan with one GPU, and a run of the same file on such GPUs then knows",
-        )
     update = check_first_update(job, resolved, timeout_s=timeout_s)
     if key is not None and update.verdict != "unchecked":
         _remember(key, update.verdict, update.reason)

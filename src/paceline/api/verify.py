@@ -5,22 +5,39 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
+from torch.utils.data import Subset
+
+from paceline.api import checks
 from paceline.base.errors import NotDeterministic, PlanError, PlanRefused, UsageError, nearest
 from paceline.base.temporary import temporary_folder
+from paceline.cluster.accelerators import gpus, unused
+from paceline.cluster.cluster import Cluster
 from paceline.job import Job, Precision
 from paceline.job.file import AnyJob, JobFile, open_job
+from paceline.launch.process.failure import RankFailed
+from paceline.planner.resolve import Resolved, resolve
 from paceline.proof import certificate
 from paceline.proof.compare import Furthest, Verdict, judge
+from paceline.proof.problems import Problem
+from paceline.proof.processes import (
+    RUNS,
+    Proof,
+    cut_reference,
+    names_of,
+    num_devices,
+    recomputed_forwards,
+    reference_of,
+    watched,
+)
+from paceline.proof.reference_loop import BatchCut
 from paceline.runs.folder import writable
+from paceline.strategies.compose import load
 from paceline.strategies.plan import Plan
 from paceline.training.feed import is_stream
-
-if TYPE_CHECKING:
-    from paceline.planner.resolve import Resolved
-    from paceline.proof.ranks import Proof
 
 # Plans that are tried if none is named: every axis, its stages, their products, uneven numbers,
 # accumulation.
@@ -46,6 +63,9 @@ EXACT_PLANS = (
     "pipeline=2 data=2 tensor=2",
 )
 Resume = Literal["short", "full", "no"]
+# What a document says of a verdict, and of a plan's first verdict once more.
+_MAIN = ("max_loss_diff", "max_param_diff", "worst_param", "steps", "tolerance")
+_SHOWN = (*_MAIN, "precision", "passed", "max_gradient_diff", "max_buffer_diff", "difference")
 _REFUSALS = (PlanError.__name__, PlanRefused.__name__, NotDeterministic.__name__, "CaptureFailed")
 
 
@@ -103,31 +123,14 @@ class Certificate:
         """
         shown = [
             {
-                "precision": v.precision,
-                "passed": v.passed,
-                "max_loss_diff": v.max_loss_diff,
-                "max_gradient_diff": v.max_gradient_diff,
-                "max_param_diff": v.max_param_diff,
-                "max_buffer_diff": v.max_buffer_diff,
-                "worst_param": v.worst_param,
-                "steps": v.steps,
-                "tolerance": v.tolerance,
-                "difference": v.difference,
+                **{name: getattr(v, name) for name in _SHOWN},
                 "worst": {
-                    "loss": _as_dict(v.loss),
-                    "gradient": _as_dict(v.gradient),
-                    "weight": _as_dict(v.weight),
+                    kind: _as_dict(getattr(v, kind)) for kind in ("loss", "gradient", "weight")
                 },
             }
             for v in self.verdicts
         ]
-        empty = {
-            "max_loss_diff": None,
-            "max_param_diff": None,
-            "worst_param": None,
-            "steps": 0,
-            "tolerance": None,
-        }
+        empty = {**dict.fromkeys(_MAIN), "steps": 0}
         main = {key: shown[0][key] for key in empty} if shown else empty
         return {
             "plan": self.plan,
@@ -213,9 +216,6 @@ def verify(
             devices; a device isn't there; or a folder can't be written.
         PacelineError: the job fails on one device.
     """
-    from paceline.proof.ranks import Proof, reference_of
-    from paceline.strategies.compose import load
-
     file, loaded = open_job(job)
     source = file.to_dict() if run is not None and file is not None else None
     _check(steps, resume)
@@ -257,14 +257,10 @@ def _remember(
     """Remember the proved plans: runs under them, on devices of the same kind, need no check of
     their first update.
     """
-    from paceline.api import checks
-    from paceline.planner.resolve import resolve
-    from paceline.proof.ranks import devices_of, num_devices
-
     for each in certificates:
         if each.verdict in ("passed", "coupled"):
             plan = Plan.parse(each.plan)
-            resolved = resolve(job, plan, devices=devices_of(devices, num_devices(plan, devices)))
+            resolved = resolve(job, plan, devices=names_of(devices, num_devices(plan, devices)))
             checks.remember(source, resolved, verdict=each.verdict, reason=each.coupling or "")
 
 
@@ -279,8 +275,6 @@ def _shortened(job: Job, steps: int) -> Job:
     """Return the job's first steps, on so few of its samples that they include the short last batch
     of an epoch.
     """
-    from torch.utils.data import Subset
-
     if job.total_steps is not None:
         steps = min(steps, job.total_steps)
     job = replace(job, steps=steps, epochs=None)
@@ -300,9 +294,6 @@ def _devices_here(devices: str | None) -> tuple[str, ...] | None:
 
     Prints a line if GPUs are left out of a proof.
     """
-    from paceline.cluster.accelerators import gpus, unused
-    from paceline.cluster.cluster import Cluster
-
     if devices is not None:
         return tuple(str(device) for device in Cluster.local(devices).devices)
     if num_gpus := len(gpus()):
@@ -318,8 +309,6 @@ def _devices_here(devices: str | None) -> tuple[str, ...] | None:
 
 
 def _plans_that_fit(job: Job, devices: Sequence[str] | None) -> list[Plan]:
-    from paceline.proof.ranks import num_devices
-
     most = min(job.batch, job.num_samples or job.batch)
     return [
         plan
@@ -329,8 +318,6 @@ def _plans_that_fit(job: Job, devices: Sequence[str] | None) -> list[Plan]:
 
 
 def _check_ranks(plans: Sequence[Plan], devices: Sequence[str] | None) -> None:
-    from paceline.proof.ranks import num_devices
-
     if devices is not None and (
         large := [plan for plan in plans if num_devices(plan, devices) > len(devices)]
     ):
@@ -402,8 +389,6 @@ def _certificates(
     hops: set[int],
     asked_for: bool,
 ) -> Iterator[Certificate]:
-    from paceline.proof.ranks import RUNS
-
     checkpoint = ("single", proof.folder / RUNS / "single")
     for number, plan in enumerate(plans):
         if reference["order"] is not None:
@@ -436,11 +421,6 @@ def _certify(
     """Train under the plan with a recorder on every rank. A rank that fails is a problem, not an
     error.
     """
-    from paceline.launch.process.failure import RankFailed
-    from paceline.planner.resolve import resolve
-    from paceline.proof.problems import Problem
-    from paceline.proof.ranks import devices_of, num_devices
-
     if plan.relaxed is not None:
         return Certificate(
             str(plan),
@@ -449,7 +429,7 @@ def _certify(
             f"device; '{plan.exact}' can",
         )
     resolved = resolve(
-        proof.job, plan, devices=devices_of(proof.devices, num_devices(plan, proof.devices))
+        proof.job, plan, devices=names_of(proof.devices, num_devices(plan, proof.devices))
     )
     problem = Problem.from_dict(reference["problem"]) if reference["problem"] is not None else None
     trial = _Trial(proof, resolved, number, checkpoint, reference["note"])
@@ -461,7 +441,9 @@ def _certify(
         if error.failure.kind in _REFUSALS:
             return Certificate(str(plan), (), refused=error.failure.message, asked_for=asked_for)
         why = "\n".join(
-            str(cause) for cause in (problem if trial.cuts else None, error) if cause is not None
+            str(cause)
+            for cause in (problem if not trial.cut.is_whole else None, error)
+            if cause is not None
         )
         return Certificate(str(plan), (), why, reference["note"])
 
@@ -476,10 +458,9 @@ class _Trial:
     checkpoint: tuple[str, Path] | None  # the plan that wrote it, and its run folder
     note: str | None
 
-    @property
-    def cuts(self) -> bool:
-        """Whether the plan cuts the batch."""
-        return self.resolved.plan.replicas > 1 or self.resolved.plan.num_microbatches != 1
+    @cached_property
+    def cut(self) -> BatchCut:
+        return BatchCut.of(self.resolved)
 
     def certificate(self, problem: Any) -> Certificate:
         """Compare the plan with one device, and return the certificate.
@@ -487,78 +468,57 @@ class _Trial:
         If the plan cuts the batch and either the job couples samples or smaller parts overflow in
         other steps, the plan is compared with one device that cuts in the same way.
         """
-        whole = {precision: self.proof.folder / precision for precision in self.proof.figures}
+        whole = self.proof.figures
         if (
             problem is None or self.resolved.plan.num_microbatches == 1
         ):  # replicas may join what couples samples
-            certificate = self._judged(self.proof.figures, whole, resumes=True)
-            if certificate.passed or not self.cuts:
+            certificate = self._judged(whole, resumes=True)
+            if certificate.passed or self.cut.is_whole:
                 return certificate
-        from paceline.launch.process.failure import RankFailed
-
         try:
-            figures, folders = self._cut_alike()
+            figures = cut_reference(self.proof, self.cut)
         except (
             RankFailed
         ) as error:  # a batch cut so is no batch for the job: the plan says so itself
             if error.failure.is_stop:
                 raise
-            return self._judged(self.proof.figures, whole, resumes=True)
+            return self._judged(whole, resumes=True)
         coupled = next((f["coupling"] for f in reversed(figures.values()) if f["coupling"]), None)
         if coupled is not None:
             certificate = replace(
-                self._judged(figures, folders, resumes=False), coupling=_coupling(problem, coupled)
+                self._judged(figures, resumes=False), coupling=_coupling(problem, coupled)
             )
         elif problem is not None or any(each["overflow"] for each in figures.values()):
             certificate = self._uncoupled(
                 {
-                    precision: (each, folders[precision])
-                    if each["overflow"]
-                    else (self.proof.figures[precision], whole[precision])
+                    precision: each if each["overflow"] else whole[precision]
                     for precision, each in figures.items()
                 },
                 problem,
             )
         return replace(certificate, overflow=_overflow(figures))
 
-    def _uncoupled(
-        self, against: dict[Precision, tuple[dict[str, Any], Path]], problem: Any
-    ) -> Certificate:
+    def _uncoupled(self, figures: dict[Precision, dict[str, Any]], problem: Any) -> Certificate:
         """Judge a plan if no training step shows that cutting a batch matters, except for
         overflows.
 
         Args:
-            against: The figures of one device, and their folder, by precision.
+            figures: Of one device, by precision.
         """
-        figures = {precision: each for precision, (each, _) in against.items()}
-        folders = {precision: folder for precision, (_, folder) in against.items()}
-        certificate = self._judged(figures, folders, resumes=True)
+        certificate = self._judged(figures, resumes=True)
         if certificate.passed or problem is None:
             return certificate
         trained = self._judged(
             {precision: {**each, "evaluation": {}} for precision, each in figures.items()},
-            folders,
             resumes=False,
         )
         if trained.passed:  # what a forward changes of the model first shows after the last step
             return replace(trained, coupling=_coupling(problem, "evaluation after the last step"))
         return replace(certificate, problem=f"{problem}\n{certificate.reason}")
 
-    def _cut_alike(self) -> tuple[dict[Precision, dict[str, Any]], dict[Precision, Path]]:
-        from paceline.proof.ranks import cut_folder, cut_reference
-
-        shares, microbatches = self.resolved.shares, self.resolved.plan.num_microbatches
-        figures = cut_reference(self.proof, shares=shares, microbatches=microbatches)
-        return figures, {
-            precision: cut_folder(self.proof.folder / precision, shares, microbatches)
-            for precision in figures
-        }
-
-    def _judged(self, figures: Any, folders: Any, *, resumes: bool) -> Certificate:
-        from paceline.proof.ranks import recomputed_forwards, watched
-
+    def _judged(self, figures: Mapping[Precision, dict[str, Any]], *, resumes: bool) -> Certificate:
         name, folder = self.checkpoint if self.checkpoint and resumes else (None, None)
-        ranks = watched(self.proof, self.resolved, folders, number=self.number, resumed_from=folder)
+        ranks = watched(self.proof, self.resolved, figures, number=self.number, resumed_from=folder)
         finest, forwards = self.proof.finest, recomputed_forwards(self.resolved.plan)
         verdicts = [
             judge(each, [rank[precision] for rank in ranks], precision=precision, forwards=forwards)

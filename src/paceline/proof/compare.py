@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,19 @@ _STORED = {
     "buffers": "buffer",
     "optimizer": "state",
 }
+# Beside differences, what a rank's record has; attributes of the recorder.
+_RECORDED = (
+    "replica",
+    "parameter_names",
+    "marks",
+    "losses",
+    "rates",
+    "drawn",
+    "repeats",
+    "stored_elements",
+    "evaluated",
+    "first_step",
+)
 SAME_RATE = 1e-9  # relative; a schedule is a formula, computed by the same code on every rank
 
 
@@ -40,21 +52,12 @@ class DifferenceRecorder:
         folder: The folder of the reference.
         random: The switched-off random layers; they tell from which streams they would have drawn.
         first_step: The first step of the observed run; above 0 if it was resumed.
-        ready: Returns when the reference is in the folder; called before the first comparison.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        random: WithoutRandomness | None = None,
-        *,
-        first_step: int = 0,
-        ready: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.folder, self.random, self.first_step, self.ready = folder, random, first_step, ready
+    def __init__(self, folder: Path, random: WithoutRandomness, *, first_step: int = 0) -> None:
+        self.folder, self.random, self.first_step = folder, random, first_step
         self.replica = 0
         self.parameter_names: list[str] = []
-        self.digests: dict[str, list[bytes]] = {}
         self.marks: list[list[float]] = []
         self.losses: list[float] = []
         self.rates: list[list[float]] = []
@@ -67,31 +70,21 @@ class DifferenceRecorder:
         }
 
     def initial(self, stepper: state.StateOwner) -> None:
-        """Note the weights before a forward may change them."""
-        self.digests = {
-            name: [
-                _digest(piece.tensor)
-                for piece in pieces_of(name, p, stepper.layout.extents.get(name))
-            ]
-            for name, p in stepper.local_parameters.items()
-        }
+        """Compare the weights before a forward may change them."""
+        if not self.first_step:
+            self._compare("initial", 0, stepper.local_parameters, stepper.layout.extents)
 
     def samples(self, step: int, batches: list[MicroBatch]) -> None:
         self.marks.append([mark for batch in batches for mark in sample_marks(batch).tolist()])
-        if self.random is not None:
-            self.random.forget()
+        self.random.forget()
 
     def gradients(self, step: int, stepper: state.StateOwner) -> None:
         if step == self.first_step:
-            self.ready()
             self.replica, self.parameter_names = stepper.replica, list(stepper.local_parameters)
-            if step == 0:
-                if not self.digests:
-                    self.initial(stepper)
-                self._compare_initial(stepper)
-        if self.random is not None:
-            self.drawn.append(sorted(set(self.random.drawn)))
-            self.repeats.append(self.random.most_repeats())
+            if not self.distances["initial"]:  # a worker of servers had no weights before
+                self.initial(stepper)
+        self.drawn.append(sorted(set(self.random.drawn)))
+        self.repeats.append(self.random.most_repeats())
         self._compare(
             "gradient",
             step,
@@ -158,64 +151,25 @@ class DifferenceRecorder:
             }
         self.distances[kind].append(distances)
 
-    def _compare_initial(self, stepper: state.StateOwner) -> None:
-        """Compare the initial weights.
-
-        Weights whose bits were equal at the start have a difference of 0. For the others, the
-        current difference is noted.
-        """
-        with safe_open(self.folder / "initial-0.safetensors", framework="pt") as reference:
-            known, parameters = set(reference.keys()), stepper.local_parameters
-            pieces = {
-                name: pieces_of(name, p, stepper.layout.extents.get(name))
-                for name, p in parameters.items()
-            }
-            differing = {
-                name: p
-                for name, p in parameters.items()
-                if name not in known
-                or self.digests[name]
-                != [_digest(_region(reference, piece)) for piece in pieces[name]]
-            }
-        self._compare("initial", 0, differing, stepper.layout.extents)
-        distances = self.distances["initial"][-1]
-        self.distances["initial"][-1] = {
-            name: distances.get(name, 0.0) if name in differing else 0.0 for name in parameters
-        }
-
     def _compare_stored(self, step: int, pieces: Iterator[TensorPiece]) -> None:
         """Compare what this rank would write into a checkpoint."""
         distances: dict[str, float] = {}
         elements: dict[str, int] = {}
         files = {
-            kind: safe_open(self.folder / f"{kind}-{step}.safetensors", framework="pt")
-            for kind in _STORED.values()
+            section: safe_open(self.folder / f"{kind}-{step}.safetensors", framework="pt")
+            for section, kind in _STORED.items()
         }
-        names = {kind: set(file.keys()) for kind, file in files.items()}
-        for piece in pieces:
-            section, _, name = piece.name.partition("/")
-            kind = _STORED.get(section, "")
-            if name in names.get(kind, ()):
-                off = _greatest(piece.tensor.cpu(), _region(files[kind], piece))
-                distances[piece.name] = max(distances.get(piece.name, 0.0), off)
-                elements[piece.name] = elements.get(piece.name, 0) + piece.tensor.numel()
+        names = {f"{section}/{name}" for section, file in files.items() for name in file.keys()}  # noqa: SIM118  # no mapping
+        for piece in (piece for piece in pieces if piece.name in names):
+            expected = _region(files[piece.name.partition("/")[0]], piece)
+            off = _greatest(piece.tensor.cpu(), expected)
+            distances[piece.name] = max(distances.get(piece.name, 0.0), off)
+            elements[piece.name] = elements.get(piece.name, 0) + piece.tensor.numel()
         self.distances["stored"].append(distances)
         self.stored_elements = elements
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "replica": self.replica,
-            "parameter_names": self.parameter_names,
-            "marks": self.marks,
-            "losses": self.losses,
-            "rates": self.rates,
-            "drawn": self.drawn,
-            "repeats": self.repeats,
-            "stored_elements": self.stored_elements,
-            "evaluated": self.evaluated,
-            "first_step": self.first_step,
-            **self.distances,
-        }
+        return {**{name: getattr(self, name) for name in _RECORDED}, **self.distances}
 
 
 def _region(file: Any, piece: TensorPiece) -> torch.Tensor:
@@ -227,13 +181,6 @@ def _region(file: Any, piece: TensorPiece) -> torch.Tensor:
         else file.get_tensor(name)
     )
     return from_stored(stored, piece.tensor.dtype)
-
-
-def _digest(tensor: torch.Tensor) -> bytes:
-    """Return a digest that is equal only for equal bits in equal places."""
-    return blake2b(
-        tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-    ).digest()
 
 
 def _greatest(actual: torch.Tensor, expected: torch.Tensor | None) -> float:
@@ -377,19 +324,9 @@ def judge(
         min([steps, *(first + min(len(rank["losses"]), len(rank["marks"])) for rank in ranks)]),
     )
     if not span:
-        nowhere = Furthest("", first, math.inf, 0.0)
-        return Verdict(
-            precision,
-            0,
-            math.inf,
-            math.inf,
-            math.inf,
-            math.inf,
-            nowhere,
-            nowhere,
-            nowhere,
-            f"no step was taken by every rank, and one device took {steps - first}",
-        )
+        nowhere, far = Furthest("", first, math.inf, 0.0), math.inf
+        lacking = f"no step was taken by every rank, and one device took {steps - first}"
+        return Verdict(precision, 0, far, far, far, far, nowhere, nowhere, nowhere, lacking)
     difference = next(
         (text for step in span if (text := "; ".join(_differences(reference, ranks, step)))), None
     )

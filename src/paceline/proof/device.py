@@ -12,6 +12,10 @@ from typing import Any
 
 import torch
 
+from paceline.job import AUTOCAST, Job
+from paceline.torch_private.dispatch import TorchDispatchMode
+from paceline.torch_private.pytree import tree_leaves
+
 # Operators that torch may run on tensor cores, by their names below autograd.
 _USERS = {
     "matrix products": frozenset({"mm", "addmm", "bmm", "baddbmm", "addbmm", "_addmm_activation"}),
@@ -41,6 +45,14 @@ def computing_on(device: torch.device) -> Iterator[None]:
         yield
     finally:
         _device.reset(token)
+
+
+def autocast(job: Job) -> torch.autocast:
+    """Return the numeric context of the job's forward passes on the proof's one device."""
+    name = AUTOCAST.get(job.precision)
+    return torch.autocast(
+        one_device().type, getattr(torch, name or "bfloat16"), enabled=name is not None
+    )
 
 
 def cpu_copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -85,6 +97,51 @@ def rounds_to_tf32(operator: Any, result: Any, allowed: dict[str, bool]) -> bool
             for kind, names in _USERS.items()
         )
     )
+
+
+class Dtypes(TorchDispatchMode):
+    """A mode that records the floating-point types of operators' results, and whether an operator
+    rounds to TF32.
+
+    It leaves out float8 (see `tolerances.EPSILON`).
+    """
+
+    def __init__(self, dtypes: set[torch.dtype]) -> None:
+        super().__init__()
+        self.dtypes, self.tf32, self.rounds_to_tf32 = dtypes, tf32(), False
+        self.is_paused = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Record nothing inside the context."""
+        self.is_paused = True
+        yield
+        self.is_paused = False
+
+    @property
+    def epsilon(self) -> float:
+        """The rounding of the coarsest numbers that were seen."""
+        return max(
+            [
+                TF32_EPSILON if self.rounds_to_tf32 else 0.0,
+                *(torch.finfo(dtype).eps for dtype in self.dtypes),
+            ]
+        )
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self.is_paused:
+            return result
+        self.rounds_to_tf32 |= rounds_to_tf32(func, result, self.tf32)
+        self.dtypes |= {
+            leaf.dtype
+            for leaf in tree_leaves(result)
+            if isinstance(leaf, torch.Tensor)
+            and leaf.is_floating_point()
+            and leaf.ndim
+            and leaf.itemsize > 1
+        }
+        return result
 
 
 def described() -> dict[str, Any]:

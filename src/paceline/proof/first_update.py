@@ -1,32 +1,47 @@
 """Check whether a plan's first update is one device's; a run does this before it trains.
 
-A separate process takes the first step on one device, and separate ranks take it under the plan.
-Both end before the run's ranks start, so the check leaves no trace in the run.
+A separate process takes the first step on one device. After it has ended, ranks take the step under
+the plan. All of them end before the run's ranks start, so the check leaves no trace in the run, and
+no device holds two models at once.
 """
 
 from __future__ import annotations
 
-import json
 import resource
 import time
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.base.errors import OutOfMemory, PlanRefused, in_words
+from paceline.base.errors import OutOfMemory, PlanRefused
+from paceline.base.fork import in_a_fork
+from paceline.base.logs import redirect, without_notes
 from paceline.base.temporary import temporary_folder
 from paceline.cluster.limits import free_memory_bytes
 from paceline.job import Job
+from paceline.launch.process.failure import RankFailed
+from paceline.model.cost.trace import fake_model, state_factor
+from paceline.model.randomness import WithoutRandomness
 from paceline.planner.resolve import Resolved
+from paceline.proof.compare import judge
+from paceline.proof.kept_rows import kept_rows
+from paceline.proof.order import whole_batches
+from paceline.proof.problems import later_problem, loss_problem
+from paceline.proof.processes import (
+    Proof,
+    alone,
+    in_precision,
+    recomputed_forwards,
+    watched,
+)
+from paceline.proof.reference import write_cut, write_first_step
+from paceline.proof.reference_loop import BatchCut, Variation
+from paceline.training.products import float32_products
 
-_POLL_S = 0.005
-# Files in the folder of a check: documents and tensors of one device, and a file that says that a
-# plan exceeds the first limits.
-_NARROW, _MEASURED, _WHOLE, _CUT, _BEYOND = "narrow.json", "measured.json", "whole", "cut", "beyond"
-# file of a rank that has taken its step and waits for one device, so its core is free
-_WAITS = "waits-{}"
+# These measure the yardstick for a plan that exceeds the first limits.
+_VARIATIONS = (Variation(nudge=1.0),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,293 +58,232 @@ class FirstUpdate:
     fails_alike: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "verdict": self.verdict,
-            "reason": self.reason,
-            "seconds": self.seconds,
-            "fails_alike": self.fails_alike,
-        }
+        return asdict(self)
 
 
 def check_first_update(job: Job, resolved: Resolved, *, timeout_s: float) -> FirstUpdate:
     """Take the first step on one device and under the plan, and compare loss, gradients, weights
     and buffers.
 
-    Most plans are within limits for which one device needs no second step. For others, the
-    yardstick is measured, and the plan's ranks take their step once more beside one device that
-    cuts the batch in the same way.
+    Most plans are within limits for which one device needs no second step. For others, one device
+    measures the yardstick and cuts the batch as the plan does, and the plan's ranks take their step
+    once more.
 
     Raises:
         PlanRefused: the two differ by more than rounding.
         RankFailed: a rank failed, as it would have in the run.
     """
-    from paceline.launch.process.background import aside
-
-    began_s, steps = time.monotonic(), job.total_steps
-    job = replace(job.with_training_only(), steps=1, epochs=None)
-    with (
-        temporary_folder("check") as folder,
-        aside(lambda: _write_references(job, resolved, folder, steps=steps)) as has_ended,
-    ):
-        reference, difference = _compared(
-            job, resolved, folder / _NARROW, folder / _WHOLE, has_ended, timeout_s=timeout_s
-        )
-        if difference is not None:
-            (folder / _BEYOND).touch()
-            tensors = folder / (_CUT if _is_cut(resolved) else _WHOLE)
-            reference, difference = _compared(
-                job, resolved, folder / _MEASURED, tensors, has_ended, timeout_s=timeout_s
-            )
-    return _judged(resolved, reference, difference, time.monotonic() - began_s)
+    began_s = time.monotonic()
+    with temporary_folder("check") as folder:
+        check = _Check(job, resolved, folder, timeout_s)
+        try:
+            update = check.judged()
+        except _OneDeviceFailedError as error:
+            update = check.without_one_device(error.cause)
+    return replace(update, seconds=time.monotonic() - began_s)
 
 
-def _compared(
-    job: Job,
-    resolved: Resolved,
-    document: Path,
-    tensors: Path,
-    has_ended: Callable[[], bool],
-    *,
-    timeout_s: float,
-) -> tuple[dict[str, Any], str | None]:
-    """Let the plan's ranks take the first step while one device does.
-
-    Args:
-        document: The file in which one device leaves its figures.
-        tensors: The folder in which one device leaves its tensors.
-        has_ended: Returns whether one device's process has ended.
-
-    Returns:
-        One device's figures or its error, and the difference in words; None if there is none.
-    """
-    from paceline.launch.local.ranks import run_local
-    from paceline.launch.process.failure import RankFailed
-    from paceline.planner.devices import devices_of
-    from paceline.proof.compare import judge
-    from paceline.proof.ranks import recomputed_forwards
-    from paceline.training.drivers import fault_policy
-
-    body = _watched(
-        job, resolved, document, tensors, has_ended, devices_of(resolved.plan, resolved.cluster)
-    )
-    try:
-        ranks = run_local(
-            body,
-            resolved.cluster.devices,
-            timeout_s=timeout_s,
-            fault_policy=fault_policy(resolved.plan),
-        )
-    except RankFailed as error:  # a server may miss a worker that has found no reference
-        if error.failure.is_stop or "error" not in (
-            reference := _read_reference(document, over=has_ended())
-        ):
-            raise
-        is_memory = error.exit_code == OutOfMemory.exit_code  # the check itself takes memory
-        return {
-            **reference,
-            "fails_alike": not is_memory and reference.get("kind") == error.failure.kind,
-        }, None
-    reference = _read_reference(document, over=True)
-    if "error" in reference:
-        return reference, None
-    verdict = judge(
-        reference, ranks, precision=job.precision, forwards=recomputed_forwards(resolved.plan)
-    )
-    return reference, verdict.difference
-
-
-def _read_reference(document: Path, *, over: bool) -> dict[str, Any]:
-    """Return one device's figures or its error; empty while it computes.
-
-    Args:
-        over: Whether its process has ended.
-    """
-    if document.exists():
-        figures: dict[str, Any] = json.loads(document.read_text())
-        return figures
-    return {"error": "its process was ended from outside, or ended itself"} if over else {}
-
-
-def _judged(
-    resolved: Resolved, reference: dict[str, Any], difference: str | None, seconds: float
-) -> FirstUpdate:
-    if "error" in reference:
-        return FirstUpdate(
-            "unchecked",
-            f"one device could not take the first step: {reference['error'].splitlines()[0]}",
-            seconds,
-            reference.get("fails_alike", False),
-        )
-    if reference["loss_keeps_state"] and _is_cut(resolved):
-        raise PlanRefused(
-            "the loss keeps a state of its own: called again with the same output and target, it gives another value. "
-            f"Under '{resolved.plan}' it is called for parts of a batch, and each rank has a state of its own",
-            hint="let the model keep the state in a buffer and return what the loss needs, or use a plan with one "
-            "replica and one micro-batch; --check no trains all the same",
-        )
-    if (kept_rows := reference["kept_rows"]) is not None and _is_cut(resolved):
-        raise PlanRefused(
-            f"the model keeps {kept_rows} from one batch to the next, with a part for each sample. "
-            f"Under '{resolved.plan}' "
-            "replicas and micro-batches have other samples, and would go on with the mean of their states or with each "
-            "other's",
-            hint="plans that don't cut the batch (tensor=N, place=auto parts=N) run the model as it is. In a step of "
-            'one\'s own a module without parameters keeps the state of all samples; see "what samples share" in '
-            "docs/own-step.md. --check no trains all the same",
-        )
-    if difference is not None:
-        raise PlanRefused(
-            f"the first update under '{resolved.plan}' is not what one device computes: {difference}",
-            hint="nothing was trained. 'paceline verify' says more of it and which plans are exact for this job; "
-            "'single' always is, and --check no trains all the same",
-        )
-    if reference["coupling"] is None and reference["cause"] is None:
-        return FirstUpdate("passed", seconds=seconds)
-    if reference["coupling"] is None:
-        return FirstUpdate(
-            "coupled",
-            f"the first update is one device's, and others need not be: {reference['cause']}",
-            seconds,
-        )
-    if reference["left_on"]:
-        return FirstUpdate(
-            "coupled",
-            "the job draws random numbers that can't be replaced by their mean for a comparison "
-            f"({', '.join(reference['left_on'])}), and a batch that is cut draws others: that moves the "
-            f"{reference['coupling']}. The run equals one device that cuts the batch alike",
-            seconds,
-        )
-    if cause := reference.get("cause"):
-        return FirstUpdate(
-            "coupled",
-            "cutting a batch changes what this job computes, on one device already: it moves "
-            f"the {reference['coupling']}. {cause[:1].upper()}{cause[1:]}",
-            seconds,
-        )
-    return FirstUpdate(
-        "coupled",
-        "cutting a batch changes what this job computes, on one device already: it moves the "
-        f"{reference['coupling']}. Samples of a batch are coupled (a BatchNorm, a contrastive loss), or a scalar loss "
-        "is not the mean over its samples; 'paceline verify' names the cause",
-        seconds,
-    )
-
-
-def _is_cut(resolved: Resolved) -> bool:
-    return resolved.plan.replicas > 1 or resolved.plan.num_microbatches > 1
-
-
-def _watched(
-    job: Job,
-    resolved: Resolved,
-    document: Path,
-    tensors: Path,
-    has_ended: Callable[[], bool],
-    devices: Any,
-) -> Callable[[Any], dict[str, Any]]:
-    """Return the function that each rank runs.
-
-    It takes the first step, while one device does the same, with a recorder that waits for one
-    device's figures.
-    """
-
-    def body(context: Any) -> dict[str, Any]:
-        from paceline.base.logs import without_notes
-        from paceline.model.randomness import WithoutRandomness
-        from paceline.proof.compare import DifferenceRecorder
-        from paceline.proof.ranks import in_precision
-        from paceline.training.drivers import train_rank
-        from paceline.training.settings import Settings
-
-        def wait() -> None:
-            document.with_name(_WAITS.format(context.rank)).touch()
-            while not document.exists():
-                if has_ended() and not document.exists():
-                    raise _NoReferenceError
-                context.beat("backward")
-                time.sleep(_POLL_S)
-            if "error" in json.loads(document.read_text()):
-                raise _NoReferenceError
-
-        with without_notes(), WithoutRandomness() as random:
-            recorder = DifferenceRecorder(tensors, random, ready=wait)
-            with suppress(_NoReferenceError):
-                train_rank(
-                    context,
-                    in_precision(job, job.precision, random),
-                    resolved.plan,
-                    Settings(
-                        None, resolved.shares, is_trial=True, observer=recorder, devices=devices
-                    ),
-                )
-        return recorder.to_dict()
-
-    return body
-
-
-class _NoReferenceError(Exception):
+class _OneDeviceFailedError(Exception):
     """One device could not take the first step."""
 
+    def __init__(self, cause: RankFailed) -> None:
+        super().__init__()
+        self.cause = cause
 
-def _write_references(job: Job, resolved: Resolved, folder: Path, *, steps: int | None) -> None:
-    """Write one device's first step with the whole batch, and measured limits if the plan exceeds
-    the first ones.
 
-    The measured reference also cuts the batch as the plan does. This runs in a separate process,
-    which is ended when no more is needed.
+class _Check:
+    """The check of one plan's first update.
 
     Args:
-        steps: Of the whole job; None if the end of its data decides.
+        folder: For the tensors of one device.
     """
-    from paceline.launch.process.background import take_cores
-    from paceline.model.randomness import WithoutRandomness
-    from paceline.proof.first_step import FirstStep
-    from paceline.proof.ranks import in_precision
 
-    # models in memory at once: each replica has its own
-    models = 1 + resolved.plan.num_copies
-    most_bytes = free_memory_bytes() // models
-    with suppress(
-        ValueError, OSError
-    ):  # not every system has this limit; a model that is too large is an error here
-        resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, most_bytes))
-    random = WithoutRandomness()
+    def __init__(self, job: Job, resolved: Resolved, folder: Path, timeout_s: float) -> None:
+        self.resolved, self.timeout_s, self.num_steps = resolved, timeout_s, job.total_steps
+        self.job = replace(job.with_training_only(), steps=1, epochs=None)
+        self.folder, self.cut = folder / self.job.precision, BatchCut.of(resolved)
+        devices = resolved.cluster.devices
+        self.device = next((device for device in devices if device.kind != "cpu"), devices[0])
 
-    first_steps: list[FirstStep] = []
-    waits = [folder / _WAITS.format(rank) for rank in range(resolved.plan.world_size)]
+    def judged(self) -> FirstUpdate:
+        """Take the step on one device and under the plan, and compare.
 
-    def take_free_cores() -> bool:
-        if not all(path.exists() for path in waits):
-            return False
-        take_cores()
-        return True
+        Raises:
+            _OneDeviceFailedError: one device could not take it.
+        """
+        if not self._has_room():
+            return FirstUpdate(
+                "unchecked",
+                f"{self.device} has no room for the whole model, its gradients and the optimizer's state",
+            )
+        reference = self._one_device(self._first)
+        if not self.cut.is_whole:
+            self._refuse_states(reference)
+        difference = self._difference(reference)
+        if difference is not None:
+            reference |= self._one_device(self._measured)
+            difference = self._difference(reference)
+        if difference is not None:
+            raise PlanRefused(
+                f"the first update under '{self.resolved.plan}' is not what one device computes: {difference}",
+                hint="nothing was trained. 'paceline verify' says more of it and which plans are exact for this job; "
+                "'single' always is, and --check no trains all the same",
+            )
+        reason = _coupling(reference)
+        return FirstUpdate("coupled" if reason else "passed", reason)
 
-    def narrow() -> dict[str, Any]:
-        exact = in_precision(job, job.precision, random)
-        first_steps.append(FirstStep(exact, folder / _WHOLE, random, take_cores=take_free_cores))
-        if _is_cut(resolved):
-            first_steps[0].look_further(steps=steps)
-        return first_steps[0].narrow()
+    def without_one_device(self, error: RankFailed) -> FirstUpdate:
+        """Return that nothing was compared, and whether the plan's ranks fail in the same way."""
+        fails_alike = False
+        if error.exit_code != OutOfMemory.exit_code:
+            try:  # ranks that come as far as a comparison fail there
+                self._watched({"folder": str(self.folder), "is_random": True, "evaluation": {}})
+            except RankFailed as failed:
+                if failed.failure.is_stop:
+                    raise
+                fails_alike = failed.failure.kind == error.failure.kind
+        reason = error.failure.message.partition("\n")[0]
+        return FirstUpdate(
+            "unchecked",
+            f"one device could not take the first step: {reason}",
+            fails_alike=fails_alike,
+        )
 
-    _tell(folder / _NARROW, narrow)
-    while not (folder / _BEYOND).exists():
-        time.sleep(_POLL_S)
-    _tell(
-        folder / _MEASURED,
-        lambda: first_steps[0].measured(
-            shares=resolved.shares,
-            microbatches=resolved.plan.num_microbatches,
-            cut_folder=folder / _CUT,
-        ),
+    def _has_room(self) -> bool:
+        """Whether a GPU may have room for a step: at least for weights, gradients and the
+        optimizer's state.
+
+        A model that no GPU has room for would take long to build on the host.
+        """
+        if self.device.kind == "cpu":  # see `_one_device`
+            return True
+        try:
+            num_bytes: float = in_a_fork(partial(_state_bytes, self.job), timeout_s=self.timeout_s)
+        except Exception:  # not every model can be built without memory
+            return True
+        return num_bytes <= self.device.memory_bytes
+
+    def _one_device(self, step: Any) -> dict[str, Any]:
+        """Return the figures that one device finds in its step, in a separate process.
+
+        Raises:
+            _OneDeviceFailedError: it could not take the step.
+        """
+
+        def work(context: Any) -> dict[str, Any]:
+            if context.device.type == "cpu":
+                most_bytes = free_memory_bytes()
+                with suppress(ValueError, OSError):  # not every system has this limit
+                    resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, most_bytes))
+            random = WithoutRandomness()
+            job = in_precision(self.job, self.job.precision, random)
+            with without_notes(), float32_products(job, context):
+                found: dict[str, Any] = step(job, random)
+            return found
+
+        try:
+            return alone(work, self.device, timeout_s=self.timeout_s)
+        except RankFailed as error:
+            if error.failure.is_stop:
+                raise
+            raise _OneDeviceFailedError(error) from error
+
+    def _first(self, job: Job, random: WithoutRandomness) -> dict[str, Any]:
+        """Take the step with the whole batch, and look for problems that it does not show."""
+        figures, run = write_first_step(job, self.folder, random=random)
+        rows = cause = None
+        with random if random.is_needed else nullcontext():
+            with suppress(Exception):  # the model may refuse half a batch
+                rows = kept_rows(run, next(whole_batches(job, 1)))
+            if not (self.cut.is_whole or random.left_on):
+                with suppress(Exception):  # the run will report it
+                    problem = later_problem(job, run.model, steps=self.num_steps)
+                    cause = problem and str(problem)
+        return {
+            **figures,
+            "is_random": random.is_needed,
+            "left_on": sorted(random.left_on),
+            "loss_keeps_state": run.loss_keeps_state,
+            "kept_rows": rows,
+            "coupling": None,
+            "cause": cause,
+        }
+
+    def _measured(self, job: Job, random: WithoutRandomness) -> dict[str, Any]:
+        """Take the step again with measured limits, and cut the batch as the plan does."""
+        figures, _ = write_first_step(job, self.folder, random=random, variations=_VARIATIONS)
+        with random if random.is_needed else nullcontext():
+            if not self.cut.is_whole:
+                figures = write_cut(job, figures, cut=self.cut, variations=_VARIATIONS)
+            if figures.get("coupling") is not None:
+                with suppress(Exception):  # the cause is only additional information
+                    if problem := loss_problem(job, whole_batches(job, 1)):
+                        figures["cause"] = str(problem)
+        return figures
+
+    def _refuse_states(self, reference: dict[str, Any]) -> None:
+        """Refuse a plan that cuts the batch if the job keeps a state that can't be cut."""
+        if reference["loss_keeps_state"]:
+            raise PlanRefused(
+                "the loss keeps a state of its own: called again with the same output and target, it gives another "
+                f"value. Under '{self.resolved.plan}' it is called for parts of a batch, and each rank has a state of "
+                "its own",
+                hint="let the model keep the state in a buffer and return what the loss needs, or use a plan with one "
+                "replica and one micro-batch; --check no trains all the same",
+            )
+        if (rows := reference["kept_rows"]) is not None:
+            raise PlanRefused(
+                f"the model keeps {rows} from one batch to the next, with a part for each sample. "
+                f"Under '{self.resolved.plan}' replicas and micro-batches have other samples, and would go on with "
+                "the mean of their states or with each other's",
+                hint="plans that don't cut the batch (tensor=N, place=auto parts=N) run the model as it is. In a step "
+                "of one's own a module without parameters keeps the state of all samples; see "
+                '"what samples share" in docs/own-step.md. --check no trains all the same',
+            )
+
+    def _watched(self, reference: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return what each rank records of the plan's step, with differences from one device."""
+        precision = self.job.precision
+        proof = Proof(self.job, self.folder, 0, {precision: reference}, self.timeout_s)
+        return [rank[precision] for rank in watched(proof, self.resolved, proof.figures)]
+
+    def _difference(self, reference: dict[str, Any]) -> str | None:
+        """Return the difference of the plan's step from one device's, in words; None if there is
+        none.
+        """
+        forwards = recomputed_forwards(self.resolved.plan)
+        ranks = self._watched(reference)
+        return judge(reference, ranks, precision=self.job.precision, forwards=forwards).difference
+
+
+def _state_bytes(job: Job) -> float:
+    """Return the bytes of weights, gradients and the optimizer's state."""
+    redirect(None)  # hide what the job's own code prints; it prints all of it again in the run
+    model = fake_model(job).model
+    copies = 2.0 + state_factor(job, model)  # of each trained weight
+    return sum(
+        p.numel() * p.itemsize * (copies if p.requires_grad else 1.0) for p in model.parameters()
     )
 
 
-def _tell(document: Path, compute: Callable[[], dict[str, Any]]) -> None:
-    """Write the result of `compute`, or its error, in one move."""
-    try:
-        figures = compute()
-    except Exception as error:
-        figures = {"error": in_words(error), "kind": type(error).__name__}
-    part = document.with_suffix(".part")
-    part.write_text(json.dumps(figures))
-    part.replace(document)
+def _coupling(reference: dict[str, Any]) -> str:
+    """Return why later updates need not be one device's; "" if nothing was found."""
+    coupling, cause = reference["coupling"], reference["cause"]
+    if coupling is None:
+        return f"the first update is one device's, and others need not be: {cause}" if cause else ""
+    if reference["left_on"]:
+        return (
+            "the job draws random numbers that can't be replaced by their mean for a comparison "
+            f"({', '.join(reference['left_on'])}), and a batch that is cut draws others: that moves the "
+            f"{coupling}. The run equals one device that cuts the batch alike"
+        )
+    moved = (
+        "cutting a batch changes what this job computes, on one device already: it moves the "
+        f"{coupling}. "
+    )
+    return moved + (
+        f"{cause[:1].upper()}{cause[1:]}"
+        if cause
+        else "Samples of a batch are coupled (a BatchNorm, a contrastive loss), or a scalar loss "
+        "is not the mean over its samples; 'paceline verify' names the cause"
+    )

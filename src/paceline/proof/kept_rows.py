@@ -7,7 +7,8 @@ from __future__ import annotations
 import torch
 
 from paceline.model.attributes import is_like_a_buffer, is_same, tensor_attributes
-from paceline.proof.reference_loop import PlainRun, autocast, part_of_batch
+from paceline.proof.device import autocast
+from paceline.proof.reference_loop import PlainRun, part_of_batch
 from paceline.torch_private.pytree import tensor_leaves
 from paceline.training.feed import MicroBatch
 

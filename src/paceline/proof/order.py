@@ -156,9 +156,13 @@ def whole_batches(job: Job, steps: int) -> Iterator[MicroBatch]:
     """Yield the first windows of the job on the proof's one device, each as one batch; fewer if a
     stream ends.
     """
-    dtype = torch.float64 if job.precision == "float64" else None
-    for batch in islice(_stream(job) if is_stream(job.data) else _indexed(job), steps):
-        yield batch.to(one_device(), dtype)
+    batches = (
+        _stream(job)
+        if is_stream(job.data)
+        else (_indexed(job, step, *window) for step, window in enumerate(windows(job)))
+    )
+    for batch in islice(batches, steps):
+        yield _on_device(job, batch)
 
 
 def later_batches(job: Job, *, steps: int, count: int, samples: int) -> Iterator[MicroBatch]:
@@ -173,27 +177,24 @@ def later_batches(job: Job, *, steps: int, count: int, samples: int) -> Iterator
 
     order = Order.of(job)
     last = (order.epoch_end(0) if job.sampler is not None else steps) - 1
-    dtype = torch.float64 if job.precision == "float64" else None
     for step in list(dict.fromkeys(min(step, last) for step in (1, last // 2, last, 0)))[:count]:
         window = order.window(step)
         positions = window.positions[:samples]
         indices = order.indices(window.epoch, positions)
-        seed = key_to_seed(job.seed, "sample", window.epoch)
-        yield _batch(
-            indices,
-            value_at(job.collate, step, window.epoch),
-            partial(_items, job.data, seed, positions, indices),
-        ).to(one_device(), dtype)
+        yield _on_device(job, _indexed(job, step, window.epoch, positions, indices))
 
 
-def _indexed(job: Job) -> Iterator[MicroBatch]:
-    for step, (epoch, positions, indices) in enumerate(windows(job)):
-        seed = key_to_seed(job.seed, "sample", epoch)
-        yield _batch(
-            indices,
-            value_at(job.collate, step, epoch),
-            partial(_items, job.data, seed, positions, indices),
-        )
+def _on_device(job: Job, batch: MicroBatch) -> MicroBatch:
+    return batch.to(one_device(), torch.float64 if job.precision == "float64" else None)
+
+
+def _indexed(
+    job: Job, step: int, epoch: int, positions: Sequence[int], indices: Sequence[int]
+) -> MicroBatch:
+    """Return the batch of samples at these positions of a step's window."""
+    seed = key_to_seed(job.seed, "sample", epoch)
+    items = partial(_items, job.data, seed, positions, indices)
+    return _batch(indices, value_at(job.collate, step, epoch), items)
 
 
 def _items(

@@ -19,31 +19,28 @@ from torch import nn
 
 from paceline.base.errors import TrainingError
 from paceline.job import AUTOCAST, Job
-from paceline.job.modes import for_training
 from paceline.model.attributes import is_same
 from paceline.model.copy_on_write import lazy_copy
 from paceline.model.forward_state import state_kept
-from paceline.proof.order import whole_batches
+from paceline.proof.device import Dtypes, autocast
+from paceline.proof.order import later_batches, whole_batches
 from paceline.proof.reference_loop import (
+    WHOLE,
+    BatchCut,
     PlainRun,
     Variation,
-    autocast,
-    backward,
     build_plain,
     cut_batch,
     distance,
-    gradients_of,
     greatest,
     part_of_batch,
     rows,
     unspoilt,
-    update,
 )
-from paceline.proof.tolerances import ALLOWED, EXACT, Dtypes
+from paceline.proof.tolerances import ALLOWED, EXACT
 from paceline.torch_private.modules import BatchNorm
 from paceline.torch_private.pytree import tensor_leaves, tree_leaves
 from paceline.training.feed import MicroBatch, map_tensors
-from paceline.training.optimizers.probe import needs_closure
 
 UNCUT = (
     "plans that don't cut the batch, such as tensor=N and place=auto parts=N, are exact as it is"
@@ -91,9 +88,11 @@ def job_problem(job: Job, *, steps: int) -> Problem | None:
     """Return the first reason why no plan that cuts the batch can be exact; None if there is
     none.
     """
-    if job.models:
-        return _unsteady_weights(job) or _step_problem(job, steps=steps)
-    return _unsteady_weights(job) or loss_problem(job, steps=steps) or _coupling(job, steps=steps)
+    return (
+        _unsteady_weights(job)
+        or loss_problem(job, whole_batches(job, steps))
+        or _coupling(job, steps=steps)
+    )
 
 
 def _unsteady_weights(job: Job) -> Problem | None:
@@ -110,88 +109,51 @@ def _unsteady_weights(job: Job) -> Problem | None:
     return None
 
 
-def _step_problem(job: Job, *, steps: int) -> Problem | None:
-    """Check whether a job's own step computes something else when its losses are cut in two."""
-    whole, cut = PlainRun(job), PlainRun(job, variation=Variation(cuts=2))
-    for step, batch in enumerate(whole_batches(job, steps)):
-        try:
-            gradients, cut_gradients = (
-                whole.step(unspoilt(batch)).gradients,
-                cut.step(unspoilt(batch)).gradients,
-            )
-        except Exception:  # a BatchNorm can't take one sample
-            return None
-        if not gradients:  # loss scaling skipped the step
-            continue
-        moved = {
-            name: distance(gradient, cut_gradients.get(name))
-            for name, gradient in gradients.items()
-        }
-        name = max(moved, key=lambda name: moved[name])
-        if not moved[name] <= EXACT[job.precision] * greatest(gradients.values()):
-            norms = [
-                path
-                for path, module in whole.model.named_modules()
-                if isinstance(module, BatchNorm)
-            ]
-            layers = (
-                f" ({', '.join(norms[:3])} use the statistics of a micro-batch)" if norms else ""
-            )
-            return Problem(
-                "samples",
-                tuple(norms),
-                f"the step couples the samples of a batch{layers}: cutting the "
-                f"batch of step {step + 1} in two moves the gradient of '{name}' by {moved[name]:.2g} on "
-                "one device already",
-                _NO_COUPLING,
-            )
-    return None
-
-
 # --- The loss -----------------------------------------------------------------------------------------------------
 
 _MEAN_IN_FLOAT32 = 1e-4
+_FEW = 4  # samples of a window that are examined
 # Errors of a loss for an output that is not cut by samples. They say nothing about the loss.
 _NOT_CUT = (RuntimeError, ValueError, TypeError, IndexError, AttributeError, TrainingError)
 
 
-def loss_problem(job: Job, *, steps: int) -> Problem | None:
+def loss_problem(job: Job, batches: Iterable[MicroBatch]) -> Problem | None:
     """Check whether the loss compares samples, or is a scalar that is no mean over its samples."""
+    if job.models:  # a step may have several losses
+        return None
     model, loss = build_plain(job), job.criterion
     # The loss is called several times with one target, and may write to it.
     job = replace(job, loss=lambda output, target: loss(output, map_tensors(lazy_copy, target)))
-    return next(
-        (
-            problem
-            for batch in whole_batches(job, steps)
-            if batch.samples > 1 and (problem := _loss_problem_of(job, model, batch, loss))
-        ),
-        None,
-    )
-
-
-def _loss_problem_of(job: Job, model: nn.Module, batch: MicroBatch, loss: Any) -> Problem | None:
-    with autocast(job):  # a forward may take gradients
-        output = map_tensors(torch.Tensor.detach, unspoilt(batch).call(model))
-    for check in (_comparing, partial(_no_mean, loss=loss)):
-        with suppress(*_NOT_CUT):
-            if problem := check(job, output, batch):
-                return problem
+    for batch in (batch for batch in batches if batch.samples > 1):
+        with autocast(job):  # a forward may take gradients
+            output = map_tensors(torch.Tensor.detach, unspoilt(batch).call(model))
+        for check in (_comparing, partial(_no_mean, loss=loss)):
+            with suppress(*_NOT_CUT):
+                if problem := check(job, output, batch):
+                    return problem
     return None
 
 
-def uneven_problem(job: Job, model: nn.Module, batches: Iterable[MicroBatch]) -> Problem | None:
-    """Check whether some samples have another loss when they are cut unevenly than when they are
-    whole.
+def later_problem(job: Job, model: nn.Module, *, steps: int | None) -> Problem | None:
+    """Check whether some samples of the job have another loss when they are cut unevenly than when
+    they are whole.
 
     An even cut of the first batch may not show that: both halves may have as many tokens, or the
-    same longest sequence.
+    same longest sequence. All checks together use no more samples than a batch has.
 
     Args:
         job: Its random layers are off.
         model: A trained model; its state is left as it was.
-        batches: Batches of few samples each.
+        steps: Of the job; None if the end of its data decides.
     """
+    samples = min(_FEW, job.batch)
+    # A job's own step needs new models for each batch.
+    count = 1 if job.models else job.batch // samples
+    batches = (
+        [part_of_batch(next(whole_batches(job, 1)), range(samples))]
+        if steps is None
+        else later_batches(job, steps=steps, count=count, samples=samples)
+    )
     if job.precision in AUTOCAST:  # the rounding of autocast would hide a difference
         job = replace(job, precision="float32")
     for batch in (batch for batch in batches if batch.samples > 1):
@@ -203,8 +165,8 @@ def uneven_problem(job: Job, model: nn.Module, batches: Iterable[MicroBatch]) ->
             ]
             if job.models:
                 value, cut = (
-                    PlainRun(job, shares=shares).step(unspoilt(batch)).loss
-                    for shares in ((1,), (1, 2))
+                    PlainRun(job, Variation(cut=cut)).step(unspoilt(batch)).loss
+                    for cut in (WHOLE, BatchCut((1, 2)))
                 )
             else:
                 value, cut = _loss_of(job, model, [batch]), _loss_of(job, model, parts)
@@ -217,15 +179,8 @@ def uneven_problem(job: Job, model: nn.Module, batches: Iterable[MicroBatch]) ->
                 f"the loss of {batch.samples} samples is {value:.6g}, and {cut:.6g} if they are cut in {first} "
                 f"and {batch.samples - first}"
             )
-            if job.models:
-                return Problem(
-                    "samples",
-                    (),
-                    f"the step couples the samples of a batch: {symptom}",
-                    _NO_COUPLING,
-                )
             return (
-                _loss_problem_of(job, model, batch, job.criterion)
+                loss_problem(job, [batch])
                 or _collated_otherwise(batch, parts[0], symptom)
                 or _described(job, model, batch, symptom)
             )
@@ -369,37 +324,45 @@ def _coupling(job: Job, *, steps: int) -> Problem | None:
     """Check whether cutting a batch changes its gradients by more than rounding: its samples then
     influence each other.
     """
-    model = build_plain(job)
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    optimizer = for_training(job.optimizer, named)
-    evaluates = needs_closure(optimizer, job.optimizer, dict(named))
+    whole, cut = PlainRun(job), PlainRun(job, Variation(cut=BatchCut(microbatches=2)))
     for step, batch in enumerate(whole_batches(job, steps)):
         try:
-            backward(job, model, cut_batch(unspoilt(batch), 2))
-            cut = gradients_of(model)
+            _copy_tensors(whole.model, cut.model)
+            cut_gradients = cut.step(unspoilt(batch)).gradients
         except Exception:  # a BatchNorm can't take one sample
+            cut_gradients = {}
+        gradients = whole.step(unspoilt(batch)).gradients
+        if not gradients or not cut_gradients:  # loss scaling may skip a step, too
             continue
-        evaluate = partial(backward, job, model, [unspoilt(batch)])
-        loss = evaluate()
-        whole = gradients_of(model)
-        moved = {name: distance(g, cut.get(name)) for name, g in whole.items()}
+        moved = {name: distance(g, cut_gradients.get(name)) for name, g in gradients.items()}
         name = max(moved, key=lambda name: moved[name])
-        if not moved[name] <= EXACT[job.precision] * greatest(whole.values()):
+        if not moved[name] <= EXACT[job.precision] * greatest(gradients.values()):
             return _described(
                 job,
-                model,
+                whole.model,
                 batch,
                 f"cutting the batch of step {step + 1} in two moves the gradient of "
                 f"'{name}' by {moved[name]:.2g} on one device already",
             )
-        update(optimizer, evaluate if evaluates else None, loss)
     return None
+
+
+@torch.no_grad()
+def _copy_tensors(source: nn.Module, target: nn.Module) -> None:
+    of_source, of_target = ((*m.parameters(), *m.buffers()) for m in (source, target))
+    for tensor, copy in zip(of_source, of_target, strict=True):
+        copy.copy_(tensor)
 
 
 def _described(job: Job, model: nn.Module, batch: MicroBatch, symptom: str) -> Problem:
     """Describe the problem by the first layer whose output for some samples depends on the others,
     if there is one.
     """
+    norms = tuple(path for path, module in model.named_modules() if isinstance(module, BatchNorm))
+    if job.models:  # its step runs them in ways of its own
+        layers = f" ({', '.join(norms[:3])} use the statistics of a micro-batch)" if norms else ""
+        reason = f"the step couples the samples of a batch{layers}: {symptom}"
+        return Problem("samples", norms, reason, _NO_COUPLING)
     whole, repeated, part = (
         _outputs(job, model, inputs) for inputs in (batch, batch, cut_batch(batch, 2)[0])
     )
@@ -424,11 +387,10 @@ def _described(job: Job, model: nn.Module, batch: MicroBatch, symptom: str) -> P
             f"than samples (nodes, boxes, tokens): it returns (sum, count). {UNCUT[:1].upper()}{UNCUT[1:]}",
         )
     layer = model.get_submodule(mixing)
-    norms = [path for path, module in model.named_modules() if isinstance(module, BatchNorm)]
     if mixing in norms:
         return Problem(
             "samples",
-            tuple(norms),
+            norms,
             f"{coupled}. {len(norms)} BatchNorm layer{'s' * (len(norms) > 1)}, "
             f"such as '{mixing}', use the statistics of a micro-batch",
             "data=N, shard=N and their products with one micro-batch a rank join those of all ranks and are "

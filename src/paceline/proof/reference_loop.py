@@ -9,39 +9,59 @@ that.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from itertools import pairwise, repeat
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from itertools import repeat
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from paceline.base.streams import key_to_seed, seed_model, seed_sample, seed_streams
-from paceline.job import AUTOCAST, Job
+from paceline.job import Job
 from paceline.job.batches import collated
 from paceline.job.metrics import OfAllSamples
 from paceline.job.modes import for_training, set_mode
 from paceline.job.order import split
-from paceline.model.attributes import (
-    in_float64,
-    is_like_a_buffer,
-    plain_attributes,
-    tensor_attributes,
-)
+from paceline.model.attributes import in_float64, is_like_a_buffer, tensor_attributes
 from paceline.model.copy_on_write import lazy_copy
 from paceline.model.float8 import in_float8
 from paceline.model.forward_state import ForwardState
-from paceline.proof.device import cpu_copy, one_device
+from paceline.model.losses import RepeatableLoss
+from paceline.proof.device import Dtypes, autocast, cpu_copy, one_device
 from paceline.proof.initial import load_plainly
 from paceline.proof.order import CollatedBatch, whole_batches, windows
 from paceline.proof.own_step import PlainEvaluation, PlainStep
+from paceline.proof.replicas import Replicas, run_backward
 from paceline.torch_private.pytree import tree_map
 from paceline.torch_private.storage import stored_values
 from paceline.training.feed import MicroBatch, map_tensors
 from paceline.training.freezing import frozen_names
 from paceline.training.optimizers.probe import needs_closure
 from paceline.training.own_step.step_batch import StepBatch
+
+if TYPE_CHECKING:
+    from paceline.planner.resolve import Resolved
+
+
+@dataclass(frozen=True, slots=True)
+class BatchCut:
+    """How a plan cuts each batch: over replicas, and the part of each one into micro-batches."""
+
+    shares: tuple[int, ...] = (1,)  # weight of each replica
+    microbatches: int = 1  # of each replica
+
+    @classmethod
+    def of(cls, resolved: Resolved) -> BatchCut:
+        return cls(resolved.shares, resolved.plan.num_microbatches)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is cut."""
+        return len(self.shares) == self.microbatches == 1
+
+
+WHOLE = BatchCut()  # the plain loop's own batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +70,7 @@ class Variation:
     cut.
     """
 
-    cuts: int = 1  # micro-batches per batch
+    cut: BatchCut = WHOLE
     # added to or taken from every gradient by a fixed draw; in units of the largest gradient
     shake: float = 0.0
     permuted: bool = False  # whether the samples of each batch come in another order
@@ -101,44 +121,43 @@ def build_plain(job: Job) -> torch.nn.Module:
 
 
 class PlainRun:
-    """The plain loop, step by step. `model` is the model after the steps so far."""
+    """The plain loop, step by step. `model` is the model after the steps so far.
+
+    Attributes:
+        dtypes: Watches forwards and backwards of the next steps; None if nothing does.
+        loss_keeps_state: Whether the loss of the examined step gives another value if it is called
+            again.
+
+    Args:
+        is_examined: Whether a first step is examined: its loss, and how far its update moves if
+            its gradients are shaken.
+    """
 
     def __init__(
-        self,
-        job: Job,
-        *,
-        variation: Variation = Variation(),
-        shares: Sequence[int] = (1,),
-        microbatches: int = 1,
+        self, job: Job, variation: Variation = Variation(), *, is_examined: bool = False
     ) -> None:
-        self.job, self.variation, self.shares, self.microbatches = (
-            job,
-            variation,
-            shares,
-            microbatches,
-        )
-        self.model = build_plain(job)
+        self.job, self.variation, self.model = job, variation, build_plain(job)
+        self.criterion = RepeatableLoss(job.criterion) if is_examined else job.criterion
+        self.loss_keeps_state = False
         self.draws = torch.Generator().manual_seed(0)
         self.frozen = frozen_names(job, self.model)
         self.epochs = (
             (epoch for epoch, _, _ in windows(job)) if self.frozen.unit == "epoch" else repeat(0)
         )
         self.named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
-        self.make_optimizer()
+        self._make_optimizer()
         self.num_steps, self.attributes = 0, ForwardState(self.model).now().attributes
         # Loss scaling as of torch.amp.GradScaler; too few steps for its growth. A loss that is a sum is divided by a
         # power of two near the window's count before: the first time by its samples, then by the count before.
-        self.around_updates: Callable[[], AbstractContextManager[None]] = (
-            nullcontext  # for a job's own step
-        )
         self.scale, self.count = 2.0**16 if job.precision == "fp16" else 1.0, 0.0
         self.is_skipped = False
+        self.dtypes: Dtypes | None = None
         if variation.nudge:
             _nudge([p for _, p in self.named], variation.nudge, self.draws)
 
-    def make_optimizer(self) -> None:
+    def _make_optimizer(self) -> None:
         """Make a new optimizer, and its schedule, for the current weights."""
-        self.optimizer = for_training(self.job.optimizer, self.named)
+        self.optimizer: Any = for_training(self.job.optimizer, self.named)
         if self.variation.nudge:
             _round_betas(self.optimizer)
         self.needs_closure = needs_closure(self.optimizer, self.job.optimizer, dict(self.named))
@@ -152,9 +171,10 @@ class PlainRun:
     def step(self, batch: MicroBatch) -> StepRecord:
         """Do forward, backward, clipping, update and schedule for one batch."""
         try:
-            return self._step(batch)
+            self._freeze()
+            loss, gradients = (self._own_step if self.job.models else self._usual_step)(batch)
         except Exception as error:
-            if self.variation.cuts > 1 or len(self.shares) * self.microbatches > 1:
+            if not self.variation.cut.is_whole:
                 error.add_note(
                     "one device computed the batch in parts here, as plans do. What a model keeps of the "
                     "batch before, such as a hidden state, has as many samples as that had. In a step of "
@@ -162,50 +182,79 @@ class PlainRun:
                     "the batch (tensor=N, place=auto parts=N) run the model as it is"
                 )
             raise
+        self.scale /= 2 if self.is_skipped else 1
+        self.num_steps += 1
+        return self._record(loss, gradients)
 
-    def _step(self, batch: MicroBatch) -> StepRecord:
-        if self.job.models:
-            return self._own_step(batch)
-        loss = self.backward(batch)
+    def _usual_step(self, batch: MicroBatch) -> tuple[float, dict[str, torch.Tensor]]:
+        """Return the loss, and the gradients before clipping."""
+        if self.variation.permuted:
+            batch = permuted(batch, self.draws)
+        self.replicas = as_planned(batch, self.variation.cut)
+        loss = self._evaluate()
         gradients = gradients_of(self.model)
-        shake = self.variation.shake * greatest(gradients.values()) if self.variation.shake else 0.0
-        return self.update(loss, gradients, shake=shake)
+        if isinstance(self.criterion, RepeatableLoss):
+            self.before_update = (
+                loss,
+                [
+                    (cpu_copy(p), None if p.grad is None else cpu_copy(p.grad))
+                    for p in self.model.parameters()
+                ],
+            )
+            with autocast(self.job):
+                self.loss_keeps_state = self.criterion.keeps_state()
+        if not self.is_skipped:
+            self._update_all(loss)
+        return loss, gradients
 
-    def _own_step(self, batch: MicroBatch) -> StepRecord:
+    def _own_step(self, batch: MicroBatch) -> tuple[float, dict[str, torch.Tensor]]:
         """Run the job's own step. Its random draws belong to places in the batch, so each sample
         keeps its draws.
         """
-        self._freeze()
-        replicas = (
-            [cut_batch(batch, self.variation.cuts)]
-            if self.variation.cuts > 1
-            else as_planned(batch, self.shares, self.microbatches)
-        )
-
-        def before(parameters: list[torch.nn.Parameter]) -> None:
-            gradients = [p.grad for p in parameters if p.grad is not None]
-            if self.variation.shake and gradients:
-                _shake(gradients, self.variation.shake * greatest(gradients), self.draws)
-
         step = PlainStep(
             self.job,
             self.model,
             self.optimizer,
-            self.schedule,
-            replicas,
+            as_planned(batch, self.variation.cut),
             step=self.num_steps,
-            autocast=lambda: autocast(self.job),
-            before=before,
+            scale=self.scale,
+            update=self._update_some,
         )
-        step.around_updates = self.around_updates
-        step.scale = self.scale if self.job.precision == "fp16" else None
-        step.take()
-        self.is_skipped = step.is_skipped or (
-            step.scale is not None and not math.isfinite(step.loss)
-        )
-        self.scale /= 2 if self.is_skipped else 1
-        self.num_steps += 1
-        return self._record(step.loss, step.gradients)
+        with self.dtypes or nullcontext():
+            step.take()
+        self.is_skipped = step.is_skipped or (step.has_scale and not math.isfinite(step.loss))
+        return step.loss, step.gradients
+
+    def shaken(self, size: float) -> StepRecord:
+        """Return the record of the examined step if each element of its gradients had been changed.
+
+        A job with one model runs no second forward, but repeats the update.
+
+        Args:
+            size: In units of the largest gradient.
+        """
+        if self.job.models:
+            run = PlainRun(self.job, Variation(shake=size))
+            run._round_betas_of_gpus()
+            return next(run.steps(1))
+        loss, before = self.before_update
+        with torch.no_grad():
+            for p, (weight, gradient) in zip(self.model.parameters(), before, strict=True):
+                p.copy_(weight)
+                p.grad = None if gradient is None else gradient.to(p.device)
+        self.variation = replace(self.variation, shake=size)
+        self._make_optimizer()
+        self._round_betas_of_gpus()
+        self.draws.manual_seed(0)
+        self.num_steps = 0
+        if not self.is_skipped:
+            self._update_all(loss)
+        return self._record(loss, {})
+
+    def _round_betas_of_gpus(self) -> None:
+        """Round Adam's betas as ranks on GPUs do, which update with torch's fused Adam."""
+        if one_device().type != "cpu":
+            _round_betas(self.optimizer)
 
     def _freeze(self) -> None:
         """Freeze the parameters that are frozen in the next step."""
@@ -214,81 +263,89 @@ class PlainRun:
             for name, p in self.named:
                 p.requires_grad_(name not in frozen)
 
-    def gradients(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
-        """Return the gradients of a batch before clipping; if the job has its own step, summed over
-        its updates.
-        """
-        if self.job.models:
-            return self._own_step(batch).gradients
-        self.backward(batch)
-        return gradients_of(self.model)
-
-    def backward(self, batch: MicroBatch) -> float:
-        """Leave the gradients of a batch in the model, and return its loss."""
-        self._freeze()
-        if self.variation.permuted:
-            batch = permuted(batch, self.draws)
-        self.replicas = (
-            [cut_batch(batch, self.variation.cuts)]
-            if self.variation.cuts > 1
-            else as_planned(batch, self.shares, self.microbatches)
-        )
-        return self._evaluate()
-
     def _evaluate(self) -> float:
-        if self.job.precision != "fp16":
-            return backward(self.job, self.model, *self.replicas, step=self.num_steps)
+        """Leave the gradients of a batch in the model, and return its loss.
+
+        Each replica starts from the model's current state; then they are joined (docs/verify.md).
+        """
+        model = self.model
         samples = sum(piece.samples for pieces in self.replicas for piece in pieces)
-        counts: list[float] = []
-        loss = backward(
-            self.job,
-            self.model,
-            *self.replicas,
-            step=self.num_steps,
-            scale=self.scale,
-            sum_scale=self.scale / 2.0 ** round(math.log2(self.count or samples)),
-            counts=counts,
+        has_scale = self.job.precision == "fp16"
+        sum_scale = (
+            self.scale / 2.0 ** round(math.log2(self.count or samples)) if has_scale else 1.0
         )
-        self.count = sum(counts)
-        gradients = [p.grad.to_dense() for p in self.model.parameters() if p.grad is not None]
-        self.is_skipped = not (
-            math.isfinite(loss) and all(bool(g.isfinite().all()) for g in gradients)
+        model.zero_grad()
+        with self.dtypes or nullcontext():
+            loss, divisor, self.count = run_backward(
+                self._losses(samples), samples, scale=self.scale, sum_scale=sum_scale
+            )
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        for gradient in gradients:
+            gradient /= divisor
+        self.is_skipped = has_scale and not (
+            math.isfinite(loss) and all(bool(g.to_dense().isfinite().all()) for g in gradients)
         )
         if self.is_skipped:
-            self.scale /= 2
-            self.model.zero_grad()
+            model.zero_grad()
         return loss
 
-    def update(
-        self, loss: float, gradients: dict[str, torch.Tensor], *, shake: float = 0.0
-    ) -> StepRecord:
-        """Do clipping, update and schedule.
+    def _losses(self, samples: int) -> Iterator[tuple[int, Any]]:
+        """Yield the number of samples and the loss of each micro-batch."""
+        shares = [sum(piece.samples for piece in pieces) / samples for pieces in self.replicas]
+        together = Replicas(self.model, shares) if len(shares) > 1 else None
+        for replica, pieces in enumerate(self.replicas):
+            if together is not None:
+                together.begin()
+            for number, piece in enumerate(pieces):
+                seed_streams(self.job.seed, "step", self.num_steps, replica, number)
+                with autocast(self.job):
+                    value = self.criterion(piece.call(self.model), piece.target)
+                yield piece.samples, value
+            if together is not None:
+                together.add()
+        if together is not None:
+            together.finish()
 
-        Args:
-            loss, gradients: Go into the record.
-            shake: Is first added to, or taken from, each element of the gradients by a fixed draw.
-        """
+    def _update_all(self, loss: float) -> None:
+        """Clip, update and step the schedule of a job with one model, whose loss is known."""
+        self._update(self.optimizer, [p for _, p in self.named], self.job.clip, self.schedule, loss)
+
+    def _update_some(self, name: str, parameters: list[torch.nn.Parameter]) -> None:
+        """Do the same for one of the job's named optimizers, which has these parameters."""
+        member, clip = self.optimizer.members[name], self.optimizer.clips[name]
+        with self.dtypes.paused() if self.dtypes is not None else nullcontext():
+            self._update(member, parameters, clip, self.schedule and self.schedule.of(name), 0.0)
+
+    def _update(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: list[torch.nn.Parameter],
+        clip: float | None,
+        schedule: Any,
+        loss: float,
+    ) -> None:
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        shake = self.variation.shake and (
+            self.variation.shake * greatest(gradient.to_dense() for gradient in gradients)
+        )
 
         def adjust_gradients() -> None:
             if shake:
-                _shake([p.grad for _, p in self.named if p.grad is not None], shake, self.draws)
-            if self.job.clip is not None:
-                torch.nn.utils.clip_grad_norm_([_real(p) for _, p in self.named], self.job.clip)
+                _shake([p.grad for p in parameters if p.grad is not None], shake, self.draws)
+            if clip is not None:
+                torch.nn.utils.clip_grad_norm_([_real(p) for p in parameters], clip)
 
         def evaluate() -> float:
             loss = self._evaluate()
             adjust_gradients()
             return loss
 
-        if not self.is_skipped:
-            adjust_gradients()
-            update(self.optimizer, evaluate if self.needs_closure else None, loss)
-            if self.schedule is not None and not hasattr(
-                self.schedule, "num_bad_epochs"
-            ):  # evaluations step those
-                self.schedule.step()
-        self.num_steps += 1
-        return self._record(loss, gradients)
+        adjust_gradients()
+        _step_optimizer(optimizer, evaluate if self.needs_closure else None, loss)
+        if schedule is not None and not hasattr(
+            schedule, "num_bad_epochs"
+        ):  # evaluations step those
+            schedule.step()
 
     def _record(self, loss: float, gradients: dict[str, torch.Tensor]) -> StepRecord:
         return StepRecord(
@@ -317,71 +374,49 @@ class PlainRun:
 
     def evaluate(self, data: Any) -> dict[str, float]:
         """Return the loss (as "loss") and every metric over all samples of the data, in batches of
-        the job's size.
+        the job's size; of a job's own step, what `validate` returns.
         """
-        set_mode(self.optimizer, is_training=False)
-        figures = self._evaluation(data)
-        set_mode(self.optimizer, is_training=True)
-        return figures
-
-    def _evaluation(self, data: Any) -> dict[str, float]:
         job = self.job
-        if job.models:
-            return self._own_evaluation(data)
-        functions = {"loss": job.criterion, **job.metrics}
-        wholes = {name: f for name, f in functions.items() if isinstance(f, OfAllSamples)}
-        kept: list[Any] = []
-        sums, counts = dict.fromkeys(functions, 0.0), dict.fromkeys(functions, 0.0)
+        set_mode(self.optimizer, is_training=False)
         self.model.eval()
+        wholes = {
+            name: metric for name, metric in job.metrics.items() if isinstance(metric, OfAllSamples)
+        }
+        kept: list[Any] = []  # outputs and targets of all samples
+        sums: dict[str, list[float]] = {}
         for start in range(0, len(data), job.batch):
             batch = self._evaluation_batch(data, range(start, min(start + job.batch, len(data))))
             with torch.no_grad(), autocast(job):
-                output = batch.call(self.model)
-                kept += [(output, batch.target)] if wholes else []
-                for name, function in functions.items():
-                    if name in wholes:
-                        continue
-                    value = function(output, batch.target)
-                    total, count = value if isinstance(value, tuple | list) else (value, 1)
-                    factor = 1 if isinstance(value, tuple | list) else batch.samples
-                    sums[name] += float(total) * factor
-                    counts[name] += float(count) * factor
-        for name, function in wholes.items():
-            value = function(*tree_map(lambda *parts: torch.cat(parts).cpu(), *kept))
-            sums[name], counts[name] = map(
-                float, value if isinstance(value, tuple | list) else (value, 1)
-            )
+                values = (self._own_values if job.models else self._values)(batch, wholes, kept)
+            for name, value in values.items():
+                total, count = value if isinstance(value, tuple | list) else (value, 1)
+                factor = 1 if isinstance(value, tuple | list) else batch.samples
+                before = sums.get(name, (0.0, 0.0))
+                sums[name] = [before[0] + float(total) * factor, before[1] + float(count) * factor]
+        for name, metric in wholes.items():
+            value = metric(*tree_map(lambda *parts: torch.cat(parts).cpu(), *kept))
+            sums[name] = list(map(float, value if isinstance(value, tuple | list) else (value, 1)))
         self.model.train()
-        return {name: sums[name] / counts[name] for name in functions if counts[name]}
+        set_mode(self.optimizer, is_training=True)
+        return {name: total / count for name, (total, count) in sums.items() if count}
 
-    def _own_evaluation(self, data: Any) -> dict[str, float]:
-        """Return the result of the job's `validate` over all samples."""
-        sums: dict[str, float] = {}
-        counts: dict[str, float] = {}
-        validate = self.job.own_validate
-        assert validate is not None
-        self.model.eval()
-        for start in range(0, len(data), self.job.batch):
-            batch = self._evaluation_batch(
-                data, range(start, min(start + self.job.batch, len(data)))
-            )
-            context = PlainEvaluation(self.model, self.job.precision)
-            with torch.no_grad(), autocast(self.job), context.makes_on:
-                values = validate(context, StepBatch([batch]))
-            for name, value in (
-                values if isinstance(values, Mapping) else {"loss": values}
-            ).items():
-                total, count = (
-                    value
-                    if isinstance(value, tuple | list)
-                    else (value * batch.samples, batch.samples)
-                )
-                sums[name], counts[name] = (
-                    sums.get(name, 0.0) + float(total),
-                    counts.get(name, 0.0) + float(count),
-                )
-        self.model.train()
-        return {name: total / counts[name] for name, total in sums.items() if counts[name]}
+    def _values(
+        self, batch: MicroBatch, wholes: Mapping[str, Any], kept: list[Any]
+    ) -> dict[str, Any]:
+        output = batch.call(self.model)
+        kept += [(output, batch.target)] if wholes else []
+        return {
+            name: function(output, batch.target)
+            for name, function in {"loss": self.job.criterion, **self.job.metrics}.items()
+            if name not in wholes
+        }
+
+    def _own_values(self, batch: MicroBatch, *_: Any) -> Mapping[str, Any]:
+        assert self.job.own_validate is not None
+        context = PlainEvaluation(self.model, self.job.precision)
+        with context.makes_on:
+            values = self.job.own_validate(context, StepBatch([batch]))
+        return values if isinstance(values, Mapping) else {"loss": values}
 
     def _evaluation_batch(self, data: Any, indices: range) -> MicroBatch:
         items = []
@@ -393,7 +428,7 @@ class PlainRun:
         return MicroBatch(inputs, targets, len(items)).to(one_device(), dtype)
 
 
-def update(
+def _step_optimizer(
     optimizer: torch.optim.Optimizer, evaluate: Callable[[], float] | None, loss: float
 ) -> None:
     """Take a step of an optimizer; the gradients must exist already.
@@ -426,40 +461,28 @@ def update(
     optimizer.step(closure)  # type: ignore[arg-type]
 
 
-def autocast(job: Job) -> torch.autocast:
-    """Return the numeric context of the job's forward passes on the proof's one device."""
-    name = AUTOCAST.get(job.precision)
-    return torch.autocast(
-        one_device().type, getattr(torch, name or "bfloat16"), enabled=name is not None
-    )
-
-
 # --- Cutting a batch -----------------------------------------------------------------------------------------------
 
 
 def cut_batch(batch: MicroBatch, pieces: int) -> list[MicroBatch]:
-    """Cut the batch into consecutive parts along dim 0, as equal as possible; fewer if it has fewer
+    """BatchCut the batch into consecutive parts along dim 0, as equal as possible; fewer if it has fewer
     samples.
     """
-    edges = sorted({batch.samples * i // pieces for i in range(pieces + 1)})
-    return [part_of_batch(batch, range(first, last)) for first, last in pairwise(edges)]
+    return as_planned(batch, BatchCut(microbatches=pieces))[0]
 
 
-def as_planned(
-    batch: MicroBatch, shares: Sequence[int], microbatches: int
-) -> list[list[MicroBatch]]:
-    """Return the micro-batches of every replica that has samples, as a plan with these shares cuts
-    a window.
-    """
-    if len(shares) == 1 and microbatches == 1:
+def as_planned(batch: MicroBatch, cut: BatchCut) -> list[list[MicroBatch]]:
+    """Return the micro-batches of every replica that has samples, as a plan cuts a window."""
+    if cut.is_whole:
         return [[batch]]
-    replicas = []
-    for run in split(batch.samples, shares):
-        parts = [
-            range(run.start + part.start, run.start + part.stop)
-            for part in split(len(run), [1] * microbatches)
+    replicas = [
+        [
+            part_of_batch(batch, range(run.start + part.start, run.start + part.stop))
+            for part in split(len(run), [1] * cut.microbatches)
+            if len(part)
         ]
-        replicas.append([part_of_batch(batch, part) for part in parts if len(part)])
+        for run in split(batch.samples, cut.shares)
+    ]
     return [replica for replica in replicas if replica]
 
 
@@ -495,136 +518,7 @@ def rows(value: Any, part: range, samples: int) -> Any:
     )
 
 
-# --- Backward ------------------------------------------------------------------------------------------------------
-
-
-def backward(
-    job: Job,
-    model: torch.nn.Module,
-    *replicas: list[MicroBatch],
-    step: int = 0,
-    scale: float = 1.0,
-    sum_scale: float = 1.0,
-    counts: list[float] | None = None,
-) -> float:
-    """Leave the gradients of a batch in the model, and return its loss.
-
-    Each replica starts from the model's current state. Afterwards their buffers, tensors in
-    attributes, and weights that a forward changes are joined (docs/verify.md).
-
-    Args:
-        step: Keys the random streams that can't be switched off, as in a run.
-        scale, sum_scale: The factor of a loss before backward, if it is a mean or a sum. Gradients
-            are divided by it.
-        counts: A list to which the count of each micro-batch is added.
-    """
-    model.zero_grad()
-    samples = sum(piece.samples for pieces in replicas for piece in pieces)
-    together = _Replicas(model) if len(replicas) > 1 else None
-    loss, count, factor = 0.0, 0.0, 1.0
-    for replica, pieces in enumerate(replicas):
-        if together is not None:
-            together.begin()
-            model.zero_grad()  # hooks see the gradients of one replica
-        for number, piece in enumerate(pieces):
-            seed_streams(job.seed, "step", step, replica, number)
-            with autocast(job):
-                value = job.criterion(piece.call(model), piece.target)
-            if isinstance(value, tuple | list):
-                total = torch.as_tensor(value[0])
-                loss, count, factor = loss + total.item(), count + float(value[1]), sum_scale
-            else:
-                total = value * (piece.samples / samples)
-                loss, count, factor = loss + value.item() * piece.samples / samples, 1.0, scale
-            if counts is not None:
-                counts.append(float(value[1]) if isinstance(value, tuple | list) else piece.samples)
-            if total.requires_grad:  # a piece in which nothing counts may have no graph
-                ((total.float() if total.dtype == torch.float16 else total) * factor).backward()
-        if together is not None:
-            together.add(sum(piece.samples for piece in pieces) / samples)
-    if together is not None:
-        together.finish()
-    for p in model.parameters():
-        if p.grad is not None:
-            p.grad /= count * factor
-    return loss / count
-
-
-class _Replicas:
-    """Joins the replicas of a model that start with the same state.
-
-    Gradients are summed, and buffers become means. If several replicas change a weight in the
-    forward, it changes by the mean of their changes.
-    """
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.model = model
-        self.before = {name: tensor.detach().clone() for name, tensor in self._tensors().items()}
-        self.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-        self.moment = ForwardState(model).now()
-        self.gradients: dict[str, torch.Tensor] = {}
-        self.counts: dict[tuple[str, str], int] = {}
-        self.sums: dict[str, torch.Tensor] = {}
-        self.changes: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.is_first = True
-
-    def _counts(self) -> dict[tuple[str, str], int]:
-        """Return the attributes that are whole numbers, by module and name."""
-        return {
-            (name.rpartition(".")[0], key): value
-            for name, _, key, value in plain_attributes(self.model)
-            if type(value) is int
-        }
-
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        buffers = dict(self.model.named_buffers())
-        return buffers | {
-            f"attribute {name}": value for name, value in tensor_attributes(self.model)
-        }
-
-    def begin(self) -> None:
-        if self.is_first:
-            self.is_first = False
-            return
-        self.moment.restore()
-        with torch.no_grad():
-            for name, p in self.model.named_parameters():
-                p.copy_(self.weights[name])
-
-    def add(self, share: float) -> None:
-        """Add the results of a replica that has this share of the samples."""
-        self.counts = {
-            key: max(count, self.counts.get(key, count)) for key, count in self._counts().items()
-        }
-        for name, tensor in self._tensors().items():
-            if tensor.is_floating_point() or tensor.is_complex():
-                self.sums[name] = self.sums.get(name, 0.0) + tensor.detach() * share
-            else:
-                self.sums[name] = (
-                    torch.maximum(self.sums.get(name, tensor), tensor).detach().clone()
-                )
-        for name, p in self.model.named_parameters():
-            change = p.detach() - self.weights[name]
-            none = torch.zeros_like(change), torch.zeros(change.shape, device=change.device)
-            total, users = self.changes.get(name, none)
-            self.changes[name] = total + change, users + (change != 0)
-            if p.grad is not None:
-                self.gradients[name] = (
-                    self.gradients[name] + p.grad if name in self.gradients else p.grad
-                )
-
-    def finish(self) -> None:
-        for name, p in self.model.named_parameters():
-            p.grad = self.gradients.get(name)
-        for (path, key), count in self.counts.items():
-            setattr(self.model.get_submodule(path), key, count)
-        with torch.no_grad():
-            for name, tensor in self._tensors().items():
-                if not torch.equal(self.sums[name], self.before.get(name, self.sums[name])):
-                    tensor.copy_(self.sums[name])
-            for name, p in self.model.named_parameters():
-                total, users = self.changes[name]
-                p.copy_(self.weights[name] + total / users.clamp(min=1).to(total.dtype))
+# --- Records and marks -------------------------------------------------------------------------------------------
 
 
 def _state_of(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:

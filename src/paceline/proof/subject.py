@@ -17,7 +17,7 @@ from paceline.job import Job
 from paceline.model.randomness import WithoutRandomness
 from paceline.proof.device import described
 from paceline.proof.order import whole_batches
-from paceline.proof.reference_loop import PlainRun, autocast, build_plain, unspoilt
+from paceline.proof.reference_loop import PlainRun, build_plain
 
 
 def subject(job: Job) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def subject(job: Job) -> dict[str, Any]:
         "optimizer": type(
             job.optimizer([(name, p) for name, p in parameters.items() if p.requires_grad])
         ).__name__,
-        "randomness": _randomness(job, model),
+        "randomness": _randomness(job),
     }
 
 
@@ -66,19 +66,12 @@ def _packages(model: nn.Module) -> dict[str, str]:
     return {name: str(version) for name, version in versions.items() if version}
 
 
-def _randomness(job: Job, model: nn.Module) -> dict[str, Any]:
+def _randomness(job: Job) -> dict[str, Any]:
     """Return which modules draw in the first training step, and what is switched off in them."""
-    random = WithoutRandomness()
-    if job.models:
-        run = PlainRun(job)
+    random, run = WithoutRandomness(), PlainRun(job)
+    for batch in whole_batches(job, 1):
         with random, random.watching(run.model):
-            next(run.steps(1))
-    for batch in whole_batches(job, 0 if job.models else 1):
-        with autocast(job):
-            with random, random.watching(model):
-                output = unspoilt(batch).call(model)
-            with random:
-                job.criterion(output, batch.target)
+            run.step(batch)
     return {
         "compared": "switched off: random operators give the mean of what they would draw",
         "switched_off": {

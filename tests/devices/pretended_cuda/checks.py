@@ -254,9 +254,14 @@ def poisoned() -> dict[str, Any]:
 def roundings() -> dict[str, list[float]]:
     """Of the coarsest numbers of one GPU's forwards: with TF32 as torch allows it by default, for matrix products only,
     and for nothing."""
+    from paceline.model.randomness import WithoutRandomness
     from paceline.proof.device import computing_on, tf32
-    from paceline.proof.tolerances import coarsest
+    from paceline.proof.reference import PlainSteps
     from pretended_cuda.jobs import JOBS
+
+    def coarsest(job: Any) -> float:
+        with tempfile.TemporaryDirectory() as folder:
+            return PlainSteps(job, Path(folder), steps=1, random=WithoutRandomness()).epsilon
 
     backends: Any = torch.backends
     jobs, observed = ("float32", "images in float32", "recurrent in float32", "blocks", "half"), {}

@@ -21,8 +21,8 @@ from torch.utils.data import TensorDataset
 import paceline
 from paceline.base.streams import seed_streams
 from paceline.job.order import split
+from paceline.proof.order import whole_batches
 from paceline.proof.reference_loop import PlainRun
-from paceline.proof.tolerances import whole_batches
 from paceline.strategies.compress.size import all_reduce_bytes, sent_bytes
 from paceline.strategies.local.schedule import assign, delay_steps, fragment_after
 

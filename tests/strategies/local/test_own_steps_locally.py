@@ -15,7 +15,7 @@ from torch import nn
 import paceline
 from paceline.job.named_models import NamedModels
 from paceline.job.order import split
-from paceline.proof.tolerances import whole_batches
+from paceline.proof.order import whole_batches
 from tests.corpus.own_steps import fields, small
 
 

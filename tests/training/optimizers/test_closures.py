@@ -17,7 +17,7 @@ from paceline.base.errors import JobError
 from paceline.base.streams import seed_model, seed_streams
 from paceline.job.order import Order
 from paceline.launch.process.failure import RankFailed
-from paceline.proof.reference_loop import PlainRun
+from paceline.proof.reference_loop import BatchCut, PlainRun, Variation
 from paceline.training.optimizers.closure import Closure
 from paceline.training.optimizers.probe import Reach, needs_closure, observe
 
@@ -266,7 +266,7 @@ def test_buffers_meet_after_every_evaluation(
 ) -> None:
     """Where samples are coupled, a plan equals one device that cuts each batch alike, in every evaluation. Replicas
     with one micro-batch join their statistics, and equal one device that cuts nothing."""
-    run = PlainRun(JOBS[name](), shares=shares, microbatches=microbatches)
+    run = PlainRun(JOBS[name](), Variation(cut=BatchCut(shares, microbatches)))
     *_, last = run.steps(7)
     trained = train(JOBS[name](), plan, tmp_path / "run")
 

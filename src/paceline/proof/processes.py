@@ -7,16 +7,35 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from paceline.base.errors import CheckpointError, NotDeterministic
 from paceline.base.logs import without_notes
+from paceline.checkpoint.read import open_checkpoint
 from paceline.cluster.cluster import Cluster
+from paceline.cluster.devices import Device
 from paceline.job import Job, Precision, named_fields
 from paceline.launch.local.ranks import run_local
+from paceline.model.randomness import WithoutRandomness
+from paceline.planner.devices import devices_of
 from paceline.planner.resolve import Resolved
+from paceline.proof.compare import DifferenceRecorder, file_difference
+from paceline.proof.device import computing_on
+from paceline.proof.order import order_difference
+from paceline.proof.problems import job_problem
+from paceline.proof.reference import evaluation_data, write_cut, write_reference
+from paceline.proof.reference_loop import BatchCut
+from paceline.proof.subject import subject
+from paceline.strategies.compose import runs_again
+from paceline.strategies.mesh import Mesh
 from paceline.strategies.plan import Plan
+from paceline.training.determinism import deterministic_algorithms
+from paceline.training.drivers import fault_policy, train_rank
+from paceline.training.products import float32_products
+from paceline.training.settings import Settings
+from paceline.training.stepper import Stepper
 
 RUNS = "runs"  # below the folder of a proof: run folders with checkpoints, one for each plan
 
@@ -28,7 +47,7 @@ class Proof:
     job: Job  # as it is trained for the proof
     folder: Path  # of the reference, with a folder for each precision
     saved_step: int  # the step after which runs save; 0 if they don't
-    # results of `write_reference`, by precision; the last one is the finest
+    # documents of one device, by precision; the last one is the finest
     figures: Mapping[Precision, dict[str, Any]]
     timeout_s: float
     # The devices that one device and the ranks use; None for as many CPU devices as a plan has
@@ -40,14 +59,18 @@ class Proof:
         return list(self.figures)[-1]
 
 
-def devices_of(devices: Sequence[str] | None, count: int) -> str:
-    """Return the names of the first `count` given devices, for ranks or for the one device of the
-    reference.
+def names_of(devices: Sequence[str] | None, count: int) -> str:
+    """Return the names of the first `count` given devices.
 
-    >>> devices_of(("cuda:1", "cuda:2"), 1), devices_of(None, 2)
+    >>> names_of(("cuda:1", "cuda:2"), 1), names_of(None, 2)
     ('cuda:1', 'cpu:0-1')
     """
     return f"cpu:0-{count - 1}" if devices is None else ",".join(devices[:count])
+
+
+def first_device(devices: Sequence[str] | None) -> Device:
+    """Return the device of the reference."""
+    return Cluster.local(names_of(devices, 1)).devices[0]
 
 
 def num_devices(plan: Plan, devices: Sequence[str] | None) -> int:
@@ -58,18 +81,15 @@ def num_devices(plan: Plan, devices: Sequence[str] | None) -> int:
     return plan.world_size - (plan.num_cpu_ranks if has_gpus else 0)
 
 
-def _alone(
-    work: Callable[[Any], dict[str, Any]], devices: Sequence[str] | None, *, timeout_s: float
+def alone(
+    work: Callable[[Any], dict[str, Any]], device: Device, *, timeout_s: float
 ) -> dict[str, Any]:
-    """Return `work(context)` from a separate process, whose plain loop computes on the first of the
-    devices.
+    """Return `work(context)` from a separate process, whose plain loop computes on the device.
 
     Because of the separate process, this one can still fork. A GPU uses deterministic algorithms.
     If an operator has none, everything is done again without, and `nondeterministic` of the result
     names such operators.
     """
-    from paceline.proof.device import computing_on
-    from paceline.training.determinism import deterministic_algorithms
 
     def body(context: Any) -> dict[str, Any]:
         with computing_on(context.device):
@@ -80,9 +100,7 @@ def _alone(
             with deterministic_algorithms(strict=False) as missing:
                 return {**work(context), "nondeterministic": sorted(missing)}
 
-    result: dict[str, Any] = run_local(
-        body, Cluster.local(devices_of(devices, 1)).devices, timeout_s=timeout_s
-    )[0]
+    result: dict[str, Any] = run_local(body, [device], timeout_s=timeout_s)[0]
     return result
 
 
@@ -121,15 +139,6 @@ def reference_of(
     Raises:
         PacelineError: the job fails on one device.
     """
-    from paceline.model.randomness import WithoutRandomness
-    from paceline.proof.order import order_difference
-    from paceline.proof.problems import job_problem
-    from paceline.proof.subject import subject
-    from paceline.proof.tolerances import evaluation_data, write_reference
-    from paceline.strategies.mesh import Mesh
-    from paceline.training.products import float32_products
-    from paceline.training.stepper import Stepper
-
     steps = job.total_steps
     assert steps is not None
 
@@ -174,7 +183,7 @@ def reference_of(
             "subject": subject(job),
         }
 
-    reference = _alone(work, devices, timeout_s=timeout_s)
+    reference = alone(work, first_device(devices), timeout_s=timeout_s)
     if reference["nondeterministic"]:
         repeats = (
             "one device repeats its figures up to rounding alone: operators without a deterministic form are "
@@ -189,10 +198,6 @@ def _save_single(
     context: Any, job: Job, precision: Precision, folder: Path, saved_step: int
 ) -> None:
     """Save a checkpoint under a plan without ranks, for other plans to go on from."""
-    from paceline.model.randomness import WithoutRandomness
-    from paceline.training.drivers import train_rank
-    from paceline.training.settings import Settings
-
     run_dir = folder / RUNS / "single"
     run_dir.mkdir(parents=True, exist_ok=True)
     with WithoutRandomness() as random:
@@ -202,32 +207,19 @@ def _save_single(
         )
 
 
-def cut_reference(
-    proof: Proof, *, shares: Sequence[int], microbatches: int
-) -> dict[Precision, dict[str, Any]]:
-    """Compute the figures of one device that cuts every batch as a plan does; see `write_cut`.
-
-    The tensors are stored beside those of the reference.
-    """
-    from paceline.model.randomness import WithoutRandomness
-    from paceline.proof.tolerances import write_cut
+def cut_reference(proof: Proof, cut: BatchCut) -> dict[Precision, dict[str, Any]]:
+    """Compute the figures of one device that cuts every batch as a plan does; see `write_cut`."""
 
     def work(context: Any) -> dict[str, Any]:
         references: dict[str, Any] = {}
         for precision, whole in proof.figures.items():
             random = WithoutRandomness()
             with without_notes(), random if whole["is_random"] else nullcontext():
-                references[precision] = write_cut(
-                    in_precision(proof.job, precision, random),
-                    cut_folder(proof.folder / precision, shares, microbatches),
-                    whole,
-                    beside=proof.folder / precision,
-                    shares=shares,
-                    microbatches=microbatches,
-                )
+                job = in_precision(proof.job, precision, random)
+                references[precision] = write_cut(job, whole, cut=cut)
         return references
 
-    references = _alone(work, proof.devices, timeout_s=proof.timeout_s)
+    references = alone(work, first_device(proof.devices), timeout_s=proof.timeout_s)
     return {precision: references[precision] for precision in proof.figures}
 
 
@@ -235,40 +227,34 @@ def recomputed_forwards(plan: Plan) -> int | None:
     """Return the forwards of the whole model on a rank in a step, if the plan recomputes some; None
     if not, or not known.
     """
-    from paceline.strategies.compose import runs_again
-
     return plan.num_microbatches if runs_again(plan) else None
-
-
-def cut_folder(folder: Path, shares: Sequence[int], microbatches: int) -> Path:
-    """Return the folder for the tensors of one device that cuts every batch in this way."""
-    return folder / f"cut-{'-'.join(map(str, shares))}-{microbatches}"
 
 
 def watched(
     proof: Proof,
     resolved: Resolved,
-    folders: Mapping[Precision, Path],
+    references: Mapping[Precision, dict[str, Any]],
     *,
-    number: int,
-    resumed_from: Path | None,
+    number: int = 0,
+    resumed_from: Path | None = None,
 ) -> list[dict[str, Any]]:
     """Train the job under a plan, and return every rank's record by precision.
 
     If `resumed_from` is given, `resumed` of a record is that of a resumed run.
 
     Args:
-        folders: Of the reference with which the ranks are compared.
+        references: One device's figures, with which the ranks are compared.
         number: Of the plan in the proof; its run folder is named by it.
         resumed_from: A run folder of another plan, from which a separate run goes on.
 
     Raises:
         RankFailed: a rank failed.
     """
-    from paceline.training.drivers import fault_policy
-
-    run_dir = proof.folder / RUNS / str(number)
-    run_dir.mkdir(parents=True, exist_ok=True)
+    finest = references[proof.finest]
+    run_dir: Path | None = None
+    if proof.saved_step or finest["evaluation"]:
+        run_dir = proof.folder / RUNS / str(number)
+        run_dir.mkdir(parents=True, exist_ok=True)
     if resumed_from is not None:
         onward = proof.folder / RUNS / f"{number}-resumed"
         step = Path("checkpoints") / f"step-{proof.saved_step}"
@@ -279,21 +265,13 @@ def watched(
     def body(context: Any) -> dict[str, Any]:
         records: dict[str, Any] = {}
         for precision in proof.figures:
+            watch = partial(_watch, context, proof, resolved, references[precision], precision)
             is_finest = precision == proof.finest
-            records[precision] = _watch(
-                context,
-                proof,
-                resolved,
-                folders[precision],
-                precision,
-                run_dir if is_finest else None,
-            )
+            records[precision] = watch(run_dir if is_finest else None)
             if is_finest and resumed_from is not None:
-                records["resumed"] = _watch(
-                    context, proof, resolved, folders[precision], precision, onward, resume=True
-                )
-        if context.rank == 0 and proof.saved_step:
-            records["file"] = _file_difference(proof, run_dir, folders[proof.finest])
+                records["resumed"] = watch(onward, resume=True)
+        if context.rank == 0 and proof.saved_step and run_dir is not None:
+            records["file"] = _file_difference(proof, run_dir, Path(finest["folder"]))
         return records
 
     return run_local(
@@ -308,7 +286,7 @@ def _watch(
     context: Any,
     proof: Proof,
     resolved: Resolved,
-    folder: Path,
+    reference: dict[str, Any],
     precision: Precision,
     run_dir: Path | None,
     *,
@@ -318,19 +296,12 @@ def _watch(
 
     With a run folder, the rank also evaluates, and saves on its way or resumes from there.
     """
-    from paceline.model.randomness import WithoutRandomness
-    from paceline.proof.compare import DifferenceRecorder
-    from paceline.proof.tolerances import evaluation_data
-    from paceline.training.drivers import train_rank
-    from paceline.training.settings import Settings
-
     random = WithoutRandomness()
     with without_notes(), random if proof.figures[precision]["is_random"] else nullcontext():
-        recorder = DifferenceRecorder(folder, random, first_step=proof.saved_step if resume else 0)
+        first_step = proof.saved_step if resume else 0
+        recorder = DifferenceRecorder(Path(reference["folder"]), random, first_step=first_step)
         job = in_precision(proof.job, precision, random)
-        evaluates = (
-            run_dir is not None and not resume and proof.figures[precision]["not_evaluated"] is None
-        )
+        evaluates = run_dir is not None and not resume and proof.figures[precision]["evaluation"]
         data = evaluation_data(job) if evaluates else None
         job = (
             job.with_training_only()
@@ -345,6 +316,7 @@ def _watch(
                 run_dir,
                 resolved.shares,
                 is_trial=True,
+                devices=devices_of(resolved.plan, resolved.cluster),
                 observer=recorder,
                 resume=resume,
                 keep=lambda: False,
@@ -358,9 +330,6 @@ def _watch(
 
 
 def _file_difference(proof: Proof, run_dir: Path, folder: Path) -> str | None:
-    from paceline.checkpoint.read import open_checkpoint
-    from paceline.proof.compare import file_difference
-
     path = run_dir / "checkpoints" / f"step-{proof.saved_step}"
     try:
         checkpoint = open_checkpoint(path)
