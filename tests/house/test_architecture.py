@@ -65,11 +65,9 @@ BEYOND_LIMITS = {
     "strategies/stages/price.py: _rank",
     "strategies/tensor/piece.py: _product",
     "strategies/tensor/rules.py: run_by_rule",
-    "training/evaluate.py: evaluation_sums",
     "training/prepare.py: prepare_job",
     "training/rank_state.py: __init__",
     "training/restore.py: _restore_optimizer",
-    "training/stepper.py: _evaluate",
 }
 
 

@@ -72,7 +72,7 @@ def _without_one_optimizer(patch: pytest.MonkeyPatch) -> None:
         lambda self, name: (
             update(self, name)
             if name != "rest"
-            else self.waiting.difference_update(self.state.optimizer.names[name])
+            else self.reached.difference_update(self.state.optimizer.names[name])
         ),
     )
 

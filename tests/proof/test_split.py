@@ -24,7 +24,7 @@ from paceline.strategies.mesh import Mesh, local_part
 from paceline.strategies.stages.assignment import assigned
 from paceline.strategies.stages.engine import Engine
 from paceline.strategies.stages.layout import Stages
-from paceline.training import stepper
+from paceline.training import rank_state
 from paceline.training.stepper import Stepper
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
@@ -221,7 +221,7 @@ def norm_of_one_stage(patch: pytest.MonkeyPatch) -> None:
     ) -> None:
         torch.nn.utils.clip_grad_norm_(list(parameters.values()), greatest)
 
-    patch.setattr(stepper, "clip", clip)
+    patch.setattr(rank_state, "clip", clip)
 
 
 def layer_not_summed(patch: pytest.MonkeyPatch) -> None:

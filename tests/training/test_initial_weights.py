@@ -281,7 +281,7 @@ def test_a_rank_reads_its_part_alone(
             for name, p in stepper.parameters.items()
         )
 
-    monkeypatch.setattr("paceline.training.rank_state.load_initial", measured)
+    monkeypatch.setattr("paceline.training.own_step.named_parts.load_initial", measured)
     for taken_mib, wrong in run_ranks(build, 2, timeout_s=100.0):
         assert wrong == 0.0
         assert taken_mib < 32

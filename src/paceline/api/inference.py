@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from paceline.checkpoint.read import Checkpoint
     from paceline.launch.process.context import RankContext
-    from paceline.strategies.layout import Layout
     from paceline.strategies.mesh import Mesh
+    from paceline.training.evaluate import Evaluator
     from paceline.training.feed import DataShard
     from paceline.training.own_step.named_parts import ModelPart
 
@@ -41,12 +41,20 @@ _PREDICTIONS = (
 class Trained:
     """A model with a run's weights on one rank."""
 
+    job: Job
     model: torch.nn.Module
-    layout: Layout
+    parts: Mapping[str, ModelPart]
     mesh: Mesh
     part: DataShard
     checkpoint: Checkpoint
-    parts: Mapping[str, ModelPart]
+
+    def evaluator(self, context: RankContext) -> Evaluator:
+        """Return what evaluates it on this rank."""
+        from paceline.training.evaluate import Evaluator
+
+        return Evaluator(
+            self.model, self.parts, self.job, self.part, self.mesh, context.device, context.beat
+        )
 
 
 def evaluate(
@@ -73,23 +81,11 @@ def evaluate(
 
     def body(context: RankContext) -> dict[str, Any]:
         from paceline.training.determinism import repeatable
-        from paceline.training.evaluate import evaluate as evaluate_rank
-        from paceline.training.evaluate import evaluate_step
         from paceline.training.products import float32_products
 
         with repeatable(resolved.plan), float32_products(job, context):
             trained = load_trained(context, job, resolved, Path(run))
-            options: Any = {
-                "part": trained.part,
-                "mesh": trained.mesh,
-                "device": context.device,
-                "beat": context.beat,
-            }
-            figures, refused = (
-                (evaluate_step(trained.model, trained.parts, job, job.validation, **options), None)
-                if job.models
-                else evaluate_rank(trained.model, trained.layout, job, job.validation, **options)
-            )
+            figures, refused = trained.evaluator(context).figures(job.validation)
             if refused is not None:
                 raise refused
         return {
@@ -154,7 +150,7 @@ def predict(
 
             with repeatable(resolved.plan), float32_products(job, context):
                 trained = load_trained(context, job, resolved, Path(run))
-                layout = trained.parts[predicting].layout if predicting else trained.layout
+                layout = trained.parts[predicting].layout
                 given = data.as_in(job) if is_text else data
                 for number, tensors in enumerate(
                     outputs(
@@ -193,11 +189,9 @@ def predict(
         return predicted
 
 
-def _predicting(job: Job, model: str | None) -> str | None:
-    """Return the name of the model or follower that predicts; None if the job has one model without
-    a name.
-    """
-    names = [*job.models, *job.followers]
+def _predicting(job: Job, model: str | None) -> str:
+    """Return the name of the model or follower that predicts; "" if the job has one without a name."""
+    names = list(filter(None, job.model_names))
     if model is None and len(job.models) > 1:
         raise UsageError(
             f"the job has the models {', '.join(names)}: which one predicts?", hint="--model NAME"
@@ -206,7 +200,7 @@ def _predicting(job: Job, model: str | None) -> str | None:
         raise UsageError(
             f"no model '{model}': {nearest(model, names) if names else 'the job has one without a name'}"
         )
-    return model if model is not None else next(iter(job.models), None)
+    return model if model is not None else next(iter(job.models), "")
 
 
 def _open(
@@ -230,25 +224,21 @@ def load_trained(context: RankContext, job: Job, resolved: Resolved, run_dir: Pa
     from paceline.training.feed import DataShard
     from paceline.training.job_state import JobState
     from paceline.training.own_step.named_parts import prepare_models
-    from paceline.training.prepare import prepare_job
     from paceline.training.restore import choose_checkpoint, load_weights, model_mismatch
 
     mesh = Mesh.of(resolved.plan, context.rank)
     mesh.connect()
-    options: Any = {"plan": resolved.plan, "mesh": mesh, "device": context.device}
-    prepared, parts = (
-        prepare_models(job, **options) if job.models else (prepare_job(job, **options), {})
-    )
-    model, layout = prepared.model, prepared.layout
+    prepared, parts = prepare_models(job, plan=resolved.plan, mesh=mesh, device=context.device)
+    model = prepared.model
     checkpoint = choose_checkpoint(
         context, run_dir, accept=lambda saved: model_mismatch(model, saved)
     )
     if checkpoint is None:
         raise CheckpointError(f"{run_dir} has no checkpoint", hint="train it first, or longer")
-    load_weights(model, dict(layout.module.named_parameters()), checkpoint)
+    load_weights(model, dict(prepared.layout.module.named_parameters()), checkpoint)
     deque(JobState(job).restore(checkpoint), maxlen=0)
     return Trained(
-        model, layout, mesh, DataShard.of(resolved.plan, mesh, resolved.shares), checkpoint, parts
+        job, model, parts, mesh, DataShard.of(resolved.plan, mesh, resolved.shares), checkpoint
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from paceline.base.errors import JobError, PacelineError
 from paceline.job import Job
@@ -38,7 +38,7 @@ def refuse_early(job: Job, plan: Plan) -> bool:
         job.freeze
         or job.init is not None
         or job.lr_schedule is not None
-        or (job.models and plan.splits_model)
+        or (job.own_step is not None and plan.splits_model)
     ):
         return False
     with suppress(RuntimeError):
@@ -57,7 +57,7 @@ def refuse_few_pieces(job: Job, plan: Plan) -> None:
     """
     from paceline.base.fork import in_a_fork
 
-    if plan.splits_model and not job.models:
+    if plan.splits_model and job.own_step is None:
         with suppress(RuntimeError):
             in_a_fork(lambda: _cut(job, plan))
 
@@ -119,12 +119,8 @@ def _schedule(job: Job) -> None:
     from paceline.job.own_step import spec
     from paceline.training.optimizers.schedule import refuse_waiting
 
-    builds = (
-        [spec(each).lr_schedule for each in job.optimizers.values()]
-        if job.models
-        else [job.lr_schedule]
-    )
-    for build in builds:
+    named = [spec(each).lr_schedule for each in job.optimizers.values()]
+    for build in named or [job.lr_schedule]:
         if build is not None:
             optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
             refuse_waiting(job, [(build(optimizer), build)])
@@ -158,24 +154,17 @@ def _initial(job: Job) -> Iterator[tuple[str, Weights]]:
     left to the ranks.
     """
     from paceline.job.named_fields import init_of
-    from paceline.job.pretrained import Weights
 
-    sources: Iterator[tuple[str, Any]] = (
-        ((name, init_of(job, name)) for name in (*job.models, *job.followers))
-        if job.models
-        else iter([("", None if job.init is None else Weights.of(job.init))])
-    )
-    return (
-        (name, weights)
-        for name, weights in sources
-        if weights is not None and not callable(weights.source)
-    )
+    for name in job.model_names:
+        weights = init_of(job, name)
+        if weights is not None and not callable(weights.source):
+            yield name, weights
 
 
 def _step(job: Job, plan: Plan) -> None:
     from paceline.training.own_step.named_parts import TRIED_SAMPLES
     from paceline.training.own_step.recorded import recorded, refuse_to_split
 
-    if job.models and plan.splits_model:
+    if job.own_step is not None and plan.splits_model:
         record = recorded(job, TRIED_SAMPLES)
         refuse_to_split(job, plan, in_losses=record.in_losses, bare=record.bare)

@@ -163,6 +163,11 @@ class Job:
         )
 
     @property
+    def model_names(self) -> tuple[str, ...]:
+        """The names of the models and followers; "" of a job's only model."""
+        return (*self.models, *self.followers) or ("",)
+
+    @property
     def own_step(self) -> Callable[[Any, Any], None] | None:
         """The step function of a job with named models; None for a job with one model."""
         return (self.step or named_fields.default_step(self)) if self.models else None

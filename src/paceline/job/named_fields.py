@@ -41,8 +41,10 @@ def init_of(job: Any, name: str) -> Weights | None:
     """Return the weights with which a model or a follower begins in place of the seed's; None if
     there are none.
 
-    They are its own, or those of the model that it follows.
+    They are its own, or those of the model that it follows. The only model of a job is "".
     """
+    if not name:
+        return Weights.of(job.init) if job.init is not None else None
     init, follower = job.init or {}, job.followers.get(name)
     if name not in init and follower is not None and isinstance(follower.source, str):
         name = follower.source

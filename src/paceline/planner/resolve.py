@@ -80,7 +80,7 @@ def resolve(
     _check_samples(settled, job)
     conflicts.check(settled)
     conflicts.check_job(settled, job)
-    if job.models:
+    if job.own_step is not None:
         conflicts.check_own_step(settled)
     shares, accumulate = settled.modifiers.shares, settled.modifiers.accumulate
     if isinstance(shares, str) and shares != "equal":

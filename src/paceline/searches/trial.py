@@ -135,20 +135,10 @@ def test(
     Collective.
     """
     from paceline.api.inference import load_trained
-    from paceline.training.evaluate import evaluate
 
     resolved = devices.resolve(job, plan)
     trained = load_trained(context, job, resolved, run_dir)
-    figures, refused = evaluate(
-        trained.model,
-        trained.layout,
-        job,
-        job.test,
-        part=trained.part,
-        mesh=trained.mesh,
-        device=context.device,
-        beat=context.beat,
-    )
+    figures, refused = trained.evaluator(context).figures(job.test)
     if refused is not None:
         raise refused
     return figures

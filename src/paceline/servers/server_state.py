@@ -11,7 +11,6 @@ import torch
 from paceline.base.errors import PlanRefused
 from paceline.job import Job
 from paceline.job.named_optimizers import NamedOptimizers
-from paceline.job.pretrained import Weights
 from paceline.servers.connection import rows, served_parameters
 from paceline.servers.roles import servers_of
 from paceline.servers.serve import ShardService
@@ -24,7 +23,6 @@ from paceline.strategies.step_sync import SyncEveryStep
 from paceline.torch_private.modules import own_parameters
 from paceline.torch_private.optimizers import has_step_hooks, mark_stepped
 from paceline.training.freezing import Freezing
-from paceline.training.initial import load_initial
 from paceline.training.job_options import as_made
 from paceline.training.optimizers.build import build_optimizer, refuse_coupled, refuse_kinds
 from paceline.training.optimizers.probe import is_elementwise
@@ -148,10 +146,7 @@ class ServerState:
         )
         self.local_parameters = {**self.parameters, **followers, **frozen}
         self.freezing = Freezing(job, model)
-        if job.models:
-            load_models(job, model, self.local_parameters, extents)
-        elif job.init is not None:
-            load_initial(Weights.of(job.init), model, self.local_parameters, extents)
+        load_models(job, model, self.local_parameters, extents)
         self.layout = Owned(
             frozenset(self.local_parameters),
             frozenset(persistent_buffers(model) if server == 0 else ()),

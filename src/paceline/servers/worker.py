@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import Subset
 
 from paceline.base.errors import JobError, PlanRefused
 from paceline.base.logs import logger
@@ -38,7 +37,7 @@ from paceline.strategies.server.tables import tables
 from paceline.torch_private.autograd import version_of
 from paceline.torch_private.optimizers import mark_stepped
 from paceline.training.cores import CoreWait
-from paceline.training.evaluate import evaluation_sums, refuse_before_training, step_sums
+from paceline.training.evaluate import Evaluator
 from paceline.training.feed import DataShard, MicroBatch, is_stream, training_feed
 from paceline.training.loss import LossSum
 from paceline.training.optimizers.schedule import step_schedule
@@ -269,7 +268,7 @@ class Worker:
         if self.arrivals.are_here():
             self.arrivals.settle()
         with self.arrivals.watched(self.stepper.model):
-            _, used = self.stepper.backward(
+            used = self.stepper.backward(
                 window,
                 batches,
                 step=step,
@@ -369,7 +368,7 @@ class Worker:
             self.arrivals.settle()
             self._follow_schedule(self.turns.steps(order["version"]))
         part = DataShard((1,) * order["of"], order["part"], self.plan.num_microbatches)
-        sums, refused = self._sums_over(self.job.validation, part)
+        sums, refused = self._evaluator(part).sums(self.job.validation)
         return {
             "sums": order["evaluate"],
             "names": list(sums),
@@ -377,54 +376,18 @@ class Worker:
             "refused": [] if refused is None else [str(refused)],
         }
 
-    def _sums_over(
-        self, data: Any, part: DataShard
-    ) -> tuple[dict[str, torch.Tensor], JobError | None]:
-        """Sum and count of the loss and of every other figure of an evaluation, over a part of the data, and why a
-        metric is refused, if one is."""
-        stepper, job = self.stepper, self.job
-        if job.models:
-            return step_sums(
-                stepper.model,
-                stepper.parts,
-                job,
-                data,
-                part=part,
-                mesh=stepper.mesh,
-                device=self.context.device,
-                beat=self.context.beat,
-            ), None
-        sums, refused = evaluation_sums(
-            stepper.model,
-            stepper.layout,
-            job,
-            data,
-            part=part,
-            mesh=stepper.mesh,
-            device=self.context.device,
-            beat=self.context.beat,
+    def _evaluator(self, part: DataShard) -> Evaluator:
+        stepper, context = self.stepper, self.context
+        return Evaluator(
+            stepper.model, stepper.parts, self.job, part, stepper.mesh, context.device, context.beat
         )
-        return dict(zip(["loss", *job.metrics], sums, strict=True)), refused
 
     def _measured(self) -> list[str]:
-        """Names of what a job's `validate` gives of a first batch, so that what is wrong with it is known before the
-        first step; of other jobs it is known which they are, and what is wrong with metrics is looked for."""
+        """Names of the figures of an evaluation, so that what is wrong with them is known before the first step."""
         data = self.job.validation
         if data is None or is_stream(data) or self.settings.is_trial:
             return []
-        if not self.job.models:
-            if self.job.metrics:
-                refuse_before_training(
-                    self.stepper.model,
-                    self.stepper.layout,
-                    self.job,
-                    part=self.stepper.part,
-                    mesh=self.stepper.mesh,
-                    device=self.context.device,
-                )
-            return []
-        first = Subset(data, range(min(len(data), self.job.batch)))
-        return list(self._sums_over(first, self.stepper.part)[0])
+        return self._evaluator(self.stepper.part).look()
 
     def _unserved(self) -> dict[str, torch.Tensor]:
         """What nothing may change of a model, by name: buffers and frozen parameters, but those that follow others."""

@@ -3,28 +3,53 @@ the run's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from paceline.strategies.compress.size import all_reduce_bytes
 from paceline.strategies.host_all_reduce import all_reduce
 
-# The first figures of a step are the sum of its loss and the count, which are kept by step. Later
-# ones may be added up.
-STEP_FIGURES = 2
+
+@dataclass(frozen=True, slots=True)
+class StepFigures:
+    """The figures of a loss that went back, or of a step. Ranks send them as float64 and add them up."""
+
+    loss: float = 0.0  # the sum over the samples
+    count: float = 0.0  # over which it is summed
+    stops: float = 0.0  # ranks that were asked to stop
+    sums: float = 0.0  # micro-batches whose loss is a sum, and no mean
+    changed: float = 0.0  # ranks whose forwards changed state that is not synchronised yet
+    edited: float = 0.0  # ranks whose forwards changed a parameter
+    unknown: float = 0.0  # ranks whose forwards changed a parameter that is not known yet
+    overflows: float = 0.0  # above 0 if a gradient overflowed under loss scaling
+    digest: float = 0.0  # of the samples; see `order.digest`
+    users: tuple[float, ...] = ()  # how many ranks used each parameter
+
+    @classmethod
+    def read(cls, values: Sequence[float]) -> StepFigures:
+        """Return the figures from `values`."""
+        known = len(cls.__slots__) - 1
+        fields: list[Any] = [*values[:known], tuple(values[known:])]
+        return cls(*fields)
+
+    @property
+    def values(self) -> list[float]:
+        """The figures as numbers, in the order of the fields."""
+        *figures, users = (getattr(self, name) for name in self.__slots__)
+        return [*figures, *users]
 
 
 @dataclass(frozen=True, slots=True)
 class SyncedFigures:
     """The figures that all ranks know after they met. A run may be saved at this moment."""
 
-    # (loss, count) of each step since the last meeting, summed over the ranks, float64.
-    figures: list[list[float]]
-    flags: list[float]  # all other figures, summed over the ranks and over those steps
+    # (loss, count) of each step since the last meeting, summed over the ranks.
+    losses: list[tuple[float, float]]
+    flags: StepFigures  # summed over the ranks and over those steps
     weight: float  # this replica's part of the count of those steps
 
 
@@ -45,18 +70,12 @@ class StepSync(Protocol):
         """
 
     def end_step(
-        self,
-        step: int,
-        figures: torch.Tensor,
-        host_figures: list[float],
-        beat: Callable[[str], None],
+        self, step: int, figures: StepFigures, beat: Callable[[str], None]
     ) -> SyncedFigures | None:
         """End step `step` (counted from 1) after its update.
 
         Args:
             figures: The figures that were agreed on.
-            host_figures: The same, already read to the host. Reading `figures` again would wait for
-                the update.
             beat: Reports a phase of the step, for the heartbeat.
 
         Returns:
@@ -97,13 +116,9 @@ class SyncEveryStep:
         return figures
 
     def end_step(
-        self,
-        step: int,
-        figures: torch.Tensor,
-        host_figures: list[float],
-        beat: Callable[[str], None],
+        self, step: int, figures: StepFigures, beat: Callable[[str], None]
     ) -> SyncedFigures | None:
-        return SyncedFigures([host_figures[:STEP_FIGURES]], host_figures[STEP_FIGURES:], 1.0)
+        return SyncedFigures([(figures.loss, figures.count)], figures, 1.0)
 
     def finalize(self, step: int) -> SyncedFigures | None:
         return None

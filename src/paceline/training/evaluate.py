@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import is_dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from paceline.model.forward_state import ForwardState, function_kept
 from paceline.strategies.layout import Layout
 from paceline.strategies.mesh import Mesh
 from paceline.training.feed import DataShard, MicroBatch, evaluation_feed
-from paceline.training.loss import read_tally
+from paceline.training.loss import LossSum, read_tally
 from paceline.training.metrics import AllSamples, copied, no_mean
 from paceline.training.own_step.named_parts import ModelPart
 from paceline.training.own_step.stage_outputs import from_last_stage
@@ -33,70 +33,161 @@ from paceline.training.prepare import autocast
 _FEW = 4  # the fewest samples on which a metric is checked before the first step
 
 
-def evaluate_step(
-    models: torch.nn.Module,
-    parts: Mapping[str, ModelPart],
-    job: Job,
-    data: Any,
-    *,
-    part: DataShard,
-    mesh: Mesh,
-    device: torch.device,
-    beat: Callable[[str], None] = lambda phase: None,
-) -> dict[str, float]:
-    """Evaluate a job with models by name on the data, by its `validate`. Returns the loss (as
-    "loss") and others by name.
+@dataclass(frozen=True)
+class Evaluator:
+    """Computes a job's loss and other figures over data, on the ranks of a plan.
 
-    Collective over all ranks.
+    The figures are those of the job's `validate`, or the loss and the metrics.
     """
-    sums = step_sums(models, parts, job, data, part=part, mesh=mesh, device=device, beat=beat)
-    together = torch.stack(list(sums.values()))
-    if mesh.world_size > 1:
-        dist.all_reduce(together)
-    return quotients(sums, together)
 
+    model: torch.nn.Module  # all models; in evaluation mode during an evaluation
+    parts: Mapping[str, ModelPart]
+    job: Job
+    part: DataShard  # of the data on this rank
+    mesh: Mesh
+    device: torch.device
+    beat: Callable[[str], None] = lambda phase: None
 
-def step_sums(
-    models: torch.nn.Module,
-    parts: Mapping[str, ModelPart],
-    job: Job,
-    data: Any,
-    *,
-    part: DataShard,
-    mesh: Mesh,
-    device: torch.device,
-    beat: Callable[[str], None] = lambda phase: None,
-) -> dict[str, torch.Tensor]:
-    """Return sum and count of each figure of `validate` over this rank's part of the data, float64.
+    def figures(self, data: Any) -> tuple[dict[str, float], JobError | None]:
+        """Return each figure by name, the loss as "loss", and why this rank refuses a metric, if it does.
 
-    Collective if the plan's forwards are.
-    """
-    sums: dict[str, torch.Tensor] = {}
-    was_training = models.training
-    models.eval()
-    counts_here = mesh.is_first_of_same_loss and not mesh.coordinates[mesh.stage_axis]
-    with kept_streams(), torch.no_grad():
+        The caller raises the refusal when no rank waits for this one. Collective over all ranks.
+        """
+        sums, refused = self.sums(data)
+        together = torch.stack(list(sums.values()))
+        if self.mesh.world_size > 1:
+            dist.all_reduce(together)
+        return quotients(sums, together), refused
+
+    def sums(self, data: Any) -> tuple[dict[str, torch.Tensor], JobError | None]:
+        """Return sum and count of each figure over this rank's part of the data, float64, and why a
+        metric is refused, if one is.
+
+        Collective if the plan's forwards are.
+        """
+        was_training = self.model.training
+        self.model.eval()
+        with kept_streams(), torch.no_grad():
+            summed = (
+                (self._sums_of_validate(data), None)
+                if self.job.own_validate is not None
+                else self._sums_of_metrics(data)
+            )
+        self.model.train(was_training)
+        return summed
+
+    def look(self) -> list[str]:
+        """Return the names of an evaluation's figures. What is wrong with them is known before the first
+        step, by a few samples. Collective.
+        """
+        data = self.job.validation
+        if self.job.own_validate is not None:
+            return list(self.figures(Subset(data, range(min(len(data), self.job.batch))))[0])
+        if self.job.metrics:
+            self._refuse_before_training()
+        return ["loss", *self.job.metrics]
+
+    def _batches(self, data: Any) -> Iterator[MicroBatch]:
+        """Yield the micro-batches of this rank, on its device."""
+        job = self.job
         for batch in evaluation_feed(
-            data, batch=job.batch, part=part, seed=job.seed, collate=job.evaluation_collate
+            data, batch=job.batch, part=self.part, seed=job.seed, collate=job.evaluation_collate
         ):
-            beat("evaluate")
-            moved = batch.to(device, torch.float64 if job.precision == "float64" else None)
-            with autocast(job, device):
-                values = _validated(
-                    job, _Validation(parts, mesh, device, batch.samples, job.precision), moved
-                )
+            self.beat("evaluate")
+            yield batch.to(self.device, torch.float64 if job.precision == "float64" else None)
+
+    def _row(self, tally: LossSum) -> torch.Tensor:
+        """Return sum and count."""
+        return torch.stack(
+            [
+                torch.as_tensor(figure, dtype=torch.float64, device=self.device)
+                for figure in (tally.total, tally.count)
+            ]
+        )
+
+    def _sums_of_validate(self, data: Any) -> dict[str, torch.Tensor]:
+        mesh, device, precision = self.mesh, self.device, self.job.precision
+        sums: dict[str, torch.Tensor] = {}
+        counts_here = mesh.is_first_of_same_loss and not mesh.coordinates[mesh.stage_axis]
+        for batch in self._batches(data):
+            context = _Validation(self.parts, mesh, device, batch.samples, precision)
+            with autocast(self.job, device):
+                values = _validated(self.job, context, batch)
             for name, value in values.items():
                 row = sums.setdefault(name, torch.zeros(2, dtype=torch.float64, device=device))
                 if batch.samples and counts_here:
-                    tally = read_tally(value, samples=batch.samples, name=f"'{name}' of validate")
-                    row += torch.stack(
-                        [
-                            torch.as_tensor(figure, dtype=torch.float64, device=device)
-                            for figure in (tally.total, tally.count)
-                        ]
-                    )
-    models.train(was_training)
-    return sums
+                    named = f"'{name}' of validate"
+                    row += self._row(read_tally(value, samples=batch.samples, name=named))
+        return sums
+
+    def _sums_of_metrics(self, data: Any) -> tuple[dict[str, torch.Tensor], JobError | None]:
+        job, mesh = self.job, self.mesh
+        (layout,) = (part.layout for part in self.parts.values())
+        functions = {"loss": job.criterion, **job.metrics}
+        named = {"loss": "the loss", **{name: f"metric '{name}'" for name in job.metrics}}
+        wholes = {name: f for name, f in functions.items() if isinstance(f, OfAllSamples)}
+        every, number, refused = AllSamples(self.part, mesh, self.device), 0, None
+        sums = {name: torch.zeros(2, dtype=torch.float64, device=self.device) for name in functions}
+        for batch in self._batches(data):
+            if not batch.samples and not layout.meets_in_forward and not wholes:
+                continue
+            with autocast(job, self.device):
+                output = layout.forward(batch)
+                if not layout.has_output or not mesh.is_first_of_same_loss:
+                    continue
+                if wholes:
+                    every.add(output, batch)
+                number += 1
+                is_looked_at = batch.samples > 1 and not number & (number - 1)  # 1, 2, 4, 8, ...
+                for name, function in functions.items():
+                    if name in wholes:
+                        continue
+                    if name in job.metrics and is_looked_at:
+                        refused = refused or no_mean(
+                            named[name], function, output, batch.target, batch.samples, self.model
+                        )
+                    value = function(output, batch.target)
+                    tally = read_tally(value, samples=batch.samples or 1, name=named[name])
+                    if batch.samples:
+                        sums[name] += self._row(tally)
+        if wholes and layout.has_output and mesh.is_first_of_same_loss:
+            together = every.together()
+            for name, function in wholes.items():
+                tally = read_tally(function(*together), samples=1, name=named[name])
+                if not self.part.index:
+                    sums[name] = self._row(tally)
+        return sums, refused
+
+    def _refuse_before_training(self) -> None:
+        """Evaluate a few samples, the same in all replicas, to refuse a metric before the first step.
+
+        The states of the model, the loss and the metrics are restored. Their own errors are left to the
+        run's evaluation. Collective.
+
+        Raises:
+            JobError: a metric is no mean over samples.
+            TrainingError: it gives no number.
+        """
+        job = self.job
+        metrics = {
+            name: copied(f) for name, f in job.metrics.items() if not isinstance(f, OfAllSamples)
+        }
+        cuts = len(self.part.shares) * self.part.num_microbatches
+        few = min(len(job.validation), job.batch, max(_FEW, job.batch // cuts))
+        looking = replace(self, job=replace(job, metrics=metrics), part=DataShard((1,), 0, 1))
+        refused = None
+        with ExitStack() as kept:
+            kept.callback(ForwardState(self.model).now().restore)
+            for function in (job.criterion, *metrics.values()):
+                kept.enter_context(function_kept(function, self.model))
+            try:
+                _, refused = looking.sums(Subset(job.validation, range(few)))
+            except Exception as error:  # the model or a metric may read what only training makes
+                is_alone = all(part.layout.has_output for part in self.parts.values())
+                if isinstance(error, PacelineError) or not is_alone:  # later stages would wait
+                    raise
+        if refused is not None:
+            raise refused
 
 
 def _validated(job: Job, context: _Validation, batch: MicroBatch) -> Mapping[str, Any]:
@@ -143,155 +234,9 @@ class _Validation:
             return from_last_stage([output], self.mesh, self.device)[0]
 
 
-def evaluate(
-    model: torch.nn.Module,
-    layout: Layout,
-    job: Job,
-    data: Any,
-    *,
-    part: DataShard,
-    mesh: Mesh,
-    device: torch.device,
-    beat: Callable[[str], None] = lambda phase: None,
-) -> tuple[dict[str, float], JobError | None]:
-    """Return the loss (as "loss") and every metric of the job on the data, and why this rank
-    refuses a metric, if it does.
-
-    The caller raises the refusal when no rank waits for this one. Collective over all ranks.
-
-    model: the model that the layout runs. It is in evaluation mode during the call.
-    """
-    sums, refused = evaluation_sums(
-        model, layout, job, data, part=part, mesh=mesh, device=device, beat=beat
-    )
-    if mesh.world_size > 1:
-        dist.all_reduce(sums)
-    return quotients(["loss", *job.metrics], sums), refused
-
-
-def refuse_before_training(
-    model: torch.nn.Module,
-    layout: Layout,
-    job: Job,
-    *,
-    part: DataShard,
-    mesh: Mesh,
-    device: torch.device,
-) -> None:
-    """Evaluate a few samples, the same in all replicas, to refuse a metric before the first step.
-    Collective.
-
-    The states of the model, the loss and the metrics are restored. Their own errors are left to the
-    run's evaluation.
-
-    Raises:
-        JobError: a metric is no mean over samples.
-        TrainingError: it gives no number.
-    """
-    metrics = {
-        name: copied(f) for name, f in job.metrics.items() if not isinstance(f, OfAllSamples)
-    }
-    few = min(
-        len(job.validation),
-        job.batch,
-        max(_FEW, job.batch // (len(part.shares) * part.num_microbatches)),
-    )
-    refused = None
-    with ExitStack() as kept:
-        kept.callback(ForwardState(model).now().restore)
-        for function in (job.criterion, *metrics.values()):
-            kept.enter_context(function_kept(function, model))
-        try:
-            _, refused = evaluation_sums(
-                model,
-                layout,
-                replace(job, metrics=metrics),
-                Subset(job.validation, range(few)),
-                part=DataShard((1,), 0, 1),
-                mesh=mesh,
-                device=device,
-            )
-        except Exception as error:  # the model or a metric may read what only training makes
-            if isinstance(error, PacelineError) or not layout.has_output:  # later stages would wait
-                raise
-    if refused is not None:
-        raise refused
-
-
 def quotients(names: Iterable[str], sums: torch.Tensor) -> dict[str, float]:
     """Divide the sums by the counts of all ranks, by name."""
     return dict(zip(names, (sums[:, 0] / sums[:, 1]).tolist(), strict=True))
-
-
-def evaluation_sums(
-    model: torch.nn.Module,
-    layout: Layout,
-    job: Job,
-    data: Any,
-    *,
-    part: DataShard,
-    mesh: Mesh,
-    device: torch.device,
-    beat: Callable[[str], None] = lambda phase: None,
-) -> tuple[torch.Tensor, JobError | None]:
-    """Return sums and counts over this rank's part of the data, and why a metric is refused, if one
-    is.
-
-    The sums and counts are those of the loss and of every metric, float64 (functions, 2).
-    """
-    functions = {
-        "the loss": job.criterion,
-        **{f"metric '{name}'": f for name, f in job.metrics.items()},
-    }
-    wholes = {row: f for row, f in enumerate(functions.values()) if isinstance(f, OfAllSamples)}
-    every, number, refused = AllSamples(part, mesh, device), 0, None
-    sums = torch.zeros(len(functions), 2, dtype=torch.float64, device=device)
-    was_training = model.training
-    model.eval()
-    with kept_streams(), torch.no_grad():
-        for batch in evaluation_feed(
-            data, batch=job.batch, part=part, seed=job.seed, collate=job.evaluation_collate
-        ):
-            beat("evaluate")
-            if not batch.samples and not layout.meets_in_forward and not wholes:
-                continue
-            moved = batch.to(device, torch.float64 if job.precision == "float64" else None)
-            with autocast(job, device):
-                output = layout.forward(moved)
-                if not layout.has_output or not mesh.is_first_of_same_loss:
-                    continue
-                if wholes:
-                    every.add(output, moved)
-                number += 1
-                for row, (name, function) in enumerate(functions.items()):
-                    if row in wholes:
-                        continue
-                    if (
-                        row and batch.samples > 1 and not number & (number - 1)
-                    ):  # after 1, 2, 4, 8, ... micro-batches
-                        refused = refused or no_mean(
-                            name, function, output, moved.target, batch.samples, model
-                        )
-                    tally = read_tally(
-                        function(output, moved.target), samples=batch.samples or 1, name=name
-                    )
-                    if batch.samples:
-                        sums[row] += torch.stack(
-                            [
-                                torch.as_tensor(figure, dtype=torch.float64, device=device)
-                                for figure in (tally.total, tally.count)
-                            ]
-                        )
-        if wholes and layout.has_output and mesh.is_first_of_same_loss:
-            together = every.together()
-            for row, function in wholes.items():
-                tally = read_tally(function(*together), samples=1, name=list(functions)[row])
-                if not part.index:
-                    sums[row] = torch.tensor(
-                        [float(tally.total), float(tally.count)], dtype=torch.float64
-                    )
-    model.train(was_training)
-    return sums, refused
 
 
 def outputs(

@@ -12,7 +12,7 @@ from paceline.base.logs import logger
 from paceline.cluster.devices import Device
 from paceline.job import Job
 from paceline.job.modes import has_modes, set_mode
-from paceline.job.pretrained import Weights
+from paceline.job.named_optimizers import NamedOptimizers
 from paceline.model.float8 import left_in_bf16
 from paceline.model.forward_effects import sparsely_trained
 from paceline.strategies.compose import (
@@ -27,22 +27,19 @@ from paceline.torch_private.optimizers import mark_stepped
 from paceline.training.clipping import clip, squared_norm
 from paceline.training.feed import DataShard, MicroBatch
 from paceline.training.freezing import Freezing
-from paceline.training.initial import load_initial
 from paceline.training.job_options import as_made
 from paceline.training.job_state import JobState
-from paceline.training.loss import LossSum
 from paceline.training.optimizers.build import build_optimizer, refuse_kinds
 from paceline.training.optimizers.schedule import build_schedule, step_schedule
 from paceline.training.own_step.followers import refuse_apart
 from paceline.training.own_step.named_parts import ModelPart, load_models, prepare_models
 from paceline.training.own_step.stage_outputs import from_last_stage
 from paceline.training.parts.spikes import Spikes
-from paceline.training.prepare import prepare_job
+from paceline.training.refusals import check_used
 from paceline.training.replicas.buffers import ChangingBuffers
 from paceline.training.replicas.inplace_parameters import Edits
 from paceline.training.scaling import LossScale
 from paceline.training.trace import TraceRecorder
-from paceline.training.upload import uploaded
 
 
 class RankState:
@@ -101,13 +98,9 @@ class RankState:
         self.before_update: Callable[[], None] = lambda: None
         self.replica = mesh.replica
         self.part = DataShard(shares or (1,) * plan.replicas, mesh.replica, plan.num_microbatches)
-        self.parts: dict[str, ModelPart] = {}
-        if job.models:
-            prepared, self.parts = prepare_models(
-                job, plan=plan, mesh=mesh, device=device, devices=devices
-            )
-        else:
-            prepared = prepare_job(job, plan=plan, mesh=mesh, device=device, devices=devices)
+        prepared, self.parts = prepare_models(
+            job, plan=plan, mesh=mesh, device=device, devices=devices
+        )
         self.model, self.layout, self.synchronisers = (
             prepared.model,
             prepared.layout,
@@ -144,7 +137,7 @@ class RankState:
             not mesh.replica
             and mesh.is_first_of_same_loss
             and self.layout.has_output
-            and not (job.models and mesh.coordinates[mesh.stage_axis])
+            and not (job.own_step is not None and mesh.coordinates[mesh.stage_axis])
         )
         self.job_state = JobState(job, self.model)
         self.has_modes, self.trains = has_modes(self.optimizer), True
@@ -166,11 +159,14 @@ class RankState:
         self.note_verb: Callable[[int, str], None] | None = (
             None  # reports each verb of a job's own step
         )
-        self.saw_unused = False
-        self.written: set[str] = (
-            set()
-        )  # parameters to which the first step wrote before its update, because hooks may update
-        self.untrained = set(job.models)  # models that no loss has trained so far
+        # Parameters to which the first step wrote before its update, because hooks may update.
+        self.written: set[str] = set()
+        self._trained_by: dict[
+            tuple[str, ...], tuple[dict[str, torch.nn.Parameter], list[str]]
+        ] = {}
+        # Whether the steps of the job's own that this rank took had one backward each.
+        self.has_one_backward = True
+        self.unchecked = set(self.trainable)  # parameters for which `check_used` is still due
         self.gradient_norm: float | None = None  # of the last step, before clipping
         self.trace: TraceRecorder | None = None
         self.spikes: Spikes | None = None
@@ -201,22 +197,10 @@ class RankState:
         """
         if self.job.init is None:
             return
-        if self.parts:
-            load_models(
-                self.job,
-                self.model,
-                dict(self.layout.module.named_parameters()),
-                self.layout.extents,
-            )
-        else:
-            module = self.layout.module
-            elsewhere = held_elsewhere(plan, module)
-            load_initial(
-                Weights.of(self.job.init),
-                self.model,
-                {name: p for name, p in module.named_parameters() if p not in elsewhere},
-                self.layout.extents,
-            )
+        module = self.layout.module
+        elsewhere = held_elsewhere(plan, module)
+        held = {name: p for name, p in module.named_parameters() if p not in elsewhere}
+        load_models(self.job, self.model, held, self.layout.extents)
         for synchroniser in self.synchronisers:
             synchroniser.restore(NOTHING_SAVED)
 
@@ -228,7 +212,7 @@ class RankState:
             name.startswith("parameters/") and not self.forwards_may_write
         )
 
-    def _digest(self, batches: Sequence[MicroBatch]) -> float:
+    def digest(self, batches: Sequence[MicroBatch]) -> float:
         """Return the digest of the samples that this rank reports. One rank of a replica reports
         those of the replica.
         """
@@ -238,43 +222,41 @@ class RankState:
             else 0.0
         )
 
-    def loss_figures(
-        self,
-        tallies: list[LossSum],
-        flags: Sequence[float],
-        used: set[str],
-        trainable: Sequence[str],
-    ) -> torch.Tensor:
-        """Return this rank's figures of a loss, float64.
+    @property
+    def has_unsynced_buffers(self) -> bool:
+        """Whether forwards changed state that is not synchronised yet."""
+        return len(self.mesh.replicas) > 1 and bool(self.buffers.unsynced())
 
-        These are: the loss sum, its count, whether the loss is a sum, the flags, and for each of
-        these parameters whether it was used.
+    def trained_by(
+        self, parts: Sequence[ModelPart]
+    ) -> tuple[dict[str, torch.nn.Parameter], list[str]]:
+        """Return the trainable parameters of some models: those of this rank, and the names of all."""
+        names = tuple(part.name for part in parts)
+        if names not in self._trained_by:
+            prefixes = tuple(part.prefix for part in parts)
+            self._trained_by[names] = (
+                {name: p for name, p in self.parameters.items() if name.startswith(prefixes)},
+                [name for name in self.trainable if name.startswith(prefixes)],
+            )
+        return self._trained_by[names]
+
+    def check_used(self, users: Mapping[str, float], step: int) -> None:
+        """Call `refusals.check_used` once for a parameter, in the first step in which the losses of its
+        model leave one out.
+
+        users: how many ranks used each trainable parameter in the step, by name.
         """
-        sums = sum(not tally.is_mean for tally in tallies) if self.mesh.is_first_of_same_loss else 0
-        return self._with_loss(
-            tallies, [float(sums), *flags, *(float(name in used) for name in trainable)]
+        trained = tuple(
+            part.prefix
+            for part in self.parts.values()
+            if any(count for name, count in users.items() if name.startswith(part.prefix))
         )
-
-    def _with_loss(self, tallies: list[LossSum], figures: Sequence[float]) -> torch.Tensor:
-        """Return this rank's loss sum and its count, followed by the other figures; float64."""
-        if not self.mesh.is_first_of_same_loss:
-            tallies = []
-        on_device = [
-            tally.count
-            for tally in tallies
-            if isinstance(tally.count, torch.Tensor) and tally.count.device.type != "cpu"
-        ]
-        count = sum(
-            float(tally.count)
-            for tally in tallies
-            if not isinstance(tally.count, torch.Tensor) or tally.count.device.type == "cpu"
-        )
-        combined = uploaded(torch.tensor([0.0, count, *figures], dtype=torch.float64), self.device)
-        if tallies:
-            combined[0] += torch.stack([tally.total.to(self.device) for tally in tallies]).sum()
-        if on_device:
-            combined[1] += torch.stack([count.double() for count in on_device]).sum()
-        return combined
+        users = {n: c for n, c in users.items() if n in self.unchecked and n.startswith(trained)}
+        if all(users.values()) and trained:
+            return
+        self.unchecked -= users.keys()
+        if any(users.values()) or not self.written:
+            check_used({n: c for n, c in users.items() if c or n not in self.written}, step)
 
     def shared_outputs(self, part: ModelPart, outputs: Sequence[Any]) -> Sequence[Any]:
         """Return a model's outputs, on every rank that has the step's samples."""
@@ -310,6 +292,20 @@ class RankState:
         if isinstance(factor, torch.Tensor) and gradients[0].dtype == torch.float32:
             factor = factor.float()  # so that one kernel can scale all of them
         torch._foreach_mul_(gradients, factor)
+
+    def before_forwards(self) -> None:
+        """Record the state from which the next forwards start."""
+        if not self.has_begun and len(self.mesh.replicas) > 1:
+            self.buffers.look()  # values restored from a checkpoint are no change
+        self.has_begun = True
+        if self.merges_edits:
+            self.edits.begin()
+
+    def unscale(self, parameters: Mapping[str, torch.nn.Parameter]) -> torch.Tensor:
+        """Divide the gradients of these parameters by the loss scale; see `LossScale.unscale`."""
+        assert self.scaling is not None
+        gradients = [local_part(p.grad) for p in parameters.values() if p.grad is not None]
+        return self.scaling.unscale(gradients, self.device)
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """Take a step of the optimizer, or of one of several. Collective if ranks hold parts of
@@ -354,19 +350,32 @@ class RankState:
         if self.merges_edits:
             self.edits.updated()
 
-    def step_optimizer(self, name: str, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        """Clip the gradients of one of several optimizers, and step it and its schedule. Collective
-        as `update` is.
+    def step_optimizer(
+        self,
+        name: str,
+        parameters: Mapping[str, torch.nn.Parameter],
+        norm: torch.Tensor | None = None,
+    ) -> None:
+        """Clip the gradients of an optimizer, and step it and its schedule. Collective as `update` is.
 
-        parameters: those on this rank that it updates.
+        Args:
+            name: Of one of several optimizers; "" of a job's only one.
+            parameters: Those on this rank that it updates.
+            norm: Of their gradients, if it is known.
         """
+        optimizer, greatest, schedule = self.optimizer, self.job.clip, self.schedule
+        if isinstance(optimizer, NamedOptimizers):
+            greatest, optimizer = optimizer.clips[name], optimizer.members[name]
+            schedule = schedule.of(name) if schedule is not None else None
         self.before_update()
-        greatest = self.optimizer.clips[name]
-        squares = squared_norm(greatest, parameters, self.layout.owned, self.mesh, self.device)
-        clip(greatest, parameters, squares.sqrt())
-        self.update(self.optimizer.members[name])
-        if self.schedule is not None:
-            step_schedule(self.schedule.of(name))
+        if norm is None:
+            squares = squared_norm(greatest, parameters, self.layout.owned, self.mesh, self.device)
+            norm = squares.sqrt()
+        clip(greatest, parameters, norm)
+        self.update(optimizer)
+        if self.merges_edits:
+            self.edits.updated()
+        step_schedule(schedule)
 
     @property
     def sent_bytes(self) -> float:

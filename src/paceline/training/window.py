@@ -4,7 +4,7 @@ weight.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,11 +35,11 @@ class WindowWork:
         self,
         state: RankState,
         window: Window,
-        batches: list[MicroBatch],
+        batches: Sequence[MicroBatch],
         step: int,
         part: int,
         beat: Callable[[str], None],
-        tell: Callable[[list[LossSum]], None],
+        tell: Callable[[list[LossSum]], None] = lambda tallies: None,
     ) -> None:
         self.state, self.window, self.step, self.part, self.beat = (
             state,
@@ -63,9 +63,8 @@ class WindowWork:
         scaling = state.scaling
         self.scale = 1.0 if scaling is None else scaling.scale
         self.latest = 0  # the micro-batch whose forward began last
-        self.sum_scale = (
-            1.0 if scaling is None else self.scale / scaling.expected_count(window.count)
-        )
+        # A loss that is a sum is divided by it before backward.
+        self.expected_count = 1.0 if scaling is None else scaling.expected_count(window.count)
 
     def before_forward(self, microbatch: int, stage: int) -> None:
         self.latest = microbatch
@@ -87,7 +86,7 @@ class WindowWork:
         weight = (
             batch.samples / self.samples * self.scale
             if tally.is_mean
-            else float(batch.samples > 0) * self.sum_scale
+            else float(batch.samples > 0) * self.scale / self.expected_count
         )
         value = (
             tally.value.float() if tally.value.dtype == torch.float16 else tally.value
@@ -103,7 +102,7 @@ class WindowWork:
                 error
             ):  # NotImplementedError is a RuntimeError
                 raise _reads_shards(str(error).splitlines()[0]) from error
-            if not self.state.job.models:
+            if self.state.job.own_step is None:
                 note_sample(
                     error,
                     self.criterion,

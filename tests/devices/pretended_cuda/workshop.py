@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from paceline.launch.process import rank_process
 from paceline.model import graph_check
 from paceline.simulate import device as simulate_device
 from paceline.training.parts.memory_checkpoint import Copier
+from paceline.training.step import TrainingStep
 from paceline.training.stepper import Stepper
 from pretended_cuda import checks
 from pretended_cuda.jobs import JOBS
@@ -68,7 +69,7 @@ class _OfCpuTensors(TorchDispatchMode):
 
 def _measure(device: Any) -> None:
     """Let ranks note what they ask of their device in each step, and what they hold once they are built."""
-    build, step, backward = Stepper.__init__, Stepper.step, Stepper.backward
+    build, step = Stepper.__init__, Stepper.step
 
     def built(stepper: Stepper, *args: Any, **options: Any) -> None:
         build(stepper, *args, **options)
@@ -101,14 +102,17 @@ def _measure(device: Any) -> None:
             _measured["steps"][-1]["cpu_collectives"] = collectives.names if collectives else []
         return result
 
-    def went_back(stepper: Stepper, *args: Any, **options: Any) -> Any:
-        before = device.counts()
-        result = backward(stepper, *args, **options)
-        if "backwards" in _measured:
-            _measured["backwards"].append(
-                {name: count - before[name] for name, count in device.counts().items()}
-            )
-        return result
+    def noting(backward: Callable[..., Any]) -> Callable[..., Any]:
+        def went_back(*args: Any, **options: Any) -> Any:
+            before = device.counts()
+            result = backward(*args, **options)
+            if "backwards" in _measured:
+                _measured["backwards"].append(
+                    {name: count - before[name] for name, count in device.counts().items()}
+                )
+            return result
+
+        return went_back
 
     copy = Copier.copy
 
@@ -141,7 +145,9 @@ def _measure(device: Any) -> None:
         update(stepper, *args, **options)
 
     Staging.__init__, Stepper.update = made, updated  # type: ignore[method-assign]
-    Stepper.__init__, Stepper.step, Stepper.backward = built, stepped, went_back  # type: ignore[method-assign]
+    Stepper.__init__, Stepper.step = built, stepped  # type: ignore[method-assign]
+    for kind in (TrainingStep, Stepper):  # workers of servers take no step of their own
+        kind.backward = noting(kind.backward)  # type: ignore[method-assign]
 
 
 @contextmanager

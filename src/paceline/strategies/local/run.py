@@ -35,7 +35,7 @@ from paceline.strategies.data.buckets import assign as assign_buckets
 from paceline.strategies.data.run import reduce_buckets, views
 from paceline.strategies.local.schedule import assign, delay_steps, fragment_after
 from paceline.strategies.state_tensors import SavedState, StateTensor
-from paceline.strategies.step_sync import STEP_FIGURES, SyncedFigures
+from paceline.strategies.step_sync import StepFigures, SyncedFigures
 
 if TYPE_CHECKING:
     from torch import nn
@@ -179,7 +179,7 @@ class OuterSync:
         ]
         self.delay = delay_steps(local=order.local, fragments=order.fragments)
         self.transfer: _Transfer | None = None
-        self.figures: list[list[float]] = []
+        self.figures: list[StepFigures] = []
         self.met_bytes = 0.0
 
     def begin(self, *, last: bool) -> None:
@@ -200,15 +200,11 @@ class OuterSync:
 
     @torch.no_grad()
     def end_step(
-        self,
-        step: int,
-        figures: torch.Tensor,
-        host_figures: list[float],
-        beat: Callable[[str], None],
+        self, step: int, figures: StepFigures, beat: Callable[[str], None]
     ) -> SyncedFigures | None:
-        self.figures.append(host_figures)
+        self.figures.append(figures)
         for fragment in self.fragments:
-            fragment.steps, fragment.count = fragment.steps + 1, fragment.count + host_figures[1]
+            fragment.steps, fragment.count = fragment.steps + 1, fragment.count + figures.count
         if self.transfer is not None and self.transfer.arrives <= step:
             beat("reduce")
             self._arrive(LOCAL_WEIGHT)
@@ -236,7 +232,7 @@ class OuterSync:
         for fragment in self.fragments:
             fragment.take_over(0.0)
         # Unfinished fragments may remain after the last meeting, without new figures.
-        return synced if synced is not None and synced.figures else None
+        return synced if synced is not None and synced.losses else None
 
     def drain(self) -> None:
         if self.transfer is not None and not self.transfer.landed:
@@ -287,22 +283,21 @@ class OuterSync:
         counts = torch.tensor(
             [self.fragments[number].count for number in leaving], dtype=torch.float64
         )
-        local_figures = (
-            torch.tensor(self.figures, dtype=torch.float64)
-            if self.figures
-            else torch.empty(0, STEP_FIGURES, dtype=torch.float64)
+        figures = torch.tensor(
+            [each.values for each in self.figures] or [StepFigures().values], dtype=torch.float64
         )
-        steps, flags = local_figures[:, :STEP_FIGURES], local_figures[:, STEP_FIGURES:].sum(0)
-        figures = torch.cat([steps.flatten(), flags, counts.to(local_figures)])
-        dist.all_reduce(figures, group=self.group)
-        self.met_bytes += all_reduce_bytes(figures.nbytes, self.ranks)
-        all_steps, all_flags, totals = figures.split([steps.numel(), len(flags), len(counts)])
+        losses, flags = figures[: len(self.figures), :2], figures.sum(0)
+        message = torch.cat([losses.flatten(), flags, counts])
+        dist.all_reduce(message, group=self.group)
+        self.met_bytes += all_reduce_bytes(message.nbytes, self.ranks)
+        all_losses, all_flags, totals = message.split([losses.numel(), len(flags), len(counts)])
         self.figures = []
-        total = float(all_steps.view(steps.shape)[:, 1].sum())
+        by_step = [(loss, count) for loss, count in all_losses.view(losses.shape).tolist()]
+        total = sum(count for _, count in by_step)
         synced = SyncedFigures(
-            all_steps.view(steps.shape).tolist(),
-            all_flags.tolist(),
-            float(steps[:, 1].sum()) / total if total else 0.0,
+            by_step,
+            StepFigures.read(all_flags.tolist()),
+            float(losses[:, 1].sum()) / total if total else 0.0,
         )
         return synced, [
             count / total if total else 0.0

@@ -102,7 +102,7 @@ def refuse_waiting(job: Job, schedules: Iterable[tuple[Any, Any]]) -> None:
             )
         if (
             isinstance(build, Monitored)
-            and not job.models
+            and job.own_validate is None
             and build.metric not in (known := [VALIDATION_LOSS, *job.metrics])
         ):
             raise _no_such_metric(build.metric, known)

@@ -45,7 +45,8 @@ class ModelPart:
 
     @property
     def prefix(self) -> str:
-        return f"{self.name}."
+        """What the names of its parameters among those of all models begin with; "" of a job's only model."""
+        return f"{self.name}." if self.name else ""
 
 
 class NamedLayouts:
@@ -263,7 +264,13 @@ def _of_every_output(output: Any, target: Any) -> torch.Tensor:
 def prepare_models(
     job: Job, *, plan: Plan, mesh: Mesh, device: torch.device, devices: Sequence[Device] = ()
 ) -> tuple[Prepared, dict[str, ModelPart]]:
-    """Build the job's models and followers and let this rank hold its part of each. Collective."""
+    """Build the job's models and followers and let this rank hold its part of each. Collective.
+
+    The only model of a job has the name "".
+    """
+    if job.own_step is None:
+        only = prepare_job(job, plan=plan, mesh=mesh, device=device, devices=devices)
+        return only, {"": ModelPart("", only.layout, only.synchronisers)}
     trial = _Trial(job)
     if plan.splits_model:
         refuse_to_split(
@@ -278,7 +285,7 @@ def prepare_models(
             devices=devices,
             models="one",
         )
-        for name in (*job.models, *job.followers)
+        for name in job.model_names
     }
     models = NamedModels({name: prepared.model for name, prepared in each.items()}, job.followers)
     parts = {
@@ -303,33 +310,29 @@ def prepare_models(
 
 def load_models(
     job: Job,
-    models: nn.Module,
+    model: nn.Module,
     parameters: Mapping[str, nn.Parameter],
     extents: Mapping[str, Extent],
 ) -> None:
-    """Replace the seed's weights by the weights that the job gives for some models, also in their
-    followers.
+    """Replace the seed's weights by those that the job gives, also in followers.
 
     Args:
+        model: All models.
         parameters: Those that this rank holds, of all models.
         extents: As for `load_initial`.
 
     Raises:
         JobError: there are no weights for a model, or their names or shapes are not its own.
     """
-    for name in (*job.models, *job.followers):
-        init, prefix = init_of(job, name), f"{name}."
+    for name in job.model_names:
+        init, prefix = init_of(job, name), f"{name}." if name else ""
         if init is None:
             continue
-        of_model = {
-            key.removeprefix(prefix): p for key, p in parameters.items() if key.startswith(prefix)
-        }
+        held = {k.removeprefix(prefix): p for k, p in parameters.items() if k.startswith(prefix)}
+        places = {key: extents[prefix + key] for key in held if prefix + key in extents}
         try:
-            load_initial(
-                init,
-                models.get_submodule(name),
-                of_model,
-                {key: extents[prefix + key] for key in of_model if prefix + key in extents},
-            )
+            load_initial(init, model.get_submodule(name), held, places)
         except JobError as error:
+            if not name:
+                raise
             raise JobError(f"'{name}': {error.args[0]}", hint=error.hint) from error

@@ -4,77 +4,46 @@ same for every plan.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
-from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from paceline.base.errors import PlanRefused, TrainingError, nearest
 from paceline.base.streams import seed_streams
 from paceline.job.own_step import ModelNames
-from paceline.model.forward_effects import limited_by_norm
 from paceline.model.forward_state import ForwardState
 from paceline.strategies.batch_norm.run import apart
 from paceline.strategies.compose import end_evaluation
 from paceline.strategies.layout import Whole
-from paceline.strategies.mesh import local_part
-from paceline.training.blame import blaming
 from paceline.training.feed import MicroBatch, map_tensors
-from paceline.training.loss import LossSum, read_tally, with_gradient
+from paceline.training.loss import read_tally, with_gradient
 from paceline.training.own_step.named_parts import ModelPart
+from paceline.training.own_step.step import OwnStep
 from paceline.training.own_step.step_batch import GatheredBatch, StepBatch, joined
 from paceline.training.own_step.step_draws import WindowDraws
 from paceline.training.prepare import autocast
-from paceline.training.refusals import check_loss
 from paceline.training.scaling import power_of_two
+from paceline.training.step import Backward
 from paceline.training.window import WindowWork
-
-if TYPE_CHECKING:
-    from paceline.job.order import Window
-    from paceline.training.rank_state import RankState
 
 
 class Verbs:
-    """One step on one rank; see `StepContext`.
-
-    The host reads the values on which ranks agreed once, in `end`. Until then losses and counts
-    stay on the device. A backward is read separately if later work depends on it: another rank may
-    have used a parameter that this rank holds and has not used, and forwards' edits of parameters
-    are merged. On GPUs, edits are looked for in a process's first step, and later only if some were
-    found.
+    """The context of a job's own step on one rank; see `StepContext`.
 
     Attributes:
-        loss: The sum over the losses of all backwards.
-        users: How many ranks used each parameter in some backward.
         gradients: The step's gradients before clipping, summed over the updates; kept if
             `keeps_gradients`.
     """
 
-    def __init__(
-        self,
-        state: RankState,
-        window: Window,
-        batches: list[MicroBatch],
-        step: int,
-        beat: Callable[[str], None],
-        *,
-        keeps_gradients: bool,
-        is_first: bool,
-    ) -> None:
-        self.state, self.window, self.step, self.beat = state, window, step, beat
-        self.is_first = is_first
-        self.may_edit = state.merges_edits and (
-            is_first
-            or state.device.type == "cpu"
-            or bool(state.edits.names or limited_by_norm(state.model))
-        )
+    def __init__(self, taken: OwnStep, *, keeps_gradients: bool) -> None:
+        self.taken, self.keeps_gradients = taken, keeps_gradients
+        self.state, self.window, self.step = taken.state, taken.window, taken.number
+        state, window = self.state, self.window
         dtype = torch.float64 if state.job.precision == "float64" else None
-        self.batch = StepBatch([batch.to(state.device, dtype) for batch in batches])
+        self.batch = StepBatch([batch.to(state.device, dtype) for batch in taken.batches])
         self.first = min(
             state.part.cuts(window.count)[0].start, window.count - 1
         )  # place of the first sample here
@@ -82,22 +51,15 @@ class Verbs:
             rows=len(self.batch),
             first=self.first,
             count=window.count,
-            key=(state.job.seed, "own step", step),
+            key=(state.job.seed, "own step", self.step),
             device=state.device,
             precision=state.job.precision,
         )
         self.number = 0  # number of verbs so far; it keys their random streams
         self.in_loss = False
-        self.loss, self.agreed = 0.0, list[_Agreed]()
-        self.users: dict[str, float] = dict.fromkeys(state.trainable, 0.0)
-        self.trained: set[str] = set()  # models that some backward names
-        self.waiting: set[str] = set()  # parameters with gradients that no update has used
-        self.frozen = state.freezing.at(step, window.epoch)
-        self.let_go: set[str] = (
-            set()
-        )  # parameters without gradients: frozen or unused ones, and those on other ranks
-        self.keeps_gradients, self.gradients = keeps_gradients, dict[str, torch.Tensor]()
-        self.has_overflowed = False  # whether a gradient or loss has overflowed, under loss scaling
+        self.pending: Backward | None = None  # the step's first, if ranks still have to agree on it
+        self.reached: set[str] = set()  # parameters of a backward that no update has used
+        self.gradients = dict[str, torch.Tensor]()
 
     def take(self) -> None:
         """Run the user's step. Collective as its verbs are."""
@@ -111,49 +73,19 @@ class Verbs:
                 f"the step returned {type(returned).__name__}, which nothing would record",
                 hint="validate= returns figures, of the validation data; a step returns nothing",
             )
-        if not self.agreed:
+        if not self.taken.backwards:
             raise TrainingError("the step trains nothing: it calls no ctx.backward")
-
-    def end(self, flags: torch.Tensor) -> list[float]:
-        """Return the flags on which ranks agreed, read together with the figures of each backward.
-
-        Raises:
-            TrainingError: a loss is not finite or counts nothing, or the step leaves gradients.
-        """
-        *_, agreed_flags = self._read([each for each in self.agreed if not each.is_read], flags)
-        if self.state.scaling is not None:
-            self.state.scaling.update(
-                is_skipped=self.has_overflowed, count=0.0, loss=self.loss, step=self.step
-            )
-        if self.waiting:
+        self._agree()
+        parameters = self.state.parameters
+        waiting = [
+            name for name in self.reached & parameters.keys() if parameters[name].grad is not None
+        ]
+        if waiting:
             raise TrainingError(
-                f"the step ends with gradients of '{min(self.waiting)}' that no update has used",
+                f"the step ends with gradients of '{min(waiting)}' that no update has used",
                 hint="ctx.update(...) of its optimizer after ctx.backward(...)",
             )
-        return agreed_flags
-
-    def _read(self, agreed: list[_Agreed], *more: torch.Tensor) -> list[list[float]]:
-        """Read the figures of backwards, and further figures. The host waits for the device."""
-        figures = [*(each.figures for each in agreed), *more]
-        read = iter(torch.cat(figures).tolist())
-        host_figures = [list(islice(read, len(each))) for each in figures]
-        for each, (loss, count, _, is_edited, _, *users) in zip(agreed, host_figures, strict=False):
-            each.is_read = True
-            overflows = self.state.scaling is not None and not math.isfinite(loss)
-            self.has_overflowed |= overflows
-            if not count and self.state.step_sync.has_own_steps:
-                continue  # this replica has no samples
-            check_loss(0.0 if overflows else loss, count, each.tallies, self.step, is_updated=True)
-            if is_edited and not self.may_edit:
-                raise TrainingError(
-                    "a forward changes a parameter in place, and none did so in the first step",
-                    hint="change it in the first step, too, or use a plan that doesn't cut the batch: "
-                    "single, tensor=N or pipeline=N",
-                )
-            self.loss += loss / count
-            for name, number in zip(each.names, users, strict=True):
-                self.users[name] += number
-        return host_figures
+        self.state.has_one_backward &= len(self.taken.backwards) == 1
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -326,12 +258,10 @@ class Verbs:
         with self._verb(), self._collecting(names):
             earlier = self._set_aside(names)
             work = _Work(self, batches, loss, [s for part in parts for s in part.synchronisers])
-            with blaming(
-                self.state.job, self.state.part, self.window, batches, lambda: work.latest
-            ):
-                parts[0].layout.run(work.batches, work)
-            work.drop_rows_of_stand_in()
-            self._bring_together(parts, work)
+            backward = self.pending = self.taken.backward(parts, work)
+            self.reached.update(backward.trainable)
+            if not (self.state.has_one_backward and len(self.taken.backwards) == 1):
+                self._agree()
             for name, gradient in earlier.items():
                 parameter = self.state.parameters[name]
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
@@ -426,7 +356,7 @@ class Verbs:
         )
         product = value.new_zeros(())
         for number, slope, before in zip(used, slopes, known, strict=True):
-            if self.is_first and not _is_alike(outputs[number].detach(), before):
+            if self.taken.is_first and not _is_alike(outputs[number].detach(), before):
                 raise TrainingError(
                     f"'{name}' gives another output when it is run again, and a loss over all samples "
                     "runs it twice in a step",
@@ -449,70 +379,24 @@ class Verbs:
             for number, (piece, piece_inputs) in enumerate(zip(self.batch.pieces, cut, strict=True))
         ]
 
-    def _of(self, names: tuple[str, ...]) -> dict[str, torch.nn.Parameter]:
-        """Return the trainable parameters of models that this rank holds."""
-        prefixes = tuple(f"{name}." for name in names)
-        return {name: p for name, p in self.state.parameters.items() if name.startswith(prefixes)}
-
     def _set_aside(self, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
         """Remove and return gradients of earlier losses, which the synchronisers have already
         summed.
         """
-        earlier = {}
-        for name, p in self._of(names).items():
-            if p.grad is not None and name in self.waiting:
+        earlier, prefixes = {}, tuple(f"{name}." for name in names)
+        for name, p in self.state.parameters.items():
+            if not name.startswith(prefixes):
+                continue
+            if p.grad is not None and name in self.reached:
                 earlier[name] = p.grad.clone()
             p.grad = None
         return earlier
 
-    def _bring_together(self, parts: list[ModelPart], work: _Work) -> None:
-        """Reduce the gradients of a loss, and divide them by the number that it counts. Collective."""
-        state, names = self.state, tuple(part.name for part in parts)
-        parameters, trainable = (
-            self._of(names),
-            [n for n in state.trainable if n.partition(".")[0] in names],
-        )
-        unused = set().union(*(s.unused() for part in parts for s in part.synchronisers))
-        used = {name for name, p in parameters.items() if p.grad is not None and name not in unused}
-        self.beat("reduce")
-        for part in reversed(parts):
-            for synchroniser in reversed(part.synchronisers):
-                synchroniser.finish()
-            part.layout.finish()
-        edited, unknown = state.edits.end() if state.merges_edits else (False, False)
-        figures = state.step_sync.all_reduce_figures(
-            state.loss_figures(work.tallies, [float(edited), float(unknown)], used, trainable)
-        )
-        self.agreed.append(agreed := _Agreed(figures, trainable, work.tallies))
-        frozen = parameters.keys() & self.frozen
-        if state.step_sync.has_own_steps and not any(batch.samples for batch in work.batches):
-            used = set()  # the update changes nothing here
-            self.let_go |= parameters.keys()
-        unused_here = parameters.keys() - used - frozen
-        if self.may_edit or (unused_here and state.step_sync.world_size > 1):
-            (*_, is_edited, is_unknown), users = self._users_of(agreed)
-            unused_here = {name for name in unused_here if not users[name]}
-        for name in unused_here | frozen:
-            parameters[name].grad = None
-        self.waiting |= parameters.keys() - unused_here - frozen
-        self.let_go |= set(trainable) - parameters.keys() | frozen | unused_here
-        if state.step_sync.world_size > 1 or not all(tally.is_mean for tally in work.tallies):
-            state.scale_gradients(
-                torch.where(figures[2] > 0, work.expected_count / figures[1], 1.0), parameters
-            )
-        if self.may_edit and is_edited:
-            state.edits.merge(
-                state.mesh.group("replicas"), has_unknown=bool(is_unknown), step=self.step
-            )
-        self.trained.update(names)
-
-    def _users_of(self, agreed: _Agreed) -> tuple[list[float], dict[str, float]]:
-        """Return a backward's figures without those of its parameters, and how many ranks used each
-        parameter.
-        """
-        (host_figures,) = self._read([agreed])
-        count = len(agreed.names)
-        return host_figures[:-count], dict(zip(agreed.names, host_figures[-count:], strict=True))
+    def _agree(self) -> None:
+        """Agree about the pending backward, because no update follows it. Collective."""
+        backward, self.pending = self.pending, None
+        if backward is not None:
+            self.taken.agree_later(backward)
 
     def update(self, optimizer: str) -> None:
         """See `StepContext`. Collective if ranks hold parts, and under loss scaling.
@@ -525,20 +409,25 @@ class Verbs:
                 f"no optimizer '{optimizer}': {nearest(optimizer, optimizers.members)}"
             )
         names = optimizers.names[optimizer]
-        if not (self.waiting | self.let_go).intersection(names):
+        if not self.reached.intersection(names):
             raise TrainingError(
                 f"ctx.update('{optimizer}') finds no gradient of what it updates",
                 hint="ctx.backward(...) of its model before",
             )
         self._note(f"ctx.update('{optimizer}')")
         with self.draws.paused():
+            if state.scaling is not None:
+                self._agree()  # each update looks for gradients that overflow
+            elif self.pending is not None:
+                self.taken.agree(self.pending)
+                self.pending = None
             parameters = {
                 name: state.parameters[name] for name in names if name in state.parameters
             }
             if not self._overflow(parameters):
                 if self.keeps_gradients:
                     self._keep(parameters)
-                self.beat("optimizer")
+                self.taken.beat("optimizer")
                 state.named_update(optimizer, parameters)
             for p in parameters.values():
                 p.grad = None
@@ -548,8 +437,7 @@ class Verbs:
                     end_evaluation(part.synchronisers)
             if state.merges_edits:
                 state.edits.updated()
-        self.waiting.difference_update(names)
-        self.let_go.difference_update(names)
+        self.reached.difference_update(names)
 
     def _overflow(self, parameters: dict[str, torch.nn.Parameter]) -> bool:
         """Divide gradients by the loss scale, and return whether some are infinite or NaN on any
@@ -561,10 +449,9 @@ class Verbs:
         state = self.state
         if state.scaling is None:
             return False
-        gradients = [local_part(p.grad) for p in parameters.values() if p.grad is not None]
-        overflow = state.scaling.unscale(gradients, state.device).double().reshape(1)
+        overflow = state.unscale(parameters).double().reshape(1)
         overflows = bool(state.step_sync.all_reduce_figures(overflow))
-        self.has_overflowed |= overflows
+        self.taken.has_overflowed |= overflows
         return overflows
 
     def _keep(self, parameters: dict[str, torch.nn.Parameter]) -> None:
@@ -592,6 +479,8 @@ class Verbs:
     @contextmanager
     def _verb(self) -> Iterator[None]:
         """Run a verb's models inside the block. Their random numbers come from separate streams."""
+        self._agree()
+        self.taken.go_on()
         self.number += 1
         if self.state.merges_edits:
             self.state.edits.begin()
@@ -633,18 +522,6 @@ def _is_alike(repeated: torch.Tensor, other: torch.Tensor) -> bool:
     )
 
 
-@dataclass
-class _Agreed:
-    """The values on which ranks agreed in one backward."""
-
-    # The loss's sum and count, whether it is a sum, whether forwards changed a parameter and one
-    # that is not known yet, and the number of users of each of `names`; float64, on the device.
-    figures: torch.Tensor
-    names: list[str]
-    tallies: list[LossSum]  # this rank's part of the loss
-    is_read: bool = False
-
-
 class _Work(WindowWork):
     """The micro-batches of one backward."""
 
@@ -661,16 +538,13 @@ class _Work(WindowWork):
             batches,
             verbs.step,
             verbs.state.loss_number,
-            verbs.beat,
-            lambda tallies: None,
+            verbs.taken.beat,
         )
         self.verbs, self.place, self.synchronisers = verbs, (verbs.number,), synchronisers
         self.criterion, self.given_loss = self._given_loss, loss
-        # A loss that is a sum is divided by this power of two before backward. So its gradients are
-        # about as large as those of a mean when they are scaled, rounded or left out of a message.
+        # Gradients of a loss that is a sum are about as large as those of a mean when they are scaled,
+        # rounded or left out of a message.
         self.expected_count = power_of_two(verbs.window.count)
-
-        self.sum_scale = self.scale / self.expected_count
 
     def _given_loss(self, output: Any, target: tuple[Any, ...]) -> Any:
         with self.verbs.draws.makes_on:

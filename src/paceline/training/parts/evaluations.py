@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
-
-from torch.utils.data import Subset
 
 from paceline.job.order import Order
 from paceline.strategies.compose import end_evaluation
-from paceline.training.evaluate import evaluate, evaluate_step, refuse_before_training
+from paceline.training.evaluate import Evaluator
 from paceline.training.feed import DataShard, evaluated_part, is_stream
 from paceline.training.optimizers.schedule import check_monitored, step_by_metrics
 from paceline.training.parts.callbacks import Callbacks
@@ -70,22 +68,14 @@ class Evaluations(RunPart):
         run.set_mode(trains=False)
         run.before_update()  # replicas may have shared weights put in place of their own
         stepper.step_sync.drain()
-        sample_share = evaluated_part(run.job.validation, batch=run.job.batch, part=self._part)
+        sample_share = evaluated_part(
+            run.job.validation, batch=run.job.batch, part=self._evaluator.part
+        )
         with (
             stepper.step_sync.global_weights_in_place(),
             stepper.evaluating(sample_share, step=run.step),
         ):
-            options = {**self._options, "beat": run.context.beat}
-            figures, refused = (
-                (
-                    evaluate_step(
-                        stepper.model, stepper.parts, run.job, run.job.validation, **options
-                    ),
-                    None,
-                )
-                if run.job.models
-                else evaluate(stepper.model, stepper.layout, run.job, run.job.validation, **options)
-            )
+            figures, refused = self._evaluator.figures(run.job.validation)
         if run.greatest(int(refused is not None)):  # what was trained is not lost with a metric
             self.saves.save(last=True)
             if refused is not None:
@@ -115,27 +105,25 @@ class Evaluations(RunPart):
             self.scheduled_step = run.step
 
     @property
-    def _part(self) -> DataShard:
-        return DataShard.of(self.run.plan, self.run.mesh, self.run.settings.shares)
-
-    @property
-    def _options(self) -> dict[str, Any]:
-        return {"mesh": self.run.mesh, "device": self.run.context.device, "part": self._part}
+    def _evaluator(self) -> Evaluator:
+        run, stepper = self.run, self.run.stepper
+        part = DataShard.of(run.plan, run.mesh, run.settings.shares)
+        return Evaluator(
+            stepper.model,
+            stepper.parts,
+            run.job,
+            part,
+            run.mesh,
+            run.context.device,
+            run.context.beat,
+        )
 
     def _measured(self) -> list[str] | None:
-        """Return the names of the job's metrics, or of what its `validate` gives; None if it evaluates nothing.
-
-        A first batch is evaluated, so that what is wrong with them is known before the first step. Collective.
-        """
-        run, job, stepper = self.run, self.run.job, self.run.stepper
+        """Return the names of the figures of an evaluation; None if the job evaluates nothing. Collective."""
+        job = self.run.job
         if job.validation is None or is_stream(job.validation):
             return None
-        names: Iterable[str] = job.metrics
-        if job.models:
-            first = Subset(job.validation, range(min(len(job.validation), job.batch)))
-            names = evaluate_step(stepper.model, stepper.parts, job, first, **self._options)
-        elif job.metrics:
-            refuse_before_training(stepper.model, stepper.layout, job, **self._options)
+        names = self._evaluator.look()
         # What was gathered may be of weights that a checkpoint replaces.
-        end_evaluation(run.stepper.synchronisers)
-        return list(names)
+        end_evaluation(self.run.stepper.synchronisers)
+        return names

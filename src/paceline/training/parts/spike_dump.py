@@ -32,7 +32,7 @@ def first_bad_module(
     Modules of a model that the plan splits run as parts of others, and are not seen. The step that a job brings is not
     run again.
     """
-    if stepper.job.models:
+    if stepper.job.own_step is not None:
         return None
     bad: list[str] = []
     with (

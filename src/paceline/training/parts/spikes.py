@@ -63,7 +63,7 @@ def refuse_unwatched(action: SpikeAction | None, job: Job, plan: Plan, *, saves:
                 hint="data=N and shard=N, also beside tensor=N and pipeline=N, decide about each step "
                 "together",
             )
-    if job.models:
+    if job.own_step is not None:
         raise JobError(
             f"--on-spike {action}: the job brings a step of its own, which makes several updates",
             hint="leave --on-spike out: a loss that is not finite ends the run anyway",
