@@ -141,6 +141,13 @@ def test_an_epoch_is_told_its_evaluation_though_nobody_hears_of_evaluations(tmp_
     assert epochs.seen[-1][1].validation_loss == result["validation_loss"]
 
 
+def test_servers_end_each_epoch_that_callbacks_hear_of(tmp_path: Path):
+    """Without validation data nothing else is due there."""
+    diary = Diary()
+    train([diary], "server=1 workers=2", tmp_path, epochs=2, validation=None, metrics={})
+    assert [event[1] for event in diary.events if event[0] == "epoch"] == [5, 10]
+
+
 @pytest.fixture(scope="module")
 def one_device_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[tuple[Any, ...]], Any]:
     return run_once("single", tmp_path_factory.mktemp("single") / "run")

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from paceline.servers.connection import served_parameters
 from paceline.servers.lazy_weights import WeightArrivals
-from paceline.servers.serve import bytes_of
+from paceline.servers.shard_memory import bytes_of
 from paceline.strategies.server.shards import Shard, assign
 
 

@@ -14,7 +14,7 @@ import pytest
 from conditions import PATIENCE_S, until
 
 from paceline.launch.hosts.tls import Identity, TlsSocket
-from paceline.servers.serve import Acceptor
+from paceline.servers.acceptor import Acceptor
 from paceline.servers.wire import (
     Closed,
     Connection,

@@ -15,7 +15,7 @@ from torch import nn
 import paceline as pl
 from paceline.launch.process.context import RankContext
 from paceline.launch.process.heartbeats import HeartbeatTable
-from paceline.servers.coordinator import Coordinator, _Evaluation
+from paceline.servers.coordinator import Coordinator
 from paceline.servers.roles import RankTask, Rendezvous
 from paceline.servers.server_state import build
 from paceline.servers.wire import Closed, Peer, Role, Uplink
@@ -48,6 +48,7 @@ def coordinator() -> Iterator[Coordinator]:
     job = pl.Job(
         model=lambda: nn.Linear(4, 2),
         data=[(torch.ones(4), torch.ones(2))] * 8,
+        validation=[(torch.ones(4), torch.ones(2))] * 8,
         loss=nn.functional.mse_loss,
         optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
         batch=4,
@@ -70,7 +71,7 @@ def coordinator() -> Iterator[Coordinator]:
         context, job, plan, Settings(None, (1, 1)), Rendezvous(context, "servers/1"), Uplink()
     )
     server = Coordinator(task, number=0, model=model, shards=shards)
-    server.followers_heard_s[1] = time.monotonic()
+    server.peers.followers_heard_s[1] = time.monotonic()
     for peer in (Peer(Role.SERVER, 1, 0), WORKER):
         _hear(server, peer, {"joined": Played()})
     yield server
@@ -79,27 +80,27 @@ def coordinator() -> Iterator[Coordinator]:
 
 def _hear(coordinator: Coordinator, peer: Peer, message: Any) -> None:
     coordinator.inbox.put((peer, message))
-    coordinator._hear(coordinator.inbox, timeout_s=1.0)
+    coordinator._hear()
 
 
 def test_a_worker_s_sign_of_life_after_a_server_left(coordinator: Coordinator):
     """Workers give them on a thread of their own, and one may follow the worker's last word."""
     coordinator.over = True
-    coordinator.followers[1].close()
+    coordinator.peers.followers[1].close()
     _hear(coordinator, Peer(Role.SERVER, 1, 0), {"left": {"peak_memory_bytes": 1.0}})
     _hear(coordinator, WORKER, {"alive": True})
-    assert coordinator.workers.keys() == {0}
+    assert coordinator.peers.workers.keys() == {0}
 
 
 def test_a_worker_that_comes_when_the_run_is_over(coordinator: Coordinator):
     """It is sent away, and its connection's end is nothing that servers, which may have left, need to know."""
     coordinator.over = True
-    coordinator.followers[1].close()
+    coordinator.peers.followers[1].close()
     peer, control = Peer(Role.CONTROL, 1, 8), Played()
     _hear(coordinator, peer, {"joined": control})
     assert not control.is_open
     _hear(coordinator, peer, Closed("the peer closed its connection"))
-    assert coordinator.workers.keys() == {0}
+    assert coordinator.peers.workers.keys() == {0}
 
 
 def test_signs_of_life_while_a_worker_joins(coordinator: Coordinator):
@@ -111,9 +112,9 @@ def test_signs_of_life_while_a_worker_joins(coordinator: Coordinator):
             told.messages.append(message)
             _hear(coordinator, Peer(Role.CONTROL, 1, 8), {"joined": Played()})
 
-    coordinator.workers[0].connection.send_message = send_message  # type: ignore[method-assign]
+    coordinator.peers.workers[0].connection.send_message = send_message  # type: ignore[method-assign]
     coordinator.keep_alive()
-    assert told.messages == [{"alive": True}] and coordinator.workers.keys() == {0, 1}
+    assert told.messages == [{"alive": True}] and coordinator.peers.workers.keys() == {0, 1}
 
 
 class Asks:
@@ -143,28 +144,26 @@ def test_a_worker_lost_while_callbacks_hear_of_its_evaluation(
         if comes_back:
             _hear(coordinator, replace(WORKER, incarnation=8), {"joined": Played()})
 
-    coordinator.control = Asks(lose)  # type: ignore[assignment]
-    coordinator.evaluation = _Evaluation(1, {0}, {})
-    _hear(
-        coordinator,
-        WORKER,
-        {"sums": 1, "names": ["loss"], "values": [[3.0, 2.0]], "refused": [], "stop": False},
-    )
+    coordinator.callbacks.control = Asks(lose)  # type: ignore[assignment]
+    sums = {"sums": 1, "names": ["loss"], "values": [[3.0, 2.0]], "refused": [], "stop": False}
+    coordinator.inbox.put((WORKER, sums))
+    coordinator.evaluations.evaluate()
     assert coordinator.log.evaluated == {"validation_loss": 1.5}
-    assert [worker.orders for worker in coordinator.workers.values()] == [1] * comes_back
+    assert [worker.orders for worker in coordinator.peers.workers.values()] == [1] * comes_back
 
 
 def test_nobody_is_given_up_for_what_server_0_could_not_hear(coordinator: Coordinator):
     """A callback takes longer than the patience, and what a worker said meanwhile waits behind other messages."""
-    worker = coordinator.workers[0]
+    worker = coordinator.peers.workers[0]
 
     def pass_time() -> None:
         worker.heard_s -= coordinator.context.timeout_s
 
-    coordinator.control = Asks(pass_time)  # type: ignore[assignment]
-    coordinator._ask("epoch", hook="on_epoch")
+    coordinator.callbacks.control = Asks(pass_time)  # type: ignore[assignment]
+    coordinator.run.due, coordinator.evaluations.ended_epochs = {"epoch"}, [0]
+    coordinator._stop_here()
     coordinator._give_up_silent()
-    assert coordinator.workers == {0: worker}
+    assert coordinator.peers.workers == {0: worker}
     pass_time()
     coordinator._give_up_silent()
-    assert not coordinator.workers
+    assert not coordinator.peers.workers

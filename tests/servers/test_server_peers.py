@@ -26,8 +26,8 @@ from paceline.servers import shared
 from paceline.servers.coordinator import Coordinator
 from paceline.servers.messages import checked
 from paceline.servers.roles import RankTask, Rendezvous
-from paceline.servers.serve import bytes_of
 from paceline.servers.server_state import build
+from paceline.servers.shard_memory import bytes_of
 from paceline.servers.wire import Connection, Header, Kind, Peer, Role, Uplink, WireError, connect
 from paceline.servers.worker import Worker
 from paceline.strategies.plan import Plan
@@ -196,7 +196,7 @@ class Run:
         self.shard = shards[0]
         self.ended: queue.Queue[Any] = queue.Queue()
         self.opened: list[Connection] = []
-        self._start(self.coordinator.run)
+        self._start(self.coordinator.serve)
 
     def task(self, rank: int) -> RankTask:
         return RankTask(

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import paceline
-from paceline.servers.serve import ShardMemory, ShardService
+from paceline.servers.serve import ShardService
+from paceline.servers.shard_memory import ShardMemory
 
 STEPS = 12
 

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,9 +25,12 @@ from hypothesis import strategies as st
 from paceline.launch.hosts.tls import Identity
 from paceline.servers import shared as servers_shared
 from paceline.servers import wire
+from paceline.servers.acceptor import Acceptor
 from paceline.servers.connection import Pusher, ServerConnection
 from paceline.servers.lazy_weights import WeightArrivals
-from paceline.servers.serve import Acceptor, ShardEvents, ShardService, ShardTerms, bytes_of
+from paceline.servers.serve import ShardEvents, ShardService, ShardTerms
+from paceline.servers.session import serve
+from paceline.servers.shard_memory import bytes_of
 from paceline.servers.wire import (
     Closed,
     Connection,
@@ -89,7 +93,7 @@ class Served:
         )
         self.door = Acceptor(
             listen("127.0.0.1"),
-            self.exchange.serve,
+            partial(serve, self.exchange),
             secret=SECRET,
             layout=LAYOUT,
             identity=identity,
@@ -434,7 +438,7 @@ def test_a_worker_that_is_given_up_as_it_is_let_in(plain: Served, monkeypatch: p
         prioritise(priority)
 
     monkeypatch.setattr(server_end, "prioritise", give_up)
-    plain.exchange.serve(server_end, WORKER)
+    serve(plain.exchange, server_end, WORKER)
     worker_end.sock.settimeout(PATIENCE_S)
     with pytest.raises(Closed):
         worker_end.receive()
@@ -489,7 +493,10 @@ class Attacked:
         for view in self.exchange.views.values():
             view.fill_(1.0)
         self.door = Acceptor(
-            listen("127.0.0.1"), self.exchange.serve, secret=SECRET, layout=fingerprint([TABLED])
+            listen("127.0.0.1"),
+            partial(serve, self.exchange),
+            secret=SECRET,
+            layout=fingerprint([TABLED]),
         )
         self.incarnations = iter(range(10**9))
 

@@ -11,14 +11,18 @@ import json
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.contenders.wires.rounds import ELEMENTS, PATIENCE_S, PushPull, Seat, echo, main
+from paceline.servers.acceptor import Acceptor
 from paceline.servers.connection import Outgoing, ServerConnection, served_parameters
 from paceline.servers.lazy_weights import WeightArrivals
-from paceline.servers.serve import Acceptor, ShardEvents, ShardService, ShardTerms, bytes_of
+from paceline.servers.serve import ShardEvents, ShardService, ShardTerms
+from paceline.servers.session import serve
+from paceline.servers.shard_memory import bytes_of
 from paceline.servers.wire import Peer, Role, Uplink, connect, listen
 from paceline.strategies.server.shards import Shard, assign, fingerprint
 
@@ -73,7 +77,9 @@ def server(seat: Seat) -> Iterator[None]:
     if sums:
         exchange.open(0, 1.0)
     secret = secrets.token_bytes(32)
-    door = Acceptor(listen("127.0.0.1"), exchange.serve, secret=secret, layout=fingerprint([shard]))
+    door = Acceptor(
+        listen("127.0.0.1"), partial(serve, exchange), secret=secret, layout=fingerprint([shard])
+    )
     store = seat.store()
     store.set("secret", secret.hex())
     store.set("address", json.dumps(door.address))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from paceline.base.waiting import waiting
-from paceline.servers.serve import bytes_of
+from paceline.servers.shard_memory import bytes_of
 from paceline.servers.shared import offer
 from paceline.servers.wire import Connection, Header, Kind, Uplink, WireError
 from paceline.strategies.data.arrivals import GradientArrivals
@@ -71,12 +71,8 @@ class ServerConnection:
         uplink: Uplink,
         compress: str = "none",
     ) -> None:
-        self.connection, self.shard, self.worker, self.incarnation = (
-            connection,
-            shard,
-            worker,
-            incarnation,
-        )
+        self.connection, self.shard = connection, shard
+        self.worker, self.incarnation = worker, incarnation
         self.uplink, self.compress = uplink, compress
         self.rows: torch.Tensor | None = None
         self.asked_rows = (-1, 0)  # table, number of rows

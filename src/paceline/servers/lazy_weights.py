@@ -18,7 +18,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from paceline.servers.serve import bytes_of
+from paceline.servers.shard_memory import bytes_of
 from paceline.strategies.compile.run import is_compiled
 from paceline.torch_private.dispatch import without_functions
 from paceline.torch_private.modules import is_compiled_in_place, own_parameters
@@ -81,9 +81,8 @@ class WeightArrivals:
         }  # whether they come as they are
         self.requested_version, self.version, self.waited_s, self.pull_s = -1, -1, 0.0, 0.0
         self.requested_s = 0.0
-        self.begun = (
-            self.settled
-        ) = -1  # the version that this step's weights were asked for as; the last complete one
+        self.begun = -1  # the version that this step's weights were asked for as
+        self.settled = -1  # the last complete one
         self.optimizer: str | None = None  # whose weights were asked for last; None for all
         self.pending: dict[str, None] = {}
         self.sharing: dict[int, list[str]] = {}  # names by the memory that they lie in
@@ -91,11 +90,8 @@ class WeightArrivals:
     def ask(self, version: int, optimizer: str | None = None) -> None:
         """Have weights with at least so many updates sent: all, or those that an optimizer updates; this step's must
         be settled."""
-        self.requested_version, self.requested_s, self.optimizer = (
-            version,
-            time.perf_counter(),
-            optimizer,
-        )
+        self.requested_version, self.optimizer = version, optimizer
+        self.requested_s = time.perf_counter()
         for link in self.links:
             link.ask(version, optimizer)
 
@@ -128,10 +124,8 @@ class WeightArrivals:
             self._note_settled()
 
     def _note_settled(self) -> None:
-        self.settled, self.version = (
-            self.begun,
-            min(min(link.versions, default=self.begun) for link in self.links),
-        )
+        self.settled = self.begun
+        self.version = min(min(link.versions, default=self.begun) for link in self.links)
         self.pull_s = max(link.filled_s for link in self.links) - self.requested_s
         self.on_settled()
 

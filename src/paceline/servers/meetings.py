@@ -120,13 +120,8 @@ class Meetings:
             name, squares = messages[0]["optimizer"], self.squares.get(number, {})
             if not squares.keys() >= self.holders[name]:
                 return None
-            greatest, norm = (
-                self.clips[name],
-                math.sqrt(sum(squares[server] for server in sorted(self.holders[name]))),
-            )
-            clip = (
-                1.0 if greatest is None else min(1.0, greatest / (norm + 1e-6))
-            )  # as clip_grad_norm_
+            norm = math.sqrt(sum(squares[server] for server in sorted(self.holders[name])))
+            clip = clip_factor(norm, self.clips[name])
             result = OneUpdate(
                 number,
                 name,
@@ -136,6 +131,11 @@ class Meetings:
         self.brought, self.number = {}, number + 1
         self.squares.pop(number, None)
         return result
+
+
+def clip_factor(norm: float, greatest: float | None) -> float:
+    """What a gradient of this norm is scaled by, as `clip_grad_norm_` does; greatest: None for no limit."""
+    return 1.0 if greatest is None else min(1.0, greatest / (norm + 1e-6))
 
 
 def _kind(message: dict[str, Any]) -> tuple[str, Any]:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from paceline.runs.documents import rows
+from paceline.training.run import RunPart
 
 STARTED = "started"
 
 
-class MembershipLog:
+class MembershipLog(RunPart):
     """Workers and servers that left and came back since the user started the run.
 
     Args:
@@ -41,6 +42,12 @@ class MembershipLog:
         """A worker or server has died so often: those that nobody could tell of are noted now."""
         for _ in range(deaths - self._count(f"{kind}_lost", kind, number)):
             self.note(f"{kind}_lost", **{kind: number})
+
+    def note_restart(self, server_deaths: Sequence[int], *, step: int, updates: int) -> None:
+        """All ranks started again, as one of them died, from a step. updates: that were recorded after it."""
+        for server, deaths in enumerate(server_deaths):
+            self.note_deaths("server", server, deaths)
+        self.note("rolled_back", step=step, updates=updates)
 
     def note_rejoined(self, worker: int, step: int) -> bool:
         """A worker is there. Returns whether it had been lost before."""

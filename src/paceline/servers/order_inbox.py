@@ -33,12 +33,8 @@ class OrderInbox:
         takes_any: bool,
         alive: Callable[[], None],
     ) -> None:
-        self.control, self.arrivals, self.takes_any, self.alive = (
-            control,
-            arrivals,
-            takes_any,
-            alive,
-        )
+        self.control, self.arrivals = control, arrivals
+        self.takes_any, self.alive = takes_any, alive
         self.asks = True
         self.is_waiting = False
         self.changed = threading.Condition()
@@ -47,10 +43,8 @@ class OrderInbox:
         self.losses: dict[int, float] = {}  # of steps, for whoever looks on
         self.error: WireError | None = None
         self.is_settled = True
-        self.fetched_s, self.step_s = (
-            time.perf_counter(),
-            0.0,
-        )  # when the last step began, and how long one takes
+        self.fetched_s = time.perf_counter()  # when the last step began
+        self.step_s = 0.0  # how long one takes
 
     def listen(self) -> None:
         """Hear the coordinator on a thread of its own until it is gone."""
@@ -66,9 +60,8 @@ class OrderInbox:
             self.is_waiting = True
             self._wait_for(lambda: bool(self.orders))
             self.is_waiting = False
-            self.is_settled = (
-                False  # from here on the order's weights are this step's, and not yet all there
-            )
+            # From here on the order's weights are this step's, and not yet all there.
+            self.is_settled = False
             return self.orders.popleft()
 
     def loss(self, step: int) -> float:

@@ -62,16 +62,8 @@ class Rows:
                 self.links[0].shard.tables[number].shape[1],
                 self.modules[number].weight.dtype,
             )
-            ids = (
-                torch.cat([ids for ids, _ in gradients])
-                if gradients
-                else torch.empty(0, dtype=torch.int64)
-            )
-            values = (
-                torch.cat([values for _, values in gradients])
-                if gradients
-                else torch.empty(0, dim, dtype=dtype)
-            )
+            nothing = torch.empty(0, dtype=torch.int64), torch.empty(0, dim, dtype=dtype)
+            ids, values = map(torch.cat, zip(nothing, *gradients, strict=True))
             if len(gradients) > 1:
                 ids, places = ids.unique(return_inverse=True)
                 values = torch.zeros(len(ids), dim, dtype=dtype).index_add_(0, places, values)

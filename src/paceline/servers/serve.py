@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import socket
 import threading
-import time
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
-from paceline.launch.hosts.pending_peers import PendingPeers
-from paceline.launch.hosts.tls import Identity
 from paceline.servers.clock import LEASES
-from paceline.servers.shared import Shared, accept_offer
+from paceline.servers.shard_memory import ShardMemory
 from paceline.servers.wire import (
-    BULK,
     Connection,
     Header,
     Kind,
@@ -27,118 +18,13 @@ from paceline.servers.wire import (
     Role,
     Uplink,
     WireError,
-    accept,
 )
-from paceline.strategies.server.shards import Chunk, Shard
+from paceline.strategies.server.shards import Shard
 
 _NORMED = 2**17  # elements at a time
 # Updates that one worker may have begun to send and that are not made. It has weights with every update that was made
 # before its last lease, so those are its leases and the one before; the rest is for servers without chunks.
 _BEGUN = 4 * LEASES
-_REST_S = 0.05  # when the system has no connection to give
-
-
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The elements of a contiguous CPU tensor, as bytes that can be sent and received into."""
-    if not tensor.numel():
-        return memoryview(b"")
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-
-
-class Acceptor:
-    """Listens for peers, lets each prove itself on a thread of its own, and hands those that did to `welcome`.
-
-    A stranger costs a thread for some seconds and nothing else; `refused` counts them.
-
-    Args:
-        check: Raises a WireError for a peer that knows the secret and has no business here; it is told why.
-        identity: With which connections are encrypted; None if they are not.
-    """
-
-    def __init__(
-        self,
-        sock: socket.socket,
-        welcome: Callable[[Connection, Peer], None],
-        *,
-        secret: bytes,
-        layout: bytes,
-        check: Callable[[Peer], None] = lambda peer: None,
-        identity: Identity | None = None,
-    ) -> None:
-        self.sock, self.welcome = sock, welcome
-        self.accept = partial(accept, secret=secret, layout=layout, check=check, identity=identity)
-        self.refused = 0
-        self.is_closed = False
-        self.unproven = PendingPeers()
-        threading.Thread(target=self._listen, name="paceline-door", daemon=True).start()
-
-    @property
-    def address(self) -> tuple[str, int]:
-        host, port = self.sock.getsockname()[:2]
-        return host, port
-
-    def close(self) -> None:
-        self.is_closed = True
-        with suppress(OSError):
-            self.sock.shutdown(socket.SHUT_RDWR)
-        self.sock.close()
-
-    def _listen(self) -> None:
-        while True:
-            try:
-                sock, _ = self.sock.accept()
-            except OSError:
-                if self.is_closed:
-                    return
-                time.sleep(_REST_S)  # too many files are open, or whoever came is gone
-                continue
-            self.unproven.add(sock)  # the thread of one that loses its place finds it shut down
-            threading.Thread(
-                target=self._admit, args=(sock,), name="paceline-admit", daemon=True
-            ).start()
-
-    def _admit(self, sock: socket.socket) -> None:
-        try:
-            connection, peer = self.accept(sock)
-        except Exception:  # of whatever kind: nobody has proved yet that they may end anything here
-            sock.close()
-            self.refused += 1
-            return
-        finally:
-            self.unproven.remove(sock)
-        self.welcome(connection, peer)
-
-
-class ShardMemory:
-    """A server's elements of every dtype, one after another. Chunks are sent and received without a call of torch:
-    each of those gives other threads the chance to run, and a server has many.
-    """
-
-    def __init__(self, numels: Mapping[str, int]) -> None:
-        self.flat = {
-            dtype: torch.empty(numel, dtype=getattr(torch, dtype))
-            for dtype, numel in numels.items()
-        }
-        self.bytes = {dtype: bytes_of(flat) for dtype, flat in self.flat.items()}
-
-    def elements(self, chunk: Chunk) -> torch.Tensor:
-        return self.flat[chunk.dtype][chunk.start : chunk.stop]
-
-    def sent(self, chunk: Chunk) -> memoryview:
-        """A chunk as it is on the wire."""
-        if chunk.wire_dtype != chunk.dtype:
-            return bytes_of(self.elements(chunk).to(getattr(torch, chunk.wire_dtype)))
-        item_bytes = chunk.num_bytes // (chunk.stop - chunk.start)
-        return self.bytes[chunk.dtype][chunk.start * item_bytes : chunk.stop * item_bytes]
-
-    def receive(self, chunk: Chunk, read_into: Callable[[memoryview], None]) -> None:
-        """Fill a chunk with what is read."""
-        if chunk.wire_dtype == chunk.dtype:
-            read_into(self.sent(chunk))
-            return
-        narrow = torch.empty(chunk.stop - chunk.start, dtype=getattr(torch, chunk.wire_dtype))
-        read_into(bytes_of(narrow))
-        self.elements(chunk).copy_(narrow)
 
 
 class _Gathering:
@@ -174,22 +60,6 @@ class _Gathering:
         self.begun_slices: set[int] = set()
         self.scale: float | None = None
         self.sender: Peer | None = None
-
-
-class _Wanted:
-    """What a worker has asked for and was not sent yet.
-
-    version: of the weights, at least; None if it has asked for none. unsent_chunks: of them.
-    rows: of tables: (version, table, places of rows).
-    shared: memory that it shares with this server, if any.
-    """
-
-    def __init__(self) -> None:
-        self.shared: Shared | None = None
-        self.version: int | None = None
-        self.unsent_chunks: set[int] = set()
-        self.rows: deque[tuple[int, int, torch.Tensor]] = deque()
-        self.is_gone = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,26 +134,6 @@ class ShardService:
         """The weights are those after so many updates."""
         self.version = version
         self.versions = [version] * len(self.shard.chunks)  # of each chunk
-
-    def serve(self, connection: Connection, peer: Peer) -> None:
-        """Talk to a worker until it leaves, on threads of its own. It has one connection, and none once dismissed."""
-        if (
-            not self.terms.keeps_sending
-        ):  # all wait for the last gradient; else weights would starve
-            connection.prioritise(BULK)
-        with self.changed:
-            if peer in self.connections or peer in self.dismissed:
-                connection.close()
-                return
-            self.connections[peer] = connection
-        wanted = _Wanted()
-        for work in (self._receive, self._send):
-            threading.Thread(
-                target=self._guarded,
-                args=(work, connection, peer, wanted),
-                daemon=True,
-                name=f"paceline-worker-{peer.number}",
-            ).start()
 
     def open(self, update: int, scale: float) -> None:
         """From now on a slice is updated as soon as all of its gradient is here; it is the next update to be made."""
@@ -376,29 +226,7 @@ class ShardService:
             )
         return views
 
-    def _guarded(
-        self,
-        work: Callable[[Connection, Peer, _Wanted], None],
-        connection: Connection,
-        peer: Peer,
-        wanted: _Wanted,
-    ) -> None:
-        try:
-            work(connection, peer, wanted)
-        except WireError as error:
-            if not self.over:
-                self.events.lost(peer, error)  # before the peer learns of it, and others of its end
-            connection.close()
-            with self.changed:
-                wanted.is_gone = True
-                self.changed.notify_all()
-        except Exception as error:
-            self.events.failed(error)
-        finally:
-            if work == self._receive:  # nothing more of it comes, and nothing writes what is there
-                self._leave(peer)
-
-    def _leave(self, peer: Peer) -> None:
+    def leave(self, peer: Peer) -> None:
         """A worker is gone: what it sent in part will never be whole."""
         with self.changed:
             self.connections.pop(peer, None)
@@ -406,129 +234,7 @@ class ShardService:
                 if gathering.sender == peer and self.terms.num_parts == 1 and gathering.unfinished:
                     self._forget(update)
 
-    def _receive(self, connection: Connection, peer: Peer, wanted: _Wanted) -> None:
-        while True:
-            header = connection.receive()
-            if header.kind == Kind.PULL:
-                connection.checked(header, 0, 0)
-                self._check_version(header.step)
-                with self.changed:
-                    wanted.version = header.step
-                    wanted.unsent_chunks |= set(self._wanted_chunks(header))
-                    self.changed.notify_all()
-            elif header.kind == Kind.PULL_ROWS:
-                self._check_version(header.step)
-                places = self._receive_places(connection, header, self._table(header.chunk), 8)
-                with self.changed:
-                    if wanted.rows:
-                        raise WireError(
-                            "a worker asked for rows before it had those that it asked for"
-                        )
-                    wanted.rows.append((header.step, header.chunk, places))
-                    self.changed.notify_all()
-            elif header.kind in (Kind.PUSH, Kind.PUSH_REST):
-                self._receive_chunk(connection, header, peer, wanted.shared)
-            elif header.kind == Kind.PUSH_ROWS:
-                self._receive_rows(connection, header, peer)
-            elif header.kind == Kind.OFFER and wanted.shared is None:
-                wanted.shared = accept_offer(
-                    connection, header, [chunk.num_bytes for chunk in self.shard.chunks]
-                )
-            else:
-                raise WireError(f"a worker sent {header.kind.name} to a server")
-
-    def _receive_chunk(
-        self, connection: Connection, header: Header, peer: Peer, shared: Shared | None
-    ) -> None:
-        if header.chunk >= len(self.shard.chunks):
-            raise WireError(f"a worker sent chunk {header.chunk} of {len(self.shard.chunks)}")
-        chunk = self.shard.chunks[header.chunk]
-        if header.dtype != chunk.wire_dtype:
-            raise WireError(f"a worker sent {header.dtype} where {chunk.wire_dtype} is due")
-        read_into = connection.read_into
-        if shared is not None and header.length == 0:
-            read_into = partial(shared.take, header.chunk)
-            connection.received_bytes += chunk.num_bytes
-        else:
-            connection.checked(header, chunk.num_bytes, chunk.num_bytes)
-        part = self._part(header, peer)
-        gathering = self._expected(header, peer, part, header.chunk)
-        if gathering is None:
-            read_into(memoryview(bytearray(chunk.num_bytes)))
-            return
-        gathering.buffers[part].receive(chunk, read_into)
-        self._arrived(header.step, gathering, header.chunk)
-
-    def _receive_rows(self, connection: Connection, header: Header, peer: Peer) -> None:
-        """Gradients of rows: their places, then the values."""
-        table = self._table(header.chunk)
-        part = self._part(header, peer)
-        if header.dtype not in (str(table.dtype).removeprefix("torch."), "bfloat16"):
-            raise WireError(
-                f"a worker sent rows of {header.dtype} where the table has {table.dtype}"
-            )
-        dtype = getattr(torch, header.dtype)
-        places = self._receive_places(
-            connection, header, table, 8 + table.shape[1] * dtype.itemsize
-        )
-        values = torch.empty(len(places), table.shape[1], dtype=dtype)
-        connection.read_into(bytes_of(values))
-        number = len(self.shard.chunks) + header.chunk
-        gathering = self._expected(header, peer, part, number)
-        if gathering is not None:
-            gathering.rows[header.chunk, part] = places, values.to(table.dtype)
-            self._arrived(header.step, gathering, number)
-
-    def _receive_places(
-        self, connection: Connection, header: Header, table: torch.Tensor, row_bytes: int
-    ) -> torch.Tensor:
-        """Places of rows in this server's part of a table, checked before anything is made of them."""
-        connection.checked(header, 0, len(table) * row_bytes)
-        if header.length % row_bytes:
-            raise WireError(f"a worker sent {header.length} bytes of rows, each of {row_bytes}")
-        places = torch.empty(header.length // row_bytes, dtype=torch.int64)
-        connection.read_into(bytes_of(places))
-        places -= self.shard.tables[header.chunk].start
-        if len(places) and not (int(places.min()) >= 0 and int(places.max()) < len(table)):
-            raise WireError(
-                f"a worker asks for rows that are not on this server, which has {len(table)}"
-            )
-        return places
-
-    def _wanted_chunks(self, header: Header) -> list[int]:
-        """The chunks that a worker asks for: those of the optimizer that updates the chunk that it names, or all."""
-        chunks = self.shard.chunks
-        if header.chunk > len(chunks):
-            raise WireError(f"a worker asks for chunk {header.chunk} of {len(chunks)}")
-        return self.shard.updated_by(
-            chunks[header.chunk].optimizer if header.chunk < len(chunks) else None
-        )
-
-    def _check_version(self, version: int) -> None:
-        if version > self.terms.end:
-            raise WireError(
-                f"a worker asks for version {version}, and the last one of this run is {self.terms.end}"
-            )
-
-    def _table(self, number: int) -> torch.Tensor:
-        if number >= len(self.tables):
-            raise WireError(f"a worker asks for table {number} of {len(self.tables)}")
-        return self.tables[number]
-
-    def _part(self, header: Header, peer: Peer) -> int:
-        """Which part of an update a worker's gradient is."""
-        if header.step < 0:
-            raise WireError(f"worker {peer.number} sent a gradient of update {header.step}")
-        part = header.worker if self.terms.num_parts > 1 else 0
-        if (
-            part >= self.terms.num_parts
-            or header.worker != peer.number
-            or header.incarnation != peer.incarnation
-        ):
-            raise WireError(f"worker {peer.number} sent a gradient as worker {header.worker}")
-        return part
-
-    def _expected(self, header: Header, peer: Peer, part: int, number: int) -> _Gathering | None:
+    def expected(self, header: Header, peer: Peer, part: int, number: int) -> _Gathering | None:
         """Where what follows a header belongs; None if its update was dropped."""
         with self.changed:
             if header.step not in self.gatherings and header.step not in self.closed:
@@ -593,7 +299,7 @@ class ShardService:
             )
         return self.gatherings[update]
 
-    def _arrived(self, update: int, gathering: _Gathering, number: int) -> None:
+    def arrived(self, update: int, gathering: _Gathering, number: int) -> None:
         """Whoever brings the last part of a chunk sums it and makes what is complete; whoever is last of all tells."""
         with self.changed:
             gathering.missing[number] -= 1
@@ -656,88 +362,6 @@ class ShardService:
                     self.versions[number] = self.version + 1
             self.changed.notify_all()
 
-    def _send(self, connection: Connection, peer: Peer, wanted: _Wanted) -> None:
-        """Send the weights that were asked for, when they are there: first layers first."""
-        copy = memoryview(
-            bytearray(max((chunk.num_bytes for chunk in self.shard.chunks), default=0))
-        )
-        while True:
-            with self.changed:
-                self.changed.wait_for(
-                    lambda: (
-                        self.over
-                        or wanted.is_gone
-                        or self._has_rows(wanted)
-                        or self._chunk(wanted) is not None
-                    )
-                )
-            if self.over or wanted.is_gone:
-                return
-            if self._has_rows(wanted):
-                self._send_rows(connection, *wanted.rows.popleft())
-                continue
-            with (
-                self.uplink.after()
-            ):  # meanwhile weights of earlier layers may have come to be there
-                self._send_chunk(connection, wanted, copy)
-
-    def _send_chunk(self, connection: Connection, wanted: _Wanted, copy: memoryview) -> None:
-        with self.changed:
-            number, version = self._chunk(wanted), wanted.version
-            if number is None:  # the worker asked anew
-                return
-            assert version is not None
-            wanted.unsent_chunks.discard(number)
-        chunk = self.shard.chunks[number]
-        place = copy[: chunk.num_bytes]
-        if wanted.shared is not None:
-            place = wanted.shared.weights[number]
-        if self.terms.keeps_sending:
-            with self.making:  # also while they are rounded for the wire
-                version, place[:] = self.version, self.weights.sent(chunk)
-            data = place
-        else:
-            data = self.weights.sent(chunk)
-            if wanted.shared is not None:
-                place[:] = data
-        header = Header(Kind.WEIGHTS, chunk.num_bytes, chunk.wire_dtype, step=version, chunk=number)
-        if wanted.shared is None:
-            connection.send(header, data)
-        else:
-            connection.send(replace(header, length=0))
-            connection.sent_bytes += chunk.num_bytes
-
-    def _has_rows(self, wanted: _Wanted) -> bool:
-        return bool(wanted.rows) and wanted.rows[0][0] <= self.version
-
-    def _chunk(self, wanted: _Wanted) -> int | None:
-        """The first chunk, in the order of layers, that can be sent."""
-        if wanted.version is None:
-            return None
-        return max(
-            (number for number in wanted.unsent_chunks if self.versions[number] >= wanted.version),
-            default=None,
-        )
-
-    def _send_rows(
-        self, connection: Connection, version: int, number: int, places: torch.Tensor
-    ) -> None:
-        with self.making:
-            version, rows = self.version, self.tables[number][places]
-        if self.terms.compress == "bf16" and rows.is_floating_point():
-            rows = rows.bfloat16()
-        data = bytes_of(rows)
-        connection.send(
-            Header(
-                Kind.ROWS,
-                len(data),
-                str(rows.dtype).removeprefix("torch."),
-                step=version,
-                chunk=number,
-            ),
-            data,
-        )
-
 
 def _squares(flat: torch.Tensor) -> float:
     """Their sum, in float64. Part by part: a copy of all in float64 takes eight times as long as what fits a cache."""
@@ -749,25 +373,3 @@ def _squares(flat: torch.Tensor) -> float:
 
 def _wide(tensor: torch.Tensor) -> torch.dtype:
     return torch.complex128 if tensor.is_complex() else torch.float64
-
-
-def listen_to(
-    connection: Connection,
-    peer: Peer,
-    *,
-    tell: Callable[[Peer, dict[str, Any]], None],
-    on_lost: Callable[[Peer, WireError], None],
-) -> None:
-    """Hear a peer's messages on a thread of their own until it is gone."""
-
-    def work() -> None:
-        try:
-            while True:
-                tell(peer, connection.receive_message())
-        except WireError as error:
-            on_lost(peer, error)  # before the peer learns of it
-            connection.close()
-
-    threading.Thread(
-        target=work, name=f"paceline-{Role(peer.role).name.lower()}-{peer.number}", daemon=True
-    ).start()

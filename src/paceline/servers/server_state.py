@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from paceline.job.named_optimizers import NamedOptimizers
 from paceline.servers.connection import rows, served_parameters
 from paceline.servers.roles import servers_of
 from paceline.servers.serve import ShardService
-from paceline.strategies.layout import Extent
+from paceline.strategies.layout import Extent, Layout
 from paceline.strategies.mesh import Mesh
 from paceline.strategies.plan import Plan
 from paceline.strategies.server.shards import Shard, assign
@@ -84,11 +84,21 @@ def deal_out(
 
 @dataclass(frozen=True)
 class Owned:
-    """What a server answers for in checkpoints; see `Ownership`."""
+    """What a rank answers for in checkpoints; see `Ownership`."""
 
-    owned: frozenset[str]
-    owned_buffers: frozenset[str]
-    extents: dict[str, Extent]
+    owned: frozenset[str] = frozenset()
+    owned_buffers: frozenset[str] = frozenset()
+    extents: dict[str, Extent] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ShownState:
+    """What a rank shows of a run's state that lies on several; see `StateOwner`."""
+
+    replica: int
+    layout: Owned | Layout = field(default_factory=Owned)
+    parameters: dict[str, torch.nn.Parameter] = field(default_factory=dict)
+    local_parameters: dict[str, torch.nn.Parameter] = field(default_factory=dict)
 
 
 class ServerState:
@@ -174,6 +184,10 @@ class ServerState:
     def kept(self) -> tuple[()]:
         """Servers have no state but the optimizer's."""
         return ()
+
+    def is_for_updates(self, name: str) -> bool:
+        """Slices are updated whenever their gradients come, and nobody is told before."""
+        return False
 
     @property
     def takes_slices(self) -> bool:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from paceline.base.fork import cuda_left_alone
@@ -14,11 +17,10 @@ from paceline.launch.process.heartbeats import HeartbeatTable
 from paceline.servers.coordinator import Coordinator
 from paceline.servers.roles import RankTask, Rendezvous, Roles
 from paceline.servers.server import Follower
-from paceline.servers.server_state import ServerState, build
+from paceline.servers.server_state import ServerState, ShownState, build
 from paceline.servers.wire import Uplink, WireError
 from paceline.servers.worker import Worker
 from paceline.strategies.plan import Plan
-from paceline.training.feed import MicroBatch
 from paceline.training.settings import Observer, Settings
 from paceline.training.state import StateOwner
 
@@ -50,7 +52,7 @@ def train_rank(
             context.stoppable(),
             cuda_left_alone(),
         ):  # beside workers with GPUs, whose memory is theirs
-            return _server(task, roles.server).run()
+            return _server(task, roles.server).serve()
     if roles.server is None:
         _work(task, roles.worker)
         return None
@@ -72,30 +74,24 @@ def _server(task: RankTask, number: int) -> Coordinator | Follower:
 def _serve_and_work(task: RankTask, roles: Roles) -> dict[str, Any] | None:
     """Both in one process: the server on a thread. Signs of life and requests to stop are the worker's business."""
     assert roles.server is not None and roles.worker is not None
-    context, observer = task.context, task.settings.observer
+    context, observer, working = task.context, task.settings.observer, task
     # Its slot stays: that is also where its copies are kept.
-    serving, working = (
-        replace(task, context=replace(context, board=HeartbeatTable(context.slot + 1))),
-        task,
-    )
+    serving = replace(task, context=replace(context, board=HeartbeatTable(context.slot + 1)))
     if observer is not None:
-        serving = replace(
-            serving, settings=replace(task.settings, observer=_OfServer(observer, roles.worker))
-        )
+        serving = _seen(serving, gradients=observer.gradients)
     # Built first and here, as the worker builds its model from the same random streams.
     server = _server(serving, roles.server)
     if observer is not None:
-        working = replace(
-            task, settings=replace(task.settings, observer=_OfWorker(observer, server.shelf))
-        )
-    summaries: list[dict[str, Any] | None] = []
-    failed: list[BaseException] = []
+        server.shelf.replica = roles.worker
+        weights = partial(_show_weights, observer, server.shelf)
+        working = _seen(task, samples=observer.samples, weights=weights)
+    served: Future[dict[str, Any] | None] = Future()
 
     def serve() -> None:
         try:
-            summaries.append(server.run())
+            served.set_result(server.serve())
         except BaseException as error:
-            failed.append(error)
+            served.set_exception(error)
 
     thread = threading.Thread(target=serve, name="paceline-server", daemon=True)
     thread.start()
@@ -103,66 +99,38 @@ def _serve_and_work(task: RankTask, roles: Roles) -> dict[str, Any] | None:
         _work(working, roles.worker)
     except WireError:
         thread.join(timeout=_REASON_S)  # what the worker ran into may be that its own server failed
-        if failed:
-            raise failed[0] from None
+        if served.done() and (error := served.exception()) is not None:
+            raise error from None
         raise
     while thread.is_alive():
         context.beat("save")
         thread.join(timeout=1.0)
-    if failed:
-        raise failed[0]
-    return summaries[0]
+    return served.result()
 
 
-class _OfServer:
-    """What an observer sees of a server whose process also works: complete gradients, as that worker's."""
-
-    def __init__(self, observer: Observer, replica: int) -> None:
-        self.observer, self.replica = observer, replica
-
-    def initial(self, stepper: StateOwner) -> None:
-        self.observer.initial(stepper)
-
-    def samples(self, step: int, batches: list[MicroBatch]) -> None:
-        """The worker tells of its own."""
-
-    def gradients(self, step: int, stepper: StateOwner) -> None:
-        stepper.replica = self.replica  # type: ignore[misc]
-        self.observer.gradients(step, stepper)
-
-    def weights(self, step: int, stepper: StateOwner, loss: float) -> None:
-        """The worker has all of them."""
+def _seen(task: RankTask, **told: Any) -> RankTask:
+    """A task whose observer hears of nothing else: gradients are complete at the server, the rest is the worker's."""
+    assert task.settings.observer is not None
+    untold = dict.fromkeys(("samples", "gradients", "weights"), lambda *_: None)
+    observer: Any = SimpleNamespace(**{**untold, "initial": task.settings.observer.initial, **told})
+    return replace(task, settings=replace(task.settings, observer=observer))
 
 
-class _OfWorker:
-    """What an observer sees of a worker whose process also serves: all but gradients, and the server's tables."""
-
-    def __init__(self, observer: Observer, shelf: ServerState) -> None:
-        self.observer, self.shelf = observer, shelf
-        self.initial, self.samples = observer.initial, observer.samples
-
-    def gradients(self, step: int, stepper: StateOwner) -> None:
-        """The server has those that are complete."""
-
-    def weights(self, step: int, stepper: StateOwner, loss: float) -> None:
-        exchange = self.shelf.exchange
-        if exchange.tables:
-            with waiting, exchange.changed:  # layers are there before the update is complete
-                exchange.changed.wait_for(lambda: exchange.version > step)
-        self.observer.weights(step, _WithTables(stepper, self.shelf), loss)  # type: ignore[arg-type]
-
-
-class _WithTables:
-    """What a worker and the server in its process hold together."""
-
-    def __init__(self, stepper: StateOwner, shelf: ServerState) -> None:
-        tables = shelf.parameters.keys() - stepper.parameters.keys()
-        self.replica = stepper.replica
-        self.parameters = {
-            **stepper.parameters,
-            **{name: shelf.parameters[name] for name in tables},
-        }
-        self.local_parameters = {**stepper.local_parameters, **self.parameters}
-        self.layout = replace(
-            shelf.layout, extents={name: shelf.layout.extents[name] for name in tables}
-        )
+def _show_weights(
+    observer: Observer, shelf: ServerState, step: int, stepper: StateOwner, loss: float
+) -> None:
+    """Show what a worker and the server in its process hold together: the server has the tables."""
+    exchange = shelf.exchange
+    if exchange.tables:
+        with waiting, exchange.changed:  # layers are there before the update is complete
+            exchange.changed.wait_for(lambda: exchange.version > step)
+    tables = {name: p for name, p in shelf.parameters.items() if name not in stepper.parameters}
+    extents = {name: shelf.layout.extents[name] for name in tables}
+    parameters = {**stepper.parameters, **tables}
+    together = ShownState(
+        stepper.replica,
+        replace(shelf.layout, extents=extents),
+        parameters,
+        {**stepper.local_parameters, **parameters},
+    )
+    observer.weights(step, together, loss)  # type: ignore[arg-type]

@@ -14,12 +14,13 @@ class UpdateOrder:
     Without staleness a turn is a step, at which all workers work. With it each worker's part of a step's window is a
     turn and an update of its own; a window of fewer samples than workers has as many parts as samples.
 
-    width: turns of a step whose window is long enough.
+    width: turns of a step whose window is long enough. is_stale: whether a part of a step is an update of its own.
     """
 
     def __init__(self, order: Order, sync: Servers) -> None:
         self.order = order
-        self.width = 1 if sync.staleness == 0 else sync.workers
+        self.is_stale = sync.staleness != 0
+        self.width = sync.workers if self.is_stale else 1
         if self.width == 1:
             return
         if isinstance(order.batch, ChangingBatch):

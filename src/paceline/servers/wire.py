@@ -151,6 +151,11 @@ class Peer:
     incarnation: int
 
 
+Event = tuple[
+    Peer, "dict[str, Any] | Exception"
+]  # what a peer said, why it says no more, or what went wrong here
+
+
 class Uplink:
     """What the connections of a process share: gradients go before weights.
 

@@ -26,10 +26,9 @@ from paceline.servers.order_inbox import OrderInbox
 from paceline.servers.roles import RankTask, Roles, servers_of
 from paceline.servers.rows import Rows
 from paceline.servers.served_steps import ServedSteps
-from paceline.servers.server_state import deal_out
+from paceline.servers.server_state import ShownState, deal_out
 from paceline.servers.update_order import UpdateOrder
 from paceline.servers.wire import Peer, Role, WireError, connect
-from paceline.strategies.layout import Extent
 from paceline.strategies.mesh import Mesh
 from paceline.strategies.server.cost import WITHOUT_STATISTICS
 from paceline.strategies.server.shards import fingerprint
@@ -55,13 +54,9 @@ class Worker:
     def __init__(self, task: RankTask, *, number: int) -> None:
         context, job, plan, settings = task.context, task.job, task.plan, task.settings
         context.beat("build")
-        self.context, self.job, self.plan, self.settings, self.number = (
-            context,
-            job,
-            plan,
-            settings,
-            number,
-        )
+        self.context, self.job, self.plan = context, job, plan
+        self.settings, self.number = settings, number
+        self.sync = servers_of(plan)
         self.memory, self.heap = PeakMemory(context.device), HeapTrimmer(context.device.type)
         self.core_wait = CoreWait()
         self.stepper = Stepper(
@@ -103,7 +98,7 @@ class Worker:
             self.stepper.parameters, self.links, lambda: self.inbox.settled()
         )
         self.order = Order.of(job)
-        self.turns = UpdateOrder(self.order, servers_of(plan))
+        self.turns = UpdateOrder(self.order, self.sync)
         self.serves = Roles.of(plan, context.rank).server is not None
         # A schedule may change the model, or what its forward reads, beside learning rates. So each
         # worker steps one of its own. Beside a server in the same process, which steps the same
@@ -114,7 +109,7 @@ class Worker:
         self.inbox = OrderInbox(
             self.control,
             self.arrivals,
-            takes_any=servers_of(plan).staleness != 0,
+            takes_any=self.sync.staleness != 0,
             alive=partial(context.beat, "input"),
         )
         self.served: ServedSteps | None = None
@@ -142,7 +137,7 @@ class Worker:
             self.arrivals,
             self.control,
             self.inbox.met,
-            num_workers=servers_of(self.plan).workers,
+            num_workers=self.sync.workers,
         )
         stepper.loss_number = self.number
         stepper.part = DataShard(self.settings.shares, self.number, self.plan.num_microbatches)
@@ -181,11 +176,15 @@ class Worker:
     def run(self) -> None:
         """Work until the coordinator says that it is over."""
         try:
+            names = None
+            data = self.job.validation
+            if not (self.settings.is_trial or data is None or is_stream(data)):
+                names = self._evaluator(self.stepper.part).look()
             self.control.send_message(
                 {
                     "idle": True,
                     "deaths": self.context.deaths[self.context.rank],
-                    "measured": self._measured(),
+                    "measured": names or [],
                 }
             )
             self.inbox.listen()
@@ -198,8 +197,7 @@ class Worker:
                     break
                 if self.served is not None and self.served.meeting < 0:
                     self._begin_at(order["version"])
-                compute = self._compute if self.served is None else self._take_step
-                answer = compute(order) if "lease" in order else self._evaluate(order)
+                answer = self._take(order) if "lease" in order else self._evaluate(order)
                 self.control.send_message({**answer, "stop": self.context.stop_signal is not None})
                 self.heap.poll()
             if self.settings.observer is not None and self.served is None:
@@ -231,9 +229,7 @@ class Worker:
         if observer is not None and self.observed_step is not None:
             self.arrivals.settle()
             observer.weights(
-                self.observed_step,
-                _Weights(self.stepper),  # type: ignore[arg-type]
-                self.inbox.loss(self.observed_step),
+                self.observed_step, self._weights(), self.inbox.loss(self.observed_step)
             )
             self.observed_step = None
 
@@ -253,35 +249,85 @@ class Worker:
         mark_stepped(optimizer)  # schedules look whether a step was taken, and servers take them
         step_schedule(schedule)
 
-    def _compute(self, order: dict[str, Any]) -> dict[str, Any]:
+    def _take(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Compute a part of a step, or take a step of the job's own. Returns what the coordinator is told."""
         step, observer = order["step"], self.settings.observer
         self.context.step = step + 1
-        self._fetch(order)
-        self._follow_schedule(step)
+        if self.served is None:
+            self._fetch(order)
+            self._follow_schedule(step)
         window, batches = self._samples(step, order["part"])
-        self.frozen = self.stepper.freezing.at(step, window.epoch)
         if observer is not None:
             observer.samples(step, batches)
-            observer.gradients(step, _Elsewhere(self.number))  # type: ignore[arg-type]
+            observer.gradients(step, ShownState(self.number))  # type: ignore[arg-type]
+        unused = (
+            self._compute(order, window, batches)
+            if self.served is None
+            else self._take_own_step(order, window, batches)
+        )
+        self._check_unserved()
+        version = self.arrivals.version if self.served is None else step
+        return {"finished": order["lease"], "version": version, "unused": unused}
+
+    def _compute(
+        self, order: dict[str, Any], window: Window, batches: list[MicroBatch]
+    ) -> list[str]:
+        """Send the gradient of a part of a step. Returns the parameters that it does not use."""
+        step, stepper = order["step"], self.stepper
+        self.frozen = stepper.freezing.at(step, window.epoch)
+        if self.settings.observer is not None:
             self.observed_step = step
         self.pusher.update = self.rows.update = order["lease"]
         if self.arrivals.are_here():
             self.arrivals.settle()
-        with self.arrivals.watched(self.stepper.model):
-            used = self.stepper.backward(
+
+        def tell(tallies: list[LossSum]) -> None:
+            loss = float(sum(float(tally.total) for tally in tallies))
+            count = float(sum(float(tally.count) for tally in tallies))
+            # Whether anything counts is known of all parts together.
+            check_loss(loss, max(count, 1.0), tallies, step)
+            self._tell(order, batches, loss, count, all(tally.is_mean for tally in tallies))
+
+        with self.arrivals.watched(stepper.model):
+            used = stepper.backward(
                 window,
                 batches,
                 step=step,
                 part=order["part"],
                 beat=self.context.beat,
-                tell=partial(self._tell_loss, order, batches),
+                tell=tell,
             )
-        self._check_unserved()
-        return {
-            "finished": order["lease"],
-            "version": self.arrivals.version,
-            "unused": sorted(self.stepper.parameters.keys() - used),
-        }
+        return sorted(stepper.parameters.keys() - used)
+
+    def _take_own_step(
+        self, order: dict[str, Any], window: Window, batches: list[MicroBatch]
+    ) -> list[str]:
+        """Take a step of the job's own: what it doesn't use is known of each update."""
+        step, observer = order["step"], self.settings.observer
+        (loss,) = self.stepper.step(window, batches, step=step, beat=self.context.beat).losses
+        if observer is not None:
+            observer.weights(step, self._weights(), loss)
+        self._tell(order, batches, loss, 1.0, is_mean=True)
+        return []
+
+    def _tell(
+        self,
+        order: dict[str, Any],
+        batches: list[MicroBatch],
+        loss: float,
+        count: float,
+        is_mean: bool,
+    ) -> None:
+        """Tell the coordinator of a loss."""
+        self.control.send_message(
+            {
+                "told": order["lease"],
+                "loss": loss,
+                "count": count,
+                "is_mean": is_mean,
+                "digest": sum(batch.digest for batch in batches),
+            }
+        )
 
     def _begin_at(self, version: int) -> None:
         """The weights after so many steps of the job's own: servers send those that they update, and followers, which
@@ -290,7 +336,7 @@ class Worker:
         self.context.beat("restore")
         self.served.begin_at(version)
         if version and self.settings.run_dir is not None:
-            copies, servers = self.context.copies, range(servers_of(self.plan).server)
+            copies, servers = self.context.copies, range(self.sync.server)
             # The servers' next copies are of updates that this worker has a part in.
             checkpoint = (
                 open_copies(version, [(copies, server) for server in servers])
@@ -306,50 +352,9 @@ class Worker:
             for name in followed(self.job.followers, self.stepper.local_parameters):
                 checkpoint.read_into(f"parameters/{name}", self.stepper.local_parameters[name].data)
 
-    def _take_step(self, order: dict[str, Any]) -> dict[str, Any]:
-        """A step of the job's own."""
-        step, observer = order["step"], self.settings.observer
-        self.context.step = step + 1
-        window, batches = self._samples(step, order["part"])
-        if observer is not None:
-            observer.samples(step, batches)
-            observer.gradients(step, _Elsewhere(self.number))  # type: ignore[arg-type]
-        result = self.stepper.step(window, batches, step=step, beat=self.context.beat)
-        self._check_unserved()
-        (loss,) = result.losses
-        if observer is not None:
-            observer.weights(step, _Weights(self.stepper), loss)  # type: ignore[arg-type]
-        self.control.send_message(
-            {
-                "told": order["lease"],
-                "loss": loss,
-                "count": 1.0,
-                "is_mean": True,
-                "digest": sum(batch.digest for batch in batches),
-            }
-        )
-        return {"finished": order["lease"], "version": step, "unused": []}
-
-    def _tell_loss(
-        self, order: dict[str, Any], batches: list[MicroBatch], tallies: list[LossSum]
-    ) -> None:
-        loss = float(sum(float(tally.total) for tally in tallies))
-        count = float(sum(float(tally.count) for tally in tallies))
-        # Whether anything counts is known of all parts together.
-        check_loss(loss, max(count, 1.0), tallies, order["step"])
-        self.control.send_message(
-            {
-                "told": order["lease"],
-                "loss": loss,
-                "count": count,
-                "is_mean": all(tally.is_mean for tally in tallies),
-                "digest": sum(batch.digest for batch in batches),
-            }
-        )
-
     def _samples(self, step: int, part: int) -> tuple[Window, list[MicroBatch]]:
         """A part of a step's samples; with staleness nobody knows which comes next."""
-        job, follows = self.job, servers_of(self.plan).staleness == 0
+        job, follows = self.job, self.sync.staleness == 0
         if self.windows is None or not follows:
             end = job.total_steps if follows else step + 1
             assert end is not None
@@ -381,13 +386,6 @@ class Worker:
         return Evaluator(
             stepper.model, stepper.parts, self.job, part, stepper.mesh, context.device, context.beat
         )
-
-    def _measured(self) -> list[str]:
-        """Names of the figures of an evaluation, so that what is wrong with them is known before the first step."""
-        data = self.job.validation
-        if data is None or is_stream(data) or self.settings.is_trial:
-            return []
-        return self._evaluator(self.stepper.part).look()
 
     def _unserved(self) -> dict[str, torch.Tensor]:
         """What nothing may change of a model, by name: buffers and frozen parameters, but those that follow others."""
@@ -438,28 +436,9 @@ class Worker:
             "pulled_bytes": sum(link.connection.received_bytes for link in self.links),
         }
 
-
-class _Elsewhere:
-    """What a worker has of a step's complete gradient: nothing. Its samples are those of its part."""
-
-    def __init__(self, replica: int) -> None:
-        self.replica = replica
-        self.local_parameters: dict[str, torch.nn.Parameter] = {}
-        self.parameters: dict[str, torch.nn.Parameter] = {}
-        self.layout = _Nothing()
-
-
-class _Weights:
-    """What a worker has of a step's update: weights. Optimizer, schedule and buffers are the servers'."""
-
-    def __init__(self, stepper: Stepper) -> None:
-        self.replica, self.layout = stepper.replica, stepper.layout
-        self.local_parameters, self.parameters = stepper.local_parameters, stepper.parameters
-
-
-class _Nothing:
-    owned: frozenset[str] = frozenset()
-    owned_buffers: frozenset[str] = frozenset()
-
-    def __init__(self) -> None:
-        self.extents: dict[str, Extent] = {}
+    def _weights(self) -> Any:
+        """What this rank has of a step's update: weights. Optimizer, schedule and buffers are the servers'."""
+        stepper = self.stepper
+        return ShownState(
+            stepper.replica, stepper.layout, stepper.parameters, stepper.local_parameters
+        )

@@ -45,6 +45,7 @@ class RunControl:
         do: Carries out an order on a rank; collective if it needs to be.
         meanwhile: Called repeatedly while this rank waits for callbacks. If callbacks run in this
             process, another thread calls it.
+        num_ranks: Ranks that take part.
     """
 
     def __init__(
@@ -52,9 +53,11 @@ class RunControl:
         context: RankContext,
         controller: Controlling,
         do: Callable[[dict[str, Any]], Any],
-        meanwhile: Callable[[], None] = lambda: None,
+        meanwhile: Callable[[], None],
+        num_ranks: int,
     ) -> None:
         self.context, self.controller, self.do, self.meanwhile = context, controller, do, meanwhile
+        self.num_ranks = num_ranks
         self._num_words, self._told_s = 0, 0.0
         self._pending: Answer = {}
 
@@ -160,7 +163,7 @@ class RunControl:
         return f"control/{self.context.attempt}/{self._num_words}"
 
     def _say(self, word: dict[str, Any]) -> None:
-        if self.context.world_size > 1:
+        if self.num_ranks > 1:
             assert self.context.store is not None
             self.context.store.set(self._key(), json.dumps(word))
 

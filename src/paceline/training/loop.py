@@ -8,13 +8,11 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from functools import partial
 from typing import Any
 
 import torch
 
-from paceline.base.errors import CallbackError, JobError, Preempted
-from paceline.checkpoint.read import Checkpoint
+from paceline.base.errors import CallbackError, Preempted
 from paceline.job import Job
 from paceline.job.order import Order
 from paceline.launch.process.context import RankContext
@@ -27,14 +25,14 @@ from paceline.training.feed import DataShard, is_stream, training_feed
 from paceline.training.parts import drift
 from paceline.training.parts.callbacks import Callbacks
 from paceline.training.parts.copies import Copies
-from paceline.training.parts.evaluations import Evaluations
+from paceline.training.parts.evaluations import Evaluations, RanksEvaluator
 from paceline.training.parts.observed import Observed
 from paceline.training.parts.saves import Saves
 from paceline.training.parts.spike_steps import SpikeSteps
 from paceline.training.parts.step_log import StepLog
 from paceline.training.parts.tracing import Tracing
 from paceline.training.prefetch import Fed, Prefetch
-from paceline.training.restore import choose_checkpoint, mismatch, restore
+from paceline.training.resume import resume
 from paceline.training.run import RunPart, StepTaken, TrainingRun
 from paceline.training.run_log import RunLog
 from paceline.training.settings import Settings
@@ -73,14 +71,14 @@ class Loop:
             job, plan, mesh, context.device, devices=settings.devices, shares=settings.shares
         )
         stepper.note_verb = context.note_verb
-        self.run = run = TrainingRun(context, job, plan, settings, mesh, stepper, log)
+        self.run = run = TrainingRun(context, job, plan, settings, stepper, log)
         self.heap, self.core_wait = HeapTrimmer(context.device.type), CoreWait()
         comparisons, self.callbacks = drift.Comparisons(run), Callbacks(run)
-        self.saves = Saves(run, comparisons, self.callbacks)
+        self.saves = Saves(run, self.callbacks, comparisons)
         self.callbacks.obey = self.saves.export_weights
         self.copies = Copies(run, self.callbacks)
         self.spikes = SpikeSteps(run, comparisons, self.saves, self.copies)
-        evaluations = Evaluations(run, self.saves, self.callbacks)
+        evaluations = Evaluations(run, RanksEvaluator(run), self.saves, self.callbacks)
         self.step_log = StepLog(run)
         # The order of their collectives: what a save needs is compared and evaluated before it, and
         # a copy has all that the others did.
@@ -114,37 +112,19 @@ class Loop:
                     self._stop()  # a request may reach this rank later than the others that told it
                 return self._finish()  # a request that comes now must not cost the last checkpoint
         except CallbackError as error:
-            if run.run_dir is not None and run.settings.save_on_stop and run.step > 0:
-                self.saves.save(last=True)
-                error.args = (f"{error.args[0]}; a checkpoint is saved",)
+            self.saves.save_before(error)
             raise
 
     def _restore(self) -> None:
-        run, checkpoint = self.run, None
-        if run.settings.resume and run.run_dir is not None:
-            run.context.beat("restore")
-            accept = partial(mismatch, run.stepper)
-            copied = self.copies.open_newest(accept)
-            checkpoint = copied or choose_checkpoint(run.context, run.run_dir, accept=accept)
-            self._go_on_from(checkpoint)
-            if copied is not None:
-                run.is_copied = True
-                run.take_figures(copied.document["figures"])
+        run = self.run
+        checkpoint = resume(run)
+        if run.settings.resume:
             run.log.go_on(run.step)
         run.log.journal.begin(
             run.job, plan=str(run.plan), world_size=run.context.world_size, after=run.step
         )
         for part in run.parts:
             part.restored(checkpoint)
-
-    def _go_on_from(self, checkpoint: Checkpoint | None) -> None:
-        run = self.run
-        if checkpoint is None:
-            run.log.display.say("no checkpoint to resume from: starting at step 0")
-            return
-        notes = restore(run.stepper, checkpoint)
-        run.step, run.samples = checkpoint.document["step"], checkpoint.document["samples"]
-        run.log.display.say("; ".join([f"resumed from {checkpoint.path.name}", *notes]))
 
     def _steps(self) -> bool:
         """Take every step that is left, or until the run is ended. Returns whether it was asked to stop."""
@@ -213,11 +193,13 @@ class Loop:
 
     def _count(self, taken: StepTaken) -> None:
         """A step was taken: count it, and let every part know."""
-        run, window = self.run, taken.fed.window
-        run.step, run.samples, run.epoch = run.step + 1, run.samples + window.count, window.epoch
+        run = self.run
+        run.count(taken.fed.window)
         run.stop = run.stop or bool(taken.result.stop)
         for part in run.parts:
             part.stepped(taken)
+        for part in run.parts:
+            part.counted()
         self.heap.poll()
 
     def _is_asked(self) -> bool:
@@ -241,60 +223,39 @@ class Loop:
             run.greatest((context.stop_signal or 0) * context.world_size + context.rank),
             context.world_size,
         )
-        saves = run.run_dir is not None and run.settings.save_on_stop
-        if saves:
-            self.saves.save(last=True)
         why = signal.Signals(context.stop_signal or number).name + (
             "" if context.stop_signal else f" to rank {rank}"
         )
-        raise Preempted(
-            f"stopped by {why} after step {run.step}"
-            + ("; a checkpoint is saved" if saves else ""),
-            hint=f"the same command with --run {run.run_dir} --resume goes on from here"
-            if saves
-            else None,
-        )
+        error = Preempted(f"stopped by {why} after step {run.step}")
+        self.saves.save_before(error)
+        raise error
 
     def _finish(self) -> dict[str, Any]:
         run, stepper = self.run, self.run.stepper
         if run.step == 0:
-            raise JobError(
-                "there was nothing to train on: no step was taken"
-                if run.ended is None
-                else f"a callback stopped the run before its first step: {run.ended}"
-            )
+            raise run.without_steps()
         run.before_update()
         stepper.layout.module.zero_grad()  # their memory is free for evaluating, saving, exporting
         settled = stepper.settle(run.step)
         if settled is not None:
             run.stop = run.stop or bool(settled.stop)
             self.step_log.learn(settled)
-        stopped = run.ended if run.step != run.job.total_steps else None
-        if stopped is not None:
-            run.log.display.say(f"stopped after step {run.step}: {stopped}")
         run.due = {"compare", "evaluate"} | run.due - {"save"}
         run.settle()
         for part in run.parts:
             part.finished()
         run.context.beat("end")
-        return self._summary() | ({} if stopped is None else {"stopped": stopped})
+        return self._summary()
 
     def _summary(self) -> dict[str, Any]:
-        """Return the run's figures. Collective: every rank has finished its parts then."""
+        """Return the run's figures. Collective."""
         run, stepper = self.run, self.run.stepper
         peak_bytes = run.greatest(run.log.memory.bytes())
         core_wait_s = 1e-9 * run.greatest(self.core_wait.ns)
-        summary: dict[str, Any] = {
-            "plan": str(run.plan),
-            "world_size": run.context.world_size,
-            "steps": run.step,
-            "samples": run.samples,
-            **run.log.summary(),
+        return {
+            **run.summary(),
             "core_wait_s": core_wait_s,
             "peak_memory_bytes": peak_bytes,
             "bytes_sent": round(stepper.sent_bytes),
             **reported(stepper.synchronisers),
         }
-        for part in run.parts:
-            summary |= part.summary()
-        return summary

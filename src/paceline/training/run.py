@@ -13,6 +13,7 @@ from paceline.base.errors import JobError
 from paceline.base.files import write_json
 from paceline.checkpoint.read import Checkpoint
 from paceline.job import Job
+from paceline.job.order import Window
 from paceline.launch.process.context import RankContext
 from paceline.runs.folder import SPLIT
 from paceline.strategies.mesh import Mesh
@@ -22,6 +23,7 @@ from paceline.training.clipping import squared_norms
 from paceline.training.prefetch import Fed
 from paceline.training.run_log import RunLog
 from paceline.training.settings import Settings
+from paceline.training.state import StateOwner
 from paceline.training.stepper import Stepper, StepResult
 
 
@@ -63,7 +65,11 @@ class RunPart:
         """What follows writes to the weights and the optimizer's state."""
 
     def stepped(self, taken: StepTaken) -> None:
-        """A step was taken, on this rank. It is counted."""
+        """This rank has taken a step, which the run counts now. Ranks may be in different steps: nothing here is
+        collective."""
+
+    def counted(self) -> None:
+        """The run has counted a step, whoever took it; after `stepped` of all parts. Not collective either."""
 
     def settled(self) -> None:
         """Ranks are after the same step, and the run may be evaluated and saved. Called again if a part wants it."""
@@ -88,15 +94,14 @@ class RunPart:
 
 
 @dataclass
-class TrainingRun:
-    """What the loop and the parts of one rank's run share."""
+class RankRun:
+    """What the parts of a run share on a rank: one that takes its steps, or a server."""
 
     context: RankContext
     job: Job
     plan: Plan
     settings: Settings
-    mesh: Mesh
-    stepper: Stepper
+    stepper: StateOwner
     log: RunLog
     parts: list[RunPart] = field(default_factory=list)
     step: int = 0  # steps that were taken
@@ -112,69 +117,52 @@ class TrainingRun:
     def run_dir(self) -> Path | None:
         return self.settings.run_dir
 
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that come to every moment of the parts together."""
+        return self.context.world_size
+
+    @property
+    def num_writers(self) -> int:
+        """Ranks that write checkpoints, which are the first ones."""
+        return self.context.world_size
+
+    def warn(self, text: str) -> None:
+        """Say what is alike on all ranks."""
+        self.log.display.say(text)
+
+    def keep_alive(self) -> None:
+        """Called while this rank waits for callbacks or a save."""
+
+    def begin_save(self, *, last: bool) -> None:
+        """A save is next on this rank. last: whether nothing is trained after it."""
+
+    def set_mode(self, *, trains: bool) -> None:
+        """Let the weights be in place that are trained, or those that are evaluated, saved and given to users.
+        Collective."""
+
     def takes(self, word: str) -> bool:
         """Whether something is due; it is not any more."""
         is_due = word in self.due
         self.due.discard(word)
         return is_due
 
-    def beat(self, phase: str) -> None:
-        """Give a sign of life in a phase of a step."""
-        self.context.beat(phase)
-        if self.stepper.trace is not None:
-            self.stepper.trace.phase(phase)
-
-    def parts_of_job(self) -> list[RunPart]:
-        """Make the parts that the job gives; none in a trial.
-
-        Raises:
-            JobError: one is no part.
-        """
-        parts = [] if self.settings.is_trial else [make(self) for make in self.job.parts]
-        for part in parts:
-            if not isinstance(part, RunPart):
-                raise JobError(
-                    f"parts must hold functions that return a pl.RunPart, got a {type(part).__name__}"
-                )
-        return parts
+    def count(self, window: Window) -> None:
+        """A step was made of this window."""
+        self.step, self.samples, self.epoch = (
+            self.step + 1,
+            self.samples + window.count,
+            window.epoch,
+        )
 
     def note(self, **figures: Any) -> None:
         """Append a line to metrics.jsonl, on rank 0."""
         self.log.note(self.step, **figures)
 
-    def tell_gradients(self, stepper: Stepper) -> None:
-        """Let every part know that gradients are complete."""
-        for part in self.parts:
-            part.gradients()
-
-    def gradient_norms(self) -> dict[str, float]:
-        """Return the norm of each parameter's gradient by name, over all parts of the model; 0 where there is none.
-
-        The same on all ranks; where replicas take steps of their own, on those of one replica. Collective among the
-        ranks of one replica.
-        """
-        stepper = self.stepper
-        squares = squared_norms(
-            stepper.trainable,
-            stepper.parameters,
-            stepper.layout.owned,
-            self.mesh,
-            self.context.device,
-        )
-        return dict(zip(stepper.trainable, squares.sqrt().tolist(), strict=True))
-
     def before_update(self) -> None:
         """Let every part know that weights are written to next. Collective."""
         for part in self.parts:
             part.before_update()
-
-    def tell_layout(self) -> None:
-        """Say how the model was laid out, where there is something to say."""
-        report = self.stepper.layout.report
-        for line in report.lines:
-            self.log.display.say(line)
-        if report.document and self.run_dir is not None and self.context.rank == 0:
-            write_json(self.run_dir / SPLIT, report.document)
 
     def settle(self) -> None:
         """Let every part do what is due, until nothing is. Collective."""
@@ -183,13 +171,6 @@ class TrainingRun:
                 part.settled()
             if not self.due:
                 return
-
-    def set_mode(self, *, trains: bool) -> None:
-        """Let the weights be in place that are trained, or those that are evaluated, saved and given to users.
-        Collective."""
-        if self.stepper.has_modes and self.stepper.trains is not trains:
-            self.beat("optimizer")
-            self.stepper.set_mode(trains=trains)
 
     def document(self) -> dict[str, Any]:
         """Return what of the run's state is not a tensor.
@@ -225,10 +206,100 @@ class TrainingRun:
         for part in self.parts:
             part.take_figures(figures)
 
+    def without_steps(self) -> JobError:
+        """Return the error of a run that took no step."""
+        return JobError(
+            "there was nothing to train on: no step was taken"
+            if self.ended is None
+            else f"a callback stopped the run before its first step: {self.ended}"
+        )
+
+    def summary(self) -> dict[str, Any]:
+        """Return the figures of every kind of run, and say so if it was ended before its last step. Collective: every
+        rank has finished its parts then."""
+        summary: dict[str, Any] = {
+            "plan": str(self.plan),
+            "world_size": self.context.world_size,
+            "steps": self.step,
+            "samples": self.samples,
+            **self.log.summary(),
+        }
+        if self.ended is not None and self.step != self.job.total_steps:
+            self.log.display.say(f"stopped after step {self.step}: {self.ended}")
+            summary["stopped"] = self.ended
+        for part in self.parts:
+            summary |= part.summary()
+        return summary
+
     def greatest(self, value: int) -> int:
         """Return the greatest value over all ranks. Collective."""
-        if self.context.world_size == 1:
+        if self.num_ranks == 1:
             return value
         greatest = torch.tensor(value, dtype=torch.int64, device=self.context.device)
         torch.distributed.all_reduce(greatest, torch.distributed.ReduceOp.MAX)
         return int(greatest)
+
+
+@dataclass
+class TrainingRun(RankRun):
+    """What the loop shares with them on a rank that takes steps."""
+
+    stepper: Stepper
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.stepper.mesh
+
+    def beat(self, phase: str) -> None:
+        """Give a sign of life in a phase of a step."""
+        self.context.beat(phase)
+        if self.stepper.trace is not None:
+            self.stepper.trace.phase(phase)
+
+    def parts_of_job(self) -> list[RunPart]:
+        """Make the parts that the job gives; none in a trial.
+
+        Raises:
+            JobError: one is no part.
+        """
+        parts = [] if self.settings.is_trial else [make(self) for make in self.job.parts]
+        for part in parts:
+            if not isinstance(part, RunPart):
+                raise JobError(
+                    f"parts must hold functions that return a pl.RunPart, got a {type(part).__name__}"
+                )
+        return parts
+
+    def tell_gradients(self, stepper: Stepper) -> None:
+        """Let every part know that gradients are complete."""
+        for part in self.parts:
+            part.gradients()
+
+    def gradient_norms(self) -> dict[str, float]:
+        """Return the norm of each parameter's gradient by name, over all parts of the model; 0 where there is none.
+
+        The same on all ranks; where replicas take steps of their own, on those of one replica. Collective among the
+        ranks of one replica.
+        """
+        stepper = self.stepper
+        squares = squared_norms(
+            stepper.trainable,
+            stepper.parameters,
+            stepper.layout.owned,
+            self.mesh,
+            self.context.device,
+        )
+        return dict(zip(stepper.trainable, squares.sqrt().tolist(), strict=True))
+
+    def tell_layout(self) -> None:
+        """Say how the model was laid out, where there is something to say."""
+        report = self.stepper.layout.report
+        for line in report.lines:
+            self.log.display.say(line)
+        if report.document and self.run_dir is not None and self.context.rank == 0:
+            write_json(self.run_dir / SPLIT, report.document)
+
+    def set_mode(self, *, trains: bool) -> None:
+        if self.stepper.has_modes and self.stepper.trains is not trains:
+            self.beat("optimizer")
+            self.stepper.set_mode(trains=trains)

@@ -8,13 +8,13 @@ from typing import Any
 from paceline.base.errors import CallbackError
 from paceline.checkpoint.read import Checkpoint
 from paceline.training.control import RunControl
-from paceline.training.run import RunPart, StepTaken, TrainingRun
+from paceline.training.run import RankRun, RunPart
 
 
 class Callbacks(RunPart):
     """Tells callbacks of the run's start, its steps and its end; other parts tell them of theirs through `tell`."""
 
-    def __init__(self, run: TrainingRun) -> None:
+    def __init__(self, run: RankRun) -> None:
         self.run = run
         self.control: RunControl | None = None
         # Gives callbacks the weights while ranks wait; see `saves.Saves.export_weights`.
@@ -33,12 +33,16 @@ class Callbacks(RunPart):
         if run.settings.controller is None:
             return
         self.control = RunControl(
-            run.context, run.settings.controller, lambda order: self.obey(order)
+            run.context,
+            run.settings.controller,
+            lambda order: self.obey(order),
+            run.keep_alive,
+            run.num_ranks,
         )
         states = checkpoint.document.get("callbacks") if checkpoint is not None else None
         self._ask({"event": "start", "callbacks": states, "keeps": run.is_copied})
 
-    def stepped(self, taken: StepTaken) -> None:
+    def counted(self) -> None:
         if self.control is not None:
             self.control.tell()
 

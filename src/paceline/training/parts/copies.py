@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -26,12 +26,6 @@ class Copies(RunPart):
     def __init__(self, run: TrainingRun, callbacks: Callbacks) -> None:
         self.run, self.callbacks = run, callbacks
         self.copier = _copier(run)
-
-    def open_newest(self, accept: Callable[[Checkpoint], str | None]) -> Checkpoint | None:
-        """Return the newest state that earlier ranks left in memory; None if there is none, or an older one than on
-        the disk. Collective."""
-        assert self.run.run_dir is not None
-        return copied_state.open_newest(self.run.context, self.run.run_dir, accept)
 
     def restored(self, checkpoint: Checkpoint | None) -> None:
         if self.copier is not None:

@@ -14,7 +14,7 @@ from paceline.base.errors import DriftError
 from paceline.checkpoint.pieces import TensorPiece
 from paceline.strategies.mesh import Mesh, local_part
 from paceline.training import state
-from paceline.training.run import RunPart, StepTaken, TrainingRun
+from paceline.training.run import RunPart, TrainingRun
 from paceline.training.stepper import Stepper
 from paceline.training.upload import uploaded
 
@@ -190,7 +190,7 @@ class Comparisons(RunPart):
     def before_update(self) -> None:
         self.end()
 
-    def stepped(self, taken: StepTaken) -> None:
+    def counted(self) -> None:
         if self.run.step % EVERY_STEPS == 0 or self.run.log.speed.steps == 1:
             self.run.due.add("compare")
 

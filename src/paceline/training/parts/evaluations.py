@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
+from paceline.base.errors import JobError
 from paceline.job.order import Order
 from paceline.strategies.compose import end_evaluation
 from paceline.training.evaluate import Evaluator
@@ -12,25 +13,35 @@ from paceline.training.feed import DataShard, evaluated_part, is_stream
 from paceline.training.optimizers.schedule import check_monitored, step_by_metrics
 from paceline.training.parts.callbacks import Callbacks
 from paceline.training.parts.saves import Saves
-from paceline.training.run import RunPart, StepTaken, TrainingRun
+from paceline.training.run import RankRun, RunPart, TrainingRun
+
+
+class RunEvaluator(Protocol):
+    """How a run is evaluated."""
+
+    def evaluate(self) -> tuple[dict[str, float], JobError | None]:
+        """Return "loss" and every metric, and why this rank refuses a metric, if it does. Collective."""
+
+    def step_schedule(self, metrics: Mapping[str, float]) -> None:
+        """Step the schedules that wait for a figure of an evaluation."""
 
 
 class Evaluations(RunPart):
     """Evaluates the model, steps a schedule by the metrics, and tells callbacks of evaluations and epochs."""
 
-    def __init__(self, run: TrainingRun, saves: Saves, callbacks: Callbacks) -> None:
-        self.run, self.saves, self.callbacks = run, saves, callbacks
+    def __init__(
+        self, run: RankRun, evaluator: RunEvaluator, saves: Saves, callbacks: Callbacks
+    ) -> None:
+        self.run, self.evaluator, self.saves, self.callbacks = run, evaluator, saves, callbacks
         self.order = None if is_stream(run.job.data) else Order.of(run.job)
         self.evaluated_step: int | None = None
         self.scheduled_step = -1  # after which an evaluation stepped the schedule last
         self.ended_epochs: list[int] = []  # that callbacks are to hear of
-        if not run.settings.is_trial:
-            check_monitored(run.stepper.schedule, run.job, self._measured())
 
-    def stepped(self, taken: StepTaken) -> None:
+    def counted(self) -> None:
         if self.order is not None and self.order.ends_epoch(self.run.step):
             self.run.due |= {"evaluate", "epoch"}
-            self.ended_epochs.append(taken.fed.window.epoch)
+            self.ended_epochs.append(self.run.epoch)
 
     def settled(self) -> None:
         """Callbacks hear of the evaluation and the epoch before the checkpoint is saved that has their state."""
@@ -61,21 +72,11 @@ class Evaluations(RunPart):
         Raises:
             JobError: a metric is refused. What was trained is saved.
         """
-        run, stepper = self.run, self.run.stepper
+        run = self.run
         if run.job.validation is None or self.evaluated_step == run.step:
             return
         self.evaluated_step = run.step
-        run.set_mode(trains=False)
-        run.before_update()  # replicas may have shared weights put in place of their own
-        stepper.step_sync.drain()
-        sample_share = evaluated_part(
-            run.job.validation, batch=run.job.batch, part=self._evaluator.part
-        )
-        with (
-            stepper.step_sync.global_weights_in_place(),
-            stepper.evaluating(sample_share, step=run.step),
-        ):
-            figures, refused = self._evaluator.figures(run.job.validation)
+        figures, refused = self.evaluator.evaluate()
         if run.greatest(int(refused is not None)):  # what was trained is not lost with a metric
             self.saves.save(last=True)
             if refused is not None:
@@ -101,8 +102,39 @@ class Evaluations(RunPart):
             and self.order is not None
             and self.order.ends_epoch(run.step)
         ):
-            step_by_metrics(run.stepper.schedule, run.job, run.log.evaluated)
+            self.evaluator.step_schedule(run.log.evaluated)
             self.scheduled_step = run.step
+
+
+class RanksEvaluator:
+    """Evaluates on all ranks that train together; see `RunEvaluator`."""
+
+    def __init__(self, run: TrainingRun) -> None:
+        self.run = run
+        if run.settings.is_trial:
+            return
+        names = None
+        if run.job.validation is not None and not is_stream(run.job.validation):
+            names = self._evaluator.look()
+            # What was gathered may be of weights that a checkpoint replaces.
+            end_evaluation(run.stepper.synchronisers)
+        check_monitored(run.stepper.schedule, run.job, names)
+
+    def evaluate(self) -> tuple[dict[str, float], JobError | None]:
+        run, job, stepper = self.run, self.run.job, self.run.stepper
+        run.set_mode(trains=False)
+        run.before_update()  # replicas may have shared weights put in place of their own
+        stepper.step_sync.drain()
+        evaluator = self._evaluator
+        sample_share = evaluated_part(job.validation, batch=job.batch, part=evaluator.part)
+        with (
+            stepper.step_sync.global_weights_in_place(),
+            stepper.evaluating(sample_share, step=run.step),
+        ):
+            return evaluator.figures(job.validation)
+
+    def step_schedule(self, metrics: Mapping[str, float]) -> None:
+        step_by_metrics(self.run.stepper.schedule, self.run.job, metrics)
 
     @property
     def _evaluator(self) -> Evaluator:
@@ -117,13 +149,3 @@ class Evaluations(RunPart):
             run.context.device,
             run.context.beat,
         )
-
-    def _measured(self) -> list[str] | None:
-        """Return the names of the figures of an evaluation; None if the job evaluates nothing. Collective."""
-        job = self.run.job
-        if job.validation is None or is_stream(job.validation):
-            return None
-        names = self._evaluator.look()
-        # What was gathered may be of weights that a checkpoint replaces.
-        end_evaluation(self.run.stepper.synchronisers)
-        return names

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from paceline.base.errors import PacelineError, Preempted
 from paceline.checkpoint.prune import later_saves, prune
 from paceline.checkpoint.read import Checkpoint
 from paceline.checkpoint.write import Writer, without_snapshots
@@ -13,14 +14,17 @@ from paceline.runs.folder import checkpoint_of
 from paceline.training import state
 from paceline.training.parts.callbacks import Callbacks
 from paceline.training.parts.drift import Comparisons
-from paceline.training.run import RunPart, StepTaken, TrainingRun
+from paceline.training.run import RankRun, RunPart
 
 
 class Saves(RunPart):
     """Writes checkpoints in the background, from copies of the tensors if there is memory for them."""
 
-    def __init__(self, run: TrainingRun, comparisons: Comparisons, callbacks: Callbacks) -> None:
-        self.run, self.comparisons, self.callbacks = run, comparisons, callbacks
+    def __init__(
+        self, run: RankRun, callbacks: Callbacks, comparisons: Comparisons | None = None
+    ) -> None:
+        """comparisons: where replicas hold alike what is saved."""
+        self.run, self.callbacks, self.comparisons = run, callbacks, comparisons
         self.writer: Writer | None = None
         self.saved_step: int | None = None
         # Saves of checkpoints that the run could not go on from.
@@ -31,12 +35,14 @@ class Saves(RunPart):
             self.writer = Writer(
                 run.run_dir,
                 rank=run.context.rank,
-                world_size=run.context.world_size,
+                world_size=run.num_writers,
                 attempt=run.context.attempt,
-                num_ranks=run.context.local_world_size,
+                num_ranks=min(run.num_writers, run.context.local_world_size),
+                meanwhile=run.keep_alive,
             )
             state.refuse_unsaveable(run.stepper)  # now, not after an hour
-            if unsaved := run.stepper.job_state.unsaved:
+            job_state = run.stepper.job_state
+            if job_state is not None and (unsaved := job_state.unsaved):
                 run.log.display.say(
                     f"checkpoints don't keep what training changes of {', '.join(unsaved[:5])}: "
                     "iterators, open files and large arrays begin anew in a resumed run"
@@ -54,7 +60,7 @@ class Saves(RunPart):
             self.writer.before_update()
             self.run.log.blocked_s += time.monotonic() - began_s
 
-    def stepped(self, taken: StepTaken) -> None:
+    def counted(self) -> None:
         run = self.run
         if self.writer is not None:
             self.writer.poll()
@@ -63,8 +69,10 @@ class Saves(RunPart):
         self._prepares |= bool(run.settings.save_every) and run.log.speed.steps == 1
 
     def settled(self) -> None:
-        if self._prepares and self.writer is not None:
-            self._prepare(self.writer)
+        if self._prepares and self.writer is not None and "save" not in self.run.due:
+            self._decide(self.writer)
+            if self.writer.takes_snapshots:
+                self.writer.prepare(state.pieces(self.run.stepper))
         self._prepares = False
         if "evaluate" not in self.run.due and self.run.takes("save"):  # evaluations come first
             self.save()
@@ -101,14 +109,16 @@ class Saves(RunPart):
         if self.saved_step == run.step:
             return
         run.set_mode(trains=False)
-        self.comparisons.compare()  # what is saved is what all replicas hold
+        if self.comparisons is not None:
+            self.comparisons.compare()  # what is saved is what all replicas hold
         run.stepper.step_sync.drain()
         answer = self.callbacks.states()
-        document = run.document() | {"compared": run.mesh.num_copies}
+        run.begin_save(last=last)
+        document = run.document() | {"compared": run.stepper.mesh.num_copies}
         if answer:
             document["callbacks"] = answer.get("callbacks")  # rank 0's document counts
         if not last and self.writer.takes_snapshots is None:  # a callback asked, or a signal
-            self._prepare(self.writer)
+            self._decide(self.writer)
         self.saved_step = run.step
         self.writer.save(
             run.step,
@@ -116,7 +126,7 @@ class Saves(RunPart):
             document,
             snapshot=not last,
             is_for_updates=run.stepper.is_for_updates,
-            held_alike=self.comparisons.held_alike(),
+            held_alike=dict if self.comparisons is None else self.comparisons.held_alike(),
             before_commit=run.log.journal.sync,
         )
         if last:
@@ -131,9 +141,19 @@ class Saves(RunPart):
             self.callbacks.tell("on_save", "save", path=path)
         self.callbacks.heed(answer)
 
+    def save_before(self, error: PacelineError) -> None:
+        """Save what would be lost with an error that ends the run, and say so in it. Collective."""
+        run = self.run
+        if run.run_dir is not None and run.settings.save_on_stop and run.step > 0:
+            self.save(last=True)
+            error.args = (f"{error.args[0]}; a checkpoint is saved",)
+            if isinstance(error, Preempted):
+                error.hint = f"the same command with --run {run.run_dir} --resume goes on from here"
+
     def end(self) -> None:
         """Return when what is being saved is committed. Collective."""
-        self.comparisons.end()
+        if self.comparisons is not None:
+            self.comparisons.end()
         if self.writer is not None:
             self.writer.wait()
 
@@ -148,21 +168,18 @@ class Saves(RunPart):
         run.stepper.step_sync.drain()
         self._num_exports += 1
         folder = run_dir / f".weights-{run.context.attempt}-{self._num_exports}"
-        num_ranks = run.context.world_size
         path = state.save_weights(
-            run.stepper, folder, run.context, step=run.step, num_ranks=num_ranks
+            run.stepper, folder, run.context, step=run.step, num_ranks=run.num_writers
         )
         run.greatest(0)  # every rank has seen it complete before it is removed
         return {"path": str(path), "is_temporary": True}
 
-    def _prepare(self, writer: Writer) -> None:
-        """Take memory for copies of what saves write, if all ranks have it. Collective."""
+    def _decide(self, writer: Writer) -> None:
+        """Let saves write from copies if all ranks have memory for them. Collective."""
         pieces = list(state.pieces(self.run.stepper))
         writer.takes_snapshots = not self.run.greatest(not writer.has_memory_for(pieces))
-        if writer.takes_snapshots:
-            writer.prepare(pieces)
-        else:
-            self.run.log.display.say(without_snapshots(pieces))
+        if not writer.takes_snapshots:
+            self.run.warn(without_snapshots(pieces))
 
     def _prune(self) -> None:
         settings = self.run.settings
