@@ -273,9 +273,9 @@ def test_the_summary_counts_bytes(tmp_path: Path) -> None:
         for plan in ("data=2", "data=2 compress=int8")
     }
     elements = sum(p.numel() for p in Perceptron(48, 40).parameters())
-    figures = 8 * (
-        9 + 6
-    )  # loss, count, stop, its kind, news of state and edits, digest, which parameters were used
+    figures = (
+        8 * (10 + 6)
+    )  # loss, count, the end, stop, its kind, news of state and edits, digest, which parameters were used
 
     assert sent["data=2"] == 12 * (4 * elements + figures)
     assert sent["data=2 compress=int8"] == 12 * (

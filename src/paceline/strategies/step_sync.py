@@ -20,6 +20,7 @@ class StepFigures:
 
     loss: float = 0.0  # the sum over the samples
     count: float = 0.0  # over which it is summed
+    ends: float = 0.0  # ranks for which these are the last figures before the step's update
     stops: float = 0.0  # ranks that were asked to stop
     sums: float = 0.0  # micro-batches whose loss is a sum, and no mean
     changed: float = 0.0  # ranks whose forwards changed state that is not synchronised yet

@@ -78,13 +78,13 @@ class Evaluator:
 
     def look(self) -> list[str]:
         """Return the names of an evaluation's figures. What is wrong with them is known before the first
-        step, by a few samples. Collective.
+        step, by a few samples. The phase stays that of building. Collective.
         """
-        data = self.job.validation
+        data, quiet = self.job.validation, replace(self, beat=lambda phase: None)
         if self.job.own_validate is not None:
-            return list(self.figures(Subset(data, range(min(len(data), self.job.batch))))[0])
+            return list(quiet.sums(Subset(data, range(min(len(data), self.job.batch))))[0])
         if self.job.metrics:
-            self._refuse_before_training()
+            quiet._refuse_before_training()
         return ["loss", *self.job.metrics]
 
     def _batches(self, data: Any) -> Iterator[MicroBatch]:

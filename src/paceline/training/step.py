@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from paceline.base.errors import TrainingError
 from paceline.strategies.step_sync import StepFigures
 from paceline.torch_private.autograd import version_of
 from paceline.training.blame import blaming
@@ -180,9 +181,10 @@ class TrainingStep:
         state.before_update()
         self._tell_launched()
         *values, square = message.tolist()
-        backward.is_read = True
+        backward.is_read, figures = True, StepFigures.read(values)
+        self._check_alike(figures)
         return (
-            StepFigures.read(values),
+            figures,
             squares,
             math.sqrt(square) if job.clip is not None else None,
         )
@@ -200,6 +202,17 @@ class TrainingStep:
     def _merge_edits(self, figures: StepFigures) -> None:
         group, has_unknown = self.state.mesh.group("replicas"), bool(figures.unknown)
         self.state.edits.merge(group, has_unknown=has_unknown, step=self.number)
+
+    def _check_alike(self, figures: StepFigures) -> None:
+        """Refuse figures that some ranks sent as their last ones, and others not.
+
+        Raises:
+            TrainingError: ranks called different verbs of the job's own step.
+        """
+        if figures.ends not in (0.0, self.state.step_sync.world_size):
+            error = TrainingError("ranks are in different places of the step", heard=True)
+            error.is_mismatch = True  # type: ignore[attr-defined]
+            raise error
 
     def _tell_launched(self) -> None:
         """Say, once in a step, that the host is about to wait for the device."""
@@ -227,6 +240,7 @@ class TrainingStep:
         if is_last:
             figures = replace(
                 figures,
+                ends=1.0,
                 stops=float(self.stop()),
                 changed=float(state.has_unsynced_buffers),
                 digest=state.digest(self.batches),

@@ -164,7 +164,7 @@ def test_a_contradiction_of_slurm(change: dict[str, str | None], words: str):
 
 
 class Small:
-    num_samples, batch, precision, models = 100, 100, "float32", {}
+    num_samples, batch, precision, own_step, parts = 100, 100, "float32", None, ()
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch import nn
 from paceline import Plan
 from paceline.strategies.mesh import Mesh
 from paceline.strategies.state_tensors import SavedState, StateTensor
-from paceline.strategies.step_sync import STEP_FIGURES, SyncedFigures
+from paceline.strategies.step_sync import StepFigures, SyncedFigures
 
 from . import AXIS
 
@@ -52,8 +52,7 @@ class Ring:
     def end_step(
         self,
         step: int,
-        figures: torch.Tensor,
-        host_figures: list[float],
+        figures: StepFigures,
         beat: Callable[[str], None],
     ) -> SyncedFigures:
         """Average with the neighbours; then all ranks learn of each other's losses. Collective over the replicas."""
@@ -72,12 +71,11 @@ class Ring:
             mean = torch.stack([flat, *received]).mean(0)
             for p, part in zip(alike, mean.split([p.numel() for p in alike]), strict=True):
                 p.copy_(part.view_as(p))
-        summed = torch.tensor(host_figures, dtype=torch.float64)
-        dist.all_reduce(summed, group=self.group)
-        loss, count, *flags = summed.tolist()
-        return SyncedFigures(
-            [[loss, count]], flags, host_figures[STEP_FIGURES - 1] / count if count else 0.0
-        )
+        values = torch.tensor(figures.values, dtype=torch.float64)
+        dist.all_reduce(values, group=self.group)
+        summed = StepFigures.read(values.tolist())
+        weight = figures.count / summed.count if summed.count else 0.0
+        return SyncedFigures([(summed.loss, summed.count)], summed, weight)
 
     def finalize(self, step: int) -> None:
         """The run ends with the mean of all replicas."""

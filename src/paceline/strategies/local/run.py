@@ -286,7 +286,7 @@ class OuterSync:
         figures = torch.tensor(
             [each.values for each in self.figures] or [StepFigures().values], dtype=torch.float64
         )
-        losses, flags = figures[: len(self.figures), :2], figures.sum(0)
+        losses, flags = figures[: len(self.figures), :2], figures[:, 2:].sum(0)
         message = torch.cat([losses.flatten(), flags, counts])
         dist.all_reduce(message, group=self.group)
         self.met_bytes += all_reduce_bytes(message.nbytes, self.ranks)
@@ -296,7 +296,7 @@ class OuterSync:
         total = sum(count for _, count in by_step)
         synced = SyncedFigures(
             by_step,
-            StepFigures.read(all_flags.tolist()),
+            StepFigures.read([0.0, 0.0, *all_flags.tolist()]),
             float(losses[:, 1].sum()) / total if total else 0.0,
         )
         return synced, [

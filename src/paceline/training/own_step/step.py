@@ -74,6 +74,7 @@ class OwnStep(TrainingStep):
         figures = [StepFigures.read([next(values) for _ in range(len(each))]) for each in sent]
         for backward, each in zip(backwards, figures, strict=False):
             backward.is_read = True
+            self._check_alike(each)
             overflows = state.scaling is not None and not math.isfinite(each.loss)
             self.has_overflowed |= overflows
             if not each.count and state.step_sync.has_own_steps:
