@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -141,6 +142,29 @@ def test_a_step_of_ones_own_is_the_usual_one():
 
     usual, own = (taken(job(step), begin).parameters.values() for step in (None, one_backward))
     assert all(map(torch.equal, usual, own))
+
+
+def test_a_model_of_which_a_loss_uses_nothing_is_told(monkeypatch: pytest.MonkeyPatch):
+    """Also where another model of the same loss is used; models that no loss names are not looked at."""
+    looked: list[set[str]] = []
+    monkeypatch.setattr(
+        "paceline.training.rank_state.check_used",
+        lambda users, step: looked.append({name for name, count in users.items() if not count}),
+    )
+
+    def step(ctx: Any, batch: Any) -> None:
+        ctx.backward(("net", "other"), batch, loss)
+        ctx.update("net")
+        ctx.update("other")
+        ctx.backward("later", batch, loss)
+        ctx.update("later")
+
+    names = ("net", "other", "later", "never")
+    taken(
+        replace(job(step), models=dict.fromkeys(names, net), optimizers=dict.fromkeys(names, sgd)),
+        lambda stepper: None,
+    )
+    assert looked == [{"other.weight", "other.bias"}]
 
 
 def test_figures_are_what_they_were_sent_as():

@@ -102,7 +102,7 @@ class Coordinator(Server):
                 num_workers=self.sync.workers,
                 number=self.version,
             )
-            if job.models
+            if job.own_step is not None
             else None
         )
         self.clock = self._begin_clock()
@@ -119,7 +119,7 @@ class Coordinator(Server):
         # What servers hold of a step of the job's own is known when each of its updates is made.
         return Clock(
             num_workers=sync.workers,
-            num_servers=0 if self.job.models else sync.server,
+            num_servers=0 if self.job.own_step is not None else sync.server,
             first=self.history.first,
             later=self.history.later,
             end=end,
@@ -331,7 +331,7 @@ class Coordinator(Server):
         elif "sums" in message:
             self.evaluator.add(worker, message)
         elif "idle" in message:
-            if self.job.models and not self.settings.is_trial:
+            if self.job.own_validate is not None and not self.settings.is_trial:
                 check_monitored(self.shelf.schedule, self.job, message["measured"])
             self.membership_log.note_deaths("worker", worker, message["deaths"])
             if self.membership_log.note_rejoined(worker, self.step):
@@ -510,7 +510,8 @@ class Coordinator(Server):
                 run.due.discard("evaluate")
             if run.step >= self.total_steps:  # what is saved then is the last
                 run.due = {"evaluate"} | run.due - {"save"}
-            run.settle()
+            if run.step > 0:
+                run.settle()
             if run.ended is not None and run.step > 0:
                 run.due.add("evaluate")
                 run.settle()

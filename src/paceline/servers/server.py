@@ -101,7 +101,7 @@ class Server(ABC):
         )
         terms = ShardTerms(
             sync.workers if sync.staleness == 0 else 1,
-            _LAST if job.models else self.turns.before(job.total_steps),
+            _LAST if job.own_step is not None else self.turns.before(job.total_steps),
             keeps_sending=sync.staleness != 0,
             measures=measures,
             compress=plan.modifiers.compress,
@@ -111,7 +111,7 @@ class Server(ABC):
         )
         self.exchange = ShardService(shards[number], terms, events, task.uplink)
         self.shelf = ServerState(job, plan, number, shards, model, self.exchange)
-        if not settings.is_trial and not job.models:
+        if not settings.is_trial and job.own_validate is None:
             check_monitored(self.shelf.schedule, job)
         speaks = number == 0
         self.log = RunLog(settings, context.device, writes=speaks, shows=speaks)

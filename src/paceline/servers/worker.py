@@ -89,7 +89,7 @@ class Worker:
         ]
         self.frozen: frozenset[str] = frozenset()
         tables_of_rows = tables(self.stepper.model)
-        if self.stepper.freezing.changes and not job.models:
+        if self.stepper.freezing.changes and job.own_step is None:
             self._send_zeros_for_frozen(tables_of_rows)
         for name in tables_of_rows:  # no rank that works holds them
             del self.stepper.parameters[name], self.stepper.local_parameters[name]
@@ -113,7 +113,7 @@ class Worker:
             alive=partial(context.beat, "input"),
         )
         self.served: ServedSteps | None = None
-        if job.models:
+        if job.own_step is not None:
             self.served = self._serve_steps()
         else:
             self.pusher = Pusher(self.stepper.parameters, self.links, self.arrivals.settle)
@@ -307,6 +307,7 @@ class Worker:
         (loss,) = self.stepper.step(window, batches, step=step, beat=self.context.beat).losses
         if observer is not None:
             observer.weights(step, self._weights(), loss)
+        self._check_unserved()
         self._tell(order, batches, loss, 1.0, is_mean=True)
         return []
 

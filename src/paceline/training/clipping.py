@@ -96,14 +96,14 @@ def _over_parts(
 
 
 def clip(
-    greatest: float | None, parameters: Mapping[str, torch.nn.Parameter], norm: torch.Tensor
+    greatest: float | None, parameters: Mapping[str, torch.nn.Parameter], norm: torch.Tensor | None
 ) -> None:
     """Scale the gradients down to the greatest norm, as `clip_grad_norm_` does. Do nothing if there
     is no greatest norm.
 
     norm: the norm of the gradients of all parts of the model, on the device.
     """
-    if greatest is None:
+    if greatest is None or norm is None:
         return
     for kind in _kinds(map(with_dense_gradient, parameters.values())):
         gradient = next((p.grad for p in kind if p.grad is not None), norm)

@@ -244,15 +244,10 @@ class RankState:
         """Call `refusals.check_used` once for a parameter, in the first step in which the losses of its
         model leave one out.
 
-        users: how many ranks used each trainable parameter in the step, by name.
+        users: how many ranks used each parameter of these models in the step, by name.
         """
-        trained = tuple(
-            part.prefix
-            for part in self.parts.values()
-            if any(count for name, count in users.items() if name.startswith(part.prefix))
-        )
-        users = {n: c for n, c in users.items() if n in self.unchecked and n.startswith(trained)}
-        if all(users.values()) and trained:
+        users = {name: count for name, count in users.items() if name in self.unchecked}
+        if all(users.values()):
             return
         self.unchecked -= users.keys()
         if any(users.values()) or not self.written:
@@ -368,9 +363,9 @@ class RankState:
             greatest, optimizer = optimizer.clips[name], optimizer.members[name]
             schedule = schedule.of(name) if schedule is not None else None
         self.before_update()
-        if norm is None:
-            squares = squared_norm(greatest, parameters, self.layout.owned, self.mesh, self.device)
-            norm = squares.sqrt()
+        if greatest is not None and norm is None:
+            owned = self.layout.owned
+            norm = squared_norm(greatest, parameters, owned, self.mesh, self.device).sqrt()
         clip(greatest, parameters, norm)
         self.update(optimizer)
         if self.merges_edits:

@@ -147,7 +147,7 @@ class TrainingStep:
         self.users.update(zip(backward.trainable, figures.users, strict=True))
         backward.drop(backward.unused(figures))
         if not is_again and not alone:
-            state.check_used(self.users, self.number)
+            self._check_used()
         if state.scaling is not None:
             state.scaling.update(
                 is_skipped=self.has_overflowed, count=count, loss=figures.loss, step=self.number
@@ -160,9 +160,9 @@ class TrainingStep:
             self.norm, self.norm_on_device = norm, squares.sqrt() * factor
         first = self.figures or figures
         self.figures = replace(figures, loss=first.loss, count=first.count)
-        mean = figures.loss / count if count else math.nan
-        self.loss = self.loss if is_again else mean
-        return mean
+        if not is_again and count:
+            self.loss = figures.loss / count
+        return figures.loss / count if count else math.nan
 
     def _ask(self, backward: Backward) -> tuple[StepFigures, torch.Tensor, float | None]:
         """Return the figures of all ranks, and the squared norm of the gradients on the device and its
@@ -183,11 +183,7 @@ class TrainingStep:
         *values, square = message.tolist()
         backward.is_read, figures = True, StepFigures.read(values)
         self._check_alike(figures)
-        return (
-            figures,
-            squares,
-            math.sqrt(square) if job.clip is not None else None,
-        )
+        return figures, squares, math.sqrt(square) if job.clip is not None else None
 
     def _judge(self, figures: StepFigures, norm: float | None) -> None:
         """Decide whether an update is to be made, as all ranks do."""
@@ -214,9 +210,14 @@ class TrainingStep:
             error.is_mismatch = True  # type: ignore[attr-defined]
             raise error
 
+    def _check_used(self) -> None:
+        """Look whether the step's losses use what they are to train."""
+        users = {name: self.users[name] for each in self.backwards for name in each.trainable}
+        self.state.check_used(users, self.number)
+
     def _tell_launched(self) -> None:
         """Say, once in a step, that the host is about to wait for the device."""
-        self.on_launched, tell = _nothing, self.on_launched
+        tell, self.on_launched = self.on_launched, lambda: None
         tell()
 
     def _message(self, backward: Backward | None, *, is_last: bool = False) -> torch.Tensor:
@@ -251,10 +252,6 @@ class TrainingStep:
         """Return the figures of the whole step, on which ranks agree."""
         assert self.figures is not None
         return replace(self.figures, users=tuple(self.users.values()))
-
-
-def _nothing() -> None:
-    pass
 
 
 def go_back(state: RankState, parts: Sequence[ModelPart], work: WindowWork) -> set[str]:

@@ -101,8 +101,11 @@ class Stepper(RankState):
             norm=taken.norm,
             step=step,
         )
-        if not self.step_sync.has_own_steps:
-            self._follow(step)
+        if isinstance(taken, OwnStep):
+            if not self.step_sync.has_own_steps:
+                self._follow(step)
+            if self.merges_edits:
+                self.edits.updated()
         return replace(result, is_skipped=taken.is_skipped, spike=taken.spike)
 
     def _take_usual(self, step: TrainingStep, observe: Callable[[Stepper], None] | None) -> None:
@@ -145,7 +148,9 @@ class Stepper(RankState):
                 p.grad = verbs.gradients.get(name)
             observe(self)
             self._clear_gradients()
-        if self.step_sync.has_own_steps:  # followers are synchronised as buffers are
+        if (
+            self.step_sync.has_own_steps and self.job.followers
+        ):  # they are synchronised as buffers are
             self._follow(step.number)
             step.go_on()
 
@@ -170,8 +175,6 @@ class Stepper(RankState):
         )
         for name in self.job.followers:
             end_evaluation(self.parts[name].synchronisers)
-        if self.merges_edits:
-            self.edits.updated()
 
     @contextmanager
     def evaluating(self, sample_share: float, *, step: int) -> Iterator[None]:
@@ -224,7 +227,8 @@ class Stepper(RankState):
                     f"the loss counts nothing in step {first + number}: its count is {count:g}",
                     hint="every target of the window is ignored; a larger batch makes this unlikely",
                 )
-        if first == 1 and self.step_sync.has_own_steps:  # the steps of replicas may differ
+        # The steps of replicas may differ. Which models a step of the job's own trains is not known here.
+        if first == 1 and self.step_sync.has_own_steps and self.job.own_step is None:
             self.check_used(dict(zip(self.trainable, flags.users, strict=True)), step)
         if len(self.mesh.replicas) > 1:
             self.buffers.meet(

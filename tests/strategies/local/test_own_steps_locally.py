@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -109,3 +110,26 @@ def test_all_models_and_followers_meet(tmp_path: Path, local: int) -> None:
     assert all(
         torch.allclose(weights[name], expected[name], rtol=0, atol=1e-12) for name in expected
     )
+
+
+def test_a_replica_without_samples_leaves_the_loss_a_number(tmp_path: Path) -> None:
+    """In a short last window, under a step with one backward: the loss is that of the other replica."""
+
+    def one_backward(ctx: paceline.StepContext, batch: Any) -> None:
+        ctx.backward("net", batch, lambda out, batch: F.mse_loss(out, batch.target))
+        ctx.update("net")
+
+    x = torch.randn(9, 3, generator=torch.Generator().manual_seed(0))
+    short = paceline.Job(
+        models={"net": lambda: nn.Linear(3, 1)},
+        optimizers={"net": sgd},
+        step=one_backward,
+        data=(x, x.sum(1, keepdim=True)),
+        batch=4,
+        epochs=1,
+    )
+    paceline.train(short, "data=2 local=2", run=tmp_path / "run", check=False)
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    losses = {line["step"]: line["loss"] for line in map(json.loads, lines) if "loss" in line}
+    assert set(losses) == {1, 2, 3}
+    assert all(isinstance(loss, float) for loss in losses.values())

@@ -145,6 +145,7 @@ def update_with_closure(
             state.edits.updated()  # so that the optimizer's writes don't count as a forward's
         state.before_forwards()
         losses.append(evaluate(is_again=True))
+        step.beat("optimizer")
         _prepare(state, step)
         return losses[-1]
 

@@ -37,7 +37,7 @@ TRIED_SAMPLES = 8
 
 @dataclass(frozen=True)
 class ModelPart:
-    """One model of several on this rank, or a follower."""
+    """One of the job's models on this rank, or a follower. A job's only model has the name ""."""
 
     name: str
     layout: Layout

@@ -106,9 +106,10 @@ class OwnStep(TrainingStep):
                     is_skipped=self.has_overflowed, count=0.0, loss=self.loss, step=self.number
                 )
             self.is_skipped = self.has_overflowed
-            # Replicas that take their own steps weigh the loss by their samples.
-            weight = float(self.samples) if state.step_sync.has_own_steps else 1.0
-            self.figures = replace(last, loss=self.loss * weight, count=weight)
+            self.figures = replace(last, loss=self.loss, count=1.0)
             if not state.step_sync.has_own_steps:
-                state.check_used(self.users, self.number)
+                self._check_used()
+        if state.step_sync.has_own_steps:  # replicas weigh the loss by their samples
+            weight = float(self.samples)
+            self.figures = replace(self.figures, loss=self.loss * weight, count=weight)
         return super().end()

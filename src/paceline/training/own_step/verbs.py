@@ -479,12 +479,12 @@ class Verbs:
     @contextmanager
     def _verb(self) -> Iterator[None]:
         """Run a verb's models inside the block. Their random numbers come from separate streams."""
-        self._agree()
-        self.taken.go_on()
-        self.number += 1
-        if self.state.merges_edits:
-            self.state.edits.begin()
         with self.draws.paused():
+            self._agree()
+            self.taken.go_on()
+            self.number += 1
+            if self.state.merges_edits:
+                self.state.edits.begin()
             yield
 
     @contextmanager
