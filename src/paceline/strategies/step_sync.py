@@ -14,7 +14,7 @@ from paceline.strategies.compress.size import all_reduce_bytes
 from paceline.strategies.host_all_reduce import all_reduce
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepFigures:
     """The figures of a loss that went back, or of a step. Ranks send them as float64 and add them up."""
 

@@ -93,7 +93,7 @@ class RankState:
         self.job, self.mesh, self.device = job, mesh, device
         self.loss_number = mesh.loss_number
         self.named_update: Callable[[str, Mapping[str, torch.nn.Parameter]], None] = (
-            self.step_optimizer
+            self.update_named
         )
         self.before_update: Callable[[], None] = lambda: None
         self.replica = mesh.replica
@@ -345,6 +345,11 @@ class RankState:
         if self.merges_edits:
             self.edits.updated()
 
+    def update_named(self, name: str, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        """Take the step of one of several optimizers; see `step_optimizer`."""
+        self.before_update()
+        self.step_optimizer(name, parameters)
+
     def step_optimizer(
         self,
         name: str,
@@ -362,7 +367,6 @@ class RankState:
         if isinstance(optimizer, NamedOptimizers):
             greatest, optimizer = optimizer.clips[name], optimizer.members[name]
             schedule = schedule.of(name) if schedule is not None else None
-        self.before_update()
         if greatest is not None and norm is None:
             owned = self.layout.owned
             norm = squared_norm(greatest, parameters, owned, self.mesh, self.device).sqrt()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -158,11 +158,13 @@ class TrainingStep:
             state.scale_gradients(factor, parameters)
         if norm is not None and not self.is_skipped:
             self.norm, self.norm_on_device = norm, squares.sqrt() * factor
-        first = self.figures or figures
-        self.figures = replace(figures, loss=first.loss, count=first.count)
+        mean = figures.loss / count if count else math.nan
         if not is_again and count:
-            self.loss = figures.loss / count
-        return figures.loss / count if count else math.nan
+            self.loss = mean
+        if self.figures is not None:  # a step has the loss of its first evaluation
+            figures.loss, figures.count = self.figures.loss, self.figures.count
+        self.figures = figures
+        return mean
 
     def _ask(self, backward: Backward) -> tuple[StepFigures, torch.Tensor, float | None]:
         """Return the figures of all ranks, and the squared norm of the gradients on the device and its
@@ -231,27 +233,20 @@ class TrainingStep:
         if backward is not None:
             if state.mesh.is_first_of_same_loss:
                 tallies = backward.tallies
-            figures = replace(
-                figures,
-                sums=float(sum(not tally.is_mean for tally in tallies)),
-                edited=float(backward.edited),
-                unknown=float(backward.unknown),
-                users=tuple(float(name in backward.used) for name in backward.trainable),
-            )
+            figures.sums = float(sum(not tally.is_mean for tally in tallies))
+            figures.edited, figures.unknown = float(backward.edited), float(backward.unknown)
+            figures.users = tuple(float(name in backward.used) for name in backward.trainable)
         if is_last:
-            figures = replace(
-                figures,
-                ends=1.0,
-                stops=float(self.stop()),
-                changed=float(state.has_unsynced_buffers),
-                digest=state.digest(self.batches),
-            )
+            figures.ends, figures.stops = 1.0, float(self.stop())
+            figures.changed = float(state.has_unsynced_buffers)
+            figures.digest = state.digest(self.batches)
         return _with_losses(figures, tallies, state.device)
 
     def end(self) -> StepFigures:
         """Return the figures of the whole step, on which ranks agree."""
         assert self.figures is not None
-        return replace(self.figures, users=tuple(self.users.values()))
+        self.figures.users = tuple(self.users.values())
+        return self.figures
 
 
 def go_back(state: RankState, parts: Sequence[ModelPart], work: WindowWork) -> set[str]:
@@ -287,12 +282,10 @@ def _with_losses(
     """
     counts = [tally.count for tally in tallies]
     there = [c for c in counts if isinstance(c, torch.Tensor) and c.device.type != "cpu"]
-    here = sum(
+    figures.count = sum(
         float(c) for c in counts if not isinstance(c, torch.Tensor) or c.device.type == "cpu"
     )
-    message = uploaded(
-        torch.tensor(replace(figures, count=here).values, dtype=torch.float64), device
-    )
+    message = uploaded(torch.tensor(figures.values, dtype=torch.float64), device)
     if tallies:
         message[0] += torch.stack([tally.total.to(device) for tally in tallies]).sum()
     if there:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -106,10 +105,11 @@ class OwnStep(TrainingStep):
                     is_skipped=self.has_overflowed, count=0.0, loss=self.loss, step=self.number
                 )
             self.is_skipped = self.has_overflowed
-            self.figures = replace(last, loss=self.loss, count=1.0)
+            self.figures = last
+            last.loss, last.count = self.loss, 1.0
             if not state.step_sync.has_own_steps:
                 self._check_used()
         if state.step_sync.has_own_steps:  # replicas weigh the loss by their samples
-            weight = float(self.samples)
-            self.figures = replace(self.figures, loss=self.loss * weight, count=weight)
+            self.figures.count = float(self.samples)
+            self.figures.loss = self.loss * self.figures.count
         return super().end()
