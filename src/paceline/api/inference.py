@@ -191,16 +191,20 @@ def predict(
 
 def _predicting(job: Job, model: str | None) -> str:
     """Return the name of the model or follower that predicts; "" if the job has one without a name."""
-    names = list(filter(None, job.model_names))
-    if model is None and len(job.models) > 1:
-        raise UsageError(
-            f"the job has the models {', '.join(names)}: which one predicts?", hint="--model NAME"
-        )
-    if model is not None and model not in names:
+    names = [name for name in job.model_names if name]
+    if model is None:
+        first, *others = (name for name in job.model_names if name not in job.followers)
+        if others:
+            raise UsageError(
+                f"the job has the models {', '.join(names)}: which one predicts?",
+                hint="--model NAME",
+            )
+        return first
+    if model not in names:
         raise UsageError(
             f"no model '{model}': {nearest(model, names) if names else 'the job has one without a name'}"
         )
-    return model if model is not None else next(iter(job.models), "")
+    return model
 
 
 def _open(

@@ -182,6 +182,13 @@ class Job:
         )
 
     @property
+    def can_be_evaluated(self) -> bool:
+        """Whether the job says what is measured of data: the loss of its only model, or what
+        `own_validate` returns.
+        """
+        return self.own_step is None or self.own_validate is not None
+
+    @property
     def num_samples(self) -> int | None:
         """The number of samples an epoch; None for a stream of unknown length."""
         return _length(self.data if self.sampler is None else self.sampler)

@@ -97,10 +97,13 @@ def derived(job: Any) -> dict[str, Any]:
 def with_builders(
     job: Any, change: Callable[[Callable[[], Any]], Callable[[], Any]]
 ) -> dict[str, Any]:
-    """Return the models and followers of a job, with `change` applied to every function that builds
-    a module.
+    """Return the fields of a job that build modules, with `change` applied to every function that
+    does.
     """
+    if not job.models:
+        return {"model": change(job.model)}
     return {
+        "model": None,
         "models": {name: change(build) for name, build in job.models.items()},
         "followers": {
             name: replace(follower, source=change(follower.source))

@@ -18,6 +18,8 @@ from paceline.base.fork import in_a_fork
 from paceline.job import Job
 from paceline.job.named_models import NamedModels
 from paceline.model.cost.shaped_samples import ShapedSamples
+from paceline.model.tensors import tensors_in
+from paceline.training.feed import MicroBatch
 
 SAMPLES, TIMEOUT_S = 4, 60.0
 
@@ -31,7 +33,7 @@ def priced(job: Job) -> Job:
     Raises:
         PacelineError: the step fails.
     """
-    if not job.models or isinstance(job.data, ShapedSamples):
+    if job.own_step is None or isinstance(job.data, ShapedSamples):
         return job
 
     def shapes() -> Any:
@@ -67,7 +69,7 @@ class _Together(nn.Module):
     def __init__(self, job: Job, described: Mapping[str, Any]) -> None:
         super().__init__()
         self.described = described
-        models = NamedModels.of(job.models, job.followers, job.seed)
+        models: NamedModels = job.model()
         self.names, self.frozen = models.names, set(job.followers)
         for name in self.names:
             self.add_module(name, models.get_submodule(name))
@@ -75,21 +77,9 @@ class _Together(nn.Module):
     def forward(self, **inputs: Any) -> list[Any]:
         outputs = []
         for name in self.names:
-            arguments, model = (
-                _given(self.described[name], inputs[f"for_{name}"]),
-                self.get_submodule(name),
-            )
-            args = (
-                ()
-                if isinstance(arguments, Mapping)
-                else arguments
-                if isinstance(arguments, tuple | list)
-                else (arguments,)
-            )
+            arguments = _given(self.described[name], inputs[f"for_{name}"])
             with torch.set_grad_enabled(name not in self.frozen):
-                outputs.append(
-                    model(*args, **(arguments if isinstance(arguments, Mapping) else {}))
-                )
+                outputs.append(MicroBatch(arguments, None, 1).call(self.get_submodule(name)))
         return outputs
 
 
@@ -131,8 +121,6 @@ def _given(entry: Any, stacked: Any) -> Any:
 
 
 def _of_every_output(outputs: Any, target: Any) -> torch.Tensor:
-    from paceline.model.tensors import tensors_in
-
     means = [
         tensor.mean()
         for tensor in tensors_in(outputs)

@@ -193,6 +193,7 @@ class _Check:
         figures, run = write_first_step(job, self.folder, random=random)
         rows = cause = None
         with random if random.is_needed else nullcontext():
+            keeps_state = run.loss_keeps_state()
             with suppress(Exception):  # the model may refuse half a batch
                 rows = kept_rows(run, next(whole_batches(job, 1)))
             if not (self.cut.is_whole or random.left_on):
@@ -203,7 +204,7 @@ class _Check:
             **figures,
             "is_random": random.is_needed,
             "left_on": sorted(random.left_on),
-            "loss_keeps_state": run.loss_keeps_state,
+            "loss_keeps_state": keeps_state,
             "kept_rows": rows,
             "coupling": None,
             "cause": cause,

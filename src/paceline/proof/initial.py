@@ -23,12 +23,9 @@ def load_plainly(job: Job, model: torch.nn.Module) -> None:
     Raises:
         JobError: the weights don't exist, or their names or shapes are not the model's.
     """
-    if job.models:
-        for name in (*job.models, *job.followers):
-            if (init := init_of(job, name)) is not None:
-                _load(init, model.get_submodule(name))
-    elif job.init is not None:
-        _load(Weights.of(job.init), model)
+    for name in job.model_names:
+        if (init := init_of(job, name)) is not None:
+            _load(init, model.get_submodule(name))
 
 
 def _load(init: Weights, model: torch.nn.Module) -> None:

@@ -8,80 +8,53 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
 from paceline.base.streams import seed_streams
-from paceline.job import Job
 from paceline.proof.device import autocast, cpu_copy
-from paceline.proof.replicas import BuffersOfReplicas, run_backward
+from paceline.proof.replicas import BuffersOfReplicas
+from paceline.proof.step import PlainStep, are_finite
 from paceline.training.feed import MicroBatch, map_tensors
 from paceline.training.own_step.step_batch import StepBatch, joined
 from paceline.training.own_step.step_draws import MakesOn, WindowDraws
 
-Pieces = Sequence[Sequence[MicroBatch]]
 
+class PlainOwnStep(PlainStep):
+    """A step that the job brings, and its context on one device; see `StepContext`."""
 
-class PlainStep:
-    """A step's context on one device; see `StepContext`.
-
-    Attributes:
-        loss: The sum of the values of the losses.
-        gradients: Before clipping, summed over the updates.
-        is_skipped: Whether an update was skipped because gradients overflowed.
-
-    Args:
-        replicas: The step's batch, as each replica takes it in micro-batches.
-        scale: The factor of losses; 1.0 without loss scaling.
-        update: Clips and updates; called with the name of an optimizer and its parameters.
-    """
-
-    def __init__(
-        self,
-        job: Job,
-        models: Any,
-        optimizers: Any,
-        replicas: Pieces,
-        *,
-        step: int,
-        scale: float,
-        update: Callable[[str, list[nn.Parameter]], None],
-    ) -> None:
-        self.job, self.models, self.optimizers, self.replicas = job, models, optimizers, replicas
-        self.step, self.scale, self._update = step, scale, update
-        self.has_scale, self.is_skipped = job.precision == "fp16", False
-        pieces = [piece for replica in replicas for piece in replica]
-        self.batch = StepBatch(pieces)
-        self.samples = sum(piece.samples for piece in pieces)
-        device = next(models.parameters()).device
+    def __init__(self, *args: Any, optimizer: Any, **values: Any) -> None:
+        super().__init__(*args, **values)
+        self.optimizer, self.step = optimizer, self.number
+        self.batch = StepBatch([piece for replica in self.replicas for piece in replica])
+        self.device = next(self.model.parameters()).device
         self.draws = WindowDraws(
             rows=self.samples,
             first=0,
             count=self.samples,
-            key=(job.seed, "own step", step),
-            device=device,
-            precision=job.precision,
+            key=(self.job.seed, "own step", self.step),
+            device=self.device,
+            precision=self.job.precision,
         )
-        self.number, self.in_loss, self.loss = 0, False, 0.0
-        self.gradients: dict[str, torch.Tensor] = {}
-        self._buffers = BuffersOfReplicas(
-            models, [sum(p.samples for p in replica) / self.samples for replica in replicas]
-        )
+        self.num_verbs, self.in_loss = 0, False
+        self._buffers = BuffersOfReplicas(self.model, self.shares)
 
     def take(self) -> None:
         """Run the step, and then update the followers."""
         assert self.job.own_step is not None
-        with self.draws:
-            self.job.own_step(self, self.batch)
-        self._buffers.meet()
-        self._follow()
+        with self.dtypes or nullcontext():
+            with self.draws:
+                self.job.own_step(self, self.batch)
+            self._buffers.meet()
+            self._follow()
+        self.is_skipped |= self.has_scale and not math.isfinite(self.loss)
 
     @property
     def places(self) -> torch.Tensor:
-        return torch.arange(self.samples, device=next(self.models.parameters()).device)
+        return torch.arange(self.samples, device=self.device)
 
     def alike(self) -> AbstractContextManager[None]:
         return self.draws.alike()
@@ -92,7 +65,7 @@ class PlainStep:
         )
 
     def run(self, model: str, inputs: Any, *, grad: bool | None = None, cut: bool = True) -> Any:
-        module = self.models.get_submodule(model)
+        module = self.model.get_submodule(model)
         if not cut and not self.in_loss:
             return self._run_alike(module, inputs)
         if self.in_loss:
@@ -101,7 +74,7 @@ class PlainStep:
                 return MicroBatch(model_inputs, None, 1).call(module)
         outputs = []
         with self.draws.paused(), torch.no_grad():
-            self.number += 1
+            self.num_verbs += 1
             for _, model_inputs in self._pieces(self.batch.cut(inputs, "inputs")):
                 with autocast(self.job):
                     outputs.append(MicroBatch(model_inputs[0], None, 1).call(module))
@@ -110,9 +83,9 @@ class PlainStep:
     def _run_alike(self, module: nn.Module, inputs: Any) -> Any:
         """Run a model on all of the inputs in the state of every replica."""
         with self.draws.paused(), torch.no_grad():
-            self.number += 1
+            self.num_verbs += 1
             for replica in range(len(self.replicas)):
-                seed_streams(self.job.seed, "step", self.step, "alike", self.number)
+                seed_streams(self.job.seed, "step", self.step, "alike", self.num_verbs)
                 with self._buffers.of(replica), autocast(self.job):
                     output = MicroBatch(inputs, None, self.samples).call(module)
             return output
@@ -125,7 +98,7 @@ class PlainStep:
         for replica, pieces in enumerate(self.replicas):
             with self._buffers.of(replica):
                 for number, piece in enumerate(pieces):
-                    seed_streams(self.job.seed, "step", self.step, replica, number, self.number)
+                    seed_streams(self.job.seed, "step", self.step, replica, number, self.num_verbs)
                     yield piece, next(rows)
 
     def backward(
@@ -137,8 +110,8 @@ class PlainStep:
         gather: bool = False,
     ) -> None:
         names = (model,) if isinstance(model, str) else model
-        module = self.models.get_submodule(names[0])
-        models = (self.models.get_submodule(name) for name in names)
+        module = self.model.get_submodule(names[0])
+        models = (self.model.get_submodule(name) for name in names)
         trained = list(
             dict.fromkeys(p for model in models for p in model.parameters() if p.requires_grad)
         )
@@ -146,14 +119,10 @@ class PlainStep:
         for p in trained:
             p.grad = None
         cut = [self.batch.cut(each, "inputs") for each in (inputs, *more)]
-        # Sums are divided by a power of two before backward, so that they overflow less.
-        sum_scale = self.scale / 2.0 ** round(math.log2(self.samples))
         with self.draws.paused():
-            self.number += 1
-            losses = self._losses(module, cut, loss, more, gather=gather)
-            value, divisor, _ = run_backward(
-                losses, self.samples, scale=self.scale, sum_scale=sum_scale, inputs=trained
-            )
+            self.num_verbs += 1
+            losses = self._losses_of(module, cut, loss, more, gather=gather)
+            value, divisor, _ = self._go_back(losses, self.samples, trained)
         for p, gradient in zip(trained, earlier, strict=True):
             if p.grad is not None:
                 p.grad /= divisor
@@ -162,7 +131,7 @@ class PlainStep:
             )
         self.loss += value
 
-    def _losses(
+    def _losses_of(
         self,
         module: nn.Module,
         cut: Sequence[Sequence[Any]],
@@ -201,24 +170,18 @@ class PlainStep:
         return value
 
     def update(self, optimizer: str) -> None:
-        member = self.optimizers.members[optimizer]
-        names = {id(p): name for name, p in self.models.named_parameters()}
+        member = self.optimizer.members[optimizer]
+        names = {id(p): name for name, p in self.model.named_parameters()}
         parameters = [p for group in member.param_groups for p in group["params"]]
-        with self.draws.paused():
-            gradients = [p.grad.to_dense() for p in parameters if p.grad is not None]
-            if self.has_scale and not all(bool(g.isfinite().all()) for g in gradients):
+        with self.draws.paused(), self.dtypes.paused() if self.dtypes else nullcontext():
+            gradients = {names[id(p)]: p.grad.to_dense() for p in parameters if p.grad is not None}
+            if self.has_scale and not are_finite(list(gradients.values())):
                 self.is_skipped = True
-                for p in parameters:
-                    p.grad = None
-                return
-            for p in parameters:
-                if p.grad is not None:
-                    name = names[id(p)]
-                    gradient = cpu_copy(p.grad.to_dense())
-                    self.gradients[name] = (
-                        self.gradients[name] + gradient if name in self.gradients else gradient
-                    )
-            self._update(optimizer, parameters)
+            else:
+                for name, gradient in gradients.items():
+                    earlier = self.gradients.get(name, 0)
+                    self.gradients[name] = earlier + cpu_copy(gradient)
+                self._update(optimizer, parameters)
             for p in parameters:
                 p.grad = None
 
@@ -228,8 +191,8 @@ class PlainStep:
             momentum = follower.momentum_after(self.step)
             if momentum == 1.0:
                 continue
-            followed = self.models.get_submodule(follower.source)
-            follower_model = self.models.get_submodule(name)
+            followed = self.model.get_submodule(follower.source)
+            follower_model = self.model.get_submodule(name)
             for p, source in zip(follower_model.parameters(), followed.parameters(), strict=True):
                 p.copy_(momentum * p + (1 - momentum) * source)
             for buffer, source in zip(follower_model.buffers(), followed.buffers(), strict=True):

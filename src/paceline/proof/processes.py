@@ -108,14 +108,7 @@ def in_precision(job: Job, precision: Precision, random: Any) -> Job:
     """Return the job as it is compared: in a precision, and with random layers off except for the
     initial weights.
     """
-    if job.models:
-        return replace(
-            job,
-            precision=precision,
-            model=None,  # type: ignore[arg-type]
-            **named_fields.with_builders(job, random.building),
-        )
-    return replace(job, precision=precision, model=random.building(job.model))
+    return replace(job, precision=precision, **named_fields.with_builders(job, random.building))
 
 
 def reference_of(

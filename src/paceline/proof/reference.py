@@ -410,11 +410,9 @@ def evaluation_data(job: Job) -> Any:
     They are two batches less one sample, so that ranks get unequal parts; None for streams.
     """
     data = job.data if job.validation is None else job.validation
-    if job.models and job.own_validate is None:
+    if is_stream(data) or not job.can_be_evaluated:
         return None
-    return (
-        None if is_stream(data) else Subset(data, range(min(len(data), max(1, 2 * job.batch - 1))))
-    )
+    return Subset(data, range(min(len(data), max(1, 2 * job.batch - 1))))
 
 
 # --- Power ---------------------------------------------------------------------------------------------------------

@@ -8,20 +8,20 @@ that.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paceline.base.streams import key_to_seed, seed_model, seed_sample, seed_streams
+from paceline.base.streams import key_to_seed, seed_model, seed_sample
 from paceline.job import Job
 from paceline.job.batches import collated
 from paceline.job.metrics import OfAllSamples
 from paceline.job.modes import for_training, set_mode
+from paceline.job.named_optimizers import NamedOptimizers
 from paceline.job.order import split
 from paceline.model.attributes import in_float64, is_like_a_buffer, tensor_attributes
 from paceline.model.copy_on_write import lazy_copy
@@ -31,8 +31,8 @@ from paceline.model.losses import RepeatableLoss
 from paceline.proof.device import Dtypes, autocast, cpu_copy, one_device
 from paceline.proof.initial import load_plainly
 from paceline.proof.order import CollatedBatch, whole_batches, windows
-from paceline.proof.own_step import PlainEvaluation, PlainStep
-from paceline.proof.replicas import Replicas, run_backward
+from paceline.proof.own_step import PlainEvaluation, PlainOwnStep
+from paceline.proof.step import PlainStep
 from paceline.torch_private.pytree import tree_map
 from paceline.torch_private.storage import stored_values
 from paceline.training.feed import MicroBatch, map_tensors
@@ -125,8 +125,6 @@ class PlainRun:
 
     Attributes:
         dtypes: Watches forwards and backwards of the next steps; None if nothing does.
-        loss_keeps_state: Whether the loss of the examined step gives another value if it is called
-            again.
 
     Args:
         is_examined: Whether a first step is examined: its loss, and how far its update moves if
@@ -137,8 +135,10 @@ class PlainRun:
         self, job: Job, variation: Variation = Variation(), *, is_examined: bool = False
     ) -> None:
         self.job, self.variation, self.model = job, variation, build_plain(job)
+        self.has_own_step = job.own_step is not None
         self.criterion = RepeatableLoss(job.criterion) if is_examined else job.criterion
-        self.loss_keeps_state = False
+        # The known loss and weights with gradients, before the only update of the examined step.
+        self.before_update: tuple[tuple[Any, ...], list[Any]] | None = None
         self.draws = torch.Generator().manual_seed(0)
         self.frozen = frozen_names(job, self.model)
         self.epochs = (
@@ -170,9 +170,25 @@ class PlainRun:
 
     def step(self, batch: MicroBatch) -> StepRecord:
         """Do forward, backward, clipping, update and schedule for one batch."""
+        if self.variation.permuted and not self.has_own_step:
+            batch = permuted(batch, self.draws)
+        kind: Any = (
+            partial(PlainOwnStep, optimizer=self.optimizer) if self.has_own_step else PlainStep
+        )
         try:
             self._freeze()
-            loss, gradients = (self._own_step if self.job.models else self._usual_step)(batch)
+            taken = kind(
+                self.job,
+                self.model,
+                as_planned(batch, self.variation.cut),
+                criterion=self.criterion,
+                number=self.num_steps,
+                scale=self.scale,
+                count=self.count,
+                dtypes=self.dtypes,
+                update=self._update,
+            )
+            taken.take()
         except Exception as error:
             if not self.variation.cut.is_whole:
                 error.add_note(
@@ -182,62 +198,24 @@ class PlainRun:
                     "the batch (tensor=N, place=auto parts=N) run the model as it is"
                 )
             raise
+        self.is_skipped, self.count = taken.is_skipped, taken.count
         self.scale /= 2 if self.is_skipped else 1
         self.num_steps += 1
-        return self._record(loss, gradients)
-
-    def _usual_step(self, batch: MicroBatch) -> tuple[float, dict[str, torch.Tensor]]:
-        """Return the loss, and the gradients before clipping."""
-        if self.variation.permuted:
-            batch = permuted(batch, self.draws)
-        self.replicas = as_planned(batch, self.variation.cut)
-        loss = self._evaluate()
-        gradients = gradients_of(self.model)
-        if isinstance(self.criterion, RepeatableLoss):
-            self.before_update = (
-                loss,
-                [
-                    (cpu_copy(p), None if p.grad is None else cpu_copy(p.grad))
-                    for p in self.model.parameters()
-                ],
-            )
-            with autocast(self.job):
-                self.loss_keeps_state = self.criterion.keeps_state()
-        if not self.is_skipped:
-            self._update_all(loss)
-        return loss, gradients
-
-    def _own_step(self, batch: MicroBatch) -> tuple[float, dict[str, torch.Tensor]]:
-        """Run the job's own step. Its random draws belong to places in the batch, so each sample
-        keeps its draws.
-        """
-        step = PlainStep(
-            self.job,
-            self.model,
-            self.optimizer,
-            as_planned(batch, self.variation.cut),
-            step=self.num_steps,
-            scale=self.scale,
-            update=self._update_some,
-        )
-        with self.dtypes or nullcontext():
-            step.take()
-        self.is_skipped = step.is_skipped or (step.has_scale and not math.isfinite(step.loss))
-        return step.loss, step.gradients
+        return self._record(taken.loss, taken.gradients)
 
     def shaken(self, size: float) -> StepRecord:
         """Return the record of the examined step if each element of its gradients had been changed.
 
-        A job with one model runs no second forward, but repeats the update.
+        If the step made one update, no second forward is run, but the update is repeated.
 
         Args:
             size: In units of the largest gradient.
         """
-        if self.job.models:
+        if self.before_update is None:
             run = PlainRun(self.job, Variation(shake=size))
             run._round_betas_of_gpus()
             return next(run.steps(1))
-        loss, before = self.before_update
+        evaluated, before = self.before_update
         with torch.no_grad():
             for p, (weight, gradient) in zip(self.model.parameters(), before, strict=True):
                 p.copy_(weight)
@@ -246,10 +224,8 @@ class PlainRun:
         self._make_optimizer()
         self._round_betas_of_gpus()
         self.draws.manual_seed(0)
-        self.num_steps = 0
-        if not self.is_skipped:
-            self._update_all(loss)
-        return self._record(loss, {})
+        self._update("", list(self.model.parameters()), *evaluated)
+        return self._record(evaluated[0], {})
 
     def _round_betas_of_gpus(self) -> None:
         """Round Adam's betas as ranks on GPUs do, which update with torch's fused Adam."""
@@ -263,67 +239,18 @@ class PlainRun:
             for name, p in self.named:
                 p.requires_grad_(name not in frozen)
 
-    def _evaluate(self) -> float:
-        """Leave the gradients of a batch in the model, and return its loss.
-
-        Each replica starts from the model's current state; then they are joined (docs/verify.md).
-        """
-        model = self.model
-        samples = sum(piece.samples for pieces in self.replicas for piece in pieces)
-        has_scale = self.job.precision == "fp16"
-        sum_scale = (
-            self.scale / 2.0 ** round(math.log2(self.count or samples)) if has_scale else 1.0
-        )
-        model.zero_grad()
-        with self.dtypes or nullcontext():
-            loss, divisor, self.count = run_backward(
-                self._losses(samples), samples, scale=self.scale, sum_scale=sum_scale
+    def _update(self, name: str, parameters: list[torch.nn.Parameter], *evaluated: Any) -> None:
+        """Clip, update and step the schedule; see `PlainStep`."""
+        optimizer: Any = self.optimizer
+        clip, schedule = self.job.clip, self.schedule
+        if isinstance(optimizer, NamedOptimizers):
+            optimizer, clip = optimizer.members[name], optimizer.clips[name]
+            schedule = schedule and schedule.of(name)
+        elif isinstance(self.criterion, RepeatableLoss) and self.before_update is None:
+            self.before_update = (
+                evaluated,
+                [(cpu_copy(p), None if p.grad is None else cpu_copy(p.grad)) for p in parameters],
             )
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        for gradient in gradients:
-            gradient /= divisor
-        self.is_skipped = has_scale and not (
-            math.isfinite(loss) and all(bool(g.to_dense().isfinite().all()) for g in gradients)
-        )
-        if self.is_skipped:
-            model.zero_grad()
-        return loss
-
-    def _losses(self, samples: int) -> Iterator[tuple[int, Any]]:
-        """Yield the number of samples and the loss of each micro-batch."""
-        shares = [sum(piece.samples for piece in pieces) / samples for pieces in self.replicas]
-        together = Replicas(self.model, shares) if len(shares) > 1 else None
-        for replica, pieces in enumerate(self.replicas):
-            if together is not None:
-                together.begin()
-            for number, piece in enumerate(pieces):
-                seed_streams(self.job.seed, "step", self.num_steps, replica, number)
-                with autocast(self.job):
-                    value = self.criterion(piece.call(self.model), piece.target)
-                yield piece.samples, value
-            if together is not None:
-                together.add()
-        if together is not None:
-            together.finish()
-
-    def _update_all(self, loss: float) -> None:
-        """Clip, update and step the schedule of a job with one model, whose loss is known."""
-        self._update(self.optimizer, [p for _, p in self.named], self.job.clip, self.schedule, loss)
-
-    def _update_some(self, name: str, parameters: list[torch.nn.Parameter]) -> None:
-        """Do the same for one of the job's named optimizers, which has these parameters."""
-        member, clip = self.optimizer.members[name], self.optimizer.clips[name]
-        with self.dtypes.paused() if self.dtypes is not None else nullcontext():
-            self._update(member, parameters, clip, self.schedule and self.schedule.of(name), 0.0)
-
-    def _update(
-        self,
-        optimizer: torch.optim.Optimizer,
-        parameters: list[torch.nn.Parameter],
-        clip: float | None,
-        schedule: Any,
-        loss: float,
-    ) -> None:
         gradients = [p.grad for p in parameters if p.grad is not None]
         shake = self.variation.shake and (
             self.variation.shake * greatest(gradient.to_dense() for gradient in gradients)
@@ -335,13 +262,12 @@ class PlainRun:
             if clip is not None:
                 torch.nn.utils.clip_grad_norm_([_real(p) for p in parameters], clip)
 
-        def evaluate() -> float:
-            loss = self._evaluate()
-            adjust_gradients()
-            return loss
-
         adjust_gradients()
-        _step_optimizer(optimizer, evaluate if self.needs_closure else None, loss)
+        if self.needs_closure:
+            loss, evaluate = evaluated
+            _step_with_closure(optimizer, loss, evaluate, adjust_gradients)
+        else:
+            optimizer.step()
         if schedule is not None and not hasattr(
             schedule, "num_bad_epochs"
         ):  # evaluations step those
@@ -372,6 +298,11 @@ class PlainRun:
             if is_like_a_buffer(before.get(name), value)
         )
 
+    def loss_keeps_state(self) -> bool:
+        """Whether the loss of the examined step gives another value if it is called again."""
+        with autocast(self.job):
+            return isinstance(self.criterion, RepeatableLoss) and self.criterion.keeps_state()
+
     def evaluate(self, data: Any) -> dict[str, float]:
         """Return the loss (as "loss") and every metric over all samples of the data, in batches of
         the job's size; of a job's own step, what `validate` returns.
@@ -387,7 +318,7 @@ class PlainRun:
         for start in range(0, len(data), job.batch):
             batch = self._evaluation_batch(data, range(start, min(start + job.batch, len(data))))
             with torch.no_grad(), autocast(job):
-                values = (self._own_values if job.models else self._values)(batch, wholes, kept)
+                values = self._values(batch, wholes, kept)
             for name, value in values.items():
                 total, count = value if isinstance(value, tuple | list) else (value, 1)
                 factor = 1 if isinstance(value, tuple | list) else batch.samples
@@ -402,7 +333,12 @@ class PlainRun:
 
     def _values(
         self, batch: MicroBatch, wholes: Mapping[str, Any], kept: list[Any]
-    ) -> dict[str, Any]:
+    ) -> Mapping[str, Any]:
+        if self.job.own_validate is not None:
+            context = PlainEvaluation(self.model, self.job.precision)
+            with context.makes_on:
+                values = self.job.own_validate(context, StepBatch([batch]))
+            return values if isinstance(values, Mapping) else {"loss": values}
         output = batch.call(self.model)
         kept += [(output, batch.target)] if wholes else []
         return {
@@ -410,13 +346,6 @@ class PlainRun:
             for name, function in {"loss": self.job.criterion, **self.job.metrics}.items()
             if name not in wholes
         }
-
-    def _own_values(self, batch: MicroBatch, *_: Any) -> Mapping[str, Any]:
-        assert self.job.own_validate is not None
-        context = PlainEvaluation(self.model, self.job.precision)
-        with context.makes_on:
-            values = self.job.own_validate(context, StepBatch([batch]))
-        return values if isinstance(values, Mapping) else {"loss": values}
 
     def _evaluation_batch(self, data: Any, indices: range) -> MicroBatch:
         items = []
@@ -428,19 +357,17 @@ class PlainRun:
         return MicroBatch(inputs, targets, len(items)).to(one_device(), dtype)
 
 
-def _step_optimizer(
-    optimizer: torch.optim.Optimizer, evaluate: Callable[[], float] | None, loss: float
+def _step_with_closure(
+    optimizer: torch.optim.Optimizer,
+    loss: float,
+    evaluate: Callable[[], float],
+    adjust_gradients: Callable[[], None],
 ) -> None:
-    """Take a step of an optimizer; the gradients must exist already.
+    """Take a step of an optimizer that evaluates the loss itself, any number of times.
 
-    Args:
-        evaluate: For an optimizer that evaluates the loss itself, any number of times. If it first
-            asks for the loss at the current weights and gradients, it gets `loss`.
-        loss: The known loss.
+    The gradients must exist already. If it first asks for the loss at the current weights and
+    gradients, it gets `loss`.
     """
-    if evaluate is None:
-        optimizer.step()
-        return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
 
     def values() -> list[torch.Tensor | None]:
@@ -455,8 +382,12 @@ def _step_optimizer(
             for then, now in zip(known, values(), strict=True)
         )
         known.clear()
+        if is_known:
+            return torch.tensor(loss, dtype=torch.float64)
         with torch.enable_grad():
-            return torch.tensor(loss if is_known else evaluate(), dtype=torch.float64)
+            value = evaluate()
+            adjust_gradients()
+        return torch.tensor(value, dtype=torch.float64)
 
     optimizer.step(closure)  # type: ignore[arg-type]
 
@@ -546,15 +477,6 @@ def is_weight(parameter: torch.Tensor) -> bool:
 def rates_of(optimizer: torch.optim.Optimizer) -> list[float]:
     """Return the learning rate of each group that has one."""
     return [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
-
-
-def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return copies of the existing gradients on the CPU, by parameter name."""
-    return {
-        name: p.grad.to_dense().cpu() if p.grad.is_sparse else cpu_copy(p.grad)
-        for name, p in model.named_parameters()
-        if p.grad is not None
-    }
 
 
 def _real(parameter: torch.Tensor) -> torch.Tensor:
