@@ -7,9 +7,10 @@ step: the training step is no sum over samples, in a way that nothing corrected.
 
 from __future__ import annotations
 
+import math
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -26,6 +27,8 @@ from paceline.keras.group import RankGroup
 from paceline.keras.part import Part
 from paceline.keras.state import set_random_state
 from paceline.keras.wire import receive, send, tensors_of
+from paceline.proof.compare import Furthest, off_by
+from paceline.proof.reference_loop import greatest
 
 ROUNDINGS = 10  # tolerated, in square roots of the dtype's relative step: 0.3 % in float32
 _KILLED = "it was killed"
@@ -66,7 +69,7 @@ def settled_order(trial: Trial, forks: Forks, devices: Sequence[str], folder: Pa
     """
     alone = forks.fork(partial(_try_alone, trial=trial), devices[0])
     expected: dict[str, Any] = {}
-    differing, hint = "", _HINT.format(kind=trial.kind)
+    hint = _HINT.format(kind=trial.kind)
     for order in ORDERS:
         rendezvous = folder / uuid.uuid4().hex
         ranks = [
@@ -94,15 +97,14 @@ def settled_order(trial: Trial, forks: Forks, devices: Sequence[str], folder: Pa
             )
         first = answers[0]
         if trial.kind == "predict":
-            first["answer"] = tensors_of(
-                joined([its["answer"] for its in answers], [len(cut) for cut in trial.cuts])
-            )
-        differing = _differing(first, expected)
-        if not differing:
+            outputs = [list(answer["value"].values()) for answer in answers]
+            first["value"] = _numbered(joined(outputs, [len(cut) for cut in trial.cuts]))
+        difference = _difference(first, expected)
+        if difference is None:
             return order
         if not first["several"]:
             break
-    raise PlanRefused(f"{trial} is not what one process computes: {differing}", hint=hint)
+    raise PlanRefused(f"{trial} is not what one process computes: {difference}", hint=hint)
 
 
 def _is_of_a_peer(failure: str) -> bool:
@@ -143,16 +145,30 @@ def _compute(connection: Connection, trial: Trial, batch: Any, part: Part | None
         return
     # Of what trains, the gradients tell all. An update may turn the rounding of a gradient that is zero into a step.
     model_variables = model.non_trainable_variables if gradients else model.variables
+    names = [variable.path for variable in model.trainable_variables]
+    later = map(str, range(len(names), len(gradients)))  # a step may take them several times
     send(
         connection,
         {
-            "gradients": gradients,
-            "names": [variable.path for variable in model.trainable_variables],
-            "variables": {variable.path: variable._value for variable in model_variables},
-            "answer": tensors_of(answer),
+            "gradient": _by_name(zip([*names, *later], gradients, strict=False)),
+            "variable": _by_name((variable.path, variable._value) for variable in model_variables),
+            "value": _numbered(answer),
             "several": bool(several),
         },
     )
+
+
+def _by_name(tensors: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    named = dict[str, Any]()
+    for number, (path, tensor) in enumerate(tensors):
+        name = path.replace("/", ".")
+        named[f"{name} {number}" if name in named else name] = tensor
+    return named
+
+
+def _numbered(answer: Any) -> dict[str, Any]:
+    """Return the tensors of logs or outputs by their numbers."""
+    return {f"result {number}": tensor for number, tensor in enumerate(tensors_of(answer))}
 
 
 def _answers(forks: Sequence[Fork]) -> list[Any]:
@@ -172,65 +188,41 @@ def _answer(fork: Fork) -> Any:
         return {"failure": _KILLED}
 
 
-def _differing(result: Any, expected_result: Any) -> str:
-    """What differs from one process, in words; nothing if nothing does."""
-    for noun, names, values, expected_values in (
-        ("the gradient of ", result["names"], result["gradients"], expected_result["gradients"]),
-        (
-            "the variable ",
-            list(result["variables"]),
-            list(result["variables"].values()),
-            list(expected_result["variables"].values()),
-        ),
-        ("result ", [], result["answer"], expected_result["answer"]),
-    ):
-        if len(values) != len(expected_values):
-            return f"there are {len(values)} and not {len(expected_values)} of {noun.split()[-1]}s"
-        largest = max(
-            (
-                _greatest(tensor)
-                for tensor in expected_values
-                if tensor is not None and tensor.numel()
-            ),
-            default=0.0,
-        )
-        for place, (value, expected) in enumerate(zip(values, expected_values, strict=True)):
-            if not _are_near(value, expected, floor=_FLOOR * largest):
-                name = names[place] if place < len(names) else place
-                return f"{noun}{name} is {_shown(value)} in place of {_shown(expected)}"
-    return ""
+def _difference(actual: Any, expected: Any) -> str | None:
+    """Return what differs from one process, in words; None if nothing does."""
+    for kind in ("gradient", "variable", "value"):
+        tensors: dict[str, Any] = expected[kind]
+        sizes = {name: _size(tensor) for name, tensor in tensors.items() if tensor is not None}
+        floor = _FLOOR * max(sizes.values(), default=0.0)
+        limits = {name: _relative(tensors[name]) * max(size, floor) for name, size in sizes.items()}
+        offs = {
+            name: _off_by(actual[kind].get(name), tensors.get(name))
+            for name in {**tensors, **actual[kind]}
+        }
+        furthest = Furthest.of(limits, [offs], 0)
+        if furthest.excess > 1.0:
+            return furthest.describe(kind, num_ranks=1)
+    return None
 
 
-def _are_near(value: Any, expected: Any, *, floor: float) -> bool:
-    if value is None or expected is None:
-        return value is expected
-    if value.shape != expected.shape:
-        return False
-    if not value.numel():
-        return True
+def _relative(expected: torch.Tensor) -> float:
+    """Return the difference that rounding may make, in sizes of the tensor."""
+    if not expected.is_floating_point():
+        return 0.0
     # Keras multiplies matrices in float32 even where its variables are float64.
-    eps = (
-        max(torch.finfo(kind).eps for kind in (value.dtype, torch.float32))
-        if value.is_floating_point()
-        else 0.0
-    )
-    relative = ROUNDINGS * eps**0.5
-    value, expected = value.detach().cpu().double(), expected.cpu().double()
-    near = (value - expected).abs() <= relative * max(_greatest(expected), floor)
-    return bool((near | (value == expected) | (value.isnan() & expected.isnan())).all())
+    eps = max(torch.finfo(dtype).eps for dtype in (expected.dtype, torch.float32))
+    return ROUNDINGS * float(eps**0.5)
 
 
-def _greatest(tensor: torch.Tensor) -> float:
-    """Of the elements that are finite."""
-    return float(tensor.detach().double().nan_to_num(0.0, 0.0, 0.0).abs().max())
+def _size(tensor: torch.Tensor) -> float:
+    """Return the largest absolute value that is finite."""
+    return greatest([tensor.detach().double().nan_to_num(0.0, 0.0, 0.0)])
 
 
-def _shown(tensor: Any) -> str:
-    if tensor is None:
-        return "nothing"
-    values = tensor.detach().double().reshape(-1)
-    return (
-        f"{float(values[0]):.6g}"
-        if len(values) == 1
-        else f"a tensor of norm {float(values.norm()):.6g}"
-    )
+def _off_by(value: Any, expected: Any) -> float:
+    """Return the greatest difference of two tensors, in which NaN and infinities equal themselves."""
+    if value is None or expected is None or value.shape != expected.shape:
+        return 0.0 if value is expected else math.inf
+    value, expected = (tensor.detach().cpu().double() for tensor in (value, expected))
+    other = (value != expected) & ~(value.isnan() & expected.isnan())
+    return off_by(value[other], expected[other])

@@ -143,9 +143,9 @@ class DifferenceRecorder:
                 distances[name] = 0.0
                 for piece in pieces_of(name, tensor, extents.get(name)):
                     expected = _region(reference, piece) if name in names else torch.zeros(())
-                    distances[name] = max(distances[name], _greatest(piece.tensor.cpu(), expected))
+                    distances[name] = max(distances[name], off_by(piece.tensor.cpu(), expected))
             distances |= {
-                name: _greatest(reference.get_tensor(name), None)
+                name: off_by(reference.get_tensor(name), None)
                 for name in names - tensors.keys()
                 if name in self.parameter_names
             }
@@ -162,7 +162,7 @@ class DifferenceRecorder:
         names = {f"{section}/{name}" for section, file in files.items() for name in file.keys()}  # noqa: SIM118  # no mapping
         for piece in (piece for piece in pieces if piece.name in names):
             expected = _region(files[piece.name.partition("/")[0]], piece)
-            off = _greatest(piece.tensor.cpu(), expected)
+            off = off_by(piece.tensor.cpu(), expected)
             distances[piece.name] = max(distances.get(piece.name, 0.0), off)
             elements[piece.name] = elements.get(piece.name, 0) + piece.tensor.numel()
         self.distances["stored"].append(distances)
@@ -183,9 +183,10 @@ def _region(file: Any, piece: TensorPiece) -> torch.Tensor:
     return from_stored(stored, piece.tensor.dtype)
 
 
-def _greatest(actual: torch.Tensor, expected: torch.Tensor | None) -> float:
-    greatest = distance(actual, expected)
-    return greatest if math.isfinite(greatest) else math.inf
+def off_by(actual: torch.Tensor, expected: torch.Tensor | None) -> float:
+    """Return `distance`; infinite if it is NaN."""
+    off = distance(actual, expected)
+    return off if math.isfinite(off) else math.inf
 
 
 def file_difference(
@@ -211,7 +212,7 @@ def file_difference(
             }
             for name in set(file.keys()) & stored.keys():
                 actual = checkpoint.read(stored[name])
-                off = _greatest(actual, from_stored(file.get_tensor(name), actual.dtype))
+                off = off_by(actual, from_stored(file.get_tensor(name), actual.dtype))
                 if not off <= limits[name]:
                     return (
                         f"the checkpoint after step {step} has another '{stored[name]}': off by {off:.3g}, "
@@ -232,6 +233,29 @@ class Furthest:
     # number of other parameters that exceed their limits in the same step
     others: int = 0
 
+    @classmethod
+    def of(
+        cls, limits: Mapping[str, float], ranks: Sequence[Mapping[str, float]], step: int
+    ) -> Furthest:
+        """Return the figure of the ranks' differences by name that used up most of its limit."""
+        excesses: dict[str, float] = {}
+        for rank in ranks:
+            for name, off in rank.items():
+                excess = _excess(off, limits.get(name, 0.0))
+                excesses[name] = max(excess, excesses.get(name, 0.0))
+        if not excesses:
+            return cls("", step, 0.0, 0.0)
+        name = max(excesses, key=lambda name: excesses[name])
+        offs, allowed = [rank.get(name, 0.0) for rank in ranks], limits.get(name, 0.0)
+        return cls(
+            name=name,
+            step=step,
+            off=max(offs),
+            allowed=allowed,
+            ranks=tuple(rank for rank, off in enumerate(offs) if _excess(off, allowed) > 1.0),
+            others=sum(value > 1.0 for value in excesses.values()) - 1,
+        )
+
     @property
     def excess(self) -> float:
         return _excess(self.off, self.allowed)
@@ -244,13 +268,15 @@ class Furthest:
             "weight": ("weight", after),
             "buffer": ("buffer", after),
             "stored": ("what a checkpoint would hold", after),
+            "variable": ("variable", after),
+            "value": ("value", after),
         }[kind]
         name = (
             self.name.partition("/")[2].rpartition("/")[0] or self.name
             if "/" in self.name
             else self.name
         )
-        module = name.rpartition(".")[0] or "the model itself"
+        module = f" (module {name.rpartition('.')[0] or 'the model itself'})"
         where = (
             ""
             if num_ranks == 1
@@ -261,7 +287,7 @@ class Furthest:
         others = "parameters" if kind in ("initial", "gradient", "weight") else "tensors"
         rest = f", and so are {self.others} other {others}" if self.others else ""
         return (
-            f"{noun} of '{self.name}' (module {module}) is off by {self.off:.3g}{when}{where}, "
+            f"{noun} of '{self.name}'{module if kind != 'value' else ''} is off by {self.off:.3g}{when}{where}, "
             f"{self.allowed:.3g} is allowed{rest}"
         )
 
@@ -340,7 +366,7 @@ def judge(
     furthest = {
         kind: max(
             (
-                _furthest(reference[f"{kind}_limit"][step], _at(ranks, kind, step), step)
+                Furthest.of(reference[f"{kind}_limit"][step], _at(ranks, kind, step), step)
                 for step in span
             ),
             key=lambda item: item.excess,
@@ -396,7 +422,7 @@ def _differences(
         )
     )
     for kind, limit in limits:
-        furthest = _furthest(limit, _at(ranks, kind, step), step)
+        furthest = Furthest.of(limit, _at(ranks, kind, step), step)
         if furthest.excess > 1.0:
             yield furthest.describe(kind, num_ranks=len(ranks))
             break
@@ -516,28 +542,6 @@ def _loss_off(reference: dict[str, Any], ranks: list[dict[str, Any]], step: int)
 def _excess(off: float, allowed: float) -> float:
     """Return which part of the limit is used up; above 1 is too much."""
     return off / allowed if allowed else (math.inf if off else 0.0)
-
-
-def _furthest(limits: dict[str, float], ranks: list[dict[str, float]], step: int) -> Furthest:
-    def excess(name: str) -> float:
-        return max(_excess(rank.get(name, 0.0), limits.get(name, 0.0)) for rank in ranks)
-
-    names = list(dict.fromkeys(name for rank in ranks for name in rank))
-    if not names:
-        return Furthest("", step, 0.0, 0.0)
-    excesses = {name: excess(name) for name in names}
-    name = max(names, key=lambda name: excesses[name])
-    allowed = limits.get(name, 0.0)
-    return Furthest(
-        name=name,
-        step=step,
-        off=max(rank.get(name, 0.0) for rank in ranks),
-        allowed=allowed,
-        ranks=tuple(
-            r for r, rank in enumerate(ranks) if _excess(rank.get(name, 0.0), allowed) > 1.0
-        ),
-        others=sum(value > 1.0 for value in excesses.values()) - 1,
-    )
 
 
 def _most(ranks: list[dict[str, Any]], kind: str) -> float:

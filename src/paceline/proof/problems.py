@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -37,10 +36,11 @@ from paceline.proof.reference_loop import (
     rows,
     unspoilt,
 )
-from paceline.proof.tolerances import ALLOWED, EXACT
+from paceline.proof.tolerances import ALLOWED, EXACT, exact_mean
 from paceline.torch_private.modules import BatchNorm
 from paceline.torch_private.pytree import tensor_leaves, tree_leaves
 from paceline.training.feed import MicroBatch, map_tensors
+from paceline.training.metrics import unlike_its_parts
 
 UNCUT = (
     "plans that don't cut the batch, such as tensor=N and place=auto parts=N, are exact as it is"
@@ -111,7 +111,6 @@ def _unsteady_weights(job: Job) -> Problem | None:
 
 # --- The loss -----------------------------------------------------------------------------------------------------
 
-_MEAN_IN_FLOAT32 = 1e-4
 _FEW = 4  # samples of a window that are examined
 # Errors of a loss for an output that is not cut by samples. They say nothing about the loss.
 _NOT_CUT = (RuntimeError, ValueError, TypeError, IndexError, AttributeError, TrainingError)
@@ -119,7 +118,7 @@ _NOT_CUT = (RuntimeError, ValueError, TypeError, IndexError, AttributeError, Tra
 
 def loss_problem(job: Job, batches: Iterable[MicroBatch]) -> Problem | None:
     """Check whether the loss compares samples, or is a scalar that is no mean over its samples."""
-    if job.models:  # a step may have several losses
+    if job.own_step is not None:  # it may have several losses
         return None
     model, loss = build_plain(job), job.criterion
     # The loss is called several times with one target, and may write to it.
@@ -127,7 +126,7 @@ def loss_problem(job: Job, batches: Iterable[MicroBatch]) -> Problem | None:
     for batch in (batch for batch in batches if batch.samples > 1):
         with autocast(job):  # a forward may take gradients
             output = map_tensors(torch.Tensor.detach, unspoilt(batch).call(model))
-        for check in (_comparing, partial(_no_mean, loss=loss)):
+        for check in (_comparing, _no_mean):
             with suppress(*_NOT_CUT):
                 if problem := check(job, output, batch):
                     return problem
@@ -147,8 +146,8 @@ def later_problem(job: Job, model: nn.Module, *, steps: int | None) -> Problem |
         steps: Of the job; None if the end of its data decides.
     """
     samples = min(_FEW, job.batch)
-    # A job's own step needs new models for each batch.
-    count = 1 if job.models else job.batch // samples
+    has_own_step = job.own_step is not None  # it needs new models for each batch
+    count = 1 if has_own_step else job.batch // samples
     batches = (
         [part_of_batch(next(whole_batches(job, 1)), range(samples))]
         if steps is None
@@ -163,7 +162,7 @@ def later_problem(job: Job, model: nn.Module, *, steps: int | None) -> Problem |
             parts = [
                 part_of_batch(batch, part) for part in (range(first), range(first, batch.samples))
             ]
-            if job.models:
+            if has_own_step:
                 value, cut = (
                     PlainRun(job, Variation(cut=cut)).step(unspoilt(batch)).loss
                     for cut in (WHOLE, BatchCut((1, 2)))
@@ -171,7 +170,7 @@ def later_problem(job: Job, model: nn.Module, *, steps: int | None) -> Problem |
             else:
                 value, cut = _loss_of(job, model, [batch]), _loss_of(job, model, parts)
         exact = max(
-            EXACT["float64"] if job.precision == "float64" else _MEAN_IN_FLOAT32,
+            exact_mean("float64" if job.precision == "float64" else "float32"),
             ALLOWED * seen.epsilon,
         )
         if abs(cut - value) > exact * max(1.0, abs(value)):
@@ -261,49 +260,32 @@ def _comparing(job: Job, output: Any, batch: MicroBatch) -> Problem | None:
     )
 
 
-def _no_mean(job: Job, output: Any, batch: MicroBatch, *, loss: Any) -> Problem | None:
-    """Check whether a scalar loss is no mean over its samples.
-
-    The loss is computed for one output as a whole and in two parts, for two different cuts.
-
-    Args:
-        loss: The user's own loss, if the job's replaces it.
-    """
+def _no_mean(job: Job, output: Any, batch: MicroBatch) -> Problem | None:
+    """Check whether a scalar loss is no mean over its samples, for one output and its parts."""
     with torch.no_grad(), autocast(job):
         value = job.criterion(output, batch.target)
         if isinstance(value, tuple | list) or not any(
             _has_rows(t, batch.samples) for t in _tensors(output)
         ):
             return None
-    # A mean of values in float32 is this exact, however many there are. Class weights can move it
-    # by no more than a thousandth.
-    exact = (
-        min(EXACT[job.precision], _MEAN_IN_FLOAT32)
-        if job.precision == "float32"
-        else EXACT[job.precision]
-    )
-    third = max(1, batch.samples // 3)
-    # By chance, one cut may split evenly what the loss counts. The second cut then does not, unless
-    # each sample counts the same.
-    for first in sorted({third, min(batch.samples - 1, third + 1)}):
-        parts = [
-            (rows(output, part, batch.samples), _targets(batch, part))
-            for part in (range(first), range(first, batch.samples))
-        ]
-        with torch.no_grad(), autocast(job):
-            means = [float(job.criterion(*part)) for part in parts]
-        mixed = (first * means[0] + (batch.samples - first) * means[1]) / batch.samples
-        if abs(mixed - float(value)) > exact * max(1.0, abs(float(value))):
-            return Problem(
-                "loss",
-                ("the loss",),
-                "the loss is a scalar and not the mean over its samples: "
-                f"{float(value):.6g} of {batch.samples} samples at once, {mixed:.6g} as the mean of its "
-                "parts; ignored targets or weights do this",
-                "return (sum, count) instead of a scalar: the sum of the loss (reduction='sum' in torch's "
-                "losses), and the number or weight of what it counts (such as the targets that are not "
-                "ignored)",
-            )
+
+    def tally(part: range) -> tuple[float, float]:
+        mean = value
+        if len(part) < batch.samples:
+            some = rows(output, part, batch.samples), _targets(batch, part)
+            with torch.no_grad(), autocast(job):
+                mean = job.criterion(*some)
+        return float(mean) * len(part), len(part)
+
+    if words := unlike_its_parts(tally, batch.samples, near=exact_mean(job.precision)):
+        return Problem(
+            "loss",
+            ("the loss",),
+            f"the loss is a scalar and not the mean over its samples: {words}; ignored targets or weights do this",
+            "return (sum, count) instead of a scalar: the sum of the loss (reduction='sum' in torch's "
+            "losses), and the number or weight of what it counts (such as the targets that are not "
+            "ignored)",
+        )
     return None
 
 
@@ -359,7 +341,7 @@ def _described(job: Job, model: nn.Module, batch: MicroBatch, symptom: str) -> P
     if there is one.
     """
     norms = tuple(path for path, module in model.named_modules() if isinstance(module, BatchNorm))
-    if job.models:  # its step runs them in ways of its own
+    if job.own_step is not None:  # it runs them in ways of its own
         layers = f" ({', '.join(norms[:3])} use the statistics of a micro-batch)" if norms else ""
         reason = f"the step couples the samples of a batch{layers}: {symptom}"
         return Problem("samples", norms, reason, _NO_COUPLING)

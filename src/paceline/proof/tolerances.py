@@ -39,6 +39,7 @@ REORDERED_AT_MOST = 100.0
 # How far an exact job may move when it is cut, relative to its size. Losses and layers may compute
 # in float32 whatever they are given.
 EXACT = {"fp8": 0.1, "bf16": 0.1, "fp16": 0.02, "tf32": 1e-3, "float32": 1e-3, "float64": 1e-5}
+_MEAN_IN_FLOAT32 = 1e-4
 # tf32: proofs run on the CPU, where it is float32. fp8: plans compute in bf16, and layers then
 # round to float8 by scales of each row; if that makes a flip of the last place larger, the
 # variations show it.
@@ -52,6 +53,13 @@ EPSILON = {
 }
 Named = dict[str, float]
 Kinds = dict[str, Named]  # figures of a step by kind and name
+
+
+def exact_mean(precision: str) -> float:
+    """Return how far a mean of values may be from the mean of its parts, relative to its size."""
+    # A mean of values in float32 is this exact, however many there are. Class weights can move it
+    # by no more than a thousandth.
+    return _MEAN_IN_FLOAT32 if precision == "float32" else EXACT[precision]
 
 
 def floors_of(record: StepRecord, epsilon: float, *, largest_loss: float) -> Kinds:

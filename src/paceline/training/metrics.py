@@ -7,8 +7,9 @@ from __future__ import annotations
 import copy
 import math
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,46 +46,56 @@ def no_mean(
     """
     if not all(_has_rows(leaf, samples) for leaf in pytree.tree_leaves((output, target))):
         return None  # it is unknown which part belongs to which sample
-    found: list[tuple[float, float]] = []
     for outputs in (output, map_tensors(_mixed, output)):
         with (
             suppress(Exception),
             function_kept(metric, model),
         ):  # the user's metric may refuse such outputs
-            found += _by_parts(metric, outputs, target, samples)
-    for whole, parted in found:
-        if math.isfinite(whole) and not abs(parted - whole) <= _NEAR * max(1.0, abs(whole)):
-            return JobError(
-                f"{name} is no mean over samples: {whole:.6g} of {samples} samples at once, {parted:.6g} as their "
-                "parts give it one after the other; plans cut the data differently, so it would depend on the plan",
-                hint="return (sum, count), which add up over samples, or give pl.whole(metric), which is called once "
-                "with the outputs and targets of all samples; see docs/data.md",
-            )
+            if words := unlike_its_parts(
+                partial(_of_part, copied(metric), outputs, target), samples, near=_NEAR
+            ):
+                return JobError(
+                    f"{name} is no mean over samples: {words}, one after the other; plans cut the data "
+                    "differently, so it would depend on the plan",
+                    hint="return (sum, count), which add up over samples, or give pl.whole(metric), which is "
+                    "called once with the outputs and targets of all samples; see docs/data.md",
+                )
     return None
 
 
-def _by_parts(metric: Any, output: Any, target: Any, samples: int) -> Iterator[tuple[float, float]]:
-    """Yield the metric of all samples and the one combined from two uneven parts, for two cuts.
+def _of_part(metric: Any, output: Any, target: Any, part: range) -> tuple[float, float]:
+    rows = [
+        map_tensors(lambda tensor: tensor[part.start : part.stop].clone(), each)
+        for each in (output, target)
+    ]
+    read = read_tally(metric(*rows), samples=len(part), name="a metric")
+    return float(read.total), float(read.count)
 
-    One cut may by chance be even in what the metric counts.
+
+def unlike_its_parts(
+    tally: Callable[[range], tuple[float, float]], samples: int, *, near: float
+) -> str | None:
+    """Return in words how a mean over samples differs from the one that uneven parts of them give together; None if
+    it doesn't.
+
+    By chance, one cut may be even in what is counted. The second cut then is not, unless each sample counts the same.
+
+    Args:
+        tally: Returns the sum and the count of some samples; first it is asked for all.
+        near: The greatest difference, relative to the mean or to 1.
     """
-
-    def tally(part: range) -> tuple[float, float]:
-        rows = [
-            map_tensors(lambda tensor: tensor[part.start : part.stop].clone(), each)
-            for each in (output, target)
-        ]
-        read = read_tally(own(*rows), samples=len(part), name="a metric")
-        return float(read.total), float(read.count)
-
+    total, count = tally(range(samples))
     third = max(1, samples // 3)
     for first in sorted({third, min(samples - 1, third + 1)}):
-        own = copied(metric)
-        total, count = tally(range(samples))
-        parts = tally(range(first)), tally(range(first, samples))
-        counted = parts[0][1] + parts[1][1]
-        if count and counted:
-            yield total / count, (parts[0][0] + parts[1][0]) / counted
+        sums, counts = zip(*map(tally, (range(first), range(first, samples))), strict=True)
+        if not count or not sum(counts):
+            continue
+        whole, parted = total / count, sum(sums) / sum(counts)
+        if math.isfinite(whole) and not abs(parted - whole) <= near * max(1.0, abs(whole)):
+            return (
+                f"{whole:.6g} of {samples} samples at once, {parted:.6g} as the mean of its parts"
+            )
+    return None
 
 
 def copied(metric: Any) -> Any:

@@ -8,16 +8,12 @@ from typing import Any
 import torch
 
 from paceline.base.errors import PlanRefused
+from paceline.proof.tolerances import exact_mean
+from paceline.training.metrics import unlike_its_parts
 
 # micro-batches of a run that are checked; the labels of one may have equal weights by chance
 _LOOKED_AT = 4
-# Relative differences that sums in another order may have.
-_NEAR = {
-    "float32": 1e-4,
-    "tf32": 1e-3,
-    "bf16": 2e-2,
-    "fp16": 2e-3,
-}
+_MOST = 0.02  # greatest difference that is left to rounding; no model runs in between
 
 
 class MeanCheck:
@@ -28,7 +24,7 @@ class MeanCheck:
     """
 
     def __init__(self, trainer: Any, name: str, precision: str) -> None:
-        self._trainer, self.name, self.near = trainer, name, _NEAR[precision]
+        self._trainer, self.name, self.near = trainer, name, min(exact_mean(precision), _MOST)
         self.looks_left = _LOOKED_AT
 
     def is_due(self, samples: int) -> bool:
@@ -54,30 +50,23 @@ class MeanCheck:
             PlanRefused: the parts give another loss.
         """
         self.looks_left -= 1
-        if not torch.isfinite(loss).all():  # the run says so
+
+        def tally(part: range) -> tuple[float, float]:
+            value, count = (loss, None) if len(part) == samples else of_part(part)
+            number = float(len(part) if count is None else count)
+            return float(value) * number if number else 0.0, number
+
+        try:
+            words = unlike_its_parts(tally, samples, near=self.near)
+        except Exception:  # the user's code does not only run the model once
+            self.looks_left = 0
             return
-        third = max(1, samples // 3)
-        for first in sorted({third, min(samples - 1, third + 1)}):
-            parts = (range(first), range(first, samples))
-            try:
-                values = [of_part(part) for part in parts]
-            except Exception:  # the user's code does not only run the model once
-                self.looks_left = 0
-                return
-            total = counted = 0.0
-            for part, (value, count) in zip(parts, values, strict=True):
-                number = float(len(part) if count is None else count)
-                total, counted = (
-                    total + (float(value) * number if number else 0.0),
-                    counted + number,
-                )
-            mixed = total / counted if counted else float(loss)
-            if not abs(mixed - float(loss)) <= self.near * max(1.0, abs(float(loss))):
-                raise PlanRefused(
-                    f"{self.name} is no mean over its labels or samples: {float(loss):.6g} of {samples} samples at "
-                    f"once, {mixed:.6g} as the mean of its parts. Class weights do this, as torch divides by the sum "
-                    f"of the weights. Under '{self._trainer._plan_in_use}' a batch is computed in parts",
-                    hint="divide by what counts in every part alike: torch.nn.CrossEntropyLoss(weight=..., "
-                    'reduction="sum")(...) / num_items_in_batch, or / len(labels). plan="single" and tensor=N '
-                    "compute the loss as it is",
-                )
+        if words:
+            raise PlanRefused(
+                f"{self.name} is no mean over its labels or samples: {words}. Class weights do this, as torch "
+                f"divides by the sum of the weights. Under '{self._trainer._plan_in_use}' a batch is computed in "
+                "parts",
+                hint="divide by what counts in every part alike: torch.nn.CrossEntropyLoss(weight=..., "
+                'reduction="sum")(...) / num_items_in_batch, or / len(labels). plan="single" and tensor=N '
+                "compute the loss as it is",
+            )
