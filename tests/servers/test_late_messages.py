@@ -80,12 +80,12 @@ def coordinator() -> Iterator[Coordinator]:
 
 def _hear(coordinator: Coordinator, peer: Peer, message: Any) -> None:
     coordinator.inbox.put((peer, message))
-    coordinator._hear()
+    coordinator.reception.hear()
 
 
 def test_a_worker_s_sign_of_life_after_a_server_left(coordinator: Coordinator):
     """Workers give them on a thread of their own, and one may follow the worker's last word."""
-    coordinator.over = True
+    coordinator.reception.over = True
     coordinator.peers.followers[1].close()
     _hear(coordinator, Peer(Role.SERVER, 1, 0), {"left": {"peak_memory_bytes": 1.0}})
     _hear(coordinator, WORKER, {"alive": True})
@@ -94,7 +94,7 @@ def test_a_worker_s_sign_of_life_after_a_server_left(coordinator: Coordinator):
 
 def test_a_worker_that_comes_when_the_run_is_over(coordinator: Coordinator):
     """It is sent away, and its connection's end is nothing that servers, which may have left, need to know."""
-    coordinator.over = True
+    coordinator.reception.over = True
     coordinator.peers.followers[1].close()
     peer, control = Peer(Role.CONTROL, 1, 8), Played()
     _hear(coordinator, peer, {"joined": control})
@@ -162,8 +162,8 @@ def test_nobody_is_given_up_for_what_server_0_could_not_hear(coordinator: Coordi
     coordinator.callbacks.control = Asks(pass_time)  # type: ignore[assignment]
     coordinator.run.due, coordinator.evaluations.ended_epochs = {"epoch"}, [0]
     coordinator._stop_here()
-    coordinator._give_up_silent()
+    coordinator.reception.give_up_silent()
     assert coordinator.peers.workers == {0: worker}
     pass_time()
-    coordinator._give_up_silent()
+    coordinator.reception.give_up_silent()
     assert not coordinator.peers.workers

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import queue
 import signal
 import time
 from collections.abc import Iterator
@@ -14,21 +13,21 @@ from typing import Any
 import torch
 
 from paceline.base.errors import CallbackError, PacelineError, Preempted
-from paceline.base.waiting import waiting
 from paceline.launch.process.heartbeats import signs_of_life
 from paceline.runs.folder import EVENTS
 from paceline.servers.clock import LEASES, Clock
 from paceline.servers.evaluation import WorkersEvaluator
-from paceline.servers.meetings import Meetings, Sums, clip_factor
+from paceline.servers.meetings import Meetings, clip_factor
 from paceline.servers.membership import MembershipLog
 from paceline.servers.peers import Peers
-from paceline.servers.roles import RankTask, rank_of_worker
-from paceline.servers.server import LOOK_S, Server
+from paceline.servers.reception import Reception
+from paceline.servers.roles import RankTask
+from paceline.servers.server import Server
 from paceline.servers.update_log import UpdateLog
-from paceline.servers.wire import Connection, Peer, Role, WireError
+from paceline.servers.wire import Connection, Peer, Role
 from paceline.strategies.server.shards import Shard
 from paceline.training import state
-from paceline.training.optimizers.schedule import check_monitored, waits_for_evaluations
+from paceline.training.optimizers.schedule import waits_for_evaluations
 from paceline.training.parts.evaluations import Evaluations
 from paceline.training.refusals import check_loss, check_used
 
@@ -46,20 +45,9 @@ class Coordinator(Server):
     ) -> None:
         super().__init__(task, number=number, model=model, shards=shards)
         self.peers = Peers(self.context, self.sync, self.inbox)
-        self.lost_early: dict[
-            int, tuple[int, WireError]
-        ] = {}  # whose gradients were at fault before they had joined
-        self.reports: dict[int, dict[int, dict[str, Any]]] = {}  # of updates, by worker
         self.opened: int | None = None
-        self.squares: dict[int, float] = {}
         self.saw_unused = False  # whether some update used only a part of the parameters
-        self.copying: set[int] = set()  # followers that have yet to copy what they were told to
-        self.exporting: set[int] = set()  # likewise to write their part of the weights
-        self.stop_asked, self.stopped_rank = False, 0
         self.failed: PacelineError | None = None  # what ends the run before it is done
-        self.over = False
-        self.final_figures: dict[int, dict[str, Any]] = {}
-        self.followers_left: dict[int, dict[str, Any]] = {}
         context, job, run = self.context, self.job, self.run
         assert job.total_steps is not None
         self.total_steps = job.total_steps
@@ -67,7 +55,7 @@ class Coordinator(Server):
             job,
             self.peers,
             version=lambda: self.version,
-            attend=self._attend,
+            attend=lambda: self.reception.attend(),
             step_schedule=lambda metrics: self._order("metrics", figures=metrics),
         )
         self.evaluations = Evaluations(run, self.evaluator, self.saves, self.callbacks)
@@ -106,6 +94,15 @@ class Coordinator(Server):
             else None
         )
         self.clock = self._begin_clock()
+        self.reception = Reception(
+            self,
+            self.peers,
+            clock=self.clock,
+            meetings=self.meetings,
+            evaluator=self.evaluator,
+            membership=self.membership_log,
+            order=self._order,
+        )
 
     def _begin_clock(self) -> Clock:
         sync = self.sync
@@ -137,7 +134,7 @@ class Coordinator(Server):
         if (
             copier is None
             or not is_due
-            or self.copying
+            or self.reception.copying
             or self.log.metrics is None
             or (self.version - self.turns.before(self.turns.steps(self.history.first)) > _MOST_ALSO)
         ):
@@ -151,7 +148,7 @@ class Coordinator(Server):
                 "from the last checkpoint"
             )
             return
-        self.copying = set(self.peers.followers)
+        self.reception.copying = set(self.peers.followers)
         self.peers.tell_followers("copy", version=self.version)
         self.context.beat("copy")
         self.copy(self.run.figures())
@@ -185,12 +182,11 @@ class Coordinator(Server):
         """
         try:
             while self.settings.controller is not None and self.peers.lacks_followers:
-                self._hear()  # callbacks may want all weights
+                self.reception.hear()  # callbacks may want all weights
             with self._callbacks_may_fail():
-                for part in self.run.parts:
-                    part.restored(self.checkpoint)
-            while not self.over:
-                self._attend()
+                self.run.tell("restored", self.checkpoint)
+            while not self.reception.over:
+                self.reception.attend()
                 self._advance()
             return self._finish()
         finally:
@@ -200,201 +196,6 @@ class Coordinator(Server):
         super().close()
         self.log.close()
         self.peers.close()
-
-    # --- What comes in -------------------------------------------------------------------------------------------
-
-    def _attend(self) -> None:
-        """Hear what comes in, or look up after a moment; don't wait for those who are silent."""
-        self._hear()
-        self.stop_asked |= self.context.stop_signal is not None
-        self._give_up_silent()
-        self.peers.tell_workers_alive()
-
-    def _hear(self) -> None:
-        try:
-            with waiting:
-                peer, message = self.inbox.get(timeout=LOOK_S)
-        except queue.Empty:
-            return
-        if isinstance(message, WireError):
-            self._lose(peer, message)
-        elif isinstance(message, Exception):
-            raise message
-        elif "joined" in message:
-            self._join(peer, message["joined"])
-        elif peer.role == Role.SERVER:
-            self._hear_server(peer, message)
-        elif self.peers.is_current(peer.number, peer.incarnation):
-            if (fault := self._fault(peer.number, message)) is not None:
-                self._lose(peer, WireError(fault))
-            else:
-                self._hear_worker(peer.number, message)
-
-    def _join(self, peer: Peer, connection: Connection) -> None:
-        if peer.role == Role.SERVER:
-            self.peers.followers[peer.number] = connection
-            return
-        if self.over:
-            connection.close()
-            return
-        if (
-            before := self.peers.workers.get(peer.number)
-        ) is not None:  # its end was not yet heard of
-            self._lose(
-                replace(peer, incarnation=before.incarnation), WireError("it was started again")
-            )
-        self.peers.add_worker(peer, connection)
-        self.clock.join(peer.number)
-        incarnation, error = self.lost_early.pop(peer.number, (None, None))
-        if error is not None and incarnation == peer.incarnation:
-            self._lose(peer, error)
-
-    def _hear_server(self, peer: Peer, message: dict[str, Any]) -> None:
-        if "held" in message and self.meetings is not None:
-            self.meetings.hold(peer.number, message["held"], message["squares"])
-            self._end_meeting()
-        elif "held" in message:
-            update = message["held"]
-            if update in self.clock.updates:  # else it was dropped, or a worker made it up
-                self.squares[update] = self.squares.get(update, 0.0) + message["squares"]
-                self.clock.gradient_complete(peer.number, update)
-        elif "lost" in message and not self.over:
-            self._lose(
-                Peer(Role.CONTROL, message["lost"], message["incarnation"]),
-                WireError(message["why"]),
-            )
-        elif "copied" in message:
-            self.copying.discard(peer.number)
-        elif "exported" in message:
-            self.exporting.discard(peer.number)
-        elif "stop" in message:
-            self.stop_asked, self.stopped_rank = True, peer.number  # servers are the first ranks
-        elif "left" in message:
-            self.followers_left[peer.number] = message["left"]
-
-    def _fault(self, worker: int, message: dict[str, Any]) -> str | None:
-        """What is wrong with a worker's message, given what it was asked."""
-        leased = self.clock.workers[worker].leased
-        for kind, has_told in (("told", False), ("finished", True)):
-            if (update := message.get(kind)) is not None and (
-                leased[:1] != [update] or (worker in self.reports.get(update, {})) != has_told
-            ):
-                return f"it said '{kind}' of update {update}, and has to say something else of {leased or 'none'} first"
-        if self.meetings is None and message.keys() & {"figures", "update"}:
-            return f"it said '{next(iter(message))}', which is for steps of a job's own"
-        if self.meetings is not None and message.keys() & {"figures", "update"}:
-            return (
-                self.meetings.fault(worker, message)
-                if leased
-                else "it works at a step that it was not given"
-            )
-        if "finished" in message and not message["version"] <= self.clock.version + 1:
-            return f"it used weights of version {message['version']} when there were {self.clock.version}"
-        if "sums" in message and (problem := self.evaluator.fault(message)):
-            return problem
-        if (
-            "idle" in message
-            and message["deaths"] > sum(self.context.deaths) + self.context.restarts
-        ):
-            return f"it says that it died {message['deaths']} times"
-        if "left" in message and not self.over:
-            return "it left before the run was over"
-        if message.keys() & {"finished", "sums", "idle"} and not self.peers.workers[worker].orders:
-            return f"it said '{next(iter(message))}' and was not asked"
-        return None
-
-    def _hear_worker(self, worker: int, message: dict[str, Any]) -> None:
-        self.peers.workers[worker].heard_s = time.monotonic()
-        self.context.beat("reduce")
-        if "alive" in message:  # a step may be long: servers that wait for it are not stuck
-            self.peers.tell_followers_alive()
-            return
-        if message.keys() & {"figures", "update"}:
-            assert self.meetings is not None
-            self.meetings.bring(worker, message)
-            self._end_meeting()
-            return
-        if message.get("stop"):
-            self.stop_asked, self.stopped_rank = True, rank_of_worker(self.plan, worker)
-        if "told" in message:
-            self.reports.setdefault(message["told"], {})[worker] = message
-            return
-        if "left" in message:
-            self.final_figures[worker] = message["left"]
-            return
-        self.peers.workers[
-            worker
-        ].orders -= 1  # now: while callbacks hear of an evaluation, it may be lost and come back
-        if "finished" in message:
-            self.clock.finished(worker, message["finished"])
-            self.reports[message["finished"]][worker].update(message)
-        elif "sums" in message:
-            self.evaluator.add(worker, message)
-        elif "idle" in message:
-            if self.job.own_validate is not None and not self.settings.is_trial:
-                check_monitored(self.shelf.schedule, self.job, message["measured"])
-            self.membership_log.note_deaths("worker", worker, message["deaths"])
-            if self.membership_log.note_rejoined(worker, self.step):
-                self.log.display.say(f"worker {worker} is back")
-
-    def _end_meeting(self) -> None:
-        """Do what comes of what all workers brought to a meeting within a step, once all is there."""
-        assert self.meetings is not None
-        result = self.meetings.take_result()
-        if isinstance(result, Sums):
-            self.peers.tell_workers({"met": result.number, "values": result.values})
-        elif result is not None:
-            self._order(
-                "update",
-                update=result.number,
-                optimizer=result.optimizer,
-                clip=result.clip,
-                unused=sorted(result.unused),
-            )
-
-    def _lose(self, peer: Peer, error: WireError) -> None:
-        """A peer is gone. Workers can be, under staleness; what they left behind is dropped everywhere."""
-        if peer.role == Role.SERVER:
-            if peer.number not in self.followers_left:
-                raise WireError(f"server {peer.number} is gone: {error}") from error
-            return
-        if not self.peers.is_current(peer.number, peer.incarnation):
-            # It may be about to join, on its other connection; nobody does when the run is over.
-            if not self.over and replace(peer, role=Role.CONTROL) not in self.peers.joined:
-                self.lost_early[peer.number] = peer.incarnation, error
-                self._dismiss(peer, keeps=[])
-            return
-        if self.over:  # its work is done
-            self.peers.workers.pop(peer.number)
-            return
-        if not self.turns.is_stale:
-            raise WireError(
-                f"worker {peer.number} is gone: {error}",
-                hint="--resume goes on from the last checkpoint",
-            )
-        self.peers.remove_worker(peer.number)
-        self.membership_log.note("worker_lost", worker=peer.number, step=self.step, why=str(error))
-        keeps = [
-            number
-            for number in self.clock.ready()
-            if peer.number in self.clock.updates[number].workers.values()
-        ]
-        self._dismiss(peer, keeps=keeps)
-        for update in self.clock.leave(peer.number):
-            self.reports.pop(update, None)
-            self.squares.pop(update, None)
-            self._order("drop", update=update)
-        self.log.display.say(f"worker {peer.number} is gone ({error}); its samples go to others")
-        self.evaluator.lose_worker()
-
-    def _dismiss(self, peer: Peer, *, keeps: list[int]) -> None:
-        self._order("dismiss", worker=peer.number, incarnation=peer.incarnation, keeps=keeps)
-
-    def _give_up_silent(self) -> None:
-        """Under staleness the others go on without a worker that stalls; see `Peers.silent`."""
-        if self.turns.is_stale:
-            for peer, error in self.peers.silent():
-                self._lose(peer, error)
 
     # --- What is done about it -----------------------------------------------------------------------------------
 
@@ -413,7 +214,7 @@ class Coordinator(Server):
         if ready and not self.clock.is_drained:
             self._copy()
         self._open_next()
-        if not self.over:
+        if not self.reception.over:
             for _ in range(LEASES):  # everybody's first, then the next ones
                 for number, worker in list(self.peers.workers.items()):
                     if worker.orders < LEASES and (lease := self.clock.lease(number)) is not None:
@@ -441,7 +242,7 @@ class Coordinator(Server):
             or self.clock.version == 0
         ):
             return
-        reports = self.reports.get(update, {})
+        reports = self.reception.reports.get(update, {})
         if len(reports) == self.sync.workers and self.shelf.takes_slices:
             self.opened = update
             loss, count, scale = self._sums(update)
@@ -450,7 +251,7 @@ class Coordinator(Server):
 
     def _sums(self, update: int) -> tuple[float, float, float]:
         """The loss, the count of an update, and what its gradient is to be scaled by."""
-        reports = self.reports[update].values()
+        reports = self.reception.reports[update].values()
         loss, count = sum(r["loss"] for r in reports), sum(r["count"] for r in reports)
         if all(r["is_mean"] for r in reports) or not count:
             return loss, count, 1.0
@@ -460,7 +261,7 @@ class Coordinator(Server):
         version, turn = self.clock.version, self.clock.updates[update].turn
         loss, count, scale = self._sums(update)
         check_loss(loss, count, [], self.step)
-        reports = self.reports.pop(update).values()
+        reports = self.reception.reports.pop(update).values()
         unused = set.intersection(*(set(r["unused"]) for r in reports))
         if unused and not self.saw_unused:
             self.saw_unused = True
@@ -468,7 +269,7 @@ class Coordinator(Server):
                 {name: float(name not in unused) for name in self.shelf.trainable}, self.step
             )
         # Of the mean over the update's own samples.
-        norm = math.sqrt(self.squares.pop(update, 0.0)) * scale / self.turns.part(turn)
+        norm = math.sqrt(self.reception.squares.pop(update, 0.0)) * scale / self.turns.part(turn)
         stale = version - min(r["version"] for r in reports)
         rate = 1.0 / max(1.0, stale / self.turns.width) if self.sync.damping == "inverse" else 1.0
         if self.meetings is not None:
@@ -515,8 +316,8 @@ class Coordinator(Server):
             if run.ended is not None and run.step > 0:
                 run.due.add("evaluate")
                 run.settle()
-        self.over = run.step >= self.total_steps or self._is_asked_to_stop
-        if not self.over:
+        self.reception.over = run.step >= self.total_steps or self._is_asked_to_stop
+        if not self.reception.over:
             self.clock.end = self.turns.before(self._next_stop())
         self.peers.excuse_silence()
         self.update_log.began_s = time.monotonic()
@@ -531,24 +332,24 @@ class Coordinator(Server):
 
     @property
     def _is_asked_to_stop(self) -> bool:
-        return self.stop_asked or self.run.ended is not None or self.failed is not None
+        return self.reception.stop_asked or self.run.ended is not None or self.failed is not None
 
     @property
     def _leaves_at_once(self) -> bool:
         """Whether a signal asked to stop, and neither callbacks nor the schedule need the evaluation of this epoch."""
         return (
-            self.stop_asked
+            self.reception.stop_asked
             and self.callbacks.control is None
             and not waits_for_evaluations(self.shelf.schedule, self.job)
         )
 
     def _export_weights(self, order: dict[str, Any]) -> dict[str, Any]:
         """Have all servers write their parts of the weights, and see them complete before anybody removes them."""
-        self.exporting = set(self.peers.followers)
+        self.reception.exporting = set(self.peers.followers)
         self.peers.tell_followers("export", step=self.run.step)
         answer = self.saves.export_weights(order)
-        while self.exporting:
-            self._hear()
+        while self.reception.exporting:
+            self.reception.hear()
         return answer
 
     def begin_save(self, *, last: bool) -> None:
@@ -577,8 +378,7 @@ class Coordinator(Server):
             if self.failed is not None:
                 self.saves.save_before(self.failed)
             else:
-                for part in self.run.parts:
-                    part.finished()
+                self.run.tell("finished")
         self._part()
         if self.failed is not None:
             raise self.failed
@@ -588,7 +388,11 @@ class Coordinator(Server):
         """Return why the run ends before it is done, if it does."""
         run, sent = self.run, self.context.stop_signal
         if run.step < self.total_steps and run.ended is None:
-            why = signal.Signals(sent).name if sent else f"a signal to rank {self.stopped_rank}"
+            why = (
+                signal.Signals(sent).name
+                if sent
+                else f"a signal to rank {self.reception.stopped_rank}"
+            )
             return Preempted(f"stopped by {why} after step {run.step}")
         return None if run.step else run.without_steps()
 
@@ -596,27 +400,27 @@ class Coordinator(Server):
         """Send everybody home and hear what they have counted."""
         for number in list(self.peers.workers):
             self.peers.say(number, {"over": True, "version": self.clock.version})
-        while not all(number in self.final_figures for number in self.peers.workers):
-            self._hear()
-            self._give_up_silent()
+        while not all(number in self.reception.left for number in self.peers.workers):
+            self.reception.hear()
+            self.reception.give_up_silent()
         self.check_history(self.version)
         for connection in self.peers.followers.values():
             connection.send_message({"over": True, "version": self.version})
-        while len(self.followers_left) < len(self.peers.followers):
-            self._hear()
+        while len(self.reception.followers_left) < len(self.peers.followers):
+            self.reception.hear()
 
     def _summary(self) -> dict[str, Any]:
         self.context.beat("end")
         reports = [
             {"peak_memory_bytes": self.log.memory.bytes(), "core_wait_s": self.core_wait.seconds},
-            *self.final_figures.values(),
-            *self.followers_left.values(),
+            *self.reception.left.values(),
+            *self.reception.followers_left.values(),
         ]
         core_wait_s = max(figures["core_wait_s"] for figures in reports)
         if any(
             device.kind == "cuda" for device in self.settings.devices
         ):  # what servers hold is no GPU's
-            reports = list(self.final_figures.values()) or reports
+            reports = list(self.reception.left.values()) or reports
         return {
             **self.run.summary(),
             "core_wait_s": core_wait_s,
@@ -627,6 +431,6 @@ class Coordinator(Server):
                     for key, value in sorted(figures.items())
                     if key != "peak_memory_bytes"
                 }
-                for number, figures in sorted(self.final_figures.items())
+                for number, figures in sorted(self.reception.left.items())
             },
         }

@@ -117,6 +117,5 @@ class UpdateLog(RunPart):
             step_s=step_s,
             **figures,
         )
-        for each in run.parts:
-            each.counted()
+        run.tell("counted")
         log.show(run.step, run.job.total_steps, window.epoch)
