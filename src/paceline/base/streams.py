@@ -19,7 +19,7 @@ def key_to_seed(*key: int | str) -> int:
     >>> key_to_seed(0, "order", 1) == key_to_seed(0, "order", 1) != key_to_seed(0, "order", 2)
     True
     """
-    text = "\0".join(f"{type(part).__name__}:{part}" for part in key)
+    text = "\0".join([f"{type(part).__name__}:{part}" for part in key])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -40,8 +41,10 @@ class StepFigures:
     @property
     def values(self) -> list[float]:
         """The figures as numbers, in the order of the fields."""
-        *figures, users = (getattr(self, name) for name in self.__slots__)
-        return [*figures, *users]
+        return [*_NUMBERS(self), *self.users]
+
+
+_NUMBERS = attrgetter(*StepFigures.__slots__[:-1])
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -95,10 +96,10 @@ class Loop:
             *([Observed(run, settings.observer)] if settings.observer is not None else []),
         ]
         observes = any(type(part).gradients is not RunPart.gradients for part in run.parts)
-        self.observe = run.tell_gradients if observes else None
+        self.observe = partial(run.tell, "gradients") if observes else None
         drift.check_replicas(drift.replicated(stepper), mesh=mesh, step=0)
         run.tell_layout()
-        stepper.before_update = run.before_update
+        stepper.before_update = partial(run.tell, "before_update")
 
     def train(self) -> dict[str, Any]:
         """See `train_rank`."""
@@ -123,8 +124,7 @@ class Loop:
         run.log.journal.begin(
             run.job, plan=str(run.plan), world_size=run.context.world_size, after=run.step
         )
-        for part in run.parts:
-            part.restored(checkpoint)
+        run.tell("restored", checkpoint)
 
     def _steps(self) -> bool:
         """Take every step that is left, or until the run is ended. Returns whether it was asked to stop."""
@@ -173,8 +173,7 @@ class Loop:
                 feed.prepare_next()
                 run.beat("reduce")
 
-        for part in run.parts:
-            part.before_step(fed)
+        run.tell("before_step", fed)
         run.set_mode(trains=True)
         with self.spikes.explaining(fed):
             result = stepper.step(
@@ -196,10 +195,8 @@ class Loop:
         run = self.run
         run.count(taken.fed.window)
         run.stop = run.stop or bool(taken.result.stop)
-        for part in run.parts:
-            part.stepped(taken)
-        for part in run.parts:
-            part.counted()
+        run.tell("stepped", taken)
+        run.tell("counted")
         self.heap.poll()
 
     def _is_asked(self) -> bool:
@@ -234,7 +231,7 @@ class Loop:
         run, stepper = self.run, self.run.stepper
         if run.step == 0:
             raise run.without_steps()
-        run.before_update()
+        run.tell("before_update")
         stepper.layout.module.zero_grad()  # their memory is free for evaluating, saving, exporting
         settled = stepper.settle(run.step)
         if settled is not None:
@@ -242,8 +239,7 @@ class Loop:
             self.step_log.learn(settled)
         run.due = {"compare", "evaluate"} | run.due - {"save"}
         run.settle()
-        for part in run.parts:
-            part.finished()
+        run.tell("finished")
         run.context.beat("end")
         return self._summary()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -112,6 +112,7 @@ class RankRun:
     stop: bool = False  # some rank was asked to stop, or callbacks want something
     ended: str | None = None  # why a callback or the observer ended the run, if one did
     is_copied: bool = False  # whether it goes on from a copy in memory
+    _told: dict[str, list[Callable[..., None]]] = field(default_factory=dict)  # by moment
 
     @property
     def run_dir(self) -> Path | None:
@@ -159,18 +160,22 @@ class RankRun:
         """Append a line to metrics.jsonl, on rank 0."""
         self.log.note(self.step, **figures)
 
-    def before_update(self) -> None:
-        """Let every part know that weights are written to next. Collective."""
-        for part in self.parts:
-            part.before_update()
+    def tell(self, moment: str, *values: Any) -> None:
+        """Let the parts know of a moment at which they may do something; see `RunPart`."""
+        if moment not in self._told:
+            self._told[moment] = [
+                getattr(part, moment)
+                for part in self.parts
+                if getattr(type(part), moment) is not getattr(RunPart, moment)
+            ]
+        for told in self._told[moment]:
+            told(*values)
 
     def settle(self) -> None:
         """Let every part do what is due, until nothing is. Collective."""
-        while True:
-            for part in self.parts:
-                part.settled()
-            if not self.due:
-                return
+        self.tell("settled")
+        while self.due:
+            self.tell("settled")
 
     def document(self) -> dict[str, Any]:
         """Return what of the run's state is not a tensor.
@@ -269,11 +274,6 @@ class TrainingRun(RankRun):
                     f"parts must hold functions that return a pl.RunPart, got a {type(part).__name__}"
                 )
         return parts
-
-    def tell_gradients(self, stepper: Stepper) -> None:
-        """Let every part know that gradients are complete."""
-        for part in self.parts:
-            part.gradients()
 
     def gradient_norms(self) -> dict[str, float]:
         """Return the norm of each parameter's gradient by name, over all parts of the model; 0 where there is none.

@@ -64,7 +64,7 @@ class Stepper(RankState):
         stop: Callable[[], bool] = lambda: False,
         beat: Callable[[str], None] = lambda phase: None,
         on_launched: Callable[[], None] = lambda: None,
-        observe: Callable[[Stepper], None] | None = None,
+        observe: Callable[[], None] | None = None,
     ) -> StepResult:
         """Take the step of the job: its own, or one backward and one update.
 
@@ -108,7 +108,7 @@ class Stepper(RankState):
                 self.edits.updated()
         return replace(result, is_skipped=taken.is_skipped, spike=taken.spike)
 
-    def _take_usual(self, step: TrainingStep, observe: Callable[[Stepper], None] | None) -> None:
+    def _take_usual(self, step: TrainingStep, observe: Callable[[], None] | None) -> None:
         """Take the step of a job with one model and one loss: one backward, one update."""
 
         def evaluate(*, is_again: bool = False) -> float:
@@ -128,7 +128,7 @@ class Stepper(RankState):
             self.before_forwards()
             loss = evaluate()
         if observe:
-            observe(self)
+            observe()
         step.beat("optimizer")
         norm = self.gradient_norm = step.norm
         if self.needs_closure:
@@ -139,14 +139,14 @@ class Stepper(RankState):
         elif self.merges_edits:
             self.edits.updated()
 
-    def _take_own(self, step: OwnStep, observe: Callable[[Stepper], None] | None) -> None:
+    def _take_own(self, step: OwnStep, observe: Callable[[], None] | None) -> None:
         """Take the step that the job brings."""
         verbs = Verbs(step, keeps_gradients=observe is not None)
         verbs.take()
         if observe:
             for name, p in self.parameters.items():
                 p.grad = verbs.gradients.get(name)
-            observe(self)
+            observe()
             self._clear_gradients()
         if (
             self.step_sync.has_own_steps and self.job.followers
