@@ -353,6 +353,8 @@ def _launch(request: TrainRequest, run_dir: Path, options: dict[str, Any]) -> tu
     """Train in a separate process, because faults may kill it. Return its exit code and what it
     ended with.
     """
+    from paceline.api.rehearsal_on_hosts import ending_of
+
     prepare_to_fork()
     parent_end, child_end = multiprocessing.Pipe(duplex=False)
     process: Any = multiprocessing.get_context("fork").Process(
@@ -360,12 +362,7 @@ def _launch(request: TrainRequest, run_dir: Path, options: dict[str, Any]) -> tu
     )
     process.start()
     child_end.close()
-    try:
-        message: str = json.loads(parent_end.recv_bytes())
-    except EOFError:
-        message = ""
-    process.join()
-    return process.exitcode, message or f"it was ended by signal {-process.exitcode}"
+    return ending_of(process, parent_end)
 
 
 def _be_launcher(

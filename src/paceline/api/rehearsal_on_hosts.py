@@ -60,7 +60,7 @@ class HostsRehearsal:
                 self._start(index, host, hosts[0].address) for index, host in enumerate(hosts)
             ]
             ended = [
-                _ending(*each) for index, each in enumerate(launched) if index not in self.lost
+                ending_of(*each) for index, each in enumerate(launched) if index not in self.lost
             ]
             for process, _ in launched:
                 process.kill()
@@ -136,7 +136,7 @@ class HostsRehearsal:
         ]
 
 
-def _ending(process: Any, answer: Connection) -> tuple[int, str]:
+def ending_of(process: Any, answer: Connection) -> tuple[int, str]:
     """Return a process's exit code, and what it ended with."""
     try:
         message: str = json.loads(answer.recv_bytes())

@@ -21,7 +21,7 @@ from paceline.checkpoint.read import Checkpoint, DiskStore, newest_checkpoint, o
 from paceline.job.pretrained import Weights
 from paceline.runs.folder import COMMIT, MODEL
 from paceline.strategies.layout import Extent
-from paceline.training.state import persistent_buffers, stored_names
+from paceline.training.state import persistent_buffers, saved_shapes, stored_names
 
 MOST_BYTES = 16 * 1024**2  # bytes of a tensor that are read at once
 SHOWN_NAMES = 5
@@ -157,8 +157,7 @@ def matched(
     unknown = [name for name in stored_as if name not in stored]
     if not chosen or (init.strict and (missing or unknown)):
         raise _other_names(missing, unknown)
-    wanted = {f"parameters/{name}": tuple(p.shape) for name, p in model.named_parameters()}
-    wanted |= {f"buffers/{name}": tuple(b.shape) for name, b in persistent_buffers(model).items()}
+    wanted = saved_shapes(model)
     for key, name in chosen.items():
         if shapes[name] != wanted[key]:
             raise JobError(

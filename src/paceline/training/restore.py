@@ -38,14 +38,17 @@ from paceline.training.state import (
     left_out,
     own_prefix,
     persistent_buffers,
+    saved_shapes,
 )
 
 
 def model_mismatch(model: torch.nn.Module, checkpoint: Checkpoint) -> str | None:
     """Return why a checkpoint's tensors are not this model's; None if they are."""
-    wanted = {f"parameters/{name}": tuple(p.shape) for name, p in model.named_parameters()}
-    wanted |= {f"buffers/{name}": tuple(b.shape) for name, b in persistent_buffers(model).items()}
-    wanted = {name: shape for name, shape in wanted.items() if name not in left_out(checkpoint)}
+    wanted = {
+        name: shape
+        for name, shape in saved_shapes(model).items()
+        if name not in left_out(checkpoint)
+    }
     stored = {
         name: tuple(entry.shape)
         for name, entry in checkpoint.tensors.items()

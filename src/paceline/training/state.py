@@ -266,6 +266,14 @@ def persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: buffer for name, buffer in model.named_buffers() if name in kept}
 
 
+def saved_shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the model's tensors by their names in a checkpoint."""
+    return {
+        **{f"parameters/{name}": tuple(p.shape) for name, p in model.named_parameters()},
+        **{f"buffers/{name}": tuple(b.shape) for name, b in persistent_buffers(model).items()},
+    }
+
+
 def stored_names(model: torch.nn.Module) -> dict[str, str]:
     """Return for every name that `model.state_dict()` has for a tensor its name in a checkpoint.
     Tied tensors are stored once.

@@ -336,12 +336,17 @@ def killed(
             )
     else:
         how = f"it ended with exit code {exit_code} and no exception"
+    return _ended(PeerLost, rank, how, sign)
+
+
+def _ended(kind: type[PacelineError], rank: int, how: str, sign: Heartbeat) -> Failure:
+    """The report of a rank that could not make one."""
     return Failure(
         rank,
         socket.gethostname(),
-        PeerLost.__name__,
+        kind.__name__,
         how,
-        PeerLost.exit_code,
+        kind.exit_code,
         heard=False,
         step=sign.step,
         phase=sign.phase,
@@ -357,19 +362,7 @@ def different_verbs(rank: int, mismatch: str, sign: Heartbeat) -> Failure:
         f"{mismatch}\n\nhint: a condition on a rank's own samples holds on some ranks alone; give each sample a "
         "weight in the loss, as `more`, in its place"
     )
-    return Failure(
-        rank,
-        socket.gethostname(),
-        TrainingError.__name__,
-        how,
-        TrainingError.exit_code,
-        heard=False,
-        step=sign.step,
-        phase=sign.phase,
-        where="",
-        trace="",
-        time_s=time.time(),
-    )
+    return _ended(TrainingError, rank, how, sign)
 
 
 def stopped(rank: int, number: int, sign: Heartbeat) -> Failure:
@@ -378,19 +371,7 @@ def stopped(rank: int, number: int, sign: Heartbeat) -> Failure:
         f"stopped by {signal.Signals(number).name} in {sign}, where no checkpoint can be saved\n\n"
         "hint: --resume goes on from the last checkpoint, if there is one"
     )
-    return Failure(
-        rank,
-        socket.gethostname(),
-        Preempted.__name__,
-        how,
-        Preempted.exit_code,
-        heard=False,
-        step=sign.step,
-        phase=sign.phase,
-        where="",
-        trace="",
-        time_s=time.time(),
-    )
+    return _ended(Preempted, rank, how, sign)
 
 
 def cause_of(failures: Sequence[Failure]) -> Failure:

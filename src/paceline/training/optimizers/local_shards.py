@@ -8,13 +8,14 @@ that of a single device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from paceline.torch_private.dtensor import part_of, spec_of
+from paceline.torch_private.pytree import tree_map_only
 
 
 class OwnParts:
@@ -75,22 +76,13 @@ def as_distributed(value: Any, parameter: Any) -> Any:
             stride=parameter.stride(),
         )
 
-    return _mapped(wrap, value)
+    return tree_map_only(torch.Tensor, wrap, value)
 
 
 def as_plain(value: Any) -> Any:
     """Convert distributed tensors to this rank's parts; the reverse of `as_distributed`."""
-    return _mapped(
-        lambda tensor: tensor.to_local() if hasattr(tensor, "to_local") else tensor, value
+    return tree_map_only(
+        torch.Tensor,
+        lambda tensor: tensor.to_local() if hasattr(tensor, "to_local") else tensor,
+        value,
     )
-
-
-def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return function(value)
-    if isinstance(value, dict):
-        return {key: _mapped(function, item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        items = [_mapped(function, item) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value

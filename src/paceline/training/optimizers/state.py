@@ -106,14 +106,6 @@ class OptimizerState:
                 hint="use a data=N plan, or keep them in self.state[parameter] or a dict by parameter",
             )
 
-    @property
-    def is_in_state(self) -> bool:
-        """Whether all values that steps could change are in `state` and in the groups of one
-        optimizer.
-        """
-        parts = parts_of(self.optimizer)
-        return not (parts.slots or self.through_state_dict or len(parts.optimizers) > 1)
-
     def local_parameters(self) -> dict[str, torch.nn.Parameter]:
         """The parameters that the optimizer updates, in the form in which ranks hold them."""
         return {**self.parameters, **self.distributed}
