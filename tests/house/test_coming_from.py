@@ -22,11 +22,13 @@ DOCS = Path(__file__).parents[2] / "docs"
 IN_ORDER = "for inputs, targets in DataLoader(samples, batch_size=60):"  # in place of a loader that shuffles by itself
 
 
+def code(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(encoding="utf-8"), re.DOTALL)
+
+
 def scripts(page: str) -> tuple[str, str]:
     """The script before and the script after."""
-    before, after = re.findall(
-        r"```python\n(.*?)```", (DOCS / page).read_text(encoding="utf-8"), re.DOTALL
-    )
+    before, after, *_ = code(page)
     return before, after
 
 
@@ -79,15 +81,20 @@ def test_ten_lines_change():
 
 
 def test_the_job_ends_where_the_loop_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """Weights and accuracy of the loop, and of the job under two plans."""
+    """Weights and accuracy of the loop, of the job under two plans, and of the job with the loop's body."""
     needed("sklearn", "scikit-learn")
     before, after = scripts("from-a-training-loop.md")
     loop = run_script(before)
     accuracy = float(re.findall(r"epoch 4: accuracy (\S+)", capsys.readouterr().out)[0])
     script = run_script(after, __name__="script")
-    for plan in ("single", "data=2 accumulate=2"):
-        figures = pl.train(script["job"](), plan, run=tmp_path / plan)
-        assert_equal_weights(tmp_path / plan, loop["model"])
+    exec(code("from-a-training-loop.md")[2], script)
+    for name, plan in (
+        ("job", "single"),
+        ("job", "data=2 accumulate=2"),
+        ("job_of_body", "data=2 accumulate=2"),
+    ):
+        figures = pl.train(script[name](), plan, run=tmp_path / name / plan)
+        assert_equal_weights(tmp_path / name / plan, loop["model"])
         assert figures["metrics"]["accuracy"] == pytest.approx(accuracy, abs=1e-4)
 
 

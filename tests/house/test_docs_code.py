@@ -113,13 +113,32 @@ def test_the_step_of_its_own_trains(names: dict[str, Any], tmp_path: Path):
     assert pl.train(job, "data=2", steps=2, run=tmp_path / "run", table=False)["steps"] == 2
 
 
+def test_the_computation_of_its_own_trains(names: dict[str, Any], tmp_path: Path):
+    """The autoencoder of docs/job.md: figures of each step and of the evaluation."""
+
+    class Autoencoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder, self.decoder = nn.Linear(6, 4), nn.Linear(2, 6)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            mean, log_variance = self.encoder(x).chunk(2, -1)
+            return self.decoder(mean), mean, log_variance
+
+    names |= {"VAE": Autoencoder}
+    exec(blocks(ROOT / "docs" / "job.md")[2], names)
+    result = pl.train(names["autoencoder"](), "data=2", steps=2, run=tmp_path / "run", table=False)
+    assert set(result.metrics) == {"validation_loss", "divergence"}
+    assert all(row["metrics"]["divergence"] > 0 for row in result.history if "loss" in row)
+
+
 @pytest.mark.slow
 def test_the_verbs_run_as_the_pages_say(
     names: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """The commands from Python in docs/job.md, and the results of docs/after-training.md."""
     monkeypatch.chdir(tmp_path)
-    job, _, verbs = blocks(ROOT / "docs" / "job.md")
+    job, _, _, verbs = blocks(ROOT / "docs" / "job.md")
     Path("job.py").write_text(
         "from torch.utils.data import TensorDataset\nfrom torch import nn\n"
         + job

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.base.errors import CheckpointError, UsageError, nearest
 from paceline.job import Job
+from paceline.job.compute import alone
 from paceline.job.file import JobFile
 from paceline.launch.hosts.environment import current
 from paceline.launch.local.launcher import Launcher
@@ -134,6 +135,7 @@ def predict(
     """
     target = _target(Path(output) if output else None, Path(input), Path(run))
     job, resolved, place = _open(Path(run), plan, devices=devices, timeout_s=timeout_s)
+    job = alone(job)
     predicting = _predicting(job, model)
     data = _Inputs(read_tensors(Path(input), float64=job.precision == "float64"))
     if len(data) == 0:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.api.outcome import Outcome
 from paceline.base.errors import CheckpointError, UsageError
+from paceline.job.compute import alone
 from paceline.job.file import JobFile
 from paceline.runs import folder
 from paceline.runs.provenance import note_edits
@@ -67,7 +68,7 @@ class TrainedModel:
         )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.job.seed)
-            model: torch.nn.Module = self.job.model()
+            model: torch.nn.Module = alone(self.job).model()
         if self.job.precision == "float64":
             model = model.double()
         if (why := model_mismatch(model, checkpoint)) is not None:

@@ -59,7 +59,7 @@ class KeepBest(Callback):
         self._note(run.folder)
 
     def on_evaluation(self, run: RunHandle, evaluation: EvaluationReport) -> None:
-        value = evaluation.figures[self.monitor.name]
+        value = self.monitor.value(evaluation.figures)
         place = next(
             (
                 number

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -44,11 +44,24 @@ class Monitor:
         known: Iterable[str] = ("loss",)
         if job.validation is not None:
             known = ("validation_loss", *job.metrics, "loss")
-        if self.name in known:
-            return None
+        if self.name in known or (job.compute is not None and job.validation is not None):
+            return None  # what `compute` measures is known when it runs
         if job.validation is None and self.name == "validation_loss":
             return f"{callback_name} looks at validation_loss, and the job has no validation data: give validation="
         return f"{callback_name} looks at {self.name!r}, which this job does not compute: {nearest(self.name, known)}"
+
+    def value(self, figures: Mapping[str, float]) -> float:
+        """Return the figure of an evaluation.
+
+        Raises:
+            JobError: the job's `compute` does not return it.
+        """
+        if self.name not in figures:
+            raise JobError(
+                f"a callback looks at {self.name!r}, which the job does not compute: "
+                f"{nearest(self.name, figures)}"
+            )
+        return figures[self.name]
 
     def is_better(self, value: float, than: float | None, *, by: float = 0.0) -> bool:
         """Whether a value is better than another by more than `by`. NaN never is.

@@ -61,7 +61,7 @@ class EarlyStopping(Callback):
 
     def on_evaluation(self, run: RunHandle, evaluation: EvaluationReport) -> None:
         if not self.monitor.is_of_epochs:
-            self._look(run, evaluation.step, evaluation.figures[self.monitor.name])
+            self._look(run, evaluation.step, self.monitor.value(evaluation.figures))
 
     def on_epoch(self, run: RunHandle, epoch: EpochReport) -> None:
         if self.monitor.is_of_epochs and epoch.loss is not None:

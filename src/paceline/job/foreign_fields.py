@@ -42,6 +42,7 @@ _MEANT = {
     ),
     **dict.fromkeys(("collate_fn", "data_collator"), "collate="),
     **dict.fromkeys(("criterion", "loss_fn", "compute_loss_func"), "loss="),
+    **dict.fromkeys(("training_step", "compute_loss", "train_step"), "compute="),
     **dict.fromkeys(("compute_metrics", "metric"), "metrics={name: function}"),
     **dict.fromkeys(("fp16", "bf16", "mixed_precision", "amp"), 'precision="fp16" or "bf16"'),
     **dict.fromkeys(("pretrained", "checkpoint", "weights_path", "state_dict"), "init="),
@@ -119,9 +120,10 @@ def meant_precision(value: object) -> str | None:
 
 def problems(job: Any) -> Iterator[str]:
     """Yield a message for each field of a job that holds a value of another tool."""
-    if _is_lightning(job.model) and (not isinstance(job.model, type) or job.loss is None):
+    has_loss = job.loss is not None or job.compute is not None
+    if _is_lightning(job.model) and (not isinstance(job.model, type) or not has_loss):
         yield (
-            "model is a LightningModule: a job takes what its methods compute as fields, loss= for what "
+            "model is a LightningModule: a job takes what its methods compute as fields, loss= or compute= for what "
             f"training_step returns and optimizer= for what configure_optimizers returns; {LIGHTNING}"
         )
     if getattr(job.optimizer, "__name__", "") == "configure_optimizers":

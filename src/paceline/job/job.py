@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any, Literal, get_args
 
 from paceline.base.errors import JobError, nearest
+from paceline.job import compute as computations
 from paceline.job import foreign_fields, given_data, named_fields
 from paceline.job.callback import Callback
 from paceline.job.loaders import Loading
@@ -41,6 +42,9 @@ class Job:
             for anything else (ignored targets, tokens). The whole window's count normalises once.
             None takes the model's own: `output.loss`, weighted by its tokens where the batch has
             'labels' of tokens.
+        compute: (model, batch) -> the loss of a batch as the loop's loader gives it, in place of
+            `loss`: a scalar or (sum, count), or a pair of that and figures: a mapping of names to
+            means over the samples or (sum, count). See docs/job.md.
         optimizer: Builds the optimizer from (name, parameter) pairs.
         models: Names with functions that build a `torch.nn.Module`, in place of `model`; see
             docs/own-step.md.
@@ -50,8 +54,9 @@ class Job:
             default the loss of the one model, and an update of every optimizer.
         followers: Names with `paceline.ema`, `copy_every` or `frozen`: models whose weights follow
             from others'.
-        validate: (ctx, batch) -> the figures of a batch of the validation data: a loss as `loss`
-            returns it, or a mapping of names to such values, one of which is "loss".
+        validate: (ctx, batch), or with `compute` (model, batch) -> the figures of a batch of the
+            validation data: a loss as `loss` returns it, or a mapping of names to such values, one
+            of which is "loss". By default what `compute` returns.
         sampler: Draws the indices of an epoch, as torch's samplers do; its length is that of an
             epoch. It must draw the same for an epoch each time: from torch's global generator or
             from its attribute `generator`, which are seeded by the epoch, or by `set_epoch`. By
@@ -108,6 +113,7 @@ class Job:
     followers: Mapping[str, FollowerModel] = field(default_factory=dict)
     validate: Callable[[Any, Any], Any] | None = None
     loss: Callable[[Any, Any], Any] | None = None
+    compute: computations.Compute | None = None
     sampler: Any = None
     weights: Any = field(default=None, repr=False)
     collate: Callable[[list[Any]], Any] | None = None
@@ -138,17 +144,21 @@ class Job:
             object.__setattr__(self, name, value)
         if isinstance(self.collate, Phases):
             object.__setattr__(self, "collate", Collates(self.collate))
-        problems = list(named_fields.problems(self))
+        problems = [*computations.problems(self), *named_fields.problems(self)]
         if self.models and not problems:
             for name, value in named_fields.derived(self).items():
                 object.__setattr__(self, name, value)
         problems += [] if problems else _problems(self)
         if problems:
             raise JobError("; ".join(problems))
+        for name, value in computations.settled(self).items():
+            object.__setattr__(self, name, value)
 
     @cached_property
     def criterion(self) -> Callable[[Any, Any], Any]:
         """The function (output, target) -> loss: the job's, or the model's own."""
+        if self.compute is not None:
+            return computations.computed
         return OwnLoss() if self.loss is None else self.loss
 
     @property
@@ -174,9 +184,11 @@ class Job:
 
     @property
     def own_validate(self) -> Callable[[Any, Any], Any] | None:
-        """The validation function of a job with named models; None if the job gives neither that
-        nor a loss.
+        """The validation function (ctx, batch) of a job with named models or with `compute`; None
+        if the job gives neither that nor a loss.
         """
+        if self.compute is not None:
+            return computations.validated
         return self.validate or (
             named_fields.default_validate(self) if self.models and self.loss is not None else None
         )

@@ -38,7 +38,7 @@ class OwnLoss:
             raise TrainingError(
                 f"the job gives no loss, and neither does the model: its output is a "
                 f"{type(output).__name__} without .loss",
-                hint="give Job a loss=, or let the model return one; models of Transformers do so "
+                hint="give Job a loss= or compute=, or let the model return one; models of Transformers do so "
                 "where the batch has 'labels'",
             )
         labels, logits = _part(batch, "labels"), _part(output, "logits")

@@ -125,7 +125,9 @@ def problems(job: Any) -> Iterator[str]:
         return
     if not job.models:
         stated = [
-            name for name in ("optimizers", "followers", "step", "validate") if getattr(job, name)
+            name
+            for name in ("optimizers", "followers", "step", "validate")
+            if getattr(job, name) and not (name == "validate" and job.compute is not None)
         ]
         if stated:
             yield f"{' and '.join(stated)} need{'s' * (len(stated) == 1)} models= by name, in the place of model="

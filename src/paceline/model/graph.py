@@ -32,6 +32,7 @@ from paceline.base.errors import PlanRefused
 from paceline.base.streams import stream_states
 from paceline.base.user_code import user_frames
 from paceline.cluster.gpu_use import start_autograd_without_gpus
+from paceline.job.computation import computing
 from paceline.model.forward_state import ForwardState, state_kept
 from paceline.model.opaque import (
     Call,
@@ -295,8 +296,9 @@ def _failed(model: nn.Module, error: Exception) -> CaptureFailed:
             "a forward whose course depends on the values of tensors can't be split; data=N and shard=N plans run "
             "it as it is. In a module of its own such a part is kept whole, and the rest is split"
         )
+    name = type(model).__name__ if computing(model) is model else "compute"
     return CaptureFailed(
-        f"{type(model).__name__} can't be cut: recording its forward failed"
+        f"{name} can't be cut: recording its forward failed"
         f"{f' at {line}' if line else ''}: {reason}",
         hint=hint,
     )
@@ -760,7 +762,7 @@ def _listed_modules(model: nn.Module) -> set[str]:
             else:
                 visit(child, f"{path}.")
 
-    visit(model, "")
+    visit(computing(model), "")
     return listed
 
 

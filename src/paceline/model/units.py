@@ -79,6 +79,7 @@ def find_units(model: nn.Module) -> dict[str, nn.Module]:
     """
     from torch import nn
 
+    from paceline.job.computation import computing
     from paceline.model.forward_effects import runs_with_other_weights
 
     units: dict[str, nn.Module] = {}
@@ -94,7 +95,7 @@ def find_units(model: nn.Module) -> dict[str, nn.Module]:
             else:
                 visit(child, f"{path}.")
 
-    visit(model, "")
+    visit(computing(model), "")
     paths = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     return {name: unit for name, unit in units.items() if not _is_tied(unit, paths)}
 

@@ -19,6 +19,7 @@ import torch
 from paceline.base.streams import key_to_seed, seed_model, seed_sample
 from paceline.job import Job
 from paceline.job.batches import collated
+from paceline.job.compute import stacks
 from paceline.job.metrics import OfAllSamples
 from paceline.job.modes import for_training, set_mode
 from paceline.job.named_optimizers import NamedOptimizers
@@ -27,7 +28,7 @@ from paceline.model.attributes import in_float64, is_like_a_buffer, tensor_attri
 from paceline.model.copy_on_write import lazy_copy
 from paceline.model.float8 import in_float8
 from paceline.model.forward_state import ForwardState
-from paceline.model.losses import RepeatableLoss
+from paceline.model.losses import RepeatableLoss, computation_keeps_state
 from paceline.proof.device import Dtypes, autocast, cpu_copy, one_device
 from paceline.proof.initial import load_plainly
 from paceline.proof.order import CollatedBatch, whole_batches, windows
@@ -177,10 +178,12 @@ class PlainRun:
         )
         try:
             self._freeze()
+            replicas = as_planned(batch, self.variation.cut)
+            self.examined = replicas[0][0]
             taken = kind(
                 self.job,
                 self.model,
-                as_planned(batch, self.variation.cut),
+                replicas,
                 criterion=self.criterion,
                 number=self.num_steps,
                 scale=self.scale,
@@ -300,8 +303,17 @@ class PlainRun:
 
     def loss_keeps_state(self) -> bool:
         """Whether the loss of the examined step gives another value if it is called again."""
+        if not isinstance(self.criterion, RepeatableLoss):
+            return False
         with autocast(self.job):
-            return isinstance(self.criterion, RepeatableLoss) and self.criterion.keeps_state()
+            return self.criterion.keeps_state() or (
+                self.job.compute is not None
+                and computation_keeps_state(self.job.compute, self._loss_again, self.model)
+            )
+
+    def _loss_again(self) -> Any:
+        piece = unspoilt(self.examined)
+        return self.job.criterion(piece.call(self.model), piece.target)
 
     def evaluate(self, data: Any) -> dict[str, float]:
         """Return the loss (as "loss") and every metric over all samples of the data, in batches of
@@ -549,7 +561,7 @@ def expected_marks(job: Job, batch: MicroBatch) -> list[float | None]:
     Padding depends on the other samples of a batch, so collated samples have no fixed mark. Wrong
     samples then show in the gradients.
     """
-    return [None] * batch.samples if job.collate is not None else list(sample_marks(batch).tolist())
+    return list(sample_marks(batch).tolist()) if stacks(job.collate) else [None] * batch.samples
 
 
 def sample_marks(batch: MicroBatch) -> torch.Tensor:

@@ -114,6 +114,7 @@ class StepRow(TypedDict, total=False):
     step_s: Required[Real]
     samples: Required[Count]
     lr: Real | None
+    metrics: dict[str, Real | None] | None
 
 
 class OtherRow(TypedDict, total=False):

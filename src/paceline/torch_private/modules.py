@@ -1,7 +1,8 @@
 """What a module holds itself, and how torch converts and calls it.
 
-Private names: `Module._parameters`, `Module._buffers`, `Module._modules`, `Module._forward_hooks`,
-`Module._forward_pre_hooks`, `Module._backward_hooks`, `Module._backward_pre_hooks`,
+Private names: `Module._parameters`, `Module._buffers`, `Module._modules`,
+`Module._non_persistent_buffers_set`, `Module._forward_hooks`, `Module._forward_pre_hooks`,
+`Module._backward_hooks`, `Module._backward_pre_hooks`,
 `torch.nn.modules.module._global_backward_hooks`,
 `torch.nn.modules.module._global_backward_pre_hooks`, `Module._compiled_call_impl`, `Module._apply`,
 `torch.nn.modules.batchnorm._BatchNorm`, `torch.nn.modules.batchnorm._NormBase`,
@@ -47,6 +48,12 @@ def own_tensors(module: nn.Module) -> list[tuple[dict[str, Any], str, Tensor]]:
 def set_own_modules(module: nn.Module, modules: dict[str, nn.Module | None]) -> None:
     """Put another dict into the place of `own_modules`."""
     vars(module)["_modules"] = modules
+
+
+def share_contents(module: nn.Module, other: nn.Module) -> None:
+    """Let a module hold what another one holds, now and whatever is put into either of them."""
+    for name in (*CONTENTS, "_non_persistent_buffers_set"):
+        vars(module)[name] = vars(other)[name]
 
 
 def has_hooks(module: nn.Module, kinds: tuple[str, ...] = HOOKS) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from paceline.job.batches import Collate
+from paceline.job.compute import stacks
 from paceline.job.order import Window
 from paceline.model.randomness import is_switched_off
 from paceline.training.own_step.step_draws import WindowDraws
@@ -33,8 +34,8 @@ class CollateDraws:
 
         If there are none, one sample of the window stands in.
         """
-        if collate is None:
-            return None
+        if collate is None or stacks(collate):
+            return collate
 
         def keyed(items: list[Any]) -> Any:
             if is_switched_off():

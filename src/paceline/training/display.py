@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.base.logs import Tee, logger
@@ -29,6 +30,7 @@ class Progress:
     step_s: float
     memory_bytes: int
     predicted_step_s: float | None
+    metrics: Mapping[str, float | None] = field(default_factory=dict)  # of the last step
 
     @property
     def left_s(self) -> float | None:
@@ -40,8 +42,11 @@ class Progress:
             f" (predicted {_seconds(self.predicted_step_s)})" if self.predicted_step_s else ""
         )
         left = f", {_duration(self.left_s)} left" if self.left_s is not None else ""
+        metrics = "".join(
+            f"{name} {value:.4g}  " for name, value in self.metrics.items() if value is not None
+        )
         return (
-            f"step {self.step}{total}  epoch {self.epoch + 1}  loss {self.loss:.4f}  "
+            f"step {self.step}{total}  epoch {self.epoch + 1}  loss {self.loss:.4f}  {metrics}"
             f"{self.samples_per_s:,.0f} samples/s  {_seconds(self.step_s)}/step{predicted}  "
             f"{self.memory_bytes / 2**20:,.0f} MiB{left}"
         )

@@ -22,7 +22,7 @@ from paceline.model.forward_state import ForwardState, function_kept
 from paceline.strategies.layout import Layout
 from paceline.strategies.mesh import Mesh
 from paceline.training.feed import DataShard, MicroBatch, evaluation_feed
-from paceline.training.loss import LossSum, read_tally
+from paceline.training.loss import read_tally
 from paceline.training.metrics import AllSamples, copied, no_mean
 from paceline.training.own_step.named_parts import ModelPart
 from paceline.training.own_step.stage_outputs import from_last_stage
@@ -96,15 +96,6 @@ class Evaluator:
             self.beat("evaluate")
             yield batch.to(self.device, torch.float64 if job.precision == "float64" else None)
 
-    def _row(self, tally: LossSum) -> torch.Tensor:
-        """Return sum and count."""
-        return torch.stack(
-            [
-                torch.as_tensor(figure, dtype=torch.float64, device=self.device)
-                for figure in (tally.total, tally.count)
-            ]
-        )
-
     def _sums_of_validate(self, data: Any) -> dict[str, torch.Tensor]:
         mesh, device, precision = self.mesh, self.device, self.job.precision
         sums: dict[str, torch.Tensor] = {}
@@ -117,7 +108,7 @@ class Evaluator:
                 row = sums.setdefault(name, torch.zeros(2, dtype=torch.float64, device=device))
                 if batch.samples and counts_here:
                     named = f"'{name}' of validate"
-                    row += self._row(read_tally(value, samples=batch.samples, name=named))
+                    row += read_tally(value, samples=batch.samples, name=named).on(device)
         return sums
 
     def _sums_of_metrics(self, data: Any) -> tuple[dict[str, torch.Tensor], JobError | None]:
@@ -149,13 +140,13 @@ class Evaluator:
                     value = function(output, batch.target)
                     tally = read_tally(value, samples=batch.samples or 1, name=named[name])
                     if batch.samples:
-                        sums[name] += self._row(tally)
+                        sums[name] += tally.on(self.device)
         if wholes and layout.has_output and mesh.is_first_of_same_loss:
             together = every.together()
             for name, function in wholes.items():
                 tally = read_tally(function(*together), samples=1, name=named[name])
                 if not self.part.index:
-                    sums[name] = self._row(tally)
+                    sums[name] = tally.on(self.device)
         return sums, refused
 
     def _refuse_before_training(self) -> None:

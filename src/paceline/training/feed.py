@@ -29,6 +29,7 @@ from paceline.base.user_code import user_frames
 from paceline.job import Job
 from paceline.job.arrays import Arrays
 from paceline.job.batches import Collate, as_pair, collated
+from paceline.job.compute import WholeBatch, stacks
 from paceline.job.loaders import Loading, Opened
 from paceline.job.order import Order, Window, digest, split
 from paceline.job.phases import value_at
@@ -466,6 +467,8 @@ def fetch(
     """
     while type(data) is Subset:  # `random_split` makes such data sets
         indices, data = [data.indices[index] for index in indices], data.dataset
+    if type(data) is TensorDataset and type(collate) is WholeBatch and stacks(collate):
+        return collate.of([tensor[torch.as_tensor(indices)] for tensor in data.tensors])
     if (
         type(data) is TensorDataset and collate is None
     ):  # no per-sample work at all: one gather a tensor
@@ -477,8 +480,9 @@ def fetch(
         index_tensor = torch.as_tensor(indices)
         inputs, targets = data.tensors[0][index_tensor], data.tensors[-1]
         return inputs, targets[index_tensor] if len(data.tensors) == 2 else inputs
-    if type(data) is Arrays and data.is_in_memory and collate is None:
-        return as_pair(data.gather(indices))
+    if type(data) is Arrays and data.is_in_memory and stacks(collate):
+        batch = data.gather(indices)
+        return as_pair(batch) if collate is None else WholeBatch.of(batch)
     return collated(
         [
             _sample(data, index, position, seed)

@@ -67,7 +67,8 @@ def _settings(job: Job) -> dict[str, Any]:
     A change of these leaves a checkpoint usable, and neither run would show it.
     """
     functions = {
-        name: _named(getattr(job, name)) for name in ("loss", "collate", "step", "validate")
+        name: _named(getattr(job, name))
+        for name in ("loss", "compute", "collate", "step", "validate")
     }
     settings = {
         "clip": job.clip,

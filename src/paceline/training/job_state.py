@@ -30,7 +30,7 @@ from paceline.model.attributes import OF_TORCH
 from paceline.torch_private.modules import own_buffers, own_modules, own_parameters
 
 _PREFIX, _VALUES = "job/", "job/.values"
-_ROOTS = "loss", "collate", "validation_collate", "sampler", "step", "validate"
+_ROOTS = "loss", "compute", "collate", "validation_collate", "sampler", "step", "validate"
 _NO_STATE = (type, types.ModuleType, types.BuiltinFunctionType, torch.optim.Optimizer)
 _LARGEST_BYTES = (
     2**28

@@ -32,6 +32,13 @@ class LossSum:
         value = self.value.detach().double()
         return value * self.count if self.is_mean else value
 
+    def on(self, device: torch.device) -> torch.Tensor:
+        """Return sum and count on a device, float64."""
+        figures = (self.total, self.count)
+        return torch.stack(
+            [torch.as_tensor(f, dtype=torch.float64, device=device) for f in figures]
+        )
+
 
 def read_tally(value: Any, *, samples: int, name: str = "the loss") -> LossSum:
     """Return the result of a loss or metric function as a sum and a count.

@@ -25,6 +25,7 @@ from paceline.strategies.shard.run import is_sharded
 from paceline.strategies.state_tensors import NOTHING_SAVED, StateTensor
 from paceline.torch_private.optimizers import mark_stepped
 from paceline.training.clipping import clip, squared_norm
+from paceline.training.computed import StepMetrics
 from paceline.training.feed import DataShard, MicroBatch
 from paceline.training.freezing import Freezing
 from paceline.training.job_options import as_made
@@ -67,6 +68,7 @@ class RankState:
         sparsely_trained: Parameters of this rank that get sparse gradients.
         forwards_may_write: Whether a forward might write to a parameter. This is not checked on
             CPUs.
+        metrics: The figures that the job's `compute` gives of a step.
         freezing: Which parameters are frozen in which steps.
         scaling: The scaling of losses; None except in fp16.
         loss_number: This rank's number among those that compute a loss; keys random streams.
@@ -108,6 +110,9 @@ class RankState:
         )
         self.attributes, self.forwards_may_write = prepared.attributes, prepared.forwards_may_write
         self.step_sync = step_sync_of(self.synchronisers, mesh)
+        self.metrics = StepMetrics(
+            has_any=job.compute is not None, is_apart=self.step_sync.has_own_steps
+        )
         self.freezing = Freezing(job, self.model)
         self.freezing.refuse_kept(self.kept())
         self._begin_from(plan)

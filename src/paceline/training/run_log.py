@@ -83,6 +83,7 @@ class RunLog:
         self.display = Display(shown=shows)
         self.memory, self.speed = PeakMemory(device), Speed()
         self.loss = math.nan  # of the last step that has a finite one
+        self.figures: Mapping[str, float | None] = {}  # that `compute` gave of the last step
         self.evaluated: dict[str, float] = {}  # "validation_loss" and metrics, of the last time
         self.blocked_s = 0.0  # that the run waited for saves
         self.started_s = time.monotonic()
@@ -147,6 +148,7 @@ class RunLog:
                     self.speed.step_s,
                     self.memory.bytes(),
                     predicted_step_s(self.settings.run_dir),
+                    self.figures,
                 )
             )
 

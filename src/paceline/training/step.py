@@ -45,6 +45,7 @@ class Backward:
     expected_count: float  # by which a loss that is a sum was divided before it went back
     edited: bool  # whether its forwards changed a parameter here
     unknown: bool  # and one that is not known yet
+    metrics: Mapping[str, Sequence[LossSum]]  # this rank's part of the loss's figures
     agreed: torch.Tensor | None = None  # `StepFigures` of all ranks, on the device
     is_read: bool = False
 
@@ -71,6 +72,7 @@ class TrainingStep:
         is_skipped: Whether nothing is updated, because gradients overflowed under loss scaling or the
             step is a spike.
         spike: Why the step is a spike, in words.
+        metrics: The figures that the job's `compute` gave, by name.
         norm: Of the gradients before clipping; None if the job doesn't clip.
     """
 
@@ -94,6 +96,7 @@ class TrainingStep:
         self.figures: StepFigures | None = None  # of the whole step
         self.loss, self.users = 0.0, dict.fromkeys(state.trainable, 0.0)
         self.is_skipped, self.has_overflowed, self.spike = False, False, ""
+        self.metrics: dict[str, float | None] = {}
         self.norm: float | None = None
         self.norm_on_device: torch.Tensor | None = None
 
@@ -113,7 +116,14 @@ class TrainingStep:
         }
         edited, unknown = state.edits.end() if state.merges_edits else (False, False)
         backward = Backward(
-            parameters, trainable, used, work.tallies, work.expected_count, edited, unknown
+            parameters,
+            trainable,
+            used,
+            work.tallies,
+            work.expected_count,
+            edited,
+            unknown,
+            work.figures,
         )
         self.backwards.append(backward)
         return backward
@@ -179,11 +189,16 @@ class TrainingStep:
         message = self._message(backward, is_last=True)
         if overflow is not None:
             message[OVERFLOWS] = overflow
+        size = len(message)
+        if state.metrics.names != ():
+            here = backward.metrics if state.mesh.is_first_of_same_loss else {}
+            message = torch.cat([message, state.metrics.message(here, state.device)])
         message = torch.cat([state.step_sync.all_reduce_figures(message), squares.reshape(1)])
         state.before_update()
         self._tell_launched()
         *values, square = message.tolist()
-        backward.is_read, figures = True, StepFigures.read(values)
+        backward.is_read, figures = True, StepFigures.read(values[:size])
+        self.metrics = self.metrics or state.metrics.read(values[size:])
         self._check_alike(figures)
         return figures, squares, math.sqrt(square) if job.clip is not None else None
 

@@ -4,14 +4,14 @@ synchronisers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
 
-from paceline.base.errors import TrainingError
+from paceline.base.errors import PlanRefused, TrainingError
 from paceline.job.order import Window
 from paceline.strategies.compose import (
     end_evaluation,
@@ -50,6 +50,7 @@ class StepResult:
     spike: str = ""  # why the step is a spike, in words; "" if it is none
     # Of the samples that all replicas used in the steps of `losses`; see `order.digest`.
     digest: int = 0
+    metrics: Mapping[str, float | None] = field(default_factory=dict)  # what `compute` gave
 
 
 class Stepper(RankState):
@@ -106,7 +107,9 @@ class Stepper(RankState):
                 self._follow(step)
             if self.merges_edits:
                 self.edits.updated()
-        return replace(result, is_skipped=taken.is_skipped, spike=taken.spike)
+        return replace(
+            result, is_skipped=taken.is_skipped, spike=taken.spike, metrics=taken.metrics
+        )
 
     def _take_usual(self, step: TrainingStep, observe: Callable[[], None] | None) -> None:
         """Take the step of a job with one model and one loss: one backward, one update."""
@@ -265,4 +268,10 @@ class Stepper(RankState):
         """
         self._clear_gradients()
         work = WindowWork(self, window, batches, step, part, beat, tell)
-        return go_back(self, list(self.parts.values()), work)
+        used = go_back(self, list(self.parts.values()), work)
+        if work.figures:
+            raise PlanRefused(
+                f"compute returns the figure '{next(iter(work.figures))}', and servers learn of the loss alone",
+                hint="data=N and shard=N log figures; or return the loss alone",
+            )
+        return used

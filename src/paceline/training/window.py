@@ -4,13 +4,14 @@ weight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from paceline.base.errors import PlanRefused
 from paceline.base.streams import seed_streams
+from paceline.job.compute import computed_figures
 from paceline.job.order import Window
 from paceline.strategies.mesh import is_about_parts
 from paceline.training.blame import note_sample, sample_names
@@ -29,6 +30,7 @@ class WindowWork:
         criterion: Computes the loss from (output, target).
         synchronisers: Those of the parameters that the loss trains.
         place: Keys the random streams, in addition to the step, the part and the micro-batch.
+        figures: What the job's `compute` gave beside the loss, by name, of each micro-batch.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class WindowWork:
         dtype = torch.float64 if state.job.precision == "float64" else None
         self.batches = [batch.to(state.device, dtype) for batch in batches]
         self.tallies: list[LossSum] = []
+        self.figures: dict[str, list[LossSum]] = {}
         self.set_aside: dict[torch.nn.Parameter, torch.Tensor | None] = {}
         own_samples = sum(batch.samples for batch in batches)
         self.samples = max(own_samples, 1) if state.step_sync.has_own_steps else window.count
@@ -80,6 +83,8 @@ class WindowWork:
         self.tallies.append(
             tally if batch.samples else LossSum(torch.zeros_like(tally.value), 0.0, tally.is_mean)
         )
+        if job.compute is not None:
+            self._note_figures(computed_figures(output), batch.samples)
         # The weight of a mean over samples is known before backward. (sum, count) is divided when
         # the count of all samples is known: the window's, or this replica's own if replicas take
         # their own steps. A padding batch has weight 0.
@@ -92,6 +97,11 @@ class WindowWork:
             tally.value.float() if tally.value.dtype == torch.float16 else tally.value
         )  # a scale may not fit into float16
         return value * weight
+
+    def _note_figures(self, figures: Mapping[str, Any], samples: int) -> None:
+        for name, value in figures.items():
+            tally = read_tally(value, samples=samples or 1, name=f"figure '{name}' of compute")
+            self.figures.setdefault(name, []).extend([tally] if samples else [])
 
     def _explained_loss(self, output: Any, microbatch: int) -> Any:
         """Return the job's loss, and refuse it if it is made of shards."""

@@ -59,6 +59,9 @@ class Logger(Callback, ABC):
         figures = {
             name: step.figures[name] for name in _OF_STEPS if step.figures.get(name) is not None
         }
+        for name, value in (step.figures.get("metrics") or {}).items():
+            if value is not None:
+                figures[f"train_{name}"] = value
         if self._is_new("step", step.step):
             self.scalars(step.step, {**figures, "epoch": step.epoch})
 

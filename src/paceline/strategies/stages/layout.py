@@ -90,8 +90,8 @@ def hollow(model: nn.Module, device: torch.device) -> dict[str, nn.Parameter]:
     stand_ins = {id(p): stand_in(p) for p in parameters.values()}
     for module in model.modules():
         for name, parameter in list(own_parameters(module).items()):
-            if parameter is not None:
-                own_parameters(module)[name] = stand_ins[id(parameter)]
+            if parameter is not None:  # already a stand-in where two modules hold the same
+                own_parameters(module)[name] = stand_ins.get(id(parameter), parameter)
     for buffer in model.buffers():
         buffer.data = buffer.data.to(device)
     return parameters

@@ -34,6 +34,8 @@ class StepLog(RunPart):
             figures["gradient_norm"] = result.gradient_norm
         if result.is_skipped:
             figures |= {"skipped": True, **({"spike": result.spike} if result.spike else {})}
+        if result.metrics:
+            run.log.figures = figures["metrics"] = result.metrics
         self._unmet.append(figures)
         run.log.journal.note(run.step, window, skipped=result.is_skipped)
         self.learn(result)

@@ -1,0 +1,289 @@
+"""`compute=`: a function of the model and of the loader's own batch, under plans, beside a loop written by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, SequentialSampler, TensorDataset
+
+import paceline as pl
+from paceline.base.errors import JobError, PacelineError
+from paceline.base.streams import seed_model
+from paceline.training.feed import fetch
+
+SAMPLES, BATCH, LABELS = 22, 8, 3  # the last of three batches is short
+PLANS = ("data=3", "shard=2", "tensor=2", "pipeline=2", "accumulate=2")
+
+
+def sgd(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for _, p in named], 0.2, momentum=0.9)
+
+
+class Classifier(nn.Module):
+    """Listed layers, and a root with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, LABELS))
+        self.temperature = nn.Parameter(torch.ones(LABELS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x) * self.temperature
+
+
+class Autoencoder(nn.Module):
+    """Three outputs; the noise of its latent values is part of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 4))
+        self.decoder = nn.Sequential(nn.Linear(2, 10), nn.Tanh(), nn.Linear(10, 6))
+
+    def forward(self, x: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        mean, log_variance = self.encoder(x).chunk(2, -1)
+        return self.decoder(mean + noise * (log_variance / 2).exp()), mean, log_variance
+
+
+class Rows(Dataset[Any]):
+    """Samples as mappings, as many loaders give them."""
+
+    def __init__(self, *, is_mapping: bool = True) -> None:
+        draws = torch.Generator().manual_seed(0)
+        self.x = torch.randn(SAMPLES, 6, generator=draws, dtype=torch.float64)
+        self.noise = torch.randn(SAMPLES, 2, generator=draws, dtype=torch.float64)
+        self.y = torch.randint(LABELS, (SAMPLES,), generator=draws)
+        self.is_mapping = is_mapping
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        if self.is_mapping:
+            return {"x": self.x[index], "of": {"y": self.y[index]}}
+        return self.x[index], self.noise[index]
+
+
+def classify(model: nn.Module, batch: Any) -> Any:
+    """A mean over samples, and figures of both forms."""
+    output, y = model(batch["x"]), batch["of"]["y"]
+    figures = {
+        "accuracy": (output.argmax(1) == y).double().mean(),
+        "zeros_found": ((output.argmax(1) == y)[y == 0].sum(), (y == 0).sum()),
+    }
+    return F.cross_entropy(output, y), figures
+
+
+def classify_some(model: nn.Module, batch: Any) -> Any:
+    """A sum, and the count of the labels that are not left out."""
+    y = torch.where(batch["of"]["y"] == 1, -100, batch["of"]["y"])
+    return F.cross_entropy(model(batch["x"]), y, reduction="sum"), (y != -100).sum()
+
+
+def reconstruct(model: nn.Module, batch: Any) -> Any:
+    x, noise = batch
+    output, mean, log_variance = model(x, noise)
+    divergence = -0.5 * (1 + log_variance - mean**2 - log_variance.exp()).sum(1).mean()
+    error = F.mse_loss(output, x, reduction="none").sum(1).mean()
+    return error + divergence, {"divergence": divergence.detach()}
+
+
+def job_of(
+    compute: Callable[[nn.Module, Any], Any], model: type[nn.Module] = Classifier, **changes: Any
+) -> pl.Job:
+    data = Rows(is_mapping=model is Classifier)
+    loader = DataLoader(data, BATCH, sampler=SequentialSampler(data))
+    fields = {"optimizer": sgd, "epochs": 2, "precision": "float64", **changes}
+    return pl.Job(model=model, data=loader, compute=compute, **fields)
+
+
+def by_hand(
+    job: pl.Job, model: nn.Module, compute: Any
+) -> Iterator[tuple[float, dict[str, float]]]:
+    """Train the model in a plain loop over the loader that the job was given."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.2, momentum=0.9)
+    loader = DataLoader(job.data, BATCH)
+    for batch in [*loader, *loader]:
+        optimizer.zero_grad()
+        value = compute(model, batch)
+        has_figures = isinstance(value[1:], tuple) and isinstance(value[1], dict)
+        loss, figures = value if has_figures else (value, {})
+        loss = loss[0] / loss[1] if isinstance(loss, tuple) else loss
+        loss.backward()
+        optimizer.step()
+        yield (
+            float(loss.detach()),
+            {
+                name: float(each[0] / each[1] if isinstance(each, tuple) else each)
+                for name, each in figures.items()
+            },
+        )
+
+
+def close(value: Any, expected: Any) -> bool:
+    return bool(value == pytest.approx(expected, rel=0, abs=1e-12, nan_ok=True))
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    ("compute", "model"),
+    [(classify, Classifier), (classify_some, Classifier), (reconstruct, Autoencoder)],
+)
+@pytest.mark.sweep(8)
+def test_plans_equal_a_loop_by_hand(
+    plan: str, compute: Any, model: type[nn.Module], tmp_path: Path
+):
+    """Losses, figures and weights are those of the loop, also where parts are uneven."""
+    job = job_of(compute, model)
+    seed_model(job.seed)
+    plain = model().double()
+    expected = list(by_hand(job, plain, compute))
+
+    result = pl.train(job, plan, run=tmp_path / "run", table=False)
+
+    rows = [row for row in result.history if "loss" in row]
+    assert close([row["loss"] for row in rows], [loss for loss, _ in expected])
+    for row, (_, figures) in zip(rows, expected, strict=True):
+        assert close(row.get("metrics", {}), figures)
+    trained = result.model()
+    assert type(trained) is model
+    for name, p in plain.named_parameters():
+        torch.testing.assert_close(trained.get_parameter(name), p, rtol=0, atol=1e-12)
+
+
+def test_validate_takes_the_place_of_compute_in_evaluations(tmp_path: Path):
+    """Without it, `compute` gives the validation loss and metrics, over all samples once."""
+    data = Rows()
+    whole = next(iter(DataLoader(data, SAMPLES)))
+
+    def validate(model: nn.Module, batch: Any) -> Any:
+        assert not model.training and not torch.is_grad_enabled()
+        return {"loss": classify(model, batch)[0], "size": model(batch["x"]).square().mean()}
+
+    job = job_of(classify, validation=data, epochs=1)
+    for name, each in {"compute": job, "validate": replace(job, validate=validate)}.items():
+        result = pl.train(each, "data=3", run=tmp_path / name, table=False)
+        model = result.model()
+        with torch.no_grad():
+            loss, figures = classify(model, whole)
+            size = float(model(whole["x"]).square().mean())
+        found, right = figures["zeros_found"]
+        expected = {"accuracy": float(figures["accuracy"]), "zeros_found": float(found / right)}
+        others = expected if name == "compute" else {"size": size}
+        assert close(result.metrics, {"validation_loss": float(loss), **others})
+
+
+@pytest.mark.parametrize(
+    ("data", "kind"),
+    [
+        (DataLoader(TensorDataset(torch.randn(9, 3), torch.randn(9, 1)), 4), list),
+        (DataLoader(TensorDataset(torch.randn(9, 3)), 4), list),
+        (DataLoader([{"x": torch.randn(3)}] * 9, 4), dict),
+        (DataLoader(torch.randn(9, 3), 4), Tensor),
+        (DataLoader([(torch.randn(3), 1.0, "a")] * 9, 4, collate_fn=tuple), tuple),
+    ],
+)
+def test_the_batch_is_the_loaders_own(data: DataLoader[Any], kind: type):
+    """Its classes and its values are those of the loader."""
+    job = pl.Job(
+        model=lambda: nn.Linear(3, 1), data=data, compute=lambda *_: 0, optimizer=sgd, steps=1
+    )
+    indices = [4, 7, 1]
+    expected = (data.collate_fn or list)([data.dataset[index] for index in indices])
+
+    (batch,), target = fetch(job.data, indices, indices, seed=0, collate=job.collate)
+
+    assert type(batch) is kind and target is None
+    torch.testing.assert_close(batch, expected)
+
+
+def contrast(model: nn.Module, batch: Any) -> Tensor:
+    """Each sample is to be nearer to itself than to the others of its batch."""
+    output = model(batch["x"])
+    likeness = output @ (output + batch["x"][:, :LABELS]).T
+    return F.cross_entropy(likeness, torch.arange(len(output), device=output.device))
+
+
+@pytest.mark.checked_runs
+def test_a_loss_that_compares_samples_is_found(tmp_path: Path):
+    """The check of the first update refuses a plan that cuts the batch, and trains under one that doesn't."""
+    job = job_of(contrast, epochs=1)
+
+    with pytest.raises(PacelineError, match="couples the samples"):
+        pl.train(job, "data=2", run=tmp_path / "cut", table=False)
+
+    assert pl.train(job, "tensor=2", run=tmp_path / "whole", table=False)["check"]["verdict"] == "passed"
+
+
+@pytest.mark.checked_runs
+def test_a_state_of_its_own_is_found(tmp_path: Path):
+    """Ranks would have a state each."""
+    calls = [0]
+
+    def compute(model: nn.Module, batch: Any) -> Tensor:
+        calls[0] += 1
+        return classify(model, batch)[0] * calls[0]
+
+    with pytest.raises(PacelineError, match="the loss keeps a state of its own"):
+        pl.train(job_of(compute, epochs=1), "data=2", run=tmp_path, table=False)
+
+
+@pytest.mark.checked_runs
+def test_the_first_update_is_checked(tmp_path: Path):
+    """The proof's one device computes the batch as ranks do."""
+    result = pl.train(job_of(classify, steps=2, epochs=None), "data=3", run=tmp_path, table=False)
+
+    assert result["check"]["verdict"] == "passed"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"loss": F.cross_entropy}, "either loss or compute"),
+        ({"metrics": {"a": F.mse_loss}, "validation": Rows()}, "a batch of compute= has no target"),
+        ({"model": None, "models": {"net": Classifier}}, "compute is for one model"),
+        ({"compute": "classify"}, "compute must be a function"),
+        ({"validate": classify}, "give validation="),
+    ],
+)
+def test_fields_that_contradict_it_are_refused(changes: dict[str, Any], message: str):
+    """The message says what to give."""
+    with pytest.raises(JobError, match=message):
+        replace(job_of(classify), **changes)
+
+
+@pytest.mark.parametrize(
+    ("plan", "figures", "message"),
+    [
+        ("data=2 local=2", {"accuracy": 1.0}, "data=N and shard=N"),
+        ("server=1 workers=2", {"accuracy": 1.0}, "data=N and shard=N"),
+        ("single", {"lr": 1.0}, "give the figure another name"),
+    ],
+)
+def test_figures_that_a_plan_or_a_run_can_not_have(
+    plan: str, figures: dict[str, Any], message: str, tmp_path: Path
+):
+    """They are refused in the first step, with the plan that has them or what to do."""
+    job = job_of(lambda model, batch: (classify(model, batch)[0], figures))
+
+    with pytest.raises(PacelineError, match=message):
+        pl.train(job, plan, run=tmp_path / "run", table=False)
+
+
+def test_a_course_that_depends_on_values_is_refused_where_it_is_recorded(tmp_path: Path):
+    """A plan that keeps the model whole runs it."""
+
+    def compute(model: nn.Module, batch: Any) -> Tensor:
+        loss = classify(model, batch)[0]
+        return loss * 2 if loss.item() > 1e9 else loss
+
+    job = job_of(compute, steps=1, epochs=None)
+    with pytest.raises(PacelineError, match="data=N and shard=N plans run it as it is"):
+        pl.train(job, "tensor=2", run=tmp_path / "cut", table=False)
+    assert pl.train(job, "single", run=tmp_path / "whole", table=False)["steps"] == 1
