@@ -218,7 +218,10 @@ def test_a_loss_that_compares_samples_is_found(tmp_path: Path):
     with pytest.raises(PacelineError, match="couples the samples"):
         pl.train(job, "data=2", run=tmp_path / "cut", table=False)
 
-    assert pl.train(job, "tensor=2", run=tmp_path / "whole", table=False)["check"]["verdict"] == "passed"
+    assert (
+        pl.train(job, "tensor=2", run=tmp_path / "whole", table=False)["check"]["verdict"]
+        == "passed"
+    )
 
 
 @pytest.mark.checked_runs

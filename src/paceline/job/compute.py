@@ -37,7 +37,7 @@ def stacks(collate: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class ComputationBuilder:
+class BatchLossBuilder:
     """Builds a job's model as a module that computes the loss of a batch."""
 
     build: Callable[[], Any]
@@ -47,13 +47,13 @@ class ComputationBuilder:
     def __call__(self) -> Any:
         from torch import nn
 
-        from paceline.job.computation import Computation, computing
+        from paceline.job.batch_loss import BatchLoss, computing
 
         model = self.build()
         if not isinstance(model, nn.Module):
             return model  # whoever needs a module refuses it
         # The builder may be a wrapper around another one of these.
-        return Computation(computing(model), self.compute, self.validate)
+        return BatchLoss(computing(model), self.compute, self.validate)
 
 
 def computed(output: Any, target: None) -> Any:
@@ -83,8 +83,8 @@ def settled(job: Any) -> dict[str, Any]:
     """Return the fields of a job that follow from its `compute`, in place of those that it has."""
     if job.compute is None:
         return {}
-    build = job.model.build if isinstance(job.model, ComputationBuilder) else job.model
-    fields: dict[str, Any] = {"model": ComputationBuilder(build, job.compute, job.validate)}
+    build = job.model.build if isinstance(job.model, BatchLossBuilder) else job.model
+    fields: dict[str, Any] = {"model": BatchLossBuilder(build, job.compute, job.validate)}
     fields["collate"] = _whole(job.collate)
     if job.validation_collate is not None:
         fields["validation_collate"] = _whole(job.validation_collate)

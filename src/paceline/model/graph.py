@@ -32,7 +32,7 @@ from paceline.base.errors import PlanRefused
 from paceline.base.streams import stream_states
 from paceline.base.user_code import user_frames
 from paceline.cluster.gpu_use import start_autograd_without_gpus
-from paceline.job.computation import computing
+from paceline.job.batch_loss import computing
 from paceline.model.forward_state import ForwardState, state_kept
 from paceline.model.opaque import (
     Call,

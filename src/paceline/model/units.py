@@ -79,7 +79,7 @@ def find_units(model: nn.Module) -> dict[str, nn.Module]:
     """
     from torch import nn
 
-    from paceline.job.computation import computing
+    from paceline.job.batch_loss import computing
     from paceline.model.forward_effects import runs_with_other_weights
 
     units: dict[str, nn.Module] = {}

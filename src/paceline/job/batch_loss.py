@@ -14,11 +14,11 @@ _OWN = frozenset(nn.Module().__dict__) | {"forward"}
 
 def computing(module: nn.Module) -> nn.Module:
     """Return the model with which a module computes; the module itself if it is no computation."""
-    model: nn.Module = vars(module)["model"] if isinstance(module, Computation) else module
+    model: nn.Module = vars(module)["model"] if isinstance(module, BatchLoss) else module
     return model
 
 
-class Computation(nn.Module):
+class BatchLoss(nn.Module):
     """A module whose call is `compute(model, batch)`, or in evaluation mode `validate`.
 
     It holds the modules and tensors that the model holds, so that both have the same names, and
@@ -42,7 +42,7 @@ class Computation(nn.Module):
     def forward(self, batch: Any) -> Any:
         return (self.compute if self.training else self.validate)(self.model, batch)
 
-    def train(self, mode: bool = True) -> Computation:
+    def train(self, mode: bool = True) -> BatchLoss:
         self.training = mode
         self.model.train(mode)
         return self
