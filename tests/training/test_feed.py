@@ -330,7 +330,8 @@ def test_a_tensor_dataset_of_three_is_refused():
     """What the fast path can't cut into input and target is refused with the way out."""
     data = TensorDataset(torch.zeros(3), torch.zeros(3), torch.zeros(3))
     with pytest.raises(
-        TrainingError, match=r"a sample is 3 tensors(?s:.*)hint: .*\(\(a, b\), target\)"
+        TrainingError,
+        match=r"sample 0 is a tuple of 3 and not(?s:.*)hint: .*\(\(a, b\), target\)",
     ):
         fetch(data, [0], [0], seed=0)
 

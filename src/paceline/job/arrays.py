@@ -31,12 +31,41 @@ class Arrays:
             raise IndexError(f"there are {self.length} samples, and no number {index}")
         return _mapped(lambda tensor: tensor[index], self.tensors)
 
-    def gather(self, indices: Sequence[int]) -> Any:
-        """Return these samples as one batch; the arrays must be in memory."""
-        import torch
 
-        positions = torch.as_tensor(indices)
-        return _mapped(lambda tensor: tensor[positions], self.tensors)
+def rows_of(data: Any) -> Any:
+    """Return the tensors whose rows are the samples of a data set, nested as a sample is.
+
+    None for other data, such as subclasses, which may change a sample, and files.
+    """
+    import numpy as np
+    import torch
+    from torch.utils.data import StackDataset, TensorDataset
+
+    kind = type(data)
+    if kind is Arrays:
+        return data.tensors if data.is_in_memory else None
+    if kind is torch.Tensor:
+        return data if data.layout is torch.strided and data.ndim else None
+    if kind in (np.ndarray, np.memmap):
+        is_tensor = data.dtype.kind in "fiubc" and data.dtype.isnative and data.flags.writeable
+        return torch.from_numpy(data) if is_tensor and min(data.strides, default=-1) >= 0 else None
+    if kind not in (TensorDataset, StackDataset):
+        return None
+    parts = data.tensors if kind is TensorDataset else data.datasets
+    names = parts if isinstance(parts, dict) else range(len(parts))
+    rows = {name: rows_of(parts[name]) for name in names}
+    if any(part is None for part in rows.values()):
+        return None
+    return rows if isinstance(parts, dict) else list(rows.values())
+
+
+def taken(rows: Any, indices: Sequence[int]) -> Any:
+    """Return these rows as one batch, as `default_collate` makes it of the samples."""
+    import torch
+
+    places = torch.as_tensor(indices)
+    # Unlike `tensor[places]`, this keeps the layout that stacked rows have, such as channels_last.
+    return _mapped(lambda tensor: tensor.index_select(0, places.to(tensor.device)), rows)
 
 
 def as_arrays(value: Any, *, name: str) -> Arrays | None:
@@ -210,6 +239,6 @@ def _unwritable(array: Any) -> Any:
 def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: function(item) for key, item in value.items()}
-    if isinstance(value, tuple):
-        return tuple(_mapped(function, item) for item in value)
+    if isinstance(value, tuple | list):
+        return type(value)(_mapped(function, item) for item in value)
     return function(value)

@@ -16,7 +16,7 @@ from paceline.torch_private.pytree import tree_map
 Collate = Callable[[list[Any]], Any]
 _PAIR_HINT = (
     "a data set's item is (input, target), or an input alone: a tensor, a mapping or a dataclass; several "
-    "inputs go into a tuple or mapping, and collate= makes a batch of anything else"
+    "inputs go into a tuple or mapping, ((a, b), target), and collate= makes a batch of anything else"
 )
 
 
@@ -38,7 +38,7 @@ def collated(
     names = range(len(items)) if names is None else names
     if collate is not None:
         return as_pair(_made(collate, list(items), names))
-    pairs = [isinstance(item, tuple | list) and len(item) == 2 for item in items]
+    pairs = list(map(_is_pair, items))
     for item, is_pair, name in zip(items, pairs, names, strict=True):
         if not is_pair and (any(pairs) or not _is_input(item)):
             kind = (
@@ -62,8 +62,16 @@ def collated(
         raise _unstacked(items, names, error) from error
 
 
+def _is_pair(item: Any) -> bool:
+    return isinstance(item, tuple | list) and len(item) == 2
+
+
+def is_sample(item: Any) -> bool:
+    """Whether a sample is (input, target), or may be an input alone."""
+    return _is_pair(item) or _is_input(item)
+
+
 def _is_input(item: Any) -> bool:
-    """Whether a sample that is no pair may be an input alone."""
     return (
         hasattr(item, "shape")
         or isinstance(item, Mapping)
@@ -102,7 +110,7 @@ def as_pair(batch: Any) -> tuple[Any, Any]:
     A batch that is no pair is an input alone, which is its own target. A sequence of one item
     stands for that item.
     """
-    if isinstance(batch, tuple | list) and len(batch) == 2:
+    if _is_pair(batch):
         return batch[0], batch[1]
     alone = batch[0] if isinstance(batch, tuple | list) and len(batch) == 1 else batch
     return alone, alone

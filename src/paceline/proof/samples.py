@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from torch.utils.data import Subset, TensorDataset
+from torch.utils.data import Subset
 
 from paceline.base.errors import PacelineError, PlanRefused
 from paceline.base.fork import in_a_fork
 from paceline.base.streams import key_to_seed
 from paceline.job import Job
-from paceline.job.arrays import Arrays
+from paceline.job.arrays import rows_of
 from paceline.job.batches import Collate
 from paceline.job.order import Order
 from paceline.job.phases import value_at
@@ -107,4 +107,4 @@ def _contents(
 def _is_in_memory(data: Any) -> bool:
     while type(data) is Subset:
         data = data.dataset
-    return type(data) is TensorDataset or (type(data) is Arrays and data.is_in_memory)
+    return rows_of(data) is not None

@@ -12,6 +12,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import count, islice
 from multiprocessing.util import get_temp_dir
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from paceline.base.errors import JobError, PacelineError, TrainingError, in_words
 from paceline.base.fork import die_with
@@ -27,8 +28,8 @@ from paceline.base.inherited import close_connections, closed_connections
 from paceline.base.streams import key_to_seed, seed_sample, seed_streams
 from paceline.base.user_code import user_frames
 from paceline.job import Job
-from paceline.job.arrays import Arrays
-from paceline.job.batches import Collate, as_pair, collated
+from paceline.job.arrays import rows_of, taken
+from paceline.job.batches import Collate, as_pair, collated, is_sample
 from paceline.job.compute import WholeBatch, stacks
 from paceline.job.loaders import Loading, Opened
 from paceline.job.order import Order, Window, digest, split
@@ -467,22 +468,12 @@ def fetch(
     """
     while type(data) is Subset:  # `random_split` makes such data sets
         indices, data = [data.indices[index] for index in indices], data.dataset
-    if type(data) is TensorDataset and type(collate) is WholeBatch and stacks(collate):
-        return collate.of([tensor[torch.as_tensor(indices)] for tensor in data.tensors])
-    if (
-        type(data) is TensorDataset and collate is None
-    ):  # no per-sample work at all: one gather a tensor
-        if len(data.tensors) > 2:
-            raise TrainingError(
-                f"a sample is {len(data.tensors)} tensors and not (input, target)",
-                hint="put several inputs into a tuple or a mapping: ((a, b), target)",
-            )
-        index_tensor = torch.as_tensor(indices)
-        inputs, targets = data.tensors[0][index_tensor], data.tensors[-1]
-        return inputs, targets[index_tensor] if len(data.tensors) == 2 else inputs
-    if type(data) is Arrays and data.is_in_memory and stacks(collate):
-        batch = data.gather(indices)
-        return as_pair(batch) if collate is None else WholeBatch.of(batch)
+    rows = rows_of(data) if stacks(collate) else None
+    if rows is not None and (collate is not None or is_sample(rows)):
+        # What has no such rows or kernel is left to the samples, one by one, whose errors name them.
+        with suppress(IndexError, RuntimeError):
+            batch = taken(rows, indices)
+            return as_pair(batch) if collate is None else WholeBatch.of(batch)
     return collated(
         [
             _sample(data, index, position, seed)
