@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from paceline.job.own_step import Optimizer, StepContext, copy_every, ema, frozen
     from paceline.job.phases import by_epoch, by_step, monitored
     from paceline.job.pretrained import weights
+    from paceline.job.script_order import like_torch
     from paceline.job.shards import Shards
     from paceline.searches.search import search
     from paceline.searches.space import Log, Range
@@ -61,6 +62,7 @@ _HOMES = {
     "ema": "paceline.job.own_step",
     "evaluate": "paceline.api.inference",
     "frozen": "paceline.job.own_step",
+    "like_torch": "paceline.job.script_order",
     "load": "paceline.job.file",
     "monitored": "paceline.job.phases",
     "open": "paceline.api.result",
@@ -101,6 +103,7 @@ __all__ = [
     "ema",
     "evaluate",
     "frozen",
+    "like_torch",
     "load",
     "monitored",
     "open",

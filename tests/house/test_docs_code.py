@@ -132,6 +132,20 @@ def test_the_computation_of_its_own_trains(names: dict[str, Any], tmp_path: Path
     assert all(row["metrics"]["divergence"] > 0 for row in result.history if "loss" in row)
 
 
+def test_a_script_and_its_job_have_equal_losses(
+    names: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """The script and the job of docs/compare-a-script.md, whose batches of two epochs are the same."""
+    for block in blocks(ROOT / "docs" / "compare-a-script.md"):
+        exec(block, names)
+    losses = names["script"]()
+    for plan, most in (("single", 0.0), ("data=2", 1e-14)):
+        names["compare"](plan, losses, steps=20, run=tmp_path / plan, table=False)
+        shown = re.findall(r" step \d+: (\S+) \S+ (\S+)$", capsys.readouterr().out, re.MULTILINE)
+        assert [old for old, _ in shown] == [f"{loss:.15f}" for loss in losses[:20]]
+        assert max(abs(float(difference)) for _, difference in shown) <= most
+
+
 @pytest.mark.slow
 def test_the_verbs_run_as_the_pages_say(
     names: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

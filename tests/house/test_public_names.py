@@ -36,6 +36,7 @@ PUBLIC = [
     "ema",
     "evaluate",
     "frozen",
+    "like_torch",
     "load",
     "monitored",
     "open",

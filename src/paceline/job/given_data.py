@@ -12,6 +12,7 @@ from paceline.job import loaders
 from paceline.job.arrays import as_arrays
 from paceline.job.groups import DrawnGroups, GroupSizes
 from paceline.job.phases import BatchSizes
+from paceline.job.script_order import ScriptOrder, TorchSeed, begun
 
 Changes = dict[str, Any]
 _EVALUATED = ("validation", "test")
@@ -29,7 +30,11 @@ def settled(job: Any) -> Changes:
         changes.update(_of_loader(job))
     else:
         changes.update(_changed(job, "data", job.collate))
-        if job.sampler is not None and loaders.draws_groups(job.sampler, job.seed):
+        if (
+            job.sampler is not None
+            and not isinstance(job.sampler, ScriptOrder)
+            and loaders.draws_groups(job.sampler, job.seed)
+        ):
             changes.update(_of_batch_sampler(job, changes.get("data", job.data)))
     for name in _EVALUATED:
         changes.update(_evaluated(job, name, changes.get("collate", job.collate)))
@@ -44,6 +49,9 @@ def settled(job: Any) -> Changes:
         changes["sampler"] = reading_order(batch)  # a data set that knows in which order it is read
     if job.weights is not None:
         changes.update(_weighted(job, changes))
+    if isinstance(job.seed, TorchSeed):
+        data, sampler = (changes.get(name, getattr(job, name)) for name in ("data", "sampler"))
+        changes.update(begun(job, data, sampler))
     if isinstance(groups := changes.get("sampler", job.sampler), DrawnGroups):
         changes.update(_grouped(job, groups, changes))
     elif isinstance(batch, GroupSizes):  # another job's

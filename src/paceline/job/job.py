@@ -91,7 +91,8 @@ class Job:
             or the path of a safetensors file, of a folder of Transformers, or of a run; or
             `pl.weights(...)` of one of these where names differ. Each rank reads the parts that it
             holds. See docs/phases.md.
-        seed: Of initial weights, data order and random layers; at least 0.
+        seed: Of initial weights, data order and random layers; at least 0. `pl.like_torch(seed)`
+            begins with the weights and the order of a script that seeds torch.
         drop_last: Leave out the short last batch of an epoch.
         loading: How loader workers read; taken from a `DataLoader` that was given as data.
         callbacks: Objects that watch the run and control it, in the process that started it; see
