@@ -64,12 +64,14 @@ def _round_keys(seed: int) -> tuple[int, ...]:
 
 
 def _mix(values: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
-    """Mix the bits of values with a key, by splitmix64's finaliser (Steele et al. 2014)."""
-    with np.errstate(over="ignore"):
-        z = values + np.uint64(key)
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return z ^ (z >> np.uint64(31))
+    """Mix the bits of values with a key, by splitmix64's finaliser (Steele et al. 2014).
+
+    NumPy lets arrays overflow without a warning.
+    """
+    z = values + np.uint64(key)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
 
 
 @lru_cache(maxsize=16)

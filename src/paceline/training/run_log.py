@@ -100,7 +100,8 @@ class RunLog:
         """
         if self.metrics is None:
             return
-        if not self.metrics.with_name(JOURNAL).exists():  # which is there before the first line
+        assert self.journal.path is not None
+        if not self.journal.path.exists():  # which is there before the first line
             raise CheckpointError(
                 f"the run folder {self.metrics.parent} is gone: it was removed, renamed or "
                 "unmounted meanwhile",
