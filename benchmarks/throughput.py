@@ -25,7 +25,7 @@ from benchmarks.turns import (
     torchrun,
     warn_if_busy,
 )
-from benchmarks.workload import EXAMPLE, LOSSES, RANKS, WARM_UP_STEPS, load_job
+from benchmarks.workload import JOBS, LOSSES, RANKS, WARM_UP_STEPS
 
 OURS = "paceline"
 # The package that each needs, and the module that runs it.
@@ -45,23 +45,26 @@ class Run:
     final_loss: float
 
 
-def run_ours(steps: int) -> Run:
-    """Through the public command. Its samples_per_s leaves out the first 10 steps, evaluation and saving."""
+def run_ours(steps: int, job: str = "gpt") -> Run:
+    """Through the public command. Steps are timed from line to line of its metrics, with all that is between them."""
+    file, settings = JOBS[job]
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
-        run = Path(folder) / "run"
-        total = str(WARM_UP_STEPS + steps)
+        run, total = Path(folder) / "run", str(WARM_UP_STEPS + steps)
         command = paceline(
-            "train", str(EXAMPLE), "--plan", f"data={RANKS}", "--steps", total, "--run", str(run)
+            "train", str(file), "--plan", f"data={RANKS}", "--steps", total, "--run", str(run)
         )
-        summary = json.loads(run_command([*command, "--json"]))
+        run_command(
+            [*command, *(f"--set={name}={value}" for name, value in settings.items()), "--json"]
+        )
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    losses = [line["loss"] for line in lines if "loss" in line]
-    return Run(summary["samples_per_s"] / load_job().batch, statistics.fmean(losses[-LOSSES:]))
+    taken = [line for line in lines if "loss" in line]
+    duration_s = taken[-1]["time"] - taken[WARM_UP_STEPS - 1]["time"]
+    return Run(steps / duration_s, statistics.fmean(line["loss"] for line in taken[-LOSSES:]))
 
 
-def run_peer(module: str, steps: int) -> Run:
+def run_peer(module: str, *arguments: str) -> Run:
     """As two ranks under torchrun; the result is the last line of stdout."""
-    output = run_command(torchrun(module, "--steps", str(steps)))
+    output = run_command(torchrun(module, *arguments))
     return Run(**json.loads(output.strip().splitlines()[-1]))
 
 
@@ -69,7 +72,10 @@ def contenders(steps: int, peers: Sequence[str]) -> dict[str, tuple[str, Callabl
     """Ours first."""
     return {
         OURS: (OURS, partial(run_ours, steps)),
-        **{name: (PEERS[name][0], partial(run_peer, PEERS[name][1], steps)) for name in peers},
+        **{
+            name: (PEERS[name][0], partial(run_peer, PEERS[name][1], "--steps", str(steps)))
+            for name in peers
+        },
     }
 
 

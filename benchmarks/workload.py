@@ -1,10 +1,11 @@
-"""The one piece of work every contender does: the byte GPT of `examples/02_gpt_bytes.py` on two CPU ranks.
+"""The pieces of work that contenders do on two CPU ranks: the byte GPT of `examples/02_gpt_bytes.py`, and small steps.
 
 Model, data, loss and optimizer come from the same `Job`, so contenders can differ only in how they train it.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import time
@@ -15,15 +16,34 @@ import torch
 import paceline as pl
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "02_gpt_bytes.py"
+SMALL = Path(__file__).parent / "contenders" / "small_job.py"
+# By name: a file, and settings of its job. Names of small steps say about how long a step of hand-written
+# DistributedDataParallel takes.
+JOBS: dict[str, tuple[Path, dict[str, int]]] = {
+    "gpt": (EXAMPLE, {}),
+    "2ms": (SMALL, {"width": 128, "batch": 64}),
+    "5ms": (SMALL, {"width": 256, "batch": 256}),
+    "10ms": (SMALL, {"width": 384, "batch": 384}),
+    "20ms": (SMALL, {"width": 512, "batch": 640}),
+}
 RANKS = 2
 WARM_UP_STEPS = 10  # Paceline's own samples_per_s leaves out as many
 LOSSES = 10  # the last losses are averaged, so that equal work shows as an equal figure
 
 
-def load_job() -> pl.Job:
+def load_job(name: str = "gpt") -> pl.Job:
     """The job, after setting the seed of the initial weights."""
     torch.manual_seed(0)
-    return pl.load(str(EXAMPLE))
+    file, settings = JOBS[name]
+    return pl.load(str(file), settings)
+
+
+def arguments() -> argparse.Namespace:
+    """What the command of a contender says: measured steps, and the name of the job."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--job", choices=JOBS, default="gpt")
+    return parser.parse_args()
 
 
 class Meter:

@@ -1,26 +1,35 @@
 """A training loop as PyTorch's own tutorial for DistributedDataParallel has it."""
 
-import argparse
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from benchmarks.workload import RANKS, Meter, load_job
+import paceline as pl
+from benchmarks.workload import RANKS, Meter, arguments, load_job
 
 
-def main(steps: int) -> None:
+def loaded(job: pl.Job) -> Iterator[Any]:
+    """This rank's batches of all epochs."""
+    sampler = DistributedSampler[Any](job.data)
+    loader = DataLoader(job.data, batch_size=job.batch // RANKS, sampler=sampler)
+    for epoch in range(job.epochs or 1):
+        sampler.set_epoch(epoch)
+        yield from loader
+
+
+def main(batches: Callable[[pl.Job], Iterator[Any]]) -> None:
+    options = arguments()
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    job = load_job()
+    job = load_job(options.job)
     model = DistributedDataParallel(job.model())
     optimizer = job.optimizer(model.named_parameters())
-    loader = DataLoader(
-        job.data, batch_size=job.batch // RANKS, sampler=DistributedSampler(job.data)
-    )
-    meter = Meter(steps)
-    for input, target in loader:
+    meter = Meter(options.steps)
+    for input, target in batches(job):
         loss = job.loss(model(input), target)
         optimizer.zero_grad()
         loss.backward()
@@ -32,6 +41,4 @@ def main(steps: int) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, required=True)
-    main(parser.parse_args().steps)
+    main(loaded)
