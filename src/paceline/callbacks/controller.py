@@ -197,14 +197,8 @@ class RunController:
                     file=sys.stderr,
                 )
             # A callback was told of exactly what its state contains.
-            windows, per_epoch = self.run.job.windows, self.run.job.steps_per_epoch
-            epochs = (
-                windows.epoch(step)
-                if windows is not None
-                else step // per_epoch
-                if per_epoch
-                else 0
-            )
+            windows = self.run.job.windows
+            epochs = windows.epoch(step) if windows is not None else 0
             self._latest_calls |= {
                 (id(callback), hook): epochs - 1 if hook == "on_epoch" else step
                 for hook in hooks_of(callback)

@@ -18,7 +18,7 @@ from paceline.job.callback import Callback
 from paceline.job.loaders import Loading
 from paceline.job.losses import OwnLoss
 from paceline.job.own_step import FollowerModel
-from paceline.job.phases import FIGURES, BatchSizes, ChangingBatch, Collates, Phases, StepWindows
+from paceline.job.phases import FIGURES, BatchSizes, Collates, Phases, StepWindows, windows_of
 from paceline.job.pretrained import Weights
 
 Precision = Literal["float32", "tf32", "bf16", "fp16", "fp8", "float64"]
@@ -212,12 +212,7 @@ class Job:
 
         If batches change, it is that of the first epoch.
         """
-        if self.num_samples is None:
-            return None
-        if (windows := self.windows) is not None:
-            return windows.first_step(1)
-        whole, rest = divmod(self.num_samples, self.batch)
-        return whole + (1 if rest and not self.drop_last else 0)
+        return None if self.windows is None else self.windows.first_step(1)
 
     @property
     def total_steps(self) -> int | None:
@@ -225,9 +220,7 @@ class Job:
         if self.steps is not None:
             return self.steps
         assert self.epochs is not None
-        if (windows := self.windows) is not None:
-            return windows.first_step(self.epochs)
-        return None if self.steps_per_epoch is None else self.steps_per_epoch * self.epochs
+        return None if self.windows is None else self.windows.first_step(self.epochs)
 
     def with_training_only(self) -> Job:
         """Return the job without its evaluations, and without callbacks, which may use the
@@ -235,12 +228,12 @@ class Job:
         """
         return replace(self, validation=None, validate=None, metrics={}, callbacks=())
 
-    @property
+    @cached_property
     def windows(self) -> StepWindows | None:
-        """The windows of a job whose batch changes; None if it does not change, or for a stream."""
-        if self.num_samples is None or not isinstance(self.batch, ChangingBatch):
+        """The windows of the job's steps; None for a stream of unknown length."""
+        if self.num_samples is None:
             return None
-        return self.batch.windows(self.num_samples, drop_last=self.drop_last)
+        return windows_of(self.batch, self.num_samples, drop_last=self.drop_last)
 
 
 Job.__init__ = foreign_fields.explained(  # type: ignore[method-assign]

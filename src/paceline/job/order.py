@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from paceline.base.streams import key_to_seed
 from paceline.job import Job
-from paceline.job.phases import ChangingBatch, StepWindows
+from paceline.job.phases import StepWindows, windows_of
 from paceline.job.sampling import DrawnEpochs
 
 _ROUNDS = 8  # four already hide the structure of a Feistel network from a learner
@@ -140,21 +140,12 @@ class Order:
         return cls(job.num_samples, job.batch, job.seed, job.drop_last, drawn)
 
     @cached_property
-    def _changing(self) -> StepWindows | None:
-        if not isinstance(self.batch, ChangingBatch):
-            return None
-        return self.batch.windows(self.num_samples, drop_last=self.drop_last)
-
-    @property
-    def _steps_per_epoch(self) -> int:
-        whole, rest = divmod(self.num_samples, self.batch)
-        return whole + (1 if rest and not self.drop_last else 0)
+    def windows(self) -> StepWindows:
+        return windows_of(self.batch, self.num_samples, drop_last=self.drop_last)
 
     def epoch_end(self, step: int) -> int:
         """Return the first step after the epoch of a step."""
-        if self._changing is not None:
-            return self._changing.first_step(self._changing.epoch(step) + 1)
-        return (step // self._steps_per_epoch + 1) * self._steps_per_epoch
+        return self.windows.first_step(self.windows.epoch(step) + 1)
 
     def ends_epoch(self, steps: int) -> bool:
         """Whether the first `steps` steps end with an epoch."""
@@ -162,17 +153,11 @@ class Order:
 
     def fewest(self, steps: int) -> int:
         """Return the size of the smallest of the first `steps` windows, in samples."""
-        if self._changing is not None:
-            return self._changing.fewest(steps)
-        return min(self.window(step).count for step in {0, min(steps, self._steps_per_epoch) - 1})
+        return self.windows.fewest(steps)
 
     def window(self, step: int) -> Window:
         """Return the window of optimizer step `step`, counted from 0 over all epochs."""
-        if self._changing is not None:
-            return Window(*self._changing.window(step))
-        epoch, in_epoch = divmod(step, self._steps_per_epoch)
-        start = in_epoch * self.batch
-        return Window(epoch, start, min(self.batch, self.num_samples - start))
+        return Window(*self.windows.window(step))
 
     def indices(self, epoch: int, positions: Sequence[int] | range) -> list[int]:
         """Return the sample indices at these positions of the epoch.

@@ -134,7 +134,7 @@ def by_epoch(values: Mapping[int, T]) -> T:
 
 
 class StepWindows(Protocol):
-    """The windows of a job whose steps have windows of different sizes."""
+    """The windows of a job's steps, which may have different sizes."""
 
     def first_step(self, epoch: int) -> int:
         """Return the number of steps before an epoch."""
@@ -184,6 +184,14 @@ class BatchSizes(ChangingBatch):
 
     def __str__(self) -> str:
         return str(self.phases)
+
+
+def windows_of(batch: int, num_samples: int, *, drop_last: bool) -> StepWindows:
+    """Return the windows of a job's steps in data of `num_samples` samples."""
+    sizes = (
+        batch if isinstance(batch, ChangingBatch) else BatchSizes(Phases("step", (0,), (batch,)))
+    )
+    return sizes.windows(num_samples, drop_last=drop_last)
 
 
 @dataclass(frozen=True)
@@ -273,7 +281,7 @@ class Windows:
 
 
 class PhasedWindows:
-    """The windows of a job whose batch has phases.
+    """The windows of a job whose batch may have phases.
 
     Windows follow each other through an epoch, each as large as its step's batch. Only an epoch's
     last window may be short.

@@ -133,7 +133,7 @@ def begun(job: Any, data: Any, sampler: Any) -> dict[str, Any]:
         return fields
     loader = job.data if loaders.is_loader(job.data) else None
     if sampler is None:
-        sampler = RandomSampler(data) if loader is None else loader.sampler
+        sampler = RandomSampler(data) if loader is None else loader.batch_sampler.sampler
     passes = [(getattr(sampler, "groups", sampler), loader)]
     if loaders.is_loader(test := job.validation):
         passes.append((() if loaders.is_stream(test) else test.batch_sampler, test))
