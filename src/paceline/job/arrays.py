@@ -61,9 +61,10 @@ def rows_of(data: Any) -> Any:
 
 def taken(rows: Any, indices: Sequence[int]) -> Any:
     """Return these rows as one batch, as `default_collate` makes it of the samples."""
+    import numpy as np
     import torch
 
-    places = torch.as_tensor(indices)
+    places = torch.from_numpy(np.asarray(indices, dtype=np.int64))  # torch reads lists slowly
     # Unlike `tensor[places]`, this keeps the layout that stacked rows have, such as channels_last.
     return _mapped(lambda tensor: tensor.index_select(0, places.to(tensor.device)), rows)
 
