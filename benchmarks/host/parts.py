@@ -2,8 +2,8 @@
 
     python -m benchmarks.host.parts [--job 2ms] [--plans single data=2] [--steps 1000] [--json]
 
-The jobs are those of `benchmarks.small_steps`. A part's time is the median over steps, without the parts in it. What
-waits for another rank is in the time of the part that waits. Timers take about half a microsecond for each call.
+The jobs are those of `benchmarks.small_steps`. A part's time is the median over steps, without the parts in it. Timers
+take about half a microsecond for each call.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from benchmarks.workload import JOBS, WARM_UP_STEPS
 from paceline.job.order import Order
 from paceline.strategies.data.reduce import InSharedMemory
 from paceline.strategies.data.run import GradientBuckets
+from paceline.strategies.shared_barrier import SharedBarrier
 from paceline.training import feed, window
 from paceline.training.feed import MicroBatch
 from paceline.training.loop import Loop
@@ -53,6 +54,7 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
     "backward": [(torch.Tensor, "backward")],
     "gradients to buckets": [(GradientBuckets, "begin"), (GradientBuckets, "_arrived")],
     "sum of gradients": [(InSharedMemory, "finish"), (GradientBuckets, "finish")],
+    "waiting for other ranks": [(SharedBarrier, "wait")],
     "rest of the backward": [(TrainingStep, "backward")],
     "agreement of ranks": [(TrainingStep, "_ask")],
     "rest of the agreement": [(TrainingStep, "agree")],

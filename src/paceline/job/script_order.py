@@ -124,7 +124,7 @@ def begun(job: Any, data: Any, sampler: Any) -> dict[str, Any]:
         for build in models.values()
     ):
         return {}  # the job is refused
-    names, builders = list(models), list(models.values())
+    names, builders = list(models), tuple(models.values())
     built = {name: Built(job.seed, builders[: n + 1]) for n, name in enumerate(names)}
     fields: dict[str, Any] = {"models": built} if job.models else {"model": built[""]}
     fields["seed"] = int(job.seed)
