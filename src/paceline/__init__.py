@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from paceline.job.callback import Callback
     from paceline.job.choices import choice
     from paceline.job.file import load
+    from paceline.job.losses import total
     from paceline.job.metrics import whole
     from paceline.job.own_step import Optimizer, StepContext, copy_every, ema, frozen
     from paceline.job.phases import by_epoch, by_step, monitored
@@ -73,6 +74,7 @@ _HOMES = {
     "report": "paceline.api.report",
     "scale": "paceline.api.scaling",
     "search": "paceline.searches.search",
+    "total": "paceline.job.losses",
     "train": "paceline.api.train",
     "verify": "paceline.api.verify",
     "weights": "paceline.job.pretrained",
@@ -114,6 +116,7 @@ __all__ = [
     "report",
     "scale",
     "search",
+    "total",
     "train",
     "verify",
     "weights",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from paceline.strategies.mesh import Mesh
 from paceline.strategies.plan import Plan
 from paceline.strategies.step_sync import StepFigures, SyncEveryStep
 from paceline.training.feed import DataShard, training_feed
-from paceline.training.parts.spikes import Spike
+from paceline.training.parts.spikes import Spike, Spikes
 from paceline.training.stepper import Stepper
 
 BATCH, BAD_STEP = 4, 2
@@ -52,15 +53,28 @@ def looks_after(ctx: Any, batch: Any) -> None:
     ctx.run("net", batch)
 
 
+def asks_before(ctx: Any, batch: Any) -> None:
+    out = ctx.backward("net", batch, loss)
+    assert out.loss >= 0 or not out.loss.isfinite()
+    ctx.update("net")
+
+
 def two_backwards(ctx: Any, batch: Any) -> None:
     one_backward(ctx, batch)
     one_backward(ctx, batch)
 
 
-def job(step: Callable[[Any, Any], None] | None, *, is_bad: bool = False) -> pl.Job:
+def job(
+    step: Callable[[Any, Any], None] | None,
+    *,
+    is_bad: bool = False,
+    clip: float | None = None,
+    precision: Any = "float32",
+) -> pl.Job:
     samples = data(is_bad=is_bad)
     options: Any = {
         "data": samples,
+        "precision": precision,
         "sampler": SequentialSampler(samples),
         "batch": BATCH,
         "epochs": 1,
@@ -68,7 +82,8 @@ def job(step: Callable[[Any, Any], None] | None, *, is_bad: bool = False) -> pl.
     if step is None:
         mse = torch.nn.MSELoss()
         return pl.Job(model=net, loss=mse, optimizer=lambda p: torch.optim.SGD(p, 0.1), **options)
-    return pl.Job(models={"net": net}, optimizers={"net": sgd}, step=step, **options)
+    optimizers = {"net": pl.Optimizer(sgd, clip=clip)}
+    return pl.Job(models={"net": net}, optimizers=optimizers, step=step, **options)
 
 
 def taken(job: pl.Job, tell: Callable[[Stepper], None]) -> Stepper:
@@ -85,16 +100,18 @@ def taken(job: pl.Job, tell: Callable[[Stepper], None]) -> Stepper:
 
 
 @pytest.mark.parametrize(
-    ("step", "messages"),
+    ("step", "messages", "precision"),
     [
-        (None, [1, 1, 1, 1]),
-        (one_backward, [1, 1, 1, 1]),
-        (looks_after, [2, 2, 2, 2]),
-        (two_backwards, [3, 3, 3, 3]),
+        (None, [1, 1, 1, 1], "float32"),
+        (one_backward, [1, 1, 1, 1], "float32"),
+        (one_backward, [1, 1, 1, 1], "fp16"),
+        (asks_before, [1, 1, 1, 1], "float32"),
+        (looks_after, [2, 2, 2, 2], "float32"),
+        (two_backwards, [3, 3, 3, 3], "float32"),
     ],
 )
 def test_ranks_agree_in_as_few_messages_as_can_be(
-    step: Any, messages: list[int], monkeypatch: pytest.MonkeyPatch
+    step: Any, messages: list[int], precision: str, monkeypatch: pytest.MonkeyPatch
 ):
     """One for a step with one backward; else one for each, and one at the end."""
     sent: list[int] = []
@@ -105,11 +122,11 @@ def test_ranks_agree_in_as_few_messages_as_can_be(
         return summed(self, figures)
 
     monkeypatch.setattr(SyncEveryStep, "all_reduce_figures", counted)
-    taken(job(step), lambda stepper: sent.append(0))
+    taken(job(step, precision=precision), lambda stepper: sent.append(0))
     assert sent == messages
 
 
-@pytest.mark.parametrize("step", [None, one_backward, looks_after])
+@pytest.mark.parametrize("step", [None, one_backward, looks_after, asks_before])
 def test_a_refused_step_changes_no_weight(step: Any):
     weights: list[torch.Tensor] = []
     steppers: list[Stepper] = []
@@ -129,6 +146,28 @@ def test_a_refused_step_changes_no_weight(step: Any):
 def test_a_step_with_several_backwards_says_that_it_updated():
     with pytest.raises(Spike, match="in step 3; nothing of this step is saved"):
         taken(job(two_backwards, is_bad=True), lambda stepper: None)
+
+
+@pytest.mark.parametrize("precision", ["float32", "fp16"])
+@pytest.mark.parametrize("step", [one_backward, asks_before, looks_after])
+def test_a_step_of_ones_own_is_judged_before_its_update(step: Any, precision: str):
+    """By its loss, and by the norm of its gradients if its optimizer clips them. A spike moves no weight."""
+    weights: list[torch.Tensor] = []
+
+    def watched(stepper: Stepper) -> None:
+        if stepper.spikes is None:
+            stepper.watch(Spikes("skip"))
+        weights.append(stepper.parameters["net.weight"].detach().clone())
+
+    stepper = taken(job(step, is_bad=True, clip=1.0, precision=precision), watched)
+    watched(stepper)
+    spikes, scaling = stepper.spikes, stepper.scaling
+    # Loss scaling leaves out an overflow, which is no spike.
+    left_out = 1 if scaling is None else scaling.skipped_steps
+    assert spikes is not None and len(spikes.losses) == len(spikes.norms) == 4 - left_out
+    assert spikes.num_spikes == (scaling is None)
+    moved = [bool((a != b).any()) for a, b in pairwise(weights)]
+    assert sum(moved) == 4 - left_out and not moved[BAD_STEP]
 
 
 def test_a_step_of_ones_own_is_the_usual_one():

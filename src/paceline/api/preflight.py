@@ -15,21 +15,23 @@ if TYPE_CHECKING:
     from torch import nn
 
     from paceline.job.pretrained import Weights
+    from paceline.training.parts.spikes import SpikeAction
 
 
-def refuse_early(job: Job, plan: Plan) -> bool:
+def refuse_early(job: Job, plan: Plan, on_spike: SpikeAction | None = None) -> bool:
     """Refuse what a rank would refuse after it has built the model.
 
     This runs in a fork, because it runs the job's own code. Whatever can't be known there is left
     to the ranks.
 
     Returns:
-        Whether there was anything to look at: `freeze`, `init`, `lr_schedule`, or models that the
-            plan splits.
+        Whether there was anything to look at: `freeze`, `init`, `lr_schedule`, or a step of the
+            job's own whose models the plan splits or that is watched for spikes.
 
     Raises:
         JobError: a pattern of `freeze` that matches nothing, initial weights that are missing or
-            not the model's, or a schedule that waits for an evaluation that the job does not have.
+            not the model's, a schedule that waits for an evaluation that the job does not have, or
+            a step that can't be watched for spikes.
         PlanRefused: a loss runs a model that the plan splits by itself.
     """
     from paceline.base.fork import in_a_fork
@@ -38,11 +40,11 @@ def refuse_early(job: Job, plan: Plan) -> bool:
         job.freeze
         or job.init is not None
         or job.lr_schedule is not None
-        or (job.own_step is not None and plan.splits_model)
+        or (job.own_step is not None and (plan.splits_model or on_spike is not None))
     ):
         return False
     with suppress(RuntimeError):
-        in_a_fork(lambda: _look(job, plan))
+        in_a_fork(lambda: _look(job, plan, on_spike))
     return True
 
 
@@ -95,11 +97,11 @@ def _cut(job: Job, plan: Plan) -> None:
     )
 
 
-def _look(job: Job, plan: Plan) -> None:
+def _look(job: Job, plan: Plan, on_spike: SpikeAction | None) -> None:
     from paceline.base.logs import redirect
 
     redirect(None)  # hide what the job's own code prints; it prints all of it again in the run
-    for check in (_schedule, _weights, lambda job: _step(job, plan)):
+    for check in (_schedule, _weights, lambda job: _step(job, plan, on_spike)):
         try:
             check(job)
         except PacelineError:
@@ -161,10 +163,15 @@ def _initial(job: Job) -> Iterator[tuple[str, Weights]]:
             yield name, weights
 
 
-def _step(job: Job, plan: Plan) -> None:
+def _step(job: Job, plan: Plan, on_spike: SpikeAction | None) -> None:
     from paceline.training.own_step.named_parts import TRIED_SAMPLES
     from paceline.training.own_step.recorded import recorded, refuse_to_split
+    from paceline.training.parts.spikes import refuse_backwards
 
-    if job.own_step is not None and plan.splits_model:
-        record = recorded(job, TRIED_SAMPLES)
+    if job.own_step is None or not (plan.splits_model or on_spike is not None):
+        return
+    record = recorded(job, TRIED_SAMPLES)
+    if plan.splits_model:
         refuse_to_split(job, plan, in_losses=record.in_losses, bare=record.bare)
+    if on_spike is not None:
+        refuse_backwards(on_spike, record.backwards)

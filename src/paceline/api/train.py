@@ -294,18 +294,17 @@ class TrainRequest:
         from paceline.training.settings import Settings
 
         job, resolved, chosen = self.job, self.resolved, self.chosen
-        refuse_unwatched(
-            options.get("on_spike"), job, resolved.plan, saves=options.get("save_every") is not None
-        )
+        on_spike, saves = options.get("on_spike"), options.get("save_every") is not None
+        refuse_unwatched(on_spike, resolved.plan, saves=saves)
         load(resolved.plan)
-        priced = price(job, resolved, chosen, snapshot=options.get("save_every") is not None)
+        priced = price(job, resolved, chosen, snapshot=saves)
         launcher = Launcher(
             current(),
             resolved.cluster.devices,
             timeout_s=timeout_s,
             fault_policy=replace(fault_policy(resolved.plan), spares=self.spares),
         )
-        launcher.agree("job", lambda: str(refuse_early(job, resolved.plan)))
+        launcher.agree("job", lambda: str(refuse_early(job, resolved.plan, on_spike)))
         is_again = launcher.environment is not None and launcher.environment.num_starts > 1
         is_resumed = options.get("resume", False) or is_again
         run_dir = Path(

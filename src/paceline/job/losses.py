@@ -1,11 +1,11 @@
-"""The loss that a model computes itself, as those of Transformers do in `output.loss`, and the
-count of its mean.
+"""Losses that are totals, and the loss that a model computes itself, as those of Transformers do in
+`output.loss`, with the count of its mean.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.base.errors import TrainingError
 
@@ -15,6 +15,25 @@ AHEAD = (
     0,
 )  # tokens that labels may be ahead of the logits: one in models of the next token, none in taggers
 AS_NEAR = 1e-3  # a loss in bf16 is taken for the mean of its tokens, and the mean over other tokens is not
+
+
+class Total(NamedTuple):
+    """A loss or figure that is summed over samples and divided by nothing; see `total`."""
+
+    value: Any
+
+
+def total(value: Any) -> Total:
+    """Return a loss that is a sum over its samples and stays one: gradients are those of the sum over
+    the whole batch, however it is cut.
+
+    `pl.total(F.mse_loss(output, target, reduction="sum"))` is for scripts whose learning rate is
+    chosen for such a sum. An evaluation gives the total of its data.
+
+    Args:
+        value: The sum, a scalar.
+    """
+    return Total(value)
 
 
 class OwnLoss:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.base.errors import TrainingError
@@ -106,6 +107,32 @@ def frozen(source: str | Callable[[], Any]) -> FollowerModel:
     return FollowerModel(source, 1.0)
 
 
+class BackwardResult:
+    """The result of `StepContext.backward`. Ranks may exchange what is asked of it, so all must ask
+    alike.
+
+    It is false, so that `ctx.backward(...) or ctx.update(...)` in a lambda takes both.
+    """
+
+    def __init__(self, loss: Callable[[], torch.Tensor], outputs: Callable[[], Any]) -> None:
+        self._loss, self._outputs = loss, outputs
+
+    @cached_property
+    def loss(self) -> torch.Tensor:
+        """The loss over all samples of the step, equal on every rank: a scalar in float64, without
+        gradient.
+        """
+        return self._loss()
+
+    @cached_property
+    def outputs(self) -> Any:
+        """The model's outputs for this process's samples, without gradients, as `run` returns them."""
+        return self._outputs()
+
+    def __bool__(self) -> bool:
+        return False
+
+
 class StepContext(Protocol):
     """The operations of a job's own step function.
 
@@ -161,8 +188,8 @@ class StepContext(Protocol):
         loss: Callable[..., Any],
         *more: Any,
         gather: bool = False,
-    ) -> None:
-        """Add the gradients of a loss to a model's. Collective.
+    ) -> BackwardResult:
+        """Add the gradients of a loss to a model's, and return the loss and the outputs. Collective.
 
         The engine cuts inputs and `more` into micro-batches, runs the model on each, and calls
         `loss(output, batch, *more)` once for each, where batch is the micro-batch of the step's
@@ -176,6 +203,15 @@ class StepContext(Protocol):
                 losses that compare samples. If other ranks have some of the samples, the model runs
                 twice, with the same random numbers. Only one model can be named, and such a loss
                 runs no model.
+        """
+
+    def log(self, name: str, value: Any) -> None:
+        """Record a figure of the step in metrics.jsonl, over the samples of all processes.
+
+        In a loss, the figure is of the loss's micro-batch, and otherwise of this process's samples.
+
+        Args:
+            value: A scalar, the mean over these samples; or (sum, count); or `paceline.total(sum)`.
         """
 
     def update(self, optimizer: str) -> None:

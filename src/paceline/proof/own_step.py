@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from paceline.base.streams import seed_streams
+from paceline.job.own_step import BackwardResult
 from paceline.proof.device import autocast, cpu_copy
 from paceline.proof.replicas import BuffersOfReplicas
 from paceline.proof.step import PlainStep, are_finite
@@ -108,7 +109,7 @@ class PlainOwnStep(PlainStep):
         loss: Callable[..., Any],
         *more: Any,
         gather: bool = False,
-    ) -> None:
+    ) -> BackwardResult:
         names = (model,) if isinstance(model, str) else model
         module = self.model.get_submodule(names[0])
         models = (self.model.get_submodule(name) for name in names)
@@ -119,9 +120,10 @@ class PlainOwnStep(PlainStep):
         for p in trained:
             p.grad = None
         cut = [self.batch.cut(each, "inputs") for each in (inputs, *more)]
+        outputs: list[Any] = []
         with self.draws.paused():
             self.num_verbs += 1
-            losses = self._losses_of(module, cut, loss, more, gather=gather)
+            losses = self._losses_of(module, cut, loss, more, outputs, gather=gather)
             value, divisor, _ = self._go_back(losses, self.samples, trained)
         for p, gradient in zip(trained, earlier, strict=True):
             if p.grad is not None:
@@ -130,6 +132,10 @@ class PlainOwnStep(PlainStep):
                 gradient if p.grad is None else p.grad if gradient is None else p.grad + gradient
             )
         self.loss += value
+        return BackwardResult(
+            lambda: torch.tensor(value, dtype=torch.float64),
+            lambda: map_tensors(torch.Tensor.detach, joined(outputs, self.batch.rows)),
+        )
 
     def _losses_of(
         self,
@@ -137,21 +143,20 @@ class PlainOwnStep(PlainStep):
         cut: Sequence[Sequence[Any]],
         loss: Callable[..., Any],
         more: Sequence[Any],
+        outputs: list[Any],
         *,
         gather: bool,
     ) -> Iterator[tuple[int, Any]]:
         """Yield the loss of each micro-batch with its number of samples, or one loss of all outputs
-        together.
+        together. The outputs are appended to `outputs`.
         """
-        outputs = []
         for piece, (model_inputs, *others) in self._pieces(*cut):
             with autocast(self.job):
                 outputs.append(MicroBatch(model_inputs, None, 1).call(module))
                 if not gather:
-                    yield (
-                        piece.samples,
-                        self._loss_of(loss, outputs.pop(), StepBatch([piece]), others),
-                    )
+                    value = self._loss_of(loss, outputs[-1], StepBatch([piece]), others)
+                    outputs[-1] = map_tensors(torch.Tensor.detach, outputs[-1])
+                    yield piece.samples, value
         if gather:
             with autocast(self.job):
                 everyone = [each.input if isinstance(each, StepBatch) else each for each in more]
@@ -168,6 +173,9 @@ class PlainOwnStep(PlainStep):
             value = loss(output, batch, *more)
         self.in_loss = False
         return value
+
+    def log(self, name: str, value: Any) -> None:
+        """Log nothing: what is logged changes no weight."""
 
     def update(self, optimizer: str) -> None:
         member = self.optimizer.members[optimizer]

@@ -36,6 +36,7 @@ from paceline.proof.reference_loop import (
     rows,
     unspoilt,
 )
+from paceline.proof.replicas import sum_and_count
 from paceline.proof.tolerances import ALLOWED, EXACT, exact_mean
 from paceline.torch_private.modules import BatchNorm
 from paceline.torch_private.pytree import tensor_leaves, tree_leaves
@@ -209,7 +210,7 @@ def _loss_of(job: Job, model: nn.Module, pieces: Sequence[MicroBatch]) -> float:
     for piece in map(unspoilt, pieces):
         with state_kept(model), autocast(job):
             value = job.criterion(piece.call(model), piece.target)
-        pair = value if isinstance(value, tuple | list) else (value * piece.samples, piece.samples)
+        pair = sum_and_count(value, piece.samples, sum(each.samples for each in pieces))
         total, count = (
             sum_ + float(torch.as_tensor(part).detach())
             for sum_, part in zip((total, count), pair, strict=True)
@@ -284,7 +285,7 @@ def _no_mean(job: Job, output: Any, batch: MicroBatch) -> Problem | None:
             f"the loss is a scalar and not the mean over its samples: {words}; ignored targets or weights do this",
             "return (sum, count) instead of a scalar: the sum of the loss (reduction='sum' in torch's "
             "losses), and the number or weight of what it counts (such as the targets that are not "
-            "ignored)",
+            "ignored); or pl.total(sum), which is divided by nothing",
         )
     return None
 

@@ -33,6 +33,7 @@ from paceline.proof.device import Dtypes, autocast, cpu_copy, one_device
 from paceline.proof.initial import load_plainly
 from paceline.proof.order import CollatedBatch, whole_batches, windows
 from paceline.proof.own_step import PlainEvaluation, PlainOwnStep
+from paceline.proof.replicas import sum_and_count
 from paceline.proof.step import PlainStep
 from paceline.torch_private.pytree import tree_map
 from paceline.torch_private.storage import stored_values
@@ -332,10 +333,9 @@ class PlainRun:
             with torch.no_grad(), autocast(job):
                 values = self._values(batch, wholes, kept)
             for name, value in values.items():
-                total, count = value if isinstance(value, tuple | list) else (value, 1)
-                factor = 1 if isinstance(value, tuple | list) else batch.samples
                 before = sums.get(name, (0.0, 0.0))
-                sums[name] = [before[0] + float(total) * factor, before[1] + float(count) * factor]
+                both = sum_and_count(value, batch.samples, len(data))
+                sums[name] = [old + float(new) for old, new in zip(before, both, strict=True)]
         for name, metric in wholes.items():
             value = metric(*tree_map(lambda *parts: torch.cat(parts).cpu(), *kept))
             sums[name] = list(map(float, value if isinstance(value, tuple | list) else (value, 1)))

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.job.losses import Total
 from paceline.model.attributes import plain_attributes, tensor_attributes
 from paceline.model.forward_state import ForwardState
 from paceline.torch_private.modules import own_buffers
@@ -45,7 +46,10 @@ def run_backward(
     """
     loss, count, factor, counted = 0.0, 0.0, 1.0, 0.0
     for number, value in losses:
-        if isinstance(value, tuple | list):
+        if isinstance(value, Total):
+            total, weight = value.value, float(number)
+            loss, count, factor = loss + total.item(), 1.0, scale
+        elif isinstance(value, tuple | list):
             total, weight = torch.as_tensor(value[0]), float(value[1])
             loss, count, factor = loss + total.item(), count + weight, sum_scale
         else:
@@ -59,6 +63,13 @@ def run_backward(
                 inputs=inputs
             )
     return loss / count, count * factor, counted
+
+
+def sum_and_count(value: Any, samples: int, whole: int) -> tuple[Any, Any]:
+    """Return the result of a loss or metric for some of all samples as a sum and what it counts."""
+    if isinstance(value, Total):
+        return value.value, samples / whole
+    return tuple(value) if isinstance(value, tuple | list) else (value * samples, samples)
 
 
 class Replicas:

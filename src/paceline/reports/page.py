@@ -365,25 +365,14 @@ def _training(record: RunRecord) -> Section:
     known = [value for _, values in series.values() for value in values if value is not None]
     is_wide = bool(known) and min(known) > 0 and max(known) > 20 * min(known)
     drawn = [Chart(charts.lines(series, x="step", y="loss", log=is_wide), "loss")]
-    names = list(
-        dict.fromkeys(name for row in record.evaluations for name in row.get("metrics") or {})
-    )
-    drawn += [
-        Chart(
-            charts.lines(
-                {
-                    name: (
-                        evaluated,
-                        [(row.get("metrics") or {}).get(name) for row in record.evaluations],
-                    )
-                },
-                x="step",
-                y=name,
-            ),
-            name,
-        )
-        for name in names
-    ]
+    for name in _metrics(record.steps) | _metrics(record.evaluations):
+        measured = {"training": record.steps, "validation": record.evaluations}
+        series = {
+            kind: ([row["step"] for row in rows], [_metric(row, name) for row in rows])
+            for kind, rows in measured.items()
+            if name in _metrics(rows)
+        }
+        drawn.append(Chart(charts.lines(series, x="step", y=name), name))
     rates = [row.get("lr") for row in record.steps]
     if len(set(rates)) > 1:
         drawn.append(
@@ -392,6 +381,16 @@ def _training(record: RunRecord) -> Section:
             )
         )
     return Section("Training", charts=drawn)
+
+
+def _metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, None]:
+    """Return the names of the metrics in these lines, in their order."""
+    return {name: None for row in rows for name in row.get("metrics") or {}}
+
+
+def _metric(row: Mapping[str, Any], name: str) -> float | None:
+    value: float | None = (row.get("metrics") or {}).get(name)
+    return value
 
 
 def _speed(record: RunRecord) -> Section:

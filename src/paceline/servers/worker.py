@@ -304,7 +304,13 @@ class Worker:
     ) -> list[str]:
         """Take a step of the job's own: what it doesn't use is known of each update."""
         step, observer = order["step"], self.settings.observer
-        (loss,) = self.stepper.step(window, batches, step=step, beat=self.context.beat).losses
+        result = self.stepper.step(window, batches, step=step, beat=self.context.beat)
+        if result.metrics:
+            raise PlanRefused(
+                f"ctx.log('{min(result.metrics)}'): servers don't record what steps log",
+                hint="a data=N or shard=N plan; or leave the figure out",
+            )
+        (loss,) = result.losses
         if observer is not None:
             observer.weights(step, self._weights(), loss)
         self._check_unserved()

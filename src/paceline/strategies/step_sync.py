@@ -27,6 +27,7 @@ class StepFigures:
     changed: float = 0.0  # ranks whose forwards changed state that is not synchronised yet
     edited: float = 0.0  # ranks whose forwards changed a parameter
     unknown: float = 0.0  # ranks whose forwards changed a parameter that is not known yet
+    unnamed: float = 0.0  # names of logged figures that not all ranks know
     overflows: float = 0.0  # above 0 if a gradient overflowed under loss scaling
     digest: float = 0.0  # of the samples; see `order.digest`
     users: tuple[float, ...] = ()  # how many ranks used each parameter

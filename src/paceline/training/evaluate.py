@@ -21,8 +21,8 @@ from paceline.job.phases import FIGURES
 from paceline.model.forward_state import ForwardState, function_kept
 from paceline.strategies.layout import Layout
 from paceline.strategies.mesh import Mesh
-from paceline.training.feed import DataShard, MicroBatch, evaluation_feed
-from paceline.training.loss import read_tally
+from paceline.training.feed import DataShard, MicroBatch, evaluation_feed, is_stream
+from paceline.training.loss import read_tally, without_total
 from paceline.training.metrics import AllSamples, copied, no_mean
 from paceline.training.own_step.named_parts import ModelPart
 from paceline.training.own_step.stage_outputs import from_last_stage
@@ -104,7 +104,8 @@ class Evaluator:
             context = _Validation(self.parts, mesh, device, batch.samples, precision)
             with autocast(self.job, device):
                 values = _validated(self.job, context, batch)
-            for name, value in values.items():
+            for name, given in values.items():
+                value = without_total(given, samples=batch.samples or 1, whole=_length(data))
                 row = sums.setdefault(name, torch.zeros(2, dtype=torch.float64, device=device))
                 if batch.samples and counts_here:
                     named = f"'{name}' of validate"
@@ -137,7 +138,11 @@ class Evaluator:
                         refused = refused or no_mean(
                             named[name], function, output, batch.target, batch.samples, self.model
                         )
-                    value = function(output, batch.target)
+                    value = without_total(
+                        function(output, batch.target),
+                        samples=batch.samples or 1,
+                        whole=_length(data),
+                    )
                     tally = read_tally(value, samples=batch.samples or 1, name=named[name])
                     if batch.samples:
                         sums[name] += tally.on(self.device)
@@ -223,6 +228,11 @@ class _Validation:
             if self.mesh.sizes[self.mesh.stage_axis] == 1:
                 return output
             return from_last_stage([output], self.mesh, self.device)[0]
+
+
+def _length(data: Any) -> int:
+    """Return the number of samples; 0 for a stream."""
+    return 0 if is_stream(data) else len(data)
 
 
 def quotients(names: Iterable[str], sums: torch.Tensor) -> dict[str, float]:

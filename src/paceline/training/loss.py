@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from paceline.base.errors import TrainingError
+from paceline.job.losses import Total
 from paceline.model.tensors import tensors_in
 
 
@@ -38,6 +39,26 @@ class LossSum:
         return torch.stack(
             [torch.as_tensor(f, dtype=torch.float64, device=device) for f in figures]
         )
+
+
+def without_total(value: Any, *, samples: int, whole: int) -> Any:
+    """Return a total of some samples as what its mean would be if all samples were like them. Other
+    results of a loss or metric are returned as they are.
+
+    Args:
+        whole: All samples over which results are put together; 0 if their number is not known.
+
+    Raises:
+        TrainingError: the number is not known.
+    """
+    if not isinstance(value, Total):
+        return value
+    if not whole:
+        raise TrainingError(
+            "a pl.total is evaluated, and the data is a stream of unknown length",
+            hint="return (sum, count) where it is evaluated: validate=",
+        )
+    return value.value * (whole / samples)
 
 
 def read_tally(value: Any, *, samples: int, name: str = "the loss") -> LossSum:

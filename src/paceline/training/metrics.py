@@ -22,7 +22,7 @@ from paceline.model.forward_state import function_kept
 from paceline.strategies.mesh import Mesh
 from paceline.torch_private import pytree
 from paceline.training.feed import DataShard, MicroBatch, map_tensors
-from paceline.training.loss import read_tally
+from paceline.training.loss import read_tally, without_total
 
 _NEAR = 1e-3  # relative; a metric may be rounded to a few digits
 
@@ -52,7 +52,7 @@ def no_mean(
             function_kept(metric, model),
         ):  # the user's metric may refuse such outputs
             if words := unlike_its_parts(
-                partial(_of_part, copied(metric), outputs, target), samples, near=_NEAR
+                partial(_of_part, copied(metric), outputs, target, samples), samples, near=_NEAR
             ):
                 return JobError(
                     f"{name} is no mean over samples: {words}, one after the other; plans cut the data "
@@ -63,12 +63,15 @@ def no_mean(
     return None
 
 
-def _of_part(metric: Any, output: Any, target: Any, part: range) -> tuple[float, float]:
+def _of_part(
+    metric: Any, output: Any, target: Any, samples: int, part: range
+) -> tuple[float, float]:
     rows = [
         map_tensors(lambda tensor: tensor[part.start : part.stop].clone(), each)
         for each in (output, target)
     ]
-    read = read_tally(metric(*rows), samples=len(part), name="a metric")
+    value = without_total(metric(*rows), samples=len(part), whole=samples)
+    read = read_tally(value, samples=len(part), name="a metric")
     return float(read.total), float(read.count)
 
 

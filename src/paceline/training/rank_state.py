@@ -171,6 +171,7 @@ class RankState:
         ] = {}
         # Whether the steps of the job's own that this rank took had one backward each.
         self.has_one_backward = True
+        self.logged_names: tuple[str, ...] = ()  # of what those steps log, alike on all ranks
         self.unchecked = set(self.trainable)  # parameters for which `check_used` is still due
         self.gradient_norm: float | None = None  # of the last step, before clipping
         self.trace: TraceRecorder | None = None

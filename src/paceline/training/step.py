@@ -99,6 +99,7 @@ class TrainingStep:
         self.metrics: dict[str, float | None] = {}
         self.norm: float | None = None
         self.norm_on_device: torch.Tensor | None = None
+        self.clip = state.job.clip  # the norm is computed if there is one
 
     @property
     def sample_share(self) -> float:
@@ -180,12 +181,12 @@ class TrainingStep:
         """Return the figures of all ranks, and the squared norm of the gradients on the device and its
         root on the host, before they are divided by the count of a loss that is a sum.
 
-        The norm is None if the job doesn't clip. Collective; the host waits for the device.
+        The norm is None without `clip`. Collective; the host waits for the device.
         """
-        state, job, parameters = self.state, self.state.job, backward.parameters
+        state, parameters = self.state, backward.parameters
         state.freezing.let_go(parameters, self.number, self.window.epoch)
         overflow = None if state.scaling is None else state.unscale(parameters)
-        squares = squared_norm(job.clip, parameters, state.layout.owned, state.mesh, state.device)
+        squares = squared_norm(self.clip, parameters, state.layout.owned, state.mesh, state.device)
         message = self._message(backward, is_last=True)
         if overflow is not None:
             message[OVERFLOWS] = overflow
@@ -200,7 +201,7 @@ class TrainingStep:
         backward.is_read, figures = True, StepFigures.read(values[:size])
         self.metrics = self.metrics or state.metrics.read(values[size:])
         self._check_alike(figures)
-        return figures, squares, math.sqrt(square) if job.clip is not None else None
+        return figures, squares, math.sqrt(square) if self.clip is not None else None
 
     def _judge(self, figures: StepFigures, norm: float | None) -> None:
         """Decide whether an update is to be made, as all ranks do."""

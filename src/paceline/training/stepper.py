@@ -103,7 +103,7 @@ class Stepper(RankState):
             step=step,
         )
         if isinstance(taken, OwnStep):
-            if not self.step_sync.has_own_steps:
+            if not self.step_sync.has_own_steps and not taken.spike:
                 self._follow(step)
             if self.merges_edits:
                 self.edits.updated()

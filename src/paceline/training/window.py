@@ -16,7 +16,7 @@ from paceline.job.order import Window
 from paceline.strategies.mesh import is_about_parts
 from paceline.training.blame import note_sample, sample_names
 from paceline.training.feed import MicroBatch
-from paceline.training.loss import LossSum, read_tally, with_gradient
+from paceline.training.loss import LossSum, read_tally, with_gradient, without_total
 from paceline.training.prepare import autocast
 
 if TYPE_CHECKING:
@@ -100,6 +100,7 @@ class WindowWork:
 
     def _note_figures(self, figures: Mapping[str, Any], samples: int) -> None:
         for name, value in figures.items():
+            value = without_total(value, samples=samples or 1, whole=self.window.count)
             tally = read_tally(value, samples=samples or 1, name=f"figure '{name}' of compute")
             self.figures.setdefault(name, []).extend([tally] if samples else [])
 
@@ -124,7 +125,8 @@ class WindowWork:
         for part in value if isinstance(value, tuple | list) else [value]:
             if hasattr(part, "device_mesh"):
                 raise _reads_shards("it became a DTensor")
-        return value
+        samples = self.batches[microbatch].samples or 1
+        return without_total(value, samples=samples, whole=self.window.count)
 
     def record(self, kind: str, label: str, start_s: float, end_s: float) -> None:
         if self.state.trace is not None:

@@ -18,7 +18,7 @@ from torch import nn
 
 import paceline as pl
 from paceline.api.audit import audit
-from paceline.base.errors import PlanRefused, UsageError
+from paceline.base.errors import JobError, PlanRefused, UsageError
 from paceline.checkpoint.dtypes import load_tensors
 from paceline.job.order import Order
 from paceline.launch.process.failure import RankFailed
@@ -179,17 +179,23 @@ class Scored(nn.Module):
 
 
 def by_hand(job, *, bad_step, back_to=None):
-    """The weights of a plain loop that makes no update in one step, and that takes those of an earlier one then."""
-    model = job.model()
-    model.load_state_dict(job.init)
+    """The weights of a plain loop that makes no update in one step, and that takes those of an earlier one then.
+
+    And under other names their average, which each update moves.
+    """
+    model, average = job.model(), job.model()
+    for each in (model, average):
+        each.load_state_dict(job.init)
     optimizer = job.optimizer(model.named_parameters())
     schedule = job.lr_schedule(optimizer)
     order, kept = Order.of(job), None
     for step in range(STEPS):
         if step == back_to:
-            kept = copy.deepcopy([part.state_dict() for part in (model, optimizer, schedule)])
+            kept = copy.deepcopy(
+                [part.state_dict() for part in (model, optimizer, schedule, average)]
+            )
         if step + 1 == bad_step:
-            for part, state in zip((model, optimizer, schedule), kept or (), strict=False):
+            for part, state in zip((model, optimizer, schedule, average), kept or (), strict=False):
                 part.load_state_dict(state)
             continue
         window = order.window(step)
@@ -202,7 +208,12 @@ def by_hand(job, *, bad_step, back_to=None):
         job.loss(model(x), y).backward()
         optimizer.step()
         schedule.step()
-    return model.state_dict()
+        with torch.no_grad():
+            for a, p in zip(average.parameters(), model.parameters(), strict=True):
+                a.mul_(0.9).add_(p, alpha=0.1)
+    return model.state_dict() | {
+        f"average.{name}": tensor for name, tensor in average.state_dict().items()
+    }
 
 
 def rows_of(run):
@@ -210,9 +221,13 @@ def rows_of(run):
 
 
 def assert_weights(run, expected):
-    trained = load_tensors(run / "model.safetensors")
-    for name, tensor in expected.items():
-        torch.testing.assert_close(trained[name], tensor, rtol=1e-9, atol=1e-12)
+    trained = {
+        name.removeprefix("net."): tensor
+        for name, tensor in load_tensors(run / "model.safetensors").items()
+    }
+    assert {name for name in expected if not name.startswith("average.")} <= trained.keys()
+    for name, tensor in trained.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-9, atol=1e-12)
 
 
 def kept_of(run, step=BAD_STEP):
@@ -347,6 +362,83 @@ def test_an_optimizer_with_a_closure_is_refused(tmp_path):
 def own_step(ctx, batch):
     ctx.backward("net", batch, lambda output, batch: nn.functional.mse_loss(output, batch.target))
     ctx.update("net")
+
+
+def of_its_own(job, step=own_step, clip=None):
+    """The job with a step of its own, and an average of its weights."""
+    optimizer = pl.Optimizer(job.optimizer, lr_schedule=job.lr_schedule, clip=clip)
+    fields = {name: getattr(job, name) for name in ("data", "batch", "steps", "precision")}
+    return pl.Job(
+        models={"net": job.model},
+        optimizers={"net": optimizer},
+        followers={"average": pl.ema("net", 0.9)},
+        init={"net": job.init},
+        step=step,
+        **fields,
+    )
+
+
+def looks_around(ctx, batch):
+    """Ranks decide about the update before it, whatever the step does meanwhile."""
+    out = ctx.backward(
+        "net", batch, lambda output, batch: nn.functional.mse_loss(output, batch.target)
+    )
+    if ctx.step % 2:
+        assert out.loss.numel() == 1
+    else:
+        ctx.run("average", batch)
+    ctx.update("net")
+    ctx.run("net", batch)
+
+
+@pytest.mark.usefixtures("judged_by_few")
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize(
+    ("plan", "step"),
+    [
+        ("data=2", own_step),
+        ("shard=2", looks_around),
+        ("single accumulate=3", looks_around),
+        ("data=3", looks_around),
+        ("pipeline=2", own_step),
+    ],
+)
+@pytest.mark.parametrize("action", ["skip", "rewind"])
+def test_a_spike_of_a_step_of_ones_own_changes_nothing(tmp_path, plan, step, action):
+    """No weight and no follower moves; or all go back."""
+    job, bad = make()
+    result = pl.train(
+        of_its_own(job, step),
+        plan,
+        run=tmp_path,
+        on_spike=action,
+        save_every=EVERY,
+        check=False,
+        table=False,
+    )
+
+    back_to = BAD_STEP // EVERY * EVERY if action == "rewind" else None
+    assert_weights(tmp_path, by_hand(job, bad_step=BAD_STEP, back_to=back_to))
+    assert result.figures["spikes"] == 1
+    assert any(bad in samples for document in kept_of(tmp_path) for samples in document["samples"])
+    assert audit(tmp_path).passed
+
+
+@pytest.mark.parametrize("turn", [0, 11])
+def test_a_step_with_several_backwards_is_not_watched(tmp_path, turn):
+    """Before the run, or before the first step that has several."""
+
+    def step(ctx, batch):
+        own_step(ctx, batch)
+        if ctx.step >= turn and ctx.step != STEPS - 1:
+            own_step(ctx, batch)
+
+    job, _ = make()
+    with pytest.raises((JobError, RankFailed), match=r"ctx\.backward 2 times"):
+        pl.train(
+            of_its_own(job, step), "data=2", run=tmp_path / "run", on_spike="skip", table=False
+        )
+    assert (tmp_path / "run").exists() == bool(turn)
 
 
 @pytest.mark.sweep(1)

@@ -26,13 +26,23 @@ from paceline.base.user_code import user_frames
 from paceline.base.wire import decode, encode
 from paceline.job import Job
 from paceline.job.named_models import NamedModels
+from paceline.job.own_step import BackwardResult
 from paceline.strategies.plan import Plan
 from paceline.training.feed import MicroBatch, example_batch, map_tensors
+from paceline.training.loss import read_tally, without_total
+from paceline.training.own_step.logged import refuse_name
 from paceline.training.own_step.step_batch import StepBatch
 from paceline.training.own_step.step_draws import MakesOn
 
 # The steps to try, together with the last one, if the job's step depends on its number.
 _TRIED_STEPS = (*range(10), 99, 999)
+# And until each model was run, those in which a later phase of it may be: 9, 10, 19, 20, 49, 50, 99 and so on.
+_LATER_STEPS = tuple(
+    10**digits * first + offset
+    for digits in range(1, 7)
+    for first in (1, 2, 5)
+    for offset in (-1, 0)
+)
 
 
 @dataclass(frozen=True)
@@ -45,6 +55,7 @@ class Recorded:
     in_losses: set[str]  # models and followers that a loss runs
     bare: set[str]  # models without parameters
     uncut: set[str]  # models and followers whose inputs are not per sample (`cut=False`)
+    backwards: int  # the most of one step
 
 
 def recorded_apart(job: Job, samples: int) -> Recorded:
@@ -58,17 +69,16 @@ def recorded_apart(job: Job, samples: int) -> Recorded:
     def told() -> str:
         seen = recorded(job, samples)
         try:
-            return base64.b64encode(
-                encode([seen.inputs, *map(list, (seen.in_losses, seen.bare, seen.uncut))])
-            ).decode()
+            names = map(list, (seen.in_losses, seen.bare, seen.uncut))
+            return base64.b64encode(encode([seen.inputs, *names, seen.backwards])).decode()
         except TypeError as error:
             raise JobError(
                 f"the step was tried in a process of its own, and of what it runs a model with {error}",
                 hint="ctx.run and ctx.backward of tensors, numbers and text",
             ) from error
 
-    inputs, *names = decode(base64.b64decode(in_a_fork(told)))
-    return Recorded(inputs, *map(set, names))
+    inputs, *names, backwards = decode(base64.b64decode(in_a_fork(told)))
+    return Recorded(inputs, *map(set, names), backwards)
 
 
 def recorded(job: Job, samples: int) -> Recorded:
@@ -97,13 +107,15 @@ def _tried(job: Job, samples: int) -> Recorded:
             models.to(dtype) if dtype else models, StepBatch([batch]), job.precision
         )
         last = job.total_steps - 1 if job.total_steps else _TRIED_STEPS[-1]
-        for step in sorted({*_TRIED_STEPS, last}):
+        first = sorted({*_TRIED_STEPS, last})
+        for place, step in enumerate([*first, *_LATER_STEPS]):
             recorder.number = step
-            # A check takes one step, and a model's turn may come later.
-            with suppress(PacelineError) if step > last else nullcontext():
+            # A check takes one step, a trial a few, and a model's turn may come later.
+            is_later = step > last or place >= len(first)
+            with suppress(PacelineError) if is_later else nullcontext():
                 _take(job, recorder)
             if not recorder.asks_for_step or (
-                step >= last and job.models.keys() <= recorder.inputs.keys()
+                (is_later or step == last) and job.models.keys() <= recorder.inputs.keys()
             ):
                 break  # all steps do the same, or each model was run
     for (
@@ -118,11 +130,14 @@ def _tried(job: Job, samples: int) -> Recorded:
     bare = {
         name for name in job.models if next(models.get_submodule(name).parameters(), None) is None
     }
-    return Recorded(recorder.inputs, recorder.in_losses, bare, recorder.uncut)
+    return Recorded(
+        recorder.inputs, recorder.in_losses, bare, recorder.uncut, recorder.most_backwards
+    )
 
 
 def _take(job: Job, recorder: _Recorder) -> None:
     assert job.own_step is not None
+    recorder.backwards = 0
     try:
         with recorder.makes_on:
             job.own_step(recorder, recorder.batch)
@@ -177,6 +192,7 @@ class _Recorder:
         self.in_losses, self.is_in_loss, self.is_over_all = set[str](), False, False
         # number: of the step. asks_for_step: whether the job's step looked at it.
         self.number, self.asks_for_step = 0, False
+        self.backwards = self.most_backwards = 0  # of this step, and of all that were tried
 
     @property
     def step(self) -> int:
@@ -221,8 +237,10 @@ class _Recorder:
         loss: Callable[..., Any],
         *more: Any,
         gather: bool = False,
-    ) -> None:
+    ) -> BackwardResult:
         name, *others = (model,) if isinstance(model, str) else model
+        self.backwards += 1
+        self.most_backwards = max(self.most_backwards, self.backwards)
         if gather and others:
             raise TrainingError(
                 f"ctx.backward({(name, *others)}, ..., gather=True): a loss over all samples trains "
@@ -233,12 +251,25 @@ class _Recorder:
         if gather:
             self.in_losses.add(name)  # such a loss runs the model a second time
         self.is_in_loss, self.is_over_all = True, gather
-        loss(
+        value = loss(
             output,
             self.batch,
             *(each.input if isinstance(each, StepBatch) else each for each in more),
         )
         self.is_in_loss = self.is_over_all = False
+        samples = len(self.batch)
+
+        def mean() -> torch.Tensor:
+            tally = read_tally(
+                without_total(value, samples=samples, whole=samples), samples=samples
+            )
+            return tally.total / tally.count
+
+        return BackwardResult(mean, lambda: _without_graph(output))
+
+    def log(self, name: str, value: Any) -> None:
+        """Log nothing, because nothing is trained."""
+        refuse_name(name)
 
     def update(self, optimizer: str) -> None:
         """Do nothing, because nothing is trained."""

@@ -11,8 +11,11 @@ import torch
 from paceline.base.errors import TrainingError
 from paceline.model.forward_effects import limited_by_norm
 from paceline.strategies.step_sync import StepFigures
+from paceline.training.own_step.logged import LoggedFigures
 from paceline.training.refusals import check_loss
 from paceline.training.step import SUMS, Backward, TrainingStep
+
+UNNAMED = StepFigures.__slots__.index("unnamed")  # its place in a message
 
 
 class OwnStep(TrainingStep):
@@ -22,6 +25,8 @@ class OwnStep(TrainingStep):
     several backwards are sent at once, and read at the end of the step, or as soon as later work
     depends on them.
     """
+
+    is_decided = False  # whether ranks agreed about the whole step before its first update
 
     @cached_property
     def may_edit(self) -> bool:
@@ -38,6 +43,42 @@ class OwnStep(TrainingStep):
     def go_on(self) -> None:
         """Let the step's end ask again for what may change after an update."""
         self.figures = None
+
+    @cached_property
+    def logged(self) -> LoggedFigures:
+        """The figures that the step has logged."""
+        return LoggedFigures(self.state)
+
+    def _message(self, backward: Backward | None, *, is_last: bool = False) -> torch.Tensor:
+        """Return this rank's figures, and at the end of a message that is the last those that are logged."""
+        message = super()._message(backward, is_last=is_last)
+        if not is_last:
+            return message
+        if new := len(self.logged.new_names):
+            message[UNNAMED] = new
+        names = self.state.logged_names
+        return torch.cat([message, self.logged.message(names)]) if names else message
+
+    def _check_alike(self, figures: StepFigures) -> None:
+        super()._check_alike(figures)
+        if figures.ends:
+            self.logged.take(figures)
+            self.metrics |= self.logged.means()
+
+    def decide(self, backward: Backward) -> None:
+        """Agree about the step's only backward and whether to make its updates, before the first of them.
+        Collective; the host waits for the device.
+        """
+        state, optimizers = self.state, self.state.optimizer
+        if state.spikes is not None:
+            clips = [
+                optimizers.clips[name]
+                for name, updated in optimizers.names.items()
+                if not set(updated).isdisjoint(backward.trainable)
+            ]
+            self.clip = max(clips) if clips and None not in clips else None
+        self.is_decided = True
+        backward.agreed = torch.tensor([self.agree(backward), 1.0], dtype=torch.float64)
 
     def agree_later(self, backward: Backward) -> None:
         """Agree about a backward, and leave the gradients of its update. Collective.
@@ -100,11 +141,12 @@ class OwnStep(TrainingStep):
             self._tell_launched()
             unread = [each for each in self.backwards if not each.is_read]
             *_, last = self.read(unread, message)
-            if state.scaling is not None:
+            self._check_alike(last)
+            if state.scaling is not None and not self.is_decided:
                 state.scaling.update(
                     is_skipped=self.has_overflowed, count=0.0, loss=self.loss, step=self.number
                 )
-            self.is_skipped = self.has_overflowed
+            self.is_skipped = self.has_overflowed or bool(self.spike)
             self.figures = last
             last.loss, last.count = self.loss, 1.0
             if not state.step_sync.has_own_steps:

@@ -4,7 +4,7 @@ same for every plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -13,17 +13,18 @@ import torch
 
 from paceline.base.errors import PlanRefused, TrainingError, nearest
 from paceline.base.streams import seed_streams
-from paceline.job.own_step import ModelNames
+from paceline.job.own_step import BackwardResult, ModelNames
 from paceline.model.forward_state import ForwardState
 from paceline.strategies.batch_norm.run import apart
 from paceline.strategies.compose import end_evaluation
 from paceline.strategies.layout import Whole
 from paceline.training.feed import MicroBatch, map_tensors
-from paceline.training.loss import read_tally, with_gradient
+from paceline.training.loss import read_tally, with_gradient, without_total
 from paceline.training.own_step.named_parts import ModelPart
 from paceline.training.own_step.step import OwnStep
 from paceline.training.own_step.step_batch import GatheredBatch, StepBatch, joined
 from paceline.training.own_step.step_draws import WindowDraws
+from paceline.training.parts.spikes import refuse_backwards
 from paceline.training.prepare import autocast
 from paceline.training.scaling import power_of_two
 from paceline.training.step import Backward
@@ -56,7 +57,8 @@ class Verbs:
             precision=state.job.precision,
         )
         self.number = 0  # number of verbs so far; it keys their random streams
-        self.in_loss = False
+        self.loss_samples: int | None = None  # of the micro-batch whose loss is computed now
+        self.is_over_all = False  # whether one of all samples is
         self.pending: Backward | None = None  # the step's first, if ranks still have to agree on it
         self.reached: set[str] = set()  # parameters of a backward that no update has used
         self.gradients = dict[str, torch.Tensor]()
@@ -89,10 +91,28 @@ class Verbs:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"a step's context has no '{name}': it has alike, backward, gather, places, run, step and update. Models "
-            "are run by name, ctx.run('generator', x); what needs their weights, such as an inner loop of gradient "
-            "steps, belongs in a model's forward"
+            f"a step's context has no '{name}': it has alike, backward, gather, log, places, run, step and update. "
+            "Models are run by name, ctx.run('generator', x); what needs their weights, such as an inner loop of "
+            "gradient steps, belongs in a model's forward"
         )
+
+    @property
+    def in_loss(self) -> bool:
+        """Whether the loss of a micro-batch is computed now."""
+        return self.loss_samples is not None
+
+    def log(self, name: str, value: Any) -> None:
+        """See `StepContext`."""
+        mesh, samples = self.state.mesh, self.loss_samples
+        here = sum(piece.samples for piece in self.batch.pieces)
+        self.taken.logged.add(
+            name,
+            value,
+            samples=here if samples is None else samples,
+            whole=here if self.is_over_all else self.window.count,
+            counts=mesh.is_first_of_same_loss if self.in_loss else mesh.is_first_of_same_samples,
+        )
+        self.taken.go_on()
 
     # --- Running -----------------------------------------------------------------------------------------------
 
@@ -234,7 +254,7 @@ class Verbs:
         loss: Callable[..., Any],
         *more: Any,
         gather: bool = False,
-    ) -> None:
+    ) -> BackwardResult:
         """See `StepContext`. Collective."""
         names = (model,) if isinstance(model, str) else tuple(model)
         parts = [self._part(name) for name in names]
@@ -251,6 +271,8 @@ class Verbs:
                 "ranks by itself",
                 hint="a data=N or shard=N plan",
             )
+        if self.state.spikes is not None:
+            refuse_backwards(self.state.spikes.action, len(self.taken.backwards) + 1)
         self._note(f"ctx.backward({', '.join(map(repr, names))})")
         if gather:
             loss, more = self._loss_of_rows(parts[0], inputs, loss, more)
@@ -265,6 +287,35 @@ class Verbs:
             for name, gradient in earlier.items():
                 parameter = self.state.parameters[name]
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        return BackwardResult(
+            partial(self._mean, backward), partial(self._outputs, parts[0], batches, work.outputs)
+        )
+
+    def _mean(self, backward: Backward) -> torch.Tensor:
+        """Return the loss of all samples. Collective if ranks still have to agree about it."""
+        if self.pending is backward:
+            self._note("the loss of ctx.backward")
+            with self.draws.paused():
+                # Loss scaling divides gradients when ranks decide, and more may be added to these.
+                self._agree(decides=self.state.scaling is None)
+        assert backward.agreed is not None
+        loss, count = backward.agreed[:2].to(self.state.device)
+        return loss / count
+
+    def _outputs(
+        self, part: ModelPart, batches: Sequence[MicroBatch], outputs: Mapping[int, Any]
+    ) -> Any:
+        """Return the outputs of this rank's samples, by those of its micro-batches. Collective under
+        plans with stages.
+        """
+        numbers = [number for number, batch in enumerate(batches) if batch.samples] or [0]
+        if isinstance(part.layout, Whole) and not outputs:  # nothing went back without samples
+            with self.draws.paused(), torch.no_grad(), autocast(self.state.job, self.state.device):
+                outputs = {0: part.layout.forward(batches[0])}
+        here = [outputs[number] for number in numbers if number in outputs]
+        if self.state.mesh.sizes[self.state.mesh.stage_axis] > 1:
+            self._note("the outputs of ctx.backward")
+        return joined(self.state.shared_outputs(part, here), self.batch.rows)
 
     def _loss_of_rows(
         self, part: ModelPart, inputs: Any, loss: Callable[..., Any], more: tuple[Any, ...]
@@ -298,13 +349,20 @@ class Verbs:
                 for each in more
             ]
             seed_streams(self.state.job.seed, "step", self.step, "alike", self.number)
+            self.is_over_all = True
             with autocast(self.state.job, self.state.device), self.draws.makes_on:
                 tally = with_gradient(
-                    read_tally(loss(everyone, batch, *others), samples=samples),
+                    read_tally(
+                        without_total(
+                            loss(everyone, batch, *others), samples=samples, whole=self.window.count
+                        ),
+                        samples=samples,
+                    ),
                     everyone,
                     backward_goes_on=True,
                 )
             value = tally.value if tally.is_mean else tally.value / tally.count
+            self.is_over_all = False
             slopes = torch.autograd.grad(value, leaves, allow_unused=True)
         used = [number for number, slope in enumerate(slopes) if slope is not None]
         rows = [
@@ -392,16 +450,29 @@ class Verbs:
             p.grad = None
         return earlier
 
-    def _agree(self) -> None:
-        """Agree about the pending backward, because no update follows it. Collective."""
+    def _agree(self, *, decides: bool = False) -> bool:
+        """Agree about the pending backward, if there is one. Collective.
+
+        decides: whether ranks decide now about all updates of the step, which they always do if the
+            step may be a spike.
+
+        Returns:
+            Whether they decided.
+        """
         backward, self.pending = self.pending, None
-        if backward is not None:
-            self.taken.agree_later(backward)
+        if backward is None:
+            return False
+        if decides or self.state.spikes is not None:
+            self.taken.decide(backward)
+            return True
+        self.taken.agree_later(backward)
+        return False
 
     def update(self, optimizer: str) -> None:
         """See `StepContext`. Collective if ranks hold parts, and under loss scaling.
 
-        Loss scaling skips the update on all ranks if a gradient overflows on one.
+        All ranks leave the update out if a gradient overflows on one under loss scaling, or if the
+        step is a spike.
         """
         state, optimizers = self.state, self.state.optimizer
         if optimizer not in optimizers.members:
@@ -416,15 +487,14 @@ class Verbs:
             )
         self._note(f"ctx.update('{optimizer}')")
         with self.draws.paused():
-            if state.scaling is not None:
-                self._agree()  # each update looks for gradients that overflow
-            elif self.pending is not None:
-                self.taken.agree(self.pending)
-                self.pending = None
+            # Under loss scaling, ranks decide about each update, which may be about a part.
+            is_only = self.pending is not None and set(names).issuperset(self.pending.trainable)
+            is_decided = self._agree(decides=is_only or state.scaling is None)
+            is_decided |= state.spikes is not None
             parameters = {
                 name: state.parameters[name] for name in names if name in state.parameters
             }
-            if not self._overflow(parameters):
+            if not (self.taken.is_skipped if is_decided else self._overflow(parameters)):
                 if self.keeps_gradients:
                     self._keep(parameters)
                 self.taken.beat("optimizer")
@@ -542,6 +612,7 @@ class _Work(WindowWork):
         )
         self.verbs, self.place, self.synchronisers = verbs, (verbs.number,), synchronisers
         self.criterion, self.given_loss = self._given_loss, loss
+        self.outputs: dict[int, Any] = {}  # by micro-batch
         # Gradients of a loss that is a sum are about as large as those of a mean when they are scaled,
         # rounded or left out of a message.
         self.expected_count = power_of_two(verbs.window.count)
@@ -556,8 +627,9 @@ class _Work(WindowWork):
         super().before_forward(microbatch, stage)
 
     def loss(self, microbatch: int, output: Any) -> torch.Tensor:
-        self.verbs.in_loss = True
+        self.verbs.loss_samples = self.batches[microbatch].samples
+        self.outputs[microbatch] = map_tensors(torch.Tensor.detach, output)
         try:
             return super().loss(microbatch, output)
         finally:
-            self.verbs.in_loss = False
+            self.verbs.loss_samples = None

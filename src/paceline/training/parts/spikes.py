@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from paceline.base.errors import JobError, PlanRefused, TrainingError, UsageError
-from paceline.job import Job
 from paceline.strategies.plan import Plan
 from paceline.strategies.registry import active
 
@@ -44,14 +43,13 @@ def read_action(text: str | None) -> SpikeAction | None:
     return text  # type: ignore[return-value]
 
 
-def refuse_unwatched(action: SpikeAction | None, job: Job, plan: Plan, *, saves: bool) -> None:
+def refuse_unwatched(action: SpikeAction | None, plan: Plan, *, saves: bool) -> None:
     """Refuse to watch for spikes where ranks can't decide about a step together.
 
     saves: whether the run saves checkpoints on its way.
 
     Raises:
         PlanRefused: replicas of the plan take steps of their own.
-        JobError: the job's step makes several updates.
         UsageError: there will be nothing to go back to.
     """
     if action is None:
@@ -63,15 +61,26 @@ def refuse_unwatched(action: SpikeAction | None, job: Job, plan: Plan, *, saves:
                 hint="data=N and shard=N, also beside tensor=N and pipeline=N, decide about each step "
                 "together",
             )
-    if job.own_step is not None:
-        raise JobError(
-            f"--on-spike {action}: the job brings a step of its own, which makes several updates",
-            hint="leave --on-spike out: a loss that is not finite ends the run anyway",
-        )
     if action == "rewind" and not saves:
         raise UsageError(
             "--on-spike rewind goes back to the newest checkpoint, and the run saves none on its way",
             hint="--save-every N saves every N steps",
+        )
+
+
+def refuse_backwards(action: SpikeAction, number: int) -> None:
+    """Refuse to watch a step of the job's own that updates before all its losses are known.
+
+    number: of backwards in the step.
+
+    Raises:
+        JobError: there are several.
+    """
+    if number > 1:
+        raise JobError(
+            f"--on-spike {action}: the job's step calls ctx.backward {number} times, and only a step with one can "
+            "be left out, because its loss is known before its update",
+            hint="leave --on-spike out: a loss that is not finite ends the run anyway",
         )
 
 
