@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from paceline.api.scaling import scale
     from paceline.api.train import train
     from paceline.api.verify import verify
+    from paceline.attached.run import attach
     from paceline.base.errors import PacelineError
     from paceline.callbacks.keep_best import KeepBest
     from paceline.callbacks.stopping import EarlyStopping
@@ -53,6 +54,7 @@ _HOMES = {
     "Range": "paceline.searches.space",
     "RunPart": "paceline.training.run",
     "Shards": "paceline.job.shards",
+    "attach": "paceline.attached.run",
     "audit": "paceline.api.audit",
     "by_epoch": "paceline.job.phases",
     "by_step": "paceline.job.phases",
@@ -96,6 +98,7 @@ __all__ = [
     "RunPart",
     "Shards",
     "StepContext",
+    "attach",
     "audit",
     "by_epoch",
     "by_step",

@@ -297,6 +297,62 @@ def train(
         _say(_json(figures) if as_json else summary_table(figures))
 
 
+@_command(name="run", context_settings={"ignore_unknown_options": True})
+def run_(
+    script: Annotated[
+        Path, typer.Argument(metavar="SCRIPT", help="A Python file that calls pl.attach.")
+    ],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[ARGUMENTS]...", help="Of the script.")
+    ] = None,
+    plan: OnePlan = None,
+    devices: Devices = None,
+    procs: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Ranks; must agree with the plan.")
+    ] = None,
+    save_every: Annotated[
+        int | None, typer.Option(metavar="STEPS", min=1, help="Steps between checkpoints.")
+    ] = None,
+    keep: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Newest checkpoints that stay.")
+    ] = None,
+    run: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where the run is written.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the run's newest valid checkpoint.")
+    ] = False,
+    patience: Patience = 300.0,
+    restarts: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=0, help="Restarts of ranks that died or hang."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Run a script that has its own loop on one device or many."""
+    with _reported():
+        _on_every_host(plan, procs)
+        load_modules(OF_RUNS)
+        from paceline.attached.launch import run as run_ranks
+
+        figures = run_ranks(
+            script,
+            plan,
+            arguments=arguments or (),
+            devices=devices,
+            procs=procs,
+            save_every=save_every,
+            keep=keep,
+            run=run,
+            resume=resume,
+            timeout_s=patience,
+            restarts=restarts,
+        )
+        speaks = _is_first_rank()
+    if speaks:
+        _say(_json(figures) if as_json else summary_table(figures))
+
+
 @_command()
 def evaluate(
     run: RunFolder, plan: OnePlan = None, devices: Devices = None, as_json: Json = False
@@ -564,6 +620,17 @@ def verify(
 ) -> None:
     """Prove that plans compute what one device computes."""
     with _reported():
+        verdicts = _verified_script(
+            file, plans, steps, {"--set": settings, "--run": run, "--devices": devices}
+        )
+    if verdicts is not None:
+        _say(
+            _json([verdict.to_dict() for verdict in verdicts])
+            if as_json
+            else "\n".join(verdict.describe() for verdict in verdicts)
+        )
+        raise typer.Exit(not all(verdict.passed for verdict in verdicts))
+    with _reported():
         job = JobFile.parse(file, _parse_settings(settings))
         speaks = _is_first_rank()
         written = (run or fresh_name(f"verify-{job.path.stem}")) if speaks else None
@@ -580,6 +647,26 @@ def verify(
         )
     if not all(each.passed or (each.refused and not each.asked_for) for each in certificates):
         raise typer.Exit(1)
+
+
+def _verified_script(
+    file: str, plans: list[str] | None, steps: int, others: Mapping[str, Any]
+) -> Any:
+    """The verdicts on a script that has its own loop; None for the file of a job."""
+    path = Path(file)
+    if path.suffix != ".py" or not path.is_file() or "attach(" not in path.read_text("utf-8"):
+        return None
+    from paceline.attached.verify import is_script, verify_script
+
+    if not is_script(path):
+        return None
+    if stated := [name for name, value in others.items() if value]:
+        raise UsageError(
+            f"{' and '.join(stated)}: {file} is a script with its own loop, and not a job",
+            hint="--plan and --steps are what such a proof takes",
+        )
+    load_modules(OF_RUNS)
+    return verify_script(path, plans or ["data=2"], steps=steps)
 
 
 @_command()

@@ -27,6 +27,7 @@ PUBLIC = [
     "RunPart",
     "Shards",
     "StepContext",
+    "attach",
     "audit",
     "by_epoch",
     "by_step",

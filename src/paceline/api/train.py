@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.api.claims import claim
 from paceline.api.plan_choice import PlanChoice, is_auto
 from paceline.api.prediction import Priced, predict_once_started, price, sum_up, what_would_fit
 from paceline.api.result import Result
@@ -26,7 +27,6 @@ from paceline.launch.local.launcher import Launcher
 from paceline.launch.process.failure import RankFailed
 from paceline.planner.resolve import Resolved, resolve, set_aside
 from paceline.runs import folder
-from paceline.runs.provenance import origin
 from paceline.strategies.plan import Plan
 from paceline.training.parts.spikes import read_action, refuse_unwatched
 
@@ -310,8 +310,13 @@ class TrainRequest:
         run_dir = Path(
             launcher.agree(
                 "run folder",
-                lambda: self._claim(
-                    claims, run, resume=is_resumed, lost_s=timeout_s if is_again else 0.0
+                lambda: claim(
+                    claims,
+                    run,
+                    resolved,
+                    self.source,
+                    resume=is_resumed,
+                    lost_s=timeout_s if is_again else 0.0,
                 ),
             )
         )
@@ -433,28 +438,6 @@ class TrainRequest:
                 print(what_would_fit(priced), file=sys.stderr, flush=True)
             raise
 
-    def _claim(
-        self, claims: ExitStack, run: str | Path | None, *, resume: bool, lost_s: float
-    ) -> str:
-        """Claim the run folder, and return it as text.
-
-        Args:
-            lost_s: Seconds to wait until lost ranks of an earlier start end.
-        """
-        run_dir = (
-            Path(run)
-            if run is not None
-            else folder.fresh_name(Path(self.source.path).stem if self.source else "job")
-        )
-        folder.check_free(run_dir, resume=resume)
-        if lost_s:
-            folder.wait_until_unclaimed(run_dir, timeout_s=lost_s)
-        claims.enter_context(folder.claimed(run_dir))
-        if resume:
-            claims.enter_context(folder.kept_unless_trained(run_dir))
-        _begin(run_dir, self.resolved, self.source)
-        return str(run_dir)
-
 
 def _checked(
     job: Job, source: JobFile | None, resolved: Resolved, launcher: Launcher, loader_workers: int
@@ -502,26 +485,6 @@ def _check(**counts: float | None) -> None:
             raise UsageError(
                 f"{name.removesuffix('_s').replace('_', '-')} must be above 0, got {value}"
             )
-
-
-def _begin(run_dir: Path, resolved: Resolved, source: JobFile | None) -> None:
-    """Write what is known before the first rank starts; remove the results of a finished run."""
-    from paceline.base.files import write_json
-
-    for name in (folder.SUMMARY, folder.MODEL, folder.PREDICTED, folder.SPLIT):
-        (run_dir / name).unlink(missing_ok=True)
-    write_json(
-        run_dir / folder.PLAN,
-        {
-            "plan": str(resolved.plan),
-            "world_size": resolved.plan.world_size,
-            "shares": list(resolved.shares),
-            "devices": resolved.devices,
-        },
-    )
-    write_json(run_dir / folder.ORIGIN, origin(Path(source.path) if source is not None else None))
-    if source is not None:
-        write_json(run_dir / folder.JOB, source.to_dict())
 
 
 def _plan_of(run: str | Path | None, *, procs: int | None) -> Plan | None:

@@ -38,7 +38,7 @@ class Resolved:
 
 
 def resolve(
-    job: Job,
+    job: Job | None,
     plan: str | Plan | None,
     *,
     devices: str | None = None,
@@ -49,6 +49,7 @@ def resolve(
     """Check a request against the devices and the job, and decide what it left open.
 
     Args:
+        job: None if only ranks will know it; each of them calls `check_job`.
         memory: Limits of CPU ranks, see `Cluster.local`.
 
     Raises:
@@ -77,17 +78,21 @@ def resolve(
                 num_ranks=settled.world_size, memory=memory, whole=environment is not None
             )
     _check_counts(settled, cluster, devices=devices, procs=procs, environment=environment)
-    _check_samples(settled, job)
     conflicts.check(settled)
-    conflicts.check_job(settled, job)
-    if job.own_step is not None:
-        conflicts.check_own_step(settled)
+    if job is not None:
+        check_job(settled, job)
     shares, accumulate = settled.modifiers.shares, settled.modifiers.accumulate
     if isinstance(shares, str) and shares != "equal":
         from paceline.planner.rank_kinds import split_shares
 
         shares = split_shares(settled, cluster)
-    if accumulate == "auto":
+    if accumulate == "auto" and job is None:
+        raise PlanError(
+            f"plan '{settled}': accumulate=auto is decided by what a job's model needs, and a script "
+            "with its own loop shows it only while it runs",
+            hint="accumulate=2 or another number",
+        )
+    if accumulate == "auto" and job is not None:
         from paceline.cluster.gpu_use import apart_from_cuda
         from paceline.model.cost import profile_job
         from paceline.planner.accumulate import fewest_microbatches
@@ -152,9 +157,23 @@ def set_aside(
     return names_of(gpus[:num_ranks]), tuple(gpus[num_ranks : num_ranks + spares])
 
 
-def default_plan(job: Job, num_devices: int) -> Plan:
+def default_plan(job: Job | None, num_devices: int) -> Plan:
     """Return a plan with one replica per device, but no more replicas than samples in a step."""
+    if job is None:
+        return Plan.of(data=num_devices)
     return Plan.of(data=min(num_devices, job.batch, job.num_samples or job.batch))
+
+
+def check_job(plan: Plan, job: Job) -> None:
+    """Refuse a plan that can't run a job.
+
+    Raises:
+        PlanError: there are more replicas than samples, or the plan and the job don't compose.
+    """
+    _check_samples(plan, job)
+    conflicts.check_job(plan, job)
+    if job.own_step is not None:
+        conflicts.check_own_step(plan)
 
 
 def _check_counts(

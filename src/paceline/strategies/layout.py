@@ -186,7 +186,7 @@ class Whole:
     def run(self, batches: Sequence[Batch], work: MicrobatchWork) -> None:
         for number, batch in enumerate(batches):
             if batch.samples or self.meets_in_forward:
-                with self._left_by_stand_in(batch), self.statistics.over(batch.samples):
+                with self.surrounding(batch.samples):
                     self._run(number, batch, work)
             else:
                 work.before_backward(number)
@@ -205,17 +205,21 @@ class Whole:
         work.record("backward", str(number), turned_s, time.perf_counter())
 
     def forward(self, batch: Batch) -> Any:
-        with self._left_by_stand_in(batch), self.statistics.over(batch.samples):
+        with self.surrounding(batch.samples):
             return batch.call(self.module)
 
-    def _left_by_stand_in(self, batch: Batch) -> ExitStack:
-        """Restore the model's state after a forward of a padding batch."""
+    def surrounding(self, samples: int) -> ExitStack:
+        """Enter this around a forward of `samples` samples and its backward.
+
+        After those of a padding batch, the model's state is what it was before.
+        """
         from paceline.model.forward_state import ForwardState
 
-        kept, never_cut = ExitStack(), self.never_cut
-        if not batch.samples:
-            kept.callback(ForwardState(self.module, edited=never_cut).now().restore)
-        return kept
+        stack, never_cut = ExitStack(), self.never_cut
+        if not samples:
+            stack.callback(ForwardState(self.module, edited=never_cut).now().restore)
+        stack.enter_context(self.statistics.over(samples))
+        return stack
 
     def finish(self) -> None:
         """Do nothing: there are no other stages."""

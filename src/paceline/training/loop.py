@@ -8,7 +8,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -74,6 +74,9 @@ class Loop:
         stepper.note_verb = context.note_verb
         self.run = run = TrainingRun(context, job, plan, settings, stepper, log)
         self.heap, self.core_wait = HeapTrimmer(context.device.type), CoreWait()
+        self.is_left = False  # the run was asked to stop, and is left as it is
+        self.began_s, self.input_s = 0.0, 0.0  # of the step that is next
+        self.scale: float | None = None  # by which its loss is multiplied
         comparisons, self.callbacks = drift.Comparisons(run), Callbacks(run)
         self.saves = Saves(run, self.callbacks, comparisons)
         self.callbacks.obey = self.saves.export_weights
@@ -103,20 +106,20 @@ class Loop:
 
     def train(self) -> dict[str, Any]:
         """See `train_rank`."""
-        run, context = self.run, self.run.context
         try:
-            self._restore()
-            with context.stoppable():
-                if run.is_copied:
-                    run.settle()  # what the ranks before these had not ended
-                if run.ended is None and self._steps():
-                    self._stop()  # a request may reach this rank later than the others that told it
-                return self._finish()  # a request that comes now must not cost the last checkpoint
+            self.restore()
+            with self.run.context.stoppable():
+                if self.run.is_copied:
+                    self.run.settle()  # what the ranks before these had not ended
+                while (fed := self.fetch()) is not None:
+                    self.count(fed, self._take(fed))
+                return self.finish()  # a request that comes now must not cost the last checkpoint
         except CallbackError as error:
             self.saves.save_before(error)
             raise
 
-    def _restore(self) -> None:
+    def restore(self) -> None:
+        """Go on from where the run is, or begin. Collective."""
         run = self.run
         checkpoint = resume(run)
         if run.settings.resume:
@@ -126,8 +129,9 @@ class Loop:
         )
         run.tell("restored", checkpoint)
 
-    def _steps(self) -> bool:
-        """Take every step that is left, or until the run is ended. Returns whether it was asked to stop."""
+    @cached_property
+    def feed(self) -> Prefetch:
+        """The samples of the steps that are left."""
         run, job = self.run, self.run.job
         total = job.total_steps if job.total_steps is not None else sys.maxsize
         windows = training_feed(
@@ -137,69 +141,71 @@ class Loop:
             loader_workers=run.settings.loader_workers,
             steps=range(run.step, total),
         )
-        feed = Prefetch(
+        return Prefetch(
             iter(windows), run.context.device, torch.float64 if job.precision == "float64" else None
         )
-        while True:
-            run.context.step = run.step + 1
-            if run.stepper.trace is not None:
-                run.stepper.trace.begin(run.step)
-            run.beat("input")
-            began_s = time.perf_counter()
-            fed = feed.next()
-            if fed is None:
-                return False
-            input_s = time.perf_counter() - began_s
-            scale = run.stepper.scaling.scale if run.stepper.scaling is not None else None
-            result = self._take(fed, feed)
-            self._count(
-                StepTaken(fed, result, time.perf_counter() - began_s, input_s, loss_scale=scale)
-            )
-            if result.is_settled and run.step == job.total_steps:
-                self.copies.settled()  # what comes at the end may take long
-            elif result.is_settled:
-                run.settle()
-                if run.stop and self._attend():
-                    return True
-                if run.ended is not None:
-                    return False
 
-    def _take(self, fed: Fed, feed: Prefetch) -> StepResult:
-        run, stepper = self.run, self.run.stepper
-
-        def on_launched() -> None:
-            if feed.copies is not None:
-                run.beat("input")
-                feed.prepare_next()
-                run.beat("reduce")
-
+    def fetch(self) -> Fed | None:
+        """Return the samples of the next step; None if none is left, or the run is to end here."""
+        run = self.run
+        if run.ended is not None or self.is_left:
+            return None
+        run.context.step = run.step + 1
+        if run.stepper.trace is not None:
+            run.stepper.trace.begin(run.step)
+        run.beat("input")
+        self.began_s = time.perf_counter()
+        fed = self.feed.next()
+        if fed is None:
+            return None
+        self.input_s = time.perf_counter() - self.began_s
+        self.scale = run.stepper.scaling.scale if run.stepper.scaling is not None else None
         run.tell("before_step", fed)
         run.set_mode(trains=True)
+        return fed
+
+    def _take(self, fed: Fed) -> StepResult:
+        run, stepper = self.run, self.run.stepper
         with self.spikes.explaining(fed):
             result = stepper.step(
                 fed.window,
                 fed.placed,
                 step=run.step,
-                stop=self._is_asked,
+                stop=self.is_asked,
                 beat=run.beat,
-                on_launched=on_launched,
+                on_launched=self.on_launched,
                 observe=self.observe,
             )
             self.spikes.judge(result)
-        if stepper.trace is not None:
-            stepper.trace.phase("end")
         return result
 
-    def _count(self, taken: StepTaken) -> None:
-        """A step was taken: count it, and let every part know."""
+    def on_launched(self) -> None:
+        """Make the samples of the next step while a GPU computes."""
+        if self.feed.copies is not None:
+            self.run.beat("input")
+            self.feed.prepare_next()
+            self.run.beat("reduce")
+
+    def count(self, fed: Fed, result: StepResult) -> None:
+        """Count a step that was taken, let every part know, and do what is due. Collective if ranks
+        are after the same step."""
         run = self.run
-        run.count(taken.fed.window)
-        run.stop = run.stop or bool(taken.result.stop)
+        if run.stepper.trace is not None:
+            run.stepper.trace.phase("end")
+        step_s = time.perf_counter() - self.began_s
+        taken = StepTaken(fed, result, step_s, self.input_s, loss_scale=self.scale)
+        run.count(fed.window)
+        run.stop = run.stop or bool(result.stop)
         run.tell("stepped", taken)
         run.tell("counted")
         self.heap.poll()
+        if result.is_settled and run.step == run.job.total_steps:
+            self.copies.settled()  # what comes at the end may take long
+        elif result.is_settled:
+            run.settle()
+            self.is_left = run.stop and self._attend()
 
-    def _is_asked(self) -> bool:
+    def is_asked(self) -> bool:
         """Whether this rank was asked to stop, or callbacks want something."""
         return self.run.context.stop_signal is not None or self.callbacks.want_attention
 
@@ -227,8 +233,15 @@ class Loop:
         self.saves.save_before(error)
         raise error
 
-    def _finish(self) -> dict[str, Any]:
+    def finish(self) -> dict[str, Any]:
+        """End the run here, and return its figures. Collective.
+
+        Raises:
+            Preempted: it was asked to stop before its last step. It is saved where it is.
+        """
         run, stepper = self.run, self.run.stepper
+        if self.is_left:
+            self._stop()  # a request may reach this rank later than the others that told it
         if run.step == 0:
             raise run.without_steps()
         run.tell("before_update")

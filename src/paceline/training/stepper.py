@@ -93,7 +93,12 @@ class Stepper(RankState):
             self._take_own(taken, observe)
         else:
             self._take_usual(taken, observe)
-        synced = self.step_sync.end_step(step + 1, taken.end(), beat)
+        return self.end_step(taken)
+
+    def end_step(self, taken: TrainingStep) -> StepResult:
+        """Return what ranks agree on after a step. Collective when they synchronise."""
+        step = taken.number
+        synced = self.step_sync.end_step(step + 1, taken.end(), taken.beat)
         if synced is None:
             return StepResult((), 0, taken.norm, is_settled=False)
         result = self._step_result(

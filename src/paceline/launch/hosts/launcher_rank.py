@@ -151,85 +151,138 @@ def run_joined(
         RankFailed: on the rank whose failure the others follow from; the others leave with its exit code.
         UsageError: connections between hosts must be encrypted, and can't be.
     """
-    encrypts = tls.is_used(environment, fault_policy)
-    terminal, hosted_rank = sys.stderr, host_context.this_rank()
-
-    def report(failure: Failure) -> None:
-        if hosted_rank is not None:
-            hosted_rank.report(failure)  # the hosts' processes tell each other
-            return
-        within(_HEARD_S, lambda: store.set(f"failure/{environment.rank}", failure.to_json()))
-        _tell_elastic_agent(failure)
-
-    def report_end(failure: Failure) -> None:
-        report(failure := explained(failure, context, context.verb_row))
-        if hosted_rank is not None:
-            return
-        is_told = (
-            _cause_elsewhere(store, environment, _HEARD_S)
-            if failure.heard
-            else within(_HEARD_S, lambda: store.add("hang told", 1) != 1)
-        )
-        if not is_told:
-            # Rank 0 writes to its log and to the terminal at once; what others print goes to their logs alone.
-            for stream in (sys.stderr,) if environment.rank == 0 else (terminal, sys.stderr):
-                print(f"error: {failure.describe()}", file=stream, flush=True)
-
-    nonce = agree(
-        store, environment, f"nonce/{attempt}", lambda: secrets.token_hex(16), timeout_s=timeout_s
-    )
-    # Servers and their workers, who form no group, hear of each other's death by themselves, and may go on.
-    need_each_other = fault_policy.uses_process_group and environment.world_size > 1
-    liveness = (
-        _join_liveness(store, environment, attempt, nonce, timeout_s) if need_each_other else None
-    )
-    board, slot = (
-        (hosted_rank.board, hosted_rank.slot) if hosted_rank is not None else (HeartbeatTable(1), 0)
-    )
-    board.write(slot, 0, "build")  # it is watched from here on
-    if shares_verbs := hosted_rank is None and environment.local_world_size > 1:
-        board.verbs = VerbTable.of_launch(attempt, environment.world_size)
-    context = RankContext(
-        environment.rank,
-        environment.world_size,
-        environment.local_world_size,
-        set_up_device(device, environment.local_world_size),
-        None,
-        board,
-        slot,
-        attempt,
+    joined = JoinedRank(
+        environment,
+        device,
+        store=store,
+        attempt=attempt,
         timeout_s=timeout_s,
-        secret=run_key("servers", nonce),
-        encrypts=encrypts,
-        host=address_towards(environment.master_address) or "127.0.0.1",
-        num_starts=environment.num_starts,
-        deaths=(0,) * environment.world_size,
-        lost=liveness.lost if liveness else [],
-        unreachable=liveness.unreachable if liveness else [],
-        hosts=_hosts_of_ranks(store, environment, attempt),
-        verb_row=environment.rank if shares_verbs else None,
+        fault_policy=fault_policy,
     )
-    if fault_policy.uses_process_group and not device.is_limit:
-        _give_copies(context)
     result, failure, log = run_rank(
         body,
-        context,
+        joined.context,
         device,
         make_store=lambda: store,
         run_dir=run_dir,
-        report=report_end,
+        report=joined.report_end,
         fault_policy=fault_policy,
     )
-    if failure is not None:
-        report(failure := explained(failure, context, context.verb_row))
-    board.verbs.remove()
-    if liveness:
-        liveness.close(farewell=failure is None or failure.is_stop)
-    if failure is None:
-        return result
-    if hosted_rank is None and failure.heard and _cause_elsewhere(store, environment, _HEARD_S):
-        sys.exit(failure.exit_code)
-    raise RankFailed(failure, log)
+    joined.end(failure, log)
+    return result
+
+
+class JoinedRank:
+    """This process among the ranks that a launcher started, from their meeting to its end.
+
+    Raises:
+        UsageError: connections between hosts must be encrypted, and can't be.
+    """
+
+    def __init__(
+        self,
+        environment: Environment,
+        device: Device,
+        *,
+        store: Any,
+        attempt: str,
+        timeout_s: float,
+        fault_policy: FaultPolicy = ALL_NEEDED,
+    ) -> None:
+        encrypts = tls.is_used(environment, fault_policy)
+        self.environment, self.store = environment, store
+        self.terminal, self.hosted_rank = sys.stderr, host_context.this_rank()
+        hosted_rank = self.hosted_rank
+        nonce = agree(
+            store,
+            environment,
+            f"nonce/{attempt}",
+            lambda: secrets.token_hex(16),
+            timeout_s=timeout_s,
+        )
+        # Servers and their workers, who form no group, hear of each other's death by themselves, and may go on.
+        need_each_other = fault_policy.uses_process_group and environment.world_size > 1
+        self.liveness = (
+            _join_liveness(store, environment, attempt, nonce, timeout_s)
+            if need_each_other
+            else None
+        )
+        self.board, slot = (
+            (hosted_rank.board, hosted_rank.slot)
+            if hosted_rank is not None
+            else (HeartbeatTable(1), 0)
+        )
+        self.board.write(slot, 0, "build")  # it is watched from here on
+        if shares_verbs := hosted_rank is None and environment.local_world_size > 1:
+            self.board.verbs = VerbTable.of_launch(attempt, environment.world_size)
+        self.context = RankContext(
+            environment.rank,
+            environment.world_size,
+            environment.local_world_size,
+            set_up_device(device, environment.local_world_size),
+            None,
+            self.board,
+            slot,
+            attempt,
+            timeout_s=timeout_s,
+            secret=run_key("servers", nonce),
+            encrypts=encrypts,
+            host=address_towards(environment.master_address) or "127.0.0.1",
+            num_starts=environment.num_starts,
+            deaths=(0,) * environment.world_size,
+            lost=self.liveness.lost if self.liveness else [],
+            unreachable=self.liveness.unreachable if self.liveness else [],
+            hosts=_hosts_of_ranks(store, environment, attempt),
+            verb_row=environment.rank if shares_verbs else None,
+        )
+        if fault_policy.uses_process_group and not device.is_limit:
+            _give_copies(self.context)
+
+    def _report(self, failure: Failure) -> None:
+        if self.hosted_rank is not None:
+            self.hosted_rank.report(failure)  # the hosts' processes tell each other
+            return
+        key = f"failure/{self.environment.rank}"
+        within(_HEARD_S, lambda: self.store.set(key, failure.to_json()))
+        _tell_elastic_agent(failure)
+
+    def report_end(self, failure: Failure) -> None:
+        """Tell of a failure that ends the process at once."""
+        self._report(failure := explained(failure, self.context, self.context.verb_row))
+        if self.hosted_rank is not None:
+            return
+        is_told = (
+            _cause_elsewhere(self.store, self.environment, _HEARD_S)
+            if failure.heard
+            else within(_HEARD_S, lambda: self.store.add("hang told", 1) != 1)
+        )
+        if not is_told:
+            # Rank 0 writes to its log and to the terminal at once; what others print goes to their logs alone.
+            for stream in (
+                (sys.stderr,) if self.environment.rank == 0 else (self.terminal, sys.stderr)
+            ):
+                print(f"error: {failure.describe()}", file=stream, flush=True)
+
+    def end(self, failure: Failure | None, log: Path | None) -> None:
+        """Leave the others.
+
+        Raises:
+            RankFailed: this rank failed, and the others follow from that.
+        """
+        if failure is not None:
+            self._report(failure := explained(failure, self.context, self.context.verb_row))
+        self.board.verbs.remove()
+        if self.liveness:
+            self.liveness.close(farewell=failure is None or failure.is_stop)
+        if failure is None:
+            return
+        if (
+            self.hosted_rank is None
+            and failure.heard
+            and _cause_elsewhere(self.store, self.environment, _HEARD_S)
+        ):
+            sys.exit(failure.exit_code)
+        raise RankFailed(failure, log)
 
 
 def _give_copies(context: RankContext) -> None:

@@ -16,6 +16,7 @@ from paceline.launch.process.heartbeats import HeartbeatTable
 from paceline.launch.process.rank_process import Body
 
 if TYPE_CHECKING:
+    from paceline.launch.hosts.launcher_rank import JoinedRank
     from paceline.launch.local.ranks import Listener
 
 
@@ -109,3 +110,20 @@ class Launcher:
             timeout_s=self.timeout_s,
             fault_policy=self.fault_policy,
         )
+
+    def joined(self) -> tuple[JoinedRank, Device]:
+        """Join the other ranks of a launcher without a body: this process's own code goes on. Collective."""
+        from paceline.launch.hosts.launcher_rank import JoinedRank
+
+        assert self.environment is not None
+        attempt = self.agree("attempt", lambda: uuid.uuid4().hex[:12])
+        device = self.devices[self.environment.local_rank % len(self.devices)]
+        rank = JoinedRank(
+            self.environment,
+            device,
+            store=self._store,
+            attempt=attempt,
+            timeout_s=self.timeout_s,
+            fault_policy=self.fault_policy,
+        )
+        return rank, device

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -89,15 +89,13 @@ def run_body(
         The body's result, or its failure.
     """
     try:
-        if make_store is not None:
-            context.store = make_store()
-        set_up_logging(terminal, rank=context.rank, store=context.store)
-        long_work.tell = partial(context.board.renew, context.slot)
-        with (
-            Watchdog(context, timeout_s=context.timeout_s, report=report),
-            own_threads_watched(context, report),
-            _process_group(context, device, fault_policy),
-            limited_to(device),
+        with among_peers(
+            context,
+            device=device,
+            make_store=make_store,
+            terminal=terminal,
+            report=report,
+            fault_policy=fault_policy,
         ):
             return body(context), None
     except BaseException as error:
@@ -107,6 +105,30 @@ def run_body(
             failure = explained(failure, context, context.slot)
         _write_trace(error, log)
         return None, failure
+
+
+@contextlib.contextmanager
+def among_peers(
+    context: RankContext,
+    *,
+    device: Device,
+    make_store: Callable[[], dist.Store] | None,
+    terminal: TextIO,
+    report: Callable[[Failure], None],
+    fault_policy: FaultPolicy,
+) -> Iterator[None]:
+    """Be a rank inside the block: among its peers, watched, held to the device's memory."""
+    if make_store is not None:
+        context.store = make_store()
+    set_up_logging(terminal, rank=context.rank, store=context.store)
+    long_work.tell = partial(context.board.renew, context.slot)
+    with (
+        Watchdog(context, timeout_s=context.timeout_s, report=report),
+        own_threads_watched(context, report),
+        _process_group(context, device, fault_policy),
+        limited_to(device),
+    ):
+        yield
 
 
 @contextlib.contextmanager

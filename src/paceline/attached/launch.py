@@ -1,0 +1,170 @@
+"""Starts the ranks of a script with its own loop, each of which runs it from its first line."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from paceline.api.claims import claim
+from paceline.attached.session import Session
+from paceline.base.errors import JobError, UsageError
+from paceline.base.files import write_json
+from paceline.launch.hosts.environment import current
+from paceline.launch.local.launcher import Launcher
+from paceline.launch.process.failure import RankFailed
+from paceline.launch.process.fault_policy import RESTARTS
+from paceline.planner.devices import devices_of
+from paceline.planner.resolve import resolve
+from paceline.runs import folder
+from paceline.strategies.compose import load
+from paceline.strategies.plan import Plan
+from paceline.training.drivers import fault_policy
+from paceline.training.settings import Settings
+
+if TYPE_CHECKING:
+    from paceline.launch.process.context import RankContext
+
+
+def run(
+    script: str | Path,
+    plan: str | Plan | None = None,
+    *,
+    arguments: Sequence[str] = (),
+    devices: str | None = None,
+    procs: int | None = None,
+    memory: str | None = None,
+    save_every: int | None = None,
+    keep: int | None = None,
+    run: str | Path | None = None,
+    resume: bool = False,
+    timeout_s: float = 300.0,
+    restarts: int | None = None,
+) -> dict[str, Any]:
+    """Run a script that calls `pl.attach` on every rank of a plan, and leave a run folder.
+
+    Args:
+        script: A Python file. Each rank runs it as `__main__`.
+        plan: A plan, its text or a plan file; by default one replica a device.
+        arguments: Of the script, in `sys.argv`.
+
+    The others are those of `paceline.train`.
+
+    Returns:
+        The figures of the run.
+
+    Raises:
+        UsageError: the request makes no sense; nothing was started.
+        RankFailed: a rank failed; its report names rank, step and line.
+    """
+    path = Path(script)
+    if not path.is_file():
+        raise UsageError(f"there is no script {path}")
+    if resume and run is None:
+        raise UsageError("resume needs the run folder to go on in", hint="--run DIR --resume")
+    resolved = resolve(
+        None, plan, devices=devices, procs=procs, memory=memory, environment=current()
+    )
+    load(resolved.plan)
+    launcher = Launcher(
+        current(),
+        resolved.cluster.devices,
+        timeout_s=timeout_s,
+        fault_policy=fault_policy(resolved.plan),
+    )
+    is_again = launcher.environment is not None and launcher.environment.num_starts > 1
+    is_resumed = resume or is_again
+    with ExitStack() as claims:
+        run_dir = Path(
+            launcher.agree(
+                "run folder",
+                lambda: claim(
+                    claims,
+                    run,
+                    resolved,
+                    path,
+                    resume=is_resumed,
+                    lost_s=timeout_s if is_again else 0.0,
+                ),
+            )
+        )
+        if launcher.is_first:
+            print(
+                f"plan {resolved.plan} on {resolved.devices}, each running {path}\nrun folder {run_dir}",
+                file=sys.stderr,
+                flush=True,
+            )
+        settings = Settings(
+            run_dir=run_dir,
+            shares=resolved.shares,
+            save_every=save_every,
+            keep_checkpoints=keep,
+            resume=is_resumed,
+            devices=devices_of(resolved.plan, resolved.cluster),
+        )
+
+        def body(context: RankContext) -> Any:
+            folder.unclaim_in_forks()
+            session = Session(
+                context,
+                resolved.plan,
+                replace(settings, resume=is_resumed or context.num_starts > 1),
+            )
+            return run_script(session, path, arguments)
+
+        if restarts is None:
+            restarts = RESTARTS if launcher.environment is None else 0
+        try:
+            figures = launcher.run(body, run_dir=run_dir, restarts=restarts)
+        except RankFailed as failed:
+            if launcher.is_first:
+                folder.write_failure(run_dir, str(resolved.plan), failed)
+                failed.run_dir = run_dir
+            raise
+        if launcher.is_first:
+            figures |= {"devices": resolved.devices}
+            write_json(run_dir / folder.SUMMARY, figures)
+    return dict(figures)
+
+
+def run_script(session: Session, path: Path, arguments: Sequence[str]) -> dict[str, Any]:
+    """Run a script as `__main__` in this process, which is a rank. Returns the figures of its run.
+
+    Raises:
+        JobError: it has trained nothing.
+    """
+    with session.active(), _as_started(path, arguments, session.precision):
+        try:
+            runpy.run_path(str(path), run_name="__main__")
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                raise JobError(f"the script ended with sys.exit({end.code!r})") from end
+    if session.summary is None:
+        raise JobError(
+            f"{path} ended without a run of its own",
+            hint="run = pl.attach(model, optimizer, loader), then `for epoch in run.epochs(N)`; a file "
+            "with a function job() is for paceline train",
+        )
+    return session.summary
+
+
+@contextmanager
+def _as_started(path: Path, arguments: Sequence[str], precision: str) -> Iterator[None]:
+    """Let a script see the command line and the import path that Python gives it, and make tensors in
+    the precision of a proof."""
+    argv, paths, dtype = sys.argv, sys.path[:], torch.get_default_dtype()
+    if precision == "float64":
+        torch.set_default_dtype(torch.float64)
+    sys.argv = [str(path), *arguments]
+    sys.path.insert(0, str(path.resolve().parent))
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:] = argv, paths
+        torch.set_default_dtype(dtype)

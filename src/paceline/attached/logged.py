@@ -1,0 +1,75 @@
+"""Figures that a script logs, joined over ranks where these are together anyway."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from paceline.training.loss import LossSum, read_tally
+from paceline.training.run import RunPart, TrainingRun
+
+_EVERY = 100  # steps after which figures are joined at the latest
+
+
+class Logged(RunPart):
+    """Keeps figures on each rank, and lets rank 0 write those of all ranks.
+
+    A figure costs no collective, and the host doesn't wait for the device when one is logged.
+    """
+
+    def __init__(self, run: TrainingRun) -> None:
+        self.run = run
+        self._tallies: dict[int, dict[str, list[LossSum]]] = {}  # by step, from 1
+        self._num_joined = 0
+
+    def add(self, figures: dict[str, Any], *, rows: int) -> None:
+        """Keep figures of the step that is being taken."""
+        of_step = self._tallies.setdefault(self.run.step + 1, {})
+        for name, value in figures.items():
+            tally = read_tally(value, samples=rows, name=f"run.log({name}=...)")
+            of_step.setdefault(name, []).append(
+                LossSum(tally.value.detach(), tally.count, tally.is_mean)
+            )
+
+    def settled(self) -> None:
+        if self.run.due or self.run.step % _EVERY == 0:
+            self.join()
+
+    def finished(self) -> None:
+        self.join()
+
+    def join(self) -> None:
+        """Write the figures of all ranks until now. All ranks come here after the same step."""
+        context, tallies = self.run.context, self._tallies
+        self._tallies, self._num_joined = {}, self._num_joined + 1
+        own = {
+            str(step): {
+                name: [
+                    sum(float(tally.total) for tally in each),
+                    sum(float(tally.count) for tally in each),
+                ]
+                for name, each in figures.items()
+            }
+            for step, figures in tallies.items()
+        }
+        key = f"logged/{context.num_trained}/{self.run.step}/{self._num_joined}"
+        if context.rank:
+            assert context.store is not None
+            context.store.set(f"{key}/{context.rank}", json.dumps(own))
+            return
+        every = [own]
+        for rank in range(1, context.world_size):
+            every.append(json.loads(context.hear(f"{key}/{rank}", "save")))
+            assert context.store is not None
+            context.store.delete_key(f"{key}/{rank}")
+        for step in sorted({int(step) for of_rank in every for step in of_rank}):
+            of_step = [of_rank.get(str(step), {}) for of_rank in every]
+            names = dict.fromkeys(name for figures in of_step for name in figures)
+            sums = {
+                name: [sum(f[name][place] for f in of_step if name in f) for place in (0, 1)]
+                for name in names
+            }
+            self.run.log.note(
+                step,
+                logged={name: total / count for name, (total, count) in sums.items() if count},
+            )

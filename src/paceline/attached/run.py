@@ -1,0 +1,406 @@
+"""A run as a script's own loop sees it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from paceline.attached.evaluation import evaluate
+from paceline.attached.given import Given, trained_tensors
+from paceline.attached.logged import Logged
+from paceline.attached.session import Session
+from paceline.attached.turn import Loss, Turn
+from paceline.base.errors import CallbackError, JobError, TrainingError
+from paceline.base.streams import kept_streams, seed_streams
+from paceline.checkpoint.values import can_pack
+from paceline.job.callback import Callback
+from paceline.job.order import Order
+from paceline.training.feed import is_stream
+from paceline.training.loop import Loop
+from paceline.training.prefetch import Fed
+
+
+def attach(
+    model: Any,
+    optimizer: Any,
+    loader: Any,
+    *,
+    schedule: Any = None,
+    clip: Any = None,
+    state: Mapping[str, Any] | None = None,
+    callbacks: Sequence[Callback] = (),
+    seed: int | None = None,
+) -> AttachedRun:
+    """Let this script's loop run on every rank of a plan.
+
+    Args:
+        model: The module that the loop trains, or several by name.
+        optimizer: Built from the model's parameters; several by name beside several models. It stays
+            this object: its groups get the parameters that this rank holds.
+        loader: A `DataLoader`. Its batch size is the global one; its order becomes that of the seed,
+            each sample once an epoch.
+        schedule: A learning-rate scheduler of the optimizer; it is stepped with each update.
+        clip: Greatest global norm of the gradients of an update.
+        state: Objects with `state_dict` and `load_state_dict`, or mappings of plain values, by name.
+            Checkpoints keep what changes of them on rank 0.
+        callbacks: See docs/callbacks.md.
+        seed: Of the order of data and of the streams of random numbers in the loop; by default that
+            of `torch.manual_seed`.
+
+    Raises:
+        JobError: something can't be mapped to ranks. The message says what.
+    """
+    given = Given(model, optimizer, schedule)
+    session = Session.current()
+    if session.run is not None:
+        raise JobError(
+            "pl.attach is called a second time: a script is one run",
+            hint="several models and optimizers of one loop go into one pl.attach, by name",
+        )
+    run = AttachedRun(
+        session,
+        given,
+        loader,
+        clip=clip,
+        state=state or {},
+        callbacks=callbacks,
+        seed=torch.initial_seed() if seed is None else seed,
+    )
+    frame = inspect.currentframe()
+    if frame is not None and frame.f_back is not None:
+        run.variables = {**frame.f_back.f_globals, **frame.f_back.f_locals}
+    session.run = run
+    return run
+
+
+class AttachedRun:
+    """A run whose loop is the script's: `for epoch in run.epochs(10): for batch in run: ...`.
+
+    Attributes:
+        epoch: The number of the epoch, from 0.
+        rank: The number of this process.
+        world_size: How many there are.
+        device: Where this rank computes.
+        is_main: Whether this rank is the one that prints.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        given: Given,
+        loader: Any,
+        *,
+        clip: Any,
+        state: Mapping[str, Any],
+        callbacks: Sequence[Callback],
+        seed: int,
+    ) -> None:
+        self.session, self.given, self.loader = session, given, loader
+        self.clip, self.given_state, self.callbacks = clip, dict(state), callbacks
+        self.state = {name: _kept_as(name, each) for name, each in state.items()}
+        self.variables: Mapping[str, Any] = {}  # of the script, where it attached
+        self.device, self.epoch = session.context.device, 0
+        self.rank, self.world_size = session.context.rank, session.context.world_size
+        self.is_main = not self.rank
+        self.loop: Loop | None = None
+        self.turn: Turn | None = None
+        self.order: Order | None = None  # None for a stream
+        self.summary: dict[str, Any] | None = None  # once the run has ended
+        self._held: Fed | None = None  # the first batch of the epoch that is next, of a stream
+        self._is_open = False  # whether batches may be taken
+        self._alike = 0, -1  # the step of the last block of `alike`, and its number there
+        tensors = trained_tensors(given.models.values())
+        with torch.no_grad():
+            for module in given.models.values():
+                module.to(self.device)
+            if self.world_size > 1:  # scripts may draw other weights on each rank
+                seed = session.of_first_rank(seed)
+                for tensor in tensors:
+                    dist.broadcast(tensor, 0)
+        self.seed = seed & (2**63 - 1)
+
+    # --- The loop ---------------------------------------------------------------------------------------------------
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """Yield the numbers of the epochs that are left of `count`, from 0. Collective."""
+        loop = self._begin(epochs=count)
+        while self._is_going(loop) and (loop.run.step != loop.run.job.total_steps):
+            epoch = self._next_epoch(loop)
+            if epoch is None:
+                break
+            self.epoch, self._is_open = epoch, True
+            yield epoch
+            self._end_turn()
+            self._is_open = False
+            if self._is_going(loop) and self._next_epoch(loop) == epoch:
+                raise TrainingError(
+                    f"the loop leaves epoch {epoch} before its end, after step {loop.run.step}",
+                    hint="`for batch in run` takes all batches of the epoch; run.steps(N) takes as "
+                    "many as you want",
+                )
+        self.finish()
+
+    def steps(self, count: int) -> Iterator[Any]:
+        """Yield this rank's rows of each batch until `count` steps are taken, over as many epochs as it takes."""
+        loop = self._begin(steps=count)
+        while self._is_going(loop) and (fed := self._fetch(loop)) is not None:
+            self.epoch = fed.window.epoch
+            yield self._open(loop, fed)
+            self._end_turn()
+        self.finish()
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield this rank's rows of each batch of the epoch, as the loader yields batches."""
+        if self.loop is None or not self._is_open:
+            raise TrainingError(
+                "`for batch in run` is outside of the run's epochs",
+                hint="for epoch in run.epochs(10): for batch in run: ..., or for batch in run.steps(2000)",
+            )
+        loop = self.loop
+        self._end_turn()
+        while self._is_going(loop) and self._next_epoch(loop) == self.epoch:
+            fed = self._fetch(loop)
+            assert fed is not None
+            yield self._open(loop, fed)
+            self._end_turn()
+        if loop.is_left:
+            self.finish()  # which raises
+
+    def __len__(self) -> int:
+        """The number of batches of an epoch."""
+        return len(self.loader)
+
+    def _begin(self, **length: int) -> Loop:
+        """Build what ranks hold, and go on from where the run is. Collective."""
+        if self.loop is not None:
+            raise TrainingError(
+                "run.epochs and run.steps give the length of the whole run, once",
+                hint="one run.epochs(N) or run.steps(N) in a script; each pl.attach is a run",
+            )
+        session, plan = self.session, self.session.plan
+        job = session.change(
+            self.given.job(
+                self.loader,
+                clip=self.clip,
+                seed=self.seed,
+                callbacks=self.callbacks,
+                precision=session.precision,
+                state=self.state,
+                **length,
+            )
+        )
+        session.check(job)
+        loop = self.loop = Loop(session.context, job, plan, session.settings_of(job))
+        self.given.adopt(loop.run.stepper)
+        self.order = None if is_stream(job.data) else Order.of(job)
+        self.logged = Logged(loop.run)
+        loop.run.parts.insert(loop.run.parts.index(loop.saves), self.logged)
+        session.enter(loop)
+        if loop.run.run_dir is not None and (names := self._unkept()):
+            loop.run.log.display.say(
+                f"checkpoints don't keep {', '.join(names)}: a resumed run has them as the script makes "
+                "them anew; state= names what is to be kept"
+            )
+        loop.restore()
+        if loop.run.is_copied:
+            loop.run.settle()
+        return loop
+
+    def _is_going(self, loop: Loop) -> bool:
+        return loop.run.ended is None and not loop.is_left
+
+    def _next_epoch(self, loop: Loop) -> int | None:
+        """Return the epoch of the next step; None if there is none."""
+        if self.order is not None:
+            return self.order.window(loop.run.step).epoch
+        if self._held is None:
+            self._held = loop.fetch()
+        return None if self._held is None else self._held.window.epoch
+
+    def _fetch(self, loop: Loop) -> Fed | None:
+        fed, self._held = self._held, None
+        return loop.fetch() if fed is None else fed
+
+    def _open(self, loop: Loop, fed: Fed) -> Any:
+        # Between epochs a script may change what its data set holds.
+        next_epoch = None if self.order is None else self.order.window(loop.run.step + 1).epoch
+        self.turn = Turn(loop, fed, reads_ahead=next_epoch == fed.window.epoch)
+        return self.turn.batch
+
+    def _end_turn(self) -> None:
+        """Count the step of the batch that the loop is done with. Collective."""
+        turn, self.turn = self.turn, None
+        if turn is not None:
+            with self._saving_before():
+                turn.end()
+
+    def finish(self) -> None:
+        """End the run here: evaluate, save and sum up. Collective. Called when the epochs or steps are
+        over, and at the script's end.
+
+        Raises:
+            Preempted: the run was asked to stop before its last step, and is saved.
+        """
+        if self.loop is None or self.summary is not None:
+            return
+        self._end_turn()
+        self._is_open = False
+        with self._saving_before():
+            self.summary = self.loop.finish()
+        self.session.finished(self.summary)
+
+    # --- Verbs ------------------------------------------------------------------------------------------------------
+
+    @property
+    def rows(self) -> int:
+        """How many rows of the batch count on this rank; 0 for one that stands in for missing rows."""
+        return self._turn("run.rows").rows
+
+    @property
+    def step(self) -> int:
+        """How many steps are counted."""
+        return 0 if self.loop is None else self.loop.run.step
+
+    def backward(self, loss: Loss | Callable[[Any], Loss], *trains: str) -> None:
+        """Compute the gradients of a loss, over all ranks. Collective.
+
+        Args:
+            loss: The loss of this rank's rows: a scalar, their mean, or (sum, count), which is
+                normalised once by the count of all ranks. Or a function of a batch that returns it:
+                plans may then call it on parts of the batch.
+            trains: Names of the models that get gradients; all by default.
+        """
+        turn = self._turn("run.backward")
+        turn.backward(loss, trains or tuple(turn.state.parts))
+
+    def update(self, optimizer: str = "") -> None:
+        """Clip the gradients, step the optimizer and its schedule, and drop the gradients. Collective."""
+        self._turn("run.update").update(optimizer)
+
+    def log(self, **figures: Any) -> None:
+        """Record figures of this step in metrics.jsonl: a mean over this rank's rows, or (sum, count) each.
+
+        They are joined over the ranks that log them, weighed by their rows.
+        """
+        turn = self._turn("run.log")
+        self.logged.add(figures, rows=turn.rows)
+
+    def evaluate(self, function: Callable[[Any], Any], loader: Any) -> Any:
+        """Return what a function measures of all batches of a loader, each sample once over all ranks. Collective.
+
+        The models are in evaluation mode meanwhile, without gradients.
+
+        Args:
+            function: Is given a batch, as the loader yields it. It returns a mean over the batch's rows,
+                (sum, count), or a mapping of names to these.
+            loader: A `DataLoader` without a sampler of its own.
+        """
+        if self.loop is None:
+            raise TrainingError(
+                "run.evaluate is called before the run has begun",
+                hint="call it inside of `for epoch in run.epochs(N)`, or after",
+            )
+        return evaluate(self.loop, function, loader)
+
+    @contextmanager
+    def alike(self) -> Iterator[None]:
+        """Draw the same random numbers on all ranks inside the block: for a rollout, or a permutation."""
+        step, number = self._alike
+        self._alike = self.step, number + 1 if step == self.step else 0
+        with kept_streams():
+            seed_streams(self.seed, "alike", *self._alike)
+            yield
+
+    def _turn(self, verb: str) -> Turn:
+        if self.turn is None:
+            raise TrainingError(
+                f"{verb} is called where the run has handed out no batch",
+                hint="for batch in run: ... run.backward(loss); run.update()",
+            )
+        return self.turn
+
+    def _unkept(self) -> list[str]:
+        """Return the names of the script's objects that have state, and of which nobody keeps it."""
+        kept = {id(module) for model in self.given.models.values() for module in model.modules()}
+        kept |= {id(each.optimizer) for each in self.given.optimizers.values()}
+        kept |= {
+            id(each) for each in (*self.given.schedules.values(), *self.given_state.values(), self)
+        }
+        return sorted(
+            name
+            for name, value in self.variables.items()
+            if id(value) not in kept
+            and not isinstance(value, type)
+            and (
+                isinstance(value, torch.Generator)
+                or all(
+                    callable(getattr(value, method, None))
+                    for method in ("state_dict", "load_state_dict")
+                )
+            )
+        )
+
+    # --- Around a step ----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _saving_before(self) -> Iterator[None]:
+        """Save what would be lost with an error of a callback."""
+        assert self.loop is not None
+        try:
+            yield
+        except CallbackError as error:
+            self.loop.saves.save_before(error)
+            raise
+
+
+def _kept_as(name: str, value: Any) -> Any:
+    """Return a script's object in a form whose state a checkpoint keeps.
+
+    Raises:
+        JobError: it has no state_dict, or one of other values than plain ones and tensors.
+    """
+    if isinstance(value, nn.Module):
+        return value
+    if isinstance(value, dict | list | torch.Tensor) and can_pack(value):
+        return _Contents(value)
+    if not all(
+        callable(getattr(value, method, None)) for method in ("state_dict", "load_state_dict")
+    ):
+        raise JobError(
+            f"state '{name}' is of {type(value).__name__}, without state_dict and load_state_dict",
+            hint="give it these two methods, or give a dict or a list of plain values and tensors",
+        )
+    if not can_pack(value.state_dict()):
+        raise JobError(
+            f"the state_dict of state '{name}' ({type(value).__name__}) has values that a checkpoint "
+            "can't hold",
+            hint="numbers, texts, tensors, and lists and mappings of them",
+        )
+    return value
+
+
+class _Contents:
+    """The contents of a dict, a list or a tensor as a state."""
+
+    def __init__(self, holder: Any) -> None:
+        self.holder = holder
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"contents": self.holder}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        holder, contents = self.holder, state["contents"]
+        if isinstance(holder, torch.Tensor):
+            with torch.no_grad():
+                holder.copy_(contents)
+        elif isinstance(holder, dict):
+            holder.clear()
+            holder.update(contents)
+        else:
+            holder[:] = contents

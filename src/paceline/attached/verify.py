@@ -1,0 +1,399 @@
+"""Holds a script's own loop under a plan against the same script on one device, update by update.
+
+A loop can't be run again piece by piece, so whole scripts are compared: on one device, on one device with the rows of
+each batch in reverse order, which shows how far rounding alone moves each figure, and on the ranks of a plan. All
+are in float64, and random operators return their means meanwhile.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from paceline.attached.launch import run_script
+from paceline.attached.session import Session
+from paceline.base.errors import PlanError, UsageError
+from paceline.base.temporary import temporary_folder
+from paceline.job import Job
+from paceline.launch.local.launcher import Launcher
+from paceline.launch.process.failure import RankFailed
+from paceline.model.randomness import WithoutRandomness
+from paceline.planner.devices import devices_of
+from paceline.planner.resolve import Resolved, resolve
+from paceline.runs.documents import metrics_kind, read_lines
+from paceline.runs.folder import METRICS
+from paceline.strategies.compose import load
+from paceline.strategies.plan import Plan
+from paceline.training.drivers import fault_policy
+from paceline.training.settings import Settings
+
+if TYPE_CHECKING:
+    from paceline.launch.process.context import RankContext
+    from paceline.training.feed import MicroBatch
+    from paceline.training.state import StateOwner
+
+ROUNDING = 1e-11  # of the greatest value of its kind, which float64 may lose in a few steps
+TIMES = 10.0  # as often as rounding on one device, a plan may move a figure
+KINDS = ("gradient", "weight")
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptVerdict:
+    """What the comparison of a script under a plan found.
+
+    Attributes:
+        differences: Greatest differences from one device by kind: "loss", "gradient", "weight".
+        problem: The first difference beyond its limit, or why the script failed; None if there is none.
+        note: What the comparison does not show; "" if it shows everything.
+    """
+
+    plan: str
+    steps: int
+    differences: Mapping[str, float]
+    problem: str | None
+    note: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return self.problem is None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "plan": self.plan,
+            "passed": self.passed,
+            "steps": self.steps,
+            "differences": dict(self.differences),
+            "problem": self.problem,
+            "note": self.note,
+        }
+
+    def describe(self) -> str:
+        """Return a line for the verdict, and lines for what differs."""
+        figures = ", ".join(f"{kind} {value:.1e}" for kind, value in self.differences.items())
+        lines = [f"{'ok' if self.passed else 'FAILED':<7} {self.plan:<36} {figures}".rstrip()]
+        for text in (self.problem or "", self.note):
+            lines += [f"        {line}" for line in text.splitlines()]
+        return "\n".join(lines)
+
+
+def verify_script(
+    script: str | Path,
+    plans: Sequence[str | Plan] = ("data=2",),
+    *,
+    arguments: Sequence[str] = (),
+    steps: int = 4,
+    timeout_s: float = 120.0,
+) -> list[ScriptVerdict]:
+    """Run a script that calls `pl.attach` for some updates on one device and under each plan, and compare them.
+
+    Compared are the loss, the gradients before clipping and the weights of each update, on every rank; what the
+    script logs and evaluates; and whether ranks draw alike. The data is cut so that these steps have the short
+    last batch of an epoch.
+
+    Args:
+        steps: How many updates are compared. The script runs on to its end without further ones.
+
+    Raises:
+        UsageError: a plan can't be read or has more ranks than rows, or there is no script.
+        RankFailed: the script fails on one device.
+    """
+    path = Path(script)
+    if not path.is_file():
+        raise UsageError(f"there is no script {path}")
+    chosen = [Plan.read(plan) for plan in plans]
+    with temporary_folder("verify") as folder:
+        run = _Runs(path, arguments, steps, timeout_s, folder)
+        reference = run("single", Plan.read("single"))
+        reversed_rows = run("reversed", Plan.read("single"), reverses=True)
+        limits = Limits(reference[0], reversed_rows[0])
+        verdicts = []
+        for number, plan in enumerate(chosen):
+            try:
+                records = run(f"plan-{number}", plan)
+            except (RankFailed, PlanError) as error:
+                verdicts.append(ScriptVerdict(str(plan), 0, {}, str(error)))
+                continue
+            verdicts.append(_judge(plan, reference[0], records, limits))
+    return verdicts
+
+
+def is_script(path: Path) -> bool:
+    """Whether a file attaches a loop of its own, and has no function `job`."""
+    tree = ast.parse(path.read_text("utf-8"))
+    has_job = any(isinstance(node, ast.FunctionDef) and node.name == "job" for node in tree.body)
+    return not has_job and any(
+        isinstance(node, ast.Call)
+        and getattr(node.func, "attr", getattr(node.func, "id", "")) == "attach"
+        for node in ast.walk(tree)
+    )
+
+
+class Record:
+    """What one rank computed, as files of a folder."""
+
+    def __init__(self, folder: Path, run_dir: Path) -> None:
+        self.folder = folder
+        document = json.loads((folder / "record.json").read_text())
+        self.losses: list[float] = document["losses"]
+        self.drawn: list[list[int]] = document["drawn"]
+        # By step, kind, name, and the number among those of one name.
+        self.told: dict[tuple[int, str, str, int], float] = {}
+        for row in read_lines(run_dir / METRICS, metrics_kind):
+            for kind in ("logged", "evaluated"):
+                for name, value in row.get(kind, {}).items():
+                    number = next(
+                        n for n in count() if (row["step"], kind, name, n) not in self.told
+                    )
+                    self.told[row["step"], kind, name, number] = value
+
+    def tensors(self, step: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the gradients and weights of a step, from 0, by names KIND/NAME."""
+        with safe_open(self.folder / f"{step}.safetensors", framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                yield name, file.get_tensor(name)
+
+
+class Recorder:
+    """Writes down what a rank computes; see `training.settings.Observer`."""
+
+    def __init__(self, folder: Path, steps: int, random: WithoutRandomness) -> None:
+        self.folder, self.steps, self.random = folder, steps, random
+        self.losses: list[float] = []
+        self.drawn: list[list[int]] = []
+        self._tensors: dict[str, torch.Tensor] = {}
+        folder.mkdir(parents=True)
+
+    def initial(self, stepper: StateOwner) -> None:
+        self.random.forget()
+
+    def samples(self, step: int, batches: list[MicroBatch]) -> None: ...
+
+    def gradients(self, step: int, stepper: StateOwner) -> None:
+        gradients = {
+            name: p.grad for name, p in stepper.local_parameters.items() if p.grad is not None
+        }
+        self._tensors = {f"gradient/{name}": _whole(each) for name, each in gradients.items()}
+
+    def weights(self, step: int, stepper: StateOwner, loss: float) -> bool:
+        self._tensors |= {
+            f"weight/{name}": _whole(p) for name, p in stepper.local_parameters.items()
+        }
+        save_file(self._tensors, self.folder / f"{step}.safetensors")
+        self.losses.append(loss)
+        self.drawn.append(list(self.random.drawn))
+        self.random.forget()
+        return len(self.losses) == self.steps
+
+    def write(self) -> None:
+        """Write what is no tensor."""
+        document = {"losses": self.losses, "drawn": self.drawn}
+        (self.folder / "record.json").write_text(json.dumps(document))
+
+
+def _whole(tensor: Any) -> torch.Tensor:
+    """Return a tensor whole, on the CPU. Collective if ranks hold parts of it."""
+    whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole.detach().to("cpu", copy=True).contiguous()
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """Runs the script, and returns the records of its ranks."""
+
+    script: Path
+    arguments: Sequence[str]
+    steps: int
+    timeout_s: float
+    folder: Path
+
+    def __call__(self, name: str, plan: Plan, *, reverses: bool = False) -> list[Record]:
+        resolved, run_dir = resolve(None, plan), self.folder / name
+        load(resolved.plan)
+        run_dir.mkdir()
+
+        def body(context: RankContext) -> Any:
+            random = WithoutRandomness()
+            recorder = Recorder(run_dir / f"rank-{context.rank}", self.steps, random)
+            session = Session(
+                context,
+                resolved.plan,
+                self._settings(resolved, run_dir, recorder),
+                precision="float64",
+                change=self._shortened(reverses=reverses),
+                around=random,
+            )
+            figures = run_script(session, self.script, self.arguments)
+            recorder.write()
+            return figures
+
+        Launcher(
+            None,
+            resolved.cluster.devices,
+            timeout_s=self.timeout_s,
+            fault_policy=fault_policy(resolved.plan),
+        ).run(body, run_dir=run_dir)
+        ranks = range(resolved.plan.world_size)
+        return [Record(run_dir / f"rank-{rank}", run_dir) for rank in ranks]
+
+    def _settings(self, resolved: Resolved, run_dir: Path, recorder: Recorder) -> Settings:
+        return Settings(
+            run_dir,
+            resolved.shares,
+            devices=devices_of(resolved.plan, resolved.cluster),
+            observer=recorder,
+            keep=lambda: False,
+        )
+
+    def _shortened(self, *, reverses: bool) -> Callable[[Job], Job]:
+        """Return a function that gives a job so few samples that a short last batch is among its steps."""
+
+        def change(job: Job) -> Job:
+            if reverses:
+                job = replace(job, collate=_Reversed(job.collate))
+            rows = job.num_samples
+            if job.sampler is not None or rows is None or job.drop_last:
+                return job
+            last = rows % job.batch
+            few = (min(self.steps, 3) - 1) * job.batch + last
+            if last and self.steps > 1 and few < rows:
+                return replace(job, data=torch.utils.data.Subset(job.data, range(few)))
+            return job
+
+        return change
+
+
+class _Reversed:
+    """A collate function that is given the samples in reverse order."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any] | None) -> None:
+        self.collate = collate
+
+    def __call__(self, items: list[Any]) -> Any:
+        assert self.collate is not None
+        return self.collate(items[::-1])
+
+
+class Limits:
+    """How far a figure may be from one device's."""
+
+    def __init__(self, reference: Record, reversed_rows: Record) -> None:
+        self.moved: dict[tuple[int, str], float] = {}
+        self.greatest = dict.fromkeys(KINDS, 0.0)
+        self.couples = False  # whether the script's result depends on the order of rows in a batch
+        for step in range(len(reference.losses)):
+            other = dict(reversed_rows.tensors(step))
+            for name, tensor in reference.tensors(step):
+                kind = name.partition("/")[0]
+                self.greatest[kind] = max(self.greatest[kind], _greatest(tensor))
+                self.moved[step, name] = _off(tensor, other.get(name))
+        first = [
+            off for (step, name), off in self.moved.items() if not step and "gradient/" in name
+        ]
+        if max(first, default=0.0) > 1e3 * ROUNDING * self.greatest["gradient"]:
+            self.couples, self.moved = True, {}
+
+    def of(self, step: int, name: str) -> float:
+        floor = ROUNDING * self.greatest[name.partition("/")[0]]
+        return TIMES * self.moved.get((step, name), 0.0) + floor
+
+
+def _judge(plan: Plan, reference: Record, records: list[Record], limits: Limits) -> ScriptVerdict:
+    """Compare every rank's record with that of one device."""
+    steps = min(len(reference.losses), *(len(record.losses) for record in records))
+    differences = dict.fromkeys(("loss", *KINDS), 0.0)
+    problems = list[str]()
+    for step in range(steps):
+        problems += _of_step(reference, records, limits, step, differences)
+        if problems:
+            break
+    if not problems and steps < len(reference.losses):
+        problems.append(
+            f"ranks took {steps} steps, and one device took {len(reference.losses)} of the same length"
+        )
+    problems = problems or list(_in_what_is_told(reference, records[0]))
+    note = (
+        "the gradients of one device change with the order of rows in a batch: rows are compared or "
+        "mixed, so that parts of a batch may compute something else"
+        if limits.couples
+        else ""
+    )
+    return ScriptVerdict(str(plan), steps, differences, "\n".join(problems) or None, note)
+
+
+def _of_step(
+    reference: Record,
+    records: Sequence[Record],
+    limits: Limits,
+    step: int,
+    differences: dict[str, float],
+) -> Iterator[str]:
+    """Yield what is wrong in a step, the first cause first. Notes the greatest differences."""
+    for other in range(len(records)):
+        for rank in range(other):
+            if set(records[rank].drawn[step]) & set(records[other].drawn[step]):
+                yield (
+                    f"ranks {rank} and {other} draw the same random numbers in step {step + 1}: "
+                    "something seeds them alike (torch.manual_seed in the loop), and their samples differ"
+                )
+                return
+    expected = dict(reference.tensors(step))
+    for kind in KINDS:
+        worst: tuple[float, str] | None = None
+        for rank, record in enumerate(records):
+            held = dict(record.tensors(step))
+            for name, tensor in expected.items():
+                if not name.startswith(f"{kind}/"):
+                    continue
+                off, allowed = _off(tensor, held.get(name)), limits.of(step, name)
+                differences[kind] = max(differences[kind], off)
+                if not off <= allowed and (worst is None or off > worst[0]):
+                    place = f" on rank {rank}" if len(records) > 1 else ""
+                    when = "in" if kind == "gradient" else "after"
+                    worst = (
+                        off,
+                        f"the {kind} of '{name.partition('/')[2]}' is off by {off:.3g} {when} step "
+                        f"{step + 1}{place}; {allowed:.3g} is allowed",
+                    )
+        if worst is not None:
+            yield worst[1]
+            break
+    loss = reference.losses[step]
+    off = max(abs(record.losses[step] - loss) for record in records)
+    differences["loss"] = max(differences["loss"], off)
+    if not off <= 1e3 * ROUNDING * max(abs(loss), 1.0):
+        yield (
+            f"the loss of step {step + 1} is {records[0].losses[step]:.9g} and {loss:.9g} on one device"
+        )
+
+
+def _in_what_is_told(reference: Record, record: Record) -> Iterator[str]:
+    """Yield the first figure that the script told and that differs."""
+    for place, value in reference.told.items():
+        (step, kind, name, _), other = place, record.told.get(place, math.nan)
+        if not abs(other - value) <= 1e3 * ROUNDING * max(abs(value), 1.0):
+            verb = "run.log" if kind == "logged" else "run.evaluate"
+            yield (
+                f"'{name}' of {verb} after step {step} is {other:.9g} and {value:.9g} on one device: it "
+                "must be a mean over the rows that it is given, or (sum, count)"
+            )
+            return
+
+
+def _greatest(tensor: torch.Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
+
+
+def _off(tensor: torch.Tensor, other: torch.Tensor | None) -> float:
+    if other is None or other.shape != tensor.shape:
+        return math.inf
+    return _greatest(other - tensor)

@@ -1,0 +1,120 @@
+"""Several models by name, and losses as functions of a batch."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.base.errors import PlanRefused, TrainingError
+from paceline.launch.process.failure import RankFailed
+from tests.attached.scripts import OWN, SETUP, alone, assert_alike, told
+
+GAN = (
+    SETUP
+    + """
+data = TensorDataset(torch.randn(26, 4), torch.randn(26, 2))
+loader = DataLoader(data, batch_size=8, sampler=range(26))
+generator, critic = torch.nn.Linear(2, 4), torch.nn.Linear(4, 1)
+of_generator = torch.optim.Adam(generator.parameters(), lr=0.01)
+of_critic = torch.optim.SGD(critic.parameters(), lr=0.1, momentum=0.9)
+"""
+)
+OWN_GAN = (
+    GAN
+    + """
+for epoch in range(2):
+    for real, noise in loader:
+        loss = F.softplus(-critic(real)).mean() + F.softplus(critic(generator(noise).detach())).mean()
+        of_critic.zero_grad()
+        loss.backward()
+        of_critic.step()
+        loss = F.softplus(-critic(generator(noise))).mean()
+        of_generator.zero_grad()
+        loss.backward()
+        of_generator.step()
+tell(torch.nn.ModuleDict({"generator": generator, "critic": critic}))
+"""
+)
+ATTACHED_GAN = (
+    GAN
+    + """
+run = pl.attach(
+    {"generator": generator, "critic": critic},
+    {"generator": of_generator, "critic": of_critic},
+    loader,
+)
+for epoch in run.epochs(2):
+    for real, noise in run:
+        loss = F.softplus(-critic(real)).mean() + F.softplus(critic(generator(noise).detach())).mean()
+        run.backward(loss, "critic")
+        run.update("critic")
+        run.backward(F.softplus(-critic(generator(noise))).mean(), "generator")
+        run.update("generator")
+tell(torch.nn.ModuleDict({"generator": generator, "critic": critic}))
+"""
+)
+FUNCTIONS = ATTACHED_GAN.replace(
+    "        loss = F.softplus(-critic(real)).mean() + "
+    "F.softplus(critic(generator(noise).detach())).mean()\n"
+    '        run.backward(loss, "critic")\n',
+    "        run.backward(lambda batch: F.softplus(-critic(batch[0])).mean() + "
+    'F.softplus(critic(generator(batch[1]).detach())).mean(), "critic")\n',
+).replace(
+    'run.backward(F.softplus(-critic(generator(noise))).mean(), "generator")',
+    'run.backward(lambda batch: F.softplus(-critic(generator(batch[1]))).mean(), "generator")',
+)
+FUNCTION = (
+    SETUP
+    + """
+run = pl.attach(model, optimizer, loader, schedule=schedule, clip=0.3)
+for epoch in run.epochs(2):
+    for batch in run:
+        run.backward(lambda batch: F.cross_entropy(model(batch[0]), batch[1]))
+        run.update()
+tell()
+"""
+)
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory):
+    return told(tmp_path_factory.mktemp("own"), OWN_GAN)
+
+
+@pytest.mark.parametrize("plan", ["single", "data=2"])
+def test_two_models_with_an_optimizer_each(tmp_path, own, plan):
+    assert_alike(told(tmp_path, ATTACHED_GAN, plan)["weights"], own["weights"])
+
+
+@pytest.mark.parametrize("plan", ["shard=2", "data=2 accumulate=2"])
+def test_losses_of_two_models_as_functions(tmp_path, own, plan):
+    assert_alike(told(tmp_path, FUNCTIONS, plan)["weights"], own["weights"])
+
+
+def test_a_model_that_gets_gradients_which_nothing_uses_is_named(tmp_path):
+    script = ATTACHED_GAN.replace(', "generator")\n        run.update', ")\n        run.update")
+
+    with pytest.raises(TrainingError, match=r"'critic\.bias'") as error:
+        alone(tmp_path, script)
+
+    assert "run.backward(loss, 'generator')" in error.value.hint
+
+
+def test_a_loss_as_a_function_is_called_for_each_micro_batch(tmp_path):
+    own = told(tmp_path / "own", OWN)
+
+    assert_alike(told(tmp_path / "cut", FUNCTION, "data=2 accumulate=2")["weights"], own["weights"])
+
+
+def test_a_tensor_is_refused_under_micro_batches_before_anything_is_updated(tmp_path, capfd):
+    script = FUNCTION.replace(
+        "run.backward(lambda batch: F.cross_entropy(model(batch[0]), batch[1]))",
+        "before = model[0].weight.clone()\n        try:\n"
+        "            run.backward(F.cross_entropy(model(batch[0]), batch[1]))\n"
+        "        finally:\n            print('equal', torch.equal(before, model[0].weight))",
+    )
+
+    with pytest.raises(RankFailed, match=r"run\.backward\(function\)") as error:
+        told(tmp_path, script, "single accumulate=2")
+
+    assert error.value.failure.kind == PlanRefused.__name__
+    assert "equal True" in capfd.readouterr().out

@@ -1,0 +1,89 @@
+"""What a loop does wrong is said in words, with what to write instead."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.base.errors import JobError, PacelineError, TrainingError
+from tests.attached.scripts import ATTACHED, SETUP, alone
+
+LOOP = ATTACHED.partition("run = ")[2]
+WRONG = {
+    "no update": ("        run.update()\n", "", "no run.update() has used"),
+    "no backward": (
+        "        run.backward(loss)\n        run.update()\n",
+        "",
+        "nothing was trained",
+    ),
+    "its own backward": ("run.backward(loss)", "loss.backward()", "finds no gradient"),
+    "gradients removed": (
+        "        run.update()",
+        "        optimizer.zero_grad()\n        run.update()",
+        "were removed before run.update()",
+    ),
+    "leaves an epoch": (
+        "        run.log(loss=loss)",
+        "        break",
+        "leaves epoch 0 before its end",
+    ),
+    "batches without epochs": (
+        "for epoch in run.epochs(2):",
+        "if True:",
+        "outside of the run's epochs",
+    ),
+    "an optimizer of other parameters": (
+        "run = pl.attach",
+        "optimizer.add_param_group({'params': [torch.nn.Parameter(torch.zeros(3))]})\nrun = pl.attach",
+        "1 parameters that are not of the model, the first of shape (3,)",
+    ),
+    "a list of batches": ("optimizer, loader,", "optimizer, list(loader),", "a list as loader"),
+    "an optimizer that evaluates": (
+        "run = pl.attach",
+        "optimizer = torch.optim.LBFGS(model.parameters())\nrun = pl.attach",
+        "LBFGS evaluates the loss itself",
+    ),
+    "a schedule of another optimizer": (
+        "run = pl.attach",
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\nrun = pl.attach",
+        "the schedule is of another optimizer",
+    ),
+    "state without state_dict": (
+        "clip=0.3)",
+        "clip=0.3, state={'file': object()})",
+        "state 'file' is of object, without state_dict",
+    ),
+    "twice": (
+        "run = pl.attach",
+        "pl.attach(model, optimizer, loader)\nrun = pl.attach",
+        "a second time",
+    ),
+    "DataParallel": (
+        "pl.attach(model",
+        "pl.attach(torch.nn.DataParallel(model)",
+        "divides batches itself",
+    ),
+    "verbs outside of a batch": (
+        "    for x, y in run:",
+        "    run.update()\n    for x, y in run:",
+        "no batch",
+    ),
+    "an unknown optimizer": ("run.update()", "run.update('critic')", "no optimizer 'critic'"),
+    "a loss that is no scalar": ("run.backward(loss)", "run.backward(model(x))", "is not a scalar"),
+    "never attached": (
+        "run = pl.attach",
+        "raise SystemExit\nrun = pl.attach",
+        "without a run of its own",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_mistake_is_named(tmp_path, wrong):
+    old, new, message = WRONG[wrong]
+    assert old in SETUP + LOOP or old in ATTACHED
+
+    with pytest.raises(PacelineError) as error:
+        alone(tmp_path, ATTACHED.replace(old, new))
+
+    assert message in str(error.value)
+    assert isinstance(error.value, JobError | TrainingError) and error.value.hint

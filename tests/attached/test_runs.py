@@ -1,0 +1,158 @@
+"""Checkpoints, restarts, evaluation and what else a run has, of a script that keeps its loop."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import paceline as pl
+from tests.attached.scripts import ATTACHED, SETUP, assert_alike, lines, told
+
+COUNTED = (
+    SETUP
+    + """
+class Counter:
+    count = 0
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+counter, average, seen = Counter(), copy.deepcopy(model), {"rows": [0]}
+run = pl.attach(model, optimizer, loader, schedule=schedule, clip=0.3,
+                state={"counter": counter, "average": average, "seen": seen})
+for x, y in run.steps(int(os.environ.get("STEPS", 8))):
+    loss = F.cross_entropy(model(x), y)
+    run.backward(loss)
+    run.update()
+    counter.count += 1
+    seen["rows"].append(run.step)
+    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+    with torch.no_grad():
+        for mean, p in zip(average.parameters(), whole):
+            mean.lerp_(p, 0.1)
+    if run.rank == 1 and run.step == 5 and not os.path.exists(os.environ["TOLD"] + ".killed"):
+        if "KILL" in os.environ:
+            open(os.environ["TOLD"] + ".killed", "w").close()
+            os.kill(os.getpid(), 9)
+tell(count=counter.count, seen=seen, average=[p.tolist() for p in average.parameters()])
+"""
+)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return told(tmp_path_factory.mktemp("whole"), COUNTED, "single")
+
+
+def test_a_run_goes_on_under_another_plan(tmp_path, whole, monkeypatch):
+    monkeypatch.setenv("STEPS", "5")
+    told(tmp_path, COUNTED, "data=2", run=tmp_path / "run")
+    monkeypatch.setenv("STEPS", "8")
+
+    resumed = told(tmp_path, COUNTED, "shard=2", run=tmp_path / "run", resume=True)
+
+    assert_alike(resumed["weights"], whole["weights"])
+    assert resumed["count"] == whole["count"] == 8
+    assert resumed["seen"] == whole["seen"] == {"rows": [0, *range(8)]}
+    assert flat(resumed["average"]) == pytest.approx(flat(whole["average"]), rel=1e-9)
+    audit = pl.audit(tmp_path / "run")
+    assert audit.passed, audit.describe()
+
+
+def flat(value):
+    return [value] if isinstance(value, float) else [x for item in value for x in flat(item)]
+
+
+def test_a_killed_rank_starts_again(tmp_path, whole, monkeypatch):
+    monkeypatch.setenv("KILL", "1")
+
+    recovered = told(tmp_path, COUNTED, "data=2", run=tmp_path / "run", restarts=2, save_every=2)
+
+    assert (tmp_path / "told.json.killed").exists()
+    assert_alike(recovered["weights"], whole["weights"])
+    assert recovered["count"] == 8
+
+
+EVALUATED = (
+    SETUP
+    + """
+held_out = TensorDataset(torch.randn(7, 4), torch.randint(0, 3, (7,)))
+loss_of = lambda batch: F.cross_entropy(model(batch[0]), batch[1])
+run = pl.attach(model, optimizer, loader)
+measured = []
+for epoch in run.epochs(2):
+    for x, y in run:
+        run.backward(loss_of((x, y)))
+        run.update()
+    measured.append(run.evaluate(loss_of, DataLoader(held_out, batch_size=3)))
+    whole = run.evaluate(
+        lambda batch: {"loss": loss_of(batch), "right": ((model(batch[0]).argmax(1) == batch[1]).sum(), len(batch[1]))},
+        DataLoader(held_out, batch_size=3),
+    )
+    assert whole["loss"] == measured[-1] and model.training
+with torch.no_grad():
+    expected = loss_of(held_out[:]).item() if not hasattr(model[0].weight, "full_tensor") else None
+tell(measured=measured, expected=expected)
+"""
+)
+
+
+@pytest.mark.parametrize("plan", ["data=2", "shard=2"])
+def test_an_evaluation_counts_each_row_once(tmp_path, plan):
+    evaluated = told(tmp_path, EVALUATED, plan)
+
+    assert len(evaluated["measured"]) == 2
+    if evaluated["expected"] is not None:
+        assert evaluated["measured"][-1] == pytest.approx(evaluated["expected"], rel=1e-12)
+    assert lines(evaluated["run"], "evaluated")[0] == {"value": evaluated["measured"][0]}
+
+
+def test_the_run_folder_is_that_of_any_run(tmp_path):
+    ended = told(tmp_path, ATTACHED, "data=2", save_every=3)
+
+    summary = json.loads((ended["run"] / "summary.json").read_text())
+    assert summary["steps"] == 8 and summary["plan"] == "data=2"
+    assert {path.name for path in (ended["run"] / "checkpoints").iterdir()} >= {"step-3", "step-8"}
+    assert (ended["run"] / "model.safetensors").exists()
+
+
+WATCHED = (
+    ATTACHED.replace(
+        "run = pl.attach(",
+        """
+class Watch(pl.Callback):
+    def __init__(self):
+        self.steps, self.evaluations = [], []
+
+    def on_step(self, run, step):
+        self.steps.append(step.step)
+
+    def on_evaluation(self, run, evaluation):
+        self.evaluations.append(evaluation.validation_loss)
+        run.stop("enough")
+
+    def on_end(self, run, result):
+        print("told", self.steps, len(self.evaluations), result["steps"])
+
+
+run = pl.attach(callbacks=[Watch()], model=""",
+        1,
+    )
+    .replace("model=model, optimizer, loader", "model=model, optimizer=optimizer, loader=loader")
+    .replace(
+        "tell()",
+        "    run.evaluate(lambda batch: {'loss': F.cross_entropy(model(batch[0]), batch[1])}, loader)\ntell()",
+    )
+)
+
+
+def test_callbacks_hear_of_steps_and_evaluations_and_stop_the_run(tmp_path, capfd):
+    ended = told(tmp_path, WATCHED, "data=2")
+
+    assert "told [1, 2, 3, 4] 1 4" in capfd.readouterr().out
+    assert ended["figures"]["stopped"] == "enough"
