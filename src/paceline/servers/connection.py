@@ -6,7 +6,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ from paceline.servers.shared import offer
 from paceline.servers.wire import Connection, Header, Kind, Uplink, WireError
 from paceline.strategies.data.arrivals import GradientArrivals
 from paceline.strategies.server.shards import RowSlice, ServedParameter, Shard
-from paceline.strategies.state_tensors import SavedState, StateTensor
+from paceline.strategies.synchroniser import Synchroniser
 
 if TYPE_CHECKING:
     from torch import nn
@@ -302,7 +302,7 @@ class GradientSender:
             return Outgoing(bytes_of(host), stream.record_event())
 
 
-class Pusher:
+class Pusher(Synchroniser):
     """Sends each chunk of the gradient as soon as backward has made all of it; see `Synchroniser`."""
 
     def __init__(
@@ -364,13 +364,6 @@ class Pusher:
     def sent_bytes(self) -> float:
         """What this worker has sent to servers so far."""
         return float(sum(link.connection.sent_bytes for link in self.links))
-
-    def kept(self) -> Iterable[StateTensor]:
-        """Servers keep the state."""
-        return ()
-
-    def restore(self, saved: SavedState) -> list[str]:
-        return []
 
     def _arrived(self, parameter: torch.Tensor) -> None:
         if not self.arrivals.add(parameter, last=self.armed):

@@ -7,14 +7,14 @@ these alone. Gradients of rows leave when the step's backward is done.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paceline.strategies.state_tensors import SavedState, StateTensor
+from paceline.strategies.synchroniser import Synchroniser
 
 if TYPE_CHECKING:
     from torch import nn
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     Table = nn.Embedding | nn.EmbeddingBag
 
 
-class Rows:
+class Rows(Synchroniser):
     """A worker's side of all tables; a `Synchroniser`.
 
     version: updates that fetched rows must contain at least. update: that gradients are sent as.
@@ -41,12 +41,6 @@ class Rows:
         for number, module in enumerate(self.modules):
             module.weight.data = module.weight.data.new_empty(0)
             module.register_forward_pre_hook(partial(self._look_up, number), with_kwargs=True)
-
-    def begin(self, *, last: bool) -> None:
-        """Rows leave when all is done."""
-
-    def unused(self) -> set[str]:
-        return set()
 
     def finish(self) -> None:
         """Send the gradient of every row that was looked up since the last time."""
@@ -69,18 +63,6 @@ class Rows:
                 values = torch.zeros(len(ids), dim, dtype=dtype).index_add_(0, places, values)
             for link, part in zip(self.links, self._parts(number, ids), strict=True):
                 link.push_rows(self.update, number, ids[part], values[part])
-
-    @property
-    def sent_bytes(self) -> float:
-        """Counted with the links' other bytes."""
-        return 0.0
-
-    def kept(self) -> Iterable[StateTensor]:
-        """Servers keep the state."""
-        return ()
-
-    def restore(self, saved: SavedState) -> list[str]:
-        return []
 
     def _look_up(
         self, number: int, module: Table, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -7,7 +7,7 @@ at the right moments of a step. Each strategy sees the model as the one before l
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -16,9 +16,9 @@ from paceline.model.graph_check import is_comparable
 from paceline.strategies.layout import CutBasis, Layout, ModelUse, Whole
 from paceline.strategies.plan import Plan
 from paceline.strategies.registry import active
-from paceline.strategies.state_tensors import SavedState, StateTensor
 from paceline.strategies.step_sync import StepSync, SyncEveryStep
 from paceline.strategies.strategy import Observation
+from paceline.strategies.synchroniser import Synchroniser
 from paceline.torch_private.late_imports import OF_CAPTURING, OF_OPTIMIZERS
 
 if TYPE_CHECKING:
@@ -29,41 +29,6 @@ if TYPE_CHECKING:
 
 
 Models = Literal["only", "one", "all"]  # a job's only model, one of several, all of several
-
-
-class Synchroniser(Protocol):
-    """Runs the collectives of one strategy at the right moments of a step."""
-
-    def begin(self, *, last: bool) -> None:
-        """Prepare for the forward of the next micro-batch.
-
-        last: whether it is the last one of the update.
-        """
-
-    def unused(self) -> set[str]:
-        """Return the names of parameters that no backward of this rank has reached.
-
-        They have a gradient only because other ranks may have one. Valid before `finish`.
-        """
-
-    def finish(self) -> None:
-        """Complete the gradients after the last backward.
-
-        On return, every gradient that this rank holds covers the whole window.
-        """
-
-    @property
-    def sent_bytes(self) -> float:
-        """The bytes that this rank has sent to other replicas so far."""
-
-    def kept(self) -> Iterable[StateTensor]:
-        """Return the state for a checkpoint. Its tensors change as training goes on."""
-
-    def restore(self, saved: SavedState) -> list[str]:
-        """Continue from a checkpoint's state.
-
-        Returns descriptions of state that could not be restored.
-        """
 
 
 @runtime_checkable

@@ -21,11 +21,11 @@ from paceline.job import Job
 from paceline.job.phases import ChangingBatch
 from paceline.launch.process.context import RankContext
 from paceline.runs.folder import MODEL, checkpoint_of
-from paceline.strategies.compose import Synchroniser
 from paceline.strategies.layout import Extent, Ownership
 from paceline.strategies.mesh import Mesh, axes_cut
 from paceline.strategies.state_tensors import StateTensor
 from paceline.strategies.step_sync import StepSync
+from paceline.strategies.synchroniser import Synchroniser
 from paceline.training.attributes import ChangingAttributes
 from paceline.training.job_options import (
     options,

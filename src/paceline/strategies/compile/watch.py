@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from paceline.base.logs import logger
 from paceline.base.temporary import open_own
-from paceline.strategies.state_tensors import SavedState, StateTensor
+from paceline.strategies.synchroniser import Synchroniser
 from paceline.torch_private.inductor import cache_folder
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Compilation:
     again: str = ""
 
 
-class CompilationWatch:
+class CompilationWatch(Synchroniser):
     """The compilations of one model's blocks.
 
     Ranks of one machine compile one after the other. They share torch's cache on disk, so that the
@@ -48,8 +48,6 @@ class CompilationWatch:
         num_ranks: The number of ranks that train together. Workers of parameter servers have no
             process group.
     """
-
-    sent_bytes = 0.0
 
     def __init__(self, device: torch.device, *, num_ranks: int) -> None:
         # is_on: whether blocks run compiled code now.
@@ -175,22 +173,6 @@ class CompilationWatch:
     def switch(self, *, on: bool) -> None:
         """Let the next step run compiled code, or the blocks' own code."""
         self.is_on = on
-
-    def begin(self, *, last: bool) -> None:
-        """Do nothing: compiling needs no other rank."""
-
-    def unused(self) -> set[str]:
-        return set()
-
-    def finish(self) -> None:
-        """Do nothing: no work is left after a backward."""
-
-    def kept(self) -> tuple[StateTensor, ...]:
-        """Return no state: compiled code is in torch's cache and not in checkpoints."""
-        return ()
-
-    def restore(self, saved: SavedState) -> list[str]:
-        return []
 
 
 _listener: CompilationWatch | None = None

@@ -36,6 +36,7 @@ from paceline.strategies.data.run import reduce_buckets, views
 from paceline.strategies.local.schedule import assign, delay_steps, fragment_after
 from paceline.strategies.state_tensors import SavedState, StateTensor
 from paceline.strategies.step_sync import StepFigures, SyncedFigures
+from paceline.strategies.synchroniser import Synchroniser
 
 if TYPE_CHECKING:
     from torch import nn
@@ -138,7 +139,7 @@ class _Transfer:
     landed: bool = False  # whether the sum has already arrived
 
 
-class OuterSync:
+class OuterSync(Synchroniser):
     """Runs the outer steps.
 
     It is a synchroniser that never touches gradients, and also the step synchronisation.
@@ -181,15 +182,6 @@ class OuterSync:
         self.transfer: _Transfer | None = None
         self.figures: list[StepFigures] = []
         self.met_bytes = 0.0
-
-    def begin(self, *, last: bool) -> None:
-        """Do nothing: gradients stay on this rank."""
-
-    def unused(self) -> set[str]:
-        return set()
-
-    def finish(self) -> None:
-        """Do nothing: gradients stay on this rank."""
 
     @property
     def sent_bytes(self) -> float:

@@ -36,7 +36,7 @@ from paceline.strategies.shard.inputs import WritableInputs, writable_outputs
 from paceline.strategies.shard.order_check import OrderCheck
 from paceline.strategies.shard.recurrent import keep_in_place
 from paceline.strategies.shard.unused import reduce_unused
-from paceline.strategies.state_tensors import SavedState, StateTensor
+from paceline.strategies.synchroniser import Synchroniser
 from paceline.torch_private.autograd import version_of
 from paceline.torch_private.dtensor import part_of
 from paceline.torch_private.fsdp import end_backward
@@ -258,7 +258,7 @@ def _let_go_without_gradients(module: Any, inputs: Any, output: Any) -> None:
         module.reshard()
 
 
-class Sharding:
+class Sharding(Synchroniser):
     """The synchroniser of sharding.
 
     It tells FSDP2 before each micro-batch what to keep whole afterwards, and sums gradients of
@@ -381,12 +381,6 @@ class Sharding:
         """The bytes that this rank has sent, without FSDP2's own, which it doesn't count; see
         `Synchroniser`."""
         return self.whole.sent_bytes
-
-    def kept(self) -> Iterable[StateTensor]:
-        return ()
-
-    def restore(self, saved: SavedState) -> list[str]:
-        return []
 
     def _mark(self, unit: str) -> Callable[..., None]:
         """Return a forward pre-hook that registers hooks on the gradients of a unit's whole

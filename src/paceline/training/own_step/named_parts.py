@@ -20,11 +20,12 @@ from paceline.job.named_models import NamedModels, build_named_model
 from paceline.job.named_optimizers import NamedOptimizers
 from paceline.job.own_step import spec
 from paceline.model.tensors import tensors_in
-from paceline.strategies.compose import Synchroniser, prepare
+from paceline.strategies.compose import prepare
 from paceline.strategies.layout import Extent, Layout, Report
 from paceline.strategies.mesh import Mesh
 from paceline.strategies.plan import Plan
 from paceline.strategies.state_tensors import SavedState, StateTensor
+from paceline.strategies.synchroniser import Synchroniser
 from paceline.training.attributes import ChangingAttributes
 from paceline.training.feed import map_tensors
 from paceline.training.freezing import freeze_throughout
