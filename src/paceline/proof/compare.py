@@ -271,11 +271,7 @@ class Furthest:
             "variable": ("variable", after),
             "value": ("value", after),
         }[kind]
-        name = (
-            self.name.partition("/")[2].rpartition("/")[0] or self.name
-            if "/" in self.name
-            else self.name
-        )
+        name = self.name.partition("/")[2].rpartition("/")[0] or self.name
         module = f" (module {name.rpartition('.')[0] or 'the model itself'})"
         where = (
             ""

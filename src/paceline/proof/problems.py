@@ -36,7 +36,7 @@ from paceline.proof.reference_loop import (
     rows,
     unspoilt,
 )
-from paceline.proof.replicas import sum_and_count
+from paceline.proof.replicas import summed
 from paceline.proof.tolerances import ALLOWED, EXACT, exact_mean
 from paceline.torch_private.modules import BatchNorm
 from paceline.torch_private.pytree import tensor_leaves, tree_leaves
@@ -210,11 +210,8 @@ def _loss_of(job: Job, model: nn.Module, pieces: Sequence[MicroBatch]) -> float:
     for piece in map(unspoilt, pieces):
         with state_kept(model), autocast(job):
             value = job.criterion(piece.call(model), piece.target)
-        pair = sum_and_count(value, piece.samples, sum(each.samples for each in pieces))
-        total, count = (
-            sum_ + float(torch.as_tensor(part).detach())
-            for sum_, part in zip((total, count), pair, strict=True)
-        )
+        sums = summed(value, piece.samples, sum(each.samples for each in pieces))
+        total, count = total + sums[0], count + sums[1]
     return total / count
 
 

@@ -33,7 +33,7 @@ from paceline.proof.device import Dtypes, autocast, cpu_copy, one_device
 from paceline.proof.initial import load_plainly
 from paceline.proof.order import CollatedBatch, whole_batches, windows
 from paceline.proof.own_step import PlainEvaluation, PlainOwnStep
-from paceline.proof.replicas import sum_and_count
+from paceline.proof.replicas import summed
 from paceline.proof.step import PlainStep
 from paceline.torch_private.pytree import tree_map
 from paceline.torch_private.storage import stored_values
@@ -136,9 +136,10 @@ class PlainRun:
     def __init__(
         self, job: Job, variation: Variation = Variation(), *, is_examined: bool = False
     ) -> None:
-        self.job, self.variation, self.model = job, variation, build_plain(job)
         self.has_own_step = job.own_step is not None
-        self.criterion = RepeatableLoss(job.criterion) if is_examined else job.criterion
+        if is_examined and not self.has_own_step:
+            job = replace(job, loss=RepeatableLoss(job.criterion))
+        self.job, self.variation, self.model = job, variation, build_plain(job)
         # The known loss and weights with gradients, before the only update of the examined step.
         self.before_update: tuple[tuple[Any, ...], list[Any]] | None = None
         self.draws = torch.Generator().manual_seed(0)
@@ -185,7 +186,6 @@ class PlainRun:
                 self.job,
                 self.model,
                 replicas,
-                criterion=self.criterion,
                 number=self.num_steps,
                 scale=self.scale,
                 count=self.count,
@@ -250,7 +250,7 @@ class PlainRun:
         if isinstance(optimizer, NamedOptimizers):
             optimizer, clip = optimizer.members[name], optimizer.clips[name]
             schedule = schedule and schedule.of(name)
-        elif isinstance(self.criterion, RepeatableLoss) and self.before_update is None:
+        elif isinstance(self.job.criterion, RepeatableLoss) and self.before_update is None:
             self.before_update = (
                 evaluated,
                 [(cpu_copy(p), None if p.grad is None else cpu_copy(p.grad)) for p in parameters],
@@ -304,10 +304,10 @@ class PlainRun:
 
     def loss_keeps_state(self) -> bool:
         """Whether the loss of the examined step gives another value if it is called again."""
-        if not isinstance(self.criterion, RepeatableLoss):
+        if not isinstance(loss := self.job.criterion, RepeatableLoss):
             return False
         with autocast(self.job):
-            return self.criterion.keeps_state() or (
+            return loss.keeps_state() or (
                 self.job.compute is not None
                 and computation_keeps_state(self.job.compute, self._loss_again, self.model)
             )
@@ -327,18 +327,17 @@ class PlainRun:
             name: metric for name, metric in job.metrics.items() if isinstance(metric, OfAllSamples)
         }
         kept: list[Any] = []  # outputs and targets of all samples
-        sums: dict[str, list[float]] = {}
+        sums: dict[str, tuple[float, float]] = {}
         for start in range(0, len(data), job.batch):
             batch = self._evaluation_batch(data, range(start, min(start + job.batch, len(data))))
             with torch.no_grad(), autocast(job):
                 values = self._values(batch, wholes, kept)
             for name, value in values.items():
-                before = sums.get(name, (0.0, 0.0))
-                both = sum_and_count(value, batch.samples, len(data))
-                sums[name] = [old + float(new) for old, new in zip(before, both, strict=True)]
+                both, before = summed(value, batch.samples, len(data)), sums.get(name, (0.0, 0.0))
+                sums[name] = before[0] + both[0], before[1] + both[1]
         for name, metric in wholes.items():
             value = metric(*tree_map(lambda *parts: torch.cat(parts).cpu(), *kept))
-            sums[name] = list(map(float, value if isinstance(value, tuple | list) else (value, 1)))
+            sums[name] = summed(value, 1, 1)
         self.model.train()
         set_mode(self.optimizer, is_training=True)
         return {name: total / count for name, (total, count) in sums.items() if count}
@@ -546,13 +545,9 @@ def greatest(tensors: Iterable[torch.Tensor]) -> float:
 
 def distance(actual: torch.Tensor, expected: torch.Tensor | None) -> float:
     """Return the greatest difference of two tensors' elements; a missing tensor counts as zeros."""
-    if not actual.numel():
-        return 0.0
-    if actual.dtype == torch.bool:
-        return float(
-            (actual.int() if expected is None else actual.int() - expected.int()).abs().max()
-        )
-    return float((actual if expected is None else actual - expected).abs().max())
+    if expected is not None and actual.numel():
+        actual = actual.int() - expected.int() if actual.dtype == torch.bool else actual - expected
+    return greatest([actual])
 
 
 def expected_marks(job: Job, batch: MicroBatch) -> list[float | None]:

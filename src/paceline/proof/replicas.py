@@ -27,6 +27,17 @@ def met(values: Sequence[torch.Tensor], shares: Sequence[float]) -> torch.Tensor
     return sum(terms[1:], terms[0])
 
 
+def summed(value: Any, samples: int, whole: int) -> tuple[float, float]:
+    """Return the value of a loss or metric for some of all samples as a sum and a count.
+
+    A scalar is the mean over its samples.
+    """
+    if isinstance(value, Total):
+        return float(value.value), samples / whole
+    total, count = value if isinstance(value, tuple | list) else (float(value) * samples, samples)
+    return float(total), float(count)
+
+
 def run_backward(
     losses: Iterable[tuple[int, Any]],
     samples: int,
@@ -63,13 +74,6 @@ def run_backward(
                 inputs=inputs
             )
     return loss / count, count * factor, counted
-
-
-def sum_and_count(value: Any, samples: int, whole: int) -> tuple[Any, Any]:
-    """Return the result of a loss or metric for some of all samples as a sum and what it counts."""
-    if isinstance(value, Total):
-        return value.value, samples / whole
-    return tuple(value) if isinstance(value, tuple | list) else (value * samples, samples)
 
 
 class Replicas:

@@ -47,14 +47,13 @@ class PlainStep:
         model: Any,
         replicas: Sequence[Sequence[MicroBatch]],
         *,
-        criterion: Callable[[Any, Any], Any],
         number: int,
         scale: float,
         count: float,
         dtypes: Dtypes | None,
         update: Callable[..., None],
     ) -> None:
-        self.job, self.model, self.replicas, self.criterion = job, model, replicas, criterion
+        self.job, self.model, self.replicas = job, model, replicas
         self.number, self.scale, self.count = number, scale, count
         self.dtypes, self._update = dtypes, update
         self.has_scale, self.is_skipped = job.precision == "fp16", False
@@ -112,7 +111,7 @@ class PlainStep:
             for number, piece in enumerate(pieces):
                 seed_streams(self.job.seed, "step", self.number, replica, number)
                 with autocast(self.job):
-                    value = self.criterion(piece.call(self.model), piece.target)
+                    value = self.job.criterion(piece.call(self.model), piece.target)
                 yield piece.samples, value
             if together is not None:
                 together.add()
