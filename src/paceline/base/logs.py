@@ -154,10 +154,7 @@ def open_log(run_dir: Path | None, rank: int) -> tuple[TextIO, Path | None]:
         sys.stdout = sys.stderr = Tee(terminal, file)
         return terminal, path
     file = file or open(os.devnull, "w", errors="backslashreplace")  # noqa: SIM115
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.dup2(file.fileno(), 1)
-    os.dup2(file.fileno(), 2)
+    _take_over(file)
     sys.stdout = sys.stderr = Tee(None, file)
     return terminal, path
 
@@ -167,12 +164,17 @@ def redirect(path: Path | None) -> TextIO:
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
     file = open(path or os.devnull, "a", buffering=1, errors="backslashreplace")  # noqa: SIM115  # until the next one takes its place
+    _take_over(file)
+    sys.stdout = sys.stderr = file
+    return file
+
+
+def _take_over(file: TextIO) -> None:
+    """Let all that this process prints go to a file, also what libraries print by themselves."""
     sys.stdout.flush()
     sys.stderr.flush()
     os.dup2(file.fileno(), 1)
     os.dup2(file.fileno(), 2)
-    sys.stdout = sys.stderr = file
-    return file
 
 
 def set_up_logging(terminal: TextIO, *, rank: int, store: Store | None) -> None:

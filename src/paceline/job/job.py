@@ -5,7 +5,6 @@ A job knows no hardware and no ranks.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -195,13 +194,6 @@ class Job:
         )
 
     @property
-    def can_be_evaluated(self) -> bool:
-        """Whether the job says what is measured of data: the loss of its only model, or what
-        `own_validate` returns.
-        """
-        return self.own_step is None or self.own_validate is not None
-
-    @property
     def num_samples(self) -> int | None:
         """The number of samples an epoch; None for a stream of unknown length."""
         return _length(self.data if self.sampler is None else self.sampler)
@@ -359,12 +351,7 @@ def _problems(job: Job) -> Iterator[str]:
                 else nearest(str(job.precision), get_args(Precision))
             )
         )
-    if job.clip is not None and (
-        isinstance(job.clip, bool)
-        or not isinstance(job.clip, int | float)
-        or not 0 < job.clip < math.inf
-    ):
-        yield f"clip must be a positive number, got {job.clip!r}"
+    yield from named_fields.clip_problems("clip", job.clip)
     if not isinstance(job.seed, int) or isinstance(job.seed, bool):
         yield f"seed must be a whole number, got {job.seed!r}"
     elif job.seed < 0:

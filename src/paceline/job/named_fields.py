@@ -206,12 +206,15 @@ def _optimizer_problems(job: Any, name: str, each: Optimizer) -> Iterator[str]:
     for model in names if isinstance(names, tuple) else ():
         if model not in job.models:
             yield f"the optimizer '{name}' updates the model {model!r}: {nearest(str(model), job.models)}"
-    if each.clip is not None and (
-        isinstance(each.clip, bool)
-        or not isinstance(each.clip, int | float)
-        or not 0 < each.clip < math.inf
+    yield from clip_problems(f"clip of the optimizer '{name}'", each.clip)
+
+
+def clip_problems(noun: str, clip: Any) -> Iterator[str]:
+    """Yield a message if this is no greatest norm of gradients."""
+    if clip is not None and (
+        isinstance(clip, bool) or not isinstance(clip, int | float) or not 0 < clip < math.inf
     ):
-        yield f"clip of the optimizer '{name}' must be a positive number, got {each.clip!r}"
+        yield f"{noun} must be a positive number, got {clip!r}"
 
 
 def _follower_problems(job: Any, name: str, follower: Any) -> Iterator[str]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from paceline.base.errors import PacelineError, PlanRefused
+from paceline.base.errors import PacelineError, PlanRefused, in_words
 from paceline.keras.computation import Computation, joined, rows_of
 from paceline.keras.draws import ORDERS, several
 from paceline.keras.forks import Fork, Forks
@@ -136,12 +136,8 @@ def _compute(connection: Connection, trial: Trial, batch: Any, part: Part | None
     try:
         answer = computation.step(trial.kind, batch, part)
     except Exception as error:
-        message = (
-            str(error.args[0])
-            if isinstance(error, PacelineError)
-            else f"{type(error).__name__}: {error}"
-        )
-        send(connection, {"failure": message})
+        is_ours = isinstance(error, PacelineError)
+        send(connection, {"failure": str(error.args[0]) if is_ours else in_words(error)})
         return
     # Of what trains, the gradients tell all. An update may turn the rounding of a gradient that is zero into a step.
     model_variables = model.non_trainable_variables if gradients else model.variables

@@ -41,7 +41,7 @@ from paceline.proof.tolerances import ALLOWED, EXACT, exact_mean
 from paceline.torch_private.modules import BatchNorm
 from paceline.torch_private.pytree import tensor_leaves, tree_leaves
 from paceline.training.feed import MicroBatch, map_tensors
-from paceline.training.metrics import unlike_its_parts
+from paceline.training.metrics import has_rows, unlike_its_parts
 
 UNCUT = (
     "plans that don't cut the batch, such as tensor=N and place=auto parts=N, are exact as it is"
@@ -263,7 +263,7 @@ def _no_mean(job: Job, output: Any, batch: MicroBatch) -> Problem | None:
     with torch.no_grad(), autocast(job):
         value = job.criterion(output, batch.target)
         if isinstance(value, tuple | list) or not any(
-            _has_rows(t, batch.samples) for t in _tensors(output)
+            has_rows(t, batch.samples) for t in _tensors(output)
         ):
             return None
 
@@ -292,7 +292,7 @@ def _targets(batch: MicroBatch, part: range) -> Any:
 
     They are collated again if they don't lie along dim 0, as lists of boxes don't.
     """
-    if all(_has_rows(leaf, batch.samples) for leaf in tree_leaves(batch.target)):
+    if all(has_rows(leaf, batch.samples) for leaf in tree_leaves(batch.target)):
         return rows(batch.target, part, batch.samples)
     return part_of_batch(batch, part).target
 
@@ -435,11 +435,7 @@ def _first_difference(
 
 
 def _by_sample(tensor: torch.Tensor, samples: int) -> bool:
-    return tensor.is_floating_point() and _has_rows(tensor, samples)
-
-
-def _has_rows(value: Any, samples: int) -> bool:
-    return isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape[0] == samples
+    return tensor.is_floating_point() and has_rows(tensor, samples)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

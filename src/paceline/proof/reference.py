@@ -410,7 +410,7 @@ def evaluation_data(job: Job) -> Any:
     They are two batches less one sample, so that ranks get unequal parts; None for streams.
     """
     data = job.data if job.validation is None else job.validation
-    if is_stream(data) or not job.can_be_evaluated:
+    if is_stream(data) or (job.own_step is not None and job.own_validate is None):
         return None
     return Subset(data, range(min(len(data), max(1, 2 * job.batch - 1))))
 

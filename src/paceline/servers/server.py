@@ -318,7 +318,6 @@ class Follower(Server):
         number: int,
         model: torch.nn.Module,
         shards: tuple[Shard, ...],
-        timeout_s: float = 60.0,
     ) -> None:
         self.coordinator: Connection | None = None
         self.has_told_stop = False
@@ -331,7 +330,7 @@ class Follower(Server):
             this_server,
             secret=self.context.secret,
             layout=self.layout,
-            timeout_s=timeout_s,
+            timeout_s=60.0,
             encrypts=self.context.encrypts,
         )
         self.is_over = threading.Event()

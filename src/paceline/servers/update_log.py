@@ -14,7 +14,6 @@ from paceline.servers.history import History
 from paceline.servers.membership import staleness_of, updates_after
 from paceline.servers.update_order import UpdateOrder
 from paceline.training.run import RankRun, RunPart
-from paceline.training.run_log import learning_rate
 
 
 @dataclass
@@ -109,13 +108,6 @@ class UpdateLog(RunPart):
         step_s, self.began_s = now_s - self.began_s, now_s
         log.speed.add(window.count, step_s)
         log.loss = begun.loss / begun.count
-        run.note(
-            epoch=window.epoch,
-            samples=run.samples,
-            loss=log.loss,
-            lr=learning_rate(run.stepper.optimizer),
-            step_s=step_s,
-            **figures,
-        )
+        log.note(**run.step_figures(window, step_s), loss=log.loss, **figures)
         run.tell("counted")
         log.show(run.step, run.job.total_steps, window.epoch)

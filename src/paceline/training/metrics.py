@@ -44,7 +44,7 @@ def no_mean(
     Returns None if it is a mean over samples or (sum, count), and keeps no state from one call to
     the next.
     """
-    if not all(_has_rows(leaf, samples) for leaf in pytree.tree_leaves((output, target))):
+    if not all(has_rows(leaf, samples) for leaf in pytree.tree_leaves((output, target))):
         return None  # it is unknown which part belongs to which sample
     for outputs in (output, map_tensors(_mixed, output)):
         with (
@@ -119,7 +119,8 @@ def _mixed(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.flatten()[order].view(tensor.shape)
 
 
-def _has_rows(leaf: Any, samples: int) -> bool:
+def has_rows(leaf: Any, samples: int) -> bool:
+    """Whether this is a tensor with a row for each sample."""
     return isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and leaf.shape[0] == samples
 
 
@@ -141,7 +142,7 @@ class AllSamples:
         rows = batch.samples or 1
         pair = output, batch.target
         for leaf in pytree.tree_leaves(pair):
-            if not _has_rows(leaf, rows):
+            if not has_rows(leaf, rows):
                 shape = f" of shape {tuple(leaf.shape)}" if isinstance(leaf, torch.Tensor) else ""
                 raise JobError(
                     "pl.whole brings outputs and targets together along dim 0, and among those of "

@@ -21,7 +21,7 @@ from paceline.strategies.plan import Plan
 from paceline.training import state
 from paceline.training.clipping import squared_norms
 from paceline.training.prefetch import Fed
-from paceline.training.run_log import RunLog
+from paceline.training.run_log import RunLog, learning_rate
 from paceline.training.settings import Settings
 from paceline.training.state import StateOwner
 from paceline.training.stepper import Stepper, StepResult
@@ -155,6 +155,16 @@ class RankRun:
             self.samples + window.count,
             window.epoch,
         )
+
+    def step_figures(self, window: Window, step_s: float) -> dict[str, Any]:
+        """Return what is written down of the step that was counted last."""
+        return {
+            "step": self.step,
+            "epoch": window.epoch,
+            "samples": self.samples,
+            "lr": learning_rate(self.stepper.optimizer),
+            "step_s": step_s,
+        }
 
     def note(self, **figures: Any) -> None:
         """Append a line to metrics.jsonl, on rank 0."""

@@ -208,6 +208,15 @@ class Rounded:
         return rounded_bytes(self.form, len(flat), ranks)
 
 
+def _residuals(memory: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Return what is not sent of each bucket; nothing yet."""
+    return {
+        number: torch.zeros_like(flat)
+        for number, flat in enumerate(memory)
+        if flat.is_floating_point()
+    }
+
+
 class TopK:
     """Sums the largest elements of each rank.
 
@@ -221,11 +230,7 @@ class TopK:
                 hint="compress=int8",
             )
         self.group = group
-        self.residuals = {
-            number: torch.zeros_like(flat)
-            for number, flat in enumerate(memory)
-            if flat.is_floating_point()
-        }
+        self.residuals = _residuals(memory)
         self.factors: dict[tuple[int, int], torch.Tensor] = {}
 
     def sum(self, number: int, flat: torch.Tensor) -> float:
@@ -260,11 +265,7 @@ class PowerSGD:
         group: dist.ProcessGroup,
     ) -> None:
         self.group, self.shapes = group, shapes
-        self.residuals = {
-            number: torch.zeros_like(flat)
-            for number, flat in enumerate(memory)
-            if flat.is_floating_point()
-        }
+        self.residuals = _residuals(memory)
         self.factors: dict[tuple[int, int], torch.Tensor] = {}
         draw = torch.Generator().manual_seed(0)  # any seed works if it is the same on all ranks
         for number, flat in enumerate(memory):

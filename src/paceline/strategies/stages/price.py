@@ -373,10 +373,7 @@ class SplitJob:
         parameters = dict(self.model.named_parameters())
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
         with self.built.symbolic():
-            inputs = [
-                torch.empty(value.shape, dtype=value.dtype, requires_grad=value.differentiable)
-                for value in (capture.values[name] for name in piece.inputs)
-            ]
+            inputs = _inputs(piece, capture)
         return program_of(
             piece,
             split,
@@ -414,10 +411,7 @@ class SplitJob:
             )
             for name in piece.parameters
         }
-        inputs = [
-            torch.empty(value.shape, dtype=value.dtype, requires_grad=value.differentiable)
-            for value in (capture.values[name] for name in piece.inputs)
-        ]
+        inputs = _inputs(piece, capture)
         taken = [
             tensor.clone() if name in piece.mutates else tensor
             for name, tensor in zip(piece.inputs, inputs, strict=True)
@@ -486,6 +480,14 @@ class SplitJob:
         whole = self.whole
         model_bytes = sum(p.num_bytes + p.gradient_bytes + p.state_bytes for p in whole.parameters)
         return model_bytes + sum(max(0.0, s.kept_bytes.at(samples)) for s in whole.segments)
+
+
+def _inputs(piece: Piece, capture: Capture) -> list[torch.Tensor]:
+    """Return tensors without values like those that the piece is given."""
+    return [
+        torch.empty(value.shape, dtype=value.dtype, requires_grad=value.differentiable)
+        for value in (capture.values[name] for name in piece.inputs)
+    ]
 
 
 def _named_as(piece: Piece, unit: str) -> Piece:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.training.run import RunPart, StepTaken, TrainingRun
-from paceline.training.run_log import learning_rate
 from paceline.training.stepper import StepResult
 
 
@@ -21,13 +20,7 @@ class StepLog(RunPart):
     def stepped(self, taken: StepTaken) -> None:
         run, result, window = self.run, taken.result, taken.fed.window
         run.log.speed.add(window.count, taken.step_s, input_s=taken.input_s)
-        figures: dict[str, Any] = {
-            "step": run.step,
-            "epoch": window.epoch,
-            "samples": run.samples,
-            "lr": learning_rate(run.stepper.optimizer),
-            "step_s": taken.step_s,
-        }
+        figures = run.step_figures(window, taken.step_s)
         if taken.loss_scale is not None:
             figures["loss_scale"] = taken.loss_scale
         if result.gradient_norm is not None:
