@@ -85,7 +85,7 @@ class UpdateLog(RunPart):
         run, log, turns = self.run, self.run.log, self.turns
         step, part = turns.place(turn)
         window = turns.order.window(step)
-        figures = {} if run.job.clip is None else {"gradient_norm": norm}
+        figures: dict[str, Any] = {} if run.job.clip is None else {"gradient_norm": norm}
         if turns.is_stale:
             figures["staleness"] = stale
             own = split(window.count, run.settings.shares)[part]
