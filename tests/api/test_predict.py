@@ -99,8 +99,10 @@ class Odd(torch.nn.Module):
 def job(kind: str = "plain"):
     tokens = kind == "tokens"
     data = [(torch.tensor([i % 9, 2, 1]) if tokens else torch.full((3,), i / 9), torch.zeros(2)) for i in range(8)]
-    return pl.Job(model=lambda: Odd(kind), data=data, batch=4, steps=1, precision="float64",
-                  loss=torch.nn.functional.mse_loss, optimizer=lambda named: torch.optim.SGD(named, lr=0.1))
+    loss = torch.nn.functional.mse_loss
+    kept = {"compute": lambda model, batch: loss(model(batch[0]), batch[1])} if kind == "computed" else {"loss": loss}
+    return pl.Job(model=lambda: Odd(kind), data=data, batch=4, steps=1, precision="float64", **kept,
+                  optimizer=lambda named: torch.optim.SGD(named, lr=0.1))
 """
 
 
@@ -153,6 +155,18 @@ def test_outputs_without_a_row_a_sample_are_refused(
     numpy.save(tmp_path / "in.npy", numpy.ones((samples, 3)))
     with pytest.raises(PacelineError, match=message):
         paceline.predict(run_of(kind), tmp_path / "in.npy", plan)
+
+
+@pytest.mark.parametrize("plan", ["data=2", "tensor=2"])
+def test_a_job_with_compute_predicts_by_its_model(
+    run_of: Callable[[str], Path], tmp_path: Path, plan: str
+):
+    """Inputs in a file are not the batches of `compute`."""
+    numpy.save(tmp_path / "in.npy", inputs := numpy.random.default_rng(0).random((5, 3)))
+    paceline.predict(run_of("computed"), tmp_path / "in.npy", plan, output=tmp_path / "out.npy")
+    weights = load_file(run_of("computed") / "model.safetensors")
+    expected = F.linear(torch.from_numpy(inputs), weights["last.weight"], weights["last.bias"])
+    numpy.testing.assert_allclose(numpy.load(tmp_path / "out.npy"), expected.numpy(), rtol=1e-14)
 
 
 def test_several_outputs_fit_one_file_of_numpy(run_of: Callable[[str], Path], tmp_path: Path):

@@ -5,6 +5,7 @@ weight.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -102,7 +103,8 @@ class WindowWork:
         for name, value in figures.items():
             value = without_total(value, samples=samples or 1, whole=self.window.count)
             tally = read_tally(value, samples=samples or 1, name=f"figure '{name}' of compute")
-            self.figures.setdefault(name, []).extend([tally] if samples else [])
+            here = [replace(tally, value=tally.value.detach())] if samples else []
+            self.figures.setdefault(name, []).extend(here)
 
     def _explained_loss(self, output: Any, microbatch: int) -> Any:
         """Return the job's loss, and refuse it if it is made of shards."""
