@@ -31,11 +31,11 @@ class Classifier(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, LABELS))
+        self.model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, LABELS))
         self.temperature = nn.Parameter(torch.ones(LABELS))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x) * self.temperature
+        return self.model(x) * self.temperature
 
 
 class Autoencoder(nn.Module):

@@ -10,11 +10,13 @@ from torch import nn
 from paceline.torch_private.modules import share_contents
 
 _OWN = frozenset(nn.Module().__dict__) | {"forward"}
+# Plain attributes, as the model is no child, and under names that no model has for a child or value.
+_MODEL, _COMPUTE, _VALIDATE = "_paceline_model", "_paceline_compute", "_paceline_validate"
 
 
 def computing(module: nn.Module) -> nn.Module:
     """Return the model with which a module computes; the module itself if it is no computation."""
-    model: nn.Module = vars(module)["model"] if isinstance(module, BatchLoss) else module
+    model: nn.Module = vars(module)[_MODEL] if isinstance(module, BatchLoss) else module
     return model
 
 
@@ -34,17 +36,16 @@ class BatchLoss(nn.Module):
         validate: Callable[[Any, Any], Any] | None = None,
     ) -> None:
         super().__init__()
-        # As plain attributes: the model is no child, and a module that computes is not called here.
-        vars(self).update(model=model, compute=compute, validate=validate or compute)
+        vars(self).update({_MODEL: model, _COMPUTE: compute, _VALIDATE: validate or compute})
         share_contents(self, model)
         self.training = model.training
 
     def forward(self, batch: Any) -> Any:
-        return (self.compute if self.training else self.validate)(self.model, batch)
+        return vars(self)[_COMPUTE if self.training else _VALIDATE](computing(self), batch)
 
     def train(self, mode: bool = True) -> BatchLoss:
         self.training = mode
-        self.model.train(mode)
+        computing(self).train(mode)
         return self
 
     def named_modules(
@@ -52,22 +53,22 @@ class BatchLoss(nn.Module):
     ) -> Iterator[tuple[str, nn.Module]]:
         """Yield this module, and the model and all that is in it under the model's names."""
         yield prefix, self
-        yield from self.model.named_modules(memo, prefix, remove_duplicate)
+        yield from computing(self).named_modules(memo, prefix, remove_duplicate)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        return self.model.named_parameters(prefix, recurse, remove_duplicate)
+        return computing(self).named_parameters(prefix, recurse, remove_duplicate)
 
     def __getattr__(self, name: str) -> Any:
-        if (model := vars(self).get("model")) is None:  # a copy in the making
+        if _MODEL not in vars(self):  # a copy in the making
             raise AttributeError(name)
-        return getattr(model, name)
+        return getattr(computing(self), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute of the model if it has it, and otherwise one of this module."""
-        model = vars(self).get("model")
-        if model is not None and name not in _OWN and name in vars(model):
-            setattr(model, name, value)
+        is_made = _MODEL in vars(self) and name not in _OWN
+        if is_made and name in vars(computing(self)):
+            setattr(computing(self), name, value)
         else:
             super().__setattr__(name, value)

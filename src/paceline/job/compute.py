@@ -127,10 +127,16 @@ def alone(job: Any) -> Any:
     if job.compute is None:
         return job
     build = job.model
+
+    def build_alone() -> Any:
+        from paceline.job.batch_loss import computing
+
+        return computing(build())
+
     return replace(
         job.with_training_only(),
         compute=None,
-        model=lambda: build().model,
+        model=build_alone,
         collate=None,
         validation_collate=None,
     )

@@ -287,11 +287,10 @@ def _built(
             "they will not change",
             stacklevel=2,
         )
-    if job.loss is not None and (
+    loss = job.compute if job.loss is None else job.loss
+    if loss is not None and (
         untrained := [
-            name
-            for name, p in _weights_of_loss(job.loss, trainable).items()
-            if id(p) not in name_of
+            name for name, p in _weights_of_loss(loss, trainable).items() if id(p) not in name_of
         ]
     ):
         warnings.warn(
