@@ -26,6 +26,7 @@ from paceline.torch_private.modules import (
     replace_size_check,
     replaced_apply,
     set_own_modules,
+    share_contents,
 )
 
 
@@ -43,6 +44,18 @@ def test_modules_keep_what_they_hold_in_dicts():
     assert {*CONTENTS, *HOOKS} <= vars(linear).keys()
     set_own_modules(model, {"0": linear})
     assert len(model) == 1 and [*model.children()] == [linear]
+
+
+def test_modules_share_what_they_hold():
+    """What is put into the one is in the other, and saved like there."""
+    one, other = nn.Module(), nn.Sequential(nn.Linear(2, 2))
+    share_contents(one, other)
+    one.register_buffer("count", torch.zeros(1), persistent=False)
+    other.weight = nn.Parameter(torch.zeros(2))
+    other[0] = nn.Linear(2, 2, bias=False)
+    assert dict(one.named_parameters()) == dict(other.named_parameters())
+    assert dict(other.named_buffers()) == {"count": one.count}
+    assert one.state_dict().keys() == other.state_dict().keys() == {"weight", "0.weight"}
 
 
 @pytest.mark.parametrize(
