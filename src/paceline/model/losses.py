@@ -54,26 +54,6 @@ class RepeatableLoss:
         return False
 
 
-def computation_keeps_state(
-    compute: Callable[..., Any], call: Callable[[], Any], model: nn.Module
-) -> bool:
-    """Whether a job's `compute` gives another loss for the same model and batch if it is called
-    again.
-
-    The result is False if it can't be called again.
-
-    Args:
-        call: Calls it with the model and a batch, and returns the loss.
-    """
-    values = []
-    with suppress(Exception), function_kept(compute, model):
-        for _ in range(2):
-            with state_kept(model):
-                values.append(_as_tensors(call()))
-        return not alike(*values)
-    return False
-
-
 def _draws() -> tuple[Any, ...]:
     *others, of_torch = stream_states()
     return *others, bytes(of_torch.numpy())

@@ -28,7 +28,7 @@ from paceline.planner.resolve import Resolved
 from paceline.proof.compare import judge
 from paceline.proof.kept_rows import kept_rows
 from paceline.proof.order import whole_batches
-from paceline.proof.problems import later_problem, loss_problem
+from paceline.proof.problems import computation_keeps_state, later_problem, loss_problem
 from paceline.proof.processes import (
     Proof,
     alone,
@@ -204,7 +204,7 @@ class _Check:
             **figures,
             "is_random": random.is_needed,
             "left_on": sorted(random.left_on),
-            "loss_keeps_state": keeps_state,
+            "loss_keeps_state": keeps_state or computation_keeps_state(job, run.model),
             "kept_rows": rows,
             "coupling": None,
             "cause": cause,

@@ -18,9 +18,10 @@ from torch import nn
 
 from paceline.base.errors import TrainingError
 from paceline.job import AUTOCAST, Job
+from paceline.job.batch_loss import BatchLoss, computing
 from paceline.model.attributes import is_same
 from paceline.model.copy_on_write import lazy_copy
-from paceline.model.forward_state import state_kept
+from paceline.model.forward_state import function_kept, state_kept
 from paceline.proof.device import Dtypes, autocast
 from paceline.proof.order import later_batches, whole_batches
 from paceline.proof.reference_loop import (
@@ -122,6 +123,8 @@ def loss_problem(job: Job, batches: Iterable[MicroBatch]) -> Problem | None:
     if job.own_step is not None:  # it may have several losses
         return None
     model, loss = build_plain(job), job.criterion
+    if job.compute is not None:
+        return _compute_problem(job, computing(model), batches)
     # The loss is called several times with one target, and may write to it.
     job = replace(job, loss=lambda output, target: loss(output, map_tensors(lazy_copy, target)))
     for batch in (batch for batch in batches if batch.samples > 1):
@@ -131,6 +134,45 @@ def loss_problem(job: Job, batches: Iterable[MicroBatch]) -> Problem | None:
             with suppress(*_NOT_CUT):
                 if problem := check(job, output, batch):
                     return problem
+    return None
+
+
+def computation_keeps_state(job: Job, model: nn.Module) -> bool:
+    """Whether the job's `compute` gives another loss if it is called again with the same model and
+    batch. The result is False if it can't be called again.
+    """
+    if job.compute is None:
+        return False
+    batch = next(whole_batches(job, 1))
+    with suppress(Exception), function_kept(job.compute, model):
+        first, second = (_loss_of(job, model, [batch]) for _ in range(2))
+        return math.isfinite(first) and first != second
+    return False
+
+
+def _compute_problem(job: Job, model: nn.Module, batches: Iterable[MicroBatch]) -> Problem | None:
+    """Check whether what `compute` returns for a batch is not what its parts give together.
+
+    The model is in evaluation mode, in which layers seldom mix samples.
+    """
+    assert job.compute is not None
+    computation = BatchLoss(model, job.compute).eval()
+    for batch in (batch for batch in batches if batch.samples > 1):
+        with suppress(*_NOT_CUT):
+            value, third = _loss_of(job, computation, [batch]), max(1, batch.samples // 3)
+            for first in sorted({third, min(batch.samples - 1, third + 1)}):
+                cut = range(first), range(first, batch.samples)
+                mixed = _loss_of(job, computation, [part_of_batch(batch, part) for part in cut])
+                if abs(mixed - value) > EXACT[job.precision] * max(1.0, abs(value)):
+                    return Problem(
+                        "loss",
+                        ("the loss",),
+                        "the job couples the samples of a batch: the loss of compute is "
+                        f"{value:.6g} of {batch.samples} samples at once, and {mixed:.6g} as its parts give it; a "
+                        "comparison of samples, ignored targets or weights do this",
+                        "a scalar is the mean over its samples, anything else (sum, count); a loss that compares "
+                        f"samples needs all of them: let an item of the data hold them; {UNCUT}",
+                    )
     return None
 
 

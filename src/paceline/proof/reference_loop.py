@@ -28,7 +28,7 @@ from paceline.model.attributes import in_float64, is_like_a_buffer, tensor_attri
 from paceline.model.copy_on_write import lazy_copy
 from paceline.model.float8 import in_float8
 from paceline.model.forward_state import ForwardState
-from paceline.model.losses import RepeatableLoss, computation_keeps_state
+from paceline.model.losses import RepeatableLoss
 from paceline.proof.device import Dtypes, autocast, cpu_copy, one_device
 from paceline.proof.initial import load_plainly
 from paceline.proof.order import CollatedBatch, whole_batches, windows
@@ -180,12 +180,10 @@ class PlainRun:
         )
         try:
             self._freeze()
-            replicas = as_planned(batch, self.variation.cut)
-            self.examined = replicas[0][0]
             taken = kind(
                 self.job,
                 self.model,
-                replicas,
+                as_planned(batch, self.variation.cut),
                 number=self.num_steps,
                 scale=self.scale,
                 count=self.count,
@@ -304,17 +302,9 @@ class PlainRun:
 
     def loss_keeps_state(self) -> bool:
         """Whether the loss of the examined step gives another value if it is called again."""
-        if not isinstance(loss := self.job.criterion, RepeatableLoss):
-            return False
         with autocast(self.job):
-            return loss.keeps_state() or (
-                self.job.compute is not None
-                and computation_keeps_state(self.job.compute, self._loss_again, self.model)
-            )
-
-    def _loss_again(self) -> Any:
-        piece = unspoilt(self.examined)
-        return self.job.criterion(piece.call(self.model), piece.target)
+            loss = self.job.criterion
+            return isinstance(loss, RepeatableLoss) and loss.keeps_state()
 
     def evaluate(self, data: Any) -> dict[str, float]:
         """Return the loss (as "loss") and every metric over all samples of the data, in batches of
