@@ -136,6 +136,7 @@ def alone(job: Any) -> Any:
     return replace(
         job.with_training_only(),
         compute=None,
+        loss=computed,  # nobody asks for it
         model=build_alone,
         collate=None,
         validation_collate=None,

@@ -137,7 +137,8 @@ class PlainRun:
         self, job: Job, variation: Variation = Variation(), *, is_examined: bool = False
     ) -> None:
         self.has_own_step = job.own_step is not None
-        if is_examined and not self.has_own_step:
+        self.is_examined = is_examined and not self.has_own_step
+        if self.is_examined and job.compute is None:
             job = replace(job, loss=RepeatableLoss(job.criterion))
         self.job, self.variation, self.model = job, variation, build_plain(job)
         # The known loss and weights with gradients, before the only update of the examined step.
@@ -248,7 +249,7 @@ class PlainRun:
         if isinstance(optimizer, NamedOptimizers):
             optimizer, clip = optimizer.members[name], optimizer.clips[name]
             schedule = schedule and schedule.of(name)
-        elif isinstance(self.job.criterion, RepeatableLoss) and self.before_update is None:
+        elif self.is_examined and self.before_update is None:
             self.before_update = (
                 evaluated,
                 [(cpu_copy(p), None if p.grad is None else cpu_copy(p.grad)) for p in parameters],
