@@ -116,6 +116,13 @@ def as_pair(batch: Any) -> tuple[Any, Any]:
     return alone, alone
 
 
+def of_stacked(collate: Collate | None) -> Callable[[Any], tuple[Any, Any]] | None:
+    """Return what makes (input, target) of a batch that torch has stacked, if a collate function
+    needs nothing else of the samples: its attribute `of_stacked`.
+    """
+    return as_pair if collate is None else getattr(collate, "of_stacked", None)
+
+
 def _made(collate: Collate, items: list[Any], names: Sequence[Any]) -> Any:
     try:
         batch = collate(items)

@@ -24,16 +24,16 @@ class WholeBatch:
     def __call__(self, items: list[Any]) -> tuple[Any, None]:
         from torch.utils.data import default_collate
 
-        return self.of((self.collate or default_collate)(items))
+        return _alone((self.collate or default_collate)(items))
 
-    @staticmethod
-    def of(batch: Any) -> tuple[Any, None]:
-        return (batch,), None
+    @property
+    def of_stacked(self) -> Callable[[Any], tuple[Any, None]] | None:
+        """What makes it of a batch that torch has stacked, if nothing else is done with samples."""
+        return _alone if self.collate is None else None
 
 
-def stacks(collate: Any) -> bool:
-    """Whether a job's collate function stacks samples along dim 0, and does nothing else."""
-    return collate is None or (isinstance(collate, WholeBatch) and collate.collate is None)
+def _alone(batch: Any) -> tuple[Any, None]:
+    return (batch,), None
 
 
 @dataclass(frozen=True)

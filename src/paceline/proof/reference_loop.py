@@ -18,8 +18,7 @@ import torch
 
 from paceline.base.streams import key_to_seed, seed_model, seed_sample
 from paceline.job import Job
-from paceline.job.batches import collated
-from paceline.job.compute import stacks
+from paceline.job.batches import collated, of_stacked
 from paceline.job.metrics import OfAllSamples
 from paceline.job.modes import for_training, set_mode
 from paceline.job.named_optimizers import NamedOptimizers
@@ -547,7 +546,9 @@ def expected_marks(job: Job, batch: MicroBatch) -> list[float | None]:
     Padding depends on the other samples of a batch, so collated samples have no fixed mark. Wrong
     samples then show in the gradients.
     """
-    return list(sample_marks(batch).tolist()) if stacks(job.collate) else [None] * batch.samples
+    if of_stacked(job.collate) is None:
+        return [None] * batch.samples
+    return list(sample_marks(batch).tolist())
 
 
 def sample_marks(batch: MicroBatch) -> torch.Tensor:

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from paceline.job.batches import Collate
-from paceline.job.compute import stacks
+from paceline.job.batches import Collate, of_stacked
 from paceline.job.order import Window
 from paceline.model.randomness import is_switched_off
 from paceline.training.own_step.step_draws import WindowDraws
@@ -34,7 +33,7 @@ class CollateDraws:
 
         If there are none, one sample of the window stands in.
         """
-        if collate is None or stacks(collate):
+        if collate is None or of_stacked(collate):  # torch stacks samples without a draw
             return collate
 
         def keyed(items: list[Any]) -> Any:

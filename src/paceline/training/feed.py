@@ -29,8 +29,7 @@ from paceline.base.streams import key_to_seed, seed_sample, seed_streams
 from paceline.base.user_code import user_frames
 from paceline.job import Job
 from paceline.job.arrays import rows_of, taken
-from paceline.job.batches import Collate, as_pair, collated, is_sample
-from paceline.job.compute import WholeBatch, stacks
+from paceline.job.batches import Collate, collated, is_sample, of_stacked
 from paceline.job.loaders import Loading, Opened
 from paceline.job.order import Order, Window, digest, split
 from paceline.job.phases import value_at
@@ -468,12 +467,12 @@ def fetch(
     """
     while type(data) is Subset:  # `random_split` makes such data sets
         indices, data = [data.indices[index] for index in indices], data.dataset
-    rows = rows_of(data) if stacks(collate) else None
-    if rows is not None and (collate is not None or is_sample(rows)):
+    make = of_stacked(collate)
+    rows = rows_of(data) if make is not None else None
+    if make is not None and rows is not None and (collate is not None or is_sample(rows)):
         # What has no such rows or kernel is left to the samples, one by one, whose errors name them.
         with suppress(IndexError, RuntimeError):
-            batch = taken(rows, indices)
-            return as_pair(batch) if collate is None else WholeBatch.of(batch)
+            return make(taken(rows, indices))
     return collated(
         [
             _sample(data, index, position, seed)
