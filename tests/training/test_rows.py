@@ -10,7 +10,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, Dataset, StackDataset, Subset, TensorDataset, random_split
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    StackDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+    random_split,
+)
 
 from paceline.job.arrays import as_arrays, rows_of
 from paceline.training.feed import fetch
@@ -172,6 +180,26 @@ def test_a_collate_function_gets_samples():
 
     fetch(TensorDataset(torch.arange(4.0), torch.arange(4)), [2], [0], seed=0, collate=collate)
     assert len(seen) == 1 and isinstance(seen[0], tuple)
+
+
+class Whole:
+    """What a loop's loader yields as the input, of samples or of what torch has stacked of them."""
+
+    def __call__(self, items: list[Any]) -> Any:
+        return self.of_stacked(default_collate(items))
+
+    def of_stacked(self, batch: Any) -> Any:
+        return (batch,), None
+
+
+def test_a_collate_function_may_take_what_torch_has_stacked(monkeypatch: pytest.MonkeyPatch):
+    """It then gets rows at once, of data sets with any number of tensors, and samples of others."""
+    data = TensorDataset(torch.arange(8.0), torch.arange(8), torch.ones(8, 2))
+    one_by_one = fetch(OneByOne(data), [3, 1], [3, 1], seed=0, collate=Whole())
+    monkeypatch.delattr(TensorDataset, "__getitem__")
+    (batch,), target = fetch(data, [3, 1], [3, 1], seed=0, collate=Whole())
+    assert type(batch) is list and target is None
+    assert_same(batch, one_by_one[0][0])
 
 
 def test_a_negative_index_of_a_subset_counts_from_the_end():
