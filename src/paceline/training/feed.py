@@ -323,35 +323,25 @@ def _raised(loaded: MicroBatch | PacelineError) -> MicroBatch:
 def _stream_feed(
     job: Job, *, part: DataShard, steps: range
 ) -> Iterator[tuple[Window, list[MicroBatch]]]:
-    windows, position, draws = _stream_windows(job), 0, CollateDraws(job.seed, is_needed=True)
-    for step in steps:
-        while position < step:  # a resumed run reads up to its place in the stream
-            if next(windows, None) is None:
-                return
-            position += 1
-        following = next(windows, None)
-        if following is None:
-            return
-        position += 1
-        window, items = following
+    draws = CollateDraws(job.seed, is_needed=True)
+    # A resumed run reads up to its place in the stream.
+    windows = islice(_stream_windows(job), steps.start, steps.stop)
+    for step, (window, items) in zip(steps, windows, strict=False):
         collate = value_at(job.collate, step, window.epoch)
-        yield (
-            window,
-            [
-                MicroBatch(
-                    *collated(
-                        [items[offset] for offset in cut or [0]],
-                        draws.keyed(collate, cut, window),
-                        names=[window.start + offset for offset in cut or [0]],
-                    ),
-                    samples=len(cut),
-                    digest=digest(
-                        window.epoch, run := [window.start + offset for offset in cut], run
-                    ),
-                )
-                for cut in part.cuts(window.count)
-            ],
-        )
+        yield window, [_cut(items, cut, window, collate, draws) for cut in part.cuts(window.count)]
+
+
+def _cut(
+    items: Sequence[Any], cut: range, window: Window, collate: Collate | None, draws: CollateDraws
+) -> MicroBatch:
+    """Return these samples of a stream's window."""
+    places = [window.start + offset for offset in cut]
+    pair = collated(
+        [items[offset] for offset in cut or [0]],
+        draws.keyed(collate, cut, window),
+        names=places or [window.start],
+    )
+    return MicroBatch(*pair, samples=len(cut), digest=digest(window.epoch, places, places))
 
 
 def _stream_windows(job: Job) -> Iterator[tuple[Window, list[Any]]]:
@@ -391,15 +381,8 @@ def evaluation_feed(
         seed_streams(seed, "evaluation", 0)
         items, start = iter(data), 0
         while taken := list(islice(items, batch)):
-            for cut in part.cuts(len(taken)):
-                used, keyed = (
-                    list(cut) or [0],
-                    draws.keyed(collate, cut, Window(_EVALUATION, start, len(taken))),
-                )
-                yield MicroBatch(
-                    *collated([taken[i] for i in used], keyed, names=[start + i for i in used]),
-                    samples=len(cut),
-                )
+            window = Window(_EVALUATION, start, len(taken))
+            yield from (_cut(taken, cut, window, collate, draws) for cut in part.cuts(len(taken)))
             start += len(taken)
         return
     for first in range(0, len(data), batch):
