@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.job.losses import Total
 from paceline.model.attributes import plain_attributes, tensor_attributes
 from paceline.model.forward_state import ForwardState
 from paceline.torch_private.modules import own_buffers
+from paceline.training.loss import without_total
 
 
 def met(values: Sequence[torch.Tensor], shares: Sequence[float]) -> torch.Tensor:
@@ -32,8 +32,7 @@ def summed(value: Any, samples: int, whole: int) -> tuple[float, float]:
 
     A scalar is the mean over its samples.
     """
-    if isinstance(value, Total):
-        return float(value.value), samples / whole
+    value = without_total(value, samples=samples, whole=whole)
     total, count = value if isinstance(value, tuple | list) else (float(value) * samples, samples)
     return float(total), float(count)
 
@@ -57,10 +56,8 @@ def run_backward(
     """
     loss, count, factor, counted = 0.0, 0.0, 1.0, 0.0
     for number, value in losses:
-        if isinstance(value, Total):
-            total, weight = value.value, float(number)
-            loss, count, factor = loss + total.item(), 1.0, scale
-        elif isinstance(value, tuple | list):
+        value = without_total(value, samples=number, whole=samples)
+        if isinstance(value, tuple | list):
             total, weight = torch.as_tensor(value[0]), float(value[1])
             loss, count, factor = loss + total.item(), count + weight, sum_scale
         else:

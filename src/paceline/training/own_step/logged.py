@@ -10,7 +10,7 @@ import torch
 
 from paceline.base.errors import PlanRefused, TrainingError
 from paceline.job.phases import FIGURES
-from paceline.training.loss import LossSum, read_tally, without_total
+from paceline.training.loss import read_tally, without_total
 
 if TYPE_CHECKING:
     from paceline.strategies.step_sync import StepFigures
@@ -26,7 +26,8 @@ class LoggedFigures:
 
     def __init__(self, state: RankState) -> None:
         self.state = state
-        self.here: dict[str, list[LossSum]] = {}  # of this rank, and not sent yet
+        # Sums and counts of this rank that are not sent yet.
+        self.here: dict[str, list[tuple[torch.Tensor, torch.Tensor | float]]] = {}
         self.sums: dict[str, tuple[float, float]] = {}  # sum and count of all ranks
 
     def add(self, name: str, value: Any, *, samples: int, whole: int, counts: bool) -> None:
@@ -49,9 +50,9 @@ class LoggedFigures:
             )
         value = without_total(value, samples=max(samples, 1), whole=whole)
         tally = read_tally(value, samples=max(samples, 1), name=f"ctx.log('{name}')")
-        tallies = self.here.setdefault(name, [])
+        here = self.here.setdefault(name, [])
         if samples and counts:
-            tallies.append(tally)
+            here.append((tally.total, tally.count))
 
     @property
     def new_names(self) -> list[str]:
@@ -64,9 +65,9 @@ class LoggedFigures:
         device = self.state.device
         rows = [torch.zeros(2, dtype=torch.float64, device=device) for _ in names]
         for name, row in zip(names, rows, strict=True):
-            for tally in self.here.get(name, ()):
-                row[0] += tally.total
-                row[1] += tally.count
+            for total, count in self.here.get(name, ()):
+                row[0] += total
+                row[1] += count
         return torch.cat(rows)
 
     def take(self, figures: StepFigures) -> None:
