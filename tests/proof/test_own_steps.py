@@ -523,7 +523,7 @@ def test_what_a_rank_gathers_and_runs_alike() -> None:
     """And the messages of what does not fit."""
     pieces = [MicroBatch(torch.zeros(2, 3), torch.zeros(2), 2)]
     verbs = Verbs.__new__(Verbs)
-    verbs.batch, verbs.in_loss, verbs.first = StepBatch(pieces), False, 2
+    verbs.batch, verbs.loss_samples, verbs.first = StepBatch(pieces), None, 2
     verbs.state = SimpleNamespace(  # type: ignore[assignment]
         device="cpu",
         note_verb=None,
@@ -539,7 +539,7 @@ def test_what_a_rank_gathers_and_runs_alike() -> None:
             verbs.gather(torch.zeros(3))
         with pytest.raises(paceline.PacelineError, match="other samples on each rank"):
             verbs.run("net", verbs.batch, cut=False)
-    verbs.in_loss = True
+    verbs.loss_samples = 2
     with pytest.raises(paceline.PacelineError, match="inside a loss"):
         verbs.gather(torch.zeros(2))
     with pytest.raises(AttributeError, match="no 'models': it has alike, backward"):
