@@ -121,6 +121,23 @@ Patience = Annotated[
         help="How long a rank may give no sign of life.",
     ),
 ]
+Procs = Annotated[
+    int | None, typer.Option("--procs", metavar="N", min=1, help="Ranks; must agree with the plan.")
+]
+SaveEvery = Annotated[
+    int | None, typer.Option(metavar="STEPS", min=1, help="Steps between checkpoints.")
+]
+Keep = Annotated[int | None, typer.Option(metavar="N", min=1, help="Newest checkpoints that stay.")]
+ToFolder = Annotated[
+    Path | None, typer.Option("--run", metavar="DIR", help="Where the run is written.")
+]
+GoesOn = Annotated[
+    bool, typer.Option("--resume", help="Go on from the run's newest valid checkpoint.")
+]
+Restarts = Annotated[
+    int | None,
+    typer.Option(metavar="N", min=0, help="Restarts of ranks that died or hang; 100 by default."),
+]
 YesOrNo = Literal["yes", "no"]
 _Texts = list[str] | None
 _AT = "RANK@STEP[:PHASE]"
@@ -191,9 +208,7 @@ def train(
     on: Annotated[
         str | None, typer.Option(metavar="ray[:HOST:PORT]", help="On the nodes of a Ray cluster.")
     ] = None,
-    procs: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Ranks; must agree with the plan.")
-    ] = None,
+    procs: Procs = None,
     memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Limit of a CPU rank, such as 512MiB.")
     ] = None,
@@ -201,31 +216,18 @@ def train(
         int | None, typer.Option(metavar="N", min=1, help="Stop after N optimizer steps.")
     ] = None,
     settings: Settings = None,
-    save_every: Annotated[
-        int | None, typer.Option(metavar="STEPS", min=1, help="Steps between checkpoints.")
-    ] = None,
-    keep: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Newest checkpoints that stay.")
-    ] = None,
+    save_every: SaveEvery = None,
+    keep: Keep = None,
     trace: Annotated[
         int, typer.Option(metavar="STEPS", min=0, help="Steps to draw: schedule.svg, trace.json.")
     ] = 0,
-    run: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where the run is written.")
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the run's newest valid checkpoint.")
-    ] = False,
+    run: ToFolder = None,
+    resume: GoesOn = False,
     loader_workers: Annotated[
         int | None, typer.Option(metavar="N", min=0, help="Data loading processes a rank.")
     ] = None,
     patience: Patience = 300.0,
-    restarts: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", min=0, help="Restarts of ranks that died or hang; 100 by default."
-        ),
-    ] = None,
+    restarts: Restarts = None,
     spares: Annotated[
         int, typer.Option(metavar="N", min=0, help="GPUs kept for the places of those that fail.")
     ] = 0,
@@ -307,26 +309,13 @@ def run_(
     ] = None,
     plan: OnePlan = None,
     devices: Devices = None,
-    procs: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Ranks; must agree with the plan.")
-    ] = None,
-    save_every: Annotated[
-        int | None, typer.Option(metavar="STEPS", min=1, help="Steps between checkpoints.")
-    ] = None,
-    keep: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Newest checkpoints that stay.")
-    ] = None,
-    run: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where the run is written.")
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the run's newest valid checkpoint.")
-    ] = False,
+    procs: Procs = None,
+    save_every: SaveEvery = None,
+    keep: Keep = None,
+    run: ToFolder = None,
+    resume: GoesOn = False,
     patience: Patience = 300.0,
-    restarts: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=0, help="Restarts of ranks that died or hang."),
-    ] = None,
+    restarts: Restarts = None,
     as_json: Json = False,
 ) -> None:
     """Run a script that has its own loop on one device or many."""
@@ -342,7 +331,7 @@ def run_(
             devices=devices,
             procs=procs,
             save_every=save_every,
-            keep=keep,
+            keep_checkpoints=keep,
             run=run,
             resume=resume,
             timeout_s=patience,

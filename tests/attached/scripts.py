@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from paceline.attached.launch import run, run_script
-from paceline.attached.session import Session
+from paceline.attached.session import ScriptProcess
 from paceline.launch.process.context import RankContext
 from paceline.launch.process.heartbeats import HeartbeatTable
 from paceline.strategies.plan import Plan
@@ -113,5 +113,5 @@ def alone(folder: Path, text: str, **settings: Any) -> dict[str, Any]:
     script.write_text(text)
     device = torch.device("cpu")
     context = RankContext(0, 1, 1, device, None, HeartbeatTable(1), 0, "test")
-    session = Session(context, Plan.read("single"), Settings(None, (1,), **settings))
+    session = ScriptProcess(context, Plan.read("single"), Settings(None, (1,), **settings))
     return run_script(session, script, ())

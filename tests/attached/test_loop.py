@@ -12,7 +12,19 @@ def own(tmp_path_factory):
     return told(tmp_path_factory.mktemp("own"), OWN)
 
 
-@pytest.mark.parametrize("plan", ["single", "data=2", "data=3", "shard=2", "data=2 shares=3:1"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "single",
+        "data=2",
+        "data=3",
+        "shard=2",
+        "shard=3",
+        "shard=2 zero=1",
+        "data=2 shares=3:1",
+        "data=2 recompute=full",
+    ],
+)
 def test_the_loop_computes_what_it_computes_by_itself(tmp_path, own, plan):
     attached = told(tmp_path, ATTACHED, plan)
 

@@ -118,3 +118,13 @@ def test_a_tensor_is_refused_under_micro_batches_before_anything_is_updated(tmp_
 
     assert error.value.failure.kind == PlanRefused.__name__
     assert "equal True" in capfd.readouterr().out
+
+
+def test_two_models_go_on_under_another_plan(tmp_path, own, monkeypatch):
+    script = ATTACHED_GAN.replace("run.epochs(2)", 'run.epochs(int(os.environ["EPOCHS"]))')
+    run = tmp_path / "run"
+    monkeypatch.setenv("EPOCHS", "1")
+    told(tmp_path, script, "data=2", run=run)
+    monkeypatch.setenv("EPOCHS", "2")
+
+    assert_alike(told(tmp_path, script, "single", run=run, resume=True)["weights"], own["weights"])

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from paceline.base.errors import JobError, PacelineError, TrainingError
+from paceline.attached.given import Given
+from paceline.attached.session import ScriptProcess
+from paceline.base.errors import JobError, PacelineError, PlanError, TrainingError
+from paceline.launch.process.context import RankContext
+from paceline.launch.process.heartbeats import HeartbeatTable
+from paceline.strategies.plan import Plan
+from paceline.training.settings import Settings
 from tests.attached.scripts import ATTACHED, SETUP, alone
 
 LOOP = ATTACHED.partition("run = ")[2]
@@ -87,3 +94,26 @@ def test_a_mistake_is_named(tmp_path, wrong):
 
     assert message in str(error.value)
     assert isinstance(error.value, JobError | TrainingError) and error.value.hint
+
+
+@pytest.mark.parametrize(
+    ("plan", "why"),
+    [
+        ("tensor=2", "splits the model over ranks"),
+        ("pipeline=2", "splits the model over ranks"),
+        ("server=1 workers=1", "in a loop of its own"),
+        ("data=2 local=4", "in a loop of its own"),
+        ("data=30", "30 replicas and the data has 26 samples"),
+    ],
+)
+def test_a_plan_that_can_not_run_a_loop_is_refused(plan, why):
+    context = RankContext(0, 2, 2, torch.device("cpu"), None, HeartbeatTable(1), 0, "test")
+    session = ScriptProcess(context, Plan.read(plan), Settings(None, (1, 1)))
+    data = torch.utils.data.TensorDataset(torch.zeros(26, 4))
+    model = torch.nn.Linear(4, 1)
+    given = Given(model, torch.optim.SGD(model.parameters(), lr=0.1), None)
+
+    with pytest.raises(PlanError, match=why):
+        session.check(
+            given.job(torch.utils.data.DataLoader(data, batch_size=40), state={}, steps=1)
+        )

@@ -85,6 +85,7 @@ held_out = TensorDataset(torch.randn(7, 4), torch.randint(0, 3, (7,)))
 loss_of = lambda batch: F.cross_entropy(model(batch[0]), batch[1])
 run = pl.attach(model, optimizer, loader)
 measured = []
+assert len(run) == 4
 for epoch in run.epochs(2):
     for x, y in run:
         run.backward(loss_of((x, y)))
@@ -146,7 +147,7 @@ run = pl.attach(callbacks=[Watch()], model=""",
     .replace("model=model, optimizer, loader", "model=model, optimizer=optimizer, loader=loader")
     .replace(
         "tell()",
-        "    run.evaluate(lambda batch: {'loss': F.cross_entropy(model(batch[0]), batch[1])}, loader)\ntell()",
+        "    run.evaluate(lambda batch: {'loss': F.cross_entropy(model(batch[0]), batch[1])}, data)\ntell()",
     )
 )
 

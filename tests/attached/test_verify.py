@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+
 import pytest
+from commands import Command
 
 from paceline.attached.verify import verify_script
 
@@ -93,3 +97,15 @@ def test_a_bug_is_found(tmp_path, bug):
 
     assert not verdict.passed
     assert "step" in verdict.problem
+
+
+def test_the_command_tells_scripts_from_jobs(tmp_path):
+    script = script_of(tmp_path, *BUGS["logs a root of a mean"])
+
+    command = Command(
+        ["verify", str(script), "--plan", "data=2", "--json"], os.environ, tmp_path / "command"
+    )
+
+    assert command.wait() == 1
+    (verdict,) = json.loads(command.stdout.read_text())
+    assert verdict["plan"] == "data=2" and "'loss' of run.log" in verdict["problem"]

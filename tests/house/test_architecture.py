@@ -43,7 +43,6 @@ BEYOND_LIMITS = {
     "cli.py: search",
     "cli.py: train",
     "job/job.py: _problems",
-    "launch/hosts/launcher_rank.py: run_joined",
     "model/cost/arena.py: prepared",
     "model/graph.py: __init__",
     "model/graph.py: _piece",

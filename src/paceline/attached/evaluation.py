@@ -1,9 +1,9 @@
-"""Evaluates a script's function on all samples of a loader, each once over all ranks."""
+"""Evaluates a script's function on all samples of a data set, each once over all ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,61 +13,26 @@ from paceline.attached.given import RawBatches
 from paceline.base.errors import JobError, TrainingError
 from paceline.base.streams import kept_streams
 from paceline.job import loaders
-from paceline.training.feed import DataShard, evaluated_part, evaluation_feed
+from paceline.training.feed import DataShard, MicroBatch, evaluated_part, evaluation_feed, is_stream
 from paceline.training.loop import Loop
-from paceline.training.loss import LossSum, read_tally
+from paceline.training.loss import read_tally
 from paceline.training.run import TrainingRun
 
 
-def evaluate(loop: Loop, function: Callable[[Any], Any], loader: Any) -> Any:
+def evaluate(loop: Loop, function: Callable[[Any], Any], data: Any) -> Any:
     """See `AttachedRun.evaluate`."""
-    if not loaders.is_loader(loader):
-        raise JobError(
-            f"run.evaluate is given a {type(loader).__name__}",
-            hint="a torch.utils.data.DataLoader over the samples to measure",
-        )
-    run, state = loop.run, loop.run.stepper
-    data, collate = loaders.evaluated(loader, name="the loader of run.evaluate")
+    run, collate, batch = loop.run, None, loop.run.job.batch
+    if loaders.is_loader(data):
+        batch = data.batch_size or batch
+        data, collate = loaders.evaluated(data, name="data")
+    if not is_stream(data) and not len(data):
+        raise JobError("run.evaluate is given no samples")
     part = DataShard.of(run.plan, run.mesh, run.settings.shares)
-    batch = loader.batch_size or run.job.batch
-    sums: dict[str, torch.Tensor] = {}
-    modes = [(module, module.training) for module in state.model.modules()]
-    dtype = torch.float64 if run.job.precision == "float64" else None
-    run.set_mode(trains=False)
-    run.before_update()
-    is_alone = False
-    share = evaluated_part(data, batch=batch, part=part)
-    with ExitStack() as stack:
-        stack.enter_context(kept_streams())
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(state.evaluating(share, step=run.step))
-        state.model.eval()
-        for piece in evaluation_feed(
-            data, batch=batch, part=part, seed=run.job.seed, collate=RawBatches(collate)
-        ):
-            run.beat("evaluate")
-            if not piece.samples and not state.layout.meets_in_forward and sums:
-                continue
-            placed = piece.to(state.device, dtype)
-            value = function(placed.input)
-            is_alone = not isinstance(value, Mapping)
-            named = {"": value} if is_alone else value
-            for name, each in named.items():
-                tally = read_tally(each, samples=piece.samples, name="the function of run.evaluate")
-                if not piece.samples:
-                    tally = LossSum(torch.zeros(()), 0.0, tally.is_mean)
-                figures = torch.stack(
-                    [
-                        tally.total.to(state.device),
-                        torch.as_tensor(
-                            tally.count, dtype=torch.float64, device=state.device
-                        ).reshape(()),
-                    ]
-                )
-                sums[name] = sums[name] + figures if name in sums else figures
-    for module, mode in modes:
-        module.training = mode
-    run.set_mode(trains=True)
+    feed = evaluation_feed(
+        data, batch=batch, part=part, seed=run.job.seed, collate=RawBatches(collate)
+    )
+    with _evaluating(run, evaluated_part(data, batch=batch, part=part)):
+        sums = _sums(run, function, feed)
     measured = _joined(run, sums)
     run.note(evaluated={name or "value": value for name, value in measured.items()})
     if "loss" in measured:
@@ -80,7 +45,47 @@ def evaluate(loop: Loop, function: Callable[[Any], Any], loader: Any) -> Any:
             validation_loss=measured["loss"],
             metrics=metrics,
         )
-    return measured[""] if is_alone else measured
+    return measured.get("", measured)
+
+
+@contextmanager
+def _evaluating(run: TrainingRun, share: float) -> Iterator[None]:
+    """Let the models be in evaluation mode inside the block, with the weights that are evaluated. Collective.
+
+    share: this replica's share of the samples.
+    """
+    state = run.stepper
+    modes = [(module, module.training) for module in state.model.modules()]
+    run.set_mode(trains=False)
+    run.before_update()
+    with kept_streams(), torch.no_grad(), state.evaluating(share, step=run.step):
+        state.model.eval()
+        yield
+    for module, mode in modes:
+        module.training = mode
+    run.set_mode(trains=True)
+
+
+def _sums(
+    run: TrainingRun, function: Callable[[Any], Any], feed: Iterable[MicroBatch]
+) -> dict[str, torch.Tensor]:
+    """Return the sum and the count of each figure over this rank's samples, on the device; the name of an
+    only one is "". Collective where forwards are.
+    """
+    state, sums = run.stepper, dict[str, torch.Tensor]()
+    dtype = torch.float64 if run.job.precision == "float64" else None
+    for piece in feed:
+        run.beat("evaluate")
+        if not piece.samples and not state.layout.meets_in_forward and sums:
+            continue
+        value = function(piece.to(state.device, dtype).input)
+        for name, each in (value if isinstance(value, Mapping) else {"": value}).items():
+            tally = read_tally(each, samples=piece.samples, name="the function of run.evaluate")
+            count = torch.as_tensor(tally.count, dtype=torch.float64, device=state.device)
+            figures = torch.stack([tally.total.to(state.device), count.reshape(())])
+            figures = figures if piece.samples else torch.zeros_like(figures)
+            sums[name] = sums[name] + figures if name in sums else figures
+    return sums
 
 
 def _joined(run: TrainingRun, sums: dict[str, torch.Tensor]) -> dict[str, float]:

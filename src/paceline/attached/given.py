@@ -17,6 +17,8 @@ from paceline.job import Job, loaders
 from paceline.job.named_optimizers import NamedOptimizers, requires_closure
 from paceline.job.own_step import Optimizer
 from paceline.model.forward_state import ForwardSnapshot, ForwardState
+from paceline.training.optimizers.local_shards import as_plain
+from paceline.training.optimizers.state import OptimizerState
 from paceline.training.rank_state import RankState
 
 ONLY = ""  # the name of a script's only model, and of its only optimizer
@@ -98,21 +100,24 @@ class GivenOptimizer:
             group.pop("param_names", None)
         return twin
 
-    def adopt(self, twin: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
+    def adopt(self, twin: torch.optim.Optimizer, of_rank: OptimizerState) -> None:
         """Let the script's optimizer hold what its twin on this rank does, and its own state by name.
-
-        parameters: those that the twin updates, by name.
 
         Raises:
             JobError: its state belongs to whole parameters, and this rank updates parts of them.
         """
-        optimizer = self.optimizer
-        for group, of_rank in zip(optimizer.param_groups, twin.param_groups, strict=True):
-            group.update(of_rank)
+        optimizer, held = self.optimizer, of_rank.local_parameters()
+        for group, of_twin in zip(optimizer.param_groups, twin.param_groups, strict=True):
+            group.update(of_twin)
         optimizer.state = twin.state
         for name, state in self.state.items():
-            if (p := parameters.get(name)) is not None:
-                optimizer.state[p] = {key: _like(value, p) for key, value in state.items()}
+            if name in held:
+                optimizer.state[of_rank.parameters[name]] = {
+                    key: as_plain(_like(value, held[name]))
+                    if name in of_rank.distributed
+                    else value
+                    for key, value in state.items()
+                }
 
 
 # Attributes of an optimizer that a twin does not share: `step` may be wrapped by a schedule, and calls the original's.
@@ -120,27 +125,23 @@ _OWN = ("param_groups", "state", "step")
 
 
 def _like(value: Any, parameter: Any) -> Any:
-    """Return a value of a whole parameter's state in the form in which a rank holds the parameter.
+    """Return a value of a whole parameter's state as ranks hold the parameter, which is distributed.
 
     Raises:
         JobError: it can't be cut as the parameter is.
     """
     if not isinstance(value, torch.Tensor) or not value.ndim:
         return value
-    if hasattr(parameter, "device_mesh"):
-        from torch.distributed.tensor import distribute_tensor
-
-        whole = value.to(parameter.to_local().device)
-        return distribute_tensor(
-            whole, parameter.device_mesh, parameter.placements, src_data_rank=None
-        )
     if value.shape != parameter.shape:
         raise JobError(
-            f"the optimizer has taken steps already, and this plan cuts a parameter of which it keeps "
-            f"a state of shape {tuple(value.shape)}",
+            f"the optimizer has taken steps already, and keeps a state of shape {tuple(value.shape)} for a "
+            f"parameter of shape {tuple(parameter.shape)}, which this plan cuts",
             hint="pl.attach before the first step, or a data=N plan",
         )
-    return value
+    from torch.distributed.tensor import distribute_tensor
+
+    whole = value.to(parameter.to_local().device)
+    return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
 class RawBatches:
@@ -245,15 +246,15 @@ class Given:
         for builder in self.builders.values():
             builder.forget()
         of_state = state.optimizer_state
-        optimizer, parameters = state.optimizer, of_state.parameters
+        optimizer = state.optimizer
         if isinstance(optimizer, NamedOptimizers):
             for name, each in self.optimizers.items():
-                each.adopt(optimizer.members[name], parameters)
+                each.adopt(optimizer.members[name], of_state)
                 optimizer.members[name] = each.optimizer
             groups = [group for each in optimizer.members.values() for group in each.param_groups]
             optimizer.param_groups = groups
             return
-        self.optimizers[ONLY].adopt(optimizer, parameters)
+        self.optimizers[ONLY].adopt(optimizer, of_state)
         state.optimizer = of_state.optimizer = self.optimizers[ONLY].optimizer
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline.api.claims import claim
-from paceline.attached.session import Session
+from paceline.attached.session import ScriptProcess
 from paceline.base.errors import JobError, UsageError
 from paceline.base.files import write_json
 from paceline.launch.hosts.environment import current
@@ -37,15 +37,11 @@ def run(
     plan: str | Plan | None = None,
     *,
     arguments: Sequence[str] = (),
-    devices: str | None = None,
-    procs: int | None = None,
-    memory: str | None = None,
-    save_every: int | None = None,
-    keep: int | None = None,
     run: str | Path | None = None,
     resume: bool = False,
     timeout_s: float = 300.0,
     restarts: int | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
     """Run a script that calls `pl.attach` on every rank of a plan, and leave a run folder.
 
@@ -53,8 +49,8 @@ def run(
         script: A Python file. Each rank runs it as `__main__`.
         plan: A plan, its text or a plan file; by default one replica a device.
         arguments: Of the script, in `sys.argv`.
-
-    The others are those of `paceline.train`.
+        run, resume, timeout_s, restarts: As for `paceline.train`.
+        options: `devices`, `procs` and `memory` as there, and fields of `Settings`.
 
     Returns:
         The figures of the run.
@@ -63,14 +59,13 @@ def run(
         UsageError: the request makes no sense; nothing was started.
         RankFailed: a rank failed; its report names rank, step and line.
     """
+    machine = {name: options.pop(name, None) for name in ("devices", "procs", "memory")}
     path = Path(script)
     if not path.is_file():
         raise UsageError(f"there is no script {path}")
     if resume and run is None:
         raise UsageError("resume needs the run folder to go on in", hint="--run DIR --resume")
-    resolved = resolve(
-        None, plan, devices=devices, procs=procs, memory=memory, environment=current()
-    )
+    resolved = resolve(None, plan, environment=current(), **machine)
     load(resolved.plan)
     launcher = Launcher(
         current(),
@@ -96,22 +91,23 @@ def run(
         )
         if launcher.is_first:
             print(
-                f"plan {resolved.plan} on {resolved.devices}, each running {path}\nrun folder {run_dir}",
+                f"plan {resolved.plan} on {resolved.devices}, each running {path}\n"
+                "not checked against one device, as a script's loop can't be run in parts: "
+                f"paceline verify {path} --plan '{resolved.plan}'\nrun folder {run_dir}",
                 file=sys.stderr,
                 flush=True,
             )
         settings = Settings(
             run_dir=run_dir,
             shares=resolved.shares,
-            save_every=save_every,
-            keep_checkpoints=keep,
             resume=is_resumed,
             devices=devices_of(resolved.plan, resolved.cluster),
+            **options,
         )
 
         def body(context: RankContext) -> Any:
             folder.unclaim_in_forks()
-            session = Session(
+            session = ScriptProcess(
                 context,
                 resolved.plan,
                 replace(settings, resume=is_resumed or context.num_starts > 1),
@@ -133,7 +129,7 @@ def run(
     return dict(figures)
 
 
-def run_script(session: Session, path: Path, arguments: Sequence[str]) -> dict[str, Any]:
+def run_script(session: ScriptProcess, path: Path, arguments: Sequence[str]) -> dict[str, Any]:
     """Run a script as `__main__` in this process, which is a rank. Returns the figures of its run.
 
     Raises:

@@ -14,10 +14,10 @@ from torch import nn
 from paceline.attached.evaluation import evaluate
 from paceline.attached.given import Given, trained_tensors
 from paceline.attached.logged import Logged
-from paceline.attached.session import Session
+from paceline.attached.session import ScriptProcess
 from paceline.attached.turn import Loss, Turn
 from paceline.base.errors import CallbackError, JobError, TrainingError
-from paceline.base.streams import kept_streams, seed_streams
+from paceline.base.streams import drawing, kept_streams, seed_streams
 from paceline.checkpoint.values import can_pack
 from paceline.job.callback import Callback
 from paceline.job.order import Order
@@ -57,7 +57,7 @@ def attach(
         JobError: something can't be mapped to ranks. The message says what.
     """
     given = Given(model, optimizer, schedule)
-    session = Session.current()
+    session = ScriptProcess.current()
     if session.run is not None:
         raise JobError(
             "pl.attach is called a second time: a script is one run",
@@ -92,7 +92,7 @@ class AttachedRun:
 
     def __init__(
         self,
-        session: Session,
+        session: ScriptProcess,
         given: Given,
         loader: Any,
         *,
@@ -291,29 +291,29 @@ class AttachedRun:
         turn = self._turn("run.log")
         self.logged.add(figures, rows=turn.rows)
 
-    def evaluate(self, function: Callable[[Any], Any], loader: Any) -> Any:
-        """Return what a function measures of all batches of a loader, each sample once over all ranks. Collective.
+    def evaluate(self, function: Callable[[Any], Any], data: Any) -> Any:
+        """Return what a function measures of all samples, each of them once over all ranks. Collective.
 
         The models are in evaluation mode meanwhile, without gradients.
 
         Args:
-            function: Is given a batch, as the loader yields it. It returns a mean over the batch's rows,
+            function: Is given a batch, as a loader yields it. It returns a mean over the batch's rows,
                 (sum, count), or a mapping of names to these.
-            loader: A `DataLoader` without a sampler of its own.
+            data: A `DataLoader` without a sampler of its own, or a data set.
         """
         if self.loop is None:
             raise TrainingError(
                 "run.evaluate is called before the run has begun",
                 hint="call it inside of `for epoch in run.epochs(N)`, or after",
             )
-        return evaluate(self.loop, function, loader)
+        return evaluate(self.loop, function, data)
 
     @contextmanager
     def alike(self) -> Iterator[None]:
         """Draw the same random numbers on all ranks inside the block: for a rollout, or a permutation."""
         step, number = self._alike
         self._alike = self.step, number + 1 if step == self.step else 0
-        with kept_streams():
+        with kept_streams(), drawing():
             seed_streams(self.seed, "alike", *self._alike)
             yield
 
@@ -400,7 +400,8 @@ class _Contents:
             with torch.no_grad():
                 holder.copy_(contents)
         elif isinstance(holder, dict):
+            contents = dict(contents)  # it may be the holder
             holder.clear()
             holder.update(contents)
         else:
-            holder[:] = contents
+            holder[:] = list(contents)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,18 +29,24 @@ from paceline.strategies.registry import active
 from paceline.training.settings import Settings
 
 if TYPE_CHECKING:
-    from paceline.attached.run import AttachedRun
     from paceline.callbacks.controller import RunController
     from paceline.training.loop import Loop
 
 _TIMEOUT_S = (
     300.0  # without a sign of life, after which a rank that torchrun started is taken for lost
 )
-_here: list[Session] = []  # the session of this process, if one has begun
+_here: list[ScriptProcess] = []  # the session of this process, if one has begun
 
 
-@dataclass
-class Session:
+class Run(Protocol):
+    """The run of a script."""
+
+    def finish(self) -> None:
+        """End the run where it is, if it has not ended. Collective."""
+
+
+@dataclass(eq=False)
+class ScriptProcess:
     """What a script's process is told: its rank, the plan, and how the run is written.
 
     Attributes:
@@ -54,14 +60,14 @@ class Session:
     precision: Precision = "float32"
     change: Callable[[Job], Job] = lambda job: job
     around: AbstractContextManager[Any] = field(default_factory=nullcontext)
-    run: AttachedRun | None = None
+    run: Run | None = None
     summary: dict[str, Any] | None = None
     controller: RunController | None = None  # of the run's callbacks
     stack: ExitStack = field(default_factory=ExitStack)  # left at the run's end
     leaving: ExitStack = field(default_factory=ExitStack)  # left at the process's end
 
     @classmethod
-    def current(cls) -> Session:
+    def current(cls) -> ScriptProcess:
         """Return the session of this process; begin one if it is a script that was started by itself."""
         if not _here:
             _here.append(_begun())
@@ -94,6 +100,11 @@ class Session:
             raise PlanError(
                 f"plan '{plan}' takes steps in a loop of its own, and this script has its own",
                 hint="data=N, shard=N or a product of them; a pl.Job runs under every plan",
+            )
+        if plan.splits_model:
+            raise PlanError(
+                f"plan '{plan}' splits the model over ranks, and this script's loop runs it whole",
+                hint="data=N, shard=N or a product of them; a pl.Job's model may be split",
             )
         check_job(plan, job)
 
@@ -143,7 +154,7 @@ class Session:
         return int(told)
 
 
-def _begun() -> Session:
+def _begun() -> ScriptProcess:
     """Begin the session of a process that a launcher or a person has started."""
     environment = current()
     session = _begun_alone() if environment is None else _joined(environment)
@@ -151,20 +162,20 @@ def _begun() -> Session:
     return session
 
 
-def _begun_alone() -> Session:
+def _begun_alone() -> ScriptProcess:
     device = Cluster.local(num_ranks=1).devices[0]
     context = RankContext(0, 1, 1, set_up_device(device, 1), None, HeartbeatTable(1), 0, "alone")
-    return Session(context, Plan.read("single"), Settings(run_dir=None, shares=(1,)))
+    return ScriptProcess(context, Plan.read("single"), Settings(run_dir=None, shares=(1,)))
 
 
-def _joined(environment: Environment) -> Session:
+def _joined(environment: Environment) -> ScriptProcess:
     """Join the ranks that torchrun or Slurm started, one replica each. Collective."""
     resolved = resolve(None, None, environment=environment)
     load(resolved.plan)
     launcher = Launcher(environment, resolved.cluster.devices, timeout_s=_TIMEOUT_S)
     rank, device = launcher.joined()
     settings = Settings(run_dir=None, shares=resolved.shares)
-    session = Session(rank.context, resolved.plan, settings)
+    session = ScriptProcess(rank.context, resolved.plan, settings)
     session.leaving.callback(rank.end, None, None)
     session.leaving.enter_context(
         among_peers(
@@ -179,7 +190,7 @@ def _joined(environment: Environment) -> Session:
     return session
 
 
-def _close_unless_failed(session: Session) -> None:
+def _close_unless_failed(session: ScriptProcess) -> None:
     """End the run of a script that has come to its end. After an error, other ranks hear of this one's end."""
     if getattr(sys, "last_value", None) is None:
         with session.leaving, session.stack:

@@ -21,7 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from paceline.attached.launch import run_script
-from paceline.attached.session import Session
+from paceline.attached.session import ScriptProcess
 from paceline.base.errors import PlanError, UsageError
 from paceline.base.temporary import temporary_folder
 from paceline.job import Job
@@ -30,6 +30,7 @@ from paceline.launch.process.failure import RankFailed
 from paceline.model.randomness import WithoutRandomness
 from paceline.planner.devices import devices_of
 from paceline.planner.resolve import Resolved, resolve
+from paceline.proof.processes import names_of
 from paceline.runs.documents import metrics_kind, read_lines
 from paceline.runs.folder import METRICS
 from paceline.strategies.compose import load
@@ -96,9 +97,9 @@ def verify_script(
 ) -> list[ScriptVerdict]:
     """Run a script that calls `pl.attach` for some updates on one device and under each plan, and compare them.
 
-    Compared are the loss, the gradients before clipping and the weights of each update, on every rank; what the
-    script logs and evaluates; and whether ranks draw alike. The data is cut so that these steps have the short
-    last batch of an epoch.
+    All ranks are on CPUs. Compared are the loss, the gradients before clipping and the weights of each
+    update, on every rank; what the script logs and evaluates; and whether ranks draw alike. The data
+    is cut so that these steps have the short last batch of an epoch.
 
     Args:
         steps: How many updates are compared. The script runs on to its end without further ones.
@@ -115,7 +116,7 @@ def verify_script(
         run = _Runs(path, arguments, steps, timeout_s, folder)
         reference = run("single", Plan.read("single"))
         reversed_rows = run("reversed", Plan.read("single"), reverses=True)
-        limits = Limits(reference[0], reversed_rows[0])
+        limits = _Limits(reference[0], reversed_rows[0])
         verdicts = []
         for number, plan in enumerate(chosen):
             try:
@@ -173,10 +174,10 @@ class Recorder:
         self._tensors: dict[str, torch.Tensor] = {}
         folder.mkdir(parents=True)
 
-    def initial(self, stepper: StateOwner) -> None:
-        self.random.forget()
+    def initial(self, stepper: StateOwner) -> None: ...
 
-    def samples(self, step: int, batches: list[MicroBatch]) -> None: ...
+    def samples(self, step: int, batches: list[MicroBatch]) -> None:
+        self.random.forget()  # what data sets draw is keyed by the sample
 
     def gradients(self, step: int, stepper: StateOwner) -> None:
         gradients = {
@@ -191,7 +192,6 @@ class Recorder:
         save_file(self._tensors, self.folder / f"{step}.safetensors")
         self.losses.append(loss)
         self.drawn.append(list(self.random.drawn))
-        self.random.forget()
         return len(self.losses) == self.steps
 
     def write(self) -> None:
@@ -217,14 +217,15 @@ class _Runs:
     folder: Path
 
     def __call__(self, name: str, plan: Plan, *, reverses: bool = False) -> list[Record]:
-        resolved, run_dir = resolve(None, plan), self.folder / name
+        run_dir = self.folder / name
+        resolved = resolve(None, plan, devices=names_of(None, plan.world_size))
         load(resolved.plan)
         run_dir.mkdir()
 
         def body(context: RankContext) -> Any:
             random = WithoutRandomness()
             recorder = Recorder(run_dir / f"rank-{context.rank}", self.steps, random)
-            session = Session(
+            session = ScriptProcess(
                 context,
                 resolved.plan,
                 self._settings(resolved, run_dir, recorder),
@@ -283,7 +284,7 @@ class _Reversed:
         return self.collate(items[::-1])
 
 
-class Limits:
+class _Limits:
     """How far a figure may be from one device's."""
 
     def __init__(self, reference: Record, reversed_rows: Record) -> None:
@@ -307,7 +308,7 @@ class Limits:
         return TIMES * self.moved.get((step, name), 0.0) + floor
 
 
-def _judge(plan: Plan, reference: Record, records: list[Record], limits: Limits) -> ScriptVerdict:
+def _judge(plan: Plan, reference: Record, records: list[Record], limits: _Limits) -> ScriptVerdict:
     """Compare every rank's record with that of one device."""
     steps = min(len(reference.losses), *(len(record.losses) for record in records))
     differences = dict.fromkeys(("loss", *KINDS), 0.0)
@@ -333,7 +334,7 @@ def _judge(plan: Plan, reference: Record, records: list[Record], limits: Limits)
 def _of_step(
     reference: Record,
     records: Sequence[Record],
-    limits: Limits,
+    limits: _Limits,
     step: int,
     differences: dict[str, float],
 ) -> Iterator[str]:
