@@ -57,7 +57,7 @@ def _evaluating(run: TrainingRun, share: float) -> Iterator[None]:
     state = run.stepper
     modes = [(module, module.training) for module in state.model.modules()]
     run.set_mode(trains=False)
-    run.before_update()
+    run.tell("before_update")
     with kept_streams(), torch.no_grad(), state.evaluating(share, step=run.step):
         state.model.eval()
         yield

@@ -77,8 +77,8 @@ def recorded_apart(job: Job, samples: int) -> Recorded:
                 hint="ctx.run and ctx.backward of tensors, numbers and text",
             ) from error
 
-    inputs, *names, backwards = decode(base64.b64decode(in_a_fork(told)))
-    return Recorded(inputs, *map(set, names), backwards)
+    inputs, in_losses, bare, uncut, backwards = decode(base64.b64decode(in_a_fork(told)))
+    return Recorded(inputs, set(in_losses), set(bare), set(uncut), backwards)
 
 
 def recorded(job: Job, samples: int) -> Recorded:
