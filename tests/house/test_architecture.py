@@ -52,7 +52,6 @@ BEYOND_LIMITS = {
     "planner/pipelines.py: play_pipeline",
     "searches/begin.py: open_study",
     "searches/search.py: search",
-    "servers/coordinator.py: __init__",
     "servers/server.py: __init__",
     "servers/server_state.py: __init__",
     "servers/worker.py: __init__",

@@ -104,7 +104,7 @@ def settled_order(trial: Trial, forks: Forks, devices: Sequence[str], folder: Pa
             return order
         if not first["several"]:
             break
-    raise PlanRefused(f"{trial} is not what one process computes: {difference}", hint=hint)
+    raise PlanRefused(f"{trial} is not what one process computes: the {difference}", hint=hint)
 
 
 def _is_of_a_peer(failure: str) -> bool:
