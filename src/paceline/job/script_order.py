@@ -36,7 +36,7 @@ def like_torch(seed: int = 0) -> TorchSeed:
 
 
 @dataclass(frozen=True)
-class Built:
+class ScriptModel:
     """Builds a model as a script does that seeds once and then builds one model after the other."""
 
     seed: int
@@ -125,7 +125,7 @@ def begun(job: Any, data: Any, sampler: Any) -> dict[str, Any]:
     ):
         return {}  # the job is refused
     names, builders = list(models), tuple(models.values())
-    built = {name: Built(job.seed, builders[: n + 1]) for n, name in enumerate(names)}
+    built = {name: ScriptModel(job.seed, builders[: n + 1]) for n, name in enumerate(names)}
     fields: dict[str, Any] = {"models": built} if job.models else {"model": built[""]}
     fields["seed"] = int(job.seed)
     is_indexed = hasattr(data, "__len__") and not isinstance(data, IterableDataset)
