@@ -121,22 +121,14 @@ Patience = Annotated[
         help="How long a rank may give no sign of life.",
     ),
 ]
-Procs = Annotated[
-    int | None, typer.Option("--procs", metavar="N", min=1, help="Ranks; must agree with the plan.")
-]
 SaveEvery = Annotated[
     int | None, typer.Option(metavar="STEPS", min=1, help="Steps between checkpoints.")
 ]
-Keep = Annotated[int | None, typer.Option(metavar="N", min=1, help="Newest checkpoints that stay.")]
 ToFolder = Annotated[
     Path | None, typer.Option("--run", metavar="DIR", help="Where the run is written.")
 ]
 GoesOn = Annotated[
     bool, typer.Option("--resume", help="Go on from the run's newest valid checkpoint.")
-]
-Restarts = Annotated[
-    int | None,
-    typer.Option(metavar="N", min=0, help="Restarts of ranks that died or hang; 100 by default."),
 ]
 YesOrNo = Literal["yes", "no"]
 _Texts = list[str] | None
@@ -208,7 +200,9 @@ def train(
     on: Annotated[
         str | None, typer.Option(metavar="ray[:HOST:PORT]", help="On the nodes of a Ray cluster.")
     ] = None,
-    procs: Procs = None,
+    procs: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Ranks; must agree with the plan.")
+    ] = None,
     memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Limit of a CPU rank, such as 512MiB.")
     ] = None,
@@ -217,7 +211,9 @@ def train(
     ] = None,
     settings: Settings = None,
     save_every: SaveEvery = None,
-    keep: Keep = None,
+    keep: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Newest checkpoints that stay.")
+    ] = None,
     trace: Annotated[
         int, typer.Option(metavar="STEPS", min=0, help="Steps to draw: schedule.svg, trace.json.")
     ] = 0,
@@ -227,7 +223,12 @@ def train(
         int | None, typer.Option(metavar="N", min=0, help="Data loading processes a rank.")
     ] = None,
     patience: Patience = 300.0,
-    restarts: Restarts = None,
+    restarts: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=0, help="Restarts of ranks that died or hang; 100 by default."
+        ),
+    ] = None,
     spares: Annotated[
         int, typer.Option(metavar="N", min=0, help="GPUs kept for the places of those that fail.")
     ] = 0,
@@ -301,41 +302,33 @@ def train(
 
 @_command(name="run", context_settings={"ignore_unknown_options": True})
 def run_(
-    script: Annotated[
-        Path, typer.Argument(metavar="SCRIPT", help="A Python file that calls pl.attach.")
+    command: Annotated[
+        list[str],
+        typer.Argument(metavar="SCRIPT [ARGUMENTS]...", help="A Python file that calls pl.attach."),
     ],
-    arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[ARGUMENTS]...", help="Of the script.")
-    ] = None,
     plan: OnePlan = None,
     devices: Devices = None,
-    procs: Procs = None,
     save_every: SaveEvery = None,
-    keep: Keep = None,
     run: ToFolder = None,
     resume: GoesOn = False,
     patience: Patience = 300.0,
-    restarts: Restarts = None,
     as_json: Json = False,
 ) -> None:
     """Run a script that has its own loop on one device or many."""
     with _reported():
-        _on_every_host(plan, procs)
+        _on_every_host(plan)
         load_modules(OF_RUNS)
         from paceline.attached.launch import run as run_ranks
 
         figures = run_ranks(
-            script,
+            command[0],
             plan,
-            arguments=arguments or (),
+            arguments=command[1:],
             devices=devices,
-            procs=procs,
             save_every=save_every,
-            keep_checkpoints=keep,
             run=run,
             resume=resume,
             timeout_s=patience,
-            restarts=restarts,
         )
         speaks = _is_first_rank()
     if speaks:

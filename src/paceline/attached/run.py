@@ -191,6 +191,7 @@ class AttachedRun:
                 seed=self.seed,
                 callbacks=self.callbacks,
                 precision=session.precision,
+                parts=[Logged],
                 state=self.state,
                 **length,
             )
@@ -199,8 +200,7 @@ class AttachedRun:
         loop = self.loop = Loop(session.context, job, plan, session.settings_of(job))
         self.given.adopt(loop.run.stepper)
         self.order = None if is_stream(job.data) else Order.of(job)
-        self.logged = Logged(loop.run)
-        loop.run.parts.insert(loop.run.parts.index(loop.saves), self.logged)
+        self.logged = next(part for part in loop.run.parts if isinstance(part, Logged))
         session.enter(loop)
         if loop.run.run_dir is not None and (names := self._unkept()):
             loop.run.log.display.say(

@@ -38,7 +38,7 @@ _TIMEOUT_S = (
 _here: list[ScriptProcess] = []  # the session of this process, if one has begun
 
 
-class Run(Protocol):
+class _Run(Protocol):
     """The run of a script."""
 
     def finish(self) -> None:
@@ -60,7 +60,7 @@ class ScriptProcess:
     precision: Precision = "float32"
     change: Callable[[Job], Job] = lambda job: job
     around: AbstractContextManager[Any] = field(default_factory=nullcontext)
-    run: Run | None = None
+    run: _Run | None = None
     summary: dict[str, Any] | None = None
     controller: RunController | None = None  # of the run's callbacks
     stack: ExitStack = field(default_factory=ExitStack)  # left at the run's end
