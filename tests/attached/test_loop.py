@@ -53,6 +53,22 @@ def test_an_optimizer_that_has_taken_steps_goes_on(tmp_path, plan):
     assert_alike(told(tmp_path / "attached", attached, plan)["weights"], expected["weights"])
 
 
+FIGURES = "run.log(mean=(x.sum(), len(x)), total=pl.total(x.sum()), odd=float('nan'))"
+
+
+def test_figures_are_those_of_all_rows(tmp_path):
+    """The last batch has two rows, and a rank without rows logs nothing."""
+    text = ATTACHED.replace("run.log(loss=loss)", FIGURES)
+    alone, split = (
+        lines(told(tmp_path / plan, text, plan)["run"], "logged") for plan in ("single", "data=3")
+    )
+
+    assert all(figures.pop("odd") is None for figures in (*alone, *split))
+    assert split == [pytest.approx(figures, rel=1e-12) for figures in alone]
+    totals = [figures["mean"] * rows for figures, rows in zip(split, [8, 8, 8, 2] * 2, strict=True)]
+    assert [figures["total"] for figures in split] == pytest.approx(totals)
+
+
 NORMALISED = """
 model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 3))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

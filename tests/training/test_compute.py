@@ -182,6 +182,37 @@ def test_validate_takes_the_place_of_compute_in_evaluations(tmp_path: Path):
         assert close(result.metrics, {"validation_loss": float(loss), **others})
 
 
+@pytest.mark.parametrize("plan", ["data=3", "pipeline=2"])
+def test_figures_come_when_they_come(plan: str, tmp_path: Path):
+    """One sample of the second batch brings new names, which no other rank has."""
+    bringing = Rows().x[13]
+
+    def compute(model: nn.Module, batch: Any) -> Any:
+        is_it = (batch["x"] == bringing).all(1)
+        late = {"late": (3 * is_it.sum(), is_it.sum()), "odd": (is_it.sum() / 0, 1)}
+        return classify(model, batch)[0], late if plan != "data=3" or is_it.any() else {}
+
+    result = pl.train(job_of(compute), plan, run=tmp_path / "run", table=False)
+
+    rows = [row.get("metrics") for row in result.history if "loss" in row]
+    come, others = {"late": 3.0, "odd": None}, None if plan == "data=3" else {"odd": None}
+    assert rows == [others, come, others] * 2
+
+
+def test_figures_are_those_of_the_first_evaluation(tmp_path: Path):
+    """An optimizer with a closure computes the loss of a step several times."""
+
+    def compute(model: nn.Module, batch: Any) -> Any:
+        loss = classify(model, batch)[0]
+        return loss, {"again": loss.detach()}
+
+    job = job_of(compute, optimizer=lambda named: torch.optim.LBFGS([p for _, p in named], 0.1))
+    result = pl.train(job, "data=2", run=tmp_path / "run", table=False)
+
+    rows = [row for row in result.history if "loss" in row]
+    assert close([row["metrics"]["again"] for row in rows], [row["loss"] for row in rows])
+
+
 @pytest.mark.parametrize(
     ("data", "kind"),
     [

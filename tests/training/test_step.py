@@ -59,6 +59,15 @@ def asks_before(ctx: Any, batch: Any) -> None:
     ctx.update("net")
 
 
+def logs(ctx: Any, batch: Any) -> None:
+    def logged(output: torch.Tensor, batch: Any) -> torch.Tensor:
+        ctx.log("size" if ctx.step < 2 else "length", output.norm())
+        return loss(output, batch)
+
+    ctx.backward("net", batch, logged)
+    ctx.update("net")
+
+
 def two_backwards(ctx: Any, batch: Any) -> None:
     one_backward(ctx, batch)
     one_backward(ctx, batch)
@@ -108,12 +117,13 @@ def taken(job: pl.Job, tell: Callable[[Stepper], None]) -> Stepper:
         (asks_before, [1, 1, 1, 1], "float32"),
         (looks_after, [2, 2, 2, 2], "float32"),
         (two_backwards, [3, 3, 3, 3], "float32"),
+        (logs, [4, 1, 4, 1], "float32"),
     ],
 )
 def test_ranks_agree_in_as_few_messages_as_can_be(
     step: Any, messages: list[int], precision: str, monkeypatch: pytest.MonkeyPatch
 ):
-    """One for a step with one backward; else one for each, and one at the end."""
+    """One for a step with one backward; else one for each, and one at the end. Three about a new name."""
     sent: list[int] = []
     summed = SyncEveryStep.all_reduce_figures
 

@@ -14,6 +14,7 @@ from paceline.base.errors import JobError, TrainingError
 from paceline.base.streams import kept_streams
 from paceline.job import loaders
 from paceline.training.feed import DataShard, MicroBatch, evaluated_part, evaluation_feed, is_stream
+from paceline.training.logged import summed
 from paceline.training.loop import Loop
 from paceline.training.loss import read_tally
 from paceline.training.run import TrainingRun
@@ -81,9 +82,7 @@ def _sums(
         value = function(piece.to(state.device, dtype).input)
         for name, each in (value if isinstance(value, Mapping) else {"": value}).items():
             tally = read_tally(each, samples=piece.samples, name="the function of run.evaluate")
-            count = torch.as_tensor(tally.count, dtype=torch.float64, device=state.device)
-            figures = torch.stack([tally.total.to(state.device), count.reshape(())])
-            figures = figures if piece.samples else torch.zeros_like(figures)
+            figures = summed([tally] if piece.samples else [], state.device)
             sums[name] = sums[name] + figures if name in sums else figures
     return sums
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from paceline.training.loss import LossSum, read_tally
+from paceline.training.logged import Tallies, means, note, summed
 from paceline.training.run import RunPart, TrainingRun
 
 _EVERY = 100  # steps after which figures are joined at the latest
@@ -19,17 +19,14 @@ class Logged(RunPart):
 
     def __init__(self, run: TrainingRun) -> None:
         self.run = run
-        self._tallies: dict[int, dict[str, list[LossSum]]] = {}  # by step, from 1
+        self._tallies: dict[int, Tallies] = {}  # by step, from 1
         self._num_joined = 0
 
-    def add(self, figures: dict[str, Any], *, rows: int) -> None:
-        """Keep figures of the step that is being taken."""
+    def add(self, figures: dict[str, Any], *, rows: int, whole: int) -> None:
+        """Keep figures of the step that is being taken. whole: the rows of all ranks."""
         of_step = self._tallies.setdefault(self.run.step + 1, {})
         for name, value in figures.items():
-            tally = read_tally(value, samples=rows, name=f"run.log({name}=...)")
-            of_step.setdefault(name, []).append(
-                LossSum(tally.value.detach(), tally.count, tally.is_mean)
-            )
+            note(of_step, name, value, source=f"run.log({name}=...)", samples=rows, whole=whole)
 
     def settled(self) -> None:
         if self.run.due or self.run.step % _EVERY == 0:
@@ -44,10 +41,7 @@ class Logged(RunPart):
         self._tallies, self._num_joined = {}, self._num_joined + 1
         own = {
             str(step): {
-                name: [
-                    sum(float(tally.total) for tally in each),
-                    sum(float(tally.count) for tally in each),
-                ]
+                name: summed(each, self.run.stepper.device).tolist()
                 for name, each in figures.items()
             }
             for step, figures in tallies.items()
@@ -69,7 +63,4 @@ class Logged(RunPart):
                 name: [sum(f[name][place] for f in of_step if name in f) for place in (0, 1)]
                 for name in names
             }
-            self.run.log.note(
-                step,
-                logged={name: total / count for name, (total, count) in sums.items() if count},
-            )
+            self.run.log.note(step, logged=means(sums))

@@ -289,7 +289,7 @@ class AttachedRun:
         They are joined over the ranks that log them, weighed by their rows.
         """
         turn = self._turn("run.log")
-        self.logged.add(figures, rows=turn.rows)
+        self.logged.add(figures, rows=turn.rows, whole=turn.fed.window.count)
 
     def evaluate(self, function: Callable[[Any], Any], data: Any) -> Any:
         """Return what a function measures of all samples, each of them once over all ranks. Collective.

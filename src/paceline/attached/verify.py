@@ -155,7 +155,9 @@ class Record:
                     number = next(
                         n for n in count() if (row["step"], kind, name, n) not in self.told
                     )
-                    self.told[row["step"], kind, name, number] = value
+                    self.told[row["step"], kind, name, number] = (
+                        math.nan if value is None else value
+                    )
 
     def tensors(self, step: int) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the gradients and weights of a step, from 0, by names KIND/NAME."""

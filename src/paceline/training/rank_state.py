@@ -25,7 +25,6 @@ from paceline.strategies.shard.run import is_sharded
 from paceline.strategies.state_tensors import NOTHING_SAVED, StateTensor
 from paceline.torch_private.optimizers import mark_stepped
 from paceline.training.clipping import clip, squared_norm
-from paceline.training.computed import StepMetrics
 from paceline.training.feed import DataShard, MicroBatch
 from paceline.training.freezing import Freezing
 from paceline.training.job_options import as_made
@@ -68,7 +67,8 @@ class RankState:
         sparsely_trained: Parameters of this rank that get sparse gradients.
         forwards_may_write: Whether a forward might write to a parameter. This is not checked on
             CPUs.
-        metrics: The figures that the job's `compute` gives of a step.
+        logs_nothing: Why steps have no figures beside the loss; "" if they may have.
+        logged_names: The names of figures that steps logged, alike on all ranks.
         freezing: Which parameters are frozen in which steps.
         scaling: The scaling of losses; None except in fp16.
         loss_number: This rank's number among those that compute a loss; keys random streams.
@@ -110,8 +110,11 @@ class RankState:
         )
         self.attributes, self.forwards_may_write = prepared.attributes, prepared.forwards_may_write
         self.step_sync = step_sync_of(self.synchronisers, mesh)
-        self.metrics = StepMetrics(
-            has_any=job.compute is not None, is_apart=self.step_sync.has_own_steps
+        self.logged_names: tuple[str, ...] = ()
+        self.logs_nothing = (
+            "under this plan replicas take steps of their own, and don't add up what they measure in each"
+            if self.step_sync.has_own_steps
+            else ""
         )
         self.freezing = Freezing(job, self.model)
         self.freezing.refuse_kept(self.kept())
@@ -171,7 +174,6 @@ class RankState:
         ] = {}
         # Whether the steps of the job's own that this rank took had one backward each.
         self.has_one_backward = True
-        self.logged_names: tuple[str, ...] = ()  # of what those steps log, alike on all ranks
         self.unchecked = set(self.trainable)  # parameters for which `check_used` is still due
         self.gradient_norm: float | None = None  # of the last step, before clipping
         self.trace: TraceRecorder | None = None

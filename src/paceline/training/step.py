@@ -18,6 +18,7 @@ from paceline.strategies.step_sync import StepFigures
 from paceline.torch_private.autograd import version_of
 from paceline.training.blame import blaming
 from paceline.training.clipping import squared_norm
+from paceline.training.logged import LoggedFigures
 from paceline.training.loss import LossSum
 from paceline.training.refusals import check_loss
 from paceline.training.upload import uploaded
@@ -45,7 +46,6 @@ class Backward:
     expected_count: float  # by which a loss that is a sum was divided before it went back
     edited: bool  # whether its forwards changed a parameter here
     unknown: bool  # and one that is not known yet
-    metrics: Mapping[str, Sequence[LossSum]]  # this rank's part of the loss's figures
     agreed: torch.Tensor | None = None  # `StepFigures` of all ranks, on the device
     is_read: bool = False
 
@@ -72,7 +72,7 @@ class TrainingStep:
         is_skipped: Whether nothing is updated, because gradients overflowed under loss scaling or the
             step is a spike.
         spike: Why the step is a spike, in words.
-        metrics: The figures that the job's `compute` gave, by name.
+        logged: The figures of the step beside its loss.
         norm: Of the gradients before clipping; None if the job doesn't clip.
     """
 
@@ -96,7 +96,7 @@ class TrainingStep:
         self.figures: StepFigures | None = None  # of the whole step
         self.loss, self.users = 0.0, dict.fromkeys(state.trainable, 0.0)
         self.is_skipped, self.has_overflowed, self.spike = False, False, ""
-        self.metrics: dict[str, float | None] = {}
+        self.logged = LoggedFigures(state)
         self.norm: float | None = None
         self.norm_on_device: torch.Tensor | None = None
         self.clip = state.job.clip  # the norm is computed if there is one
@@ -124,7 +124,6 @@ class TrainingStep:
             work.expected_count,
             edited,
             unknown,
-            work.figures,
         )
         self.backwards.append(backward)
         return backward
@@ -190,17 +189,12 @@ class TrainingStep:
         message = self._message(backward, is_last=True)
         if overflow is not None:
             message[OVERFLOWS] = overflow
-        size = len(message)
-        if state.metrics.names != ():
-            here = backward.metrics if state.mesh.is_first_of_same_loss else {}
-            message = torch.cat([message, state.metrics.message(here, state.device)])
         message = torch.cat([state.step_sync.all_reduce_figures(message), squares.reshape(1)])
         state.before_update()
         self._tell_launched()
         *values, square = message.tolist()
-        backward.is_read, figures = True, StepFigures.read(values[:size])
-        self.metrics = self.metrics or state.metrics.read(values[size:])
-        self._check_alike(figures)
+        backward.is_read, figures = True, StepFigures.read(values)
+        self._take(figures)
         return figures, squares, math.sqrt(square) if self.clip is not None else None
 
     def _judge(self, figures: StepFigures, norm: float | None) -> None:
@@ -217,16 +211,19 @@ class TrainingStep:
         group, has_unknown = self.state.mesh.group("replicas"), bool(figures.unknown)
         self.state.edits.merge(group, has_unknown=has_unknown, step=self.number)
 
-    def _check_alike(self, figures: StepFigures) -> None:
-        """Refuse figures that some ranks sent as their last ones, and others not.
+    def _take(self, figures: StepFigures) -> None:
+        """Take what ranks logged from the end of a last message. Collective if there are new names.
 
         Raises:
-            TrainingError: ranks called different verbs of the job's own step.
+            TrainingError: some ranks sent a last message, and others not: they called different verbs
+                of the job's own step.
         """
         if figures.ends not in (0.0, self.state.step_sync.world_size):
             error = TrainingError("ranks are in different places of the step", heard=True)
             error.is_mismatch = True  # type: ignore[attr-defined]
             raise error
+        if figures.ends:
+            self.logged.take(figures)
 
     def _check_used(self) -> None:
         """Look whether the step's losses use what they are to train."""
@@ -239,7 +236,8 @@ class TrainingStep:
         tell()
 
     def _message(self, backward: Backward | None, *, is_last: bool = False) -> torch.Tensor:
-        """Return this rank's figures of a backward, on the device.
+        """Return this rank's figures of a backward, on the device, with those that are logged at the
+        end of a last message.
 
         Ranks without the model's output have no tallies, and learn of the loss from others.
 
@@ -256,7 +254,10 @@ class TrainingStep:
             figures.ends, figures.stops = 1.0, float(self.stop())
             figures.changed = float(state.has_unsynced_buffers)
             figures.digest = state.digest(self.batches)
-        return _with_losses(figures, tallies, state.device)
+            figures.unnamed = float(len(self.logged.new_names))
+        message = _with_losses(figures, tallies, state.device)
+        names = state.logged_names if is_last else ()
+        return torch.cat([message, self.logged.message(names)]) if names else message
 
     def end(self) -> StepFigures:
         """Return the figures of the whole step, on which ranks agree."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import torch
 import torch.distributed as dist
 
-from paceline.base.errors import PlanRefused, TrainingError
+from paceline.base.errors import TrainingError
 from paceline.job.order import Window
 from paceline.strategies.compose import (
     end_evaluation,
@@ -19,6 +19,7 @@ from paceline.strategies.compose import (
 from paceline.strategies.layout import Whole
 from paceline.strategies.step_sync import SyncedFigures
 from paceline.training.feed import MicroBatch
+from paceline.training.logged import means
 from paceline.training.loss import LossSum
 from paceline.training.optimizers.closure import update_with_closure
 from paceline.training.own_step.followers import follow
@@ -50,7 +51,7 @@ class StepResult:
     spike: str = ""  # why the step is a spike, in words; "" if it is none
     # Of the samples that all replicas used in the steps of `losses`; see `order.digest`.
     digest: int = 0
-    metrics: Mapping[str, float | None] = field(default_factory=dict)  # what `compute` gave
+    metrics: Mapping[str, float | None] = field(default_factory=dict)  # what the job logged
 
 
 class Stepper(RankState):
@@ -113,7 +114,10 @@ class Stepper(RankState):
             if self.merges_edits:
                 self.edits.updated()
         return replace(
-            result, is_skipped=taken.is_skipped, spike=taken.spike, metrics=taken.metrics
+            result,
+            is_skipped=taken.is_skipped,
+            spike=taken.spike,
+            metrics=means(taken.logged.sums),
         )
 
     def _take_usual(self, step: TrainingStep, observe: Callable[[], None] | None) -> None:
@@ -124,6 +128,8 @@ class Stepper(RankState):
             work = WindowWork(
                 self, step.window, step.batches, step.number, self.loss_number, step.beat
             )
+            if not is_again:  # a step has the figures of its first evaluation
+                step.logged = work.logged
             backward = step.backward(list(self.parts.values()), work)
             return step.agree(backward, is_again=is_again)
 
@@ -273,10 +279,4 @@ class Stepper(RankState):
         """
         self._clear_gradients()
         work = WindowWork(self, window, batches, step, part, beat, tell)
-        used = go_back(self, list(self.parts.values()), work)
-        if work.figures:
-            raise PlanRefused(
-                f"compute returns the figure '{next(iter(work.figures))}', and servers learn of the loss alone",
-                hint="data=N and shard=N log figures; or return the loss alone",
-            )
-        return used
+        return go_back(self, list(self.parts.values()), work)

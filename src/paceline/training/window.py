@@ -4,8 +4,7 @@ weight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +16,7 @@ from paceline.job.order import Window
 from paceline.strategies.mesh import is_about_parts
 from paceline.training.blame import note_sample, sample_names
 from paceline.training.feed import MicroBatch
+from paceline.training.logged import LoggedFigures
 from paceline.training.loss import LossSum, read_tally, with_gradient, without_total
 from paceline.training.prepare import autocast
 
@@ -31,7 +31,7 @@ class WindowWork:
         criterion: Computes the loss from (output, target).
         synchronisers: Those of the parameters that the loss trains.
         place: Keys the random streams, in addition to the step, the part and the micro-batch.
-        figures: What the job's `compute` gave beside the loss, by name, of each micro-batch.
+        logged: What the job's `compute` gave beside the loss.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class WindowWork:
         dtype = torch.float64 if state.job.precision == "float64" else None
         self.batches = [batch.to(state.device, dtype) for batch in batches]
         self.tallies: list[LossSum] = []
-        self.figures: dict[str, list[LossSum]] = {}
+        self.logged = LoggedFigures(state)
         self.set_aside: dict[torch.nn.Parameter, torch.Tensor | None] = {}
         own_samples = sum(batch.samples for batch in batches)
         self.samples = max(own_samples, 1) if state.step_sync.has_own_steps else window.count
@@ -85,7 +85,9 @@ class WindowWork:
             tally if batch.samples else LossSum(torch.zeros_like(tally.value), 0.0, tally.is_mean)
         )
         if job.compute is not None:
-            self._note_figures(computed_figures(output), batch.samples)
+            for name, figure in computed_figures(output).items():
+                source, whole = f"figure {name!r} of compute", self.window.count
+                self.logged.add(name, figure, source=source, samples=batch.samples, whole=whole)
         # The weight of a mean over samples is known before backward. (sum, count) is divided when
         # the count of all samples is known: the window's, or this replica's own if replicas take
         # their own steps. A padding batch has weight 0.
@@ -98,13 +100,6 @@ class WindowWork:
             tally.value.float() if tally.value.dtype == torch.float16 else tally.value
         )  # a scale may not fit into float16
         return value * weight
-
-    def _note_figures(self, figures: Mapping[str, Any], samples: int) -> None:
-        for name, value in figures.items():
-            value = without_total(value, samples=samples or 1, whole=self.window.count)
-            tally = read_tally(value, samples=samples or 1, name=f"figure '{name}' of compute")
-            here = [replace(tally, value=tally.value.detach())] if samples else []
-            self.figures.setdefault(name, []).extend(here)
 
     def _explained_loss(self, output: Any, microbatch: int) -> Any:
         """Return the job's loss, and refuse it if it is made of shards."""

@@ -156,6 +156,7 @@ def logs(ctx: Any, batch: Any) -> None:
     if ctx.places[0] == 0:
         ctx.log("of the first rank", 2)
     ctx.log("nothing", (0.0, 0))
+    ctx.log("no number", float("inf"))
 
 
 def logged_by_hand(job: pl.Job) -> list[dict[str, float]]:
@@ -193,6 +194,7 @@ def test_figures_are_those_of_all_samples(plan: str, tmp_path: Path) -> None:
     job = made(logs, models={"net": net}, optimizers={"net": sgd})
     train(job, plan, tmp_path)
     rows = [row["metrics"] for row in rows_of(tmp_path)]
+    assert all(row.pop("no number") is None for row in rows)
     assert rows == [pytest.approx(row, rel=1e-12) for row in logged_by_hand(job)]
     assert "  inside " in (tmp_path / "logs" / "rank-0.log").read_text()
     if plan == PLANS[0]:

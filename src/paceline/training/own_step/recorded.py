@@ -29,8 +29,8 @@ from paceline.job.named_models import NamedModels
 from paceline.job.own_step import BackwardResult
 from paceline.strategies.plan import Plan
 from paceline.training.feed import MicroBatch, example_batch, map_tensors
+from paceline.training.logged import refuse_name
 from paceline.training.loss import read_tally, without_total
-from paceline.training.own_step.logged import refuse_name
 from paceline.training.own_step.step_batch import StepBatch
 from paceline.training.own_step.step_draws import MakesOn
 
@@ -77,8 +77,9 @@ def recorded_apart(job: Job, samples: int) -> Recorded:
                 hint="ctx.run and ctx.backward of tensors, numbers and text",
             ) from error
 
-    inputs, in_losses, bare, uncut, backwards = decode(base64.b64decode(in_a_fork(told)))
-    return Recorded(inputs, set(in_losses), set(bare), set(uncut), backwards)
+    inputs, *names, backwards = decode(base64.b64decode(in_a_fork(told)))
+    in_losses, bare, uncut = map(set, names)
+    return Recorded(inputs, in_losses, bare, uncut, backwards)
 
 
 def recorded(job: Job, samples: int) -> Recorded:
@@ -269,7 +270,7 @@ class _Recorder:
 
     def log(self, name: str, value: Any) -> None:
         """Log nothing, because nothing is trained."""
-        refuse_name(name)
+        refuse_name(name, f"ctx.log({name!r})")
 
     def update(self, optimizer: str) -> None:
         """Do nothing, because nothing is trained."""

@@ -11,11 +11,8 @@ import torch
 from paceline.base.errors import TrainingError
 from paceline.model.forward_effects import limited_by_norm
 from paceline.strategies.step_sync import StepFigures
-from paceline.training.own_step.logged import LoggedFigures
 from paceline.training.refusals import check_loss
 from paceline.training.step import SUMS, Backward, TrainingStep
-
-UNNAMED = StepFigures.__slots__.index("unnamed")  # its place in a message
 
 
 class OwnStep(TrainingStep):
@@ -43,27 +40,6 @@ class OwnStep(TrainingStep):
     def go_on(self) -> None:
         """Let the step's end ask again for what may change after an update."""
         self.figures = None
-
-    @cached_property
-    def logged(self) -> LoggedFigures:
-        """The figures that the step has logged."""
-        return LoggedFigures(self.state)
-
-    def _message(self, backward: Backward | None, *, is_last: bool = False) -> torch.Tensor:
-        """Return this rank's figures, and at the end of a message that is the last those that are logged."""
-        message = super()._message(backward, is_last=is_last)
-        if not is_last:
-            return message
-        if new := len(self.logged.new_names):
-            message[UNNAMED] = new
-        names = self.state.logged_names
-        return torch.cat([message, self.logged.message(names)]) if names else message
-
-    def _check_alike(self, figures: StepFigures) -> None:
-        super()._check_alike(figures)
-        if figures.ends:
-            self.logged.take(figures)
-            self.metrics |= self.logged.means()
 
     def decide(self, backward: Backward) -> None:
         """Agree about the step's only backward and whether to make its updates, before the first of them.
@@ -114,7 +90,7 @@ class OwnStep(TrainingStep):
         figures = [StepFigures.read([next(values) for _ in range(len(each))]) for each in sent]
         for backward, each in zip(backwards, figures, strict=False):
             backward.is_read = True
-            self._check_alike(each)
+            self._take(each)
             overflows = state.scaling is not None and not math.isfinite(each.loss)
             self.has_overflowed |= overflows
             if not each.count and state.step_sync.has_own_steps:
@@ -141,7 +117,7 @@ class OwnStep(TrainingStep):
             self._tell_launched()
             unread = [each for each in self.backwards if not each.is_read]
             *_, last = self.read(unread, message)
-            self._check_alike(last)
+            self._take(last)
             if state.scaling is not None and not self.is_decided:
                 state.scaling.update(
                     is_skipped=self.has_overflowed, count=0.0, loss=self.loss, step=self.number

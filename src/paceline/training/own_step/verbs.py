@@ -103,14 +103,15 @@ class Verbs:
 
     def log(self, name: str, value: Any) -> None:
         """See `StepContext`."""
-        mesh, samples = self.state.mesh, self.loss_samples
+        samples = self.loss_samples
         here = sum(piece.samples for piece in self.batch.pieces)
         self.taken.logged.add(
             name,
             value,
+            source=f"ctx.log({name!r})",
             samples=here if samples is None else samples,
             whole=here if self.is_over_all else self.window.count,
-            counts=mesh.is_first_of_same_loss if self.in_loss else mesh.is_first_of_same_samples,
+            in_loss=self.in_loss,
         )
         self.taken.go_on()
 

@@ -1,24 +1,27 @@
-"""Figures that a job's own step logs, over the samples of all ranks."""
+"""Figures of a step beside its loss, over the samples of all ranks."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from paceline.base.errors import PlanRefused, TrainingError
 from paceline.job.phases import FIGURES
-from paceline.training.loss import read_tally, without_total
+from paceline.training.loss import LossSum, read_tally, without_total
 
 if TYPE_CHECKING:
     from paceline.strategies.step_sync import StepFigures
     from paceline.training.rank_state import RankState
 
+Tallies = dict[str, list[LossSum]]  # figures by name
+
 
 class LoggedFigures:
-    """The figures that a step logs.
+    """The figures that a job's `compute` returns beside the loss, or that its own step logs.
 
     Their sums and counts travel with the figures that end the step. A rank need not log what others
     do: a rank of an earlier stage computes no loss. So ranks agree on the names, once for each.
@@ -26,49 +29,42 @@ class LoggedFigures:
 
     def __init__(self, state: RankState) -> None:
         self.state = state
-        # Sums and counts of this rank that are not sent yet.
-        self.here: dict[str, list[tuple[torch.Tensor, torch.Tensor | float]]] = {}
+        self.here: Tallies = {}  # that no other rank has for the same samples, and not sent yet
         self.sums: dict[str, tuple[float, float]] = {}  # sum and count of all ranks
 
-    def add(self, name: str, value: Any, *, samples: int, whole: int, counts: bool) -> None:
+    def add(
+        self, name: str, value: Any, *, source: str, samples: int, whole: int, in_loss: bool = True
+    ) -> None:
         """Log a figure of some samples of this rank.
 
         Args:
+            source: Who gives it, in words.
             whole: All samples of the step.
-            counts: Whether no other rank logs it for the same samples.
+            in_loss: Whether only ranks that compute a loss have it.
 
         Raises:
             TrainingError: the name is taken, or the value is no figure.
-            PlanRefused: replicas take steps of their own.
+            PlanRefused: the plan's ranks don't add figures up.
         """
-        refuse_name(name)
-        if self.state.step_sync.has_own_steps:
+        refuse_name(name, source)
+        state = self.state
+        if state.logs_nothing:
             raise PlanRefused(
-                f"ctx.log('{name}'): under this plan replicas take steps of their own, and don't add up "
-                "what they measure in each",
-                hint="a data=N or shard=N plan; or leave the figure out",
+                f"{source}: {state.logs_nothing}",
+                hint="data=N and shard=N plans add figures up; or leave the figure out",
             )
-        value = without_total(value, samples=max(samples, 1), whole=whole)
-        tally = read_tally(value, samples=max(samples, 1), name=f"ctx.log('{name}')")
-        here = self.here.setdefault(name, [])
-        if samples and counts:
-            here.append((tally.total, tally.count))
+        mesh = state.mesh
+        counts = mesh.is_first_of_same_loss if in_loss else mesh.is_first_of_same_samples
+        note(self.here if counts else {}, name, value, source=source, samples=samples, whole=whole)
 
     @property
     def new_names(self) -> list[str]:
-        """The names that other ranks may not know. Of ranks that compute the same, one has them."""
-        is_first = self.state.mesh.is_first_of_same_loss
-        return [name for name in self.here if is_first and name not in self.state.logged_names]
+        """The names that other ranks may not know."""
+        return [name for name in self.here if name not in self.state.logged_names]
 
     def message(self, names: Sequence[str]) -> torch.Tensor:
         """Return this rank's sum and count of each name, on the device."""
-        device = self.state.device
-        rows = [torch.zeros(2, dtype=torch.float64, device=device) for _ in names]
-        for name, row in zip(names, rows, strict=True):
-            for total, count in self.here.get(name, ()):
-                row[0] += total
-                row[1] += count
-        return torch.cat(rows)
+        return torch.cat([summed(self.here.get(name, ()), self.state.device) for name in names])
 
     def take(self, figures: StepFigures) -> None:
         """Take what all ranks logged from the end of a message. Collective if there are new names."""
@@ -84,10 +80,6 @@ class LoggedFigures:
             before = self.sums.get(name, (0.0, 0.0))
             self.sums[name] = before[0] + total, before[1] + count
         self.here = {}
-
-    def means(self) -> dict[str, float | None]:
-        """Return the figures of all samples. One that nothing counts in is left out."""
-        return {name: total / count for name, (total, count) in self.sums.items() if count}
 
     def _new_names_of_all(self) -> list[str]:
         """Return the new names of all ranks, in one order. Collective."""
@@ -107,16 +99,44 @@ class LoggedFigures:
         return summed
 
 
-def refuse_name(name: Any) -> None:
-    """Refuse a name that a logged figure can't have.
+def note(tallies: Tallies, name: str, value: Any, *, source: str, samples: int, whole: int) -> None:
+    """Add the figure of some samples to others of its name. Of no samples, it counts nothing.
+
+    Raises:
+        TrainingError: the value is no figure.
+    """
+    value = without_total(value, samples=samples or 1, whole=whole)
+    tally = read_tally(value, samples=samples or 1, name=source)
+    kept = LossSum(tally.total, tally.count, is_mean=False)  # without the graph of its value
+    tallies.setdefault(name, []).extend([kept] if samples else [])
+
+
+def summed(tallies: Sequence[LossSum], device: torch.device) -> torch.Tensor:
+    """Return the sum and the count of them all, on the device. The host doesn't wait for it."""
+    figures = torch.zeros(2, dtype=torch.float64, device=device)
+    for tally in tallies:
+        figures[0] += tally.total
+        figures[1] += tally.count
+    return figures
+
+
+def means(sums: Mapping[str, Sequence[float]]) -> dict[str, float | None]:
+    """Return figures from their sums and counts: None for what is no finite number. One that nothing
+    counts in is left out.
+    """
+    quotients = {name: total / count for name, (total, count) in sums.items() if count}
+    return {name: mean if math.isfinite(mean) else None for name, mean in quotients.items()}
+
+
+def refuse_name(name: Any, source: str) -> None:
+    """Refuse a name that a figure can't have. source: who gives it, in words.
 
     Raises:
         TrainingError: it is no text, or the name of a figure of every run.
     """
     if not isinstance(name, str):
-        raise TrainingError(f"ctx.log({name!r}, ...): the name of a figure is a text")
+        raise TrainingError(f"{source}: the name of a figure is a text")
     if name in FIGURES:
         raise TrainingError(
-            f"ctx.log('{name}', ...): every run has a figure of that name",
-            hint="give the figure another name",
+            f"{source}: every run has a figure of that name", hint="give the figure another name"
         )
