@@ -117,7 +117,7 @@ def test_a_tensor_is_refused_under_micro_batches_before_anything_is_updated(tmp_
         told(tmp_path, script, "single accumulate=2")
 
     assert error.value.failure.kind == PlanRefused.__name__
-    assert "equal True" in capfd.readouterr().out
+    assert "equal True" in capfd.readouterr().err
 
 
 def test_two_models_go_on_under_another_plan(tmp_path, own, monkeypatch):

@@ -155,5 +155,5 @@ run = pl.attach(callbacks=[Watch()], model=""",
 def test_callbacks_hear_of_steps_and_evaluations_and_stop_the_run(tmp_path, capfd):
     ended = told(tmp_path, WATCHED, "data=2")
 
-    assert "told [1, 2, 3, 4] 1 4" in capfd.readouterr().out
+    assert "told [1, 2, 3, 4] 1 4" in capfd.readouterr().err
     assert ended["figures"]["stopped"] == "enough"

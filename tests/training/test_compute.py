@@ -97,7 +97,7 @@ def reconstruct(model: nn.Module, batch: Any) -> Any:
 def job_of(
     compute: Callable[[nn.Module, Any], Any], model: type[nn.Module] = Classifier, **changes: Any
 ) -> pl.Job:
-    data = Rows(is_mapping=model is Classifier)
+    data = Rows(is_mapping=issubclass(model, Classifier))
     loader = DataLoader(data, BATCH, sampler=SequentialSampler(data))
     fields = {"optimizer": sgd, "epochs": 2, "precision": "float64", **changes}
     return pl.Job(model=model, data=loader, compute=compute, **fields)
@@ -211,6 +211,29 @@ def test_figures_are_those_of_the_first_evaluation(tmp_path: Path):
 
     rows = [row for row in result.history if "loss" in row]
     assert close([row["metrics"]["again"] for row in rows], [row["loss"] for row in rows])
+
+
+class Counting(Classifier):
+    """It counts its forwards in every mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("forwards", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        return super().forward(x)
+
+
+def test_what_looks_ahead_leaves_the_model_as_it_is(tmp_path: Path):
+    """The names of an evaluation's figures are found by a forward before the first step."""
+    job = job_of(classify, Counting, steps=1, epochs=None, validation=Rows())
+
+    trained = pl.train(job, "single", run=tmp_path / "run", table=False).model()
+
+    assert (
+        trained.get_buffer("forwards") == 1 + 3
+    )  # of the step, and of three batches that are evaluated
 
 
 @pytest.mark.parametrize(

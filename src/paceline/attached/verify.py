@@ -114,7 +114,15 @@ def verify_script(
     chosen = [Plan.read(plan) for plan in plans]
     with temporary_folder("verify") as folder:
         run = _Runs(path, arguments, steps, timeout_s, folder)
-        reference = run("single", Plan.read("single"))
+        try:
+            reference = run("single", Plan.read("single"))
+        except RankFailed as failed:
+            if "Double" in str(failed) or "float64" in str(failed):
+                failed.hint = (
+                    "a proof runs the script in float64: let tensors take the dtype of others, "
+                    "x.to(weight.dtype), in place of .float() and dtype=torch.float32"
+                )
+            raise
         reversed_rows = run("reversed", Plan.read("single"), reverses=True)
         limits = _Limits(reference[0], reversed_rows[0])
         verdicts = []

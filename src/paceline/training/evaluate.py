@@ -82,7 +82,11 @@ class Evaluator:
         """
         data, quiet = self.job.validation, replace(self, beat=lambda phase: None)
         if self.job.own_validate is not None:
-            return list(quiet.sums(Subset(data, range(min(len(data), self.job.batch))))[0])
+            function = self.job.validate or self.job.compute or self.job.criterion
+            with ExitStack() as kept:
+                kept.callback(ForwardState(self.model).now().restore)
+                kept.enter_context(function_kept(function, self.model))
+                return list(quiet.sums(Subset(data, range(min(len(data), self.job.batch))))[0])
         if self.job.metrics:
             quiet._refuse_before_training()
         return ["loss", *self.job.metrics]
