@@ -682,6 +682,7 @@ def test_help_loads_no_torch():
     listed = [line.split()[0] for line in ran.stdout.split("Commands:")[1].splitlines() if line]
     assert listed == [
         "train",
+        "run",
         "evaluate",
         "predict",
         "plan",

@@ -48,6 +48,7 @@ PUBLIC = [
     "report",
     "scale",
     "search",
+    "total",
     "train",
     "verify",
     "weights",

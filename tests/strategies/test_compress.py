@@ -274,8 +274,8 @@ def test_the_summary_counts_bytes(tmp_path: Path) -> None:
     }
     elements = sum(p.numel() for p in Perceptron(48, 40).parameters())
     figures = (
-        8 * (10 + 6)
-    )  # loss, count, the end, stop, its kind, news of state and edits, digest, which parameters were used
+        8 * (11 + 6)
+    )  # loss, count, the end, stop, its kind, news of state, edits and names, digest, which parameters were used
 
     assert sent["data=2"] == 12 * (4 * elements + figures)
     assert sent["data=2 compress=int8"] == 12 * (

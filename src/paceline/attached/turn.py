@@ -261,7 +261,7 @@ class Turn:
         if self.loop.observe is not None:
             for name, p in state.parameters.items():
                 p.grad = self.gradients.get(name)
-            self.loop.observe(state)
+            self.loop.observe()
             for p in state.parameters.values():
                 p.grad = None
         self.loop.count(self.fed, state.end_step(self.taken))

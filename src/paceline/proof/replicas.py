@@ -33,8 +33,8 @@ def summed(value: Any, samples: int, whole: int) -> tuple[float, float]:
     A scalar is the mean over its samples.
     """
     value = without_total(value, samples=samples, whole=whole)
-    total, count = value if isinstance(value, tuple | list) else (float(value) * samples, samples)
-    return float(total), float(count)
+    total, count = value if isinstance(value, tuple | list) else (value * samples, samples)
+    return float(torch.as_tensor(total).detach()), float(count)
 
 
 def run_backward(

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paceline.base.errors import PlanRefused, TrainingError
-from paceline.job.phases import FIGURES
-from paceline.training.loss import LossSum, read_tally, without_total
+from paceline.base.errors import PlanRefused
+from paceline.training.loss import LossSum, read_tally, refuse_name, without_total
 
 if TYPE_CHECKING:
     from paceline.strategies.step_sync import StepFigures
@@ -126,17 +125,3 @@ def means(sums: Mapping[str, Sequence[float]]) -> dict[str, float | None]:
     """
     quotients = {name: total / count for name, (total, count) in sums.items() if count}
     return {name: mean if math.isfinite(mean) else None for name, mean in quotients.items()}
-
-
-def refuse_name(name: Any, source: str) -> None:
-    """Refuse a name that a figure can't have. source: who gives it, in words.
-
-    Raises:
-        TrainingError: it is no text, or the name of a figure of every run.
-    """
-    if not isinstance(name, str):
-        raise TrainingError(f"{source}: the name of a figure is a text")
-    if name in FIGURES:
-        raise TrainingError(
-            f"{source}: every run has a figure of that name", hint="give the figure another name"
-        )

@@ -12,6 +12,7 @@ import torch
 
 from paceline.base.errors import TrainingError
 from paceline.job.losses import Total
+from paceline.job.phases import FIGURES
 from paceline.model.tensors import tensors_in
 
 
@@ -125,3 +126,17 @@ def with_gradient(tally: LossSum, output: Any, *, backward_goes_on: bool) -> Los
     # Use the sum of no elements, because 0 times an infinite output would be NaN.
     nothing = [tensor.flatten()[:0].sum() for tensor in tensors_in(output) if tensor.requires_grad]
     return replace(tally, value=sum((part.to(tally.value) for part in nothing), tally.value))
+
+
+def refuse_name(name: Any, source: str) -> None:
+    """Refuse a name that a figure can't have. source: who gives it, in words.
+
+    Raises:
+        TrainingError: it is no text, or the name of a figure of every run.
+    """
+    if not isinstance(name, str):
+        raise TrainingError(f"{source}: the name of a figure is a text")
+    if name in FIGURES:
+        raise TrainingError(
+            f"{source}: every run has a figure of that name", hint="give the figure another name"
+        )

@@ -351,7 +351,7 @@ def test_bytes_fall_with_the_local_steps(tmp_path: Path) -> None:
     )
     sent = train(tmp_path, "data=2 local=6", precision="float32")["bytes_sent"]
 
-    assert sent == 2 * (4 * elements + 8 * (2 * 6 + 8 + tensors + 1))
+    assert sent == 2 * (4 * elements + 8 * (2 * 6 + 9 + tensors + 1))
 
 
 def test_a_replica_without_samples_takes_no_step(tmp_path: Path) -> None:

@@ -29,8 +29,7 @@ from paceline.job.named_models import NamedModels
 from paceline.job.own_step import BackwardResult
 from paceline.strategies.plan import Plan
 from paceline.training.feed import MicroBatch, example_batch, map_tensors
-from paceline.training.logged import refuse_name
-from paceline.training.loss import read_tally, without_total
+from paceline.training.loss import read_tally, refuse_name, without_total
 from paceline.training.own_step.step_batch import StepBatch
 from paceline.training.own_step.step_draws import MakesOn
 
