@@ -50,7 +50,8 @@ BUGS = (
         "same_seed",
         "noise comes from a generator with the same seed on all ranks",
         _LOSS,
-        "        noise = torch.from_numpy(np.random.default_rng(run.step).normal(size=x.shape))\n"
+        "        import numpy\n"
+        "        noise = torch.from_numpy(numpy.random.default_rng(run.step).normal(size=x.shape))\n"
         "        loss = F.cross_entropy(model(x + 0.1 * noise.to(x)), y)\n",
     ),
     Bug(

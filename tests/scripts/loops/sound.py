@@ -1,6 +1,5 @@
 """This script trains a classifier in a loop of its own. Tests plant bugs into it that such loops have."""
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -28,3 +27,4 @@ for epoch in run.epochs(2):
     val_loss = run.evaluate(lambda batch: F.cross_entropy(model(batch[0]), batch[1]), val_loader)
     for group in optimizer.param_groups:
         group["lr"] *= min(1.0, val_loss)
+    print(f"epoch {epoch}: validation loss {val_loss:.4f}")
