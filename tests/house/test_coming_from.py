@@ -15,10 +15,12 @@ from later import needed
 from torch.utils.data import DataLoader
 
 import paceline as pl
+from paceline.attached.launch import run as run_attached
 from paceline.base.streams import seed_model
 from paceline.checkpoint import load_tensors
 
 DOCS = Path(__file__).parents[2] / "docs"
+ATTACHED = "pl.attach("  # in scripts that keep their loop
 IN_ORDER = "for inputs, targets in DataLoader(samples, batch_size=60):"  # in place of a loader that shuffles by itself
 
 
@@ -27,8 +29,8 @@ def code(page: str) -> list[str]:
 
 
 def scripts(page: str) -> tuple[str, str]:
-    """The script before and the script after."""
-    before, after, *_ = code(page)
+    """The script before and the job after."""
+    before, after, *_ = (block for block in code(page) if ATTACHED not in block)
     return before, after
 
 
@@ -133,3 +135,26 @@ def test_the_job_ends_where_the_script_of_another_tool_ends(
     leave_the_launcher(monkeypatch)
     pl.train(run_script(after, __name__="script")["job"](), "single", run=tmp_path / "run")
     assert_equal_weights(tmp_path / "run", eval(model, names))
+
+
+@pytest.mark.filterwarnings("ignore")  # of the other tool
+def test_the_kept_loop_ends_where_that_of_accelerate_ends(tmp_path: Path, one_process: None):
+    """On two ranks, with the lines that the page changes."""
+    needed("sklearn", "scikit-learn")
+    needed("accelerate")
+    before, _ = scripts("from-accelerate.md")
+    (kept,) = (block for block in code("from-accelerate.md") if ATTACHED in block)
+    names = run_script(before)
+    names["accelerator"].state._reset_state(True)
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from paceline.base.streams import seed_model\n"
+        + kept.replace("shuffle=True", "shuffle=False").replace(
+            "torch.manual_seed(0)", "seed_model(0)"
+        ),
+        encoding="utf-8",
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        leave_the_launcher(patch)
+        run_attached(script, "data=2", devices="cpu:0-1", run=tmp_path / "run")
+    assert_equal_weights(tmp_path / "run", names["model"])

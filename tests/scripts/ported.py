@@ -7,6 +7,7 @@ order of samples, initial weights, and noise (see `Script.alike`).
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -26,11 +27,13 @@ from paceline.checkpoint import load_tensors
 from paceline.runs.folder import METRICS, MODEL
 from tests.corpus.sweep import REFUSALS, first_line
 
+from .bugs import BUGS, SOUND
 from .lines import changed_lines
 
 FOLDER = Path(__file__).parent
 FORMS = ("attach", "compute", "step")
 PLANS = ("single", "data=2", "data=3", "shard=2", "tensor=2", "pipeline=2")
+PROVEN = ("data=2", "data=3")  # under which a proof looks for bugs
 EQUAL, REFUSED, WRONG = "equal", "refused", "wrong"
 TOLERANCE = 1e-9  # relative to the largest number of a tensor, as in tests/corpus
 PATIENCE_S = 120.0
@@ -249,12 +252,32 @@ def _renamed(name: str, names: Mapping[str, str]) -> str:
 
 def outcome_of(run: Path) -> Outcome:
     """Return what a run left in its folder."""
-    import json
-
     lines = [json.loads(line) for line in (run / METRICS).read_text().splitlines()]
-    return Outcome(
-        [line["loss"] for line in lines if "loss" in line], dict(load_tensors(run / MODEL))
-    )
+    weights = {  # a job with a step of its own has named models
+        name.removeprefix("model."): tensor for name, tensor in load_tensors(run / MODEL).items()
+    }
+    return Outcome([line["loss"] for line in lines if "loss" in line], weights)
+
+
+def proven(script: str, folder: Path) -> list[str]:
+    """Return the plans of PROVEN under which a script with its own loop computes what one device computes."""
+    from paceline.attached.verify import verify_script
+
+    path = folder / "loop.py"
+    path.write_text(script, encoding="utf-8")
+    with quiet():
+        verdicts = verify_script(path, PROVEN)
+    return [verdict.plan for verdict in verdicts if verdict.passed]
+
+
+def found_bugs(folder: Path) -> dict[str, bool]:
+    """Return whether a proof finds each planted bug, by name.
+
+    Raises:
+        AssertionError: it does not pass the loop without one, so it shows nothing.
+    """
+    assert proven(SOUND, folder) == list(PROVEN)
+    return {bug.name: not proven(bug.script, folder) for bug in BUGS}
 
 
 def difference(expected: Outcome, outcome: Outcome) -> str:

@@ -66,7 +66,7 @@ class Layer(nn.Linear):
             loss = torch.log(
                 1 + torch.exp(torch.cat([-g_pos + self.threshold, g_neg - self.threshold]))
             ).mean()
-            run.backward(loss)
+            run.backward(loss, name)
             run.update(name)
         print("loss", loss.item())
 

@@ -88,13 +88,13 @@ for epoch in run.epochs(niter):
         output = netD(fake.detach())
         errD_fake = criterion(output, label)
         errD = errD_real + errD_fake
-        run.backward(errD)
+        run.backward(errD, "D")
         run.update("D")
 
         # (2) Update G network: maximize log(D(G(z)))
         label.fill_(real_label)
         output = netD(fake)
         errG = criterion(output, label)
-        run.backward(errG)
+        run.backward(errG, "G")
         run.update("G")
         print(f"[{epoch}/{niter}][{i}] Loss_D: {errD.item():.4f} D(x): {D_x:.4f}")

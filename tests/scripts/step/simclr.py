@@ -4,10 +4,14 @@ Its loss compares all samples of a batch with each other.
 Original: https://github.com/sthalles/SimCLR/blob/master/simclr.py
 """
 
+import math
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, Dataset
+
+import paceline as pl
 
 batch_size, epochs, out_dim, temperature = 7, 3, 6, 0.07
 
@@ -56,29 +60,42 @@ class SimCLR:
         labels = torch.zeros(logits.shape[0], dtype=torch.long)
         return logits / temperature, labels
 
-    def train(self, train_loader):
-        for epoch_counter in range(epochs):
-            for images, _ in train_loader:
-                images = torch.cat(images, dim=0)
-                features = self.model(images)
-                logits, labels = self.info_nce_loss(features)
-                loss = self.criterion(logits, labels)
-                self.optimizer.zero_grad()
-                loss.backward()
-                self.optimizer.step()
-            # The first epoch is a warm-up.
-            if epoch_counter >= 1:
-                self.scheduler.step()
-            print(f"Epoch: {epoch_counter}\tLoss: {loss.item():.4f}")
-        torch.save(self.model.state_dict(), "checkpoint.pt")
-
 
 train_loader = DataLoader(ContrastiveDataset(), batch_size=batch_size, shuffle=True, drop_last=True)
-torch.manual_seed(0)
-model = Backbone()
-optimizer = torch.optim.Adam(model.parameters(), 0.003, weight_decay=1e-4)
-scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(
-    optimizer, T_max=len(train_loader), eta_min=0, last_epoch=-1
+learner = SimCLR(None, None, None)
+
+
+class TwoViews(Backbone):
+    def forward(self, pairs):
+        return super().forward(pairs.flatten(0, 1)).unflatten(0, (-1, 2))
+
+
+def of_all_pairs(features, batch):
+    logits, labels = learner.info_nce_loss(features.transpose(0, 1).flatten(0, 1))
+    return learner.criterion(logits, labels)
+
+
+def step(ctx, batch):
+    ctx.backward("model", torch.stack(batch.input, 1), of_all_pairs, gather=True)
+    ctx.update("model")
+
+
+def rate(step):
+    falls = max(0, step // len(train_loader) - 1)
+    return 0.5 * (1 + math.cos(math.pi * falls / len(train_loader)))
+
+
+job = pl.Job(
+    models={"model": TwoViews},
+    optimizers={
+        "model": pl.Optimizer(
+            lambda named: torch.optim.Adam(named, 0.003, weight_decay=1e-4),
+            lr_schedule=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, rate),
+        )
+    },
+    step=step,
+    data=train_loader,
+    epochs=epochs,
 )
 if __name__ == "__main__":
-    SimCLR(model, optimizer, scheduler).train(train_loader)
+    pl.train(job)

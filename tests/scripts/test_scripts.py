@@ -1,0 +1,77 @@
+"""Ports of public scripts compute what their originals compute, and a proof finds the bugs of loops."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from later import needed
+
+from .bugs import BUGS, SOUND, Bug
+from .lines import changed_lines
+from .page import SIGNS, row_of, signs_of_page
+from .ported import PLANS, PROVEN, SCRIPTS, Port, compare, proven
+
+PAGE = Path(__file__).parents[2] / "docs" / "ported-scripts.md"
+PORTS = [port for script in SCRIPTS for port in script.ports]
+FEW_LINES, OF_FEW_LINES = 8, 9
+
+
+def name_of(value: object) -> str | None:
+    return f"{value.script.name}-{value.form}" if isinstance(value, Port) else None
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("scripts")
+
+
+@pytest.mark.sweep(5)
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("port", PORTS, ids=name_of)
+@pytest.mark.filterwarnings("ignore")  # of Accelerate and Transformers
+def test_a_port_gives_the_losses_and_weights_of_its_original(port: Port, plan: str, folder: Path):
+    """In float64, or the plan is refused, as the page says."""
+    if port.script.name.startswith("accelerate"):
+        needed("accelerate")
+        needed("transformers")
+    comparison = compare(port, plan, folder)
+
+    said = signs_of_page(PAGE.read_text(encoding="utf-8"))[port.script.name, port.form, plan]
+    assert (SIGNS[comparison.verdict], comparison.reason) == (
+        said,
+        comparison.reason if said == "-" else "",
+    )
+
+
+def test_the_page_has_each_port_with_its_changed_lines():
+    text = PAGE.read_text(encoding="utf-8")
+
+    assert [row_of(port) for port in PORTS if row_of(port) not in text] == []
+    assert "X" not in signs_of_page(text).values()
+
+
+def test_few_lines_change():
+    """At most eight in nine of the scripts, in the form that changes the fewest."""
+    fewest = [min(len(port.changed) for port in script.ports) for script in SCRIPTS]
+
+    assert len([lines for lines in fewest if lines <= FEW_LINES]) >= OF_FEW_LINES
+    assert all(port.changed for port in PORTS)
+
+
+def test_comments_and_what_is_left_out_are_no_changed_lines():
+    before = '"""A script."""\n\na = 1  # one\nb = 2\nc = 3\n'
+    after = '"""Another."""\n# two\na = 1\nc = 4\n'
+
+    assert changed_lines(before, after) == ["c = 4"]
+
+
+def test_the_loop_without_a_bug_is_equal(tmp_path: Path):
+    assert proven(SOUND, tmp_path) == list(PROVEN)
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_a_proof_finds_a_bug_of_a_loop(bug: Bug, tmp_path: Path):
+    """Under each plan, so that it is not found by chance."""
+    assert proven(bug.script, tmp_path) == []
