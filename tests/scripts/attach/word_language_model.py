@@ -42,8 +42,7 @@ class RNNModel(nn.Module):
         return self.decoder(output).view(-1, ntokens), hidden
 
     def init_hidden(self, bsz):
-        weight = next(self.parameters())
-        return weight.new_zeros(nlayers, bsz, nhid), weight.new_zeros(nlayers, bsz, nhid)
+        return torch.zeros(nlayers, bsz, nhid), torch.zeros(nlayers, bsz, nhid)
 
 
 torch.manual_seed(1111)
