@@ -157,7 +157,7 @@ SCRIPTS = (
     Script("simclr", "a contrastive learner"),
     Script("ctc", "a speech recogniser with CTC"),
     Script("moe", "a sparse mixture of experts"),
-    Script("forward_forward", "a network by forward-forward", names={"net.pt:layers.": ""}),
+    Script("forward_forward", "a network by forward-forward", names={"net.pt:layers.": "layer"}),
     Script("accelerate_nlp", "a BERT classifier, with Accelerate"),
     Script("accelerate_cv", "a frozen network's classifier, with Accelerate"),
     Script("lightning_classifier", "a LightningModule"),

@@ -41,7 +41,7 @@ class Net(nn.Module):
     def fit(self, batches):
         for i, layer in enumerate(self.layers):
             print("training layer", i, "...")
-            layer.fit(batches, self.layers[:i], str(i))
+            layer.fit(batches, self.layers[:i], f"layer{i}")
 
 
 class Layer(nn.Linear):
@@ -82,7 +82,7 @@ if __name__ == "__main__":
     x_pos = overlay_y_on_x(x, y)
     rnd = torch.randperm(x.size(0))
     x_neg = overlay_y_on_x(x, y[rnd])
-    layers = {str(i): layer for i, layer in enumerate(net.layers)}
+    layers = {f"layer{i}": layer for i, layer in enumerate(net.layers)}
     loader = DataLoader(TensorDataset(x_pos, x_neg), batch_size=23)
     run = pl.attach(layers, {name: layer.opt for name, layer in layers.items()}, loader)
     net.fit(run.steps(10))
