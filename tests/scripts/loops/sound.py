@@ -26,5 +26,5 @@ for epoch in run.epochs(2):
         scheduler.step()
     val_loss = run.evaluate(lambda batch: F.cross_entropy(model(batch[0]), batch[1]), val_loader)
     for group in optimizer.param_groups:
-        group["lr"] *= min(1.0, val_loss)
+        group["lr"] *= val_loss
     print(f"epoch {epoch}: validation loss {val_loss:.4f}")
