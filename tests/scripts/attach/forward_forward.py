@@ -4,8 +4,6 @@ Each layer has its own optimizer and its own loss, and learns from all samples a
 Original: https://github.com/mpezeshki/pytorch_forward_forward/blob/main/main.py
 """
 
-from itertools import islice
-
 import torch
 import torch.nn as nn
 from torch.optim import Adam
@@ -38,10 +36,11 @@ class Net(nn.Module):
             goodness_per_label += [sum(goodness).unsqueeze(1)]
         return torch.cat(goodness_per_label, 1).argmax(1)
 
-    def fit(self, batches):
+    def fit(self, x_pos, x_neg):
+        h_pos, h_neg = x_pos, x_neg
         for i, layer in enumerate(self.layers):
             print("training layer", i, "...")
-            layer.fit(batches, self.layers[:i], f"layer{i}")
+            h_pos, h_neg = layer.fit(h_pos, h_neg, f"layer{i}")
 
 
 class Layer(nn.Linear):
@@ -56,12 +55,11 @@ class Layer(nn.Linear):
         x_direction = x / (x.norm(2, 1, keepdim=True) + 1e-4)
         return self.relu(torch.mm(x_direction, self.weight.T) + self.bias.unsqueeze(0))
 
-    def fit(self, batches, before, name):
-        for x_pos, x_neg in islice(batches, self.num_epochs):
-            for layer in before:
-                x_pos, x_neg = layer(x_pos).detach(), layer(x_neg).detach()
-            g_pos = self.forward(x_pos).pow(2).mean(1)
-            g_neg = self.forward(x_neg).pow(2).mean(1)
+    def fit(self, x_pos, x_neg, name):
+        for _ in range(self.num_epochs):
+            rows = next(batches)
+            g_pos = self.forward(x_pos[rows]).pow(2).mean(1)
+            g_neg = self.forward(x_neg[rows]).pow(2).mean(1)
             # Positive samples are pushed above the threshold, negative ones below it.
             loss = torch.log(
                 1 + torch.exp(torch.cat([-g_pos + self.threshold, g_neg - self.threshold]))
@@ -69,6 +67,7 @@ class Layer(nn.Linear):
             run.backward(loss, name)
             run.update(name)
         print("loss", loss.item())
+        return self.forward(x_pos).detach(), self.forward(x_neg).detach()
 
 
 if __name__ == "__main__":
@@ -83,7 +82,8 @@ if __name__ == "__main__":
     rnd = torch.randperm(x.size(0))
     x_neg = overlay_y_on_x(x, y[rnd])
     layers = {f"layer{i}": layer for i, layer in enumerate(net.layers)}
-    loader = DataLoader(TensorDataset(x_pos, x_neg), batch_size=23)
-    run = pl.attach(layers, {name: layer.opt for name, layer in layers.items()}, loader)
-    net.fit(run.steps(10))
+    optimizers = {name: layer.opt for name, layer in layers.items()}
+    run = pl.attach(layers, optimizers, DataLoader(range(23), batch_size=23))
+    batches = run.steps(10)
+    net.fit(x_pos, x_neg)
     print("train error:", 1.0 - net.predict(x).eq(y).double().mean().item())

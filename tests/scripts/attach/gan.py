@@ -80,6 +80,7 @@ for epoch in run.epochs(niter):
         label = torch.full((batch_size,), real_label, device=device)
         output = netD(real_cpu)
         errD_real = criterion(output, label)
+        run.backward(errD_real, "D")
         D_x = output.mean().item()
 
         noise = torch.randn(batch_size, nz, 1, 1, device=device)
@@ -87,8 +88,8 @@ for epoch in run.epochs(niter):
         label.fill_(fake_label)
         output = netD(fake.detach())
         errD_fake = criterion(output, label)
+        run.backward(errD_fake, "D")
         errD = errD_real + errD_fake
-        run.backward(errD, "D")
         run.update("D")
 
         # (2) Update G network: maximize log(D(G(z)))
