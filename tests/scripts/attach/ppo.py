@@ -59,7 +59,8 @@ class Agent(nn.Module):
     def get_action_and_value(self, x, action=None):
         probs = Categorical(logits=self.actor(x))
         if action is None:
-            action = probs.sample()
+            with run.alike():
+                action = probs.sample()
         return action, probs.log_prob(action), probs.entropy(), self.critic(x)
 
 
@@ -69,7 +70,7 @@ if __name__ == "__main__":
     envs = Balance()
     agent = Agent()
     optimizer = optim.Adam(agent.parameters(), lr=learning_rate, eps=1e-5)
-    loader = torch.utils.data.DataLoader(range(batch_size), minibatch_size, shuffle=True)
+    loader = torch.utils.data.DataLoader(range(batch_size), minibatch_size)
     run = pl.attach(agent, optimizer, loader, clip=max_grad_norm)
     epochs = run.epochs(num_updates * update_epochs)
 
@@ -119,18 +120,21 @@ if __name__ == "__main__":
         b_returns = returns.reshape(-1)
         b_values = values.reshape(-1)
 
+        b_inds = np.arange(batch_size)
         for _ in range(update_epochs):
             next(epochs)
-            for mb_inds in run:
+            with run.alike():
+                np.random.shuffle(b_inds)
+            for rows, start in zip(run, range(0, batch_size, minibatch_size), strict=True):
+                mb_inds = b_inds[rows]
                 _, newlogprob, entropy, newvalue = agent.get_action_and_value(
                     b_obs[mb_inds], b_actions.long()[mb_inds]
                 )
                 ratio = (newlogprob - b_logprobs[mb_inds]).exp()
 
                 mb_advantages = b_advantages[mb_inds]
-                mb_advantages = (mb_advantages - mb_advantages.mean()) / (
-                    mb_advantages.std() + 1e-8
-                )
+                every = b_advantages[b_inds[start : start + minibatch_size]]
+                mb_advantages = (mb_advantages - every.mean()) / (every.std() + 1e-8)
 
                 pg_loss1 = -mb_advantages * ratio
                 pg_loss2 = -mb_advantages * torch.clamp(ratio, 1 - clip_coef, 1 + clip_coef)
