@@ -10,9 +10,9 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -169,9 +169,11 @@ def compare(port: Port, plan: str, folder: Path) -> Comparison:
     """Run a port under a plan and compare it with its original. folder: for both runs; empty or of an earlier call."""
     expected = original_outcome(port.script, folder, builds_in_job=port.form != "attach")
     run = folder / f"{port.script.name}-{port.form}-{plan.replace(' ', '-')}"
+    with float64():
+        start = attached(port, run) if port.form == "attach" else training(port)
     try:
         with float64(), quiet():
-            (run_attached if port.form == "attach" else run_job)(port, plan, run)
+            start(plan, devices=devices(plan), run=run, timeout_s=PATIENCE_S)
     except PacelineError as error:
         failure = getattr(error, "failure", None)
         kind = failure.kind if failure is not None else type(error).__name__
@@ -183,22 +185,21 @@ def compare(port: Port, plan: str, folder: Path) -> Comparison:
     return Comparison(port, plan, WRONG if reason else EQUAL, reason)
 
 
-def run_attached(port: Port, plan: str, run: Path) -> None:
-    """Run a script that keeps its loop, on ranks."""
+def attached(port: Port, run: Path) -> Callable[..., Any]:
+    """Return a function of a plan that runs a script which keeps its loop."""
     from paceline.attached.launch import run as run_script
 
     path = run.with_suffix(".py")
     path.write_text(port.script.alike_in(port.text, builds_in_job=False), encoding="utf-8")
-    run_script(path, plan, devices=devices(plan), run=run, timeout_s=PATIENCE_S)
+    return partial(run_script, path)
 
 
-def run_job(port: Port, plan: str, run: Path) -> None:
-    """Train the job of a script."""
+def training(port: Port) -> Callable[..., Any]:
+    """Return a function of a plan that trains the job of a script."""
     text = port.script.alike_in(port.text, builds_in_job=True)
     names = {"__name__": "port", "seed_model": seed_model}
     exec(compile(text, f"{port.form}/{port.script.name}.py", "exec"), names)
-    job = replace(names["job"], precision="float64")
-    pl.train(job, plan, devices=devices(plan), run=run, table=False, timeout_s=PATIENCE_S)
+    return partial(pl.train, replace(names["job"], precision="float64"), table=False)
 
 
 def devices(plan: str) -> str:

@@ -78,7 +78,7 @@ class GPT(nn.Module):
         return logits, loss
 
 
-def configure_optimizers(named_parameters):
+def get_optimizer(named_parameters):
     params = [p for _, p in named_parameters if p.requires_grad]
     groups = [
         {"params": [p for p in params if p.dim() >= 2], "weight_decay": weight_decay},
@@ -97,7 +97,7 @@ def get_lr(it):
 
 torch.manual_seed(1337)
 model = GPT()
-optimizer = configure_optimizers(model.named_parameters())
+optimizer = get_optimizer(model.named_parameters())
 
 starts = torch.randint(len(train_data) - block_size, (max_iters * batch_size,), generator=rng)
 run = pl.attach(model, optimizer, torch.utils.data.DataLoader(starts, batch_size), clip=grad_clip)

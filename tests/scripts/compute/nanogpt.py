@@ -78,7 +78,7 @@ class GPT(nn.Module):
         return logits, loss
 
 
-def configure_optimizers(named_parameters):
+def get_optimizer(named_parameters):
     params = [p for _, p in named_parameters if p.requires_grad]
     groups = [
         {"params": [p for p in params if p.dim() >= 2], "weight_decay": weight_decay},
@@ -100,7 +100,7 @@ job = pl.Job(
     model=GPT,
     data=torch.utils.data.DataLoader(starts, batch_size),
     compute=lambda model, ix: model(*get_batch(ix))[1],
-    optimizer=configure_optimizers,
+    optimizer=get_optimizer,
     lr_schedule=lambda o: torch.optim.lr_scheduler.LambdaLR(
         o, lambda it: get_lr(it) / learning_rate
     ),

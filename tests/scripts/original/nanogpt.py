@@ -77,7 +77,7 @@ class GPT(nn.Module):
         return logits, loss
 
 
-def configure_optimizers(named_parameters):
+def get_optimizer(named_parameters):
     params = [p for _, p in named_parameters if p.requires_grad]
     groups = [
         {"params": [p for p in params if p.dim() >= 2], "weight_decay": weight_decay},
@@ -96,7 +96,7 @@ def get_lr(it):
 
 torch.manual_seed(1337)
 model = GPT()
-optimizer = configure_optimizers(model.named_parameters())
+optimizer = get_optimizer(model.named_parameters())
 
 iter_num = 0
 while True:
