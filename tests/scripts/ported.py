@@ -199,7 +199,7 @@ def training(port: Port) -> Callable[..., Any]:
     text = port.script.alike_in(port.text, builds_in_job=True)
     names = {"__name__": "port", "seed_model": seed_model}
     exec(compile(text, f"{port.form}/{port.script.name}.py", "exec"), names)
-    return partial(pl.train, replace(names["job"], precision="float64"), table=False)
+    return partial(pl.train, replace(names["job"], precision="float64"), table=False, check=False)
 
 
 def devices(plan: str) -> str:
