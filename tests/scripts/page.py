@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from .bugs import BUGS, IMPOSSIBLE
+from .bugs import BUGS, IMPOSSIBLE, Bug
 from .ported import EQUAL, PLANS, REFUSED, SCRIPTS, WRONG, Comparison, Port
 
 SIGNS = {EQUAL: "=", REFUSED: "-", WRONG: "X"}
@@ -46,12 +46,14 @@ _IMPOSSIBLE = "\n`pl.attach` makes these impossible:\n\n"
 
 
 def page(comparisons: Sequence[Comparison], found: Mapping[str, bool]) -> str:
-    """Return the page in Markdown. found: whether the proof finds each bug, by name."""
+    """Return the page in Markdown. found: whether the proof finds a bug, by the bug's name."""
     parts = [
         _INTRODUCTION.format(scripts=len(SCRIPTS)),
         *_table(comparisons),
         *_refusals(comparisons),
-        _BUGS + "".join(_bug_row(bug.says, bug.new, found[bug.name]) for bug in BUGS) + _IMPOSSIBLE,
+        _BUGS
+        + "".join(_bug_row(bug, found[bug.name]) for bug in BUGS if bug.name in found)
+        + _IMPOSSIBLE,
     ]
     return "\n".join(parts) + "".join(f"- {bug}: {why}\n" for bug, why in IMPOSSIBLE.items())
 
@@ -82,29 +84,47 @@ def _refusals(comparisons: Sequence[Comparison]) -> list[str]:
     groups: dict[str, list[str]] = defaultdict(list)
     for each in comparisons:
         if each.verdict != EQUAL:
-            groups[each.reason].append(f"{each.port.script.name} ({each.port.form}, {each.plan})")
+            groups[_in_a_cell(each.reason)].append(
+                f"{each.port.script.name} ({each.port.form}, {each.plan})"
+            )
     if not groups:
         return []
-    rows = (
-        f"| {reason.replace('|', '/').replace('<', '&lt;')} | {', '.join(where)} |"
-        for reason, where in groups.items()
-    )
+    rows = (f"| {reason} | {'; '.join(where)} |" for reason, where in groups.items())
     return ["## What is refused, and why\n", "| reason | where |", "|---|---|", *rows, ""]
 
 
-def _bug_row(says: str, code: str, is_found: bool) -> str:
-    line = " ".join(code.split()).replace("|", "\\|")
-    return f"| {says} | `{line}` | {'yes' if is_found else 'no'} |\n"
+def _in_a_cell(text: str) -> str:
+    return text.replace("|", "/").replace("<", "&lt;")
 
 
-def signs_of_page(text: str) -> dict[tuple[str, str, str], str]:
-    """Return the signs of a page by the names of script, form and plan."""
-    forms = {shown: form for form, shown in FORM_NAMES.items()}
-    signs = {}
-    for line in text.splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
-        if len(cells) == 4 + len(PLANS) and cells[2] in forms:
-            name = re.split(":", cells[0])[0].strip("| ")
-            for plan, sign in zip(PLANS, cells[4:], strict=True):
-                signs[name, forms[cells[2]], plan] = sign.strip("| ")
-    return signs
+def _bug_row(bug: Bug, is_found: bool) -> str:
+    line = " ".join(bug.new.split()).replace("|", "/")
+    return f"| {bug.says} | `{line}` | {'yes' if is_found else 'no'} |\n"
+
+
+def comparisons_of_page(text: str) -> list[Comparison]:
+    """Return what a page says of the ports that are still there."""
+    ports = {f"{port.script.name} ({port.form}": port for s in SCRIPTS for port in s.ports}
+    reasons = {}
+    for reason, where in re.findall(r"^\| (.+) \| (\w+ \(.+\)) \|$", text, re.MULTILINE):
+        reasons |= dict.fromkeys(where.split("; "), reason)
+    verdicts = {sign: verdict for verdict, sign in SIGNS.items()}
+    comparisons = []
+    for where, port in ports.items():
+        begins = rf"^\| {re.escape(row_of(port).rpartition(' | ')[0])} \| \d+ \| (.+) \|$"
+        row = re.search(begins, text, re.MULTILINE)
+        for plan, sign in zip(PLANS, row[1].split(" | ") if row else (), strict=False):
+            if sign in verdicts:
+                reason = reasons.get(f"{where}, {plan})", "")
+                comparisons.append(Comparison(port, plan, verdicts[sign], reason))
+    return comparisons
+
+
+def found_of_page(text: str) -> dict[str, bool]:
+    """Return whether a page says that the proof finds each bug, by name."""
+    return {
+        bug.name: is_found
+        for bug in BUGS
+        for is_found in (True, False)
+        if _bug_row(bug, is_found) in text
+    }

@@ -9,8 +9,19 @@ from later import needed
 
 from .bugs import BUGS, SOUND, Bug
 from .lines import changed_lines
-from .page import SIGNS, row_of, signs_of_page
-from .ported import PLANS, PROVEN, SCRIPTS, Port, compare, proven
+from .page import comparisons_of_page, found_of_page, page, row_of
+from .ported import (
+    EQUAL,
+    PLANS,
+    PROVEN,
+    REFUSED,
+    SCRIPTS,
+    WRONG,
+    Comparison,
+    Port,
+    compare,
+    proven,
+)
 
 PAGE = Path(__file__).parents[2] / "docs" / "ported-scripts.md"
 PORTS = [port for script in SCRIPTS for port in script.ports]
@@ -35,20 +46,33 @@ def test_a_port_gives_the_losses_and_weights_of_its_original(port: Port, plan: s
     if port.script.name.startswith("accelerate"):
         needed("accelerate")
         needed("transformers")
+    said = {(each.port, each.plan): each.verdict for each in comparisons_of_page(PAGE.read_text())}
     comparison = compare(port, plan, folder)
 
-    said = signs_of_page(PAGE.read_text(encoding="utf-8"))[port.script.name, port.form, plan]
-    assert (SIGNS[comparison.verdict], comparison.reason) == (
-        said,
-        comparison.reason if said == "-" else "",
-    )
+    assert comparison.verdict == said[port, plan], comparison.reason
 
 
 def test_the_page_has_each_port_with_its_changed_lines():
     text = PAGE.read_text(encoding="utf-8")
+    comparisons = comparisons_of_page(text)
 
     assert [row_of(port) for port in PORTS if row_of(port) not in text] == []
-    assert "X" not in signs_of_page(text).values()
+    assert len(comparisons) == len(PORTS) * len(PLANS)
+    assert [each for each in comparisons if each.verdict == WRONG] == []
+    assert found_of_page(text) == dict.fromkeys((bug.name for bug in BUGS), True)
+
+
+def test_a_page_keeps_what_is_not_run_again():
+    comparisons = [
+        Comparison(port, plan, *((EQUAL,) if plan != "tensor=2" else (REFUSED, "it | splits <a>")))
+        for port in PORTS
+        for plan in PLANS
+    ]
+    found = {bug.name: bug is not BUGS[1] for bug in BUGS}
+    written = page(comparisons, found)
+
+    assert page(comparisons_of_page(written), found_of_page(written)) == written
+    assert found_of_page(written) == found
 
 
 def test_few_lines_change():
