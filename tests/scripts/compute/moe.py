@@ -92,8 +92,8 @@ class SparseMoELanguageModel(nn.Module):
 starts = torch.randint(len(data) - block_size, (max_iters * batch_size,), generator=rng)
 job = pl.Job(
     model=SparseMoELanguageModel,
-    data=torch.utils.data.DataLoader(starts, batch_size),
-    compute=lambda model, ix: model(*get_batch(ix))[1],
+    data=torch.utils.data.DataLoader(starts, batch_size, collate_fn=get_batch),
+    compute=lambda model, batch: model(*batch)[1],
     optimizer=lambda named: torch.optim.AdamW(named, lr=learning_rate),
     steps=max_iters,
 )

@@ -98,8 +98,8 @@ def get_lr(it):
 starts = torch.randint(len(train_data) - block_size, (max_iters * batch_size,), generator=rng)
 job = pl.Job(
     model=GPT,
-    data=torch.utils.data.DataLoader(starts, batch_size),
-    compute=lambda model, ix: model(*get_batch(ix))[1],
+    data=torch.utils.data.DataLoader(starts, batch_size, collate_fn=get_batch),
+    compute=lambda model, batch: model(*batch)[1],
     optimizer=get_optimizer,
     lr_schedule=lambda o: torch.optim.lr_scheduler.LambdaLR(
         o, lambda it: get_lr(it) / learning_rate
