@@ -54,8 +54,8 @@ class Script:
     name: str
     title: str
     backwards: int = 1
-    alike: Mapping[str, str] = field(default_factory=dict)
-    names: Mapping[str, str] = field(default_factory=dict)
+    alike: Mapping[str, str] = field(default_factory=dict, hash=False)
+    names: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     @property
     def original(self) -> str:
