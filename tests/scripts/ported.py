@@ -10,6 +10,7 @@ import contextlib
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -22,7 +23,6 @@ from torch import Tensor
 import paceline as pl
 from paceline.base.errors import PacelineError, UsageError
 from paceline.base.fork import in_a_fork
-from paceline.base.streams import seed_model
 from paceline.checkpoint import load_tensors
 from paceline.runs.folder import METRICS, MODEL
 from tests.corpus.sweep import REFUSALS, first_line
@@ -76,18 +76,9 @@ class Script:
             Port(self, form) for form in FORMS if (FOLDER / form / f"{self.name}.py").exists()
         )
 
-    def alike_in(self, text: str, *, builds_in_job: bool) -> str:
-        """Return a text whose order, weights and noise are those of the script's other texts.
-
-        builds_in_job: weights are those that a job gives a model with its seed.
-        """
+    def alike_in(self, text: str) -> str:
+        """Return a text whose order and noise are those of the script's other texts."""
         text = text.replace("shuffle=True", "shuffle=False")
-        if builds_in_job:
-            lines = text.splitlines(keepends=True)
-            text = "".join(
-                "seed_model(0)\n" if line.startswith("torch.manual_seed(") else line
-                for line in lines
-            )
         for old, new in self.alike.items():
             text = text.replace(old, new)
         return text
@@ -167,7 +158,7 @@ SCRIPTS = (
 
 def compare(port: Port, plan: str, folder: Path) -> Comparison:
     """Run a port under a plan and compare it with its original. folder: for both runs; empty or of an earlier call."""
-    expected = original_outcome(port.script, folder, builds_in_job=port.form != "attach")
+    expected = original_outcome(port.script, folder)
     run = folder / f"{port.script.name}-{port.form}-{plan.replace(' ', '-')}"
     with float64():
         start = attached(port, run) if port.form == "attach" else training(port)
@@ -190,14 +181,16 @@ def attached(port: Port, run: Path) -> Callable[..., Any]:
     from paceline.attached.launch import run as run_script
 
     path = run.with_suffix(".py")
-    path.write_text(port.script.alike_in(port.text, builds_in_job=False), encoding="utf-8")
+    path.write_text(port.script.alike_in(port.text), encoding="utf-8")
     return partial(run_script, path)
 
 
 def training(port: Port) -> Callable[..., Any]:
-    """Return a function of a plan that trains the job of a script."""
-    text = port.script.alike_in(port.text, builds_in_job=True)
-    names = {"__name__": "port", "seed_model": seed_model}
+    """Return a function of a plan that trains the job of a script, from the script's initial weights."""
+    (seed,) = re.findall(r"^torch.manual_seed.(\d+).$", port.script.original, re.MULTILINE)
+    text = port.script.alike_in(port.text)
+    text = text.replace("pl.Job(", f"pl.Job(seed=pl.like_torch({seed}), ")
+    names: dict[str, Any] = {"__name__": "port"}
     exec(compile(text, f"{port.form}/{port.script.name}.py", "exec"), names)
     return partial(pl.train, replace(names["job"], precision="float64"), table=False, check=False)
 
@@ -206,17 +199,12 @@ def devices(plan: str) -> str:
     return f"cpu:0-{pl.Plan.parse(plan).world_size - 1}"
 
 
-def original_outcome(script: Script, folder: Path, *, builds_in_job: bool) -> Outcome:
-    """Run an original in a process of its own, once in a folder."""
-    return _original(script.name, folder, builds_in_job)
-
-
 @cache
-def _original(name: str, folder: Path, builds_in_job: bool) -> Outcome:
-    (script,) = (each for each in SCRIPTS if each.name == name)
-    own = folder / f"{name}-original-{builds_in_job}"
+def original_outcome(script: Script, folder: Path) -> Outcome:
+    """Run an original in a process of its own, once in a folder."""
+    own = folder / f"{script.name}-original"
     own.mkdir()
-    text = script.alike_in(script.original, builds_in_job=builds_in_job)
+    text, name = script.alike_in(script.original), script.name
     with quiet():
         losses = in_a_fork(lambda: _losses(text, name, own))
     each = script.backwards
@@ -240,7 +228,7 @@ def _losses(text: str, name: str, folder: Path) -> list[float]:
     Tensor.backward = noted  # type: ignore[method-assign]
     with float64():
         code = compile(text, f"original/{name}.py", "exec")
-        exec(code, {"__name__": "__main__", "seed_model": seed_model})
+        exec(code, {"__name__": "__main__"})
     return losses
 
 
