@@ -138,7 +138,7 @@ def test_the_job_ends_where_the_script_of_another_tool_ends(
 
 
 @pytest.mark.filterwarnings("ignore")  # of the other tool
-def test_the_kept_loop_ends_where_that_of_accelerate_ends(tmp_path: Path, one_process: None):
+def test_the_kept_loop_ends_where_that_of_accelerate_ends(tmp_path: Path):
     """On two ranks, with the lines that the page changes."""
     needed("sklearn", "scikit-learn")
     needed("accelerate")
@@ -154,7 +154,5 @@ def test_the_kept_loop_ends_where_that_of_accelerate_ends(tmp_path: Path, one_pr
         ),
         encoding="utf-8",
     )
-    with pytest.MonkeyPatch.context() as patch:
-        leave_the_launcher(patch)
-        run_attached(script, "data=2", devices="cpu:0-1", run=tmp_path / "run")
+    run_attached(script, "data=2", devices="cpu:0-1", run=tmp_path / "run")
     assert_equal_weights(tmp_path / "run", names["model"])
