@@ -16,19 +16,18 @@ import torch
 from paceline.base.errors import TrainingError
 from paceline.strategies.step_sync import StepFigures
 from paceline.torch_private.autograd import version_of
-from paceline.training.blame import blaming
 from paceline.training.clipping import squared_norm
 from paceline.training.logged import LoggedFigures
 from paceline.training.loss import LossSum
 from paceline.training.refusals import check_loss
 from paceline.training.upload import uploaded
+from paceline.training.window import WindowWork, go_back
 
 if TYPE_CHECKING:
     from paceline.job.order import Window
     from paceline.training.feed import MicroBatch
     from paceline.training.own_step.named_parts import ModelPart
     from paceline.training.rank_state import RankState
-    from paceline.training.window import WindowWork
 
 
 # The places of two figures in a message.
@@ -264,30 +263,6 @@ class TrainingStep:
         assert self.figures is not None
         self.figures.users = tuple(self.users.values())
         return self.figures
-
-
-def go_back(state: RankState, parts: Sequence[ModelPart], work: WindowWork) -> set[str]:
-    """Compute the gradients of a loss, as far as the plan's synchronisers reduce them. Collective as
-    they are.
-
-    parts: the models that it trains, of which the first one runs.
-
-    Returns:
-        The names of parameters that this rank used.
-    """
-    with blaming(state.job, state.part, work.window, work.batches, lambda: work.latest):
-        parts[0].layout.run(work.batches, work)
-    state.freezing.refuse_thawed(state.local_parameters, state.parameters, work.step)
-    work.drop_rows_of_stand_in()
-    unused = set().union(*(each.unused() for part in parts for each in part.synchronisers))
-    parameters, _ = state.trained_by(parts)
-    used = {name for name, p in parameters.items() if p.grad is not None and name not in unused}
-    work.beat("reduce")
-    for part in reversed(parts):
-        for synchroniser in reversed(part.synchronisers):
-            synchroniser.finish()
-        part.layout.finish()
-    return used
 
 
 def _with_losses(

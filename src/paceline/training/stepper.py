@@ -28,9 +28,9 @@ from paceline.training.own_step.verbs import Verbs
 from paceline.training.rank_state import RankState
 from paceline.training.replicas.inplace_parameters import EditsDifferError
 from paceline.training.replicas.set_once import set_once
-from paceline.training.step import TrainingStep, go_back
+from paceline.training.step import TrainingStep
 from paceline.training.upload import uploaded
-from paceline.training.window import WindowWork
+from paceline.training.window import WindowWork, go_back
 
 
 @dataclass(frozen=True, slots=True)

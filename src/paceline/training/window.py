@@ -14,13 +14,14 @@ from paceline.base.streams import seed_streams
 from paceline.job.compute import computed_figures
 from paceline.job.order import Window
 from paceline.strategies.mesh import is_about_parts
-from paceline.training.blame import note_sample, sample_names
+from paceline.training.blame import blaming, note_sample, sample_names
 from paceline.training.feed import MicroBatch
 from paceline.training.logged import LoggedFigures
 from paceline.training.loss import LossSum, read_tally, with_gradient, without_total
 from paceline.training.prepare import autocast
 
 if TYPE_CHECKING:
+    from paceline.training.own_step.named_parts import ModelPart
     from paceline.training.rank_state import RankState
 
 
@@ -158,3 +159,27 @@ def _reads_shards(evidence: str) -> PlanRefused:
         hint="use a data=N plan, or shard=N zero=2, which keeps parameters whole between forward and "
         "backward",
     )
+
+
+def go_back(state: RankState, parts: Sequence[ModelPart], work: WindowWork) -> set[str]:
+    """Compute the gradients of a loss, as far as the plan's synchronisers reduce them. Collective as
+    they are.
+
+    parts: the models that it trains, of which the first one runs.
+
+    Returns:
+        The names of parameters that this rank used.
+    """
+    with blaming(state.job, state.part, work.window, work.batches, lambda: work.latest):
+        parts[0].layout.run(work.batches, work)
+    state.freezing.refuse_thawed(state.local_parameters, state.parameters, work.step)
+    work.drop_rows_of_stand_in()
+    unused = set().union(*(each.unused() for part in parts for each in part.synchronisers))
+    parameters, _ = state.trained_by(parts)
+    used = {name for name, p in parameters.items() if p.grad is not None and name not in unused}
+    work.beat("reduce")
+    for part in reversed(parts):
+        for synchroniser in reversed(part.synchronisers):
+            synchroniser.finish()
+        part.layout.finish()
+    return used
