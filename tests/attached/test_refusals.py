@@ -17,6 +17,11 @@ from tests.attached.scripts import ATTACHED, SETUP, alone
 LOOP = ATTACHED.partition("run = ")[2]
 WRONG = {
     "no update": ("        run.update()\n", "", "no run.update() has used"),
+    "its own update": (
+        "        run.update()",
+        "        optimizer.step()\n        optimizer.zero_grad()",
+        "no run.update() has used a gradient of step 1",
+    ),
     "no backward": (
         "        run.backward(loss)\n        run.update()\n",
         "",

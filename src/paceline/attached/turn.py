@@ -72,6 +72,7 @@ class Turn:
         self.pending: Backward | None = None  # the first, if ranks still have to agree on it
         self.reached: set[str] = set()  # parameters of a backward that no update has used
         self.gradients = dict[str, torch.Tensor]()
+        self.num_updates = 0
         self._forwards = ExitStack()  # what surrounds the script's forwards
         seed_streams(state.job.seed, "step", self.taken.number, state.loss_number, 0)
         self._expect_forwards()
@@ -217,6 +218,7 @@ class Turn:
             end_evaluation(part.synchronisers)
         if state.merges_edits:
             state.edits.updated()
+        self.num_updates += 1
         self.reached -= parameters.keys()
         self.taken.norm_on_device = None
         self._expect_forwards()
@@ -248,12 +250,14 @@ class Turn:
             for name in self.reached & state.parameters.keys()
             if state.parameters[name].grad is not None
         ]
-        if waiting:
+        if waiting or not self.num_updates:
+            of_what = f"the gradients of '{min(waiting)}'" if waiting else "a gradient"
             raise TrainingError(
-                f"the loop asks for the next batch, and no run.update() has used the gradients of "
-                f"'{min(waiting)}' of step {number}",
-                hint="run.update() for each batch: a batch of the loader is a step. For several "
-                "micro-batches a step, give the loader the whole batch, and the plan accumulate=K. "
+                f"the loop asks for the next batch, and no run.update() has used {of_what} of step "
+                f"{number}",
+                hint="run.update() for each batch, in place of optimizer.step(): it clips, and steps "
+                "optimizer and schedule. A batch of the loader is a step. For several micro-batches a "
+                "step, give the loader the whole batch, and the plan accumulate=K. "
                 "A loss that goes through a model which it doesn't train: run.backward(loss, 'generator')",
             )
         self._note("the next batch")
