@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.attached.scripts import ATTACHED, OWN, SETUP, assert_alike, lines, told
 
@@ -95,6 +96,49 @@ def test_a_sum_with_its_count_is_normalised_once(tmp_path):
     own = told(tmp_path / "own", OWN.replace("model(x), y)", "model(x), y, ignore_index=0)"))
 
     assert_alike(told(tmp_path / "sums", SUMS, "data=2")["weights"], own["weights"])
+
+
+SEEN = (
+    SUMS.replace("        run.update()", "        seen.append(gradient())\n        run.update()")
+    .replace(
+        "run = pl.attach",
+        "seen = []\n"
+        "gradient = lambda: [local(p.grad).tolist() for p in model.parameters()]\n"
+        "local = lambda grad: grad.full_tensor() if hasattr(grad, 'full_tensor') else grad\n"
+        "run = pl.attach",
+    )
+    .replace("tell()", "tell(seen=seen)")
+)
+OWN_SEEN = (
+    OWN.replace("model(x), y)", "model(x), y, ignore_index=0)")
+    .replace(
+        "        torch.nn.utils.clip",
+        "        seen.append([p.grad.tolist() for p in model.parameters()])\n        torch.nn.utils.clip",
+    )
+    .replace("for epoch", "seen = []\nfor epoch", 1)
+    .replace("tell()", "tell(seen=seen)")
+)
+
+
+@pytest.mark.parametrize(
+    ("plan", "is_function"),
+    [("single", False), ("data=2", False), ("data=3", True), ("single accumulate=2", True)],
+)
+def test_gradients_before_an_update_are_those_of_the_mean(tmp_path, plan, is_function):
+    """Where the loss is a sum with its count. Under data=3, a rank has no rows of the last batch."""
+    own, text = told(tmp_path / "own", OWN_SEEN), SEEN
+    if is_function:
+        text = (
+            text.replace("run.backward((", "run.backward(lambda b: (")
+            .replace("model(x), y,", "model(b[0]), b[1],")
+            .replace("(y != 0)", "(b[1] != 0)")
+        )
+
+    for seen, expected in zip(told(tmp_path, text, plan)["seen"], own["seen"], strict=True):
+        for gradient, of_own in zip(seen, expected, strict=True):
+            torch.testing.assert_close(
+                torch.tensor(gradient), torch.tensor(of_own), rtol=1e-5, atol=1e-7
+            )
 
 
 STREAM = """

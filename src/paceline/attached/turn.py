@@ -12,6 +12,7 @@ import torch
 from paceline.base.errors import PlanRefused, TrainingError, nearest
 from paceline.base.streams import seed_streams
 from paceline.job.named_optimizers import NamedOptimizers
+from paceline.job.order import split
 from paceline.strategies.compose import end_evaluation
 from paceline.strategies.layout import Layout, Whole
 from paceline.training.feed import MicroBatch
@@ -123,10 +124,35 @@ class Turn:
         self.reached.update(backward.trainable)
         if not (state.has_one_backward and len(self.taken.backwards) == 1):
             self._agree()
+        elif self._may_be_sum(loss, backward):
+            self._divide(backward)
         for name, gradient in earlier.items():
             p = state.parameters[name]
             p.grad = gradient if p.grad is None else p.grad + gradient
         self._expect_forwards()
+
+    def _may_be_sum(self, loss: Loss, backward: Backward) -> bool:
+        """Whether a loss may be a sum on some rank. All ranks return the same."""
+        if not callable(loss):
+            return isinstance(loss, tuple | list)
+        if not all(split(self.taken.window.count, self.state.part.shares)):
+            return True  # a rank without rows hasn't called the function
+        return not all(tally.is_mean for tally in backward.tallies)
+
+    def _divide(self, backward: Backward) -> None:
+        """Let the gradients of a loss that is a sum be those of its mean from here on, because the script
+        may look at them before the update. Collective; the host waits for the device.
+        """
+        sums = [tally.count for tally in backward.tallies if not tally.is_mean]
+        figures = torch.tensor(
+            [float(len(sums)), float(sum(map(float, sums)))], dtype=torch.float64
+        )
+        figures = self.state.step_sync.all_reduce_figures(figures.to(self.state.device))
+        num_sums, count = figures.tolist()
+        if num_sums and count:
+            factor = backward.expected_count / count
+            self.state.scale_gradients(factor, backward.parameters)
+            backward.expected_count = count
 
     def _refuse_tensor(self, trains: Sequence[str]) -> None:
         """Refuse a loss that is a tensor, where forwards have to be run for it.
