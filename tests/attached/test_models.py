@@ -6,7 +6,7 @@ import pytest
 
 from paceline.base.errors import PlanRefused, TrainingError
 from paceline.launch.process.failure import RankFailed
-from tests.attached.scripts import OWN, SETUP, alone, assert_alike, told
+from tests.attached.scripts import OWN, SETUP, alone, assert_alike, lines, told
 
 GAN = (
     SETUP
@@ -103,6 +103,35 @@ def test_a_loss_as_a_function_is_called_for_each_micro_batch(tmp_path):
     own = told(tmp_path / "own", OWN)
 
     assert_alike(told(tmp_path / "cut", FUNCTION, "data=2 accumulate=2")["weights"], own["weights"])
+
+
+LOGGED = (
+    FUNCTION.replace("batch_size=8", "batch_size=5")
+    .replace("lambda batch: F.cross_entropy(model(batch[0]), batch[1])", "loss_of")
+    .replace(
+        "for epoch",
+        """
+def loss_of(batch):
+    rows.append((run.rows, len(batch[0])))
+    run.log(first=batch[0][:, 0].mean(), total=pl.total(batch[0][:, 0].sum()))
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+for epoch""",
+        1,
+    )
+)
+
+
+def test_figures_of_a_micro_batch_are_weighed_by_its_rows(tmp_path):
+    """Three and two rows of each batch, and of the last one a single row."""
+    whole = told(tmp_path / "whole", LOGGED, "single")
+    cut = told(tmp_path / "cut", LOGGED, "single accumulate=2")
+
+    assert all(here == given for here, given in cut["rows"])
+    assert lines(cut["run"], "logged") == [
+        pytest.approx(figures, rel=1e-12) for figures in lines(whole["run"], "logged")
+    ]
 
 
 def test_a_tensor_is_refused_under_micro_batches_before_anything_is_updated(tmp_path, capfd):

@@ -259,7 +259,10 @@ class AttachedRun:
 
     @property
     def rows(self) -> int:
-        """How many rows of the batch count on this rank; 0 for one that stands in for missing rows."""
+        """How many rows of the batch count on this rank; 0 for one that stands in for missing rows.
+
+        Inside a loss that is a function of a batch: of that batch.
+        """
         return self._turn("run.rows").rows
 
     @property

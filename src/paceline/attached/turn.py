@@ -46,7 +46,7 @@ class Turn:
     Attributes:
         batch: This rank's rows of the batch, as the loader yields them; the first row of the batch if
             this rank has none.
-        rows: How many of them count.
+        rows: How many of them count; while a function of a micro-batch runs, of the micro-batch.
         gradients: The step's gradients before clipping, summed over the updates; kept if somebody
             looks at them.
     """
@@ -109,7 +109,10 @@ class Turn:
         if is_function:
             self._forwards.close()
             batches = [
-                _ToCompute(piece.input, None, piece.samples, function=loss) for piece in self.pieces
+                _ToCompute(
+                    piece.input, None, piece.samples, function=self._of_rows(loss, piece.samples)
+                )
+                for piece in self.pieces
             ]
         else:
             inputs = [p for name, p in state.parameters.items() if name.startswith(prefixes)]
@@ -130,6 +133,18 @@ class Turn:
             p = state.parameters[name]
             p.grad = gradient if p.grad is None else p.grad + gradient
         self._expect_forwards()
+
+    def _of_rows(self, loss: Callable[[Any], Loss], rows: int) -> Callable[[Any], Loss]:
+        """Return the function of a micro-batch with so many rows."""
+
+        def call(batch: Any) -> Loss:
+            whole, self.rows = self.rows, rows
+            try:
+                return loss(batch)
+            finally:
+                self.rows = whole
+
+        return call
 
     def _may_be_sum(self, loss: Loss, backward: Backward) -> bool:
         """Whether a loss may be a sum on some rank. All ranks return the same."""
