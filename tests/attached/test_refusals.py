@@ -38,6 +38,12 @@ WRONG = {
         "        break",
         "leaves epoch 0 before its end",
     ),
+    "a second pass in an epoch": (
+        "    for x, y in run:",
+        "    for x, y in run:\n        run.backward(F.cross_entropy(model(x), y))\n        run.update()\n"
+        "    for x, y in run:",
+        "a second time in epoch 0",
+    ),
     "batches without epochs": (
         "for epoch in run.epochs(2):",
         "if True:",

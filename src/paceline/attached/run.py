@@ -164,6 +164,12 @@ class AttachedRun:
             )
         loop = self.loop
         self._end_turn()
+        if self._is_going(loop) and self._next_epoch(loop) != self.epoch:
+            raise TrainingError(
+                f"`for batch in run` comes a second time in epoch {self.epoch}, whose batches are all taken",
+                hint="each pass over the data is an epoch of run.epochs(N): give N as many as there are "
+                "passes. run.evaluate(function, loader) goes through data without training",
+            )
         while self._is_going(loop) and self._next_epoch(loop) == self.epoch:
             fed = self._fetch(loop)
             assert fed is not None
