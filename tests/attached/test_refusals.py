@@ -44,6 +44,12 @@ WRONG = {
         "    for x, y in run:",
         "a second time in epoch 0",
     ),
+    "a data set that grows": (
+        "for epoch in run.epochs(2):",
+        "for epoch in run.epochs(2):\n"
+        "    data.tensors = tuple(torch.cat([t, t[:epoch]]) for t in data.tensors)",
+        "has 27 items at the beginning of epoch 1, and had 26",
+    ),
     "batches without epochs": (
         "for epoch in run.epochs(2):",
         "if True:",

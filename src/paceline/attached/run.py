@@ -111,6 +111,7 @@ class AttachedRun:
         self.loop: Loop | None = None
         self.turn: Turn | None = None
         self.order: Order | None = None  # None for a stream
+        self._num_items = 0  # of the data set of which the order is
         self.summary: dict[str, Any] | None = None  # once the run has ended
         self._held: Fed | None = None  # the first batch of the epoch that is next, of a stream
         self._is_open = False  # whether batches may be taken
@@ -205,7 +206,8 @@ class AttachedRun:
         session.check(job)
         loop = self.loop = Loop(session.context, job, plan, session.settings_of(job))
         self.given.adopt(loop.run.stepper)
-        self.order = None if is_stream(job.data) else Order.of(job)
+        if not is_stream(job.data):
+            self.order, self._num_items = Order.of(job), len(job.data)
         self.logged = next(part for part in loop.run.parts if isinstance(part, Logged))
         session.enter(loop)
         if loop.run.run_dir is not None and (names := self._unkept()):
@@ -230,6 +232,16 @@ class AttachedRun:
         return None if self._held is None else self._held.window.epoch
 
     def _fetch(self, loop: Loop) -> Fed | None:
+        if self.order is not None:
+            step, data = loop.run.step, loop.run.job.data
+            epoch = self.order.window(step).epoch
+            if step == self.order.windows.first_step(epoch) and len(data) != self._num_items:
+                raise TrainingError(
+                    f"the data set has {len(data)} items at the beginning of epoch {epoch}, and had "
+                    f"{self._num_items} when the run began: an order of all epochs is fixed by then",
+                    hint="keep its length, and change what it holds between epochs; or make it an "
+                    "IterableDataset, which is read anew in each epoch",
+                )
         fed, self._held = self._held, None
         return loop.fetch() if fed is None else fed
 
