@@ -85,7 +85,7 @@ def test_two_models_with_an_optimizer_each(tmp_path, own, plan):
     assert_alike(told(tmp_path, ATTACHED_GAN, plan)["weights"], own["weights"])
 
 
-@pytest.mark.parametrize("plan", ["shard=2", "data=2 accumulate=2"])
+@pytest.mark.parametrize("plan", ["shard=2", "data=2 accumulate=2", "shard=2 recompute=full"])
 def test_losses_of_two_models_as_functions(tmp_path, own, plan):
     assert_alike(told(tmp_path, FUNCTIONS, plan)["weights"], own["weights"])
 

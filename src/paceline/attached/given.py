@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,11 +16,15 @@ from torch.utils.data import default_collate
 from paceline.base.errors import JobError
 from paceline.job import Job, loaders
 from paceline.job.named_optimizers import NamedOptimizers, requires_closure
-from paceline.job.own_step import Optimizer
+from paceline.job.own_step import Optimizer, StepContext
 from paceline.model.forward_state import ForwardSnapshot, ForwardState
+from paceline.model.tensors import tensors_in
 from paceline.training.optimizers.local_shards import as_plain
 from paceline.training.optimizers.state import OptimizerState
 from paceline.training.rank_state import RankState
+
+if TYPE_CHECKING:
+    from paceline.training.own_step.step_batch import StepBatch
 
 ONLY = ""  # the name of a script's only model, and of its only optimizer
 
@@ -237,7 +242,7 @@ class Given:
                 )
                 for name, each in self.optimizers.items()
             },
-            step=in_loop,
+            step=partial(tried_in_loop, names=tuple(self.models), state=state),
             **fields,
         )
 
@@ -261,6 +266,20 @@ class Given:
 def computed_in_loop(*given: Any, state: Mapping[str, Any]) -> Any:
     """The loss of a job whose loop is a script's."""
     raise AssertionError("the script's loop computes the loss")
+
+
+def tried_in_loop(
+    context: StepContext, batch: StepBatch, *, names: Sequence[str], state: Mapping[str, Any]
+) -> None:
+    """The step of a job of several models whose loop is a script's.
+
+    It is only ever tried, where a plan has to know what models write to. What the loop gives to them
+    is not known: each is tried with the batch's first tensor, and what fails so tells nothing.
+    """
+    first = next((tensor for tensor in tensors_in(batch.input) if tensor.ndim), torch.zeros(1, 1))
+    for name in names:
+        with suppress(Exception):
+            context.run(name, first)
 
 
 def _by_name(value: Any, field: str, is_named: bool) -> dict[str, Any]:
