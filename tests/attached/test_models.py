@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.base.errors import PlanRefused, TrainingError
+from paceline.base.errors import JobError, PlanRefused, TrainingError
 from paceline.launch.process.failure import RankFailed
 from tests.attached.scripts import OWN, SETUP, alone, assert_alike, lines, told
 
@@ -97,6 +97,15 @@ def test_a_model_that_gets_gradients_which_nothing_uses_is_named(tmp_path):
         alone(tmp_path, script)
 
     assert "run.backward(loss, 'generator')" in error.value.hint
+
+
+def test_a_clip_of_an_unknown_optimizer_is_refused(tmp_path):
+    script = ATTACHED_GAN.replace("    loader,\n)", "    loader,\n    clip={'critc': 1.0},\n)")
+
+    with pytest.raises(JobError, match="clip is given for 'critc'") as error:
+        alone(tmp_path, script)
+
+    assert "did you mean 'critic'" in error.value.hint
 
 
 def test_a_loss_as_a_function_is_called_for_each_micro_batch(tmp_path):

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import default_collate
 
-from paceline.base.errors import JobError
+from paceline.base.errors import JobError, nearest
 from paceline.job import Job, loaders
 from paceline.job.named_optimizers import NamedOptimizers, requires_closure
 from paceline.job.own_step import Optimizer, StepContext
@@ -231,6 +231,11 @@ class Given:
                 **fields,
             )
         clip = fields.pop("clip", None)
+        if isinstance(clip, Mapping) and (unknown := [n for n in clip if n not in self.optimizers]):
+            raise JobError(
+                f"clip is given for '{unknown[0]}', and there is no such optimizer",
+                hint=nearest(unknown[0], self.optimizers),
+            )
         return Job(
             models=self.builders,
             optimizers={
