@@ -28,6 +28,11 @@ WRONG = {
         "nothing was trained",
     ),
     "its own backward": ("run.backward(loss)", "loss.backward()", "finds no gradient"),
+    "a loss of another model": (
+        "        loss = F.cross_entropy(model(x), y)",
+        "        loss = F.cross_entropy(copy.deepcopy(model)(x), y)",
+        "no loss of this batch uses what run.update() updates, such as '0.bias'",
+    ),
     "gradients removed": (
         "        run.update()",
         "        optimizer.zero_grad()\n        run.update()",

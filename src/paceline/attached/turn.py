@@ -73,6 +73,7 @@ class Turn:
         self.pending: Backward | None = None  # the first, if ranks still have to agree on it
         self.reached: set[str] = set()  # parameters of a backward that no update has used
         self.gradients = dict[str, torch.Tensor]()
+        self.used: set[str] = set()  # parameters that some backward gave a gradient
         self.num_updates = 0
         self._forwards = ExitStack()  # what surrounds the script's forwards
         seed_streams(state.job.seed, "step", self.taken.number, state.loss_number, 0)
@@ -132,6 +133,7 @@ class Turn:
         for name, gradient in earlier.items():
             p = state.parameters[name]
             p.grad = gradient if p.grad is None else p.grad + gradient
+        self.used.update(name for name, p in backward.parameters.items() if p.grad is not None)
         self._expect_forwards()
 
     def _of_rows(self, loss: Callable[[Any], Loss], rows: int) -> Callable[[Any], Loss]:
@@ -218,6 +220,7 @@ class Turn:
     def update(self, optimizer: str) -> None:
         """Clip the gradients of an optimizer, step it and its schedule, and drop the gradients. Collective."""
         state, named = self.state, self.state.optimizer
+        verb = f"run.update({optimizer!r})" if optimizer else "run.update()"
         names: Collection[str] = state.parameters
         if isinstance(named, NamedOptimizers):
             if optimizer not in named.members:
@@ -232,17 +235,20 @@ class Turn:
         parameters = {name: state.parameters[name] for name in names if name in state.parameters}
         if not self.reached.intersection(parameters):
             raise TrainingError(
-                f"run.update({optimizer!r}) finds no gradient of what it updates"
-                if optimizer
-                else "run.update() finds no gradient of what it updates",
+                f"{verb} finds no gradient of what it updates",
                 hint="run.backward(loss) before, in place of loss.backward()",
             )
         if all(p.grad is None for p in parameters.values()):
+            if self.used.isdisjoint(parameters):
+                raise TrainingError(
+                    f"no loss of this batch uses what {verb} updates, such as '{min(parameters)}'",
+                    hint="compute the loss from the model's output, without .detach() or no_grad",
+                )
             raise TrainingError(
                 "the gradients of run.backward were removed before run.update()",
                 hint="leave optimizer.zero_grad() out: run.update() drops the gradients it has used",
             )
-        self._note(f"run.update({optimizer!r})" if optimizer else "run.update()")
+        self._note(verb)
         self._forwards.close()
         if self.pending is not None:
             self.taken.agree(self.pending)
