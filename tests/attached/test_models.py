@@ -90,6 +90,22 @@ def test_losses_of_two_models_as_functions(tmp_path, own, plan):
     assert_alike(told(tmp_path, FUNCTIONS, plan)["weights"], own["weights"])
 
 
+COUNTING = """
+from paceline.training.replicas.inplace_parameters import Edits
+
+merges, merge = [], Edits.merge
+Edits.merge = lambda *given, **named: merges.append(0) or merge(*given, **named)
+"""
+
+
+def test_an_update_between_two_backwards_is_no_edit(tmp_path):
+    """An edit of a parameter by a forward costs messages of whole parameters."""
+    script = ATTACHED_GAN.replace("run = pl.attach", COUNTING + "run = pl.attach")
+    script = script.replace('"critic": critic}))', '"critic": critic}), merges=len(merges))')
+
+    assert told(tmp_path, script, "data=2")["merges"] == 0
+
+
 def test_a_model_that_gets_gradients_which_nothing_uses_is_named(tmp_path):
     script = ATTACHED_GAN.replace(', "generator")\n        run.update', ")\n        run.update")
 

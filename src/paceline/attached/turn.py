@@ -81,6 +81,8 @@ class Turn:
 
     def _expect_forwards(self) -> None:
         """Prepare for forwards of the script, which end with the next backward or update."""
+        if self.state.merges_edits and self.taken.backwards and self.pending is None:
+            self.state.edits.begin()  # so that no update is taken for an edit of a later forward
         for part in self.state.parts.values():
             hold(part.synchronisers)
             if isinstance(part.layout, Whole):
