@@ -86,6 +86,18 @@ def test_batch_norm_sees_the_rows_of_all_ranks(tmp_path):
     assert_alike(attached["weights"], expected["weights"])
 
 
+def test_a_buffer_that_is_written_after_an_update_is_the_mean_of_all_ranks(tmp_path):
+    text = ATTACHED.replace(
+        "run = pl.attach", "model.register_buffer('last', torch.zeros(4))\nrun = pl.attach"
+    )
+    text = text.replace("        rows.append(run.rows)", "        model.last = x.mean(0)")
+    text = text.replace("tell()", "tell(last=model.last.tolist())").replace("(26,", "(24,")
+    text = text.replace("torch.randn(26", "torch.randn(24").replace("range(26)", "range(24)")
+    expected = told(tmp_path, text, "single")["last"]
+
+    assert told(tmp_path, text, "data=2")["last"] == pytest.approx(expected, rel=1e-12)
+
+
 SUMS = ATTACHED.replace(
     "run.backward(loss)",
     "run.backward((F.cross_entropy(model(x), y, reduction='sum', ignore_index=0), (y != 0).sum()))",

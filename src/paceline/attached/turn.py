@@ -73,6 +73,7 @@ class Turn:
         self.pending: Backward | None = None  # the first, if ranks still have to agree on it
         self.reached: set[str] = set()  # parameters of a backward that no update has used
         self.gradients = dict[str, torch.Tensor]()
+        self._has_buffers = next(iter(state.model.buffers()), None) is not None
         self.used: set[str] = set()  # parameters that some backward gave a gradient
         self.num_updates = 0
         self._forwards = ExitStack()  # what surrounds the script's forwards
@@ -317,6 +318,10 @@ class Turn:
             self.loop.observe()
             for p in state.parameters.values():
                 p.grad = None
+        if state.merges_edits and self.taken.figures is not None and self._has_buffers:
+            # The script may have written to a buffer after the update, in which ranks agreed.
+            self.taken.is_decided = True
+            self.taken.go_on()
         self.loop.count(self.fed, state.end_step(self.taken))
 
 
