@@ -7,6 +7,7 @@ import json
 import pytest
 
 import paceline as pl
+from paceline.launch.process.failure import RankFailed
 from tests.attached.scripts import ATTACHED, SETUP, assert_alike, lines, told
 
 COUNTED = (
@@ -76,6 +77,66 @@ def test_a_killed_rank_starts_again(tmp_path, whole, monkeypatch):
     assert (tmp_path / "told.json.killed").exists()
     assert_alike(recovered["weights"], whole["weights"])
     assert recovered["count"] == 8
+
+
+KILLED = (
+    SETUP
+    + """
+class Counts(pl.Callback):
+    def __init__(self):
+        self.steps = 0
+
+    def on_step(self, run, step):
+        self.steps += 1
+
+    def state_dict(self):
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state):
+        self.steps = state["steps"]
+
+    def on_end(self, run, result):
+        print("counted", self.steps)
+
+
+run = pl.attach(model, optimizer, loader, callbacks=[Counts()])
+for x, y in run.steps(12):
+    loss = F.cross_entropy(model(x), y)
+    run.backward(loss)
+    run.update()
+    run.log(number=loss * 0 + run.step)
+    path = os.environ["TOLD"] + ".killed"
+    if run.rank == 1 and run.step == 7 and not os.path.exists(path):
+        open(path, "w").close()
+        os.kill(os.getpid(), int(os.environ["SIGNAL"]))
+tell()
+"""
+)
+
+
+def test_callbacks_and_logged_figures_go_on_from_memory(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("SIGNAL", "9")
+
+    recovered = told(tmp_path, KILLED, "data=2", restarts=2)
+
+    output = capfd.readouterr().err
+    assert "resumed from" in output and "resumed from step-" not in output
+    assert "counted 12" in output
+    assert lines(recovered["run"], "logged") == [{"number": step} for step in range(12)]
+
+
+def test_a_run_that_is_stopped_keeps_its_logged_figures(tmp_path, monkeypatch):
+    monkeypatch.setenv("SIGNAL", "15")
+    run = tmp_path / "run"
+    with pytest.raises(RankFailed):
+        told(tmp_path, KILLED, "data=2", run=run)
+    taken = len(lines(run, "loss"))
+    assert taken >= 8
+    assert lines(run, "logged") == [{"number": step} for step in range(taken)]
+
+    told(tmp_path, KILLED, "data=2", run=run, resume=True)
+
+    assert lines(run, "logged") == [{"number": step} for step in range(12)]
 
 
 EVALUATED = (

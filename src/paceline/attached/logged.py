@@ -20,7 +20,7 @@ class Logged(RunPart):
     def __init__(self, run: TrainingRun) -> None:
         self.run = run
         self._tallies: dict[int, Tallies] = {}  # by step, from 1
-        self._num_joined = 0
+        self._joined_step = 0
 
     def add(self, figures: dict[str, Any], *, rows: int, whole: int) -> None:
         """Keep figures of the step that is being taken. whole: the rows of all ranks."""
@@ -29,8 +29,11 @@ class Logged(RunPart):
             note(of_step, name, value, source=f"run.log({name}=...)", samples=rows, whole=whole)
 
     def settled(self) -> None:
-        if self.run.due or self.run.step % _EVERY == 0:
+        if self.run.step % _EVERY == 0:
             self.join()
+
+    def saving(self) -> None:
+        self.join()
 
     def finished(self) -> None:
         self.join()
@@ -38,7 +41,9 @@ class Logged(RunPart):
     def join(self) -> None:
         """Write the figures of all ranks until now. All ranks come here after the same step."""
         context, tallies = self.run.context, self._tallies
-        self._tallies, self._num_joined = {}, self._num_joined + 1
+        if self._joined_step == self.run.step:
+            return
+        self._tallies, self._joined_step = {}, self.run.step
         own = {
             str(step): {
                 name: summed(each, self.run.stepper.device).tolist()
@@ -46,7 +51,7 @@ class Logged(RunPart):
             }
             for step, figures in tallies.items()
         }
-        key = f"logged/{context.num_trained}/{self.run.step}/{self._num_joined}"
+        key = f"logged/{context.num_trained}/{self.run.step}"
         if context.rank:
             assert context.store is not None
             context.store.set(f"{key}/{context.rank}", json.dumps(own))

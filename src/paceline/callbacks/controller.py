@@ -126,7 +126,7 @@ class RunController:
         self.run._weights = lambda: self._read_weights(exchange)
         try:
             if kind == "state":
-                answer["callbacks"] = self._states()
+                answer["callbacks"] = self.states()
             elif self.error is None and kind in self._handlers:
                 self._handlers[kind](event)
         finally:
@@ -153,7 +153,7 @@ class RunController:
         self.run.step, is_again = event["step"], self._initial is not None
         self.run.restarts += is_again
         if self._initial is None:
-            self._initial = self._states()
+            self._initial = self.states()
         keeps = is_again and event.get("keeps")
         if keeps:
             self._send_again(event["step"])
@@ -167,7 +167,7 @@ class RunController:
             for line in self._new_lines():
                 self._count(line)
         self._call("on_start")
-        self._states()  # a state that can't be saved is refused now, not after an hour
+        self.states()  # a state that can't be saved is refused now, not after an hour
 
     def _send_again(self, step: int) -> None:
         """Repeat the requests that the previous ranks may not have carried out.
@@ -327,8 +327,8 @@ class RunController:
             )
         self.run._requests.failed = self._failure
 
-    def _states(self) -> list[dict[str, Any]]:
-        """Return the callbacks' states for a checkpoint."""
+    def states(self) -> list[dict[str, Any]]:
+        """Return the callbacks' states for a checkpoint or a copy."""
         states = []
         for callback in self.callbacks:
             if "state_dict" in hooks_of(callback):

@@ -35,6 +35,7 @@ class Controlling(Protocol):
     def on_question(
         self, event: Mapping[str, Any], exchange: Callable[[dict[str, Any]], Any]
     ) -> Answer: ...
+    def states(self) -> list[dict[str, Any]]: ...
     def tell_slow(self, after_s: float) -> None: ...
 
 
@@ -102,6 +103,10 @@ class RunControl:
         answer, self._pending = self._pending, {}
         self._say(answer)
         return answer | {"callbacks": states}
+
+    def states_here(self) -> Any:
+        """Return the state of callbacks that are in this process; None if they are in another one."""
+        return self.controller.states() if self.context.line is None else None
 
     def take(self) -> Answer:
         """Return what callbacks requested while ranks continued. All ranks call this after the same

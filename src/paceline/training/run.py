@@ -42,7 +42,7 @@ class RunPart:
     """One feature of a run beside its steps, with the moments at which it may do something, on every rank.
 
     A job gives parts of its own as `parts=`, functions that make one of the run; see docs/parts.md. All ranks have the
-    same parts in the same order. The constructor, `restored`, `settled`, `finished` and `summary` come after the same
+    same parts in the same order. The constructor, `restored`, `settled`, `saving`, `finished` and `summary` come after the same
     step on all ranks, and may enter collectives of all. Replicas that take steps of their own (`local=H`) may be in
     different steps otherwise: there `before_step` and `gradients` may enter those of the ranks of one replica, and
     `stepped`, `before_update`, `document` and `figures` none.
@@ -73,6 +73,9 @@ class RunPart:
 
     def settled(self) -> None:
         """Ranks are after the same step, and the run may be evaluated and saved. Called again if a part wants it."""
+
+    def saving(self) -> None:
+        """The run is saved, or copied in memory, as it is now. Collective."""
 
     def finished(self) -> None:
         """All steps are taken, and the last one is settled."""

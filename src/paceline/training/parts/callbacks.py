@@ -63,6 +63,10 @@ class Callbacks(RunPart):
         assert self.control is not None
         return self.control.ask({"event": "state", "step": self.run.step})
 
+    def states_here(self) -> Any:
+        """Return the state of callbacks that are in this process, which is rank 0; None otherwise."""
+        return self.control.states_here() if self.control is not None else None
+
     def take(self) -> None:
         """Heed what callbacks asked for while ranks went on. Collective."""
         assert self.control is not None

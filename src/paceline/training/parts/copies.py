@@ -58,6 +58,7 @@ class Copies(RunPart):
         context.beat("copy")
         began_s = time.perf_counter()
         run.stepper.step_sync.drain()
+        run.tell("saving")
         sends = (
             copier.neighbour is not None
             and self._is_sent(copier, copier.neighbour)
@@ -121,12 +122,15 @@ class Copies(RunPart):
     def _document(self) -> dict[str, Any] | None:
         """Return what of the run's state is not a tensor, for ranks that go on from memory.
 
-        Rank 0 alone has it; where there are several hosts, the first rank of each, and callbacks' state, as they end
-        with rank 0. Collective on several hosts.
+        Rank 0 alone has it; where there are several hosts, the first rank of each. Callbacks' state is in it if they
+        end with rank 0. Collective on several hosts.
         """
         run, context = self.run, self.run.context
         if context.host_copies is None:
-            return run.document() | {"figures": run.figures()} if context.rank == 0 else None
+            if context.rank:
+                return None
+            states = self.callbacks.states_here()
+            return run.document() | {"figures": run.figures(), "callbacks": states}
         answer = self.callbacks.states()
         self.callbacks.heed(answer)
         data = bytearray(b" ")

@@ -112,6 +112,7 @@ class Saves(RunPart):
         if self.comparisons is not None:
             self.comparisons.compare()  # what is saved is what all replicas hold
         run.stepper.step_sync.drain()
+        run.tell("saving")
         answer = self.callbacks.states()
         run.begin_save(last=last)
         document = run.document() | {"compared": run.stepper.mesh.num_copies}
