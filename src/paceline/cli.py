@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import difflib
 import errno
 import io
 import json
@@ -81,6 +82,46 @@ class _Command(TyperCommand):
         return words
 
 
+class _ScriptCommand(_Command):
+    """A command that gives a script the options that are not its own, but no misspelt or foreign ones."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        num_behind = len(args) - args.index("--") - 1 if "--" in args else 0
+        words = super().parse_args(ctx, args)
+        command = ctx.params["command"]
+        train = ctx.parent.command.get_command(ctx, "train")
+        own, of_train = (
+            [
+                option.strip("-")
+                for each in command.params
+                for option in each.opts
+                if option[0] == "-"
+            ]
+            for command in (self, train)
+        )
+        for place, word in enumerate(command[: len(command) - num_behind]):
+            if not word.startswith("-"):
+                continue
+            name = word.split("=")[0]
+            near = difflib.get_close_matches(name.strip("-"), own, 1, _NEAR)
+            foreign = difflib.get_close_matches(name.strip("-"), of_train, 1, _NEAR_OF_TRAIN)
+            if near or foreign or not place:
+                why = (
+                    f"; did you mean --{near[0]}?"
+                    if near
+                    else f": --{foreign[0]} is one of paceline train."
+                    if foreign
+                    else "."
+                )
+                ctx.fail(
+                    printable(
+                        f"paceline run has no option {name}{why} Arguments of the script's own may come after two "
+                        f"dashes: paceline run SCRIPT -- {shlex.quote(word)}"
+                    )
+                )
+        return words
+
+
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -88,6 +129,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 _command = partial(app.command, cls=_Command)
+# How alike (0 to 1) an unknown word and an option are that is taken for it. Scripts have --test and --step.
+_NEAR, _NEAR_OF_TRAIN = 0.75, 0.9
 
 JobSource = Annotated[
     str, typer.Argument(metavar="FILE[:FUNCTION]", help="The job: a function, `job` by default.")
@@ -300,7 +343,7 @@ def train(
         _say(_json(figures) if as_json else summary_table(figures))
 
 
-@_command(name="run", context_settings={"ignore_unknown_options": True})
+@app.command(name="run", cls=_ScriptCommand, context_settings={"ignore_unknown_options": True})
 def run_(
     command: Annotated[
         list[str],

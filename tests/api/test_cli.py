@@ -189,6 +189,41 @@ def test_train_hands_every_option_on(verb: Any, job_file: str):
     }
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("s.py --keep 3", "--keep is one of paceline train"),
+        ("s.py --on-spke skip", "--on-spike is one of paceline train"),
+        ("--plam data=2 s.py", "did you mean --plan?"),
+        ("--rate 2 s.py", "paceline run has no option --rate. "),
+    ],
+)
+def test_run_refuses_options_that_would_be_lost_on_the_script(words: str, said: str):
+    result = call("run", *words.split())
+    assert result.exit_code == 2
+    assert said in result.stderr and "paceline run SCRIPT -- --" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "arguments"),
+    [
+        ("s.py --lr 0.1 --plan data=2 --test -1 --step=3", "--lr 0.1 --test -1 --step=3"),
+        ("--plan data=2 s.py -- --keep 3 --plan x", "--keep 3 --plan x"),
+    ],
+)
+def test_run_gives_the_script_its_own_arguments(
+    words: str, arguments: str, monkeypatch: pytest.MonkeyPatch
+):
+    given = {}
+    monkeypatch.setattr(
+        "paceline.attached.launch.run",
+        lambda script, plan, **options: given.update(options, script=script, plan=plan) or FIGURES,
+    )
+    assert call("run", *words.split()).exit_code == 0
+    assert (given["script"], given["plan"]) == ("s.py", "data=2")
+    assert given["arguments"] == arguments.split()
+
+
 def test_hosts_that_come_and_go_are_not_those_of_ray(verb: Any, job_file: str):
     verb("train", Summary(FIGURES))
     result = call("train", job_file, "--on", "ray", "--hosts", "2:4")
