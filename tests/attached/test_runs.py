@@ -183,6 +183,29 @@ def test_the_run_folder_is_that_of_any_run(tmp_path):
     assert (ended["run"] / "model.safetensors").exists()
 
 
+JUDGED = (
+    ATTACHED.replace(
+        "schedule=schedule,",
+        "callbacks=[pl.EarlyStopping(patience=2), pl.KeepBest(monitor='wrong', mode='min')],",
+    )
+    .replace(
+        "tell()",
+        """    run.evaluate(lambda batch: {'loss': torch.tensor(1.0), 'wrong': torch.tensor(float(epoch))}, data)
+tell()""",
+    )
+    .replace("epochs(2)", "epochs(9)")
+)
+
+
+def test_callbacks_judge_a_run_by_what_the_script_evaluates(tmp_path):
+    ended = told(tmp_path, JUDGED, "data=2")
+
+    assert ended["figures"]["steps"] == 12 and "stopped" in ended["figures"]
+    best = json.loads((ended["run"] / "best.json").read_text())
+    assert best["checkpoints"] == [{"step": 4, "value": 0.0}]
+    assert (ended["run"] / "checkpoints" / "step-4").exists()
+
+
 WATCHED = (
     ATTACHED.replace(
         "run = pl.attach(",

@@ -16,7 +16,7 @@ from torch.utils.data import default_collate
 from paceline.base.errors import JobError, nearest
 from paceline.job import Job, loaders
 from paceline.job.named_optimizers import NamedOptimizers, requires_closure
-from paceline.job.own_step import Optimizer, StepContext
+from paceline.job.own_step import Optimizer, StepContext, computed_in_loop
 from paceline.model.forward_state import ForwardSnapshot, ForwardState
 from paceline.model.tensors import tensors_in
 from paceline.training.optimizers.local_shards import as_plain
@@ -247,7 +247,11 @@ class Given:
                 )
                 for name, each in self.optimizers.items()
             },
-            step=partial(tried_in_loop, names=tuple(self.models), state=state),
+            step=partial(
+                computed_in_loop,
+                state=state,
+                tried=partial(tried_in_loop, names=tuple(self.models)),
+            ),
             **fields,
         )
 
@@ -268,14 +272,7 @@ class Given:
         state.optimizer = of_state.optimizer = self.optimizers[ONLY].optimizer
 
 
-def computed_in_loop(*given: Any, state: Mapping[str, Any]) -> Any:
-    """The loss of a job whose loop is a script's."""
-    raise AssertionError("the script's loop computes the loss")
-
-
-def tried_in_loop(
-    context: StepContext, batch: StepBatch, *, names: Sequence[str], state: Mapping[str, Any]
-) -> None:
+def tried_in_loop(context: StepContext, batch: StepBatch, *, names: Sequence[str]) -> None:
     """The step of a job of several models whose loop is a script's.
 
     It is only ever tried, where a plan has to know what models write to. What the loop gives to them

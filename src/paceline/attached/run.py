@@ -327,7 +327,11 @@ class AttachedRun:
                 "run.evaluate is called before the run has begun",
                 hint="call it inside of `for epoch in run.epochs(N)`, or after",
             )
-        return evaluate(self.loop, function, data)
+        measured = evaluate(self.loop, function, data)
+        if self.turn is None and self.summary is None and self.step:
+            with self._saving_before():
+                self.loop.run.settle()  # a callback may want this step's checkpoint
+        return measured
 
     @contextmanager
     def alike(self) -> Iterator[None]:

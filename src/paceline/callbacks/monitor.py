@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from paceline.base.errors import JobError, nearest
+from paceline.job.own_step import is_of_script
 
 if TYPE_CHECKING:
     from paceline.job import Job
@@ -44,8 +45,12 @@ class Monitor:
         known: Iterable[str] = ("loss",)
         if job.validation is not None:
             known = ("validation_loss", *job.metrics, "loss")
-        if self.name in known or (job.compute is not None and job.validation is not None):
-            return None  # what `compute` measures is known when it runs
+        if (
+            self.name in known
+            or (job.compute is not None and job.validation is not None)
+            or is_of_script(job)
+        ):
+            return None  # what `compute` or run.evaluate measures is known when it runs
         if job.validation is None and self.name == "validation_loss":
             return f"{callback_name} looks at validation_loss, and the job has no validation data: give validation="
         return f"{callback_name} looks at {self.name!r}, which this job does not compute: {nearest(self.name, known)}"

@@ -7,7 +7,7 @@ optimizer. So checkpoints, proofs and messages all name a parameter as `MODEL.NA
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +18,26 @@ from paceline.base.errors import TrainingError
 if TYPE_CHECKING:
     import torch
 
+    from paceline.job.job import Job
+
 ModelNames = str | tuple[str, ...]
+
+
+def computed_in_loop(
+    *given: Any, state: Mapping[str, Any], tried: Callable[..., None] | None = None
+) -> Any:
+    """The loss, or with several models the step, of a job whose loop is a script's.
+
+    Nobody calls a loss. A step is only tried, where a plan has to know what models write to: by `tried`.
+    """
+    if tried is None:
+        raise AssertionError("the script's loop computes the loss")
+    tried(*given)
+
+
+def is_of_script(job: Job) -> bool:
+    """Whether a script's own loop trains and evaluates."""
+    return getattr(job.step or job.loss, "func", None) is computed_in_loop
 
 
 @dataclass(frozen=True)
