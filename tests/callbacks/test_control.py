@@ -402,7 +402,7 @@ def test_a_save_that_has_begun_is_waited_for_when_a_callback_fails(tmp_path: Pat
     def fail() -> None:
         Callbacks(run).heed({"failed": "it failed"})
 
-    looped._restore = fail  # type: ignore[method-assign]
+    looped.restore = fail  # type: ignore[method-assign]
     with pytest.raises(CallbackError, match="it failed; a checkpoint is saved"):
         looped.train()
     assert not saving
