@@ -168,3 +168,28 @@ def test_a_stream_is_read_to_its_end_in_each_epoch(tmp_path):
     expected = told(tmp_path / "own", own)
 
     assert_alike(told(tmp_path / "attached", attached, "data=2")["weights"], expected["weights"])
+
+
+EVALUATED = ATTACHED.replace(
+    "tell()",
+    """
+def of_labels(batch):
+    x, y = batch
+    right = (model(x).argmax(1) == y).double()
+    return {f"label {each}": (right[y == each].sum(), (y == each).sum()) for each in y.tolist()}
+
+
+model[1].eval()
+measured = run.evaluate(of_labels, data)
+tell(measured=measured, modes=[module.training for module in model])
+""",
+)
+
+
+def test_figures_of_an_evaluation_are_summed_by_name(tmp_path):
+    """Ranks have the labels of their rows, in the order of these."""
+    alone, split = (told(tmp_path / plan, EVALUATED, plan) for plan in ("single", "data=3"))
+
+    assert len(split["measured"]) == 3
+    assert split["measured"] == pytest.approx(alone["measured"], rel=1e-12)
+    assert split["modes"] == alone["modes"] == [True, False, True]

@@ -199,6 +199,32 @@ def test_figures_come_when_they_come(plan: str, tmp_path: Path):
     assert rows == [others, come, others] * 2
 
 
+@pytest.mark.parametrize("plan", ["single", "data=2", "server=1 workers=2"])
+def test_evaluations_have_figures_of_some_batches(plan: str, tmp_path: Path):
+    """Ranks have figures of other names, and in another order; each name is summed by itself."""
+    first, last = Rows().x[13], Rows().x[5]
+
+    def validate(model: nn.Module, batch: Any) -> Any:
+        figures = {"loss": classify(model, batch)[0]}
+        is_last, is_first = (batch["x"] == last).all(1).any(), (batch["x"] == first).all(1).any()
+        if is_first:
+            figures |= {"first": (torch.tensor(3.0), 1)}
+        figures |= {"ones": (torch.tensor(1.0), 1), "none": (torch.tensor(0.0), 0)}
+        if is_last:
+            figures |= {"last": (torch.tensor(5.0), 1), "first": (torch.tensor(9.0), 2)}
+        return figures
+
+    job = job_of(lambda model, batch: classify(model, batch)[0], epochs=1)
+    job = replace(job, validation=Rows(), validate=validate)
+    result = pl.train(job, plan, run=tmp_path / "run", table=False)
+
+    with torch.no_grad():
+        whole = classify(result.model(), next(iter(DataLoader(Rows(), SAMPLES))))[0]
+    loss = float(whole)
+    expected = {"validation_loss": loss, "first": 4.0, "ones": 1.0, "last": 5.0}
+    assert close(result.metrics, expected)
+
+
 def test_figures_are_those_of_the_first_evaluation(tmp_path: Path):
     """An optimizer with a closure computes the loss of a step several times."""
 

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from paceline.attached.given import RawBatches
 from paceline.base.errors import JobError, TrainingError
 from paceline.base.streams import kept_streams
 from paceline.job import loaders
+from paceline.training.evaluate import names_of_mesh, sums_of_all
 from paceline.training.feed import DataShard, MicroBatch, evaluated_part, evaluation_feed, is_stream
 from paceline.training.logged import summed
 from paceline.training.loop import Loop
@@ -57,6 +57,7 @@ def _evaluating(run: TrainingRun, share: float) -> Iterator[None]:
     """
     state = run.stepper
     modes = [(module, module.training) for module in state.model.modules()]
+    trained = state.trains  # not once the run has ended
     run.set_mode(trains=False)
     run.tell("before_update")
     with kept_streams(), torch.no_grad(), state.evaluating(share, step=run.step):
@@ -64,7 +65,7 @@ def _evaluating(run: TrainingRun, share: float) -> Iterator[None]:
         yield
     for module, mode in modes:
         module.training = mode
-    run.set_mode(trains=True)
+    run.set_mode(trains=trained)
 
 
 def _sums(
@@ -88,15 +89,11 @@ def _sums(
 
 
 def _joined(run: TrainingRun, sums: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Return the quotients of the sums of all replicas. Collective."""
-    together = torch.stack(list(sums.values()))
-    if not run.mesh.is_first_of_same_loss:
-        together.zero_()
-    if run.context.world_size > 1:
-        dist.all_reduce(together)
-    figures = {}
-    for name, (total, count) in zip(sums, together.tolist(), strict=True):
-        if not count:
-            raise TrainingError(f"run.evaluate counts nothing{f' for {name}' if name else ''}")
-        figures[name] = total / count
-    return figures
+    """Return the quotients of the sums of all replicas; leave out those of nothing. Collective."""
+    device = run.context.device
+    names = names_of_mesh(list(sums), run.mesh, device)
+    here = sums if run.mesh.is_first_of_same_loss else {}
+    of_all = sums_of_all(here, names, run.mesh, device)
+    if not any(count for _, count in of_all.values()):
+        raise TrainingError("run.evaluate counts nothing")
+    return {name: total / count for name, (total, count) in of_all.items() if count}

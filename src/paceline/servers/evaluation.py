@@ -54,7 +54,7 @@ class WorkersEvaluator:
                 self.sums = self._begin()
             self.attend()
         sums, self.sums = self.sums, None
-        return quotients(sums.by_name, torch.stack(list(sums.by_name.values()))), sums.refused
+        return quotients({name: sums.by_name[name].tolist() for name in sums.by_name}), sums.refused
 
     def lose_worker(self) -> None:
         """What a worker was to evaluate is missing: the evaluation is begun anew."""
@@ -65,10 +65,9 @@ class WorkersEvaluator:
         names = message["names"]
         if len(set(names)) != len(names) or len(names) != len(message["values"]):
             return f"it evaluated {len(message['values'])} figures of {len(set(names))}"
-        due = ["loss", *self.job.metrics]
-        if self.job.own_validate is not None:
-            due = list(self.sums.by_name) if self.sums is not None else []
-        if due and names != due:
+        is_own = self.job.own_validate is not None  # and may give other figures of each batch
+        due = ["loss", *({} if is_own else self.job.metrics)]
+        if (names[:1] if is_own else names) != due:
             return f"it evaluated {', '.join(names)[:200]} where {', '.join(due)} are due"
         return None
 

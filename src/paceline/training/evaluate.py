@@ -4,9 +4,11 @@ reduced, and divided at the end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, is_dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from paceline.model.forward_state import ForwardState, function_kept
 from paceline.strategies.layout import Layout
 from paceline.strategies.mesh import Mesh
 from paceline.training.feed import DataShard, MicroBatch, evaluation_feed, is_stream
+from paceline.training.logged import names_of_all
 from paceline.training.loss import read_tally, without_total
 from paceline.training.metrics import AllSamples, copied, no_mean
 from paceline.training.own_step.named_parts import ModelPart
@@ -54,10 +57,13 @@ class Evaluator:
         The caller raises the refusal when no rank waits for this one. Collective over all ranks.
         """
         sums, refused = self.sums(data)
-        together = torch.stack(list(sums.values()))
-        if self.mesh.world_size > 1:
-            dist.all_reduce(together)
-        return quotients(sums, together), refused
+        names = self.names_of_all(list(sums))
+        return quotients(sums_of_all(sums, names, self.mesh, self.device)), refused
+
+    def names_of_all(self, names: list[str]) -> list[str]:
+        """Return the names of the figures that any rank has; this one has some. Collective."""
+        is_known = self.job.own_validate is None
+        return names if is_known else names_of_mesh(names, self.mesh, self.device)
 
     def sums(self, data: Any) -> tuple[dict[str, torch.Tensor], JobError | None]:
         """Return sum and count of each figure over this rank's part of the data, float64, and why a
@@ -239,9 +245,42 @@ def _length(data: Any) -> int:
     return 0 if is_stream(data) else len(data)
 
 
-def quotients(names: Iterable[str], sums: torch.Tensor) -> dict[str, float]:
-    """Divide the sums by the counts of all ranks, by name."""
-    return dict(zip(names, (sums[:, 0] / sums[:, 1]).tolist(), strict=True))
+def names_of_mesh(names: list[str], mesh: Mesh, device: torch.device) -> list[str]:
+    """Return the names that any rank of a mesh has, in one order. Collective."""
+    reduced = partial(_reduced, mesh=mesh)
+    return names_of_all(
+        names, place=mesh.rank, ranks=mesh.world_size, all_reduce=reduced, device=device
+    )
+
+
+def sums_of_all(
+    sums: Mapping[str, torch.Tensor], names: Sequence[str], mesh: Mesh, device: torch.device
+) -> dict[str, list[float]]:
+    """Return the sum and the count of each name over all ranks. Collective.
+
+    names: the same on all ranks; a rank need not have sums of all of them.
+    """
+    nothing = torch.zeros(2, dtype=torch.float64, device=device)
+    together = torch.stack([nothing, *(sums.get(name, nothing) for name in names)])
+    return dict(zip(names, _reduced(together, mesh).tolist()[1:], strict=True))
+
+
+def _reduced(tensor: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    if mesh.world_size > 1:
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def quotients(sums: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Divide the sums by the counts of all ranks, by name.
+
+    A figure that nothing counts in is left out; such a loss is no number.
+    """
+    return {
+        name: total / count if count else math.nan
+        for name, (total, count) in sums.items()
+        if count or name == "loss"
+    }
 
 
 def outputs(

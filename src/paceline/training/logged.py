@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -71,8 +71,15 @@ class LoggedFigures:
         sent = len(figures.users) - 2 * len(names)
         values, figures.users = list(figures.users[sent:]), figures.users[:sent]
         if figures.unnamed:
-            new = self._new_names_of_all()
-            sums = self.state.step_sync.all_reduce_figures(self.message(new))
+            sync = self.state.step_sync
+            new = names_of_all(
+                self.new_names,
+                place=self.state.loss_number,
+                ranks=sync.world_size,
+                all_reduce=sync.all_reduce_figures,
+                device=self.state.device,
+            )
+            sums = sync.all_reduce_figures(self.message(new))
             names, values = [*names, *new], [*values, *sums.tolist()]
             self.state.logged_names = tuple(names)
         for name, total, count in zip(names, values[::2], values[1::2], strict=True):
@@ -80,22 +87,31 @@ class LoggedFigures:
             self.sums[name] = before[0] + total, before[1] + count
         self.here = {}
 
-    def _new_names_of_all(self) -> list[str]:
-        """Return the new names of all ranks, in one order. Collective."""
-        here = json.dumps(self.new_names).encode() if self.new_names else b""
-        longest = max(int(length) for (length,) in self._of_all([len(here)], 1))
-        texts = [bytes(map(int, row)).rstrip(b"\0") for row in self._of_all(here, longest)]
-        return sorted({name for text in texts if text for name in json.loads(text)})
 
-    def _of_all(self, values: Sequence[int], longest: int) -> list[list[float]]:
-        """Return the values of every rank, filled up with zeros. Collective."""
-        sync, place = self.state.step_sync, self.state.loss_number
-        table = torch.zeros(sync.world_size, longest, dtype=torch.float64)
+def names_of_all(
+    names: Sequence[str],
+    *,
+    place: int,
+    ranks: int,
+    all_reduce: Callable[[torch.Tensor], torch.Tensor],
+    device: torch.device,
+) -> list[str]:
+    """Return the names that any rank has, in one order. Collective.
+
+    Args:
+        place: This rank's. Ranks that share one have no names, but for one of them.
+    """
+
+    def of_all(values: Sequence[int], longest: int) -> list[list[float]]:
+        table = torch.zeros(ranks, longest, dtype=torch.float64)
         table[place, : len(values)] += torch.tensor(list(values), dtype=torch.float64)
-        summed: list[list[float]] = (
-            sync.all_reduce_figures(table.flatten().to(self.state.device)).view_as(table).tolist()
-        )
-        return summed
+        rows: list[list[float]] = all_reduce(table.flatten().to(device)).view_as(table).tolist()
+        return rows
+
+    here = json.dumps(names).encode() if names else b""
+    longest = max(int(length) for (length,) in of_all([len(here)], 1))
+    texts = [bytes(map(int, row)).rstrip(b"\0") for row in of_all(here, longest)]
+    return list(dict.fromkeys(name for text in texts if text for name in json.loads(text)))
 
 
 def note(tallies: Tallies, name: str, value: Any, *, source: str, samples: int, whole: int) -> None:

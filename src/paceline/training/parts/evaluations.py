@@ -115,7 +115,7 @@ class RanksEvaluator:
             return
         names = None
         if run.job.validation is not None and not is_stream(run.job.validation):
-            names = self._evaluator.look()
+            names = self._evaluator.names_of_all(self._evaluator.look())
             # What was gathered may be of weights that a checkpoint replaces.
             end_evaluation(run.stepper.synchronisers)
         check_monitored(run.stepper.schedule, run.job, names)
