@@ -193,3 +193,105 @@ def test_figures_of_an_evaluation_are_summed_by_name(tmp_path):
     assert len(split["measured"]) == 3
     assert split["measured"] == pytest.approx(alone["measured"], rel=1e-12)
     assert split["modes"] == alone["modes"] == [True, False, True]
+
+
+ENDED = ATTACHED.replace("tell()", "").replace(
+    "run = pl",
+    """
+class Slow(torch.optim.SGD):
+    # Weights for evaluations are others than those that are trained.
+    trains = True
+
+    def train(self):
+        self.put(True)
+
+    def eval(self):
+        self.put(False)
+
+    @torch.no_grad()
+    def put(self, trains):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(trains - self.trains)
+        self.trains = trains
+
+
+optimizer = Slow(model.parameters(), lr=0.1)
+schedule = None
+run = pl""",
+)
+
+
+def test_an_evaluation_after_the_end_leaves_the_weights_in_place(tmp_path):
+    """An optimizer with modes has those of evaluations there, and trains others."""
+    evaluates = "run.evaluate(lambda batch: model(batch[0]).mean(), data)\ntell()"
+    ended = told(tmp_path / "ended", ENDED + "tell()", "data=2")
+    evaluated = told(tmp_path / "evaluated", ENDED + evaluates, "data=2")
+
+    assert evaluated["weights"] == ended["weights"]
+
+
+RECORDS = """
+from dataclasses import dataclass
+
+
+@dataclass
+class Batch:
+    x: torch.Tensor
+    y: torch.Tensor
+
+    @classmethod
+    def of(cls, items):
+        return cls(*torch.utils.data.default_collate(items))
+
+
+loader = DataLoader(data, batch_size=8, sampler=range(26), collate_fn=Batch.of)
+"""
+OF_RECORDS = """
+run = pl.attach(model, optimizer, loader, schedule=schedule, clip=0.3)
+for epoch in run.epochs(2):
+    for batch in run:
+        assert type(batch) is Batch
+        run.backward(lambda batch: F.cross_entropy(model(batch.x), batch.y))
+        run.update()
+every = DataLoader(data, batch_size=8, collate_fn=Batch.of)
+mean = run.evaluate(lambda batch: batch.x.mean(), every)
+tell(mean=mean, expected=data.tensors[0].mean().item())
+"""
+
+
+@pytest.mark.parametrize("plan", ["data=2", "single accumulate=2"])
+def test_a_record_as_a_batch_stays_a_record(tmp_path, own, plan):
+    attached = told(tmp_path, SETUP + RECORDS + OF_RECORDS, plan)
+
+    assert_alike(attached["weights"], own["weights"])
+    assert attached["mean"] == pytest.approx(attached["expected"], rel=1e-12)
+
+
+CHANGING = """
+class Scaled(torch.utils.data.Dataset):
+    scale = 1.0
+
+    def __len__(self):
+        return 26
+
+    def __getitem__(self, place):
+        x, y = data[place]
+        return self.scale * x, y
+
+
+scaled = Scaled()
+loader = DataLoader(scaled, batch_size=8, sampler=range(26), num_workers=1)
+"""
+
+
+def test_workers_see_what_an_epoch_changes_of_the_data_set(tmp_path):
+    own, attached = (
+        text.replace(SETUP, SETUP + CHANGING).replace(
+            "(2):\n", "(2):\n    scaled.scale = 1.0 + epoch\n"
+        )
+        for text in (OWN, ATTACHED)
+    )
+    expected = told(tmp_path / "own", own)
+
+    assert_alike(told(tmp_path / "attached", attached, "data=2")["weights"], expected["weights"])

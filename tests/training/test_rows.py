@@ -161,6 +161,7 @@ class Marked(torch.Tensor):
         StackDataset([0, 2, 4, 6], torch.arange(4)),
         StackDataset(np.arange(8)[::-2], torch.arange(4)),
         StackDataset(np.arange(4, dtype=">i4"), torch.arange(4)),
+        StackDataset(np.zeros(4, [("id", "i1"), ("value", "f4")])["value"], torch.arange(4)),
     ],
 )
 def test_other_data_is_read_by_samples(data: Any):

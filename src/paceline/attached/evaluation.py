@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from paceline.attached.given import RawBatches
 from paceline.base.errors import JobError, TrainingError
 from paceline.base.streams import kept_streams
 from paceline.job import loaders
+from paceline.job.compute import WholeBatch
 from paceline.training.evaluate import names_of_mesh, sums_of_all
 from paceline.training.feed import DataShard, MicroBatch, evaluated_part, evaluation_feed, is_stream
 from paceline.training.logged import summed
@@ -30,7 +30,7 @@ def evaluate(loop: Loop, function: Callable[[Any], Any], data: Any) -> Any:
         raise JobError("run.evaluate is given no samples")
     part = DataShard.of(run.plan, run.mesh, run.settings.shares)
     feed = evaluation_feed(
-        data, batch=batch, part=part, seed=run.job.seed, collate=RawBatches(collate)
+        data, batch=batch, part=part, seed=run.job.seed, collate=WholeBatch(collate)
     )
     with _evaluating(run, evaluated_part(data, batch=batch, part=part)):
         sums = _sums(run, function, feed)
@@ -80,7 +80,8 @@ def _sums(
         run.beat("evaluate")
         if not piece.samples and not state.layout.meets_in_forward and sums:
             continue
-        value = function(piece.to(state.device, dtype).input)
+        (batch,) = piece.to(state.device, dtype).input
+        value = function(batch)
         for name, each in (value if isinstance(value, Mapping) else {"": value}).items():
             tally = read_tally(each, samples=piece.samples, name="the function of run.evaluate")
             figures = summed([tally] if piece.samples else [], state.device)

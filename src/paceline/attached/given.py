@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils.data import default_collate
 
 from paceline.base.errors import JobError, nearest
 from paceline.job import Job, loaders
+from paceline.job.compute import WholeBatch
 from paceline.job.named_optimizers import NamedOptimizers, requires_closure
 from paceline.job.own_step import Optimizer, StepContext, computed_in_loop
 from paceline.model.forward_state import ForwardSnapshot, ForwardState
@@ -147,16 +147,6 @@ def _like(value: Any, parameter: Any) -> Any:
 
     whole = value.to(parameter.to_local().device)
     return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
-
-
-class RawBatches:
-    """A collate function whose batch is what the script's loader yields, as an input alone."""
-
-    def __init__(self, collate: Callable[[list[Any]], Any] | None) -> None:
-        self.collate = default_collate if collate is None else collate
-
-    def __call__(self, items: list[Any]) -> tuple[Any, None]:
-        return self.collate(items), None
 
 
 class Given:
@@ -306,7 +296,7 @@ def _of_loader(loader: Any) -> dict[str, Any]:
             hint="a torch.utils.data.DataLoader: its batch size is the batch of all ranks together",
         )
     fields = loaders.training_fields(loader)
-    fields["collate"] = RawBatches(fields["collate"])
+    fields["collate"] = WholeBatch(fields["collate"])
     fields["data"] = loaders.opened(fields["data"], loader)
     if fields["batch"] is None:  # the sampler's groups are the steps
         del fields["batch"]

@@ -171,6 +171,8 @@ class AttachedRun:
                 hint="each pass over the data is an epoch of run.epochs(N): give N as many as there are "
                 "passes. run.evaluate(function, loader) goes through data without training",
             )
+        if self.loader.num_workers and not self.loader.persistent_workers:
+            loop.read_anew()  # as the loader does for each of its iterators
         while self._is_going(loop) and self._next_epoch(loop) == self.epoch:
             fed = self._fetch(loop)
             assert fed is not None

@@ -37,7 +37,8 @@ class _ToCompute(MicroBatch):
 
     def call(self, model: Any) -> Loss:
         assert self.function is not None
-        return self.function(self.input)
+        (batch,) = self.input
+        return self.function(batch)
 
 
 class Turn:
@@ -68,7 +69,7 @@ class Turn:
         dtype = torch.float64 if state.job.precision == "float64" else None
         self.pieces = [batch.to(state.device, dtype) for batch in fed.placed]
         real = [piece for piece in self.pieces if piece.samples] or self.pieces[:1]
-        self.batch = joined([piece.input for piece in real], [max(p.samples, 1) for p in real])
+        self.batch = joined([piece.input[0] for piece in real], [max(p.samples, 1) for p in real])
         self.rows = self.taken.samples
         self.pending: Backward | None = None  # the first, if ranks still have to agree on it
         self.reached: set[str] = set()  # parameters of a backward that no update has used

@@ -5,6 +5,7 @@ memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,8 +48,11 @@ def rows_of(data: Any) -> Any:
     if kind is torch.Tensor:
         return data if data.layout is torch.strided and data.ndim else None
     if kind in (np.ndarray, np.memmap):
-        is_tensor = data.dtype.kind in "fiubc" and data.dtype.isnative and data.flags.writeable
-        return torch.from_numpy(data) if is_tensor and min(data.strides, default=-1) >= 0 else None
+        if data.ndim and data.dtype.isnative and data.flags.writeable:
+            # Torch refuses types that it lacks, and strides such as those of a packed record's field.
+            with suppress(TypeError, ValueError):
+                return torch.from_numpy(data)
+        return None
     if kind not in (TensorDataset, StackDataset):
         return None
     parts = data.tensors if kind is TensorDataset else data.datasets

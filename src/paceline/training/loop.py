@@ -145,6 +145,10 @@ class Loop:
             iter(windows), run.context.device, torch.float64 if job.precision == "float64" else None
         )
 
+    def read_anew(self) -> None:
+        """Let new loader workers read the next steps. They see what the data set holds then."""
+        vars(self).pop("feed", None)
+
     def fetch(self) -> Fed | None:
         """Return the samples of the next step; None if none is left, or the run is to end here."""
         run = self.run
