@@ -52,7 +52,7 @@ class MeanCheck:
         self.looks_left -= 1
 
         def tally(part: range) -> tuple[float, float]:
-            value, count = (loss, None) if len(part) == samples else of_part(part)
+            value, count = (loss.detach(), None) if len(part) == samples else of_part(part)
             number = float(len(part) if count is None else count)
             return float(value) * number if number else 0.0, number
 
