@@ -8,6 +8,7 @@ import pytest
 
 import paceline as pl
 from paceline.launch.process.failure import RankFailed
+from paceline.reports.record import RunRecord
 from tests.attached.scripts import ATTACHED, SETUP, assert_alike, lines, told
 
 COUNTED = (
@@ -123,6 +124,9 @@ def test_callbacks_and_logged_figures_go_on_from_memory(tmp_path, monkeypatch, c
     assert "resumed from" in output and "resumed from step-" not in output
     assert "counted 12" in output
     assert lines(recovered["run"], "logged") == [{"number": step} for step in range(12)]
+    assert [row["metrics"]["number"] for row in RunRecord.read(recovered["run"]).steps] == [
+        *range(12)
+    ]
 
 
 def test_a_run_that_is_stopped_keeps_its_logged_figures(tmp_path, monkeypatch):

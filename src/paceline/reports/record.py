@@ -66,13 +66,14 @@ class RunRecord:
                 hint="paceline train JOB --run DIR writes one",
             )
         rows = read_history(path)
+        logged = {row["step"]: {"metrics": row["logged"]} for row in rows if "logged" in row}
         trace = _read(path, TRACE)
         return cls(
             path,
             _read(path, folder.PLAN),
             folder.read_summary(path),
             _read(path, folder.PREDICTED),
-            tuple(row for row in rows if "loss" in row),
+            tuple(row | logged.get(row["step"], {}) for row in rows if "loss" in row),
             tuple(row for row in rows if "validation_loss" in row),
             tuple(row for row in rows if row.get("saved")),
             tuple(documents.read_lines(path / folder.EVENTS)),
