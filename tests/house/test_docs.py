@@ -282,7 +282,9 @@ def test_commands_on_the_pages_are_understood(page: Path):
     """Every option that a page shows exists, and every plan can be read."""
     for line in commands(page):
         name, *words = shlex.split(line)
-        context = command_line().commands[name].make_context(name, words)
+        group = command_line()
+        parent = group.make_context("paceline", [name])
+        context = group.commands[name].make_context(name, words, parent=parent)
         plan = context.params.get("plan")
         for text in [plan] if isinstance(plan, str) else plan or []:
             if text != "auto" and not text.endswith(".json") and "gossip" not in text:

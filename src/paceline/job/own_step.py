@@ -18,7 +18,6 @@ from paceline.base.errors import TrainingError
 if TYPE_CHECKING:
     import torch
 
-    from paceline.job.job import Job
 
 ModelNames = str | tuple[str, ...]
 
@@ -35,7 +34,7 @@ def computed_in_loop(
     tried(*given)
 
 
-def is_of_script(job: Job) -> bool:
+def is_of_script(job: Any) -> bool:
     """Whether a script's own loop trains and evaluates."""
     return getattr(job.step or job.loss, "func", None) is computed_in_loop
 
