@@ -681,7 +681,8 @@ def _verified_script(
     path = Path(file)
     if path.suffix != ".py" or not path.is_file() or "attach(" not in path.read_text("utf-8"):
         return None
-    from paceline.attached.verify import is_script, verify_script
+    from paceline.attached.verify import verify_script
+    from paceline.job.file import is_script
 
     if not is_script(path):
         return None

@@ -12,6 +12,8 @@ import traceback
 import pytest
 from commands import as_ranks, free_port
 
+import paceline as pl
+from paceline.base.errors import JobError
 from tests.attached.scripts import ATTACHED, OWN, assert_alike, told
 
 
@@ -75,3 +77,14 @@ def test_the_command_inside_of_torchrun(tmp_path, own, monkeypatch):
 
     assert_alike(json.loads(text.read_text())["weights"], own["weights"])
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 8
+
+
+def test_a_script_that_is_loaded_as_a_job_is_refused_before_it_runs(tmp_path, capfd):
+    script = tmp_path / "loop.py"
+    script.write_text("print('began')\nrun = pl.attach(model, optimizer, loader)\n")
+
+    with pytest.raises(JobError, match="keeps its own loop") as caught:
+        pl.load(str(script))
+
+    assert "paceline run loop.py --plan data=2" in str(caught.value)
+    assert capfd.readouterr().out == ""

@@ -142,6 +142,19 @@ def test_a_run_that_did_not_end_has_a_report(tmp_path: Path):
     )
 
 
+def test_the_cause_of_a_failure_is_no_line_of_its_traceback(tmp_path: Path):
+    trace = 'Traceback (most recent call last):\n  File "job.py", line 7, in on_step\n    raise\n'
+    failure = {
+        "reason": "callback_error",
+        "message": trace + "the callback Mine failed in on_step",
+        "rank": 0,
+        "step": 3,
+    }
+    text = write(written(tmp_path, summary={"plan": "single", "failure": failure})).read_text()
+
+    assert "<b>why</b> the callback Mine failed in on_step" in text
+
+
 def test_starts_and_what_they_undid_are_shown(tmp_path: Path):
     """A start goes on from step 5, after the one before it reached step 7."""
     path = written(tmp_path)

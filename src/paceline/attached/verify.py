@@ -7,7 +7,6 @@ are in float64, and random operators return their means meanwhile.
 
 from __future__ import annotations
 
-import ast
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -134,17 +133,6 @@ def verify_script(
                 continue
             verdicts.append(_judge(plan, reference[0], records, limits))
     return verdicts
-
-
-def is_script(path: Path) -> bool:
-    """Whether a file attaches a loop of its own, and has no function `job`."""
-    tree = ast.parse(path.read_text("utf-8"))
-    has_job = any(isinstance(node, ast.FunctionDef) and node.name == "job" for node in tree.body)
-    return not has_job and any(
-        isinstance(node, ast.Call)
-        and getattr(node.func, "attr", getattr(node.func, "id", "")) == "attach"
-        for node in ast.walk(tree)
-    )
 
 
 class Record:

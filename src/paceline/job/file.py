@@ -8,6 +8,7 @@ everything that is installed.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import difflib
 import importlib.util
@@ -89,6 +90,11 @@ class JobFile:
             JobError: the file or its function is wrong; the message says where.
         """
         _check_file(self.path, str(self.path))
+        if self.function == DEFAULT_FUNCTION and is_script(self.path):
+            raise JobError(
+                f"{self.path.name} keeps its own loop by pl.attach, and has no function '{self.function}'",
+                hint=f"paceline run {self.path.name} --plan data=2; paceline verify takes it, too",
+            )
         return JobFunction(_function(_run(self.path), self.function, self.path), self.path)
 
     def to_dict(self) -> dict[str, Any]:
@@ -207,6 +213,20 @@ def load(source: str, settings: Mapping[str, Any] = {}) -> Job:
             where.
     """
     return JobFile.parse(source, settings).load()
+
+
+def is_script(path: Path) -> bool:
+    """Whether a Python file calls `attach`, and has no function `job`: it keeps its own loop."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):  # whoever runs it says where
+        return False
+    has_job = any(isinstance(node, ast.FunctionDef) and node.name == "job" for node in tree.body)
+    return not has_job and any(
+        isinstance(node, ast.Call)
+        and getattr(node.func, "attr", getattr(node.func, "id", "")) == "attach"
+        for node in ast.walk(tree)
+    )
 
 
 # --- Files and modules ------------------------------------------------------------------------------------------

@@ -197,7 +197,7 @@ def _unfinished(record: RunRecord) -> Diagnosis:
     done = record.steps[-1]["step"] if record.steps else 0
     failure, saved, run = record.failure, record.saved_step, shlex.quote(str(record.path))
     go_on = (
-        f"paceline train JOB --run {run} --resume goes on from step {saved}"
+        f"the same command with --run {run} --resume goes on from step {saved}"
         if saved
         else "--save-every N keeps checkpoints that --resume goes on from"
     )
@@ -223,7 +223,9 @@ def _unfinished(record: RunRecord) -> Diagnosis:
 
 
 def _first_line(text: str | None) -> str:
-    return next(iter((text or "").strip().splitlines()), "")
+    """Return the first line that is no part of a traceback."""
+    lines = (text or "").strip().splitlines()
+    return next((line for line in lines if not line.startswith(("Traceback ", " "))), "")
 
 
 def _why(limit: StepPart, parts: list[StepPart], whole_s: float) -> str:
