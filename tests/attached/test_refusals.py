@@ -33,6 +33,11 @@ WRONG = {
         "        loss = F.cross_entropy(copy.deepcopy(model)(x), y)",
         "no loss of this batch uses what run.update() updates, such as '0.bias'",
     ),
+    "a scaler of losses": (
+        "pl.attach(",
+        "(scaler := torch.amp.GradScaler('cpu')) and pl.attach(",
+        "scales its losses by 'scaler'",
+    ),
     "gradients removed": (
         "        run.update()",
         "        optimizer.zero_grad()\n        run.update()",

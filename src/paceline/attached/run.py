@@ -192,6 +192,7 @@ class AttachedRun:
                 "run.epochs and run.steps give the length of the whole run, once",
                 hint="one run.epochs(N) or run.steps(N) in a script; each pl.attach is a run",
             )
+        self._refuse_scaler()
         session, plan = self.session, self.session.plan
         job = session.change(
             self.given.job(
@@ -351,6 +352,20 @@ class AttachedRun:
                 hint="for batch in run: ... run.backward(loss); run.update()",
             )
         return self.turn
+
+    def _refuse_scaler(self) -> None:
+        """Refuse a scaler of losses, whose scale no update would take out of the gradients.
+
+        Raises:
+            JobError: the script has one.
+        """
+        for name, value in self.variables.items():
+            if isinstance(value, torch.amp.GradScaler) and value.is_enabled():
+                raise JobError(
+                    f"the script scales its losses by '{name}', a GradScaler: run.update() would step with "
+                    "scaled gradients",
+                    hint="torch.autocast in bfloat16 needs no scaler; precision='fp16' of a pl.Job scales losses",
+                )
 
     def _unkept(self) -> list[str]:
         """Return the names of the script's objects that have state, and of which nobody keeps it."""
