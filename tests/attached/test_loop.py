@@ -36,6 +36,21 @@ def test_the_loop_computes_what_it_computes_by_itself(tmp_path, own, plan):
     assert attached["figures"]["steps"] == 8
 
 
+OTHERS = """
+from paceline.attached.session import ScriptProcess
+if ScriptProcess.current().context.rank:
+    torch.nn.init.ones_(model[0].weight)
+run = pl.attach("""
+
+
+@pytest.mark.parametrize("plan", ["data=2", "shard=2"])
+def test_weights_begin_as_they_are_on_rank_0(tmp_path, own, plan):
+    """A script without a seed builds other weights on each rank."""
+    attached = told(tmp_path, ATTACHED.replace("run = pl.attach(", OTHERS), plan)
+
+    assert_alike(attached["weights"], own["weights"])
+
+
 BEGUN = """
 for x, y in loader:
     F.cross_entropy(model(x), y).backward()

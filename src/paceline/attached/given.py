@@ -150,7 +150,7 @@ def _like(value: Any, parameter: Any) -> Any:
 
 
 class Given:
-    """What a script gives to `pl.attach`.
+    """This holds what a script gives to `pl.attach`.
 
     Attributes:
         models: Modules by name; "" of an only one.

@@ -280,7 +280,7 @@ class AttachedRun:
 
     @property
     def rows(self) -> int:
-        """How many rows of the batch count on this rank; 0 for one that stands in for missing rows.
+        """This is the number of rows of the batch that count on this rank; 0 for one that stands in for missing rows.
 
         Inside a loss that is a function of a batch: of that batch.
         """
@@ -288,7 +288,7 @@ class AttachedRun:
 
     @property
     def step(self) -> int:
-        """How many steps are counted."""
+        """This is the number of steps that are counted."""
         return 0 if self.loop is None else self.loop.run.step
 
     def backward(self, loss: Loss | Callable[[Any], Loss], *trains: str) -> None:

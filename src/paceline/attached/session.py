@@ -1,4 +1,4 @@
-"""Where a script with its own loop runs: as a rank of `paceline run`, or as a process by itself."""
+"""A script with its own loop runs as a rank of `paceline run`, or as a process by itself."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class _Run(Protocol):
 
 @dataclass(eq=False)
 class ScriptProcess:
-    """What a script's process is told: its rank, the plan, and how the run is written.
+    """This holds what a script's process is told: its rank, the plan, and how the run is written.
 
     Attributes:
         change: Makes another job of the script's, for a proof.

@@ -49,7 +49,7 @@ KINDS = ("gradient", "weight")
 
 @dataclass(frozen=True, slots=True)
 class ScriptVerdict:
-    """What the comparison of a script under a plan found.
+    """This holds what the comparison of a script under a plan found.
 
     Attributes:
         differences: Greatest differences from one device by kind: "loss", "gradient", "weight".
@@ -136,7 +136,7 @@ def verify_script(
 
 
 class Record:
-    """What one rank computed, as files of a folder."""
+    """Files of a folder hold what one rank computed."""
 
     def __init__(self, folder: Path, run_dir: Path) -> None:
         self.folder = folder
@@ -283,7 +283,7 @@ class _Reversed:
 
 
 class _Limits:
-    """How far a figure may be from one device's."""
+    """Return how far a figure may be from one device's."""
 
     def __init__(self, reference: Record, reversed_rows: Record) -> None:
         self.moved: dict[tuple[int, str], float] = {}

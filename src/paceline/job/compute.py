@@ -28,7 +28,7 @@ class WholeBatch:
 
     @property
     def of_stacked(self) -> Callable[[Any], tuple[Any, None]] | None:
-        """What makes it of a batch that torch has stacked, if nothing else is done with samples."""
+        """This makes it of a batch that torch has stacked, if nothing else is done with samples."""
         return _alone if self.collate is None else None
 
 

@@ -1,4 +1,4 @@
-"""What peers say to server 0."""
+"""This module reads what peers say to server 0."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class Reception:
             self.followers_left[peer.number] = message["left"]
 
     def _fault(self, worker: int, message: dict[str, Any]) -> str | None:
-        """What is wrong with a worker's message, given what it was asked."""
+        """Return what is wrong with a worker's message, given what it was asked."""
         leased = self.clock.workers[worker].leased
         for kind, has_told in (("told", False), ("finished", True)):
             if (update := message.get(kind)) is not None and (

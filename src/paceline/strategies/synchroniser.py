@@ -1,4 +1,4 @@
-"""What a strategy does in a step beside its changes of the model."""
+"""A strategy's synchronisers act in a step, beside its changes of the model."""
 
 from __future__ import annotations
 
