@@ -6,7 +6,7 @@ undisturbed run. Beside it, torchrun starts a hand-written loop again that saves
     python -m benchmarks.recovery [--rounds 3] [--plans PLAN...] [--steps 300] [--width 128] [--json]
 
 Layers of width 128 make steps of some 10 ms, of which copies in memory are many steps apart. Of width 2048, with a
-state of 1.2 GB, steps take seconds, and ranks leave the state itself.
+state of 1.2 GB, steps take seconds.
 """
 
 from __future__ import annotations

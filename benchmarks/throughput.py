@@ -79,14 +79,14 @@ def contenders(steps: int, peers: Sequence[str]) -> dict[str, tuple[str, Callabl
     }
 
 
-def compare(records: Mapping[str, Record[Run]]) -> dict[str, Ratio]:
-    """Ours by each peer's speed, pair by pair."""
-    if records[OURS].skipped:
+def compare(records: Mapping[str, Record[Run]], ours: str = OURS) -> dict[str, Ratio]:
+    """The speed of one of ours by that of each other contender, pair by pair."""
+    if records[ours].skipped:
         return {}
     return {
-        name: ratio(records[OURS].all("steps_per_s"), record.all("steps_per_s"))
+        name: ratio(records[ours].all("steps_per_s"), record.all("steps_per_s"))
         for name, record in records.items()
-        if name != OURS and not record.skipped
+        if name != ours and not record.skipped
     }
 
 
