@@ -109,5 +109,7 @@ class _Recomputed:
             lambda *_: self.forward(*inputs["args"], **inputs["kwargs"]),
             *(torch.empty(0, device=device) for device in devices),
             use_reentrant=False,
+            # `again` restores the streams of the CPU.
+            preserve_rng_state=any(device.type != "cpu" for device in devices),
             context_fn=lambda: (nullcontext(), moment.again()),
         )
