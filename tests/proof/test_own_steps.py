@@ -23,6 +23,7 @@ from paceline.servers.meetings import Meetings, Sums
 from paceline.servers.server_state import ServerState
 from paceline.training.feed import MicroBatch
 from paceline.training.own_step.named_parts import _OfPart
+from paceline.training.own_step.step import OwnStep
 from paceline.training.own_step.step_batch import StepBatch
 from paceline.training.own_step.step_draws import MakesOn, WindowDraws
 from paceline.training.own_step.verbs import Verbs
@@ -50,11 +51,6 @@ def _without_reduction(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(_OfPart, "finish", lambda self: None)
 
 
-def _with_all_gradients(patch: pytest.MonkeyPatch) -> None:
-    """Gradients of earlier losses are lost."""
-    patch.setattr(Verbs, "_set_aside", lambda self, names: {})
-
-
 def _without_followers(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("paceline.training.stepper.follow", lambda *_: None)
 
@@ -72,7 +68,7 @@ def _without_one_optimizer(patch: pytest.MonkeyPatch) -> None:
         lambda self, name: (
             update(self, name)
             if name != "rest"
-            else self.reached.difference_update(self.state.optimizer.names[name])
+            else self.taken.reached.difference_update(self.state.optimizer.names[name])
         ),
     )
 
@@ -524,7 +520,8 @@ def test_what_a_rank_gathers_and_runs_alike() -> None:
     pieces = [MicroBatch(torch.zeros(2, 3), torch.zeros(2), 2)]
     verbs = Verbs.__new__(Verbs)
     verbs.batch, verbs.loss_samples, verbs.first = StepBatch(pieces), None, 2
-    verbs.state = SimpleNamespace(  # type: ignore[assignment]
+    verbs.taken = OwnStep.__new__(OwnStep)
+    verbs.state = verbs.taken.state = SimpleNamespace(  # type: ignore[assignment]
         device="cpu",
         note_verb=None,
         parts={"net": None},

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from paceline.base.errors import PlanRefused, TrainingError, nearest
+from paceline.base.errors import PlanRefused, TrainingError
 from paceline.base.streams import seed_streams
 from paceline.job.named_optimizers import NamedOptimizers
 from paceline.job.order import split
-from paceline.strategies.compose import end_evaluation
 from paceline.strategies.layout import Layout, Whole
 from paceline.training.feed import MicroBatch
 from paceline.training.loop import Loop
-from paceline.training.own_step.named_parts import ModelPart
-from paceline.training.own_step.step import OwnStep
+from paceline.training.own_step.named_parts import hold
+from paceline.training.own_step.step import BackwardWork, OwnStep
 from paceline.training.own_step.step_batch import joined
 from paceline.training.prefetch import Fed
-from paceline.training.rank_state import RankState
-from paceline.training.scaling import power_of_two
 from paceline.training.step import Backward
 from paceline.training.window import WindowWork
 
@@ -48,8 +45,6 @@ class Turn:
         batch: This rank's rows of the batch, as the loader yields them; the first row of the batch if
             this rank has none.
         rows: How many of them count; while a function of a micro-batch runs, of the micro-batch.
-        gradients: The step's gradients before clipping, summed over the updates; kept if somebody
-            looks at them.
     """
 
     def __init__(self, loop: Loop, fed: Fed, *, reads_ahead: bool) -> None:
@@ -65,15 +60,12 @@ class Turn:
             beat=run.beat,
             on_launched=loop.on_launched if reads_ahead else lambda: None,
         )
+        self.taken.observe = loop.observe
         state.before_forwards()
-        dtype = torch.float64 if state.job.precision == "float64" else None
-        self.pieces = [batch.to(state.device, dtype) for batch in fed.placed]
-        real = [piece for piece in self.pieces if piece.samples] or self.pieces[:1]
+        pieces = self.taken.pieces
+        real = [piece for piece in pieces if piece.samples] or pieces[:1]
         self.batch = joined([piece.input[0] for piece in real], [max(p.samples, 1) for p in real])
         self.rows = self.taken.samples
-        self.pending: Backward | None = None  # the first, if ranks still have to agree on it
-        self.reached: set[str] = set()  # parameters of a backward that no update has used
-        self.gradients = dict[str, torch.Tensor]()
         self._has_buffers = next(iter(state.model.buffers()), None) is not None
         self.used: set[str] = set()  # parameters that some backward gave a gradient
         self.num_updates = 0
@@ -83,7 +75,7 @@ class Turn:
 
     def _expect_forwards(self) -> None:
         """Prepare for forwards of the script, which end with the next backward or update."""
-        if self.state.merges_edits and self.taken.backwards and self.pending is None:
+        if self.state.merges_edits and self.taken.backwards and self.taken.pending is None:
             self.state.edits.begin()  # so that no update is taken for an edit of a later forward
         for part in self.state.parts.values():
             hold(part.synchronisers)
@@ -99,17 +91,13 @@ class Turn:
                 batch that returns it; it is called for each micro-batch.
             trains: Names of the models that get gradients.
         """
-        state, is_function = self.state, callable(loss)
-        if unknown := [name for name in trains if name not in state.parts]:
-            raise TrainingError(f"no model '{unknown[0]}': {nearest(unknown[0], state.parts)}")
+        state, taken, is_function = self.state, self.taken, callable(loss)
+        parts = [taken.part(name) for name in trains]
         if not is_function:
             self._refuse_tensor(trains)
-        self._note("run.backward")
-        self._agree()
-        self.taken.go_on()
-        parts = [state.parts[name] for name in trains]
-        prefixes = tuple(part.prefix for part in parts)
-        earlier = self._set_aside(prefixes)
+        taken.note_backward("run.backward")
+        taken.agree_on_pending()
+        taken.go_on()
         batches = [MicroBatch(None, None, self.rows)]
         if is_function:
             self._forwards.close()
@@ -117,26 +105,22 @@ class Turn:
                 _ToCompute(
                     piece.input, None, piece.samples, function=self._of_rows(loss, piece.samples)
                 )
-                for piece in self.pieces
+                for piece in taken.pieces
             ]
         else:
-            inputs = [p for name, p in state.parameters.items() if name.startswith(prefixes)]
+            inputs = list(state.trained_by(parts)[0].values())
             layout = _Computed(
                 parts[0].layout, loss, inputs if len(parts) < len(state.parts) else None
             )
             parts[0] = replace(parts[0], layout=layout)  # type: ignore[arg-type]
-        work = _Work(self, batches, parts, runs_forwards=is_function)
-        with collecting(state, trains) if is_function else nullcontext():
-            self.pending = backward = self.taken.backward(parts, work)
+        number = len(taken.backwards)
+        work = BackwardWork(taken, parts, batches, *([number] if number else []))
+        work.batches, work.criterion = batches, lambda loss, target: loss
+        with taken.collecting(trains) if is_function else nullcontext():
+            backward = taken.add(parts, work)
         self._forwards.close()
-        self.reached.update(backward.trainable)
-        if not (state.has_one_backward and len(self.taken.backwards) == 1):
-            self._agree()
-        elif self._may_be_sum(loss, backward):
+        if taken.pending is not None and self._may_be_sum(loss, backward):
             self._divide(backward)
-        for name, gradient in earlier.items():
-            p = state.parameters[name]
-            p.grad = gradient if p.grad is None else p.grad + gradient
         self.used.update(name for name, p in backward.parameters.items() if p.grad is not None)
         self._expect_forwards()
 
@@ -184,8 +168,8 @@ class Turn:
         plan, parts = self.loop.run.plan, self.state.parts
         if not all(isinstance(part.layout, Whole) for part in parts.values()):
             why = "splits the model over ranks"
-        elif len(self.pieces) > 1:
-            why = f"runs each batch in {len(self.pieces)} micro-batches"
+        elif len(self.taken.pieces) > 1:
+            why = f"runs each batch in {len(self.taken.pieces)} micro-batches"
         elif len(trains) < len(parts) and any(
             isinstance(part.layout, Whole) and part.layout.gathers_weights
             for part in parts.values()
@@ -199,86 +183,31 @@ class Turn:
             "each micro-batch",
         )
 
-    def _note(self, verb: str) -> None:
-        """Report what the script calls before its collectives, because ranks may call other things."""
-        if self.state.note_verb is not None:
-            self.state.note_verb(self.taken.number + 1, verb)
-
-    def _set_aside(self, prefixes: tuple[str, ...]) -> dict[str, torch.Tensor]:
-        """Remove and return gradients of earlier losses, which ranks have already summed."""
-        earlier = {}
-        for name, p in self.state.parameters.items():
-            if not name.startswith(prefixes):
-                continue
-            if p.grad is not None and name in self.reached:
-                earlier[name] = p.grad.clone()
-            p.grad = None
-        return earlier
-
-    def _agree(self) -> None:
-        """Agree about the pending backward, because no update follows it. Collective."""
-        backward, self.pending = self.pending, None
-        if backward is not None:
-            self.taken.agree_later(backward)
-
     def update(self, optimizer: str) -> None:
         """Clip the gradients of an optimizer, step it and its schedule, and drop the gradients. Collective."""
-        state, named = self.state, self.state.optimizer
         verb = f"run.update({optimizer!r})" if optimizer else "run.update()"
-        names: Collection[str] = state.parameters
-        if isinstance(named, NamedOptimizers):
-            if optimizer not in named.members:
-                raise TrainingError(
-                    f"no optimizer '{optimizer}': {nearest(optimizer, named.members)}"
-                )
-            names = named.names[optimizer]
-        elif optimizer:
+        if optimizer and not isinstance(self.state.optimizer, NamedOptimizers):
             raise TrainingError(
                 f"no optimizer '{optimizer}': pl.attach got one without a name", hint="run.update()"
             )
-        parameters = {name: state.parameters[name] for name in names if name in state.parameters}
-        if not self.reached.intersection(parameters):
-            raise TrainingError(
-                f"{verb} finds no gradient of what it updates",
-                hint="run.backward(loss) before, in place of loss.backward()",
-            )
-        if all(p.grad is None for p in parameters.values()):
-            if self.used.isdisjoint(parameters):
+        names = self.taken.names_of(
+            optimizer, verb, hint="run.backward(loss) before, in place of loss.backward()"
+        )
+        parameters = self.state.parameters
+        if all(parameters[name].grad is None for name in parameters.keys() & names):
+            if self.used.isdisjoint(names):
                 raise TrainingError(
-                    f"no loss of this batch uses what {verb} updates, such as '{min(parameters)}'",
+                    f"no loss of this batch uses what {verb} updates, such as '{min(names)}'",
                     hint="compute the loss from the model's output, without .detach() or no_grad",
                 )
             raise TrainingError(
                 "the gradients of run.backward were removed before run.update()",
                 hint="leave optimizer.zero_grad() out: run.update() drops the gradients it has used",
             )
-        self._note(verb)
         self._forwards.close()
-        if self.pending is not None:
-            self.taken.agree(self.pending)
-            self.pending = None
-        if self.loop.observe is not None:
-            self._keep(parameters)
-        self.taken.beat("optimizer")
-        if not self.taken.is_skipped:
-            state.before_update()
-            state.step_optimizer(optimizer, parameters, self.taken.norm_on_device)
-        for p in parameters.values():
-            p.grad = None
-        for part in state.parts.values():  # gathered weights are those before the update
-            end_evaluation(part.synchronisers)
-        if state.merges_edits:
-            state.edits.updated()
+        self.taken.update(optimizer, names)
         self.num_updates += 1
-        self.reached -= parameters.keys()
-        self.taken.norm_on_device = None
         self._expect_forwards()
-
-    def _keep(self, parameters: dict[str, torch.nn.Parameter]) -> None:
-        for name, p in parameters.items():
-            if p.grad is not None:
-                earlier, gradient = self.gradients.get(name), p.grad.clone()
-                self.gradients[name] = gradient if earlier is None else earlier + gradient
 
     def end(self) -> None:
         """Count the step, and let the run do what is due. Collective.
@@ -294,13 +223,7 @@ class Turn:
                 hint="run.backward(loss) and run.update() for each batch, in place of "
                 "loss.backward() and optimizer.step()",
             )
-        if self.pending is not None:
-            self._agree()
-        waiting = [
-            name
-            for name in self.reached & state.parameters.keys()
-            if state.parameters[name].grad is not None
-        ]
+        waiting = self.taken.unused_gradients()
         if waiting or not self.num_updates:
             of_what = f"the gradients of '{min(waiting)}'" if waiting else "a gradient"
             raise TrainingError(
@@ -311,46 +234,11 @@ class Turn:
                 "step, give the loader the whole batch, and the plan accumulate=K. "
                 "A loss that goes through a model which it doesn't train: run.backward(loss, 'generator')",
             )
-        self._note("the next batch")
-        state.has_one_backward &= len(self.taken.backwards) == 1
-        if self.loop.observe is not None:
-            for name, p in state.parameters.items():
-                p.grad = self.gradients.get(name)
-            self.loop.observe()
-            for p in state.parameters.values():
-                p.grad = None
+        self.taken.note("the next batch")
         if state.merges_edits and self.taken.figures is not None and self._has_buffers:
             # The script may have written to a buffer after the update, in which ranks agreed.
-            self.taken.is_decided = True
             self.taken.go_on()
         self.loop.count(self.fed, state.end_step(self.taken))
-
-
-def hold(synchronisers: Sequence[Any]) -> None:
-    """Prepare for a loss that may run a model several times before the step's own backward."""
-    for synchroniser in synchronisers:
-        if do := getattr(synchroniser, "hold", None):
-            do()
-
-
-@contextmanager
-def collecting(state: RankState, trains: Collection[str]) -> Iterator[None]:
-    """Let only these models get gradients inside the block. Other models run frozen."""
-    others = [part for part in state.parts.values() if part.name not in trains]
-    frozen = [p for part in others for p in part.layout.module.parameters() if p.requires_grad]
-    for p in frozen:
-        p.requires_grad_(False)
-    for part in others:
-        for synchroniser in part.synchronisers:
-            synchroniser.collect(on=False)  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        for p in frozen:
-            p.requires_grad_(True)
-        for part in others:
-            for synchroniser in part.synchronisers:
-                synchroniser.collect(on=True)  # type: ignore[attr-defined]
 
 
 class _Computed:
@@ -374,30 +262,3 @@ class _Computed:
 
     def finish(self) -> None:
         self.layout.finish()
-
-
-class _Work(WindowWork):
-    """The micro-batches of one backward of a script."""
-
-    def __init__(
-        self,
-        turn: Turn,
-        batches: list[MicroBatch],
-        parts: Sequence[ModelPart],
-        *,
-        runs_forwards: bool,
-    ) -> None:
-        state, taken = turn.state, turn.taken
-        super().__init__(state, taken.window, batches, taken.number, state.loss_number, taken.beat)
-        number = len(taken.backwards)
-        self.batches = batches  # they are on the device
-        self.runs_forwards, self.place = runs_forwards, (number,) if number else ()
-        self.synchronisers = [each for part in parts for each in part.synchronisers]
-        self.criterion = lambda loss, target: loss
-        # Gradients of a loss that is a sum are about as large as those of a mean while they are summed.
-        self.expected_count = power_of_two(taken.window.count)
-
-    def before_forward(self, microbatch: int, stage: int) -> None:
-        if self.runs_forwards:
-            hold(self.synchronisers)
-            super().before_forward(microbatch, stage)

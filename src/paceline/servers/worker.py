@@ -143,7 +143,11 @@ class Worker:
         stepper.loss_number = self.number
         stepper.part = DataShard(self.settings.shares, self.number, self.plan.num_microbatches)
 
-        def update(optimizer: str, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        def update(
+            optimizer: str,
+            parameters: Mapping[str, torch.nn.Parameter],
+            norm: torch.Tensor | None = None,
+        ) -> None:
             served.update(optimizer, parameters)
             if self.schedule is not None and not self.serves:
                 self._step_schedule(

@@ -72,8 +72,7 @@ class RankState:
         freezing: Which parameters are frozen in which steps.
         scaling: The scaling of losses; None except in fp16.
         loss_number: This rank's number among those that compute a loss; keys random streams.
-        named_update: Takes the step of one of several optimizers, given its name and its parameters
-            on this rank.
+        named_update: Takes the step of an optimizer; see `update_named`.
         before_update: Called before tensors are written to that only updates change; in each step,
             and sometimes more than once.
     """
@@ -94,9 +93,7 @@ class RankState:
         """
         self.job, self.mesh, self.device = job, mesh, device
         self.loss_number = mesh.loss_number
-        self.named_update: Callable[[str, Mapping[str, torch.nn.Parameter]], None] = (
-            self.update_named
-        )
+        self.named_update: Callable[..., None] = self.update_named
         self.before_update: Callable[[], None] = lambda: None
         self.replica = mesh.replica
         self.part = DataShard(shares or (1,) * plan.replicas, mesh.replica, plan.num_microbatches)
@@ -277,7 +274,8 @@ class RankState:
         """Whether replicas hold the same parameters after every step."""
         return len(self.mesh.replicas) > 1 and not self.step_sync.has_own_steps
 
-    def _clear_gradients(self) -> None:
+    def clear_gradients(self) -> None:
+        """Drop all gradients that this rank holds."""
         for p in self.local_parameters.values():
             if p.grad is not None:
                 p.grad = None
@@ -353,10 +351,15 @@ class RankState:
         if self.merges_edits:
             self.edits.updated()
 
-    def update_named(self, name: str, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    def update_named(
+        self,
+        name: str,
+        parameters: Mapping[str, torch.nn.Parameter],
+        norm: torch.Tensor | None = None,
+    ) -> None:
         """Take the step of one of several optimizers; see `step_optimizer`."""
         self.before_update()
-        self.step_optimizer(name, parameters)
+        self.step_optimizer(name, parameters, norm)
 
     def step_optimizer(
         self,

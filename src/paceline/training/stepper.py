@@ -124,7 +124,7 @@ class Stepper(RankState):
         """Take the step of a job with one model and one loss: one backward, one update."""
 
         def evaluate(*, is_again: bool = False) -> float:
-            self._clear_gradients()  # also of parameters that the optimizer leaves out
+            self.clear_gradients()  # also of parameters that the optimizer leaves out
             work = WindowWork(
                 self, step.window, step.batches, step.number, self.loss_number, step.beat
             )
@@ -155,13 +155,8 @@ class Stepper(RankState):
 
     def _take_own(self, step: OwnStep, observe: Callable[[], None] | None) -> None:
         """Take the step that the job brings."""
-        verbs = Verbs(step, keeps_gradients=observe is not None)
-        verbs.take()
-        if observe:
-            for name, p in self.parameters.items():
-                p.grad = verbs.gradients.get(name)
-            observe()
-            self._clear_gradients()
+        step.observe = observe
+        Verbs(step).take()
         if (
             self.step_sync.has_own_steps and self.job.followers
         ):  # they are synchronised as buffers are
@@ -277,6 +272,6 @@ class Stepper(RankState):
         Returns:
             The names of parameters that this rank used.
         """
-        self._clear_gradients()
+        self.clear_gradients()
         work = WindowWork(self, window, batches, step, part, beat, tell)
         return go_back(self, list(self.parts.values()), work)

@@ -137,16 +137,21 @@ class _OfPart:
             end()
 
     def hold(self) -> None:
-        """Prepare for a loss that may go back through the model before the step's own backward."""
-        hold = getattr(self.inner, "hold", None)
-        if hold is not None:
-            hold()
+        """See `hold`."""
+        hold([self.inner])
 
     def collect(self, *, on: bool) -> None:
         """Set whether the next forwards and backwards are for this model's gradients."""
         collect = getattr(self.inner, "collect", None)
         if collect is not None:
             collect(on=on)
+
+
+def hold(synchronisers: Iterable[Any]) -> None:
+    """Prepare for a loss that may go back through the model before the step's own backward."""
+    for synchroniser in synchronisers:
+        if do := getattr(synchroniser, "hold", None):
+            do()
 
 
 def _stored_name(name: str, prefix: str) -> str:

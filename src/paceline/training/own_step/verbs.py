@@ -11,40 +11,30 @@ from typing import Any
 
 import torch
 
-from paceline.base.errors import PlanRefused, TrainingError, nearest
+from paceline.base.errors import PlanRefused, TrainingError
 from paceline.base.streams import seed_streams
 from paceline.job.own_step import BackwardResult, ModelNames
 from paceline.model.forward_state import ForwardState
 from paceline.strategies.batch_norm.run import apart
-from paceline.strategies.compose import end_evaluation
 from paceline.strategies.layout import Whole
 from paceline.training.feed import MicroBatch, map_tensors
 from paceline.training.loss import read_tally, with_gradient, without_total
 from paceline.training.own_step.named_parts import ModelPart
-from paceline.training.own_step.step import OwnStep
+from paceline.training.own_step.step import BackwardWork, OwnStep
 from paceline.training.own_step.step_batch import GatheredBatch, StepBatch, joined
 from paceline.training.own_step.step_draws import WindowDraws
-from paceline.training.parts.spikes import refuse_backwards
 from paceline.training.prepare import autocast
-from paceline.training.scaling import power_of_two
 from paceline.training.step import Backward
-from paceline.training.window import WindowWork
 
 
 class Verbs:
-    """The context of a job's own step on one rank; see `StepContext`.
+    """The context of a job's own step on one rank; see `StepContext`."""
 
-    Attributes:
-        gradients: The step's gradients before clipping, summed over the updates; kept if
-            `keeps_gradients`.
-    """
-
-    def __init__(self, taken: OwnStep, *, keeps_gradients: bool) -> None:
-        self.taken, self.keeps_gradients = taken, keeps_gradients
+    def __init__(self, taken: OwnStep) -> None:
+        self.taken = taken
         self.state, self.window, self.step = taken.state, taken.window, taken.number
         state, window = self.state, self.window
-        dtype = torch.float64 if state.job.precision == "float64" else None
-        self.batch = StepBatch([batch.to(state.device, dtype) for batch in taken.batches])
+        self.batch = StepBatch(taken.pieces)
         self.first = min(
             state.part.cuts(window.count)[0].start, window.count - 1
         )  # place of the first sample here
@@ -59,9 +49,6 @@ class Verbs:
         self.number = 0  # number of verbs so far; it keys their random streams
         self.loss_samples: int | None = None  # of the micro-batch whose loss is computed now
         self.is_over_all = False  # whether one of all samples is
-        self.pending: Backward | None = None  # the step's first, if ranks still have to agree on it
-        self.reached: set[str] = set()  # parameters of a backward that no update has used
-        self.gradients = dict[str, torch.Tensor]()
 
     def take(self) -> None:
         """Run the user's step. Collective as its verbs are."""
@@ -69,7 +56,7 @@ class Verbs:
         assert step is not None
         with self.draws:
             returned: Any = step(self, self.batch)
-        self._note("the end of the step")
+        self.taken.note("the end of the step")
         if returned is not None:
             raise TrainingError(
                 f"the step returned {type(returned).__name__}, which nothing would record",
@@ -77,17 +64,11 @@ class Verbs:
             )
         if not self.taken.backwards:
             raise TrainingError("the step trains nothing: it calls no ctx.backward")
-        self._agree()
-        parameters = self.state.parameters
-        waiting = [
-            name for name in self.reached & parameters.keys() if parameters[name].grad is not None
-        ]
-        if waiting:
+        if waiting := self.taken.unused_gradients():
             raise TrainingError(
                 f"the step ends with gradients of '{min(waiting)}' that no update has used",
                 hint="ctx.update(...) of its optimizer after ctx.backward(...)",
             )
-        self.state.has_one_backward &= len(self.taken.backwards) == 1
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -138,7 +119,7 @@ class Verbs:
                 "ctx.gather is called inside a loss, which sees a micro-batch",
                 hint="gather in the step, and let the loss close over what it returns",
             )
-        self._note("ctx.gather")
+        self.taken.note("ctx.gather")
         with self.draws.paused(), torch.no_grad():
             return map_tensors(
                 self._gathered, value.input if isinstance(value, StepBatch) else value
@@ -169,7 +150,7 @@ class Verbs:
 
     def run(self, model: str, inputs: Any, *, grad: bool | None = None, cut: bool = True) -> Any:
         """See `StepContext`. Collective where the plan's forwards are."""
-        part = self._part(model)
+        part = self.taken.part(model)
         if self.in_loss:
             with self.draws.makes_on.paused():
                 return self._run_in_loss(part, inputs, grad=grad is not False)
@@ -183,7 +164,7 @@ class Verbs:
                 f"ctx.run('{model}', batch, cut=False) would run other samples on each rank",
                 hint="give it ctx.gather(batch), or leave cut=False out",
             )
-        self._note(f"ctx.run('{model}')")
+        self.taken.note(f"ctx.run('{model}')")
         with self._verb():
             return (
                 self._run_without_gradients(part, inputs) if cut else self._run_alike(part, inputs)
@@ -258,7 +239,7 @@ class Verbs:
     ) -> BackwardResult:
         """See `StepContext`. Collective."""
         names = (model,) if isinstance(model, str) else tuple(model)
-        parts = [self._part(name) for name in names]
+        parts = [self.taken.part(name) for name in names]
         if follower := next((name for name in names if name in self.state.job.followers), None):
             raise TrainingError(
                 f"ctx.backward would train '{follower}', which is a follower",
@@ -272,33 +253,24 @@ class Verbs:
                 "ranks by itself",
                 hint="a data=N or shard=N plan",
             )
-        if self.state.spikes is not None:
-            refuse_backwards(self.state.spikes.action, len(self.taken.backwards) + 1)
-        self._note(f"ctx.backward({', '.join(map(repr, names))})")
+        self.taken.note_backward("ctx.backward", ", ".join(map(repr, names)))
         if gather:
             loss, more = self._loss_of_rows(parts[0], inputs, loss, more)
         batches = self._batches(names[0], inputs, more)
-        with self._verb(), self._collecting(names):
-            earlier = self._set_aside(names)
-            work = _Work(self, batches, loss, [s for part in parts for s in part.synchronisers])
-            backward = self.pending = self.taken.backward(parts, work)
-            self.reached.update(backward.trainable)
-            if not (self.state.has_one_backward and len(self.taken.backwards) == 1):
-                self._agree()
-            for name, gradient in earlier.items():
-                parameter = self.state.parameters[name]
-                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        with self._verb(), self.taken.collecting(names):
+            work = _Work(self, parts, batches, loss)
+            backward = self.taken.add(parts, work)
         return BackwardResult(
             partial(self._mean, backward), partial(self._outputs, parts[0], batches, work.outputs)
         )
 
     def _mean(self, backward: Backward) -> torch.Tensor:
         """Return the loss of all samples. Collective if ranks still have to agree about it."""
-        if self.pending is backward:
-            self._note("the loss of ctx.backward")
+        if self.taken.pending is backward:
+            self.taken.note("the loss of ctx.backward")
             with self.draws.paused():
                 # Loss scaling divides gradients when ranks decide, and more may be added to these.
-                self._agree(decides=self.state.scaling is None)
+                self.taken.agree_on_pending(decides=self.state.scaling is None)
         assert backward.agreed is not None
         loss, count = backward.agreed[:2].to(self.state.device)
         return loss / count
@@ -315,7 +287,7 @@ class Verbs:
                 outputs = {0: part.layout.forward(batches[0])}
         here = [outputs[number] for number in numbers if number in outputs]
         if self.state.mesh.sizes[self.state.mesh.stage_axis] > 1:
-            self._note("the outputs of ctx.backward")
+            self.taken.note("the outputs of ctx.backward")
         return joined(self.state.shared_outputs(part, here), self.batch.rows)
 
     def _loss_of_rows(
@@ -438,148 +410,26 @@ class Verbs:
             for number, (piece, piece_inputs) in enumerate(zip(self.batch.pieces, cut, strict=True))
         ]
 
-    def _set_aside(self, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
-        """Remove and return gradients of earlier losses, which the synchronisers have already
-        summed.
-        """
-        earlier, prefixes = {}, tuple(f"{name}." for name in names)
-        for name, p in self.state.parameters.items():
-            if not name.startswith(prefixes):
-                continue
-            if p.grad is not None and name in self.reached:
-                earlier[name] = p.grad.clone()
-            p.grad = None
-        return earlier
-
-    def _agree(self, *, decides: bool = False) -> bool:
-        """Agree about the pending backward, if there is one. Collective.
-
-        decides: whether ranks decide now about all updates of the step, which they always do if the
-            step may be a spike.
-
-        Returns:
-            Whether they decided.
-        """
-        backward, self.pending = self.pending, None
-        if backward is None:
-            return False
-        if decides or self.state.spikes is not None:
-            self.taken.decide(backward)
-            return True
-        self.taken.agree_later(backward)
-        return False
-
     def update(self, optimizer: str) -> None:
-        """See `StepContext`. Collective if ranks hold parts, and under loss scaling.
-
-        All ranks leave the update out if a gradient overflows on one under loss scaling, or if the
-        step is a spike.
-        """
-        state, optimizers = self.state, self.state.optimizer
-        if optimizer not in optimizers.members:
-            raise TrainingError(
-                f"no optimizer '{optimizer}': {nearest(optimizer, optimizers.members)}"
-            )
-        names = optimizers.names[optimizer]
-        if not self.reached.intersection(names):
-            raise TrainingError(
-                f"ctx.update('{optimizer}') finds no gradient of what it updates",
-                hint="ctx.backward(...) of its model before",
-            )
-        self._note(f"ctx.update('{optimizer}')")
+        """See `StepContext` and `OwnStep.update`."""
+        names = self.taken.names_of(
+            optimizer, f"ctx.update('{optimizer}')", hint="ctx.backward(...) of its model before"
+        )
         with self.draws.paused():
-            # Under loss scaling, ranks decide about each update, which may be about a part.
-            is_only = self.pending is not None and set(names).issuperset(self.pending.trainable)
-            is_decided = self._agree(decides=is_only or state.scaling is None)
-            is_decided |= state.spikes is not None
-            parameters = {
-                name: state.parameters[name] for name in names if name in state.parameters
-            }
-            if not (self.taken.is_skipped if is_decided else self._overflow(parameters)):
-                if self.keeps_gradients:
-                    self._keep(parameters)
-                self.taken.beat("optimizer")
-                state.named_update(optimizer, parameters)
-            for p in parameters.values():
-                p.grad = None
-            # Weights that were gathered for a forward are those before the update.
-            for part in state.parts.values():
-                if any(name.startswith(part.prefix) for name in names):
-                    end_evaluation(part.synchronisers)
-            if state.merges_edits:
-                state.edits.updated()
-        self.reached.difference_update(names)
-
-    def _overflow(self, parameters: dict[str, torch.nn.Parameter]) -> bool:
-        """Divide gradients by the loss scale, and return whether some are infinite or NaN on any
-        rank.
-
-        Without loss scaling this does nothing and returns False. Collective under loss scaling: the
-        host waits for the device.
-        """
-        state = self.state
-        if state.scaling is None:
-            return False
-        overflow = state.unscale(parameters).double().reshape(1)
-        overflows = bool(state.step_sync.all_reduce_figures(overflow))
-        self.taken.has_overflowed |= overflows
-        return overflows
-
-    def _keep(self, parameters: dict[str, torch.nn.Parameter]) -> None:
-        for name, p in parameters.items():
-            if p.grad is not None:
-                gradient = p.grad.clone()
-                self.gradients[name] = (
-                    self.gradients[name] + gradient if name in self.gradients else gradient
-                )
+            self.taken.update(optimizer, names)
 
     # --- Around a verb -----------------------------------------------------------------------------------------
-
-    def _part(self, name: str) -> ModelPart:
-        if name not in self.state.parts:
-            raise TrainingError(f"no model '{name}': {nearest(name, self.state.parts)}")
-        return self.state.parts[name]
-
-    def _note(self, verb: str) -> None:
-        """Report a verb before its collectives, because a mismatch may end the process inside of
-        one.
-        """
-        if self.state.note_verb is not None:
-            self.state.note_verb(self.step + 1, verb)
 
     @contextmanager
     def _verb(self) -> Iterator[None]:
         """Run a verb's models inside the block. Their random numbers come from separate streams."""
         with self.draws.paused():
-            self._agree()
+            self.taken.agree_on_pending()
             self.taken.go_on()
             self.number += 1
             if self.state.merges_edits:
                 self.state.edits.begin()
             yield
-
-    @contextmanager
-    def _collecting(self, names: tuple[str, ...]) -> Iterator[None]:
-        """Let only these models get gradients inside the block. Other models run frozen."""
-        others = [
-            part
-            for part in self.state.parts.values()
-            if part.name not in names and isinstance(part.layout, Whole)
-        ]
-        frozen = [p for part in others for p in part.layout.module.parameters() if p.requires_grad]
-        for p in frozen:
-            p.requires_grad_(False)
-        for part in others:
-            for synchroniser in part.synchronisers:
-                synchroniser.collect(on=False)  # type: ignore[attr-defined]
-        try:
-            yield
-        finally:
-            for p in frozen:
-                p.requires_grad_(True)
-            for part in others:
-                for synchroniser in part.synchronisers:
-                    synchroniser.collect(on=True)  # type: ignore[attr-defined]
 
 
 def _is_alike(repeated: torch.Tensor, other: torch.Tensor) -> bool:
@@ -593,39 +443,23 @@ def _is_alike(repeated: torch.Tensor, other: torch.Tensor) -> bool:
     )
 
 
-class _Work(WindowWork):
-    """The micro-batches of one backward."""
+class _Work(BackwardWork):
+    """The micro-batches of one backward, whose loss runs as the step does."""
 
     def __init__(
         self,
         verbs: Verbs,
+        parts: Sequence[ModelPart],
         batches: list[MicroBatch],
         loss: Callable[..., Any],
-        synchronisers: list[Any],
     ) -> None:
-        super().__init__(
-            verbs.state,
-            verbs.window,
-            batches,
-            verbs.step,
-            verbs.state.loss_number,
-            verbs.taken.beat,
-        )
-        self.verbs, self.place, self.synchronisers = verbs, (verbs.number,), synchronisers
-        self.criterion, self.given_loss = self._given_loss, loss
+        super().__init__(verbs.taken, parts, batches, verbs.number)
+        self.verbs, self.criterion, self.given_loss = verbs, self._given_loss, loss
         self.outputs: dict[int, Any] = {}  # by micro-batch
-        # Gradients of a loss that is a sum are about as large as those of a mean when they are scaled,
-        # rounded or left out of a message.
-        self.expected_count = power_of_two(verbs.window.count)
 
     def _given_loss(self, output: Any, target: tuple[Any, ...]) -> Any:
         with self.verbs.draws.makes_on:
             return self.given_loss(output, *target)
-
-    def before_forward(self, microbatch: int, stage: int) -> None:
-        for synchroniser in self.synchronisers:
-            synchroniser.hold()  # type: ignore[attr-defined]
-        super().before_forward(microbatch, stage)
 
     def loss(self, microbatch: int, output: Any) -> torch.Tensor:
         self.verbs.loss_samples = self.batches[microbatch].samples

@@ -68,18 +68,20 @@ def refuse_unwatched(action: SpikeAction | None, plan: Plan, *, saves: bool) -> 
         )
 
 
-def refuse_backwards(action: SpikeAction, number: int) -> None:
-    """Refuse to watch a step of the job's own that updates before all its losses are known.
+def refuse_backwards(action: SpikeAction, number: int, verb: str = "ctx.backward") -> None:
+    """Refuse to watch a step that updates before all its losses are known.
 
-    number: of backwards in the step.
+    Args:
+        number: Of backwards in the step.
+        verb: What makes them.
 
     Raises:
         JobError: there are several.
     """
     if number > 1:
         raise JobError(
-            f"--on-spike {action}: the job's step calls ctx.backward {number} times, and only a step with one can "
-            "be left out, because its loss is known before its update",
+            f"--on-spike {action}: a step calls {verb} {number} times, and only one with a single backward can be "
+            "left out, because its loss is known before its update",
             hint="leave --on-spike out: a loss that is not finite ends the run anyway",
         )
 
