@@ -6,7 +6,7 @@ import pytest
 
 from paceline.base.errors import JobError, PlanRefused, TrainingError
 from paceline.launch.process.failure import RankFailed
-from tests.attached.scripts import OWN, SETUP, alone, assert_alike, lines, told
+from tests.attached.scripts import ATTACHED, OWN, SETUP, alone, assert_alike, lines, told
 
 GAN = (
     SETUP
@@ -172,6 +172,24 @@ def test_a_tensor_is_refused_under_micro_batches_before_anything_is_updated(tmp_
 
     assert error.value.failure.kind == PlanRefused.__name__
     assert "equal True" in capfd.readouterr().err
+
+
+TWICE = ATTACHED.replace(
+    "        run.backward(loss)",
+    "        before = model[0].weight.clone()\n        run.backward(loss)\n        try:\n"
+    "            run.backward(F.cross_entropy(model(x), y))\n"
+    "        finally:\n            print('equal', torch.equal(before, model[0].weight))",
+)
+
+
+def test_a_batch_with_several_backwards_is_not_watched_for_spikes(tmp_path, capsys):
+    """It is refused at the second one, before an update that may come behind it."""
+    with pytest.raises(JobError, match=r"run\.backward 2 times") as error:
+        alone(tmp_path, TWICE, on_spike="skip")
+
+    assert "equal True" in capsys.readouterr().out and error.value.hint
+    with pytest.raises(JobError, match=r"run\.backward 2 times"):
+        alone(tmp_path, ATTACHED_GAN, on_spike="skip")
 
 
 def test_two_models_go_on_under_another_plan(tmp_path, own, monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 import paceline as pl
 from paceline.launch.process.failure import RankFailed
 from paceline.reports.record import RunRecord
-from tests.attached.scripts import ATTACHED, SETUP, assert_alike, lines, told
+from tests.attached.scripts import ATTACHED, OWN, SETUP, assert_alike, lines, told
 
 COUNTED = (
     SETUP
@@ -245,3 +245,35 @@ def test_callbacks_hear_of_steps_and_evaluations_and_stop_the_run(tmp_path, capf
 
     assert "told [1, 2, 3, 4] 1 4" in capfd.readouterr().err
     assert ended["figures"]["stopped"] == "enough"
+
+
+def spiking(text: str) -> str:
+    """Return a script whose third batch has a loss that is not a number."""
+    return text.replace("model(x), y)", "model(x), y) * (float('nan') if len(losses) == 2 else 1)")
+
+
+SPIKING = spiking(ATTACHED).replace(
+    "        rows.append(run.rows)", "        losses.append(loss.item())"
+)
+OWN_SPIKING = spiking(OWN).replace(
+    "        optimizer.zero_grad()",
+    "        if len(losses) == 2:\n            losses.append(0.0)\n            continue\n        optimizer.zero_grad()",
+)
+
+
+def test_a_batch_that_is_a_spike_is_left_out(tmp_path):
+    own = told(tmp_path / "own", OWN_SPIKING)
+
+    skipped = told(tmp_path, SPIKING, "data=2", on_spike="skip")
+
+    assert_alike(skipped["weights"], own["weights"])
+    assert skipped["figures"]["spikes"] == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"on_spike": "stop"}])
+def test_a_spike_ends_the_run_and_leaves_its_rows(tmp_path, options):
+    """A loss that is not a number is one, whether it is watched for or not."""
+    with pytest.raises(RankFailed, match="is not a number"):
+        told(tmp_path, SPIKING, "data=2", run=tmp_path / "run", **options)
+
+    assert list((tmp_path / "run" / "spikes" / "step-3").glob("rank-*.safetensors"))

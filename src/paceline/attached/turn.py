@@ -205,7 +205,8 @@ class Turn:
                 hint="leave optimizer.zero_grad() out: run.update() drops the gradients it has used",
             )
         self._forwards.close()
-        self.taken.update(optimizer, names)
+        with self.loop.spikes.explaining(self.fed):
+            self.taken.update(optimizer, names)
         self.num_updates += 1
         self._expect_forwards()
 
@@ -238,7 +239,10 @@ class Turn:
         if state.merges_edits and self.taken.figures is not None and self._has_buffers:
             # The script may have written to a buffer after the update, in which ranks agreed.
             self.taken.go_on()
-        self.loop.count(self.fed, state.end_step(self.taken))
+        with self.loop.spikes.explaining(self.fed):
+            result = state.end_step(self.taken)
+            self.loop.spikes.judge(result)
+        self.loop.count(self.fed, result)
 
 
 class _Computed:

@@ -13,6 +13,7 @@ from torch import nn
 from paceline.base.files import write_json
 from paceline.checkpoint.dtypes import save_tensors
 from paceline.job.order import Window
+from paceline.job.own_step import is_of_script
 from paceline.model.tensors import tensors_in
 from paceline.runs.folder import SPIKES
 from paceline.torch_private import pytree
@@ -29,10 +30,10 @@ def first_bad_module(
     """The path of the first module that returns a number which is infinite or NaN, on this rank; None if there is none.
 
     Computes the step's gradients again, as all ranks do then. What its forwards change is not to be kept.
-    Modules of a model that the plan splits run as parts of others, and are not seen. The step that a job brings is not
-    run again.
+    Modules of a model that the plan splits run as parts of others, and are not seen. The step that a job or a script's
+    loop brings is not run again.
     """
-    if stepper.job.own_step is not None:
+    if stepper.job.own_step is not None or is_of_script(stepper.job):
         return None
     bad: list[str] = []
     with (
