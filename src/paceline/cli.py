@@ -167,6 +167,14 @@ Patience = Annotated[
 SaveEvery = Annotated[
     int | None, typer.Option(metavar="STEPS", min=1, help="Steps between checkpoints.")
 ]
+ToLoggers = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--log",
+        metavar="KIND[:WHERE]",
+        help="tensorboard[:DIR], mlflow[:URI], wandb[:PROJECT], trackio[:PROJECT].",
+    ),
+]
 ToFolder = Annotated[
     Path | None, typer.Option("--run", metavar="DIR", help="Where the run is written.")
 ]
@@ -289,13 +297,7 @@ def train(
             help="Go on with MIN of MAX hosts if some are lost, and take them back.",
         ),
     ] = None,
-    log: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KIND[:WHERE]",
-            help="tensorboard[:DIR], mlflow[:URI], wandb[:PROJECT], trackio[:PROJECT].",
-        ),
-    ] = None,
+    log: ToLoggers = None,
     as_json: Json = False,
 ) -> None:
     """Train a job on one device or many."""
@@ -355,6 +357,7 @@ def run_(
     run: ToFolder = None,
     resume: GoesOn = False,
     patience: Patience = 300.0,
+    log: ToLoggers = None,
     as_json: Json = False,
 ) -> None:
     """Run a script that has its own loop on one device or many."""
@@ -372,6 +375,7 @@ def run_(
             run=run,
             resume=resume,
             timeout_s=patience,
+            log=log,
         )
         speaks = _is_first_rank()
     if speaks:

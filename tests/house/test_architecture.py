@@ -40,6 +40,7 @@ BEYOND_LIMITS = {
     "api/train.py: train",
     "cli.py: plan_",
     "cli.py: rehearse",
+    "cli.py: run_",
     "cli.py: search",
     "cli.py: train",
     "job/job.py: _problems",

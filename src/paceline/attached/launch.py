@@ -16,6 +16,7 @@ from paceline.api.claims import claim
 from paceline.attached.session import ScriptProcess
 from paceline.base.errors import JobError, UsageError
 from paceline.base.files import write_json
+from paceline.callbacks.loggers import loggers_of
 from paceline.launch.hosts.environment import current
 from paceline.launch.local.launcher import Launcher
 from paceline.launch.process.failure import RankFailed
@@ -41,6 +42,7 @@ def run(
     resume: bool = False,
     timeout_s: float = 300.0,
     restarts: int | None = None,
+    log: str | Sequence[str] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Run a script that calls `pl.attach` on every rank of a plan, and leave a run folder.
@@ -49,7 +51,7 @@ def run(
         script: A Python file. Each rank runs it as `__main__`.
         plan: A plan, its text or a plan file; by default one replica a device.
         arguments: Of the script, in `sys.argv`.
-        run, resume, timeout_s, restarts: As for `paceline.train`.
+        run, resume, timeout_s, restarts, log: As for `paceline.train`.
         options: `devices`, `procs` and `memory` as there, and fields of `Settings`.
 
     Returns:
@@ -73,6 +75,10 @@ def run(
         timeout_s=timeout_s,
         fault_policy=fault_policy(resolved.plan),
     )
+    loggers = loggers_of(log)
+    if launcher.is_first:
+        for logger in loggers:
+            logger.check()
     is_again = launcher.environment is not None and launcher.environment.num_starts > 1
     is_resumed = resume or is_again
     with ExitStack() as claims:
@@ -111,6 +117,7 @@ def run(
                 context,
                 resolved.plan,
                 replace(settings, resume=is_resumed or context.num_starts > 1),
+                loggers=loggers,
             )
             return run_script(session, path, arguments)
 

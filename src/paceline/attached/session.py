@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -16,6 +16,7 @@ from paceline.api.result import Result
 from paceline.base.errors import PlanError
 from paceline.cluster.cluster import Cluster
 from paceline.job import Job, Precision
+from paceline.job.callback import Callback
 from paceline.launch.hosts.environment import Environment, current
 from paceline.launch.local.launcher import Launcher
 from paceline.launch.process.context import RankContext
@@ -52,6 +53,7 @@ class ScriptProcess:
     Attributes:
         change: Makes another job of the script's, for a proof.
         around: What is entered while the script's loop runs, for a proof.
+        loggers: Callbacks beside those of the script.
     """
 
     context: RankContext
@@ -60,6 +62,7 @@ class ScriptProcess:
     precision: Precision = "float32"
     change: Callable[[Job], Job] = lambda job: job
     around: AbstractContextManager[Any] = field(default_factory=nullcontext)
+    loggers: Sequence[Callback] = ()
     run: _Run | None = None
     summary: dict[str, Any] | None = None
     controller: RunController | None = None  # of the run's callbacks
@@ -112,7 +115,8 @@ class ScriptProcess:
         """Return the settings of a run of this session, with a controller if it has callbacks."""
         workers = job.loading.num_workers if job.loading is not None else 0
         settings = replace(self.settings, loader_workers=workers)
-        if not job.callbacks:
+        callbacks = [*job.callbacks, *self.loggers]
+        if not callbacks:
             return settings
         if settings.run_dir is None:
             print(
@@ -123,7 +127,7 @@ class ScriptProcess:
         from paceline.callbacks.controller import RunController, controlled
 
         controller = self.controller = RunController(
-            job.callbacks,
+            callbacks,
             job,
             plan=str(self.plan),
             folder=settings.run_dir,
