@@ -332,33 +332,19 @@ def records(path: Path) -> Iterator[Any]:
             whole = b""
 
 
-def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Two files, of one run: the second goes on in the first one's."""
-    needed("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    expected = train(tmp_path / "run", "wandb:project")
+def records_of_runs(folder: Path, number: int) -> list[Any]:
+    """The client's own process writes the last of a run's file after the client has closed it."""
 
-    def all_of_two_runs() -> list[Any]:
-        """Its own process writes the last of a run's file after the client has closed it."""
-        read = [
-            record
-            for path in sorted((tmp_path / "run").rglob("*.wandb"))
-            for record in records(path)
-        ]
-        return (
-            read if sum(record.WhichOneof("record_type") == "exit" for record in read) == 2 else []
-        )
+    def all_of_them() -> list[Any]:
+        read = [record for path in sorted(folder.rglob("*.wandb")) for record in records(path)]
+        ended = sum(record.WhichOneof("record_type") == "exit" for record in read)
+        return read if ended == number else []
 
-    all_records = until(all_of_two_runs)
-    runs = [record.run for record in all_records if record.WhichOneof("record_type") == "run"]
-    assert {(run.project, run.display_name) for run in runs} == {("project", "run")}
-    assert len({run.run_id for run in runs}) == 1 and [
-        record.exit.exit_code
-        for record in all_records
-        if record.WhichOneof("record_type") == "exit"
-    ] == [0, 0]
-    rows = [
+    return until(all_of_them)
+
+
+def rows_of(all_records: list[Any]) -> list[dict[str, Any]]:
+    return [
         {
             "/".join(item.nested_key) or item.key: json.loads(item.value_json)
             for item in record.history.item
@@ -366,14 +352,54 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         for record in all_records
         if record.WhichOneof("record_type") == "history"
     ]
+
+
+@pytest.fixture
+def wandb_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    needed("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+
+
+@pytest.mark.usefixtures("wandb_offline")
+def test_wandb_keeps_figures_that_come_late(tmp_path: Path):
+    """Its client drops a row of an earlier step. A resumed run goes on behind all rows."""
+    for steps in ((1, 3, 1, 2, 3), (4, 6, 5)):
+        (logger,) = loggers_of("wandb")
+        logger.begin(SimpleNamespace(folder=tmp_path), {})
+        for step in steps:
+            logger.scalars(step, {"late": step / 2})
+        logger.finish("finished")
+
+    rows = rows_of(records_of_runs(tmp_path, 2))
+    assert [(row["step"], row["late"]) for row in rows] == [
+        (step, step / 2) for step in (1, 3, 1, 2, 3, 4, 6, 5)
+    ]
+    numbers = [row["_step"] for row in rows]
+    assert numbers == sorted(set(numbers))
+
+
+@pytest.mark.usefixtures("wandb_offline")
+def test_wandb_offline(tmp_path: Path):
+    """Two files, of one run: the second goes on in the first one's."""
+    expected = train(tmp_path / "run", "wandb:project")
+    all_records = records_of_runs(tmp_path / "run", 2)
+    runs = [record.run for record in all_records if record.WhichOneof("record_type") == "run"]
+    assert {(run.project, run.display_name) for run in runs} == {("project", "run")}
+    assert len({run.run_id for run in runs}) == 1 and [
+        record.exit.exit_code
+        for record in all_records
+        if record.WhichOneof("record_type") == "exit"
+    ] == [0, 0]
+    rows = rows_of(all_records)
     assert_curves(
         *[
-            [(row["_step"], row[name]) for row in rows if name in row]
+            [(row["step"], row[name]) for row in rows if name in row]
             for name in ("loss", "validation_loss")
         ],
         expected,
     )
-    assert [row["_step"] for row in rows if "half" in row] == [3, 6, 9, 12]
+    assert [row["step"] for row in rows if "half" in row] == [3, 6, 9, 12]
 
 
 def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

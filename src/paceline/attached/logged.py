@@ -8,7 +8,7 @@ from typing import Any
 from paceline.training.logged import Tallies, means, note, summed
 from paceline.training.run import RunPart, TrainingRun
 
-_EVERY = 100  # steps after which figures are joined at the latest
+_EVERY = 100  # steps after which ranks join figures at the latest
 
 
 class Logged(RunPart):
@@ -29,7 +29,9 @@ class Logged(RunPart):
             note(of_step, name, value, source=f"run.log({name}=...)", samples=rows, whole=whole)
 
     def settled(self) -> None:
-        if self.run.step % _EVERY == 0:
+        step = self.run.step
+        is_early = step.bit_count() == 1  # 1, 2, 4, ...: a short run shows figures, too
+        if self.run.context.world_size == 1 or is_early or step % _EVERY == 0:
             self.join()
 
     def saving(self) -> None:
@@ -68,4 +70,7 @@ class Logged(RunPart):
                 name: [sum(f[name][place] for f in of_step if name in f) for place in (0, 1)]
                 for name in names
             }
-            self.run.log.note(step, logged=means(sums))
+            logged, log = means(sums), self.run.log
+            log.note(step, logged=logged)
+            # Of the loss, the progress line has that of the latest step.
+            log.figures = {k: v for k, v in {**log.figures, **logged}.items() if k != "loss"}

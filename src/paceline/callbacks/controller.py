@@ -261,19 +261,21 @@ class RunController:
 
     def _read_steps(self) -> None:
         for line in self._new_lines():
-            if not self._count(line):
-                continue
-            self.run.step, self.run.epoch = line["step"], line["epoch"]
-            report = StepReport(
-                line["step"],
-                line["epoch"],
-                line["samples"],
-                line["loss"],
-                line.get("lr"),
-                line.get("step_s", 0.0),
-                line,
-            )
-            self._call("on_step", report, number=report.step)
+            step, figures = line["step"], line.get("logged")
+            if self._count(line):
+                self.run.step, self.run.epoch, figures = step, line["epoch"], line.get("metrics")
+                report = StepReport(
+                    step,
+                    line["epoch"],
+                    line["samples"],
+                    line["loss"],
+                    line.get("lr"),
+                    line.get("step_s", 0.0),
+                    line,
+                )
+                self._call("on_step", report, number=step)
+            if figures:
+                self._call("on_figures", step, figures, number=step)
 
     # --- Callbacks --------------------------------------------------------------------------------------------------
 

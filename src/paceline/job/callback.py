@@ -216,6 +216,14 @@ class Callback:
         No step is left out. Ranks do not wait, and may be some steps further.
         """
 
+    def on_figures(self, run: RunHandle, step: int, figures: Mapping[str, float | None]) -> None:
+        """Handle the figures of a step beside its loss: what `compute` returns, or what `ctx.log`
+        and `run.log` of a script's own loop are given.
+
+        Those of a script come when its ranks have joined them, up to 100 steps later. A figure that
+        is no finite number is None. Ranks do not wait.
+        """
+
     def on_epoch(self, run: RunHandle, epoch: EpochReport) -> None:
         """Handle the end of an epoch: its last step was taken, and its evaluation is done."""
 
@@ -249,6 +257,7 @@ class Callback:
 HOOKS = (
     "on_start",
     "on_step",
+    "on_figures",
     "on_epoch",
     "on_evaluation",
     "on_save",

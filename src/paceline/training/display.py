@@ -30,7 +30,7 @@ class Progress:
     step_s: float
     memory_bytes: int
     predicted_step_s: float | None
-    metrics: Mapping[str, float | None] = field(default_factory=dict)  # of the last step
+    metrics: Mapping[str, float | None] = field(default_factory=dict)  # the latest of each
 
     @property
     def left_s(self) -> float | None:

@@ -83,7 +83,9 @@ class RunLog:
         self.display = Display(shown=shows)
         self.memory, self.speed = PeakMemory(device), Speed()
         self.loss = math.nan  # of the last step that has a finite one
-        self.figures: Mapping[str, float | None] = {}  # that `compute` gave of the last step
+        self.figures: Mapping[
+            str, float | None
+        ] = {}  # the latest that the job or the script has given
         self.evaluated: dict[str, float] = {}  # "validation_loss" and metrics, of the last time
         self.blocked_s = 0.0  # that the run waited for saves
         self.started_s = time.monotonic()

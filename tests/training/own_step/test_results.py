@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -188,12 +189,21 @@ def rows_of(run: Path) -> list[dict[str, Any]]:
     return [row for row in map(json.loads, lines) if "loss" in row]
 
 
+class Hears(pl.Callback):
+    def __init__(self) -> None:
+        self.figures: list[tuple[int, Any]] = []
+
+    def on_figures(self, run: Any, step: int, figures: Any) -> None:
+        self.figures.append((step, figures))
+
+
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("plan", [*PLANS, "data=3 shares=3:2:1 accumulate=2", "tensor=2"])
 def test_figures_are_those_of_all_samples(plan: str, tmp_path: Path) -> None:
-    job = made(logs, models={"net": net}, optimizers={"net": sgd})
-    train(job, plan, tmp_path)
+    job, hears = made(logs, models={"net": net}, optimizers={"net": sgd}), Hears()
+    train(replace(job, callbacks=[hears]), plan, tmp_path)
     rows = [row["metrics"] for row in rows_of(tmp_path)]
+    assert hears.figures == [*enumerate(rows, 1)]
     assert all(row.pop("no number") is None for row in rows)
     assert rows == [pytest.approx(row, rel=1e-12) for row in logged_by_hand(job)]
     assert "  inside " in (tmp_path / "logs" / "rank-0.log").read_text()

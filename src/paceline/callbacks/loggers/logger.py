@@ -59,11 +59,15 @@ class Logger(Callback, ABC):
         figures = {
             name: step.figures[name] for name in _OF_STEPS if step.figures.get(name) is not None
         }
-        for name, value in (step.figures.get("metrics") or {}).items():
-            if value is not None:
-                figures[f"train_{name}"] = value
         if self._is_new("step", step.step):
             self.scalars(step.step, {**figures, "epoch": step.epoch})
+
+    def on_figures(self, run: RunHandle, step: int, figures: Mapping[str, float | None]) -> None:
+        if self._is_new("figures", step):
+            self.scalars(
+                step,
+                {f"train_{name}": value for name, value in figures.items() if value is not None},
+            )
 
     def on_evaluation(self, run: RunHandle, evaluation: EvaluationReport) -> None:
         if self._is_new("evaluation", evaluation.step):
@@ -137,7 +141,7 @@ class Logger(Callback, ABC):
 
     @abstractmethod
     def scalars(self, step: int, figures: Mapping[str, float]) -> None:
-        """Log figures of a step by their names."""
+        """Log figures of a step by their names. Later steps may have been logged before."""
 
     @abstractmethod
     def text(self, step: int, name: str, text: str) -> None:
