@@ -101,7 +101,7 @@ class Clock:
 
 def watch(steps: int) -> None:
     """Let every run of this process and its forks write the parts of its steps to its folder."""
-    clock, count = Clock(), Loop._count
+    clock, count = Clock(), Loop.count
     for part, functions in PARTS.items():
         for owner, name in functions:
             clock.time(owner, name, part)
@@ -113,7 +113,7 @@ def watch(steps: int) -> None:
             measured = json.dumps(clock.steps[WARM_UP_STEPS:])
             (loop.run.log.metrics or Path()).with_name("parts.json").write_text(measured)
 
-    Loop._count = counting  # type: ignore[method-assign]
+    Loop.count = counting  # type: ignore[method-assign]
 
 
 def parts_us(job: str, plan: str, steps: int) -> dict[str, float]:
