@@ -66,8 +66,10 @@ def run_plainly(job: Job, cut: Cut = WHOLE, *, random_layers: bool = False) -> O
     the mean weighted by samples, other buffers and whole numbers as the maximum. What a replica's forward writes to
     parameters counts.
     """
+    build = job.model if job.compute is None else job.model.build
     with WithoutRandomness() if random_layers else nullcontext() as random:
-        build = random.building(job.model) if isinstance(random, WithoutRandomness) else job.model
+        if isinstance(random, WithoutRandomness):
+            build = random.building(build)
         return _run(job, cut, build)
 
 
@@ -264,7 +266,7 @@ def _backward(job: Job, replicas: Sequence[nn.Module], items: list[Any], cut: Cu
         for piece in pieces:
             given, target = _batch(job, items[piece.start : piece.stop])
             with torch.autocast("cpu", torch.bfloat16, enabled=job.precision == "bf16"):
-                value = job.criterion(call(model, given), target)
+                value = _loss(job, model, given, target)
             if isinstance(value, tuple | list):
                 value, number, divides = value[0], float(value[1]), True
                 total, counted = total + value.item(), counted + number
@@ -366,7 +368,7 @@ def _validate(job: Job, replicas: Sequence[nn.Module], cut: Cut) -> float:
                 part[:] = items
                 given, target = _batch(job, part)
                 with torch.autocast("cpu", torch.bfloat16, enabled=job.precision == "bf16"):
-                    value = job.criterion(call(model, given), target)
+                    value = _loss(job, model, given, target)
                 part = (
                     value if isinstance(value, tuple | list) else (value * len(items), len(items))
                 )
@@ -417,6 +419,16 @@ def _double(value: Any) -> Any:
             **{each.name: _double(getattr(value, each.name)) for each in dataclasses.fields(value)},
         )
     return type(value)(map(_double, value)) if isinstance(value, tuple | list) else value
+
+
+def _loss(job: Job, model: nn.Module, given: Any, target: Any) -> Any:
+    if job.compute is None:
+        return job.criterion(call(model, given), target)
+    value = (job.compute if model.training else job.validate or job.compute)(model, given)
+    if isinstance(value, dict):
+        return value["loss"]
+    has_figures = isinstance(value, tuple) and isinstance(value[1], dict)
+    return value[0] if has_figures else value
 
 
 def call(model: nn.Module, given: Any) -> Any:

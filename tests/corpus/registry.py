@@ -34,6 +34,7 @@ THEMES = (
     "checkpointing",
     "libraries",
     "combined",
+    "computations",
     "own_steps",
     "training_scripts",
     "training_loops",

@@ -157,7 +157,7 @@ def _reads_shards(evidence: str) -> PlanRefused:
         "the loss uses parameters of the model, and under this plan a rank holds parts of them where "
         f"it is computed ({evidence})",
         hint="use a data=N plan, or shard=N zero=2, which keeps parameters whole between forward and "
-        "backward",
+        "backward: let a loss that compute= returns use them after its call of the model",
     )
 
 
