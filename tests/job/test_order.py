@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.base.streams import key_to_seed
 from paceline.job.order import Order, Permutation, Window, split
 from paceline.training.feed import DataShard
 
@@ -84,7 +85,7 @@ def test_every_index_once_an_epoch(
         assert window.epoch == epoch
         for rank in range(len(shares)):
             for cut in DataShard(shares, rank, num_microbatches).cuts(window.count):
-                used += order.indices(epoch, [window.start + offset for offset in cut])
+                used += order.indices(epoch, window.positions[cut.start : cut.stop])
     left_out = order.num_samples % order.batch if order.drop_last else 0
     assert len(used) == len(set(used)) == order.num_samples - left_out
     assert set(used) <= set(range(order.num_samples))
@@ -127,6 +128,16 @@ def test_a_far_step_is_as_near_as_the_first():
     order = Order(num_samples=10**12, batch=4096, seed=0)
     window = order.window(10**11)
     assert len(set(order.indices(window.epoch, window.positions))) == 4096
+
+
+@pytest.mark.parametrize("positions", [range(4090, 4100), range(3, 9_000), range(8192, 8192)])
+def test_runs_cross_the_blocks_of_a_shuffle(positions: range):
+    """Indices are those of the permutation, wherever its blocks begin and end."""
+    permutation = Permutation(10_000, key_to_seed(0, "order", 1))
+
+    indices = Order(10_000, 4, seed=0).indices(1, positions)
+
+    assert indices == permutation(np.array(positions, dtype=np.int64)).tolist()
 
 
 def test_the_seed_and_the_epoch_decide_the_order():

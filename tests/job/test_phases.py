@@ -248,7 +248,7 @@ def test_windows_of_changing_batches_are_those_of_the_contract(data: st.DataObje
     for step, (epoch, positions, indices) in enumerate(expected):
         window = order.window(step)
         assert (window.epoch, list(window.positions)) == (epoch, positions)
-        assert order.indices(epoch, positions) == indices
+        assert order.indices(epoch, window.positions) == indices
         assert order.fewest(step + 1) <= min(counts[: step + 1])
     for step in range(1, few):
         assert order.ends_epoch(step) == (expected[step][0] != expected[step - 1][0])

@@ -69,7 +69,7 @@ def test_an_order_is_what_the_sampler_draws(sampler: Any, drop_last: bool):
         window = Order.of(made).window(step)
         epoch, positions, indices = expected[step]
         assert (window.epoch, list(window.positions)) == (epoch, positions)
-        assert order.indices(epoch, positions) == indices
+        assert order.indices(epoch, window.positions) == indices
     whole = range(len(sampler))
     assert order.indices(0, whole) != order.indices(1, whole)
     assert made.num_samples == len(sampler)

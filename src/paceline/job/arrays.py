@@ -40,7 +40,6 @@ def rows_of(data: Any) -> Any:
     """
     import numpy as np
     import torch
-    from torch.utils.data import StackDataset, TensorDataset
 
     kind = type(data)
     if kind is Arrays:
@@ -53,6 +52,8 @@ def rows_of(data: Any) -> Any:
             with suppress(TypeError, ValueError):
                 return torch.from_numpy(data)
         return None
+    from torch.utils.data import StackDataset, TensorDataset
+
     if kind not in (TensorDataset, StackDataset):
         return None
     parts = data.tensors if kind is TensorDataset else data.datasets

@@ -91,7 +91,7 @@ def _digest_key(epoch: int) -> int:
     return key_to_seed("digest", epoch)
 
 
-def digest(epoch: int, positions: Sequence[int] | range, indices: Sequence[int]) -> int:
+def digest(epoch: int, positions: range, indices: Sequence[int]) -> int:
     """Return a digest of the samples that were fetched: the sum of a hash of (epoch, position,
     index) of each.
 
@@ -100,10 +100,9 @@ def digest(epoch: int, positions: Sequence[int] | range, indices: Sequence[int])
     """
     if not len(indices):
         return 0
-    position_bits, index_bits = (
-        np.asarray(values, dtype=np.int64).view(np.uint64) for values in (positions, indices)
-    )
-    mixed = _mix(position_bits * np.uint64(0x9E3779B97F4A7C15) + index_bits, _digest_key(epoch))
+    places = np.arange(positions.start, positions.stop, dtype=np.uint64)
+    samples = np.asarray(indices, dtype=np.int64).view(np.uint64)
+    mixed = _mix(places * np.uint64(0x9E3779B97F4A7C15) + samples, _digest_key(epoch))
     return int((mixed >> np.uint64(64 - _DIGEST_BITS)).sum())
 
 
@@ -159,20 +158,20 @@ class Order:
         """Return the window of optimizer step `step`, counted from 0 over all epochs."""
         return Window(*self.windows.window(step))
 
-    def indices(self, epoch: int, positions: Sequence[int] | range) -> list[int]:
-        """Return the sample indices at these positions of the epoch.
+    def indices(self, epoch: int, positions: range) -> list[int]:
+        """Return the sample indices at these consecutive positions of the epoch.
 
         Raises:
             JobError: the sampler's draws are not usable; see `DrawnEpochs.indices`.
         """
+        first, end = positions.start, positions.stop
         if self.drawn is not None:
-            whole = self.drawn.indices(epoch)
-            return [whole[position] for position in positions]
-        seed = key_to_seed(self.seed, "order", epoch)
-        return [
-            _shuffled(self.num_samples, seed, position // _BLOCK)[position % _BLOCK]
-            for position in positions
-        ]
+            return self.drawn.indices(epoch)[first:end]
+        seed, indices = key_to_seed(self.seed, "order", epoch), list[int]()
+        for block in range(first // _BLOCK, -(-end // _BLOCK)):
+            shuffled, before = _shuffled(self.num_samples, seed, block), block * _BLOCK
+            indices += shuffled[max(first - before, 0) : end - before]
+        return indices
 
 
 def split(count: int, weights: Sequence[int]) -> list[range]:

@@ -5,10 +5,10 @@ holds.
 from __future__ import annotations
 
 from abc import ABCMeta, abstractmethod
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from itertools import count
 from typing import Any, Generic, Literal, Protocol, TypeVar, cast
 
 from paceline.base.errors import JobError, nearest
@@ -323,7 +323,7 @@ class PhasedWindows:
             return known + (step - self.firsts[known]) // (
                 self.firsts[known] - self.firsts[known - 1]
             )
-        return next(epoch for epoch in count() if step < self.firsts[epoch + 1])
+        return bisect_right(self.firsts, step) - 1
 
     def window(self, step: int) -> tuple[int, int, int]:
         """Return a step's epoch, and the start and the size of its window in it, in samples."""

@@ -258,7 +258,7 @@ def order_difference(job: Job, *, steps: int) -> str | None:
             return (
                 f"step {step + 1} would read positions {window.positions} of epoch {window.epoch}"
             )
-        if order.indices(epoch, positions) != indices:
+        if order.indices(epoch, window.positions) != indices:
             return f"step {step + 1} would read other samples than the seed fixes"
     return None
 

@@ -51,8 +51,11 @@ def sample_names(job: Job, part: DataShard, window: Window, microbatch: int) -> 
     not known.
     """
     with suppress(Exception):  # another error is being raised, and that one counts
-        positions = [window.start + offset for offset in part.cuts(window.count)[microbatch]]
-        return positions if is_stream(job.data) else Order.of(job).indices(window.epoch, positions)
+        cut = part.cuts(window.count)[microbatch]
+        positions = window.positions[cut.start : cut.stop]
+        if is_stream(job.data):
+            return list(positions)
+        return Order.of(job).indices(window.epoch, positions)
     return []
 
 

@@ -209,7 +209,7 @@ class _Cuts(torch.utils.data.Dataset[MicroBatch]):
         which_step, which_cut = divmod(index, self.part.num_microbatches)
         window = self.order.window(self.steps[which_step])
         cut = self.part.cuts(window.count)[which_cut]
-        positions = [window.start + offset for offset in cut] or [window.start]
+        positions = window.positions[cut.start : cut.stop] or window.positions[:1]
         indices = self.order.indices(window.epoch, positions)
         collate, was_keyed = (
             value_at(self.collate, self.steps[which_step], window.epoch),
@@ -335,7 +335,7 @@ def _cut(
     items: Sequence[Any], cut: range, window: Window, collate: Collate | None, draws: CollateDraws
 ) -> MicroBatch:
     """Return these samples of a stream's window."""
-    places = [window.start + offset for offset in cut]
+    places = window.positions[cut.start : cut.stop]
     pair = collated(
         [items[offset] for offset in cut or [0]],
         draws.keyed(collate, cut, window),

@@ -130,7 +130,7 @@ def make(*, value=1e4, **fields):
     job = pl.Job(data=torch.utils.data.TensorDataset(x, y), **options | fields)
     order = Order.of(job)
     window = order.window(BAD_STEP - 1)
-    (bad,) = order.indices(window.epoch, [window.start + 3])
+    (bad,) = order.indices(window.epoch, window.positions[3:4])
     y[bad] = value
     weights = {name: tensor.clone() for name, tensor in job.model().state_dict().items()}
     return replace(job, init=weights), bad
@@ -291,7 +291,7 @@ def test_a_rank_that_is_lost_changes_no_decision(tmp_path):
     window = order.window(BAD_STEP - 3)
     lethal = Lethal(
         job.data,
-        order.indices(window.epoch, [window.start])[0],
+        order.indices(window.epoch, window.positions[:1])[0],
         tmp_path / "killed",
         tmp_path / "checkpoints" / f"step-{BAD_STEP // EVERY * EVERY}",
     )
