@@ -14,7 +14,7 @@ from paceline.strategies.shared_barrier import SLOT_BYTES, SharedBarrier, stays_
 from paceline.strategies.shared_memory import HEADER_BYTES, MARK_BYTES, SharedMemory, shared_memory
 
 _LABEL_BYTES = 128  # size of the text that describes an exchange; longer text is cut off
-_COMBINE: dict[Any, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+_COMBINE: dict[Any, Callable[..., torch.Tensor]] = {
     dist.ReduceOp.SUM: torch.add,
     dist.ReduceOp.MAX: torch.maximum,
 }
@@ -54,34 +54,34 @@ class _Slots:
     def __init__(self, memory: SharedMemory, rank: int) -> None:
         counters = [memoryview(mapping)[MARK_BYTES : MARK_BYTES + 8] for mapping in memory.mappings]
         self._mappings, self._rank, self._number = memory.mappings, rank, 0
+        self._views: dict[Any, tuple[bytes, list[torch.Tensor]]] = {}  # by kinds of exchanges
         self._barrier = SharedBarrier(counters, memory.processes, rank)
 
     def all_reduce(self, tensor: torch.Tensor, op: Any) -> None:
         self._number += 1
         start = HEADER_BYTES + self._number % 2 * (_LABEL_BYTES + SLOT_BYTES)
-        slots = [
-            torch.frombuffer(
-                mapping, dtype=tensor.dtype, count=tensor.numel(), offset=start + _LABEL_BYTES
-            ).view(tensor.shape)
-            for mapping in self._mappings
-        ]
-        label = (
-            f"{op} of {list(tensor.shape)} {tensor.dtype}"[:_LABEL_BYTES]
-            .ljust(_LABEL_BYTES)
-            .encode()
-        )
+        kind = (op, tensor.shape, tensor.dtype, start)
+        if kind not in self._views:
+            text = f"{op} of {list(tensor.shape)} {tensor.dtype}"[:_LABEL_BYTES]
+            places = [
+                torch.frombuffer(
+                    mapping, dtype=tensor.dtype, count=tensor.numel(), offset=start + _LABEL_BYTES
+                ).view(tensor.shape)
+                for mapping in self._mappings
+            ]
+            self._views[kind] = text.ljust(_LABEL_BYTES).encode(), places
+        label, slots = self._views[kind]
         self._mappings[self._rank][start : start + _LABEL_BYTES] = label
         slots[self._rank].copy_(tensor)
         self._barrier.wait()
         labels = [mapping[start : start + _LABEL_BYTES] for mapping in self._mappings]
-        if any(other != label for other in labels):
+        if labels.count(label) != len(labels):
             error = self._barrier.loss(f"ranks exchange different figures: {_listed(labels)}")
             error.is_mismatch = True  # type: ignore[attr-defined]
             raise error
         result = slots[0]
         for slot in slots[1:]:
-            result = _COMBINE[op](result, slot)
-        tensor.copy_(result)
+            result = _COMBINE[op](result, slot, out=tensor)
 
 
 def _listed(labels: Sequence[bytes]) -> str:

@@ -82,15 +82,16 @@ class InSharedMemory:
         self.group, self.rank, self.sent_bytes = group, dist.get_rank(group), 0.0
         self.memory = memory[self.rank]
         self.blocks = [list(_blocks(parts, self.rank)) for parts in zip(*memory, strict=True)]
+        ranks = dist.get_world_size(group)
+        self._step_bytes = sum(all_reduce_bytes(flat.nbytes, ranks) for flat in self.memory)
+        self._nothing = torch.zeros(1)
 
     def start(self, number: int) -> None:
         """Do nothing: `finish` sums all buckets."""
 
     def finish(self) -> None:
         self._wait_for_all()
-        self.sent_bytes += sum(
-            all_reduce_bytes(flat.nbytes, dist.get_world_size(self.group)) for flat in self.memory
-        )
+        self.sent_bytes += self._step_bytes
         for blocks in self.blocks:
             for total, *others in blocks:
                 for part in others:
@@ -100,7 +101,7 @@ class InSharedMemory:
         self._wait_for_all()
 
     def _wait_for_all(self) -> None:
-        all_reduce(torch.zeros(1), group=self.group)
+        all_reduce(self._nothing, group=self.group)
 
 
 def reduction(
