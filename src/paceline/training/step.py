@@ -272,14 +272,21 @@ def _with_losses(
 
     The host does not wait for losses and counts that are on the device.
     """
-    counts = [tally.count for tally in tallies]
-    there = [c for c in counts if isinstance(c, torch.Tensor) and c.device.type != "cpu"]
-    figures.count = sum(
-        float(c) for c in counts if not isinstance(c, torch.Tensor) or c.device.type == "cpu"
-    )
+    figures.loss, losses = _added([tally.total for tally in tallies])
+    figures.count, counts = _added([tally.count for tally in tallies])
     message = uploaded(torch.tensor(figures.values, dtype=torch.float64), device)
-    if tallies:
-        message[0] += torch.stack([tally.total.to(device) for tally in tallies]).sum()
-    if there:
-        message[1] += torch.stack([count.double() for count in there]).sum()
+    for place, there in enumerate((losses, counts)):
+        if there:
+            message[place] += torch.stack([figure.double() for figure in there]).sum()
     return message
+
+
+def _added(figures: Sequence[torch.Tensor | float]) -> tuple[float, list[torch.Tensor]]:
+    """Return the sum of the figures that the host has, and the others."""
+    here, there = 0.0, list[torch.Tensor]()
+    for figure in figures:
+        if isinstance(figure, torch.Tensor) and figure.device.type != "cpu":
+            there.append(figure)
+        else:
+            here += float(figure)
+    return here, there

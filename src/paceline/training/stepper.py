@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -105,20 +106,18 @@ class Stepper(RankState):
         result = self._step_result(
             synced,
             sample_share=synced.weight if self.step_sync.has_own_steps else taken.sample_share,
-            norm=taken.norm,
             step=step,
+            gradient_norm=taken.norm,
+            is_skipped=taken.is_skipped,
+            spike=taken.spike,
+            metrics=means(taken.logged.sums),
         )
         if isinstance(taken, OwnStep):
             if not self.step_sync.has_own_steps and not taken.spike:
                 self._follow(step)
             if self.merges_edits:
                 self.edits.updated()
-        return replace(
-            result,
-            is_skipped=taken.is_skipped,
-            spike=taken.spike,
-            metrics=means(taken.logged.sums),
-        )
+        return result
 
     def _take_usual(self, step: TrainingStep, observe: Callable[[], None] | None) -> None:
         """Take the step of a job with one model and one loss: one backward, one update."""
@@ -220,12 +219,18 @@ class Stepper(RankState):
         synced = self.step_sync.finalize(step)
         if synced is None:
             return None
-        return self._step_result(synced, sample_share=synced.weight, norm=None, step=step - 1)
+        return self._step_result(synced, sample_share=synced.weight, step=step - 1)
 
     def _step_result(
-        self, synced: SyncedFigures, *, sample_share: float, norm: float | None, step: int
+        self,
+        synced: SyncedFigures,
+        *,
+        sample_share: float,
+        step: int,
+        gradient_norm: float | None = None,
+        **more: Any,
     ) -> StepResult:
-        """Return the step's result from the figures on which ranks agreed.
+        """Return the step's result from the figures on which ranks agreed, and more of its fields.
 
         sample_share: this replica's share of the samples that the figures are about.
         """
@@ -246,9 +251,10 @@ class Stepper(RankState):
         return StepResult(
             tuple(loss / count for loss, count in synced.losses),
             int(flags.stops),
-            norm,
+            gradient_norm,
             is_settled=True,
             digest=int(flags.digest),
+            **more,
         )
 
     def backward(
