@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequ
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -152,11 +153,26 @@ def _is_alike(mapping: MutableMapping[Any, Any], values: dict[Any, Any]) -> bool
     return len(mapping) == len(values) and all(map(operator.is_, mapping.values(), values.values()))
 
 
+def _values(mappings: Sequence[MutableMapping[Any, Any]]) -> Iterator[Any]:
+    return chain.from_iterable(map(operator.methodcaller("values"), mappings))
+
+
 class MappingSnapshots:
     """Some mappings of a model's modules at one moment."""
 
     def __init__(self, parts: Sequence[MappingSnapshot]) -> None:
         self.parts = parts
+
+    def written(self) -> Sequence[MappingSnapshot]:
+        """Return the mappings that may hold other objects or values.
+
+        One look at all of them takes a fraction of the time of a look at each.
+        """
+        then, now = [part.values for part in self.parts], [part.mapping for part in self.parts]
+        are_alike = list(map(len, now)) == list(map(len, then)) and all(
+            map(operator.is_, _values(now), _values(then))
+        )
+        return [p for p in self.parts if (p.copies or not are_alike) and not p.is_current()]
 
     def values(self) -> dict[str, Any]:
         """Return the plain values as they were, by name."""

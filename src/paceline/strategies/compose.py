@@ -32,14 +32,6 @@ Models = Literal["only", "one", "all"]  # a job's only model, one of several, al
 
 
 @runtime_checkable
-class Gathers(Protocol):
-    """A synchroniser that keeps gathered weights from one forward to the next."""
-
-    def end_evaluation(self) -> None:
-        """Drop the gathered weights: the next forward is one of training, with other weights."""
-
-
-@runtime_checkable
 class Switched(Protocol):
     """A synchroniser whose strategy changes how a step is computed, but not its result.
 
@@ -150,10 +142,11 @@ def prepare(
 
 
 def end_evaluation(synchronisers: Sequence[Synchroniser]) -> None:
-    """Tell the synchronisers that an evaluation is over."""
+    """Let synchronisers that keep gathered weights from one forward to the next drop them: the next
+    forward is one of training, with other weights."""
     for synchroniser in synchronisers:
-        if isinstance(synchroniser, Gathers):
-            synchroniser.end_evaluation()
+        if (end := getattr(synchroniser, "end_evaluation", None)) is not None:
+            end()
 
 
 def reported(synchronisers: Sequence[Synchroniser]) -> dict[str, Any]:

@@ -208,17 +208,19 @@ class Whole:
         with self.surrounding(batch.samples):
             return batch.call(self.module)
 
-    def surrounding(self, samples: int) -> ExitStack:
+    def surrounding(self, samples: int) -> AbstractContextManager[Any]:
         """Enter this around a forward of `samples` samples and its backward.
 
         After those of a padding batch, the model's state is what it was before.
         """
+        statistics, never_cut = self.statistics.over(samples), self.never_cut
+        if samples:
+            return statistics
         from paceline.model.forward_state import ForwardState
 
-        stack, never_cut = ExitStack(), self.never_cut
-        if not samples:
-            stack.callback(ForwardState(self.module, edited=never_cut).now().restore)
-        stack.enter_context(self.statistics.over(samples))
+        stack = ExitStack()
+        stack.callback(ForwardState(self.module, edited=never_cut).now().restore)
+        stack.enter_context(statistics)
         return stack
 
     def finish(self) -> None:

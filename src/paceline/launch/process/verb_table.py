@@ -55,11 +55,7 @@ class VerbTable:
 
     def note(self, rank: int, step: int, verb: str) -> None:
         """Rank `rank` calls `verb` in step `step`, counted from 1."""
-        start, earlier = (
-            self._start(rank, step),
-            "".join(f"{each}\n" for each in self.of(rank, step)),
-        )
-        text = f"{earlier}{verb}\n".encode()
+        start, text = self._start(rank, step), self._text(rank, step) + f"{verb}\n".encode()
         if len(text) <= _TEXT_BYTES:
             self._memory[start : start + _STEP_BYTES] = step.to_bytes(_STEP_BYTES, "little")
             self._memory[start + _STEP_BYTES : start + _STEP_BYTES + _TEXT_BYTES] = text.ljust(
@@ -68,11 +64,13 @@ class VerbTable:
 
     def of(self, rank: int, step: int) -> list[str]:
         """The verbs that a rank has called in a step; none if the step is not kept."""
+        return self._text(rank, step).decode(errors="replace").split("\n")[:-1]
+
+    def _text(self, rank: int, step: int) -> bytes:
         start = self._start(rank, step)
         if int.from_bytes(self._memory[start : start + _STEP_BYTES], "little") != step:
-            return []
-        text = self._memory[start + _STEP_BYTES : start + _STEP_BYTES + _TEXT_BYTES].rstrip(b"\0")
-        return text.decode(errors="replace").split("\n")[:-1]
+            return b""
+        return self._memory[start + _STEP_BYTES : start + _STEP_BYTES + _TEXT_BYTES].rstrip(b"\0")
 
     def mismatch(self, rank: int, step: int) -> str:
         """Which other verb another rank called in the place of this rank's, in words; "" if none did."""

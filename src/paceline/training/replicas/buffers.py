@@ -80,25 +80,23 @@ class ChangingBuffers:
             unsynced += [
                 name for name in self.names if _kind(now.get(name)) != self._kinds.get(name)
             ]
-        for buffers in self._seen.tensors.parts:
-            if not buffers.is_current():
-                unsynced += [
-                    name
-                    for key, buffer in buffers.mapping.items()
-                    if (name := buffers.prefix + key) not in names
-                    and buffer is not None
-                    and _is_written(buffer, buffers.copies.get(key))
-                ]
-        for attributes in self._seen.attributes.parts:
-            if not attributes.is_current():
-                unsynced += [
-                    f"{_ATTRIBUTE}{name}"
-                    for key, value in attributes.mapping.items()
-                    if (name := attributes.prefix + key) not in self.attributes
-                    and key not in OF_TORCH
-                    and is_plain(value)
-                    and _has_changed(key, value, attributes)
-                ]
+        for buffers in self._seen.tensors.written():
+            unsynced += [
+                name
+                for key, buffer in buffers.mapping.items()
+                if (name := buffers.prefix + key) not in names
+                and buffer is not None
+                and _is_written(buffer, buffers.copies.get(key))
+            ]
+        for attributes in self._seen.attributes.written():
+            unsynced += [
+                f"{_ATTRIBUTE}{name}"
+                for key, value in attributes.mapping.items()
+                if (name := attributes.prefix + key) not in self.attributes
+                and key not in OF_TORCH
+                and is_plain(value)
+                and _has_changed(key, value, attributes)
+            ]
         return unsynced
 
     @torch.no_grad()
