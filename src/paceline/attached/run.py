@@ -21,6 +21,7 @@ from paceline.base.streams import drawing, kept_streams, seed_streams
 from paceline.checkpoint.values import can_pack
 from paceline.job.callback import Callback
 from paceline.job.order import Order
+from paceline.strategies.compose import may_be_elsewhere
 from paceline.training.feed import is_stream
 from paceline.training.loop import Loop
 from paceline.training.prefetch import Fed
@@ -119,11 +120,15 @@ class AttachedRun:
         tensors = trained_tensors(given.models.values())
         with torch.no_grad():
             for module in given.models.values():
-                module.to(self.device)
+                if not may_be_elsewhere(session.plan, module):
+                    module.to(self.device)
             if self.world_size > 1:  # scripts may draw other weights on each rank
                 seed = session.of_first_rank(seed)
                 for tensor in tensors:
-                    dist.broadcast(tensor, 0)
+                    on_device = tensor.to(self.device)
+                    dist.broadcast(on_device, 0)
+                    tensor.copy_(on_device)
+                    del on_device  # before the next one comes
         self.seed = seed & (2**63 - 1)
 
     # --- The loop ---------------------------------------------------------------------------------------------------
