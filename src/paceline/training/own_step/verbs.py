@@ -19,6 +19,7 @@ from paceline.strategies.batch_norm.run import apart
 from paceline.strategies.layout import Whole
 from paceline.training.feed import MicroBatch, map_tensors
 from paceline.training.loss import read_tally, with_gradient, without_total
+from paceline.training.own_step.gathered import gathered
 from paceline.training.own_step.named_parts import ModelPart
 from paceline.training.own_step.step import BackwardWork, OwnStep
 from paceline.training.own_step.step_batch import GatheredBatch, StepBatch, joined
@@ -134,19 +135,16 @@ class Verbs:
             )
         if self.state.step_sync.has_own_steps or self.state.step_sync.world_size == 1:
             return rows.detach().clone()
-        flags = rows.dtype is torch.bool  # booleans have no sum
-        all_rows = torch.zeros(
-            self.window.count,
-            *rows.shape[1:],
-            dtype=torch.uint8 if flags else rows.dtype,
-            device=self.state.device,
-        )
-        if self.state.mesh.is_first_of_same_samples and any(
+        is_here = self.state.mesh.is_first_of_same_samples and any(
             piece.samples for piece in self.batch.pieces
-        ):
-            all_rows[self.first : self.first + len(rows)] = rows
-        summed = self.state.step_sync.all_reduce_figures(all_rows.flatten()).view_as(all_rows)
-        return summed.bool() if flags else summed
+        )
+        return gathered(
+            rows if is_here else rows[:0],
+            first=self.first,
+            count=self.window.count,
+            device=self.state.device,
+            add_up=self.state.step_sync.all_reduce_figures,
+        )
 
     def run(self, model: str, inputs: Any, *, grad: bool | None = None, cut: bool = True) -> Any:
         """See `StepContext`. Collective where the plan's forwards are."""
