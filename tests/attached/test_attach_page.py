@@ -17,10 +17,12 @@ torch.manual_seed(0)
 train_set = test_set = torch.utils.data.TensorDataset(torch.randn(24, 6), torch.randint(10, (24,)))
 loader = torch.utils.data.DataLoader(train_set, batch_size=8)
 Net = lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 10))
+model, augment = Net(), nn.Dropout(0.1)
+optimizer = torch.optim.Adam(model.parameters())
 generator, critic = nn.Linear(64, 6), nn.Linear(6, 1)
 of_generator, of_critic = (torch.optim.Adam(model.parameters()) for model in (generator, critic))
 """
-STEPS = {0: 12, 1: 6}
+STEPS = {0: 12, 1: 6, 2: 6}
 
 
 @pytest.mark.parametrize("number", STEPS)

@@ -8,6 +8,7 @@ loop's own: order, shares, agreement of ranks, saves, copies, restarts, journal,
   it gets the parameters that this rank holds, and its state by name.
 - `turn.py` is the step of one batch, an `OwnStep`: `backward` and `update` as often as the script wants. A loss that
   is a tensor has run its forward already; a function runs in the layout like any loss, micro-batch by micro-batch.
+- `gather.py` sums rows that a script gathers from all ranks; `training.own_step.gathered` has their gradients.
 - `run.py` is what a script sees: epochs, batches, evaluation, figures.
 - `session.py` says where a script runs: a rank of `paceline run`, one that torchrun started, or a process by itself.
 - `launch.py` starts the ranks of `paceline run`, each of which runs the script from its first line.

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.attached.evaluation import evaluate
+from paceline.attached.gather import SumsOfRows
 from paceline.attached.given import Given, trained_tensors
 from paceline.attached.logged import Logged
 from paceline.attached.session import ScriptProcess
@@ -114,6 +115,7 @@ class AttachedRun:
         self.order: Order | None = None  # None for a stream
         self._num_items = 0  # of the data set of which the order is
         self.summary: dict[str, Any] | None = None  # once the run has ended
+        self._sums: SumsOfRows | None = None
         self._held: Fed | None = None  # the first batch of the epoch that is next, of a stream
         self._is_open = False  # whether batches may be taken
         self._alike = 0, -1  # the step of the last block of `alike`, and its number there
@@ -214,6 +216,7 @@ class AttachedRun:
         session.check(job)
         loop = self.loop = Loop(session.context, job, plan, session.settings_of(job))
         self.given.adopt(loop.run.stepper)
+        self._sums = SumsOfRows(loop.run.mesh.replicas)
         if not is_stream(job.data):
             self.order, self._num_items = Order.of(job), len(job.data)
         self.logged = next(part for part in loop.run.parts if isinstance(part, Logged))
@@ -320,6 +323,17 @@ class AttachedRun:
         turn = self._turn("run.log")
         self.logged.add(figures, rows=turn.rows, whole=turn.fed.window.count)
 
+    def gather(self, value: Any) -> Any:
+        """Return the rows of all ranks, in the order of the batch of all ranks, with gradients. Collective.
+
+        Args:
+            value: A tensor with one row for each of this rank's rows of the batch, or tuples, lists or
+                mappings of such tensors.
+        """
+        turn, sums = self._turn("run.gather"), self._sums
+        assert sums is not None
+        return turn.gather(value, sums)
+
     def evaluate(self, function: Callable[[Any], Any], data: Any) -> Any:
         """Return what a function measures of all samples, each of them once over all ranks. Collective.
 
@@ -335,7 +349,11 @@ class AttachedRun:
                 "run.evaluate is called before the run has begun",
                 hint="call it inside of `for epoch in run.epochs(N)`, or after",
             )
-        measured = evaluate(self.loop, function, data)
+        turn, self.turn = self.turn, None  # its rows are not those of the function
+        try:
+            measured = evaluate(self.loop, function, data)
+        finally:
+            self.turn = turn
         if self.turn is None and self.summary is None and self.step:
             with self._saving_before():
                 self.loop.run.settle()  # a callback may want this step's checkpoint

@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
+from paceline.attached.gather import SumsOfRows
 from paceline.base.errors import PlanRefused, TrainingError
 from paceline.base.streams import seed_streams
 from paceline.job.named_optimizers import NamedOptimizers
 from paceline.job.order import split
 from paceline.strategies.layout import Layout, Whole
-from paceline.training.feed import MicroBatch
+from paceline.training.feed import MicroBatch, map_tensors
 from paceline.training.loop import Loop
+from paceline.training.own_step.gathered import gathered
 from paceline.training.own_step.named_parts import hold
 from paceline.training.own_step.step import BackwardWork, OwnStep
 from paceline.training.own_step.step_batch import joined
@@ -68,6 +71,8 @@ class Turn:
         self.rows = self.taken.samples
         self._has_buffers = next(iter(state.model.buffers()), None) is not None
         self.used: set[str] = set()  # parameters that some backward gave a gradient
+        self.meets = False  # whether ranks wait for each other in backwards of this batch
+        self.in_function = False  # whether a function of a micro-batch runs
         self.num_updates = 0
         self._forwards = ExitStack()  # what surrounds the script's forwards
         seed_streams(state.job.seed, "step", self.taken.number, state.loss_number, 0)
@@ -110,7 +115,10 @@ class Turn:
         else:
             inputs = list(state.trained_by(parts)[0].values())
             layout = _Computed(
-                parts[0].layout, loss, inputs if len(parts) < len(state.parts) else None
+                parts[0].layout,
+                loss,
+                inputs if len(parts) < len(state.parts) else None,
+                meets=self.meets or parts[0].layout.meets_in_forward,
             )
             parts[0] = replace(parts[0], layout=layout)  # type: ignore[arg-type]
         number = len(taken.backwards)
@@ -124,15 +132,61 @@ class Turn:
         self.used.update(name for name, p in backward.parameters.items() if p.grad is not None)
         self._expect_forwards()
 
+    def gather(self, value: Any, sums: SumsOfRows) -> Any:
+        """Return the rows of all ranks for a value with rows of this one's. Collective.
+
+        Raises:
+            PlanRefused: it is called for a micro-batch, or not on all ranks.
+        """
+        plan, layouts = self.loop.run.plan, [part.layout for part in self.state.parts.values()]
+        if self.in_function and len(self.taken.pieces) > 1:
+            raise PlanRefused(
+                f"plan '{plan}' runs each batch in {len(self.taken.pieces)} micro-batches, and run.gather is called in a "
+                "function of one",
+                hint="a plan without accumulate=K. What needs no gradient can be gathered before run.backward, and "
+                "a step of a pl.Job has ctx.backward(..., gather=True), which cuts such losses, too",
+            )
+        if (
+            self.in_function
+            and sums.size > 1
+            and not all(each.meets_in_forward for each in layouts)
+        ):
+            raise PlanRefused(
+                f"plan '{plan}' calls a loss that is a function only where a rank has rows, and run.gather in it "
+                "waits for all ranks",
+                hint="compute the loss in the loop, and give run.backward(loss) the tensor",
+            )
+        self.taken.note("run.gather")
+        return map_tensors(partial(self._gathered, sums), value)
+
+    def _gathered(self, sums: SumsOfRows, rows: torch.Tensor) -> torch.Tensor:
+        if not rows.ndim or len(rows) != max(self.rows, 1):
+            raise TrainingError(
+                f"run.gather is given a tensor of shape {tuple(rows.shape)}, and this rank has "
+                f"{max(self.rows, 1)} rows of the batch",
+                hint="give it tensors with a row for each of the batch along dim 0: of two views that are "
+                "joined, x.chunk(2)",
+            )
+        window = self.taken.window
+        everyone = gathered(
+            rows[: self.rows],
+            first=self.state.part.cuts(window.count)[0].start,
+            count=window.count,
+            device=self.state.device,
+            add_up=sums,
+        )
+        self.meets |= everyone.requires_grad
+        return everyone
+
     def _of_rows(self, loss: Callable[[Any], Loss], rows: int) -> Callable[[Any], Loss]:
         """Return the function of a micro-batch with so many rows."""
 
         def call(batch: Any) -> Loss:
-            whole, self.rows = self.rows, rows
+            whole, self.rows, self.in_function = self.rows, rows, True
             try:
                 return loss(batch)
             finally:
-                self.rows = whole
+                self.rows, self.in_function = whole, False
 
         return call
 
@@ -249,16 +303,22 @@ class _Computed:
     """The layout of a model whose forward the script has run: only the backward is left.
 
     inputs: parameters whose gradients are computed; None for all that the loss depends on.
+    meets: whether a rank without rows takes part, because others wait for it.
     """
 
     def __init__(
-        self, layout: Layout, loss: Loss, inputs: Sequence[torch.nn.Parameter] | None
+        self,
+        layout: Layout,
+        loss: Loss,
+        inputs: Sequence[torch.nn.Parameter] | None,
+        *,
+        meets: bool,
     ) -> None:
-        self.layout, self.loss, self.inputs = layout, loss, inputs
+        self.layout, self.loss, self.inputs, self.meets = layout, loss, inputs, meets
 
     def run(self, batches: Sequence[MicroBatch], work: WindowWork) -> None:
         value = None
-        if batches[0].samples or self.layout.meets_in_forward:
+        if batches[0].samples or self.meets:
             value = work.loss(0, self.loss)
         work.before_backward(0)
         if value is not None and value.requires_grad:
