@@ -25,7 +25,7 @@ from .ported import (
 
 PAGE = Path(__file__).parents[2] / "docs" / "ported-scripts.md"
 PORTS = [port for script in SCRIPTS for port in script.ports]
-FEW_LINES, OF_FEW_LINES = 8, 7  # nine are wanted
+FEW_LINES, OF_FEW_LINES = 8, 8  # nine are wanted
 
 
 def name_of(value: object) -> str | None:

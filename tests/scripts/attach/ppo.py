@@ -70,7 +70,7 @@ if __name__ == "__main__":
     envs = Balance()
     agent = Agent()
     optimizer = optim.Adam(agent.parameters(), lr=learning_rate, eps=1e-5)
-    loader = torch.utils.data.DataLoader(range(batch_size), minibatch_size)
+    loader = torch.utils.data.DataLoader(range(batch_size), minibatch_size, shuffle=True)
     run = pl.attach(agent, optimizer, loader, clip=max_grad_norm)
     epochs = run.epochs(num_updates * update_epochs)
 
@@ -120,20 +120,16 @@ if __name__ == "__main__":
         b_returns = returns.reshape(-1)
         b_values = values.reshape(-1)
 
-        b_inds = np.arange(batch_size)
         for _ in range(update_epochs):
             next(epochs)
-            with run.alike():
-                np.random.shuffle(b_inds)
-            for rows, start in zip(run, range(0, batch_size, minibatch_size), strict=True):
-                mb_inds = b_inds[rows]
+            for mb_inds in run:
                 _, newlogprob, entropy, newvalue = agent.get_action_and_value(
                     b_obs[mb_inds], b_actions.long()[mb_inds]
                 )
                 ratio = (newlogprob - b_logprobs[mb_inds]).exp()
 
                 mb_advantages = b_advantages[mb_inds]
-                every = b_advantages[b_inds[start : start + minibatch_size]]
+                every = run.gather(mb_advantages)
                 mb_advantages = (mb_advantages - every.mean()) / (every.std() + 1e-8)
 
                 pg_loss1 = -mb_advantages * ratio
