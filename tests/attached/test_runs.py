@@ -277,3 +277,24 @@ def test_a_spike_ends_the_run_and_leaves_its_rows(tmp_path, options):
         told(tmp_path, SPIKING, "data=2", run=tmp_path / "run", **options)
 
     assert list((tmp_path / "run" / "spikes" / "step-3").glob("rank-*.safetensors"))
+
+
+@pytest.mark.parametrize(("before", "taken"), [("        run.update()", 5), ("        run.log", 6)])
+def test_one_rank_stops_the_run_on_all(tmp_path, before, taken):
+    """After this step, or after the next one if the ranks have met in this one."""
+    asks = f"        if run.rank == 1 and run.step == 4:\n            run.stop()\n{before}"
+    stopped = told(tmp_path / "stopped", ATTACHED.replace(before, asks), "data=2")
+
+    assert stopped["figures"]["steps"] == taken
+    assert stopped["figures"]["stopped"] == "the script asked for it"
+    whole = ATTACHED.replace(
+        "for epoch in run.epochs(2):\n    for x, y in run:",
+        f"if 1:\n    for x, y in run.steps({taken}):",
+    )
+    assert_alike(stopped["weights"], told(tmp_path / "whole", whole, "single")["weights"])
+
+
+def test_a_loop_that_is_left_between_epochs_ends_the_run(tmp_path):
+    left = told(tmp_path, ATTACHED.replace("tell()", "    break\ntell()"), "data=2")
+
+    assert left["figures"]["steps"] == 4 and (left["run"] / "model.safetensors").exists()

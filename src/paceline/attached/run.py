@@ -359,6 +359,13 @@ class AttachedRun:
                 self.loop.run.settle()  # a callback may want this step's checkpoint
         return measured
 
+    def stop(self) -> None:
+        """End the run as done, on all ranks after the same step: this one before `run.update()`, otherwise the next.
+
+        Any rank may ask for it.
+        """
+        self._turn("run.stop").loop.run.wants_end = True
+
     @contextmanager
     def alike(self) -> Iterator[None]:
         """Draw the same random numbers on all ranks inside the block: for a rollout, or a permutation."""

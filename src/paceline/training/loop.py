@@ -210,17 +210,23 @@ class Loop:
             self.is_left = run.stop and self._attend()
 
     def is_asked(self) -> bool:
-        """Whether this rank was asked to stop, or callbacks want something."""
-        return self.run.context.stop_signal is not None or self.callbacks.want_attention
+        """Whether this rank was asked to stop, or callbacks or the script want something."""
+        run = self.run
+        return run.context.stop_signal is not None or run.wants_end or self.callbacks.want_attention
 
     def _attend(self) -> bool:
-        """Some rank was asked to stop, or callbacks want something. Returns whether the run is to be left as it is."""
+        """Some rank was asked to stop, or callbacks or the script want something. Returns whether the run is to be
+        left as it is."""
         run = self.run
-        if self.callbacks.control is None or run.greatest(int(run.context.stop_signal is not None)):
+        asked = run.greatest(2 * int(run.context.stop_signal is not None) + int(run.wants_end))
+        if asked > 1:
             return True
         run.stop = False
-        self.callbacks.take()
-        run.settle()
+        if asked:
+            run.ended = "the script asked for it"
+        if self.callbacks.control is not None:
+            self.callbacks.take()
+            run.settle()
         return False
 
     def _stop(self) -> None:

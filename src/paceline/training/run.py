@@ -112,7 +112,8 @@ class RankRun:
     epoch: int = 0  # of the last step
     # What parts are to do when ranks are settled: "compare", "evaluate", "epoch", "save".
     due: set[str] = field(default_factory=set)
-    stop: bool = False  # some rank was asked to stop, or callbacks want something
+    stop: bool = False  # some rank was asked to stop, or callbacks or the script want something
+    wants_end: bool = False  # this rank's script has called run.stop
     ended: str | None = None  # why a callback or the observer ended the run, if one did
     is_copied: bool = False  # whether it goes on from a copy in memory
     _told: dict[str, list[Callable[..., None]]] = field(default_factory=dict)  # by moment
