@@ -36,13 +36,13 @@ def main() -> int:
                     comparison = compare(port, plan, Path(folder))
                     comparisons.append(comparison)
                     print(
-                        f"{script.name:<22}{port.form:<9}{plan:<12}{comparison.verdict:<9}"
+                        f"{script.name:<33}{port.form:<9}{plan:<12}{comparison.verdict:<9}"
                         f"{comparison.reason}",
                         flush=True,
                     )
         found = found_bugs(Path(folder)) if given.bugs else {}
     for name, is_found in found.items():
-        print(f"{name:<22}{'found' if is_found else 'NOT FOUND'}")
+        print(f"{name:<33}{'found' if is_found else 'NOT FOUND'}")
     if given.write:
         text = given.write.read_text(encoding="utf-8") if given.write.exists() else ""
         known = {(each.port, each.plan): each for each in comparisons_of_page(text)}

@@ -151,6 +151,13 @@ SCRIPTS = (
     Script("forward_forward", "a network by forward-forward", names={"net.pt:layers.": "layer"}),
     Script("accelerate_nlp", "a BERT classifier, with Accelerate"),
     Script("accelerate_cv", "a frozen network's classifier, with Accelerate"),
+    Script(
+        "accelerate_gradient_accumulation",
+        "accumulated gradients, with Accelerate",
+        backwards=5,
+    ),
+    Script("accelerate_checkpointing", "a resumed run, with Accelerate"),
+    Script("accelerate_tracking", "a logged run, with Accelerate"),
     Script("lightning_classifier", "a LightningModule"),
     Script("deepspeed_cifar", "DeepSpeed's CIFAR-10 network"),
 )
@@ -210,7 +217,7 @@ def original_outcome(script: Script, folder: Path) -> Outcome:
     each = script.backwards
     weights = {
         _renamed(f"{path.name}:{key}", script.names): tensor
-        for path in sorted(own.iterdir())
+        for path in sorted(own.glob("*.pt*"))
         for key, tensor in torch.load(path, weights_only=True).items()
     }
     return Outcome([sum(losses[i : i + each]) for i in range(0, len(losses), each)], weights)

@@ -46,6 +46,7 @@ def test_a_port_gives_the_losses_and_weights_of_its_original(port: Port, plan: s
     if port.script.name.startswith("accelerate"):
         needed("accelerate")
         needed("transformers")
+        needed("tensorboard")
     said = {(each.port, each.plan): each.verdict for each in comparisons_of_page(PAGE.read_text())}
     comparison = compare(port, plan, folder)
 
