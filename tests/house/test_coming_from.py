@@ -143,7 +143,7 @@ def test_the_kept_loop_ends_where_that_of_accelerate_ends(tmp_path: Path):
     needed("sklearn", "scikit-learn")
     needed("accelerate")
     before, _ = scripts("from-accelerate.md")
-    (kept,) = (block for block in code("from-accelerate.md") if ATTACHED in block)
+    kept, _ = (block for block in code("from-accelerate.md") if ATTACHED in block)
     names = run_script(before)
     names["accelerator"].state._reset_state(True)
     script = tmp_path / "script.py"
@@ -156,3 +156,48 @@ def test_the_kept_loop_ends_where_that_of_accelerate_ends(tmp_path: Path):
     )
     run_attached(script, "data=2", devices="cpu:0-1", run=tmp_path / "run")
     assert_equal_weights(tmp_path / "run", names["model"])
+
+
+def test_lines_side_by_side_are_those_of_the_scripts():
+    page = (DOCS / "from-accelerate.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```text\nwith Accelerate.*?\n\n(.*?)```", page, re.DOTALL)
+    middle = block.index("import paceline")
+    rows = block.splitlines()
+    before, _ = scripts("from-accelerate.md")
+    kept, _ = (script for script in code("from-accelerate.md") if ATTACHED in script)
+
+    for text, lines in ((before, [r[:middle] for r in rows]), (kept, [r[middle:] for r in rows])):
+        assert {line.rstrip() for line in lines} - {"", *text.splitlines()} == set()
+
+
+def test_each_feature_of_accelerate_in_a_kept_loop_runs(tmp_path: Path):
+    """What the table names is in the script, its commands or its other plan; ranks end where one device does."""
+    needed("sklearn", "scikit-learn")
+    page = (DOCS / "from-accelerate.md").read_text(encoding="utf-8")
+    section = page.partition("## What its features become")[2].partition("\n## ")[0]
+    _, script = (block for block in code("from-accelerate.md") if ATTACHED in block)
+    cells = [row.split(" | ")[1] for row in section.splitlines() if row.startswith("| ")]
+    text = section.partition("\n|")[0]
+    named = {name for cell in cells for name in re.findall("`(.+?)`", cell)}
+    assert named - {name for name in named if name in text} == {"break", "data=2 local=8"}
+
+    # bfloat16 would hide what differs.
+    script = script.replace("torch.bfloat16)", "torch.bfloat16, enabled=False)")
+    path, log, run = tmp_path / "script.py", f"tensorboard:{tmp_path / 'events'}", tmp_path / "run"
+    path.write_text(script, encoding="utf-8")
+    whole = run_attached(path, "single", devices="cpu:0", run=tmp_path / "whole")
+    path.write_text(script.replace("epochs(40)", "epochs(1)"), encoding="utf-8")
+    options: dict[str, Any] = {"devices": "cpu:0-1", "run": run, "log": log}
+    run_attached(path, "data=2 accumulate=4", save_every=10, **options)
+    path.write_text(script, encoding="utf-8")
+    ended = run_attached(path, "data=2", resume=True, **options)
+
+    assert ended["steps"] == whole["steps"] > 8 and "accuracy was not better" in ended["stopped"]
+    assert ended["metrics"] == pytest.approx(whole["metrics"], abs=1e-3)
+    weights = load_tensors(tmp_path / "whole" / "model.safetensors")
+    for name, weight in load_tensors(run / "model.safetensors").items():
+        torch.testing.assert_close(weight, weights[name], rtol=1e-3, atol=1e-4)
+    accumulator = needed("tensorboard.backend.event_processing.event_accumulator", "tensorboard")
+    events = accumulator.EventAccumulator(str(tmp_path / "events"), size_guidance={"scalars": 0})
+    steps = [event.step for event in events.Reload().Scalars("train_loss")]
+    assert steps == [*range(1, whole["steps"] + 1)]
