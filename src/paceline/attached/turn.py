@@ -141,8 +141,8 @@ class Turn:
         plan, layouts = self.loop.run.plan, [part.layout for part in self.state.parts.values()]
         if self.in_function and len(self.taken.pieces) > 1:
             raise PlanRefused(
-                f"plan '{plan}' runs each batch in {len(self.taken.pieces)} micro-batches, and run.gather is called in a "
-                "function of one",
+                f"plan '{plan}' runs each batch in {len(self.taken.pieces)} micro-batches, and run.gather is "
+                "called in a function of one",
                 hint="a plan without accumulate=K. What needs no gradient can be gathered before run.backward, and "
                 "a step of a pl.Job has ctx.backward(..., gather=True), which cuts such losses, too",
             )
