@@ -358,6 +358,10 @@ def run_(
     resume: GoesOn = False,
     patience: Patience = 300.0,
     log: ToLoggers = None,
+    check: Annotated[
+        YesOrNo,
+        typer.Option(help="Hold the first update against one device, if its loss is a function."),
+    ] = "yes",
     as_json: Json = False,
 ) -> None:
     """Run a script that has its own loop on one device or many."""
@@ -376,6 +380,7 @@ def run_(
             resume=resume,
             timeout_s=patience,
             log=log,
+            check=check == "yes",
         )
         speaks = _is_first_rank()
     if speaks:

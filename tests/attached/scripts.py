@@ -85,7 +85,12 @@ def told(folder: Path, text: str, plan: str | None = None, **options: Any) -> di
         finally:
             torch.set_default_dtype(dtype)
         return json.loads(path.read_text())
-    options = {"run": folder / f"run-{plan.replace(' ', '-')}", "restarts": 0, **options}
+    options = {
+        "run": folder / f"run-{plan.replace(' ', '-')}",
+        "restarts": 0,
+        "check": False,
+        **options,
+    }
     figures = run(script, plan, **options)
     return {**json.loads(path.read_text()), "figures": figures, "run": Path(options["run"])}
 

@@ -20,9 +20,11 @@ Net = lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 10))
 model, augment = Net(), nn.Dropout(0.1)
 optimizer = torch.optim.Adam(model.parameters())
 generator, critic = nn.Linear(64, 6), nn.Linear(6, 1)
+model = Net()
+optimizer = torch.optim.Adam(model.parameters())
 of_generator, of_critic = (torch.optim.Adam(model.parameters()) for model in (generator, critic))
 """
-STEPS = {0: 12, 1: 6, 2: 6}
+STEPS = {0: 12, 1: 100, 2: 6, 3: 6}
 
 
 @pytest.mark.parametrize("number", STEPS)

@@ -189,7 +189,7 @@ def attached(port: Port, run: Path) -> Callable[..., Any]:
 
     path = run.with_suffix(".py")
     path.write_text(port.script.alike_in(port.text), encoding="utf-8")
-    return partial(run_script, path)
+    return partial(run_script, path, check=False)
 
 
 def training(port: Port) -> Callable[..., Any]:

@@ -68,9 +68,9 @@ def first_update(
         refuse_memory(job, readers, timeout_s=timeout_s)
     if resolved.plan.with_(deterministic="no") == Plan():
         return None
-    if (reason := _unchecked(resolved, environment)) is not None:
+    if (reason := unchecked(resolved, environment)) is not None:
         return FirstUpdate("unchecked", reason)
-    key = _key(source, resolved) if source is not None else None
+    key = key_of(source, resolved) if source is not None else None
     if key is not None and (remembered := _read().get(key)):
         return FirstUpdate(remembered["verdict"], remembered["reason"])
     update = check_first_update(job, resolved, timeout_s=timeout_s)
@@ -81,10 +81,10 @@ def first_update(
 
 def remember(source: JobFile, resolved: Resolved, *, verdict: str, reason: str) -> None:
     """Store a certificate's verdict, so that runs of the same job under the plan need no check."""
-    _remember(_key(source, resolved), verdict, reason)
+    _remember(key_of(source, resolved), verdict, reason)
 
 
-def _unchecked(resolved: Resolved, environment: Environment | None) -> str | None:
+def unchecked(resolved: Resolved, environment: Environment | None) -> str | None:
     """Return why a plan is not checked; None if it is."""
     if resolved.plan.relaxed is not None:
         return f"the plan is relaxed ({resolved.plan.relaxed}) and can't equal one device"
@@ -98,7 +98,7 @@ def _unchecked(resolved: Resolved, environment: Environment | None) -> str | Non
     return None
 
 
-def _key(source: JobFile, resolved: Resolved) -> str:
+def key_of(source: JobFile, resolved: Resolved) -> str:
     """Return a digest of everything that decides what a first update is.
 
     This is the job's files and settings, the plan, the kinds of its devices, and the versions. The

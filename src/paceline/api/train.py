@@ -382,7 +382,7 @@ class TrainRequest:
             )
             if launcher.is_first:
                 if checked is not None and checked.fails_alike:
-                    _tell_check(checked, resolved)
+                    tell_check(checked, resolved)
                 figures = sum_up(
                     run_dir,
                     {
@@ -467,11 +467,11 @@ def _checked(
     document = json.loads(launcher.agree("first update", check))
     update = FirstUpdate(**document) if document else None
     if launcher.is_first and update is not None and not update.fails_alike:
-        _tell_check(update, resolved)
+        tell_check(update, resolved)
     return update
 
 
-def _tell_check(update: FirstUpdate, resolved: Resolved) -> None:
+def tell_check(update: FirstUpdate, resolved: Resolved) -> None:
     if update.verdict == "coupled" or (
         update.verdict == "unchecked" and resolved.plan.relaxed is None
     ):

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from paceline.attached.functions import Called
 from paceline.base.errors import JobError, TrainingError
 from paceline.base.streams import kept_streams
 from paceline.job import loaders
@@ -74,14 +75,20 @@ def _sums(
     """Return the sum and the count of each figure over this rank's samples, on the device; the name of an
     only one is "". Collective where forwards are.
     """
-    state, sums = run.stepper, dict[str, torch.Tensor]()
+    state, sums, is_known = run.stepper, dict[str, torch.Tensor](), False
     dtype = torch.float64 if run.job.precision == "float64" else None
     for piece in feed:
         run.beat("evaluate")
-        if not piece.samples and not state.layout.meets_in_forward and sums:
+        if not piece.samples and not state.layout.meets_in_forward and is_known:
             continue
+        is_known = True  # which figures there are, on the rank that has the output
         (batch,) = piece.to(state.device, dtype).input
-        value = function(batch)
+        if isinstance(function, Called):
+            value = state.layout.forward(MicroBatch(function.input_of(batch), None, piece.samples))
+        else:
+            value = function(batch)
+        if value is None and not state.layout.has_output:
+            continue
         for name, each in (value if isinstance(value, Mapping) else {"": value}).items():
             tally = read_tally(each, samples=piece.samples, name="the function of run.evaluate")
             figures = summed([tally] if piece.samples else [], state.device)

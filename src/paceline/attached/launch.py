@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 import sys
 from collections.abc import Iterator, Sequence
@@ -22,7 +23,7 @@ from paceline.launch.local.launcher import Launcher
 from paceline.launch.process.failure import RankFailed
 from paceline.launch.process.fault_policy import RESTARTS
 from paceline.planner.devices import devices_of
-from paceline.planner.resolve import resolve
+from paceline.planner.resolve import Resolved, resolve
 from paceline.runs import folder
 from paceline.strategies.compose import load
 from paceline.strategies.plan import Plan
@@ -31,6 +32,7 @@ from paceline.training.settings import Settings
 
 if TYPE_CHECKING:
     from paceline.launch.process.context import RankContext
+    from paceline.proof.first_update import FirstUpdate
 
 
 def run(
@@ -43,6 +45,7 @@ def run(
     timeout_s: float = 300.0,
     restarts: int | None = None,
     log: str | Sequence[str] | None = None,
+    check: bool = True,
     **options: Any,
 ) -> dict[str, Any]:
     """Run a script that calls `pl.attach` on every rank of a plan, and leave a run folder.
@@ -52,6 +55,8 @@ def run(
         plan: A plan, its text or a plan file; by default one replica a device.
         arguments: Of the script, in `sys.argv`.
         run, resume, timeout_s, restarts, log: As for `paceline.train`.
+        check: Whether the first update is compared with one device's before the run, if its loss is a function; see
+            `first_update.py`.
         options: `devices`, `procs` and `memory` as there, and fields of `Settings`.
 
     Returns:
@@ -97,12 +102,12 @@ def run(
         )
         if launcher.is_first:
             print(
-                f"plan {resolved.plan} on {resolved.devices}, each running {path}\n"
-                "not checked against one device, as a script's loop can't be run in parts: "
-                f"paceline verify {path} --plan '{resolved.plan}'\nrun folder {run_dir}",
+                f"plan {resolved.plan} on {resolved.devices}, each running {path}\nrun folder {run_dir}",
                 file=sys.stderr,
                 flush=True,
             )
+        is_checked = check and not is_resumed  # a run that goes on has taken its first update
+        checked = _checked(launcher, path, arguments, resolved) if is_checked else None
         settings = Settings(
             run_dir=run_dir,
             shares=resolved.shares,
@@ -131,9 +136,39 @@ def run(
                 failed.run_dir = run_dir
             raise
         if launcher.is_first:
-            figures |= {"devices": resolved.devices}
+            figures |= {"devices": resolved.devices, "check": checked and checked.to_dict()}
             write_json(run_dir / folder.SUMMARY, figures)
     return dict(figures)
+
+
+def _checked(
+    launcher: Launcher, path: Path, arguments: Sequence[str], resolved: Resolved
+) -> FirstUpdate | None:
+    """Check the first update before the run, and say what was not. Rank 0 checks for all."""
+    from paceline.api.train import tell_check
+    from paceline.attached.first_update import OF_TENSOR, check_script
+    from paceline.proof.first_update import FirstUpdate
+
+    def check() -> str:
+        update = check_script(
+            path,
+            arguments,
+            resolved,
+            environment=launcher.environment,
+            timeout_s=launcher.timeout_s,
+        )
+        return json.dumps(update and update.to_dict())
+
+    document = json.loads(launcher.agree("first update", check))
+    update = FirstUpdate(**document) if document else None
+    if launcher.is_first and update is not None:
+        tell_check(update, resolved)
+        if update.reason == OF_TENSOR:
+            print(
+                f"paceline verify {path} --plan '{resolved.plan}' compares its updates",
+                file=sys.stderr,
+            )
+    return update
 
 
 def run_script(session: ScriptProcess, path: Path, arguments: Sequence[str]) -> dict[str, Any]:

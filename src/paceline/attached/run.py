@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.attached.evaluation import evaluate
+from paceline.attached.first_batch import FirstBatch, FirstTurn
+from paceline.attached.functions import Functions, ShownBatch, cut, refuse_recording
 from paceline.attached.gather import SumsOfRows
 from paceline.attached.given import Given, trained_tensors
 from paceline.attached.logged import Logged
@@ -20,6 +23,7 @@ from paceline.attached.turn import Loss, Turn
 from paceline.base.errors import CallbackError, JobError, TrainingError
 from paceline.base.streams import drawing, kept_streams, seed_streams
 from paceline.checkpoint.values import can_pack
+from paceline.job import Job
 from paceline.job.callback import Callback
 from paceline.job.order import Order
 from paceline.strategies.compose import may_be_elsewhere
@@ -109,9 +113,11 @@ class AttachedRun:
         self.variables: Mapping[str, Any] = {}  # of the script, where it attached
         self.device, self.epoch = session.context.device, 0
         self.rank, self.world_size = session.context.rank, session.context.world_size
-        self.is_main = not self.rank
+        self.is_main = not self.rank and session.look is None
         self.loop: Loop | None = None
-        self.turn: Turn | None = None
+        self.first: FirstBatch | None = None  # in place of the loop, until the model is laid out
+        self.functions = Functions()
+        self.turn: Turn | FirstTurn | None = None
         self.order: Order | None = None  # None for a stream
         self._num_items = 0  # of the data set of which the order is
         self.summary: dict[str, Any] | None = None  # once the run has ended
@@ -137,18 +143,18 @@ class AttachedRun:
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the numbers of the epochs that are left of `count`, from 0. Collective."""
-        loop = self._begin(epochs=count)
-        while self._is_going(loop) and (loop.run.step != loop.run.job.total_steps):
-            epoch = self._next_epoch(loop)
+        self._begin(epochs=count)
+        while self._is_going and self.step != self._here.run.job.total_steps:
+            epoch = self._next_epoch()
             if epoch is None:
                 break
             self.epoch, self._is_open = epoch, True
             yield epoch
             self._end_turn()
             self._is_open = False
-            if self._is_going(loop) and self._next_epoch(loop) == epoch:
+            if self._is_going and self._next_epoch() == epoch:
                 raise TrainingError(
-                    f"the loop leaves epoch {epoch} before its end, after step {loop.run.step}",
+                    f"the loop leaves epoch {epoch} before its end, after step {self.step}",
                     hint="`for batch in run` takes all batches of the epoch; run.steps(N) takes as "
                     "many as you want",
                 )
@@ -156,51 +162,51 @@ class AttachedRun:
 
     def steps(self, count: int) -> Iterator[Any]:
         """Yield this rank's rows of each batch until `count` steps are taken, over as many epochs as it takes."""
-        loop = self._begin(steps=count)
-        while self._is_going(loop) and (fed := self._fetch(loop)) is not None:
+        self._begin(steps=count)
+        while self._is_going and (fed := self._fetch()) is not None:
             self.epoch = fed.window.epoch
-            yield self._open(loop, fed)
+            yield self._open(fed)
             self._end_turn()
         self.finish()
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's rows of each batch of the epoch, as the loader yields batches."""
-        if self.loop is None or not self._is_open:
+        if not self._has_begun or not self._is_open:
             raise TrainingError(
                 "`for batch in run` is outside of the run's epochs",
                 hint="for epoch in run.epochs(10): for batch in run: ..., or for batch in run.steps(2000)",
             )
-        loop = self.loop
         self._end_turn()
-        if self._is_going(loop) and self._next_epoch(loop) != self.epoch:
+        if self._is_going and self._next_epoch() != self.epoch:
             raise TrainingError(
                 f"`for batch in run` comes a second time in epoch {self.epoch}, whose batches are all taken",
                 hint="each pass over the data is an epoch of run.epochs(N): give N as many as there are "
                 "passes. run.evaluate(function, loader) goes through data without training",
             )
-        if self.loader.num_workers and not self.loader.persistent_workers:
-            loop.read_anew()  # as the loader does for each of its iterators
-        while self._is_going(loop) and self._next_epoch(loop) == self.epoch:
-            fed = self._fetch(loop)
+        renews_workers = self.loader.num_workers and not self.loader.persistent_workers
+        if renews_workers and self.loop is not None:
+            self.loop.read_anew()  # as the loader does for each of its iterators
+        while self._is_going and self._next_epoch() == self.epoch:
+            fed = self._fetch()
             assert fed is not None
-            yield self._open(loop, fed)
+            yield self._open(fed)
             self._end_turn()
-        if loop.is_left:
+        if self._here.is_left:
             self.finish()  # which raises
 
     def __len__(self) -> int:
         """The number of batches of an epoch."""
         return len(self.loader)
 
-    def _begin(self, **length: int) -> Loop:
-        """Build what ranks hold, and go on from where the run is. Collective."""
-        if self.loop is not None:
+    def _begin(self, **length: int) -> None:
+        """Begin the run. Collective."""
+        if self._has_begun:
             raise TrainingError(
                 "run.epochs and run.steps give the length of the whole run, once",
                 hint="one run.epochs(N) or run.steps(N) in a script; each pl.attach is a run",
             )
         self._refuse_scaler()
-        session, plan = self.session, self.session.plan
+        session = self.session
         job = session.change(
             self.given.job(
                 self.loader,
@@ -214,13 +220,28 @@ class AttachedRun:
             )
         )
         session.check(job)
-        loop = self.loop = Loop(session.context, job, plan, session.settings_of(job))
-        self.given.adopt(loop.run.stepper)
-        self._sums = SumsOfRows(loop.run.mesh.replicas)
         if not is_stream(job.data):
             self.order, self._num_items = Order.of(job), len(job.data)
+        if session.plan.splits_model or session.look is not None:
+            self.first = FirstBatch(session, job, self.given)
+            session.enter()
+        else:
+            self._build(job)
+
+    def _build(self, job: Job) -> None:
+        """Build what ranks hold, and go on from where the run is. Collective."""
+        session = self.session
+        loop = self.loop = Loop(session.context, job, session.plan, session.settings_of(job))
+        session.stack.callback(loop.run.log.close)
+        self.given.adopt(loop.run.stepper)
+        self._sums = SumsOfRows(loop.run.mesh.replicas)
         self.logged = next(part for part in loop.run.parts if isinstance(part, Logged))
-        session.enter(loop)
+        if self.first is not None:
+            loop.run.stepper.job_state = self.first.job_state
+            (module,) = self.given.models.values()
+            self.functions.answer_calls(module, loop.run.stepper)
+        else:
+            session.enter()
         if loop.run.run_dir is not None and (names := self._unkept()):
             loop.run.log.display.say(
                 f"checkpoints don't keep {', '.join(names)}: a resumed run has them as the script makes "
@@ -229,20 +250,55 @@ class AttachedRun:
         loop.restore()
         if loop.run.is_copied:
             loop.run.settle()
-        return loop
 
-    def _is_going(self, loop: Loop) -> bool:
-        return loop.run.ended is None and not loop.is_left
+    def _lay_out(self, first: FirstBatch, loss: Loss, batch: Any) -> Turn:
+        """Build what ranks hold of the model, as the function of its loss uses it, and begin the run. Returns the
+        first batch's turn. Collective.
 
-    def _next_epoch(self, loop: Loop) -> int | None:
+        Raises:
+            PlanRefused: the loss is no function, or the plan can't run it.
+        """
+        first.refuse_tensor(loss)
+        assert first.run.job.collate is not None  # a script's job has one
+        called, shown = self.functions.called(loss), ShownBatch(first.run.job.collate)
+        assert isinstance(self.turn, FirstTurn)
+        given, rows = self.turn.batch if batch is None else batch, max(self.turn.rows, 1)
+        if batch is not None:
+            cut(batch, self.turn.pieces)  # refuses one with other rows
+        with shown.showing(given, rows, called):
+            first.begins(
+                partial(self._build, self.functions.recorded(first.run.job, called, shown))
+            )
+        self.first, loop = None, self.loop
+        assert loop is not None
+        fed = loop.fetch()
+        assert fed is not None
+        return Turn(loop, fed, reads_ahead=self._reads_ahead(fed))
+
+    @property
+    def _here(self) -> Loop | FirstBatch:
+        here = self.first or self.loop
+        assert here is not None
+        return here
+
+    @property
+    def _has_begun(self) -> bool:
+        return self.loop is not None or self.first is not None
+
+    @property
+    def _is_going(self) -> bool:
+        return self._here.run.ended is None and not self._here.is_left
+
+    def _next_epoch(self) -> int | None:
         """Return the epoch of the next step; None if there is none."""
         if self.order is not None:
-            return self.order.window(loop.run.step).epoch
+            return self.order.window(self.step).epoch
         if self._held is None:
-            self._held = loop.fetch()
+            self._held = self._here.fetch()
         return None if self._held is None else self._held.window.epoch
 
-    def _fetch(self, loop: Loop) -> Fed | None:
+    def _fetch(self) -> Fed | None:
+        loop = self._here
         if self.order is not None:
             step, data = loop.run.step, loop.run.job.data
             epoch = self.order.window(step).epoch
@@ -256,11 +312,18 @@ class AttachedRun:
         fed, self._held = self._held, None
         return loop.fetch() if fed is None else fed
 
-    def _open(self, loop: Loop, fed: Fed) -> Any:
-        # Between epochs a script may change what its data set holds.
-        next_epoch = None if self.order is None else self.order.window(loop.run.step + 1).epoch
-        self.turn = Turn(loop, fed, reads_ahead=next_epoch == fed.window.epoch)
+    def _open(self, fed: Fed) -> Any:
+        if self.first is not None:
+            self.turn = self.first.turn(fed)
+        else:
+            assert self.loop is not None
+            self.turn = Turn(self.loop, fed, reads_ahead=self._reads_ahead(fed))
         return self.turn.batch
+
+    def _reads_ahead(self, fed: Fed) -> bool:
+        # Between epochs a script may change what its data set holds.
+        next_epoch = None if self.order is None else self.order.window(self.step + 1).epoch
+        return next_epoch == fed.window.epoch
 
     def _end_turn(self) -> None:
         """Count the step of the batch that the loop is done with. Collective."""
@@ -276,9 +339,14 @@ class AttachedRun:
         Raises:
             Preempted: the run was asked to stop before its last step, and is saved.
         """
-        if self.loop is None or self.summary is not None:
+        if not self._has_begun or self.summary is not None:
             return
         self._end_turn()
+        if self.loop is None:
+            raise TrainingError(
+                f"the run ends after step {self.step}, and nothing was trained",
+                hint="a run that is complete needs no plan that splits the model: resume it under data=N",
+            )
         self._is_open = False
         with self._saving_before():
             self.summary = self.loop.finish()
@@ -292,24 +360,47 @@ class AttachedRun:
 
         Inside a loss that is a function of a batch: of that batch.
         """
+        refuse_recording("run.rows")
         return self._turn("run.rows").rows
 
     @property
     def step(self) -> int:
         """This is the number of steps that are counted."""
-        return 0 if self.loop is None else self.loop.run.step
+        return self._here.run.step if self._has_begun else 0
 
-    def backward(self, loss: Loss | Callable[[Any], Loss], *trains: str) -> None:
+    def backward(self, loss: Loss | Callable[[Any], Loss], *more: Any) -> torch.Tensor:
         """Compute the gradients of a loss, over all ranks. Collective.
 
         Args:
             loss: The loss of this rank's rows: a scalar, their mean, or (sum, count), which is
                 normalised once by the count of all ranks. Or a function of a batch that returns it:
-                plans may then call it on parts of the batch.
-            trains: Names of the models that get gradients; all by default.
+                plans may then call it on parts of the batch, or split the model.
+            more: For a function first what it is called with, which the loop has made of this rank's rows; by default
+                the loader's batch. Then names of the models that get gradients; all by default.
+
+        Returns:
+            The mean loss over all ranks, the same on each. It is known after `run.update()`, and NaN before.
+
+        Raises:
+            PlanRefused: the plan needs a function, or can't run this one.
         """
+        batch = None
+        if more and not isinstance(more[0], str):
+            batch, *more = more  # type: ignore[assignment]
+            if not callable(loss):
+                raise TrainingError(
+                    "run.backward is given a loss that is computed, and a batch to compute it of",
+                    hint="run.backward(function, batch) calls function(batch)",
+                )
         turn = self._turn("run.backward")
-        turn.backward(loss, trains or tuple(turn.state.parts))
+        if self.session.look is not None:
+            self.session.look(self, loss, batch)
+        if self.first is not None:
+            turn = self.turn = self._lay_out(self.first, loss, batch)
+        assert isinstance(turn, Turn)
+        if not turn.is_whole and callable(loss):
+            loss = self.functions.called(loss, turn.state.model)
+        return turn.backward(loss, more or tuple(turn.state.parts), batch)
 
     def update(self, optimizer: str = "") -> None:
         """Clip the gradients, step the optimizer and its schedule, and drop the gradients. Collective."""
@@ -320,7 +411,10 @@ class AttachedRun:
 
         They are joined over the ranks that log them, weighed by their rows.
         """
+        refuse_recording("run.log")
         turn = self._turn("run.log")
+        if self.session.look is None:
+            self._trained(turn, "run.log")
         self.logged.add(figures, rows=turn.rows, whole=turn.fed.window.count)
 
     def gather(self, value: Any) -> Any:
@@ -330,7 +424,11 @@ class AttachedRun:
             value: A tensor with one row for each of this rank's rows of the batch, or tuples, lists or
                 mappings of such tensors.
         """
+        refuse_recording("run.gather")
         turn, sums = self._turn("run.gather"), self._sums
+        if isinstance(turn, FirstTurn) and self.world_size == 1:
+            return value
+        turn = self._trained(turn, "run.gather")
         assert sums is not None
         return turn.gather(value, sums)
 
@@ -347,8 +445,15 @@ class AttachedRun:
         if self.loop is None:
             raise TrainingError(
                 "run.evaluate is called before the run has begun",
-                hint="call it inside of `for epoch in run.epochs(N)`, or after",
+                hint="call it inside of `for epoch in run.epochs(N)`, or after"
+                + (
+                    "; under a plan that splits the model, after the first run.backward(function)"
+                    if self.session.plan.splits_model
+                    else ""
+                ),
             )
+        if self.session.plan.splits_model:
+            function = self.functions.called(function, self.loop.run.stepper.model)
         turn, self.turn = self.turn, None  # its rows are not those of the function
         try:
             measured = evaluate(self.loop, function, data)
@@ -364,7 +469,7 @@ class AttachedRun:
 
         Any rank may ask for it.
         """
-        self._turn("run.stop").loop.run.wants_end = True
+        self._trained(self._turn("run.stop"), "run.stop").loop.run.wants_end = True
 
     @contextmanager
     def alike(self) -> Iterator[None]:
@@ -375,7 +480,20 @@ class AttachedRun:
             seed_streams(self.seed, "alike", *self._alike)
             yield
 
-    def _turn(self, verb: str) -> Turn:
+    def _trained(self, turn: Turn | FirstTurn, verb: str) -> Turn:
+        """Return the turn of a model that is laid out.
+
+        Raises:
+            TrainingError: it is the first, and nothing is trained yet.
+        """
+        if isinstance(turn, FirstTurn):
+            raise TrainingError(
+                f"{verb} is called before the first run.backward(function), where nothing is trained yet",
+                hint="call it after run.backward(function) or run.update(), or take a data=N or shard=N plan",
+            )
+        return turn
+
+    def _turn(self, verb: str) -> Turn | FirstTurn:
         if self.turn is None:
             raise TrainingError(
                 f"{verb} is called where the run has handed out no batch",
@@ -423,10 +541,10 @@ class AttachedRun:
     @contextmanager
     def _saving_before(self) -> Iterator[None]:
         """Save what would be lost with an error of a callback."""
-        assert self.loop is not None
         try:
             yield
         except CallbackError as error:
+            assert self.loop is not None
             self.loop.saves.save_before(error)
             raise
 

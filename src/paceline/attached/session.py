@@ -31,7 +31,6 @@ from paceline.training.settings import Settings
 
 if TYPE_CHECKING:
     from paceline.callbacks.controller import RunController
-    from paceline.training.loop import Loop
 
 _TIMEOUT_S = (
     300.0  # without a sign of life, after which a rank that torchrun started is taken for lost
@@ -54,6 +53,7 @@ class ScriptProcess:
         change: Makes another job of the script's, for a proof.
         around: What is entered while the script's loop runs, for a proof.
         loggers: Callbacks beside those of the script.
+        look: Is given the run, the first loss and its batch, and leaves the script, which trains nothing.
     """
 
     context: RankContext
@@ -63,6 +63,7 @@ class ScriptProcess:
     change: Callable[[Job], Job] = lambda job: job
     around: AbstractContextManager[Any] = field(default_factory=nullcontext)
     loggers: Sequence[Callback] = ()
+    look: Callable[[Any, Any, Any], None] | None = None
     run: _Run | None = None
     summary: dict[str, Any] | None = None
     controller: RunController | None = None  # of the run's callbacks
@@ -104,10 +105,10 @@ class ScriptProcess:
                 f"plan '{plan}' takes steps in a loop of its own, and this script has its own",
                 hint="data=N, shard=N or a product of them; a pl.Job runs under every plan",
             )
-        if plan.splits_model:
+        if plan.splits_model and job.models:
             raise PlanError(
-                f"plan '{plan}' splits the model over ranks, and this script's loop runs it whole",
-                hint="data=N, shard=N or a product of them; a pl.Job's model may be split",
+                f"plan '{plan}' splits the model over ranks, and this script's loop runs several models",
+                hint="data=N, shard=N or a product of them; the step=function of a pl.Job may split several models",
             )
         check_job(plan, job)
 
@@ -136,9 +137,8 @@ class ScriptProcess:
         self.stack.enter_context(controlled(controller, speaks=not self.context.rank))
         return replace(settings, controller=controller)
 
-    def enter(self, loop: Loop) -> None:
+    def enter(self) -> None:
         """Let requests to stop wait for the end of a step, from here to the run's end."""
-        self.stack.callback(loop.run.log.close)
         self.stack.enter_context(self.around)
         self.stack.enter_context(self.context.stoppable())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 
+from paceline.attached.functions import Called, cut
 from paceline.attached.gather import SumsOfRows
 from paceline.base.errors import PlanRefused, TrainingError
 from paceline.base.streams import seed_streams
@@ -27,6 +29,10 @@ from paceline.training.step import Backward
 from paceline.training.window import WindowWork
 
 Loss = Any  # a scalar, or (sum, count)
+FUNCTION_HINT = (
+    "run.backward(function), where function(batch) returns the loss, or run.backward(function, batch) with a "
+    "batch that the loop has made of this rank's rows: it is called for each micro-batch"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +71,10 @@ class Turn:
         )
         self.taken.observe = loop.observe
         state.before_forwards()
-        pieces = self.taken.pieces
-        real = [piece for piece in pieces if piece.samples] or pieces[:1]
-        self.batch = joined([piece.input[0] for piece in real], [max(p.samples, 1) for p in real])
+        self.batch = batch_of(self.taken.pieces)
         self.rows = self.taken.samples
+        # The latest backward, and its mean loss over all ranks, until they have agreed about it.
+        self._untold: tuple[Backward, torch.Tensor] | None = None
         self._has_buffers = next(iter(state.model.buffers()), None) is not None
         self.used: set[str] = set()  # parameters that some backward gave a gradient
         self.meets = False  # whether ranks wait for each other in backwards of this batch
@@ -88,13 +94,15 @@ class Turn:
                 self._forwards.enter_context(part.layout.surrounding(self.rows))
         self.taken.beat("forward")
 
-    def backward(self, loss: Loss, trains: Sequence[str]) -> None:
-        """Compute the gradients of a loss. Collective.
+    def backward(self, loss: Loss, trains: Sequence[str], batch: Any = None) -> torch.Tensor:
+        """Compute the gradients of a loss, and return its mean over all ranks, which is known when these agree: NaN
+        until then. Collective.
 
         Args:
             loss: The loss of this rank's rows: a mean over them or (sum, count). Or a function of a
                 batch that returns it; it is called for each micro-batch.
             trains: Names of the models that get gradients.
+            batch: What the function is called with, cut into micro-batches; by default that of the loader.
         """
         state, taken, is_function = self.state, self.taken, callable(loss)
         parts = [taken.part(name) for name in trains]
@@ -102,16 +110,12 @@ class Turn:
             self._refuse_tensor(trains)
         taken.note_backward("run.backward")
         taken.agree_on_pending()
+        self._tell_loss()
         taken.go_on()
         batches = [MicroBatch(None, None, self.rows)]
         if is_function:
             self._forwards.close()
-            batches = [
-                _ToCompute(
-                    piece.input, None, piece.samples, function=self._of_rows(loss, piece.samples)
-                )
-                for piece in taken.pieces
-            ]
+            batches = self._to_compute(loss, batch)
         else:
             inputs = list(state.trained_by(parts)[0].values())
             layout = _Computed(
@@ -126,11 +130,41 @@ class Turn:
         work.batches, work.criterion = batches, lambda loss, target: loss
         with taken.collecting(trains) if is_function else nullcontext():
             backward = taken.add(parts, work)
+        mean = torch.full((), math.nan, dtype=torch.float64, device=state.device)
+        self._untold = backward, mean
+        self._tell_loss()
         self._forwards.close()
-        if taken.pending is not None and self._may_be_sum(loss, backward):
+        if taken.pending is not None and self.is_whole and self._may_be_sum(loss, backward):
             self._divide(backward)
         self.used.update(name for name, p in backward.parameters.items() if p.grad is not None)
         self._expect_forwards()
+        return mean
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank runs whole models."""
+        return all(isinstance(part.layout, Whole) for part in self.state.parts.values())
+
+    def _to_compute(self, loss: Callable[[Any], Loss], batch: Any) -> list[MicroBatch]:
+        """Return the micro-batches of a batch, as the layout runs a function of them."""
+        pieces = self.taken.pieces
+        parts = cut(batch, pieces) if batch is not None else [p.input[0] for p in pieces]
+        if isinstance(loss, Called):
+            return [
+                MicroBatch(loss.input_of(rows), None, piece.samples)
+                for piece, rows in zip(pieces, parts, strict=True)
+            ]
+        return [
+            _ToCompute((rows,), None, piece.samples, function=self._of_rows(loss, piece.samples))
+            for piece, rows in zip(pieces, parts, strict=True)
+        ]
+
+    def _tell_loss(self) -> None:
+        """Tell the script the mean loss of its latest backward, if ranks have agreed about it."""
+        if self._untold is not None and self._untold[0].agreed is not None:
+            backward, mean = self._untold
+            mean.copy_(backward.agreed[0] / backward.agreed[1])  # type: ignore[index]
+            self._untold = None
 
     def gather(self, value: Any, sums: SumsOfRows) -> Any:
         """Return the rows of all ranks for a value with rows of this one's. Collective.
@@ -220,9 +254,7 @@ class Turn:
             PlanRefused: nothing of the step was changed.
         """
         plan, parts = self.loop.run.plan, self.state.parts
-        if not all(isinstance(part.layout, Whole) for part in parts.values()):
-            why = "splits the model over ranks"
-        elif len(self.taken.pieces) > 1:
+        if len(self.taken.pieces) > 1:
             why = f"runs each batch in {len(self.taken.pieces)} micro-batches"
         elif len(trains) < len(parts) and any(
             isinstance(part.layout, Whole) and part.layout.gathers_weights
@@ -233,8 +265,7 @@ class Turn:
             return
         raise PlanRefused(
             f"plan '{plan}' {why}, and run.backward is given a loss that is computed already",
-            hint="run.backward(function), where function(batch) returns the loss: it is called for "
-            "each micro-batch",
+            hint=FUNCTION_HINT,
         )
 
     def update(self, optimizer: str) -> None:
@@ -248,7 +279,9 @@ class Turn:
             optimizer, verb, hint="run.backward(loss) before, in place of loss.backward()"
         )
         parameters = self.state.parameters
-        if all(parameters[name].grad is None for name in parameters.keys() & names):
+        if self.is_whole and all(
+            parameters[name].grad is None for name in parameters.keys() & names
+        ):
             if self.used.isdisjoint(names):
                 raise TrainingError(
                     f"no loss of this batch uses what {verb} updates, such as '{min(names)}'",
@@ -261,6 +294,7 @@ class Turn:
         self._forwards.close()
         with self.loop.spikes.explaining(self.fed):
             self.taken.update(optimizer, names)
+        self._tell_loss()
         self.num_updates += 1
         self._expect_forwards()
 
@@ -297,6 +331,13 @@ class Turn:
             result = state.end_step(self.taken)
             self.loop.spikes.judge(result)
         self.loop.count(self.fed, result)
+
+
+def batch_of(pieces: Sequence[MicroBatch]) -> Any:
+    """Return the rows of this rank's micro-batches as the loader yields them; the first row of the
+    batch if this rank has none."""
+    real = [piece for piece in pieces if piece.samples] or pieces[:1]
+    return joined([piece.input[0] for piece in real], [max(p.samples, 1) for p in real])
 
 
 class _Computed:

@@ -33,6 +33,7 @@ from paceline.proof.processes import names_of
 from paceline.runs.documents import metrics_kind, read_lines
 from paceline.runs.folder import METRICS
 from paceline.strategies.compose import load
+from paceline.strategies.mesh import Mesh
 from paceline.strategies.plan import Plan
 from paceline.training.drivers import fault_policy
 from paceline.training.settings import Settings
@@ -312,7 +313,7 @@ def _judge(plan: Plan, reference: Record, records: list[Record], limits: _Limits
     differences = dict.fromkeys(("loss", *KINDS), 0.0)
     problems = list[str]()
     for step in range(steps):
-        problems += _of_step(reference, records, limits, step, differences)
+        problems += _of_step(plan, reference, records, limits, step, differences)
         if problems:
             break
     if not problems and steps < len(reference.losses):
@@ -330,6 +331,7 @@ def _judge(plan: Plan, reference: Record, records: list[Record], limits: _Limits
 
 
 def _of_step(
+    plan: Plan,
     reference: Record,
     records: Sequence[Record],
     limits: _Limits,
@@ -337,21 +339,28 @@ def _of_step(
     differences: dict[str, float],
 ) -> Iterator[str]:
     """Yield what is wrong in a step, the first cause first. Notes the greatest differences."""
+    replicas = [Mesh.of(plan, rank).replica for rank in range(len(records))]
     for other in range(len(records)):
         for rank in range(other):
-            if set(records[rank].drawn[step]) & set(records[other].drawn[step]):
+            if replicas[rank] != replicas[other] and set(records[rank].drawn[step]) & set(
+                records[other].drawn[step]
+            ):
                 yield (
                     f"ranks {rank} and {other} draw the same random numbers in step {step + 1}: "
                     "something seeds them alike (torch.manual_seed in the loop), and their samples differ"
                 )
                 return
     expected = dict(reference.tensors(step))
+    # Ranks of a plan that splits the model hold some of it each.
+    elsewhere = {
+        name for record in records for name, _ in record.tensors(step) if plan.splits_model
+    }
     for kind in KINDS:
         worst: tuple[float, str] | None = None
         for rank, record in enumerate(records):
             held = dict(record.tensors(step))
             for name, tensor in expected.items():
-                if not name.startswith(f"{kind}/"):
+                if not name.startswith(f"{kind}/") or (name in elsewhere and name not in held):
                     continue
                 off, allowed = _off(tensor, held.get(name)), limits.of(step, name)
                 differences[kind] = max(differences[kind], off)

@@ -23,15 +23,16 @@ ModelNames = str | tuple[str, ...]
 
 
 def computed_in_loop(
-    *given: Any, state: Mapping[str, Any], tried: Callable[..., None] | None = None
+    *given: Any, state: Mapping[str, Any], tried: Callable[..., Any] | None = None
 ) -> Any:
     """The loss, or with several models the step, of a job whose loop is a script's.
 
-    Nobody calls a loss. A step is only tried, where a plan has to know what models write to: by `tried`.
+    Nobody calls a loss. A step is only tried, where a plan has to know what models write to: by `tried`. So is
+    a loss that is recorded with its model.
     """
     if tried is None:
         raise AssertionError("the script's loop computes the loss")
-    tried(*given)
+    return tried(*given)
 
 
 def is_of_script(job: Any) -> bool:

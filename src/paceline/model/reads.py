@@ -189,6 +189,8 @@ def _inside(value: Any) -> Sequence[tuple[Any, Any]] | None:
         value, torch.Tensor | nn.Module | type | types.ModuleType | partial
     ) or inspect.isroutine(value):
         return None
+    if type(value).__module__.startswith("paceline."):  # such as a script's run, which counts steps
+        return None
     if is_dataclass(value):
         return [(each.name, getattr(value, each.name, None)) for each in fields(value)]
     return list(vars(value).items()) if type(getattr(value, "__dict__", None)) is dict else None

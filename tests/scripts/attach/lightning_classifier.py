@@ -50,9 +50,8 @@ def fit(model, train_loader, val_loader, max_epochs, gradient_clip_val):
     run = pl.attach(model, optimizer, train_loader, clip=gradient_clip_val)
     for epoch in run.epochs(max_epochs):
         model.train()
-        for batch_idx, batch in enumerate(run):
-            loss = model.training_step(batch, batch_idx)
-            run.backward(loss)
+        for batch in run:
+            run.backward(lambda batch: model.training_step(batch, 0))
             run.update()
         model.eval()
         with torch.no_grad():

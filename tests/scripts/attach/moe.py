@@ -97,7 +97,6 @@ starts = torch.randint(len(data) - block_size, (max_iters * batch_size,), genera
 run = pl.attach(model, optimizer, torch.utils.data.DataLoader(starts, batch_size))
 for iter, ix in enumerate(run.steps(max_iters)):
     xb, yb = get_batch(ix)
-    logits, loss = model(xb, yb)
-    run.backward(loss)
+    loss = run.backward(lambda batch: model(*batch)[1], (xb, yb))
     run.update()
     print(f"step {iter}: train loss {loss.item():.4f}")

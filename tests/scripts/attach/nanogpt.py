@@ -106,7 +106,6 @@ for iter_num, ix in enumerate(run.steps(max_iters)):
     for param_group in optimizer.param_groups:
         param_group["lr"] = lr
     X, Y = get_batch(ix)
-    logits, loss = model(X, Y)
-    run.backward(loss)
+    loss = run.backward(lambda batch: model(*batch)[1], (X, Y))
     run.update()
     print(f"iter {iter_num}: loss {loss.item():.4f}")

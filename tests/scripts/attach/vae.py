@@ -68,11 +68,14 @@ def loss_function(recon_x, x, mu, logvar):
 def train(epoch):
     model.train()
     train_loss = 0
-    for batch_idx, (data, _) in enumerate(run):
-        data = data.to(device)
+
+    def loss_of(data):
         recon_batch, mu, logvar = model(data)
         loss = loss_function(recon_batch, data, mu, logvar)
-        run.backward(pl.total(loss))
+        return pl.total(loss)
+
+    for batch_idx, (data, _) in enumerate(run):
+        loss = run.backward(loss_of, data)
         train_loss += loss.item()
         run.update()
         if batch_idx % log_interval == 0:
