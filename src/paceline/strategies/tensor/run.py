@@ -405,13 +405,9 @@ def _outputs_and_gradients(
     with torch.enable_grad():
         # Inputs are cloned, because the piece may edit them in place.
         outputs = run(*leaves[:count], *buffers, *(leaf.clone() for leaf in leaves[count:]))
-        weights = [
-            torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device)
-            for out in outputs
-        ]
         mixed = [
-            (out * weight.view(out.shape)).sum()
-            for out, weight in zip(outputs, weights, strict=True)
+            (out * torch.linspace(-1, 1, out.numel()).to(out).view(out.shape)).sum()
+            for out in outputs
             if out.requires_grad
         ]
         if mixed:
