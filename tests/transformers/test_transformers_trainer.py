@@ -295,6 +295,88 @@ def test_a_plateau_and_a_compute_loss_go_on_under_another_plan(tmp_path: Path):
     _equal_weights(resumed.model, plain.model)
 
 
+class _Logs(_OwnLoss):
+    """Logs a mean over the samples of a batch, by the trainer's own model."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        loss, outputs = super().compute_loss(self.model, inputs, return_outputs=True)  # type: ignore[attr-defined]
+        size = outputs.logits[:, 0].detach().square().mean()
+        self.log({"size": float(size)})  # type: ignore[attr-defined]
+        return (loss, outputs) if return_outputs else loss
+
+
+def test_what_a_compute_loss_logs_is_in_the_log(tmp_path: Path):
+    """In each step and in each batch of an evaluation, over uneven parts."""
+    from paceline.transformers import PlannedTraining
+
+    arguments = {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 7}
+    plain = _trainer(
+        type("Theirs", (_Logs, transformers.Trainer), {}),
+        tmp_path / "plain",
+        _model(),
+        arguments=arguments,
+    )
+    planned = _trainer(
+        type("Ours", (PlannedTraining, _Logs, transformers.Trainer), {}),
+        tmp_path / "planned",
+        _model(),
+        arguments=arguments,
+        plan="data=2",
+    )
+    plain.train()
+    planned.train()
+
+    assert sum("size" in entry for entry in plain.state.log_history) == 2 * (6 + 3)
+    for each in (plain, planned):  # labels weigh a loss, and samples what is logged
+        each.state.log_history = [entry for entry in each.state.log_history if "size" in entry]
+    _equal_logs(planned.state.log_history, plain.state.log_history)
+
+
+@pytest.mark.parametrize("plan", ["shard=2", "tensor=2", "pipeline=2 microbatches=2"])
+def test_a_compute_loss_is_recorded_with_the_model(plan: str, tmp_path: Path):
+    """The weights of a model in float64 are those of one device, but for its norms, which compute in float32; so are
+    predictions without labels."""
+    from paceline.transformers import PlannedTraining
+
+    def answers(base: Any, **options: Any) -> Any:
+        kind = type("Ours", (*base, _PerLabel, transformers.Trainer), {})
+        arguments = {"gradient_accumulation_steps": 1, "max_steps": 3, "eval_strategy": "no"}
+        arguments |= {"save_strategy": "no", "load_best_model_at_end": False}
+        trainer = _trainer(kind, tmp_path, _model().double(), arguments=arguments, **options)
+        trainer.train()
+        unlabelled = [{**sample, "labels": None} for sample in _samples(3, 3)]
+        trainer.data_collator = _without_labels
+        trainer.compute_metrics = None
+        return trainer.model, trainer.predict(unlabelled).predictions
+
+    (plain, expected), (planned, predicted) = answers(()), answers((PlannedTraining,), plan=plan)
+    for weight, other in zip(planned.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(weight, other, rtol=1e-6, atol=1e-8)
+    assert (predicted == expected).all()
+
+
+class _PerLabel:
+    """A loss over labels that takes their number."""
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: Any,
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+        logits, labels = outputs.logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten()
+        total = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+        loss = total / num_items_in_batch
+        return (loss, outputs) if return_outputs else loss
+
+
+def _without_labels(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    collated = _collate([{**sample, "labels": sample["input_ids"]} for sample in samples])
+    return {name: value for name, value in collated.items() if name != "labels"}
+
+
 class _Weighted:
     """Weighs classes, as the pages of Transformers show it."""
 

@@ -173,6 +173,7 @@ class RankState:
         self.has_one_backward = True
         self.unchecked = set(self.trainable)  # parameters for which `check_used` is still due
         self.gradient_norm: float | None = None  # of the last step, before clipping
+        self.metrics: Mapping[str, float | None] = {}  # what the job logged in the last step
         self.trace: TraceRecorder | None = None
         self.spikes: Spikes | None = None
 

@@ -103,6 +103,7 @@ class Stepper(RankState):
         synced = self.step_sync.end_step(step + 1, taken.end(), taken.beat)
         if synced is None:
             return StepResult((), 0, taken.norm, is_settled=False)
+        self.metrics = means(taken.logged.sums)
         result = self._step_result(
             synced,
             sample_share=synced.weight if self.step_sync.has_own_steps else taken.sample_share,
@@ -110,7 +111,7 @@ class Stepper(RankState):
             gradient_norm=taken.norm,
             is_skipped=taken.is_skipped,
             spike=taken.spike,
-            metrics=means(taken.logged.sums),
+            metrics=self.metrics,
         )
         if isinstance(taken, OwnStep):
             if not self.step_sync.has_own_steps and not taken.spike:

@@ -12,7 +12,6 @@ from typing import Any
 from paceline.base.errors import UsageError
 from paceline.strategies.compose import active
 from paceline.strategies.plan import Plan
-from paceline.transformers.rank import generates
 
 # Arguments that are refused unless they have their default values, each with the reason.
 _REFUSED = {
@@ -126,7 +125,7 @@ def refuse_plan(trainer: Any, plan: Plan) -> None:
             hint=f"plan='data={plan.replicas}' trains as many replicas; a Job can train under servers",
         )
     is_cut = plan.axes.num_ranks(lambda axis: not axis.copies_weights) > 1
-    if generates(trainer) and is_cut:
+    if getattr(trainer.args, "predict_with_generate", False) and is_cut:
         raise UsageError(
             f"predict_with_generate=True needs the whole model on each rank, and the plan is '{plan}'",
             hint="plan='data=N', or evaluate the loss and generate after training",

@@ -117,22 +117,14 @@ def drop(run_dir: Path, *, step: int) -> None:
     shutil.rmtree(folder.checkpoint_of(run_dir, step), ignore_errors=True)
 
 
-def load_weights(model: torch.nn.Module, run_dir: Path, *, prefix: str) -> None:
-    """Load a run's newest saved weights into the model.
-
-    Args:
-        prefix: The prefix of the model's names on ranks.
-    """
-    weights = {
-        name.removeprefix(prefix): tensor
-        for name, tensor in load_file(run_dir / folder.MODEL).items()
-    }
-    missing: Any = model.load_state_dict(weights, strict=False)
+def load_weights(model: torch.nn.Module, run_dir: Path) -> None:
+    """Load a run's newest saved weights into the model."""
+    missing: Any = model.load_state_dict(load_file(run_dir / folder.MODEL), strict=False)
     assert not missing.unexpected_keys, missing.unexpected_keys
 
 
 def optimizer_state(
-    model: torch.nn.Module, run_dir: Path, *, step: int, prefix: str
+    model: torch.nn.Module, run_dir: Path, *, step: int
 ) -> dict[Any, dict[str, Any]]:
     """Return the optimizer state that a run saved in a step, by parameter of the model; empty
     before the first checkpoint.
@@ -143,7 +135,7 @@ def optimizer_state(
     return {
         parameter: kept
         for name, parameter in model.named_parameters()
-        if (kept := state_of_parameter(checkpoint, prefix + name))
+        if (kept := state_of_parameter(checkpoint, name))
     }
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count, islice
 from typing import Any
@@ -15,13 +14,12 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from paceline.base.errors import UsageError
 from paceline.job import Job, Precision
-from paceline.job.losses import IGNORED, OwnLoss
-from paceline.proof.reference_loop import rows
+from paceline.job.remade import Recipe
 from paceline.torch_private.fake_tensors import detect_fake_mode
+from paceline.transformers.compute_loss import ComputeLoss
 from paceline.transformers.copies import copied
 from paceline.transformers.cuts import batch_size, is_cut_by_sample, samples_of
-from paceline.transformers.loss_check import MeanCheck
-from paceline.transformers.optimizers import Recipe, follows_evaluations, schedule_of
+from paceline.transformers.optimizers import follows_evaluations, schedule_of
 
 _NO_LIMIT = sys.float_info.max  # Trainer reports the norm of gradients even if it doesn't clip them
 
@@ -44,7 +42,7 @@ def job_of(trainer: Any, loader: Any, *, steps: int) -> Job:
         **parts,
         sampler=sampler,
         steps=steps,
-        optimizer=Recipe.of(trainer.optimizer, trainer.model, prefix=prefix_of(trainer)),
+        optimizer=Recipe.of(trainer.optimizer, trainer.model),
         lr_schedule=None
         if follows_evaluations(trainer)
         else (lambda optimizer: schedule_of(trainer, optimizer, steps=steps)),
@@ -65,19 +63,13 @@ def evaluation_of(trainer: Any, loader: Any) -> Job:
     # A plan needs a sample for each replica.
     if not isinstance(data, IterableDataset) and 0 < len(data) < batch:
         parts["data"] = Subset(data, [place % len(data) for place in range(batch)])
+    collate = parts["collate"]
+    parts["collate"] = lambda samples: (collate(samples), False, None)
     return Job(**parts, optimizer=torch.optim.SGD, batch=batch, steps=1)
 
 
 def _parts(trainer: Any, loader: Any) -> dict[str, Any]:
     """Return the fields of a job that training and evaluation have in common."""
-    separates = separates_labels(trainer)
-    loss = (
-        CallersLoss()
-        if computes_own_loss(trainer)
-        else SeparateLoss(trainer)
-        if separates
-        else ModelsLoss(trainer)
-    )
     data: Any
     if _draws_batches(loader):
         data, collate = LoaderStream(loader, trainer.args), joined
@@ -88,8 +80,8 @@ def _parts(trainer: Any, loader: Any) -> dict[str, Any]:
     return {
         "model": ModelOf(trainer),
         "data": data,
-        "collate": Collated(collate, separates),
-        "loss": loss,
+        "collate": collate,
+        "compute": ComputeLoss(trainer, precision_of(trainer.args)),
         "precision": precision_of(trainer.args),
         "seed": trainer.args.seed,
     }
@@ -314,244 +306,4 @@ class ModelOf:
             else copied(trainer.model, shares_frozen=os.getpid() != self.process)
         )
         model.train()
-        return OwnLossModel(trainer, model) if computes_own_loss(trainer) else model
-
-
-def computes_own_loss(trainer: Any) -> bool:
-    """Whether a subclass computes the loss itself and runs the model to do so."""
-    import transformers
-
-    return type(trainer).compute_loss is not transformers.Trainer.compute_loss
-
-
-def prefix_of(trainer: Any) -> str:
-    """Return the prefix of the model's names on ranks."""
-    return OwnLossModel.PREFIX if computes_own_loss(trainer) else ""
-
-
-def frozen_names(trainer: Any) -> list[str]:
-    """Return the names on ranks of the weights that are not trained."""
-    prefix = prefix_of(trainer)
-    return [
-        prefix + name
-        for name, parameter in trainer.model.named_parameters()
-        if not parameter.requires_grad
-    ]
-
-
-def separates_labels(trainer: Any) -> bool:
-    """Whether the loss is computed from outputs and labels, so that the model does not get the
-    labels.
-    """
-    return trainer.compute_loss_func is not None or trainer.label_smoother is not None
-
-
-@dataclass(frozen=True)
-class Collated:
-    """The Trainer's collator. If the model does not get the labels, the target contains them."""
-
-    collate: Callable[[list[Any]], Any]
-    separates: bool
-
-    def __call__(self, samples: list[Any]) -> Any:
-        batch = self.collate(samples)
-        batch = dict(batch) if isinstance(batch, Mapping) else batch
-        if not self.separates or "labels" not in batch:
-            return batch
-        return {key: value for key, value in batch.items() if key != "labels"}, batch
-
-
-def count_items(trainer: Any, batch: Mapping[str, Any]) -> torch.Tensor | None:
-    """Return the number of labels that count, by Trainer's rule; None if samples count instead."""
-    labels = batch.get("labels")
-    if not isinstance(labels, torch.Tensor):
-        return None
-    counted = trainer._get_num_items_in_batch([dict(batch)], labels.device)
-    if counted is None and trainer.label_smoother is not None:
-        counted = (labels[..., 1:] if _shifts(trainer) else labels).ne(IGNORED).sum()
-    return counted if isinstance(counted, torch.Tensor) else None
-
-
-def _shifts(trainer: Any) -> bool:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
-
-    model = (
-        trainer.model.get_base_model()
-        if hasattr(trainer.model, "get_base_model")
-        else trainer.model
-    )
-    return type(model).__name__ in CAUSAL.values()
-
-
-class ModelsLoss:
-    """Compute the model's own loss from (output, batch), as (sum, count by Trainer's rule).
-
-    The loss may be the first item of a tuple. Trainer counts the labels that it believes the loss
-    to be a mean over. GPT-2's loss leaves out each sample's first label, but Trainer counts these
-    labels, too (transformers 5.23), and so divides by more.
-    """
-
-    def __init__(self, trainer: Any) -> None:
-        self.trainer, self.loss = trainer, OwnLoss()
-        self.counts_itself = trainer._loss_shifts_labels or not trainer.model_accepts_loss_kwargs
-
-    def __call__(self, output: Any, batch: Mapping[str, Any]) -> Any:
-        if isinstance(output, tuple | list):
-            output = dict(zip(("loss", "logits"), output, strict=False))
-        loss = self.loss(output, batch)
-        if self.counts_itself or not isinstance(loss, tuple):
-            return loss
-        count = count_items(self.trainer, batch)
-        return loss if count is None else (loss[0], count)
-
-
-class SeparateLoss:
-    """Compute the loss of `compute_loss_func` or of label smoothing from (output, batch), as (sum,
-    count).
-
-    Each function gets the number of labels of its own micro-batch. It therefore returns a mean over
-    them, whether it divides by that number or averages by itself.
-    """
-
-    def __init__(self, trainer: Any) -> None:
-        self.trainer = trainer
-        self.mean = MeanCheck(trainer, "compute_loss_func", precision_of(trainer.args))
-
-    def __call__(self, output: Any, batch: Mapping[str, Any]) -> Any:
-        trainer, count = self.trainer, count_items(self.trainer, batch)
-        if count is not None and not count:
-            return _nothing(output), count
-        if trainer.compute_loss_func is None:
-            loss = trainer.label_smoother(
-                output, batch.get("labels"), shift_labels=_shifts(trainer)
-            )
-        else:
-            loss = self._given(output, batch, count)
-            if _is_training(loss) and self.mean.is_due(samples := _samples(batch)):
-                self.mean.look(
-                    loss, samples, lambda part: self._of_part(output, batch, part, samples)
-                )
-        return loss if count is None else (loss * count, count)
-
-    def _given(self, output: Any, batch: Mapping[str, Any], count: torch.Tensor | None) -> Any:
-        return self.trainer.compute_loss_func(output, batch.get("labels"), num_items_in_batch=count)
-
-    def _of_part(
-        self, output: Any, batch: Mapping[str, Any], part: range, samples: int
-    ) -> tuple[Any, Any]:
-        cut = rows(batch, part, samples)
-        count = count_items(self.trainer, cut)
-        return self._given(rows(output, part, samples), cut, count), count
-
-
-def _samples(batch: Mapping[str, Any]) -> int:
-    return next(
-        (len(value) for value in batch.values() if isinstance(value, torch.Tensor) and value.ndim),
-        0,
-    )
-
-
-def _is_training(loss: Any) -> bool:
-    """Whether a loss belongs to a step, and not to a trial without values."""
-    return isinstance(loss, torch.Tensor) and loss.requires_grad and detect_fake_mode() is None
-
-
-def _nothing(output: Any) -> torch.Tensor:
-    """Return the sum of no elements of the output: it is 0, but has a gradient."""
-    logits = output["logits"] if isinstance(output, Mapping) else output[0]
-    return logits.flatten()[:0].sum()
-
-
-class _Replayed:
-    """A model that has already run: each call returns that output again."""
-
-    def __init__(self, model: torch.nn.Module, output: Any) -> None:
-        self._model, self._output = model, output
-
-    def __call__(self, *args: Any, **inputs: Any) -> Any:
-        return self._output
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-
-class OwnLossModel(torch.nn.Module):
-    """A model whose forward is a Trainer's `compute_loss`.
-
-    It returns the loss, the count that the loss is a mean over, and outputs if they are wanted.
-    """
-
-    PREFIX = "model."
-    wants_outputs = False
-
-    def __init__(self, trainer: Any, model: torch.nn.Module) -> None:
-        super().__init__()
-        self.model, self._trainer = model, [trainer]  # not a module, and not to be copied
-        self._mean = MeanCheck(
-            trainer, f"compute_loss of {type(trainer).__name__}", precision_of(trainer.args)
-        )
-
-    def forward(self, **inputs: Any) -> dict[str, Any]:
-        (trainer,) = self._trainer
-        count, seen, samples = count_items(trainer, inputs), list[Any](), _samples(inputs)
-        handle = (
-            self.model.register_forward_hook(lambda model, args, output: seen.append(output))
-            if self._mean.is_due(samples)
-            else None
-        )
-        try:
-            made = type(trainer).compute_loss(
-                trainer,
-                self.model,
-                dict(inputs),
-                return_outputs=self.wants_outputs,
-                num_items_in_batch=count,
-            )
-        finally:
-            if handle is not None:
-                handle.remove()
-        loss, outputs = made if self.wants_outputs else (made, {})
-        if len(seen) == 1 and _is_training(loss):
-            self._mean.look(
-                loss, samples, lambda part: self._of_part(inputs, seen[0], part, samples)
-            )
-        named = (
-            outputs
-            if isinstance(outputs, Mapping)
-            else {f"output {i}": item for i, item in enumerate(outputs)}
-        )
-        return {
-            **{key: item for key, item in named.items() if key != "loss"},
-            "loss": loss,
-            **({} if count is None else {"count": count}),
-        }
-
-    def _of_part(
-        self, inputs: Mapping[str, Any], output: Any, part: range, samples: int
-    ) -> tuple[Any, Any]:
-        """Return the loss of some samples by `compute_loss`, and the count that it is a mean over.
-
-        The model does not run again.
-        """
-        (trainer,) = self._trainer
-        cut = rows(inputs, part, samples)
-        count = count_items(trainer, cut)
-        return type(trainer).compute_loss(
-            trainer,
-            _Replayed(self.model, rows(output, part, samples)),
-            dict(cut),
-            num_items_in_batch=count,
-        ), count
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> OwnLossModel:
-        return OwnLossModel(self._trainer[0], copy.deepcopy(self.model, memo))
-
-
-class CallersLoss:
-    """Return the loss that `OwnLossModel` computed, as (sum, count) if labels count."""
-
-    def __call__(self, output: Mapping[str, Any], batch: Any) -> Any:
-        if "count" not in output:
-            return output["loss"]
-        count = output["count"]
-        return (output["loss"] * count if count else output["loss"].new_zeros(())), count
+        return model

@@ -22,16 +22,9 @@ from paceline.training.feed import DataShard, MicroBatch, map_tensors
 from paceline.training.prepare import autocast
 from paceline.training.restore import take_over
 from paceline.training.stepper import Stepper
+from paceline.transformers.compute_loss import count_items
 from paceline.transformers.cuts import batch_size, is_cut_by_sample, samples_of
-from paceline.transformers.experiment import (
-    CountedStream,
-    ModelsLoss,
-    OwnLossModel,
-    SeparateLoss,
-    count_items,
-    frozen_names,
-    prefix_of,
-)
+from paceline.transformers.experiment import CountedStream
 from paceline.transformers.generation import heard_generation
 
 if TYPE_CHECKING:
@@ -107,9 +100,10 @@ class TrainerRank:
     def samples(self, step: int, batches: list[MicroBatch]) -> None:
         """Count the operations and tokens of this rank's own samples."""
         for batch in batches:
-            if batch.samples and isinstance(batch.input, Mapping):
-                self._operations += self.trainer.floating_point_ops(batch.input)
-                self.trainer._track_num_input_tokens(batch.input)
+            (inputs,) = batch.input
+            if batch.samples and isinstance(inputs, Mapping):
+                self._operations += self.trainer.floating_point_ops(inputs)
+                self.trainer._track_num_input_tokens(inputs)
 
     def gradients(self, step: int, stepper: Any) -> None:
         """Do nothing: gradients are not needed here."""
@@ -126,6 +120,7 @@ class TrainerRank:
                     "step": step + 1,
                     "loss": loss,
                     "grad_norm": stepper.gradient_norm,
+                    "figures": stepper.metrics,
                     "place": place and asdict(place),
                     "options": state.changing_document(stepper, step=0, samples=0),
                 }
@@ -168,15 +163,14 @@ class TrainerRank:
                     raise PeerLost("the process that controls the run gave it up")
 
     def _change(self, stepper: Stepper, told: Mapping[str, Any]) -> None:
-        prefix = prefix_of(self.trainer)
         if stepper.has_modes and not stepper.trains:
             stepper.set_mode(trains=True)  # its groups tell which weights are in place
         take_over(stepper, told)
-        stepper.freezing.held = frozenset(prefix + name for name in told["frozen"])
+        stepper.freezing.held = frozenset(told["frozen"])
         stepper.freezing.refuse_kept(stepper.kept())
         modules = dict(stepper.model.named_modules())
         for name, value in told["attributes"].items():
-            path, _, attribute = (prefix + name).rpartition(".")
+            path, _, attribute = name.rpartition(".")
             setattr(modules[path], attribute, value)
 
     def _rest(self, stepper: Stepper | Evaluated) -> None:
@@ -208,7 +202,11 @@ class TrainerRank:
                 world_size=context.world_size,
                 attempt=f"{context.attempt}-trainer",
             )
-        frozen = {f"parameters/{name}" for name in frozen_names(self.trainer)}
+        frozen = {
+            f"parameters/{name}"
+            for name, parameter in self.trainer.model.named_parameters()
+            if not parameter.requires_grad
+        }
         document = state.document(
             stepper, step=step, samples=samples_until(stepper.job, step), left_out=frozen
         )
@@ -231,128 +229,36 @@ class TrainerRank:
         if not cut and not layout.meets_in_forward:
             return {}
         part = samples_of(inputs, cut or range(1), total)
-        calls = _Calls(stepper, len(cut))
+        if order["generation"] is not None:
+            self.trainer._gen_kwargs = heard_generation(order["generation"])
+        asked = part, order["prediction_loss_only"], order["ignore_keys"]
+        dtype = torch.float64 if stepper.job.precision == "float64" else None
+        batch = MicroBatch((asked,), None, len(cut)).to(stepper.device, dtype)
         self._rest(stepper)
         was_training = stepper.model.training
         stepper.model.eval()
         try:
-            with torch.no_grad():
-                if not layout.has_output:
-                    calls(**part)
-                    return {}
-                answer = self._predicted(calls, part, order)
+            with torch.no_grad(), autocast(stepper.job, stepper.device):
+                predicted = layout.forward(batch)
         finally:
             stepper.model.train(was_training)
         answers = mesh.is_first_of_same_loss and (can_be_cut or mesh.replica == 0)
-        return answer if cut and answers else {}
-
-    def _predicted(
-        self, calls: _Calls, part: dict[str, Any], order: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """Return loss, logits and labels by Trainer's own rules."""
-        trainer, size, count = self.trainer, batch_size(part), count_items(self.trainer, part)
-        model = trainer.model
-        if order["generation"] is not None:
-            trainer._gen_kwargs = heard_generation(order["generation"])
-        if generates(trainer):
-            trainer.model = (
-                calls.stepper.model
-            )  # its `generate` is called, with the weights of the moment
-        accepts, loss_of_job = trainer.model_accepts_loss_kwargs, calls.stepper.job.loss
-        if isinstance(calls.stepper.model, OwnLossModel):  # of this rank's trainer alone
-            trainer.compute_loss = calls.own_loss
-        elif isinstance(loss_of_job, SeparateLoss) or (
-            isinstance(loss_of_job, ModelsLoss) and not loss_of_job.counts_itself
-        ):
-            trainer.compute_loss = calls.loss_of_job
-        else:
-            trainer.model_accepts_loss_kwargs = (
-                False  # the model's own mean, which a layout computes as in training
-            )
-        try:
-            loss, logits, labels = type(trainer).prediction_step(
-                trainer, calls, part, order["prediction_loss_only"], order["ignore_keys"]
-            )
-        finally:
-            trainer.model, trainer.model_accepts_loss_kwargs = model, accepts
-            vars(trainer).pop("compute_loss", None)
+        if not cut or not layout.has_output or not answers:
+            return {}
+        (loss, logits, labels), figures = map_tensors(
+            lambda each: each.float() if each.dtype in _HALVES else each, predicted
+        )
         if logits is not None and self._prepare is not None:
             logits = self._prepare(logits, labels)
-        weight = size if count is None else int(count)
+        count = count_items(self.trainer, part)
+        weight = len(cut) if count is None else int(count)
         return {
-            "loss": None if loss is None else float(loss.detach().double()) if weight else 0.0,
+            "loss": None if loss is None else float(loss.double()) if weight else 0.0,
             "weight": weight,
             "logits": logits,
             "labels": labels,
+            "figures": {name: (float(each) * len(cut), len(cut)) for name, each in figures.items()},
         }
-
-
-def generates(trainer: Any) -> bool:
-    """Whether the model's `generate` makes predictions, instead of a forward."""
-    return bool(getattr(trainer.args, "predict_with_generate", False))
-
-
-class _Calls:
-    """Replaces the model in Trainer's code: a call runs the rank's layout of it, in the job's
-    numeric context.
-
-    Other attributes are the model's own, but this rank may have only a part of its weights.
-    """
-
-    def __init__(self, stepper: Stepper | Evaluated, samples: int) -> None:
-        self.stepper, self.samples = stepper, samples
-
-    def __call__(self, **inputs: Any) -> Any:
-        stepper = self.stepper
-        dtype = torch.float64 if stepper.job.precision == "float64" else None
-        batch = MicroBatch(inputs, inputs, self.samples).to(stepper.device, dtype)
-        with autocast(stepper.job, stepper.device):
-            output = stepper.layout.forward(batch)
-        return map_tensors(
-            lambda tensor: tensor.float() if tensor.dtype in _HALVES else tensor, output
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        model = self.stepper.model
-        return getattr(model.model if isinstance(model, OwnLossModel) else model, name)
-
-    def own_loss(
-        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, **_: Any
-    ) -> Any:
-        """Return the loss that a subclass computes in the forward of `OwnLossModel`."""
-        wrapped: Any = self.stepper.model
-        wrapped.wants_outputs = return_outputs
-        try:
-            outputs = _Outputs(self(**inputs))
-        finally:
-            wrapped.wants_outputs = False
-        loss = outputs.pop("loss")
-        outputs.pop("count", None)
-        return (loss, outputs) if return_outputs else loss
-
-    def loss_of_job(
-        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, **_: Any
-    ) -> Any:
-        """Compute the loss from outputs and labels as in training. If the loss is separate, the
-        model does not get the labels.
-        """
-        job = self.stepper.job
-        separates = isinstance(job.loss, SeparateLoss)
-        outputs = self(
-            **{key: value for key, value in inputs.items() if key != "labels" or not separates}
-        )
-        loss = job.criterion(
-            outputs, map_tensors(lambda tensor: tensor.to(self.stepper.device), inputs)
-        )
-        if isinstance(loss, tuple):
-            loss = loss[0] / loss[1].clamp(min=1)
-        return (loss, outputs) if return_outputs else loss
-
-
-class _Outputs(dict[str, Any]):
-    """A model's outputs, by item and by attribute, as Transformers has them."""
-
-    __getattr__ = dict.__getitem__
 
 
 _HALVES = (torch.float16, torch.bfloat16)  # Accelerate returns outputs of autocast in float32

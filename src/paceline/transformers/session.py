@@ -127,8 +127,9 @@ class Session:
     def next_step(self) -> dict[str, Any]:
         """Wait for the next step, and return its report.
 
-        The report contains step, loss, grad_norm (None if the step was skipped), the options of
-        optimizer and schedule after it, and its `EpochPlace` in a stream.
+        The report contains step, loss, grad_norm (None if the step was skipped), the figures that
+        the script's `compute_loss` logged, the options of optimizer and schedule after the step, and
+        its `EpochPlace` in a stream.
         """
         report: dict[str, Any] = self._hear([0])[0]
         place = report["place"] = report["place"] and EpochPlace(**report["place"])

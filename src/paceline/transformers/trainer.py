@@ -25,15 +25,10 @@ from paceline.launch.hosts.environment import current
 from paceline.launch.process.subprocess_call import in_a_fresh_process
 from paceline.planner.resolve import resolve
 from paceline.strategies.plan import Plan
+from paceline.training.logged import means
 from paceline.transformers import arguments, checkpoints
 from paceline.transformers.devices import bring_to_cpu, use_cpu
-from paceline.transformers.experiment import (
-    EpochPlace,
-    LoaderStream,
-    evaluation_of,
-    job_of,
-    prefix_of,
-)
+from paceline.transformers.experiment import EpochPlace, LoaderStream, evaluation_of, job_of
 from paceline.transformers.launched import stand_alone
 from paceline.transformers.lent import Lent
 from paceline.transformers.optimizers import follows_evaluations
@@ -315,7 +310,7 @@ class PlannedTraining(_AnyTrainer):
             return
         with self._lent.being_filled():
             self._save_ranks(session)
-            checkpoints.load_weights(self.model, self.run_dir, prefix=prefix_of(self))
+            checkpoints.load_weights(self.model, self.run_dir)
         self._weights_step = step
 
     def _tell_changes(self) -> None:
@@ -340,9 +335,7 @@ class PlannedTraining(_AnyTrainer):
     def _read_state(self) -> dict[Any, dict[str, Any]]:
         """Return the optimizer state that ranks have now, by parameter."""
         self._bring_weights()
-        return checkpoints.optimizer_state(
-            self.model, self.run_dir, step=self.state.global_step, prefix=prefix_of(self)
-        )
+        return checkpoints.optimizer_state(self.model, self.run_dir, step=self.state.global_step)
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         """Do the same as Trainer, but save a checkpoint before an error about a missing metric."""
@@ -380,6 +373,10 @@ class PlannedTraining(_AnyTrainer):
     def _save_rng_state(self, output_dir: str) -> None:
         """Do nothing: the seed and the step fix the random streams."""
 
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """Return inputs as they are: each rank brings its own to its device."""
+        return inputs
+
     # --- Evaluation ---------------------------------------------------------------------------------------------
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **options: Any) -> Any:
@@ -414,6 +411,13 @@ class PlannedTraining(_AnyTrainer):
         answers = self._session.evaluate(
             dict(inputs), prediction_loss_only=prediction_loss_only, ignore_keys=ignore_keys
         )
+        sums: dict[str, list[Any]] = {}
+        for name, figure in (item for answer in answers for item in answer["figures"].items()):
+            sums.setdefault(name, []).append(figure)
+        if sums:
+            self.log(
+                means({name: [*map(sum, zip(*each, strict=True))] for name, each in sums.items()})
+            )
         weight = sum(answer["weight"] for answer in answers)
         loss = (
             None
@@ -485,6 +489,8 @@ class _Progress:
             session.go(self._next_pause(state.global_step))
         report = session.next_step()
         trainer._tr_loss += report["loss"]
+        if report["figures"]:
+            trainer.log(report["figures"])
         self.gradient_norm = report["grad_norm"]
         with lent.updating() if self.waits_each_step else nullcontext():
             trainer.control = handler.on_pre_optimizer_step(args, state, trainer.control)
