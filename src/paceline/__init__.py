@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from paceline.job.callback import Callback
     from paceline.job.choices import choice
     from paceline.job.file import load
+    from paceline.job.from_lightning import from_lightning
     from paceline.job.losses import total
     from paceline.job.metrics import whole
     from paceline.job.own_step import Optimizer, StepContext, copy_every, ema, frozen
@@ -64,6 +65,7 @@ _HOMES = {
     "copy_every": "paceline.job.own_step",
     "ema": "paceline.job.own_step",
     "evaluate": "paceline.api.inference",
+    "from_lightning": "paceline.job.from_lightning",
     "frozen": "paceline.job.own_step",
     "like_torch": "paceline.job.script_order",
     "load": "paceline.job.file",
@@ -107,6 +109,7 @@ __all__ = [
     "copy_every",
     "ema",
     "evaluate",
+    "from_lightning",
     "frozen",
     "like_torch",
     "load",

@@ -21,6 +21,7 @@ from paceline.checkpoint import load_tensors
 
 DOCS = Path(__file__).parents[2] / "docs"
 ATTACHED = "pl.attach("  # in scripts that keep their loop
+AS_IT_IS = "pl.from_lightning("  # in scripts that keep their module
 IN_ORDER = "for inputs, targets in DataLoader(samples, batch_size=60):"  # in place of a loader that shuffles by itself
 
 
@@ -30,7 +31,8 @@ def code(page: str) -> list[str]:
 
 def scripts(page: str) -> tuple[str, str]:
     """The script before and the job after."""
-    before, after, *_ = (block for block in code(page) if ATTACHED not in block)
+    kept = (ATTACHED, AS_IT_IS)
+    before, after, *_ = (block for block in code(page) if not any(word in block for word in kept))
     return before, after
 
 
@@ -135,6 +137,11 @@ def test_the_job_ends_where_the_script_of_another_tool_ends(
     leave_the_launcher(monkeypatch)
     pl.train(run_script(after, __name__="script")["job"](), "single", run=tmp_path / "run")
     assert_equal_weights(tmp_path / "run", eval(model, names))
+    if page == "from-lightning.md":  # its module as it is, in the same script
+        names |= {"__name__": "script"}
+        exec(code(page)[1], names)
+        pl.train(names["job"](), "single", run=tmp_path / "module")
+        assert_equal_weights(tmp_path / "module", names["model"])
 
 
 @pytest.mark.filterwarnings("ignore")  # of the other tool

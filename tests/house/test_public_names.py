@@ -36,6 +36,7 @@ PUBLIC = [
     "copy_every",
     "ema",
     "evaluate",
+    "from_lightning",
     "frozen",
     "like_torch",
     "load",

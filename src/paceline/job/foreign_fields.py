@@ -123,8 +123,7 @@ def problems(job: Any) -> Iterator[str]:
     has_loss = job.loss is not None or job.compute is not None
     if _is_lightning(job.model) and (not isinstance(job.model, type) or not has_loss):
         yield (
-            "model is a LightningModule: a job takes what its methods compute as fields, loss= or compute= for what "
-            f"training_step returns and optimizer= for what configure_optimizers returns; {LIGHTNING}"
+            f"model is a LightningModule: pl.from_lightning(build, data=...) makes a job of it; {LIGHTNING}"
         )
     if getattr(job.optimizer, "__name__", "") == "configure_optimizers":
         yield f"{_OPTIMIZER}, and configure_optimizers knows a model's own; {LIGHTNING}"
