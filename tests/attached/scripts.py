@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from paceline.attached.launch import run, run_script
+from paceline.attached.launch import run
+from paceline.attached.script import run_script
 from paceline.attached.session import ScriptProcess
 from paceline.launch.process.context import RankContext
 from paceline.launch.process.heartbeats import HeartbeatTable

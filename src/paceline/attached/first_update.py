@@ -21,8 +21,8 @@ import torch
 
 from paceline.api.checks import first_update, key_of, unchecked
 from paceline.attached.functions import some_rows
-from paceline.attached.launch import run_script
 from paceline.attached.run import AttachedRun
+from paceline.attached.script import run_script
 from paceline.attached.session import ScriptProcess
 from paceline.base.errors import PacelineError
 from paceline.base.fork import forks_can_use_cuda, in_a_fork

@@ -19,7 +19,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from paceline.attached.launch import run_script
+from paceline.attached.script import run_script
 from paceline.attached.session import ScriptProcess
 from paceline.base.errors import PlanError, UsageError
 from paceline.base.temporary import temporary_folder
