@@ -189,7 +189,7 @@ def test_wrong_values_and_products_are_refused(text: str, words: str):
 @pytest.mark.usefixtures("gossip")
 def test_a_precision_that_it_does_not_compose_with_is_refused():
     with pytest.raises(PlanError, match="each replica would skip steps of its own"):
-        conflicts.check_precision(Plan.parse("gossip=2"), "fp16")
+        conflicts.check(Plan.parse("gossip=2"), 'precision="fp16"')
 
 
 def test_without_the_package_its_key_is_unknown():

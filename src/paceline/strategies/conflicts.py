@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 
 from paceline.base.errors import PlanError
-from paceline.job import Job, Precision
+from paceline.job import Job
 from paceline.strategies.plan import Plan
-from paceline.strategies.registry import active, strategies
+from paceline.strategies.registry import strategies
 from paceline.strategies.strategy import Conflict
 
-# Conflicts of modifiers that belong to no strategy.
-OF_MODIFIERS: tuple[Conflict, ...] = (
+# Conflicts that belong to no strategy.
+_OTHERS: tuple[Conflict, ...] = (
     Conflict(
         "deterministic=yes with shares=speed or memory",
         "they are measured when a run starts, and another run may cut the batch in other parts",
@@ -20,87 +20,56 @@ OF_MODIFIERS: tuple[Conflict, ...] = (
             plan.modifiers.deterministic == "yes" and plan.modifiers.shares in ("speed", "memory")
         ),
     ),
-)
-# Conflicts of a job's precision. The precision is part of the experiment, so the plan has to
-# change.
-OF_PRECISION: dict[Precision, tuple[Conflict, ...]] = {
-    "fp8": (
-        Conflict(
-            "tensor=N, pipeline=N and place=",
-            "the model is recorded operator by operator there, and torchao's "
-            "float8 layers can't be recorded",
-            'data=N, shard=N or both, with recompute=full where memory is short, or precision="bf16" in the job',
-            lambda plan: plan.splits_model,
-        ),
+    Conflict(
+        "tensor=N, pipeline=N and place=",
+        "the model is recorded operator by operator there, and torchao's "
+        "float8 layers can't be recorded",
+        'data=N, shard=N or both, with recompute=full where memory is short, or precision="bf16" in the job',
+        lambda plan: plan.splits_model,
+        of_job='precision="fp8"',
     ),
-}
+)
 
 
-def stated(precision: Precision | None = None) -> Iterable[Conflict]:
-    """Yield all conflicts that hold for every job or, if a precision is given, only its additional
-    ones."""
+def stated(of_job: str = "") -> Iterator[Conflict]:
+    """Yield the conflicts with a choice of a job, or by default those that hold for every job."""
     for strategy in strategies():
-        yield from (
-            strategy.precision_conflicts.get(precision, ()) if precision else strategy.conflicts
-        )
-    yield from OF_PRECISION.get(precision, ()) if precision else OF_MODIFIERS
+        yield from (conflict for conflict in strategy.conflicts if conflict.of_job == of_job)
+    yield from (conflict for conflict in _OTHERS if conflict.of_job == of_job)
 
 
-def check(plan: Plan) -> None:
-    """Refuse a plan whose choices don't compose.
+def check(plan: Plan, of_job: str = "") -> None:
+    """Refuse a plan whose choices don't compose with each other, or with a choice of a job.
+
+    Args:
+        of_job: The job's choice, as conflicts state it; "" for conflicts that hold for every job.
 
     Raises:
         PlanError: two choices conflict. The message says which, why, and what to choose instead.
     """
-    for conflict in stated():
+    for conflict in stated(of_job):
         if conflict.is_met(plan):
+            choices = f"{conflict.choices} and {of_job}" if of_job else conflict.choices
             raise PlanError(
-                f"plan '{plan}': {conflict.choices} don't compose: {conflict.why}",
-                hint=conflict.instead,
+                f"plan '{plan}': {choices} don't compose: {conflict.why}", hint=conflict.instead
             )
-
-
-def check_own_step(plan: Plan) -> None:
-    """Refuse a plan that cannot run a job which defines its own step.
-
-    Raises:
-        PlanError: a strategy conflicts. The message says which, why, and what to choose instead.
-    """
-    for strategy in strategies():
-        for conflict in strategy.own_step_conflicts:
-            if conflict.is_met(plan):
-                raise PlanError(
-                    f"plan '{plan}': {conflict.choices} and a job with models= don't compose: "
-                    f"{conflict.why}",
-                    hint=conflict.instead,
-                )
 
 
 def check_job(plan: Plan, job: Job) -> None:
     """Refuse a plan that cannot run a job of this precision, or with these parts of a run.
 
     Raises:
-        PlanError: a choice conflicts. The message says which, why, and what to choose instead.
+        PlanError: see `check`.
     """
-    check_precision(plan, job.precision)
-    if job.parts and (apart := [strategy.name for strategy in active(plan) if strategy.trainer]):
-        raise PlanError(
-            f"plan '{plan}': {apart[0]} and a job with parts= don't compose: its ranks take steps "
-            "in a loop of their own, which has no such parts",
-            hint="data=N, shard=N, or callbacks= in place of parts=",
-        )
+    check(plan, f'precision="{job.precision}"')
+    if job.parts:
+        check(plan, "a job with parts=")
 
 
-def check_precision(plan: Plan, precision: Precision) -> None:
-    """Refuse a plan that cannot run a job of this precision.
+def check_own_step(plan: Plan) -> None:
+    """Refuse a plan that cannot run a job which defines its own step.
 
     Raises:
-        PlanError: a choice conflicts. The message says which, why, and what to choose instead.
+        PlanError: see `check`.
     """
-    for conflict in stated(precision):
-        if conflict.is_met(plan):
-            raise PlanError(
-                f"plan '{plan}': {conflict.choices} and precision=\"{precision}\" don't compose: "
-                f"{conflict.why}",
-                hint=conflict.instead,
-            )
+    check(plan, "a job with models=")

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from paceline.job import Precision
     from paceline.model.cost.profile import Profile
     from paceline.strategies.costs import CostModel
     from paceline.strategies.limits import DeviceCounts, Limits
@@ -40,6 +39,9 @@ class Conflict:
     why: str  # says what goes wrong
     instead: str  # says what to do
     is_met: Callable[[Plan], bool]
+    # The choice of a job that the plan's choices exclude, as a user writes it, such as
+    # 'precision="fp16"'; "" if they exclude each other for every job.
+    of_job: str = ""
 
 
 def no_plans(limits: Limits, shape: DeviceCounts) -> Iterator[Plan]:
@@ -83,11 +85,7 @@ class Strategy:
     is_active: Callable[[Plan], bool]  # whether a plan uses the strategy
     # The keys that the strategy adds to the text of plans, with checks of their values.
     keys: PlanKeys = field(default_factory=PlanKeys)
-    # Choices that the strategy doesn't compose with: of a plan, of a job's precision, and of a job
-    # that defines its own step.
-    conflicts: tuple[Conflict, ...] = ()
-    precision_conflicts: Mapping[Precision, tuple[Conflict, ...]] = field(default_factory=dict)
-    own_step_conflicts: tuple[Conflict, ...] = ()
+    conflicts: tuple[Conflict, ...] = ()  # choices that the strategy doesn't compose with
     # Returns words of the strategy for the name of a plan's family, which separates kinds of plans.
     family: Callable[[Plan], str] = no_words
     # Returns values that differ between plans of one family if their ranks run different code.

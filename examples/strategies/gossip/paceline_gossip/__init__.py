@@ -85,16 +85,15 @@ STRATEGY = Strategy(
             "replicas take steps on their own samples and average with two neighbours after each"
         ),
     ),
-    precision_conflicts={
-        "fp16": (
-            Conflict(
-                "gossip=N",
-                "each replica would skip steps of its own, at a loss scale of its own",
-                'data=N, or precision="bf16" in the job',
-                lambda plan: num_replicas(plan) > 1,
-            ),
-        )
-    },
+    conflicts=(
+        Conflict(
+            "gossip=N",
+            "each replica would skip steps of its own, at a loss scale of its own",
+            'data=N, or precision="bf16" in the job',
+            lambda plan: num_replicas(plan) > 1,
+            of_job='precision="fp16"',
+        ),
+    ),
     relaxed_plans=relaxed_plans,
     cost=CostModel(enter),
     run="paceline_gossip.run",

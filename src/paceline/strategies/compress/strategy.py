@@ -31,18 +31,15 @@ STRATEGY = Strategy(
                 plan.modifiers.compress == "powersgd" and max(plan.axes.shard, plan.axes.tensor) > 1
             ),
         ),
+        Conflict(
+            "compress=topk or powersgd",
+            "what a step leaves out of a gradient is added to the next one, and an "
+            "infinite one would stay there for good",
+            'compress=int8 or bf16, or precision="bf16" in the job',
+            lambda plan: plan.modifiers.compress in ("topk", "powersgd"),
+            of_job='precision="fp16"',
+        ),
     ),
-    precision_conflicts={
-        "fp16": (
-            Conflict(
-                "compress=topk or powersgd",
-                "what a step leaves out of a gradient is added to the next one, and an "
-                "infinite one would stay there for good",
-                'compress=int8 or bf16, or precision="bf16" in the job',
-                lambda plan: plan.modifiers.compress in ("topk", "powersgd"),
-            ),
-        )
-    },
     family=lambda plan: f"compress={plan.modifiers.compress}",
     relaxed_plans=_relaxed_plans,
 )

@@ -42,17 +42,14 @@ STRATEGY = Strategy(
                 plan.outer_steps is not None and plan.modifiers.compress in ("topk", "powersgd")
             ),
         ),
+        Conflict(
+            "local=H",
+            "each replica would skip steps of its own, at a loss scale of its own",
+            'data=N or shard=N, or precision="bf16" in the job',
+            lambda plan: plan.outer_steps is not None,
+            of_job='precision="fp16"',
+        ),
     ),
-    precision_conflicts={
-        "fp16": (
-            Conflict(
-                "local=H",
-                "each replica would skip steps of its own, at a loss scale of its own",
-                'data=N or shard=N, or precision="bf16" in the job',
-                lambda plan: plan.outer_steps is not None,
-            ),
-        )
-    },
     family=lambda plan: f"local={plan.sync.local}" if isinstance(plan.sync, Local) else "",
     relaxed_plans=_relaxed_plans,
     cost=CostModel(enter),

@@ -89,24 +89,27 @@ STRATEGY = Strategy(
             "staleness=0, under which runs repeat to the bit",
             lambda plan: plan.modifiers.deterministic == "yes" and _is_stale(plan),
         ),
-    ),
-    precision_conflicts={
-        "fp16": (
-            Conflict(
-                "server=S",
-                "whether a step's gradients overflow is known when all servers have them, and by then "
-                "workers compute the next step with the old loss scale",
-                'data=N or shard=N, or precision="bf16" in the job',
-                _is_served,
-            ),
-        )
-    },
-    own_step_conflicts=(
+        Conflict(
+            "server=S",
+            "whether a step's gradients overflow is known when all servers have them, and by then "
+            "workers compute the next step with the old loss scale",
+            'data=N or shard=N, or precision="bf16" in the job',
+            _is_served,
+            of_job='precision="fp16"',
+        ),
         Conflict(
             "server=S with staleness=K or inf",
             "a step reads the weights of its own updates, and with staleness they have those of other steps",
             "staleness=0, or a data=N or shard=N plan",
             _is_stale,
+            of_job="a job with models=",
+        ),
+        Conflict(
+            "server=S",
+            "its ranks take steps in a loop of their own, which has no such parts",
+            "data=N, shard=N, or callbacks= in place of parts=",
+            _is_served,
+            of_job="a job with parts=",
         ),
     ),
     family=_family,
