@@ -21,7 +21,7 @@ from paceline.base.errors import PlanError
 from paceline.cluster.cluster import Cluster
 from paceline.job.order import split
 from paceline.planner.search import kind_of
-from paceline.planner.space import relaxed
+from paceline.planner.space import offered
 from paceline.proof.order import whole_batches
 from paceline.strategies import conflicts
 from paceline.strategies.axes import Axis
@@ -203,7 +203,7 @@ def test_it_is_among_the_relaxed_plans_and_has_a_price():
     from paceline.model.cost import profile_job
     from paceline.planner.estimate import estimate
 
-    plans = list(relaxed(Limits(batch=BATCH), DeviceCounts(4, 4)))
+    plans = offered(Limits(batch=BATCH), DeviceCounts(4, 4))
     assert Plan.of(gossip=4) in plans
 
     job, cluster = make_job(precision="float32"), Cluster.local(num_ranks=4)

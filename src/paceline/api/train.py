@@ -547,6 +547,7 @@ def _unused(resolved: Resolved) -> str:
 
 def _plan_notes(plan: Plan) -> str:
     """Return the notes of a plan's strategies, one line each."""
-    from paceline.strategies.registry import active
+    from paceline.strategies.active_plan import ActivePlan
 
-    return "".join(f"{line}\n" for strategy in active(plan) for line in strategy.lines(plan))
+    strategies = ActivePlan(plan).strategies
+    return "".join(f"{line}\n" for strategy in strategies for line in strategy.lines(plan))

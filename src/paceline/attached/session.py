@@ -24,9 +24,9 @@ from paceline.launch.process.fault_policy import ALL_NEEDED
 from paceline.launch.process.heartbeats import HeartbeatTable
 from paceline.launch.process.rank_process import among_peers, set_up_device
 from paceline.planner.resolve import check_job, resolve
+from paceline.strategies.active_plan import ActivePlan
 from paceline.strategies.compose import load
 from paceline.strategies.plan import Plan
-from paceline.strategies.registry import active
 from paceline.training.settings import Settings
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class ScriptProcess:
             PlanError: the message says why, and what to choose instead.
         """
         plan = self.plan
-        if any(strategy.trainer for strategy in active(plan)) or plan.outer_steps is not None:
+        if ActivePlan(plan).trainer or plan.outer_steps is not None:
             raise PlanError(
                 f"plan '{plan}' takes steps in a loop of its own, and this script has its own",
                 hint="data=N, shard=N or a product of them; a pl.Job runs under every plan",

@@ -50,6 +50,8 @@ class ForwardEffects:
     # Names of parameters that autocast casts before anything computes with them; see `casts.py`.
     cast: frozenset[str] = frozenset()
     cast_dtype: torch.dtype | None = None  # the dtype of these casts; None without autocast
+    # Path of a module whose state the model doesn't show; see `module_with_unseen_state`.
+    unseen_state: str | None = None
 
 
 NOTHING = ForwardEffects()

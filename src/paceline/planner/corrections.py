@@ -24,8 +24,8 @@ from paceline.planner.estimate import Estimate
 from paceline.planner.rank_kinds import MemoryNeed
 from paceline.planner.search import kind_of
 from paceline.planner.space import uncompiled_variant
+from paceline.strategies.active_plan import ActivePlan
 from paceline.strategies.plan import Plan
-from paceline.strategies.registry import active
 
 # Half the width of an 80 % interval around a step's time, as a natural logarithm: for a calibrated
 # plan, for a plan of a calibrated kind, and for others. Fitted on `benchmarks.regret`; see
@@ -367,7 +367,7 @@ def _likenesses(plan: Plan) -> tuple[tuple[object, ...], ...]:
     to all plans.
     """
     kind, ranks = kind_of(plan), plan.world_size
-    code = tuple((strategy.name, strategy.code(plan)) for strategy in active(plan))
+    code = tuple((strategy.name, strategy.code(plan)) for strategy in ActivePlan(plan).strategies)
     return (kind, ranks, code), (kind, ranks), (kind,), ()
 
 

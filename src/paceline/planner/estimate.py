@@ -29,9 +29,9 @@ from paceline.planner.rank_kinds import (
 )
 from paceline.simulate.device import DeviceRates
 from paceline.simulate.play import Rates, play_together
+from paceline.strategies.active_plan import ActivePlan
 from paceline.strategies.mesh import Mesh, weakest
 from paceline.strategies.plan import Plan
-from paceline.strategies.registry import active
 from paceline.strategies.stages.cost import RankCost
 
 # Half the width of an 80 % interval around a step that is predicted from this machine's rates alone, as a natural
@@ -167,8 +167,8 @@ def estimate(
     if rates is not None:
         needs += [
             MemoryNeed(name, devices_of(plan, cluster)[0], dict(ledger))
-            for strategy in active(plan)
-            for name, ledger in strategy.ranks_apart(profile, plan).items()
+            for cost in ActivePlan(plan).costs
+            for name, ledger in cost.ranks_apart(profile, plan).items()
         ]
     return Estimate(
         step_s,

@@ -17,9 +17,9 @@ from paceline.planner.pieces import LazyPieces
 from paceline.planner.pipelines import least_missing_bytes
 from paceline.planner.search import Candidate, Change, RankedPlans, Rent, flips, search
 from paceline.strategies import conflicts
+from paceline.strategies.active_plan import ActivePlan
 from paceline.strategies.limits import DeviceCounts, Limits
 from paceline.strategies.plan import Plan
-from paceline.strategies.registry import active
 
 MOST_TENSOR = 8
 TIMES = 4  # links are made this many times faster and slower, to see whether the choice changes
@@ -148,7 +148,7 @@ class PlanningProblem:
         conflicts.check_job(plan, self.job)
         check_step(self.job, plan)
         if cluster.nodes and (
-            unpriced := [s.name for s in active(plan) if not s.is_priced_on_paper]
+            unpriced := [s.name for s in ActivePlan(plan).strategies if not s.is_priced_on_paper]
         ):
             raise NotPriced(
                 f"plan '{plan}' has {' and '.join(unpriced)}, "

@@ -11,6 +11,7 @@ from paceline.cluster.software import PACELINE, Software
 from paceline.model.cost.profile import Profile
 from paceline.simulate.allocator import holes_of_added, holes_of_update
 from paceline.simulate.program import Allocate, Compute, Event, Program, Repeat, free
+from paceline.strategies.active_plan import ActivePlan
 from paceline.strategies.batch_norm.cost import sums as sums_of_batch_norms
 from paceline.strategies.costs import (
     ADDED,
@@ -27,7 +28,6 @@ from paceline.strategies.costs import (
     small_all_reduce,
 )
 from paceline.strategies.plan import Plan
-from paceline.strategies.registry import active
 from paceline.strategies.stages.cost import RankCost, course
 
 # Python around a micro-batch that no operator accounts for: hooks, seeds, the loss's bookkeeping. Measured on a
@@ -38,12 +38,12 @@ Item = Event | tuple[MomentName, HookPoint]
 
 def start_s(profile: Profile, plan: Plan) -> float:
     """Seconds that a run under the plan takes once, and other plans don't."""
-    return sum(strategy.cost.start_s(profile, plan) for strategy in active(plan) if strategy.cost)
+    return sum(cost.start_s(profile, plan) for cost in ActivePlan(plan).costs)
 
 
 def starts_late(plan: Plan) -> bool:
     """Whether a run under the plan takes seconds once that other plans don't."""
-    return any(strategy.cost and strategy.cost.start_s is not at_once for strategy in active(plan))
+    return any(cost.start_s is not at_once for cost in ActivePlan(plan).costs)
 
 
 def step_program(
@@ -137,7 +137,7 @@ def fill(
     software: Software = PACELINE,
 ) -> LoweredStep:
     """The rooms that a plan enters, with what one rank holds and computes in them."""
-    rooms = [strategy.cost for strategy in active(plan) if strategy.cost]
+    rooms = ActivePlan(plan).costs
     for room in rooms:
         profile = room.narrow(profile, plan, software)
     footprint = Footprint(

@@ -16,14 +16,13 @@ from paceline.planner.estimate import Estimate, NotPriced
 from paceline.planner.space import (
     compiled_variant,
     microbatch_counts,
-    relaxed,
-    served,
+    offered,
     splits,
     variants,
 )
+from paceline.strategies.active_plan import ActivePlan
 from paceline.strategies.limits import DeviceCounts, Limits
 from paceline.strategies.plan import Plan
-from paceline.strategies.registry import active
 
 # Plans tie if their steps differ by a smaller part, because two measurements of one plan do.
 TIE = 0.02
@@ -172,9 +171,7 @@ def search(
     """
     ranking = RankedPlans(may_relax=may_relax)
     prices = _PriceTable(price, ranking, least, rent)
-    first = _first(
-        prices, (*splits(limits, shape), *served(limits, shape), *relaxed(limits, shape)), limits
-    )
+    first = _first(prices, (*splits(limits, shape), *offered(limits, shape)), limits)
     cuts: dict[
         tuple[int, ...], Plan
     ] = {}  # the best way for each cut of the model; replicas only share its state
@@ -351,7 +348,9 @@ def kind_of(plan: Plan) -> str:
     ('pipeline data', 'data compress=int8')
     """
     words = [axis for axis, size in plan.axes.sizes().items() if size > 1]
-    words += [family for strategy in active(plan) if (family := strategy.family(plan))]
+    words += [
+        family for strategy in ActivePlan(plan).strategies if (family := strategy.family(plan))
+    ]
     return " ".join(words) or "single"
 
 
@@ -493,8 +492,9 @@ def flips(
         prices.fitting |= ranking.fitting if change.has_same_speed else {}
         ways: Iterable[Plan] = ranking.ways
         if not change.has_same_memory:
-            every_way = (*splits(limits, shape), *served(limits, shape))
-            ways = [candidate.plan for candidate in _first(prices, every_way, limits)]
+            every_way = (*splits(limits, shape), *offered(limits, shape))
+            exact_ways = (plan for plan in every_way if plan.relaxed is None)
+            ways = [candidate.plan for candidate in _first(prices, exact_ways, limits)]
         unchanged = prices(chosen.plan)
         best = _fastest(
             prices, dict.fromkeys((*ways, *best_plans)), ranking, change, unchanged, factors

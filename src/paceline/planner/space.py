@@ -8,9 +8,10 @@ from collections.abc import Iterator
 
 from paceline.base.errors import PlanError
 from paceline.strategies import conflicts
+from paceline.strategies.active_plan import ActivePlan
 from paceline.strategies.limits import DeviceCounts, Limits, divisors
 from paceline.strategies.plan import Axes, Plan
-from paceline.strategies.registry import active, strategies
+from paceline.strategies.registry import strategies
 
 MOST_PARTS = 8
 
@@ -44,18 +45,16 @@ def _splits(limits: Limits, count: int, per_node: int) -> Iterator[Plan]:
         yield _plan(place="auto", parts=count)
 
 
-def served(limits: Limits, shape: DeviceCounts) -> Iterator[Plan]:
-    """Yield other exact plans on all devices, as each strategy defines them."""
-    if 1 < shape.num_devices <= limits.batch:
-        for strategy in strategies():
-            yield from strategy.plans(limits, shape)
+def offered(limits: Limits, shape: DeviceCounts) -> list[Plan]:
+    """Return the other plans on all devices, as each strategy defines them.
 
-
-def relaxed(limits: Limits, shape: DeviceCounts) -> Iterator[Plan]:
-    """Yield relaxed plans; for each kind, from the least to the greatest difference."""
-    if 1 < shape.num_devices <= limits.batch:
-        for strategy in strategies():
-            yield from strategy.relaxed_plans(limits, shape)
+    Exact plans come first, then relaxed ones; of each kind, from the least to the greatest
+    difference.
+    """
+    if not 1 < shape.num_devices <= limits.batch:
+        return []
+    plans = [plan for strategy in strategies() for plan in strategy.plans(limits, shape)]
+    return sorted(plans, key=lambda plan: plan.relaxed is not None)
 
 
 def microbatch_counts(plan: Plan, limits: Limits) -> list[int]:
@@ -75,7 +74,7 @@ def microbatch_counts(plan: Plan, limits: Limits) -> list[int]:
 
 def variants(plan: Plan, limits: Limits) -> Iterator[Plan]:
     """Yield a plan in its other forms, such as schedules, with the same split."""
-    for strategy in active(plan):
+    for strategy in ActivePlan(plan).strategies:
         for other in strategy.variants(plan, limits):
             if other != plan and _composes(other):
                 yield other

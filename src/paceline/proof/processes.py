@@ -28,7 +28,7 @@ from paceline.proof.problems import job_problem
 from paceline.proof.reference import evaluation_data, write_cut, write_reference
 from paceline.proof.reference_loop import BatchCut
 from paceline.proof.subject import subject
-from paceline.strategies.compose import runs_again
+from paceline.strategies.active_plan import ActivePlan
 from paceline.strategies.mesh import Mesh
 from paceline.strategies.plan import Plan
 from paceline.training.determinism import deterministic_algorithms
@@ -220,7 +220,7 @@ def recomputed_forwards(plan: Plan) -> int | None:
     """Return the forwards of the whole model on a rank in a step, if the plan recomputes some; None
     if not, or not known.
     """
-    return plan.num_microbatches if runs_again(plan) else None
+    return plan.num_microbatches if ActivePlan(plan).runs_again else None
 
 
 def watched(

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from paceline.base.waiting import waiting
 from paceline.launch.process.context import RankContext
-from paceline.launch.process.fault_policy import FaultPolicy
 from paceline.strategies.plan import Plan
 from paceline.strategies.server.keys import Servers
 
@@ -46,17 +45,6 @@ def rank_of_worker(plan: Plan, worker: int) -> int:
     """By its number among workers."""
     sync = servers_of(plan)
     return worker + (0 if sync.colocate == "yes" else sync.server)
-
-
-def fault_policy(plan: Plan) -> FaultPolicy:
-    """Under staleness a worker that is no server can be done without, and who is gone may come back."""
-    if servers_of(plan).staleness == 0:
-        return FaultPolicy(uses_process_group=False)
-    ranks = range(plan.world_size)
-    return FaultPolicy(
-        uses_process_group=False,
-        optional_ranks=frozenset(r for r in ranks if Roles.of(plan, r).server is None),
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from paceline.model.forward_effects import NOTHING, ForwardEffects
 from paceline.model.graph_check import is_comparable
+from paceline.strategies.active_plan import ActivePlan
 from paceline.strategies.layout import CutBasis, Layout, ModelUse, Whole
 from paceline.strategies.plan import Plan
-from paceline.strategies.registry import active
 from paceline.strategies.step_sync import StepSync, SyncEveryStep
-from paceline.strategies.strategy import Observation
 from paceline.strategies.synchroniser import Synchroniser
 from paceline.torch_private.late_imports import OF_CAPTURING, OF_OPTIMIZERS
 
@@ -75,19 +74,11 @@ def load(plan: Plan) -> None:
     """Import the modules that the ranks of a plan need, so that forks of this process share
     them."""
     names = [*OF_OPTIMIZERS]
-    names += [
-        name for strategy in active(plan) for name in (strategy.run, *strategy.imports) if name
-    ]
+    for strategy in ActivePlan(plan).strategies:
+        names += filter(None, (strategy.run, *strategy.imports))
     names += ("paceline.strategies.stages.build", *OF_CAPTURING) if plan.splits_model else ()
     for name in names:
         importlib.import_module(name)
-
-
-def holds_parts(plan: Plan) -> bool:
-    """Whether a rank holds a part of the model, at least between steps."""
-    return plan.axes.num_ranks(lambda axis: not axis.copies_weights) > 1 or any(
-        strategy.keeps_weights_elsewhere for strategy in active(plan)
-    )
 
 
 def may_be_elsewhere(plan: Plan, model: nn.Module) -> bool:
@@ -101,16 +92,10 @@ def may_be_elsewhere(plan: Plan, model: nn.Module) -> bool:
     return _gathers_weights(plan) and not _reads_past_modules(model)
 
 
-def held_elsewhere(plan: Plan, model: nn.Module) -> set[torch.Tensor]:
-    """Return the weights that a rank uses and never holds, such as tables whose rows are on
-    servers."""
-    return {weight for strategy in active(plan) for weight in strategy.held_elsewhere(model)}
-
-
 def prepare(
     model: nn.Module,
     *,
-    plan: Plan,
+    active: ActivePlan,
     mesh: Mesh,
     observed: ForwardEffects = NOTHING,
     device: torch.device | None = None,
@@ -131,11 +116,11 @@ def prepare(
     """
     runners: list[Runner] = [
         importlib.import_module(strategy.run)
-        for strategy in active(plan)
+        for strategy in active.strategies
         if strategy.run and (models == "only" or strategy.takes_all_models == (models == "all"))
     ]
     made = [
-        runner.prepare(model, plan=plan, mesh=mesh, observed=observed, device=device)
+        runner.prepare(model, plan=active.plan, mesh=mesh, observed=observed, device=device)
         for runner in runners
     ]
     return [synchroniser for synchroniser in made if synchroniser is not None]
@@ -157,38 +142,6 @@ def reported(synchronisers: Sequence[Synchroniser]) -> dict[str, Any]:
         if isinstance(synchroniser, Reports)
         for key, value in synchroniser.summary().items()
     }
-
-
-def runs_again(plan: Plan) -> bool:
-    """Whether the plan runs parts of the model's own code a second time in a step."""
-    return any(strategy.runs_forward_again(plan) for strategy in active(plan))
-
-
-def refuse_unseen_state(model: nn.Module, plan: Plan, path: str) -> None:
-    """Refuse a plan that runs a module with unseen state a second time.
-
-    Args:
-        path: The path of a module whose state the model doesn't show; see
-            `module_with_unseen_state`.
-
-    Raises:
-        PlanRefused: the plan runs the module a second time.
-    """
-    for strategy in active(plan):
-        if strategy.runs_forward_again(plan):
-            importlib.import_module(strategy.run).refuse_unseen_state(model, path)
-
-
-def observed_of(plan: Plan) -> frozenset[Observation]:
-    """Return the observations of a model's forward that the plan's strategies need before they
-    change it."""
-    return frozenset().union(*(strategy.observes(plan) for strategy in active(plan)))
-
-
-def no_edits(plan: Plan) -> str:
-    """Return the reason why forwards can't edit parameters in place under the plan; "" if they
-    can."""
-    return next((strategy.no_edits for strategy in active(plan) if strategy.no_edits), "")
 
 
 def step_sync_of(synchronisers: Sequence[Synchroniser], mesh: Mesh) -> StepSync:

@@ -236,17 +236,6 @@ Hook = Callable[[HookPoint], Iterable[Event]]
 Hooks = Mapping[MomentName, Hook]
 
 
-def unchanged(footprint: Footprint, plan: Plan, profile: Profile) -> Footprint:
-    """Return the footprint as it is, for a strategy that does not change what a rank holds."""
-    return footprint
-
-
-def whole(profile: Profile, plan: Plan, software: Software) -> Profile:
-    """Return the profile as it is, for a strategy under which each rank runs every operator
-    whole."""
-    return profile
-
-
 def at_once(profile: Profile, plan: Plan) -> float:
     """Return 0.0, for a strategy that does not delay the start of a run."""
     return 0.0
@@ -258,9 +247,14 @@ class CostModel:
 
     enter: Callable[[Step], Hooks]  # returns the strategy's events by moment
     # Returns what a rank holds under the strategy, from what it holds without it.
-    hold: Callable[[Footprint, Plan, Profile], Footprint] = unchanged
+    hold: Callable[[Footprint, Plan, Profile], Footprint] = lambda footprint, plan, profile: (
+        footprint
+    )
     # Returns what a rank computes under the strategy, from what it computes without it. Runs before
     # `hold` and before the simulation.
-    narrow: Callable[[Profile, Plan, Software], Profile] = whole
+    narrow: Callable[[Profile, Plan, Software], Profile] = lambda profile, plan, software: profile
     # Returns the seconds that the strategy takes once a run, before or in the first steps.
     start_s: Callable[[Profile, Plan], float] = at_once
+    # Returns the memory of ranks that compute no gradients: by the ranks' name, bytes by ledger
+    # entry.
+    ranks_apart: Callable[[Profile, Plan], Mapping[str, Mapping[str, int]]] = lambda profile, plan: {}

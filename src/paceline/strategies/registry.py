@@ -6,11 +6,6 @@ Blocks are compiled first, then set to recompute, then split and sharded. Finall
 that a rank holds are reduced over the replicas. Strategies of other packages come last.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
-
 from paceline.strategies.compile.strategy import STRATEGY as COMPILE
 from paceline.strategies.compress.strategy import STRATEGY as COMPRESS
 from paceline.strategies.data.strategy import STRATEGY as DATA
@@ -23,9 +18,6 @@ from paceline.strategies.server.strategy import STRATEGY as SERVER
 from paceline.strategies.shard.strategy import STRATEGY as SHARD
 from paceline.strategies.strategy import Strategy
 from paceline.strategies.tensor.strategy import STRATEGY as TENSOR
-
-if TYPE_CHECKING:
-    from paceline.strategies.plan import Plan
 
 BUILT_IN: tuple[Strategy, ...] = (
     COMPILE,
@@ -44,9 +36,3 @@ BUILT_IN: tuple[Strategy, ...] = (
 def strategies() -> tuple[Strategy, ...]:
     """Return all strategies, including those of other packages."""
     return (*BUILT_IN, *extensions())
-
-
-def active(plan: Plan) -> Iterator[Strategy]:
-    """Yield the strategies that a plan uses, innermost first."""
-    known = strategies() if plan.uses_extensions else BUILT_IN
-    return (strategy for strategy in known if strategy.is_active(plan))

@@ -7,7 +7,7 @@ without torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from paceline.model.cost.profile import Profile
+    from paceline.launch.process.fault_policy import FaultPolicy
     from paceline.strategies.costs import CostModel
     from paceline.strategies.limits import DeviceCounts, Limits
     from paceline.strategies.plan import Plan
@@ -29,6 +29,12 @@ if TYPE_CHECKING:
 # "choices": whether values choose between blocks.
 # "casts": the parameters that autocast casts.
 Observation = Literal["writes", "writes to parts", "choices", "casts"]
+# Things that not every strategy allows.
+# "edits": a forward edits parameters in place.
+# "closures": an optimizer evaluates the loss itself.
+# "modes": an optimizer has other weights for evaluations.
+# "spikes": ranks decide together about a step before its update.
+Refusal = Literal["edits", "closures", "modes", "spikes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,38 +50,6 @@ class Conflict:
     of_job: str = ""
 
 
-def no_plans(limits: Limits, shape: DeviceCounts) -> Iterator[Plan]:
-    yield from ()
-
-
-def no_variants(plan: Plan, limits: Limits) -> Iterator[Plan]:
-    yield from ()
-
-
-def nothing_observed(plan: Plan) -> frozenset[Observation]:
-    return frozenset()
-
-
-def nothing_held(model: nn.Module) -> Iterable[torch.Tensor]:
-    return ()
-
-
-def no_words(plan: Plan) -> str:
-    return ""
-
-
-def no_lines(plan: Plan) -> Iterable[str]:
-    return ()
-
-
-def no_code(plan: Plan) -> tuple[object, ...]:
-    return ()
-
-
-def no_ranks_apart(profile: Profile, plan: Plan) -> Mapping[str, Mapping[str, int]]:
-    return {}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
     """One way to distribute a job, with all facts about it except the code that its ranks run."""
@@ -87,24 +61,22 @@ class Strategy:
     keys: PlanKeys = field(default_factory=PlanKeys)
     conflicts: tuple[Conflict, ...] = ()  # choices that the strategy doesn't compose with
     # Returns words of the strategy for the name of a plan's family, which separates kinds of plans.
-    family: Callable[[Plan], str] = no_words
+    family: Callable[[Plan], str] = lambda plan: ""
     # Returns values that differ between plans of one family if their ranks run different code.
     # Plans with equal values share their calibrations.
-    code: Callable[[Plan], tuple[object, ...]] = no_code
+    code: Callable[[Plan], tuple[object, ...]] = lambda plan: ()
 
     # --- the search ---
-    # Yield plans that use the strategy, from the job's limits and the devices. `relaxed_plans`
-    # yields those that are relaxed.
-    plans: Callable[[Limits, DeviceCounts], Iterator[Plan]] = no_plans
-    relaxed_plans: Callable[[Limits, DeviceCounts], Iterator[Plan]] = no_plans
-    variants: Callable[[Plan, Limits], Iterator[Plan]] = no_variants  # yields other forms of a plan
+    # Yields plans that use the strategy, exact and relaxed ones, from the job's limits and the
+    # devices.
+    plans: Callable[[Limits, DeviceCounts], Iterable[Plan]] = lambda limits, shape: ()
+    variants: Callable[[Plan, Limits], Iterable[Plan]] = (
+        lambda plan, limits: ()
+    )  # other forms of a plan
     is_priced_on_paper: bool = True  # whether plans are priced for described clusters
 
     # --- the price ---
     cost: CostModel | None = None  # the cost that the strategy adds to a step; None for no cost
-    # Returns the memory of ranks that compute no gradients: by the ranks' name, bytes by ledger
-    # entry.
-    ranks_apart: Callable[[Profile, Plan], Mapping[str, Mapping[str, int]]] = no_ranks_apart
 
     # --- the run ---
     run: str = ""  # module with `prepare`, see `compose.Runner`; "" if there is none
@@ -113,20 +85,15 @@ class Strategy:
     # Modules that the ranks need. A parent imports them once for all ranks that it forks.
     imports: tuple[str, ...] = ()
     trainer: str = ""  # module with the `train_rank` that runs the plans; "" for the usual loop
-    # Function from the plan to its ranks' `FaultPolicy`, as MODULE:NAME; "" if all ranks need each
-    # other.
-    fault_policy: str = ""
-    # Whether weights are on ranks that don't compute with them.
-    keeps_weights_elsewhere: bool = False
-    # Returns the weights of a model that this rank uses and never holds.
-    held_elsewhere: Callable[[nn.Module], Iterable[torch.Tensor]] = nothing_held
+    # Returns which ranks the others can do without; None if all ranks need each other.
+    fault_policy: Callable[[Plan], FaultPolicy] | None = None
+    # Returns the weights of a model that this rank uses and never holds; None if weights are only
+    # on ranks that compute with them.
+    held_elsewhere: Callable[[nn.Module], Iterable[torch.Tensor]] | None = None
     # Returns the observations of a model's forward that are needed before the model is prepared.
-    observes: Callable[[Plan], frozenset[Observation]] = nothing_observed
+    observes: Callable[[Plan], frozenset[Observation]] = lambda plan: frozenset()
     # Whether a plan runs parts of the model's own code a second time in a step.
     runs_forward_again: Callable[[Plan], bool] = lambda plan: False
-    # The reasons why something is not possible under the strategy; "" where it is possible.
-    no_edits: str = ""  # a forward can't edit parameters in place
-    no_closure: str = ""  # an optimizer can't evaluate the loss itself
-    no_modes: str = ""  # an optimizer can't have other weights for evaluations
-    no_spikes: str = ""  # ranks can't decide together about a step before its update
-    lines: Callable[[Plan], Iterable[str]] = no_lines  # shown to the user when a run begins
+    # The things that are not possible under the strategy, with the reasons.
+    refuses: Mapping[Refusal, str] = field(default_factory=dict)
+    lines: Callable[[Plan], Iterable[str]] = lambda plan: ()  # shown to the user when a run begins

@@ -10,8 +10,8 @@ from typing import Any
 from paceline.job import Job
 from paceline.launch.process.context import RankContext
 from paceline.launch.process.fault_policy import ALL_NEEDED, FaultPolicy
+from paceline.strategies.active_plan import ActivePlan
 from paceline.strategies.plan import Plan
-from paceline.strategies.registry import active
 from paceline.training.determinism import repeatable
 from paceline.training.settings import Settings
 
@@ -20,12 +20,8 @@ _LOOP = "paceline.training.loop"
 
 def fault_policy(plan: Plan) -> FaultPolicy:
     """Return the fault policy of a plan: which ranks it can lose."""
-    for strategy in active(plan):
-        if strategy.fault_policy:
-            module, _, name = strategy.fault_policy.partition(":")
-            policy: FaultPolicy = getattr(importlib.import_module(module), name)(plan)
-            return policy
-    return ALL_NEEDED
+    policies = (strategy.fault_policy for strategy in ActivePlan(plan).strategies)
+    return next((policy(plan) for policy in policies if policy), ALL_NEEDED)
 
 
 def train_rank(context: RankContext, job: Job, plan: Plan, settings: Settings) -> Any:
@@ -38,8 +34,7 @@ def train_rank(context: RankContext, job: Job, plan: Plan, settings: Settings) -
     from paceline.training.blame import note_columns
     from paceline.training.products import float32_products
 
-    trainer = next((strategy.trainer for strategy in active(plan) if strategy.trainer), _LOOP)
-    train = importlib.import_module(trainer).train_rank
+    train = importlib.import_module(ActivePlan(plan).trainer or _LOOP).train_rank
     with repeatable(plan), float32_products(job, context):
         try:
             return train(context, job, plan, settings)

@@ -36,18 +36,13 @@ from paceline.model.forward_effects import (
 from paceline.model.graph_check import MAX_BYTES, is_comparable
 from paceline.model.graph_limits import module_with_unseen_state
 from paceline.model.units import find_units
+from paceline.strategies.active_plan import ActivePlan
 from paceline.strategies.compose import (
     Models,
     Synchroniser,
-    held_elsewhere,
-    holds_parts,
     lay_out,
     may_be_elsewhere,
-    no_edits,
-    observed_of,
     prepare,
-    refuse_unseen_state,
-    runs_again,
 )
 from paceline.strategies.disk_init import MappedTensors, NoDiskForTensors
 from paceline.strategies.layout import CutBasis, Layout, ModelUse
@@ -131,37 +126,37 @@ def prepare_job(
         devices: The device of each rank; without them nothing counts as too large.
         models: Which of a job's models this is.
     """
+    active = ActivePlan(plan)
     dtype = torch.float64 if job.precision == "float64" else None
 
     def build() -> tuple[MappedTensors | None, torch.nn.Module]:
-        if not holds_parts(plan):
+        if not active.holds_parts:
             return None, build_model(job, device)
         mapped, model = build_in_files(job, torch.device("cpu"))
         return mapped, model if may_be_elsewhere(plan, model) else model.to(device)
 
     mapped, model = build()
-    observed, is_used = NOTHING, False
-    if runs_again(plan) and is_comparable(model):
-        _refuse_unseen_state(job, plan, model, mapped, device)
-        is_used = True
-    elif runs_again(plan) and has_own_code(model) and mesh.rank == 0:
+    observed, unseen_state, is_used = NOTHING, None, False
+    if active.runs_again and is_comparable(model):
+        unseen_state, is_used = _unseen_state(job, model, mapped, device), True
+    elif active.runs_again and has_own_code(model) and mesh.rank == 0:
         logger.warning(
             "the model has more than %d MiB of parameters and was not tried for state that none of its "
             "attributes shows (a count in a closure, say); recompute=full would change such a state twice "
             "a step",
             MAX_BYTES // 1024**2,
         )
-    if observed_of(plan):
+    if active.observes:
         run_device = torch.device("cpu") if may_be_elsewhere(plan, model) else device
-        observed, is_run = observe(job, plan, model, mapped, run_device)
+        observed, is_run = observe(job, active, model, mapped, run_device)
         is_used |= is_run
     if is_used:
         del mapped, model
         mapped, model = build()
     if plan.replicas * plan.num_microbatches > 1 and plan.outer_steps is None:
         refuse_updates_in_backward(model)
-    observed = replace(observed, sparse=sparsely_trained(model))
-    if "casts" in observed_of(plan) and job.precision in AUTOCAST:
+    observed = replace(observed, sparse=sparsely_trained(model), unseen_state=unseen_state)
+    if "casts" in active.observes and job.precision in AUTOCAST:
         observed = replace(
             observed,
             cast=_cast_parameters(job, device),
@@ -192,7 +187,7 @@ def prepare_job(
     with running():
         synchronisers = prepare(
             layout.module,
-            plan=plan,
+            active=active,
             mesh=mesh,
             observed=observed,
             device=device if may_be_elsewhere(plan, model) else None,
@@ -200,7 +195,7 @@ def prepare_job(
         )
         layout.let_go()
         if mapped is not None:
-            elsewhere = held_elsewhere(plan, layout.module)
+            elsewhere = active.held_elsewhere(layout.module)
             mapped.bring_in(
                 [*(p for p in layout.module.parameters() if p not in elsewhere), *model.buffers()]
             )
@@ -234,31 +229,31 @@ def _evaluation_batch(job: Job, plan: Plan, mesh: Mesh, device: torch.device) ->
     return batch.to(device, torch.float64 if job.precision == "float64" else None)
 
 
-def _refuse_unseen_state(
-    job: Job, plan: Plan, model: torch.nn.Module, mapped: MappedTensors | None, device: torch.device
-) -> None:
-    """Refuse a plan that would run a part of the model twice and so change a hidden state.
-
-    Raises:
-        PlanRefused: running a part of the model a second time would change a state that the model
-            doesn't show.
+def _unseen_state(
+    job: Job, model: torch.nn.Module, mapped: MappedTensors | None, device: torch.device
+) -> str | None:
+    """Return the path of a module that would change a hidden state if a step ran it twice, or
+    None.
     """
     run_device = torch.device("cpu") if mapped is not None else device
     batch = example_batch(job, 2).to(
         run_device, torch.float64 if job.precision == "float64" else None
     )
-    path, running = None, mapped.running if mapped else nullcontext
+    running = mapped.running if mapped else nullcontext
     with (
         suppress(Exception),
         autocast(job, run_device),
     ):  # what fails here fails in the first step, too
-        path = module_with_unseen_state(model.train(), *batch.arguments(), running=running)
-    if path is not None:
-        refuse_unseen_state(model, plan, path)
+        return module_with_unseen_state(model.train(), *batch.arguments(), running=running)
+    return None
 
 
 def observe(
-    job: Job, plan: Plan, model: torch.nn.Module, mapped: MappedTensors | None, device: torch.device
+    job: Job,
+    active: ActivePlan,
+    model: torch.nn.Module,
+    mapped: MappedTensors | None,
+    device: torch.device,
 ) -> tuple[ForwardEffects, bool]:
     """Find out about the model's forward what a plan must know beforehand, and return whether the
     model was run for that.
@@ -270,7 +265,7 @@ def observe(
             them.
     """
     edited, chooses = limited_by_norm(model), frozenset[str]()
-    compares = "choices" in observed_of(plan) and may_choose(model, find_units(model))
+    compares = "choices" in active.observes and may_choose(model, find_units(model))
     is_run = compares or may_write(model)
     if is_run:
         dtype = torch.float64 if job.precision == "float64" else None
@@ -292,7 +287,7 @@ def observe(
                 for name, p in model.named_parameters()
                 if name in edited and not is_elsewhere(p)
             ]
-            if in_memory and "writes to parts" in observed_of(plan):
+            if in_memory and "writes to parts" in active.observes:
                 edited -= followers(
                     in_memory,
                     model,
@@ -303,7 +298,7 @@ def observe(
                 chooses = choosing(
                     model, find_units(model), [partial(batch.call, model) for batch in batches]
                 )
-    if edited and (why := no_edits(plan)):
+    if edited and (why := active.refusal("edits")):
         raise PlanRefused(
             f"a forward changes the parameter '{min(edited)}' in place, and {why}",
             hint="use a data=N plan if all replicas change it alike, or one that doesn't cut the batch: "

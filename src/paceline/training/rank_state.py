@@ -15,8 +15,8 @@ from paceline.job.modes import has_modes, set_mode
 from paceline.job.named_optimizers import NamedOptimizers
 from paceline.model.float8 import left_in_bf16
 from paceline.model.forward_effects import sparsely_trained
+from paceline.strategies.active_plan import ActivePlan
 from paceline.strategies.compose import (
-    held_elsewhere,
     step_sync_of,
 )
 from paceline.strategies.mesh import Mesh, is_about_parts, local_part
@@ -204,7 +204,7 @@ class RankState:
         if self.job.init is None:
             return
         module = self.layout.module
-        elsewhere = held_elsewhere(plan, module)
+        elsewhere = ActivePlan(plan).held_elsewhere(module)
         held = {name: p for name, p in module.named_parameters() if p not in elsewhere}
         load_models(self.job, self.model, held, self.layout.extents)
         for synchroniser in self.synchronisers:

@@ -12,8 +12,8 @@ from paceline.base.errors import PlanRefused
 from paceline.base.streams import kept_streams
 from paceline.job import Job
 from paceline.job.order import Order
+from paceline.strategies.active_plan import ActivePlan
 from paceline.strategies.batch_norm.cost import joins_statistics
-from paceline.strategies.compose import holds_parts
 from paceline.strategies.plan import Plan
 from paceline.torch_private.modules import BatchOrInstanceNorm
 from paceline.training.feed import DataShard, example_batch, is_stream
@@ -53,11 +53,10 @@ def refuse_single_samples(
         return
     with kept_streams():
         # The whole model may be too large for a device.
-        run_device = torch.device("cpu") if holds_parts(plan) else device
+        holds_parts = ActivePlan(plan).holds_parts
+        run_device = torch.device("cpu") if holds_parts else device
         mapped, model = (
-            build_in_files(job, run_device)
-            if holds_parts(plan)
-            else (None, build_model(job, run_device))
+            build_in_files(job, run_device) if holds_parts else (None, build_model(job, run_device))
         )
         if not any(isinstance(module, BatchOrInstanceNorm) for module in model.modules()):
             return

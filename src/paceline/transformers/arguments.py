@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from paceline.base.errors import UsageError
-from paceline.strategies.compose import active
+from paceline.strategies.active_plan import ActivePlan
 from paceline.strategies.plan import Plan
 
 # Arguments that are refused unless they have their default values, each with the reason.
@@ -140,7 +140,7 @@ def refuse_plan(trainer: Any, plan: Plan) -> None:
 
 def updates_on_ranks(plan: Plan) -> bool:
     """Whether the ranks that compute gradients also update weights."""
-    return not any(strategy.keeps_weights_elsewhere for strategy in active(plan))
+    return not ActivePlan(plan).keeps_weights_elsewhere
 
 
 def name_idle(args: Any) -> None:

@@ -65,7 +65,7 @@ def problems(plan: Plan) -> list[str]:
     ]
 
 
-def relaxed_plans(limits: Limits, shape: DeviceCounts) -> Iterator[Plan]:
+def plans(limits: Limits, shape: DeviceCounts) -> Iterator[Plan]:
     yield Plan.of(gossip=shape.num_devices)
 
 
@@ -94,9 +94,11 @@ STRATEGY = Strategy(
             of_job='precision="fp16"',
         ),
     ),
-    relaxed_plans=relaxed_plans,
+    plans=plans,
     cost=CostModel(enter),
     run="paceline_gossip.run",
-    no_closure="replicas that take steps of their own would each follow another loss",
-    no_spikes="replicas take steps of their own, and don't know each other's losses",
+    refuses={
+        "closures": "replicas that take steps of their own would each follow another loss",
+        "spikes": "replicas take steps of their own, and don't know each other's losses",
+    },
 )

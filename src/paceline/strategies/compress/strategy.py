@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from paceline.strategies.limits import DeviceCounts, Limits
 
 
-def _relaxed_plans(limits: Limits, shape: DeviceCounts) -> Iterator[Plan]:
+def _plans(limits: Limits, shape: DeviceCounts) -> Iterator[Plan]:
     for compress in COMPRESSIONS[1:]:
         yield Plan.of(data=shape.num_devices, compress=compress)
 
@@ -41,5 +41,5 @@ STRATEGY = Strategy(
         ),
     ),
     family=lambda plan: f"compress={plan.modifiers.compress}",
-    relaxed_plans=_relaxed_plans,
+    plans=_plans,
 )

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 LOCAL_STEPS = (10, 100)  # values that a search tries
 
 
-def _relaxed_plans(limits: Limits, shape: DeviceCounts) -> Iterator[Plan]:
+def _plans(limits: Limits, shape: DeviceCounts) -> Iterator[Plan]:
     for local in LOCAL_STEPS:
         yield Plan.of(data=shape.num_devices, local=local, outer="diloco")
         yield Plan.of(data=shape.num_devices, local=local, outer="diloco", compress="int8")
@@ -51,11 +51,13 @@ STRATEGY = Strategy(
         ),
     ),
     family=lambda plan: f"local={plan.sync.local}" if isinstance(plan.sync, Local) else "",
-    relaxed_plans=_relaxed_plans,
+    plans=_plans,
     cost=CostModel(enter),
     run="paceline.strategies.local.run",
     takes_all_models=True,
-    no_modes="replicas that take steps of their own agree on the weights that are trained alone",
-    no_closure="replicas that take steps of their own would each follow another loss",
-    no_spikes="replicas take steps of their own, and learn each other's losses only when they meet",
+    refuses={
+        "modes": "replicas that take steps of their own agree on the weights that are trained alone",
+        "closures": "replicas that take steps of their own would each follow another loss",
+        "spikes": "replicas take steps of their own, and learn each other's losses only when they meet",
+    },
 )

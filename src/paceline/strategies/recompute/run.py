@@ -43,6 +43,7 @@ def prepare(
         for unit in list(find_units(model).values()) or [model]:
             unit.forward = _Watched(unit.forward)
         return
+    _refuse_unseen_state(model, observed.unseen_state)
     refuse_scripted(model, "recompute=full")
     # FSDP2 gives a unit new parameters in each forward, except for those that a forward edits,
     # which it does not shard.
@@ -56,17 +57,16 @@ def prepare(
         unit.forward = _Recomputed(unit.forward, ForwardState(unit, edited=whole))
 
 
-def refuse_unseen_state(model: nn.Module, path: str) -> None:
+def _refuse_unseen_state(model: nn.Module, path: str | None) -> None:
     """Refuse to recompute a module with unseen state.
 
     Args:
-        path: The path of a module whose state the model doesn't show; see
-            `module_with_unseen_state`.
+        path: See `ForwardEffects.unseen_state`.
 
     Raises:
         PlanRefused: the module is recomputed.
     """
-    if any(
+    if path is not None and any(
         not unit or path == unit or path.startswith(f"{unit}.")
         for unit in find_units(model) or [""]
     ):

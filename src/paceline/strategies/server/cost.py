@@ -10,11 +10,12 @@ and a step takes the longest of the three.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from paceline.base.errors import PlanError
 from paceline.model.cost.profile import Profile
+from paceline.simulate.allocator import CPU_RUNTIME_BYTES
 from paceline.simulate.program import (
     COMPUTE,
     NETWORK,
@@ -143,6 +144,14 @@ def server_ledger(profile: Profile, plan: Plan) -> dict[str, int]:
         "optimizer": sum(p.state_bytes * p.count for p in profile.parameters),
     }
     return {name: -(-whole // sync.server) for name, whole in parts.items()}
+
+
+def ranks_apart(profile: Profile, plan: Plan) -> Mapping[str, Mapping[str, int]]:
+    """Return the memory of servers that have ranks of their own."""
+    assert isinstance(plan.sync, Servers)
+    if plan.sync.colocate == "yes":
+        return {}
+    return {"each server": {**server_ledger(profile, plan), "runtime": CPU_RUNTIME_BYTES}}
 
 
 def hold(footprint: Footprint, plan: Plan, profile: Profile) -> Footprint:

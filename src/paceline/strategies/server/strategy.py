@@ -3,13 +3,13 @@ gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from paceline.simulate.allocator import CPU_RUNTIME_BYTES
+from paceline.launch.process.fault_policy import FaultPolicy
 from paceline.strategies.costs import CostModel
 from paceline.strategies.plan import Plan
-from paceline.strategies.server.cost import enter, hold, server_ledger
+from paceline.strategies.server.cost import enter, hold, ranks_apart
 from paceline.strategies.server.keys import KEYS, Servers
 from paceline.strategies.strategy import Conflict, Strategy
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from paceline.model.cost.profile import Profile
     from paceline.strategies.limits import DeviceCounts, Limits
 
 STALENESS = (1, 4, "inf")  # values that a search tries
@@ -43,26 +42,23 @@ def _code(plan: Plan) -> tuple[object, ...]:
 
 def _plans(limits: Limits, shape: DeviceCounts) -> Iterator[Plan]:
     """Yield plans with a server in each worker, with one server in a worker, and with one on its
-    own rank."""
+    own rank, then relaxed ones."""
     workers = shape.num_devices
     yield Plan.of(server=workers, workers=workers, colocate="yes")
     yield Plan.of(server=1, workers=workers, colocate="yes")
     if workers > 2:
         yield Plan.of(server=1, workers=workers - 1)
-
-
-def _relaxed_plans(limits: Limits, shape: DeviceCounts) -> Iterator[Plan]:
-    count = shape.num_devices
-    yield Plan.of(server=count, workers=count, colocate="yes", compress="bf16")
+    yield Plan.of(server=workers, workers=workers, colocate="yes", compress="bf16")
     for staleness in STALENESS:
-        yield Plan.of(server=count, workers=count, colocate="yes", staleness=staleness)
+        yield Plan.of(server=workers, workers=workers, colocate="yes", staleness=staleness)
 
 
-def _ranks_apart(profile: Profile, plan: Plan) -> Mapping[str, Mapping[str, int]]:
+def _fault_policy(plan: Plan) -> FaultPolicy:
+    """Under staleness, the others can do without a worker that is no server, and it may come
+    back."""
     assert isinstance(plan.sync, Servers)
-    if plan.sync.colocate == "yes":
-        return {}
-    return {"each server": {**server_ledger(profile, plan), "runtime": CPU_RUNTIME_BYTES}}
+    can_go = range(plan.sync.server, plan.world_size) if _is_stale(plan) else ()
+    return FaultPolicy(uses_process_group=False, optional_ranks=frozenset(can_go))
 
 
 def _held_elsewhere(model: nn.Module) -> Iterable[torch.Tensor]:
@@ -115,16 +111,16 @@ STRATEGY = Strategy(
     family=_family,
     code=_code,
     plans=_plans,
-    relaxed_plans=_relaxed_plans,
-    cost=CostModel(enter, hold=hold),
-    ranks_apart=_ranks_apart,
+    cost=CostModel(enter, hold=hold, ranks_apart=ranks_apart),
     trainer="paceline.servers.train",
-    fault_policy="paceline.servers.roles:fault_policy",
-    keeps_weights_elsewhere=True,
+    fault_policy=_fault_policy,
     held_elsewhere=_held_elsewhere,
     observes=lambda plan: frozenset({"writes"}),
-    no_edits="servers, which keep the parameters, would not learn of it",
-    no_modes="servers, which keep the parameters, hand out those that are trained",
-    no_closure="servers, which keep the parameters, get one gradient a step from each worker",
-    no_spikes="servers update with each part of a gradient when it comes, before the loss of the whole batch is known",
+    refuses={
+        "edits": "servers, which keep the parameters, would not learn of it",
+        "modes": "servers, which keep the parameters, hand out those that are trained",
+        "closures": "servers, which keep the parameters, get one gradient a step from each worker",
+        "spikes": "servers update with each part of a gradient when it comes, before the loss of the whole "
+        "batch is known",
+    },
 )

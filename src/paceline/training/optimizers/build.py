@@ -20,9 +20,10 @@ from paceline.job import Job
 from paceline.job.modes import for_training, has_modes
 from paceline.job.named_optimizers import requires_closure
 from paceline.model.cost.updates import let_fuse
+from paceline.strategies.active_plan import ActivePlan
 from paceline.strategies.mesh import Mesh, axes_cut, local_part
 from paceline.strategies.plan import Plan
-from paceline.strategies.registry import active
+from paceline.strategies.strategy import Refusal
 from paceline.training.optimizers.gather import GatheredTensors, connect
 from paceline.training.optimizers.local_shards import OwnParts
 from paceline.training.optimizers.parts import groups_of
@@ -138,21 +139,21 @@ def refuse_kinds(built: Built, plan: Plan) -> None:
     Raises:
         PlanRefused: parameters lie on servers, or each replica takes its own steps.
     """
-    for is_of_kind, needs, field in (
+    active = ActivePlan(plan)
+    kinds: tuple[tuple[bool, str, Refusal], ...] = (
         (
             built.behaviour.needs_closure,
             "needs a closure that evaluates the loss several times a step",
-            "no_closure",
+            "closures",
         ),
         (
             has_modes(built.optimizer),
             "has train() and eval(), that is, other weights for evaluations",
-            "no_modes",
+            "modes",
         ),
-    ):
-        if is_of_kind and (
-            why := next(filter(None, (getattr(strategy, field) for strategy in active(plan))), "")
-        ):
+    )
+    for is_of_kind, needs, refusal in kinds:
+        if is_of_kind and (why := active.refusal(refusal)):
             raise PlanRefused(
                 f"{type(built.optimizer).__name__} {needs}, and {why}",
                 hint="use a data=N, shard=N or tensor=N plan",

@@ -20,6 +20,7 @@ from paceline.job.named_models import NamedModels, build_named_model
 from paceline.job.named_optimizers import NamedOptimizers
 from paceline.job.own_step import spec
 from paceline.model.tensors import tensors_in
+from paceline.strategies.active_plan import ActivePlan
 from paceline.strategies.compose import prepare
 from paceline.strategies.layout import Extent, Layout, Report
 from paceline.strategies.mesh import Mesh
@@ -306,7 +307,7 @@ def prepare_models(
         layouts,
         [
             *(synchroniser for part in parts.values() for synchroniser in part.synchronisers),
-            *prepare(layouts.module, plan=plan, mesh=mesh, models="all"),
+            *prepare(layouts.module, active=ActivePlan(plan), mesh=mesh, models="all"),
         ],
         ChangingAttributes(models),
         any(prepared.forwards_may_write for prepared in each.values()),

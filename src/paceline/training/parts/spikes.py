@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from paceline.base.errors import JobError, PlanRefused, TrainingError, UsageError
+from paceline.strategies.active_plan import ActivePlan
 from paceline.strategies.plan import Plan
-from paceline.strategies.registry import active
 
 SpikeAction = Literal["stop", "skip", "rewind"]
 
@@ -54,10 +54,10 @@ def refuse_unwatched(action: SpikeAction | None, plan: Plan, *, saves: bool) -> 
     """
     if action is None:
         return
-    for strategy in active(plan):
-        if strategy.no_spikes:
+    for strategy in ActivePlan(plan).strategies:
+        if why := strategy.refuses.get("spikes"):
             raise PlanRefused(
-                f"--on-spike {action} with {strategy.name}: {strategy.no_spikes}",
+                f"--on-spike {action} with {strategy.name}: {why}",
                 hint="data=N and shard=N, also beside tensor=N and pipeline=N, decide about each step "
                 "together",
             )
