@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.strategies.pipeline.keys import SCHEDULES
-from paceline.strategies.pipeline.schedule import bubble, in_flight, schedule
 from paceline.strategies.plan import Plan
+from paceline.strategies.stages.keys import SCHEDULES
+from paceline.strategies.stages.schedule import bubble, in_flight, schedule
 
 STEPS = 4
 WORK = ("forward", "backward", "input gradients", "weight gradients")

@@ -25,7 +25,7 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from benchmarks.turns import Ratio, ratio, take_turns, warn_if_busy
-from paceline.strategies.pipeline import assign
+from paceline.strategies.stages import assignment
 
 STEPS = 25
 BRANCHES_BATCH, BALANCE_BATCH = 512, 256
@@ -79,12 +79,12 @@ def step_s(model: Callable[[], nn.Module], plan: str, *, batch: int) -> float:
 @contextmanager
 def equal_layers() -> Iterator[None]:
     """Pipelines are cut as if every layer cost the same."""
-    by_cost = assign.forward_flops
-    assign.forward_flops = lambda piece, **figures: float(bool(piece.parameters))
+    by_cost = assignment.forward_flops
+    assignment.forward_flops = lambda piece, **figures: float(bool(piece.parameters))
     try:
         yield
     finally:
-        assign.forward_flops = by_cost
+        assignment.forward_flops = by_cost
 
 
 def cut_by_layers() -> float:

@@ -12,8 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from paceline.strategies.pipeline.keys import ScheduleName
-from paceline.strategies.pipeline.schedule import Action, schedule
+from paceline.strategies.stages.keys import ScheduleName
+from paceline.strategies.stages.schedule import Action, schedule
 
 COLOURS = {
     "forward": "#4c8bf5",

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.model.graph import Capture
-from paceline.strategies.pipeline.schedule import Action
 from paceline.strategies.stages.engine import Engine, Links, cut
+from paceline.strategies.stages.schedule import Action
 
 
 @dataclass(frozen=True)

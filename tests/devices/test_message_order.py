@@ -34,8 +34,8 @@ from paceline.strategies.compress import run as compress_run
 from paceline.strategies.data import reduce
 from paceline.strategies.data.run import GradientBuckets
 from paceline.strategies.mesh import Mesh
-from paceline.strategies.pipeline.schedule import Action, schedule
 from paceline.strategies.plan import Plan
+from paceline.strategies.stages.schedule import Action, schedule
 from paceline.training.loop import train_rank
 from paceline.training.prepare import prepare_job
 from paceline.training.settings import Settings

@@ -27,12 +27,15 @@ VALUES_TESTED = {
 }
 # Imports from a strategy's folder that are left. None may be added.
 FOLDERS_IMPORTED = {
-    "planner/pipelines.py: from paceline.strategies.pipeline.cost",
-    "planner/pipelines.py: from paceline.strategies.pipeline.schedule",
-    "planner/pipelines.py: from paceline.strategies.pipeline.timing",
+    "planner/pipelines.py: from paceline.strategies.stages.by_dimensions",
+    "planner/pipelines.py: from paceline.strategies.stages.schedule",
+    "planner/pipelines.py: from paceline.strategies.stages.timing",
     "training/clipping.py: from paceline.strategies.data.sparse",
     "training/rank_state.py: from paceline.strategies.shard.run",
 }
+OF_SPLIT_MODELS = tuple(
+    f"strategies.stages.{name}" for name in ("assignment", "cost", "layers", "price")
+)
 MOST_TOKENS, MOST_PARAMETERS = 500, 8
 # Functions beyond these limits that are left, beside the commands, whose parameters are options. None may be added.
 BEYOND_LIMITS = {
@@ -57,7 +60,6 @@ BEYOND_LIMITS = {
     "servers/server_state.py: __init__",
     "servers/worker.py: __init__",
     "strategies/data/run.py: __init__",
-    "strategies/place/assign.py: place_automatically",
     "strategies/server/shards.py: assign",
     "strategies/shard/run.py: prepare",
     "strategies/stages/layout.py: __init__",
@@ -118,8 +120,8 @@ def test_no_strategy_is_named_outside_strategies(pattern: str):
 @pytest.mark.parametrize(
     ("pattern", "its_own"),
     [
-        (r"schedule ==|\bschedule=\"|\"(gpipe|1f1b|interleaved|zero-bubble)\"", "pipeline/"),
-        (r"modifiers\.recompute\b", "recompute/|pipeline/strategy|compile/strategy|tensor/cost"),
+        (r"schedule ==|\bschedule=\"|\"(gpipe|1f1b|interleaved|zero-bubble)\"", "stages/"),
+        (r"modifiers\.recompute\b", "recompute/|stages/strategy|compile/strategy|tensor/cost"),
         (r"modifiers\.compile\b", "compile/|recompute/strategy|shard/cost"),
         (r"modifiers\.compress\b", "compress/|local/|data/|server/"),
         (r"(sync|plan|self)\.(staleness|damping|colocate)\b", "server/"),
@@ -141,26 +143,39 @@ def test_nothing_is_left_to_be_implemented():
 
 
 def test_folders_of_strategies_are_not_imported_from():
+    """Of `stages/`, all else is asked about split models, whichever strategy splits them."""
     pattern = rf"from paceline\.strategies\.({'|'.join(STRATEGY_FOLDERS)})\."
     assert {
-        line.partition(" import")[0] for line in lines(pattern, but=r"strategies/|servers/")
+        imported
+        for line in lines(pattern, but=r"strategies/|servers/")
+        if not (imported := line.partition(" import")[0]).endswith(OF_SPLIT_MODELS)
     } == FOLDERS_IMPORTED
 
 
-def test_each_folder_with_a_strategy_is_in_the_registry():
-    from paceline.strategies.registry import BUILT_IN
+def values_of_folders(module: str, kind: type) -> set[int]:
+    """The values of a type that modules of this name define in the folders of strategies, by identity."""
+    return {
+        id(value)
+        for name in STRATEGY_FOLDERS
+        for value in vars(importlib.import_module(f"paceline.strategies.{name}.{module}")).values()
+        if isinstance(value, kind)
+    }
 
-    assert len(BUILT_IN) == len(STRATEGY_FOLDERS) == len({strategy.name for strategy in BUILT_IN})
+
+def test_each_strategy_is_in_the_registry():
+    from paceline.strategies.registry import BUILT_IN
+    from paceline.strategies.strategy import Strategy
+
+    assert {id(strategy) for strategy in BUILT_IN} == values_of_folders("strategy", Strategy)
+    assert len(BUILT_IN) == len({strategy.name for strategy in BUILT_IN})
 
 
 def test_each_folder_with_keys_of_plans_has_them_read():
     """Plans are read by `key_registry.py`, and a strategy's value has the same keys."""
     from paceline.strategies import key_registry, modifiers, registry
+    from paceline.strategies.keys import PlanKeys
 
-    of_folders = {
-        id(importlib.import_module(f"paceline.strategies.{name}.keys").KEYS)
-        for name in STRATEGY_FOLDERS
-    }
+    of_folders = values_of_folders("keys", PlanKeys)
     assert {id(keys) for keys in key_registry.BUILT_IN} == {*of_folders, id(modifiers.KEYS)}
     assert {id(strategy.keys) for strategy in registry.BUILT_IN} == of_folders
 

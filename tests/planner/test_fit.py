@@ -32,8 +32,8 @@ from paceline.simulate.device import DeviceRates
 from paceline.simulate.program import Compute
 from paceline.strategies.costs import NCCL_CONNECTION_BYTES, allocator_of
 from paceline.strategies.mesh import weakest
-from paceline.strategies.pipeline.cut import balance
 from paceline.strategies.plan import Plan
+from paceline.strategies.stages.pipeline import balance
 from paceline.strategies.stages.price import SplitJob
 
 MIB = 2**20

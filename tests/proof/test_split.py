@@ -462,9 +462,8 @@ def test_a_placement_by_hand_that_overfills_a_device(
 
 def test_the_ledger_of_a_placement() -> None:
     """A line a device, with its sum and what it has."""
-    from paceline.strategies.place.assign import refuse_overfull
-    from paceline.strategies.place.ledger import MIB, PieceMemory
+    from paceline.strategies.stages.ledger import MIB, PieceMemory, refuse_overfull
 
     needs = {"a": PieceMemory(MIB, MIB, 2 * MIB, 3 * MIB), "b": PieceMemory(MIB, MIB, 2 * MIB, 0)}
-    with pytest.raises(PlanError, match=r"doesn't fit:(?s:.)*rank 0 .* 7\.0 .* 6 too much"):
-        refuse_overfull(needs, {"a": 0, "b": 1}, [6 * MIB, 6 * MIB], ["rank 0", "rank 1"])
+    with pytest.raises(PlanError, match=r"doesn't fit:(?s:.)*part 0 .* 7\.0 .* 6 too much"):
+        refuse_overfull(needs, {"a": 0, "b": 1}, [6 * MIB, 6 * MIB])

@@ -17,15 +17,15 @@ from paceline.planner.pipelines import play_pipeline
 from paceline.planner.program import stage_program
 from paceline.planner.rank_kinds import accelerator_rates
 from paceline.simulate.play import play_together
-from paceline.strategies.pipeline.cost import deal, ranks
-from paceline.strategies.pipeline.timing import (
+from paceline.strategies.plan import Plan
+from paceline.strategies.stages.by_dimensions import deal, ranks
+from paceline.strategies.stages.timing import (
     ActionSeconds,
     _course,
     _played,
     rank_ends,
     shortened,
 )
-from paceline.strategies.plan import Plan
 
 SOFTWARE = Software(
     kernels=Kernels(), formats=Formats(2, 2, 2, 12, 2, 2), slowdown=0.0, operator_s=0.0

@@ -18,8 +18,8 @@ from paceline.base.errors import PlanError
 from paceline.strategies.compress.keys import COMPRESSIONS
 from paceline.strategies.conflicts import check
 from paceline.strategies.local.keys import OUTERS, Local
-from paceline.strategies.pipeline.keys import SCHEDULES
 from paceline.strategies.plan import AllReduce, Axes, Modifiers, Plan, Schedule
+from paceline.strategies.stages.keys import SCHEDULES
 
 PLACES = ("auto", "parts.toml", "/a/b-c.toml")
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.strategies.pipeline.keys import SCHEDULES
-from paceline.strategies.pipeline.schedule import (
+from paceline.strategies.stages.keys import SCHEDULES
+from paceline.strategies.stages.schedule import (
     Action,
     blocked,
     bubble,

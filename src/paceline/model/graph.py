@@ -130,6 +130,11 @@ class Capture:
     # The values in Python on which the capture depends.
     reads: Reads = field(default_factory=Reads, repr=False)
 
+    @property
+    def maker(self) -> dict[str, str]:
+        """The key of the piece that makes each value, by the value's name."""
+        return {name: piece.key for piece in self.pieces for name in piece.outputs}
+
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Return the model's inputs by name."""
         flat, _ = pytree.tree_flatten((args, kwargs))

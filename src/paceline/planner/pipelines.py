@@ -1,7 +1,7 @@
 """The step of a pipeline of thousands of ranks, played in milliseconds.
 
 Replicas are equal, so one is played. The work of a rank for one micro-batch of one stage (a block) is played once for
-every kind of stage. Then the schedule is played with the seconds of these blocks (`strategies/pipeline/timing.py`).
+every kind of stage. Then the schedule is played with the seconds of these blocks (`strategies/stages/timing.py`).
 """
 
 from __future__ import annotations
@@ -27,19 +27,8 @@ from paceline.simulate.accelerator import AcceleratorRates
 from paceline.simulate.play import Player, Timeline
 from paceline.simulate.program import COMPUTE, HOST, NETWORK, Allocate, Event
 from paceline.strategies.costs import HookPoint, allocator_of
-from paceline.strategies.pipeline.cost import ranks
-from paceline.strategies.pipeline.schedule import kinds_of
-from paceline.strategies.pipeline.timing import (
-    FIRST,
-    LAST,
-    MIDDLE,
-    ActionSeconds,
-    Key,
-    rank_ends,
-    shortened,
-    which,
-)
 from paceline.strategies.plan import Plan, Schedule
+from paceline.strategies.stages.by_dimensions import ranks
 from paceline.strategies.stages.cost import (
     ENDING,
     RankCost,
@@ -48,6 +37,17 @@ from paceline.strategies.stages.cost import (
     forward_course,
     input_gradients,
     tie,
+)
+from paceline.strategies.stages.schedule import kinds_of
+from paceline.strategies.stages.timing import (
+    FIRST,
+    LAST,
+    MIDDLE,
+    ActionSeconds,
+    Key,
+    rank_ends,
+    shortened,
+    which,
 )
 
 KEPT = 4096  # steps of which blocks are known: as many as a search prices, which asks again for other links and memory

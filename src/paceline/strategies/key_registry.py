@@ -9,17 +9,16 @@ from paceline.strategies.compress.keys import KEYS as COMPRESS
 from paceline.strategies.data.keys import KEYS as DATA
 from paceline.strategies.keys import Key, PlanKeys, of_axis
 from paceline.strategies.local.keys import KEYS as LOCAL
-from paceline.strategies.pipeline.keys import KEYS as PIPELINE
-from paceline.strategies.place.keys import KEYS as PLACE
 from paceline.strategies.recompute.keys import KEYS as RECOMPUTE
 from paceline.strategies.server.keys import KEYS as SERVER
 from paceline.strategies.shard.keys import KEYS as SHARD
+from paceline.strategies.stages.keys import PIPELINE_KEYS, PLACE_KEYS
 from paceline.strategies.tensor.keys import KEYS as TENSOR
 
 # In the order of messages.
 BUILT_IN: tuple[PlanKeys, ...] = (
-    PIPELINE,
-    PLACE,
+    PIPELINE_KEYS,
+    PLACE_KEYS,
     DATA,
     SHARD,
     TENSOR,

@@ -11,11 +11,10 @@ from paceline.strategies.compress.strategy import STRATEGY as COMPRESS
 from paceline.strategies.data.strategy import STRATEGY as DATA
 from paceline.strategies.extensions import extensions
 from paceline.strategies.local.strategy import STRATEGY as LOCAL
-from paceline.strategies.pipeline.strategy import STRATEGY as PIPELINE
-from paceline.strategies.place.strategy import STRATEGY as PLACE
 from paceline.strategies.recompute.strategy import STRATEGY as RECOMPUTE
 from paceline.strategies.server.strategy import STRATEGY as SERVER
 from paceline.strategies.shard.strategy import STRATEGY as SHARD
+from paceline.strategies.stages.strategy import PIPELINE, PLACE
 from paceline.strategies.strategy import Strategy
 from paceline.strategies.tensor.strategy import STRATEGY as TENSOR
 

@@ -3,7 +3,7 @@
 from paceline.strategies.compile.cost import enter, narrow, start_s
 from paceline.strategies.compile.keys import KEYS
 from paceline.strategies.costs import CostModel
-from paceline.strategies.pipeline.keys import splits_backward
+from paceline.strategies.stages.keys import splits_backward
 from paceline.strategies.strategy import Conflict, Strategy
 from paceline.torch_private.late_imports import OF_COMPILING
 

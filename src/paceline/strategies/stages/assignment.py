@@ -18,12 +18,12 @@ from paceline.model.graph import Capture
 from paceline.model.graph_cost import forward_flops, kept_bytes
 from paceline.strategies.costs import allocator_of
 from paceline.strategies.mesh import weakest
-from paceline.strategies.pipeline.assign import assign
-from paceline.strategies.pipeline.schedule import Action, in_flight, schedule
-from paceline.strategies.place.assign import in_turn, place_automatically, place_by_file, stages
-from paceline.strategies.place.file import read_placement
-from paceline.strategies.place.ledger import PieceMemory
 from paceline.strategies.plan import Plan
+from paceline.strategies.stages.ledger import PieceMemory, refuse_overfull
+from paceline.strategies.stages.pipeline import assign
+from paceline.strategies.stages.place import in_turn, place_automatically, place_by_file, stages
+from paceline.strategies.stages.placement_file import read_placement
+from paceline.strategies.stages.schedule import Action, in_flight, schedule
 
 EXAMPLE_SAMPLES = 2  # samples of the small batch with which a model is captured
 
@@ -74,8 +74,12 @@ def assigned(
     flops_per_byte = (
         places[0].flops_per_byte(precision) if places[0] is not None else CPU_FLOPS_PER_BYTE
     )
+    work = {
+        piece.key: forward_flops(piece, flops_per_byte=flops_per_byte) for piece in capture.pieces
+    }
     if plan.axes.parts > 1:
-        part_of = _part_of(model, capture, plan, needs, memory_bytes, flops_per_byte)
+        part_of = _part_of(model, capture, plan, work, needs, memory_bytes)
+        refuse_overfull(needs, part_of, memory_bytes)
         stage_of, ranks = stages(capture, part_of)
         _check_edits(capture, stage_of)
         return Assignment(
@@ -93,7 +97,7 @@ def assigned(
     stage_of = assign(
         capture,
         needs,
-        flops_per_byte=flops_per_byte,
+        work=work,
         speeds=_speeds(places) * virtual,
         memory_bytes=[num_bytes / virtual for num_bytes in memory_bytes] * virtual,
         in_flight=[-(-in_flight(list(order)) // virtual) for order in orders] * virtual,
@@ -106,7 +110,7 @@ def _check_edits(capture: Capture, stage_of: Mapping[str, int]) -> None:
 
     `pipeline=N` makes no such cut.
     """
-    maker = {name: piece.key for piece in capture.pieces for name in piece.outputs}
+    maker = capture.maker
     for piece in capture.pieces:
         for name in piece.mutates:
             if name in maker and stage_of[maker[name]] != stage_of[piece.key]:
@@ -137,17 +141,12 @@ def _part_of(
     model: nn.Module,
     capture: Capture,
     plan: Plan,
+    work: Mapping[str, float],
     needs: Mapping[str, PieceMemory],
     memory_bytes: Sequence[float],
-    flops_per_byte: float,
 ) -> dict[str, int]:
-    names = [f"part {part}" for part in range(plan.axes.parts)]
     if plan.schedule.place == "auto":
-        flops = {
-            piece.key: forward_flops(piece, flops_per_byte=flops_per_byte)
-            for piece in capture.pieces
-        }
-        return place_automatically(capture, flops, needs, memory_bytes, names)
+        return place_automatically(capture, work, needs, memory_bytes)
     placement = read_placement(Path(plan.schedule.place))
     if placement.num_parts != plan.axes.parts:
         raise PlanError(
@@ -155,7 +154,7 @@ def _part_of(
             hint=f"parts={placement.num_parts}",
         )
     known = [name for name, _ in model.named_modules() if name]
-    return place_by_file(capture, placement, known, needs, memory_bytes, names)
+    return place_by_file(capture, placement, known)
 
 
 def piece_needs(

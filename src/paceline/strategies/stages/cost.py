@@ -28,7 +28,7 @@ from paceline.strategies.costs import (
     compute,
     forward_moments,
 )
-from paceline.strategies.pipeline.schedule import Action
+from paceline.strategies.stages.schedule import Action
 
 ENDING: tuple[MomentName, ...] = ("finish", "meet", "update", "save")
 POSTED_AHEAD = 2  # actions for whose messages a rank has buffers: the current one and the next

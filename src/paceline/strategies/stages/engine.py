@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from paceline.base.waiting import waiting
 from paceline.model.graph import Capture, Constant, Piece, Value
-from paceline.strategies.pipeline.schedule import Action
+from paceline.strategies.stages.schedule import Action
 from paceline.torch_private.autograd import accumulated_hooks
 
 RunPiece = Callable[[Piece, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]
@@ -44,6 +44,14 @@ class Staged:
     stages: tuple[Stage, ...]
     producer: Mapping[str, int]  # by value that other stages need: the stage that makes it
     consumers: Mapping[str, tuple[int, ...]]  # by value: the stages that need it, in order
+
+    def home(self, name: str) -> int:
+        """Return the rank that makes a value."""
+        return self.stages[self.producer[name]].rank
+
+    def takers(self, name: str) -> list[int]:
+        """Return the other ranks that need a value."""
+        return sorted({self.stages[k].rank for k in self.consumers[name]} - {self.home(name)})
 
 
 def cut(capture: Capture, stage_of: Callable[[Piece], int], ranks: Sequence[int]) -> Staged:
@@ -258,7 +266,7 @@ class Engine:
                     for stage in staged.stages
                     if stage.rank == rank
                     for value in stage.outputs
-                    if place in self._takers(staged, value.name)
+                    if place in staged.takers(value.name)
                 ]
                 for rank in range(len(self.links.ranks))
                 if rank != place
@@ -303,27 +311,21 @@ class Engine:
                 yield from (
                     (PeerMessage(value.name, action.microbatch), value)
                     for value in stage.outputs
-                    if to in self._takers(stages_of, value.name)
+                    if to in stages_of.takers(value.name)
                 )
             elif action.kind in ("B", "I"):
                 yield from (
                     (PeerMessage(value.name, action.microbatch, stage.number), value)
                     for value in stage.inputs
-                    if value.differentiable
-                    and stages_of.stages[stages_of.producer[value.name]].rank == to
+                    if value.differentiable and stages_of.home(value.name) == to
                 )
-
-    def _takers(self, staged: Staged, name: str) -> list[int]:
-        """Return the ranks that need a value of another rank."""
-        home = staged.stages[staged.producer[name]].rank
-        return sorted({staged.stages[k].rank for k in staged.consumers[name]} - {home})
 
     def _post(self, action: Action, staged: Staged) -> None:
         """Start to receive the messages that an action needs."""
         place, stage, number = self.links.place, staged.stages[action.stage], action.microbatch
         if action.kind == "F":
             for value in stage.inputs:
-                home = staged.stages[staged.producer[value.name]].rank
+                home = staged.home(value.name)
                 if home != place and (value.name, number) not in self._received:
                     self.links.post(PeerMessage(value.name, number), home)
         elif action.kind in ("B", "I"):
@@ -341,7 +343,7 @@ class Engine:
         """
         key = (value.name, number)
         if key not in self._received:
-            home = staged.stages[staged.producer[value.name]].rank
+            home = staged.home(value.name)
             self._keep(
                 staged,
                 value.name,
@@ -361,7 +363,7 @@ class Engine:
     ) -> None:
         for name, tensor in outputs.items():
             self._keep(staged, name, number, tensor)
-            for rank in self._takers(staged, name):
+            for rank in staged.takers(name):
                 self.links.send(tensor, rank)
 
     def _run_pieces(self, stage: Stage, values: dict[str, torch.Tensor]) -> None:
@@ -468,10 +470,7 @@ class Engine:
         for value in stage.inputs:
             if not value.differentiable:
                 continue
-            home, gradient = (
-                staged.stages[staged.producer[value.name]].rank,
-                flight.inputs[value.name].grad,
-            )
+            home, gradient = staged.home(value.name), flight.inputs[value.name].grad
             if home == self.links.place:
                 self._gradients[PeerMessage(value.name, number, stage.number)] = gradient
             else:

@@ -19,10 +19,10 @@ from paceline.model.opaque import OpaqueModules
 from paceline.model.reads import frozen
 from paceline.strategies.data.sparse import SparseGradients, sparse_parameters
 from paceline.strategies.layout import Batch, Extent, MicrobatchWork, ModelUse
-from paceline.strategies.pipeline.schedule import Action
 from paceline.strategies.stages.assignment import Assignment
 from paceline.strategies.stages.engine import Engine, Links, Stage, Staged, cut
 from paceline.strategies.stages.module import PieceModule, PieceModules
+from paceline.strategies.stages.schedule import Action
 from paceline.strategies.tensor.leaf import leaf_of
 from paceline.strategies.tensor.run import TensorSplit
 from paceline.torch_private import pytree

@@ -30,11 +30,11 @@ from paceline.model.cost.trace import (
 from paceline.model.graph import Capture, Piece, capture, capture_or_learn
 from paceline.model.graph_cost import INSIDE_OF_OPAQUE
 from paceline.model.opaque import OpaqueModules
-from paceline.strategies.pipeline.keys import splits_backward
 from paceline.strategies.plan import Plan
 from paceline.strategies.stages.assignment import EXAMPLE_SAMPLES, Assignment, assigned
 from paceline.strategies.stages.cost import RankCost, StageCost, StageMessage
 from paceline.strategies.stages.engine import Staged, cut
+from paceline.strategies.stages.keys import splits_backward
 from paceline.strategies.stages.layout import first_names, kept_whole, renamed
 from paceline.strategies.stages.repeats import RepeatedBlocks
 from paceline.strategies.tensor.piece import CutRules
@@ -169,10 +169,6 @@ class SplitJob:
             segments += [costs[piece.key] for piece in stage.pieces]
             segments += [costs[LOSS]] if stage.number == last else []
             pieces += stage.pieces
-            home = {
-                value.name: staged.stages[staged.producer[value.name]].rank
-                for value in stage.inputs
-            }
             away = [
                 (value, staged.stages[k].rank, k)
                 for value in stage.outputs
@@ -180,35 +176,34 @@ class SplitJob:
                 for k in staged.consumers[value.name]
                 if staged.stages[k].rank != place
             ]
-            takers = [
-                (value, rank)
-                for value in stage.outputs
-                for rank in sorted(
-                    {staged.stages[k].rank for k in staged.consumers[value.name]} - {place}
-                )
-            ]
             stages[stage.number] = StageCost(
                 range(begin, len(segments)),
                 takes=tuple(
-                    StageMessage(value.name, home[value.name], value.num_bytes)
+                    StageMessage(value.name, staged.home(value.name), value.num_bytes)
                     for value in stage.inputs
-                    if home[value.name] != place and value.name not in taken
+                    if staged.home(value.name) != place and value.name not in taken
                 ),
                 gives=tuple(
-                    StageMessage(value.name, rank, value.num_bytes) for value, rank in takers
+                    StageMessage(value.name, rank, value.num_bytes)
+                    for value in stage.outputs
+                    for rank in staged.takers(value.name)
                 ),
                 regains=tuple(
                     StageMessage(f"{value.name}<{k}", rank, value.num_bytes)
                     for value, rank, k in away
                 ),
                 returns=tuple(
-                    StageMessage(f"{value.name}<{stage.number}", home[value.name], value.num_bytes)
+                    StageMessage(
+                        f"{value.name}<{stage.number}", staged.home(value.name), value.num_bytes
+                    )
                     for value in stage.inputs
-                    if value.differentiable and home[value.name] != place
+                    if value.differentiable and staged.home(value.name) != place
                 ),
             )
             taken.update(value.name for value in stage.inputs)
-        parameters = self._parameters_of(place, sizes, assignment)
+        homes = self._homes(assignment)
+        # The first place holds the parameters that no piece uses.
+        parameters = {name: p for name, p in sizes.items() if place in homes.get(name, {0})}
         return RankCost(
             self._profile(parameters, _once(segments, halves), _unit_of(pieces)),
             stages,
@@ -216,9 +211,7 @@ class SplitJob:
             batch_bytes=self.whole.batch_bytes.at(samples * plan.num_microbatches),
             action_s=ACTION_S,
             tied_bytes=sum(
-                sizes[name].gradient_bytes
-                for name in parameters
-                if self._ranks_of(assignment, name) > 1
+                sizes[name].gradient_bytes for name in parameters if len(homes.get(name, ())) > 1
             ),
         )
 
@@ -251,27 +244,13 @@ class SplitJob:
             update_peak_bytes=peak_bytes,
         )
 
-    def _parameters_of(
-        self, place: int, sizes: Mapping[str, Parameter], assignment: Assignment
-    ) -> dict[str, Parameter]:
-        """Return the parameters of a place, in the model's order.
-
-        The first place holds those that no piece uses.
-        """
-        used: dict[str, set[int]] = {}
+    def _homes(self, assignment: Assignment) -> dict[str, set[int]]:
+        """Return the places that use each parameter, by name."""
+        homes: dict[str, set[int]] = {}
         for piece in self.example.pieces:
             for name in piece.parameters:
-                used.setdefault(name, set()).add(assignment.ranks[assignment.stage_of[piece.key]])
-        return {name: p for name, p in sizes.items() if place in used.get(name, {0})}
-
-    def _ranks_of(self, assignment: Assignment, name: str) -> int:
-        return len(
-            {
-                assignment.ranks[assignment.stage_of[piece.key]]
-                for piece in self.example.pieces
-                if name in piece.parameters
-            }
-        )
+                homes.setdefault(name, set()).add(assignment.ranks[assignment.stage_of[piece.key]])
+        return homes
 
     def _sizes(self, split: TensorSplit) -> dict[str, Parameter]:
         """Return every parameter with the sizes that a rank of the tensor axis holds."""

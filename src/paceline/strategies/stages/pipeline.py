@@ -1,13 +1,88 @@
-"""Cuts a model into stages of consecutive pieces, so that the slowest stage is as fast as
+"""The policy of pipelines: stages are consecutive pieces, and the slowest stage is as fast as
 possible."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from paceline.base.errors import PlanError
+from paceline.strategies.stages.ledger import PieceMemory
+
+if TYPE_CHECKING:
+    from paceline.model.graph import Capture
+
+
+def assign(
+    capture: Capture,
+    needs: Mapping[str, PieceMemory],
+    *,
+    work: Mapping[str, float],
+    speeds: Sequence[float],
+    memory_bytes: Sequence[float],
+    in_flight: Sequence[int],
+) -> dict[str, int]:
+    """Assign consecutive pieces to stages, balanced by the cost of their forwards.
+
+    A cut comes before a piece with parameters, and never between a value and an edit of it in
+    place.
+
+    Args:
+        needs: The memory of each piece, by key. Activations are those of one micro-batch in flight.
+        work: The time of each piece's forward, by key, in any unit.
+        speeds: The speed of each stage's device.
+        memory_bytes: The memory of each stage's device.
+        in_flight: The number of micro-batches that each stage holds at once.
+
+    Returns:
+        The stage of each piece, by key.
+
+    Raises:
+        PlanError: there are fewer places to cut than stages, or no cut fits the memory.
+    """
+    num_stages = len(speeds)
+    starts = [0]
+    made_at = {
+        name: number for number, piece in enumerate(capture.pieces) for name in piece.outputs
+    }
+    joined: set[int] = set()
+    for number, piece in enumerate(capture.pieces):
+        for name in piece.mutates:
+            if name in made_at:
+                joined |= set(range(made_at[name] + 1, number + 1))
+    seen = False
+    for number, piece in enumerate(capture.pieces):
+        if piece.parameters and seen and number not in joined:
+            starts.append(number)
+        seen = seen or bool(piece.parameters)
+    if len(starts) < num_stages:
+        names = ", ".join(piece.key for piece in capture.pieces if piece.parameters)
+        raise PlanError(
+            f"the model has {len(starts)} pieces that can be cut apart and the plan needs {num_stages} "
+            f"stages",
+            hint=f"at most {len(starts)} stages; the pieces are {names}",
+        )
+    runs = [
+        capture.pieces[start:end]
+        for start, end in zip(starts, [*starts[1:], len(capture.pieces)], strict=True)
+    ]
+    groups = [sum((needs[piece.key] for piece in run), PieceMemory()) for run in runs]
+    firsts = balance(
+        [sum(work[piece.key] for piece in run) for run in runs],
+        [need.total - need.activations for need in groups],
+        [need.activations for need in groups],
+        speeds=speeds,
+        memory_bytes=memory_bytes,
+        in_flight=in_flight,
+    )
+    return {
+        piece.key: bisect_right(firsts, number) - 1
+        for number, run in enumerate(runs)
+        for piece in run
+    }
 
 
 def balance(

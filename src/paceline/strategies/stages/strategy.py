@@ -1,4 +1,5 @@
-"""The strategy `pipeline`: consecutive ranks hold consecutive stages of a model."""
+"""The strategies under which ranks hold stages of a model: consecutive ones along a pipeline, or
+those of the modules that a placement assigns to a rank."""
 
 from __future__ import annotations
 
@@ -6,9 +7,9 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from paceline.base.errors import PlanError
-from paceline.strategies.pipeline.keys import KEYS, SCHEDULES, splits_backward
-from paceline.strategies.pipeline.schedule import bubble, schedule
 from paceline.strategies.plan import Plan
+from paceline.strategies.stages.keys import PIPELINE_KEYS, PLACE_KEYS, SCHEDULES, splits_backward
+from paceline.strategies.stages.schedule import bubble, schedule
 from paceline.strategies.strategy import Conflict, Strategy
 
 if TYPE_CHECKING:
@@ -45,10 +46,10 @@ def _lines(plan: Plan) -> Iterable[str]:
     yield line
 
 
-STRATEGY = Strategy(
+PIPELINE = Strategy(
     name="pipeline=N",
     is_active=lambda plan: plan.axes.pipeline > 1,
-    keys=KEYS,
+    keys=PIPELINE_KEYS,
     conflicts=(
         Conflict(
             "schedule=zero-bubble with shard=N",
@@ -67,4 +68,11 @@ STRATEGY = Strategy(
     code=lambda plan: (splits_backward(plan),),
     variants=_variants,
     lines=_lines,
+)
+
+PLACE = Strategy(
+    name="parts=N",
+    is_active=lambda plan: plan.axes.parts > 1,
+    keys=PLACE_KEYS,
+    is_priced_on_paper=False,
 )

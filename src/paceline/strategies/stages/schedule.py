@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Literal
 
-from paceline.strategies.pipeline.keys import ScheduleName, splits_backward
+from paceline.strategies.stages.keys import ScheduleName, splits_backward
 
 if TYPE_CHECKING:
     from paceline.strategies.plan import Plan

@@ -1,13 +1,15 @@
-"""The plan keys `pipeline`, `schedule`, `microbatches` and `virtual`."""
+"""The plan keys of pipelines (`pipeline`, `schedule`, `microbatches`, `virtual`) and of placed parts
+(`place`, `parts`)."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, get_args
 
 from paceline.base.errors import PlanError
-from paceline.strategies.axes import PIPELINE
-from paceline.strategies.keys import PlanKeys, choice, count, count_or
+from paceline.strategies.axes import PARTS, PIPELINE
+from paceline.strategies.keys import Key, PlanKeys, choice, count, count_or
 from paceline.strategies.plan_fields import PlanFields, Schedule, ScheduleName
 
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
@@ -25,7 +27,7 @@ def splits_backward(plan: PlanFields) -> bool:
     return plan.schedule.schedule == "zero-bubble"
 
 
-def _complete(values: Mapping[str, Any]) -> Mapping[str, Any]:
+def _complete_pipeline(values: Mapping[str, Any]) -> Mapping[str, Any]:
     for key in (SCHEDULE, MICROBATCHES, VIRTUAL):
         if key.name in values and values.get("pipeline", 1) == 1:
             raise PlanError(
@@ -38,7 +40,7 @@ def _complete(values: Mapping[str, Any]) -> Mapping[str, Any]:
     )
 
 
-def _problems(plan: PlanFields) -> list[str]:
+def _pipeline_problems(plan: PlanFields) -> list[str]:
     order, problems = plan.schedule, []
     if (order.virtual > 1) != (order.schedule == "interleaved"):
         problems.append(
@@ -59,9 +61,52 @@ def _problems(plan: PlanFields) -> list[str]:
     return problems
 
 
-KEYS = PlanKeys(
+PIPELINE_KEYS = PlanKeys(
     axes=(PIPELINE,),
     keys=(SCHEDULE, MICROBATCHES, VIRTUAL),
-    complete=_complete,
-    problems=_problems,
+    complete=_complete_pipeline,
+    problems=_pipeline_problems,
+)
+
+
+def _problem_of_place(value: Any) -> str:
+    if not isinstance(value, str):
+        return f"place={value} must be auto or a file"
+    if re.search(r"[\s,]", value):
+        return (
+            f"place={value}: spaces and commas part a plan's keys, so the file's name can have none"
+        )
+    return ""
+
+
+PLACE = Key(
+    "place", "schedule", Schedule().place, "auto|FILE", lambda name, text: text, _problem_of_place
+)
+
+
+def _complete_place(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    if "place" in values and "parts" not in values:
+        raise PlanError(
+            f"place={values['place']} needs the number of parts", hint="add parts=N, one a device"
+        )
+    return values
+
+
+def _place_problems(plan: PlanFields) -> list[str]:
+    problems = []
+    if (plan.schedule.place != "") != (plan.axes.parts != 1):
+        problems.append(
+            f"parts={plan.axes.parts} and place={plan.schedule.place or 'nothing'}: modules are placed "
+            "with place=auto|FILE and parts=N of at least 2"
+        )
+    if plan.axes.parts != 1 and plan.axes.pipeline != 1:
+        problems.append("pipeline=N and parts=N: both say where the model's modules go")
+    return problems
+
+
+PLACE_KEYS = PlanKeys(
+    axes=(PARTS,),
+    keys=(PLACE,),
+    complete=_complete_place,
+    problems=_place_problems,
 )

@@ -14,11 +14,11 @@ from functools import lru_cache
 from paceline.base.errors import PlanError
 from paceline.cluster.software import Software
 from paceline.model.cost.profile import Affine, Parameter, Profile, Segment
-from paceline.strategies.pipeline.cut import balance
-from paceline.strategies.pipeline.keys import ScheduleName, splits_backward
-from paceline.strategies.pipeline.schedule import Action, schedule, stages_of
 from paceline.strategies.plan import Plan
 from paceline.strategies.stages.cost import RankCost, StageCost, StageMessage
+from paceline.strategies.stages.keys import ScheduleName, splits_backward
+from paceline.strategies.stages.pipeline import balance
+from paceline.strategies.stages.schedule import Action, schedule, stages_of
 
 
 def deal(num_layers: int, num_stages: int) -> list[int]:

@@ -1,4 +1,5 @@
-"""Assigns the pieces of a captured model to parts, automatically or by a file."""
+"""The policy of `place=`: pieces are assigned to parts automatically or by a file, and stages are
+the pieces that a part runs without waiting for another."""
 
 from __future__ import annotations
 
@@ -6,9 +7,9 @@ from collections.abc import Mapping, Sequence
 
 from paceline.base.errors import PlanError
 from paceline.model.graph import Capture, Piece
-from paceline.strategies.pipeline.schedule import Action
-from paceline.strategies.place.file import Placement
-from paceline.strategies.place.ledger import PieceMemory, by_device, table
+from paceline.strategies.stages.ledger import PieceMemory
+from paceline.strategies.stages.placement_file import Placement
+from paceline.strategies.stages.schedule import Action
 
 
 def place_automatically(
@@ -16,7 +17,6 @@ def place_automatically(
     work: Mapping[str, float],
     needs: Mapping[str, PieceMemory],
     memory_bytes: Sequence[float],
-    names: Sequence[str],
 ) -> dict[str, int]:
     """Assign every piece to a part, so that parts can work at the same time and share the memory.
 
@@ -33,8 +33,7 @@ def place_automatically(
         The part of each piece, by key.
 
     Raises:
-        PlanError: there are fewer pieces than parts, or a part needs more memory than its device
-            has. The message shows the ledger.
+        PlanError: there are fewer pieces than parts.
     """
     with_parameters = [piece for piece in capture.pieces if piece.parameters]
     if len(with_parameters) < len(memory_bytes):
@@ -49,7 +48,7 @@ def place_automatically(
         whole * (memory / sum(memory_bytes) if known else 1 / len(memory_bytes))
         for memory in memory_bytes
     ]
-    maker = {name: piece.key for piece in capture.pieces for name in piece.outputs}
+    maker = capture.maker
     ended: dict[str, float] = {}
     free = [0.0] * len(memory_bytes)
     held_bytes = [0.0] * len(memory_bytes)
@@ -86,7 +85,6 @@ def place_automatically(
         held_bytes[part] += need
         part_of[piece.key] = part
         num_left -= bool(piece.parameters)
-    refuse_overfull(needs, part_of, memory_bytes, names)
     return part_of
 
 
@@ -94,9 +92,6 @@ def place_by_file(
     capture: Capture,
     placement: Placement,
     known: Sequence[str],
-    needs: Mapping[str, PieceMemory],
-    memory_bytes: Sequence[float],
-    names: Sequence[str],
 ) -> dict[str, int]:
     """Assign every piece to the part that a file says.
 
@@ -107,12 +102,11 @@ def place_by_file(
         The part of each piece, by key.
 
     Raises:
-        PlanError: the file leaves a module out, names a missing one, or overfills a device (with
-            the ledger).
+        PlanError: the file leaves a module out, or names a missing one.
     """
     pieces = {piece.key: _module_of(piece) for piece in capture.pieces if piece.parameters}
     parts = placement.part_of(list(dict.fromkeys(pieces.values())), known=known)
-    maker = {name: piece.key for piece in capture.pieces for name in piece.outputs}
+    maker = capture.maker
     part_of: dict[str, int] = {}
     for piece in capture.pieces:
         sources = [maker[name] for name in piece.inputs if name in maker]
@@ -123,28 +117,12 @@ def place_by_file(
             if sources
             else 0
         )
-    refuse_overfull(needs, part_of, memory_bytes, names)
     return part_of
 
 
 def _module_of(piece: Piece) -> str:
     """Return the name of the module that a piece's parameters belong to."""
     return piece.path or piece.parameters[0].rpartition(".")[0] or piece.parameters[0]
-
-
-def refuse_overfull(
-    needs: Mapping[str, PieceMemory],
-    part_of: Mapping[str, int],
-    memory_bytes: Sequence[float],
-    names: Sequence[str],
-) -> None:
-    """Raise PlanError with the ledger if a device needs more memory than it has."""
-    needed = by_device(needs, part_of, len(memory_bytes))
-    if any(need.total > has for need, has in zip(needed, memory_bytes, strict=True)):
-        raise PlanError(
-            f"the placement doesn't fit:\n{table(needed, names, memory_bytes)}",
-            hint="more parts, smaller micro-batches (accumulate=K), or recompute=full",
-        )
 
 
 def stages(capture: Capture, part_of: Mapping[str, int]) -> tuple[dict[str, int], list[int]]:
@@ -157,23 +135,23 @@ def stages(capture: Capture, part_of: Mapping[str, int]) -> tuple[dict[str, int]
     Returns:
         The stage of each piece, by key; the part of each stage.
     """
-    maker = {name: piece.key for piece in capture.pieces for name in piece.outputs}
-    crossing = {
-        maker[name]
+    maker = capture.maker
+    awaited = {
+        piece.key: {
+            maker[name]
+            for name in piece.inputs
+            if name in maker and part_of[maker[name]] != part_of[piece.key]
+        }
         for piece in capture.pieces
-        for name in piece.inputs
-        if name in maker and part_of[maker[name]] != part_of[piece.key]
     }
+    crossing = set().union(*awaited.values())
     stage_of: dict[str, int] = {}
     parts: list[int] = []
     before: Piece | None = None
     for piece in capture.pieces:
-        waits = any(
-            name in maker and part_of[maker[name]] != part_of[piece.key] for name in piece.inputs
-        )
         if (
             before is None
-            or waits
+            or awaited[piece.key]
             or before.key in crossing
             or part_of[before.key] != part_of[piece.key]
         ):

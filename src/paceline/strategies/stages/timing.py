@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from paceline.strategies.pipeline.cost import orders_of
-from paceline.strategies.pipeline.keys import ScheduleName
-from paceline.strategies.pipeline.schedule import ActionKind
+from paceline.strategies.stages.by_dimensions import orders_of
+from paceline.strategies.stages.keys import ScheduleName
+from paceline.strategies.stages.schedule import ActionKind
 
 ROUNDS = 2  # simulated rounds before further rounds are assumed to take equally long
 FIRST, MIDDLE, LAST = "first", "middle", "last"  # micro-batches of a step

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from paceline.base.errors import PlanError
 from paceline.base.tables import aligned
 
 MIB = 2**20
@@ -32,23 +33,24 @@ class PieceMemory:
         )
 
 
-def by_device(
-    needs: Mapping[str, PieceMemory], part_of: Mapping[str, int], num_parts: int
-) -> list[PieceMemory]:
-    """Return the sum of the pieces' memory for each device."""
-    sums = [PieceMemory() for _ in range(num_parts)]
+def refuse_overfull(
+    needs: Mapping[str, PieceMemory], part_of: Mapping[str, int], memory_bytes: Sequence[float]
+) -> None:
+    """Refuse a placement under which a device needs more memory than it has.
+
+    Raises:
+        PlanError: the message has a table of the devices' memory in MiB.
+    """
+    sums = [PieceMemory() for _ in memory_bytes]
     for key, need in needs.items():
         sums[part_of[key]] += need
-    return sums
-
-
-def table(needs: Sequence[PieceMemory], names: Sequence[str], memory_bytes: Sequence[float]) -> str:
-    """Format the ledger as a table in MiB, with one line per device."""
-    return aligned(
+    if all(need.total <= has for need, has in zip(sums, memory_bytes, strict=True)):
+        return
+    table = aligned(
         ["device", "weights", "gradients", "optimizer", "activations", "sum", "has MiB"],
         [
             [
-                name,
+                f"part {part}",
                 *(
                     f"{size / MIB:.1f}"
                     for size in (
@@ -61,6 +63,10 @@ def table(needs: Sequence[PieceMemory], names: Sequence[str], memory_bytes: Sequ
                 ),
                 f"{has / MIB:.0f}{' too much' * (need.total > has)}",
             ]
-            for need, name, has in zip(needs, names, memory_bytes, strict=True)
+            for part, (need, has) in enumerate(zip(sums, memory_bytes, strict=True))
         ],
+    )
+    raise PlanError(
+        f"the placement doesn't fit:\n{table}",
+        hint="more parts, smaller micro-batches (accumulate=K), or recompute=full",
     )
