@@ -41,6 +41,7 @@ MOST_TOKENS, MOST_PARAMETERS = 500, 8
 BEYOND_LIMITS = {
     "api/train.py: _train",
     "api/train.py: train",
+    "attached/launch.py: run",
     "cli.py: plan_",
     "cli.py: rehearse",
     "cli.py: run_",

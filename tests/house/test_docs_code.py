@@ -59,7 +59,7 @@ def test_code_on_the_pages_uses_what_there_is(page: Path):
         if isinstance(node, ast.Call) and (name := public(node.func)) and name != "keras":
             known = (
                 {field.name for field in fields(pl.Job)}
-                if name == "Job"
+                if name in ("Job", "from_lightning")  # which passes them on
                 else set(inspect.signature(getattr(pl, name)).parameters)
             )
             assert {keyword.arg for keyword in node.keywords if keyword.arg} <= known, name
