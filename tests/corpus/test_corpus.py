@@ -176,6 +176,12 @@ def test_the_plain_loop_cuts_as_it_is_told():
     assert WHOLE.pieces(5) == [[range(5)]]
 
 
+def test_an_output_comes_from_the_part_that_has_it(tmp_path: Path):
+    """Of this job's two parts the first one has it: validation data waited for the last one's."""
+    (cell,) = Sweep(tmp_path).run(entries("computed_consistency"), ["place=auto parts=2"])
+    assert cell.verdict == EXACT, cell.reason
+
+
 def test_the_page(tmp_path: Path):
     """Signs, shares and reasons."""
     jobs = entries("adamw,lbfgs")

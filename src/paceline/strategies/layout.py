@@ -128,6 +128,8 @@ class Layout(Ownership, Protocol):
     def module(self) -> nn.Module: ...
     @property
     def has_output(self) -> bool: ...  # whether this rank has the model's output, and so the loss
+    @property
+    def output_place(self) -> int: ...  # of the rank that has it, along the axis of stages
     # Whether ranks of other replicas wait in this rank's forwards. If not, padding batches are
     # skipped.
     @property
@@ -158,7 +160,7 @@ class Layout(Ownership, Protocol):
 class Whole:
     """The layout of a rank that runs the whole model."""
 
-    has_output = True
+    has_output, output_place = True, 0
     report = Report()
 
     def __init__(self, model: nn.Module, use: ModelUse, *, gathers_weights: bool) -> None:

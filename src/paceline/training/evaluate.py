@@ -234,10 +234,11 @@ class _Validation:
             raise TrainingError(f"no model '{model}': {nearest(model, self.parts)}")
         model_inputs = inputs.input if isinstance(inputs, StepBatch) else inputs
         with self.makes_on.paused():
-            output = self.parts[model].layout.forward(MicroBatch(model_inputs, None, self.samples))
+            layout = self.parts[model].layout
+            output = layout.forward(MicroBatch(model_inputs, None, self.samples))
             if self.mesh.sizes[self.mesh.stage_axis] == 1:
                 return output
-            return from_last_stage([output], self.mesh, self.device)[0]
+            return from_last_stage([output], layout.output_place, self.mesh, self.device)[0]
 
 
 def _length(data: Any) -> int:

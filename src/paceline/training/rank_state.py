@@ -263,7 +263,7 @@ class RankState:
         """Return a model's outputs, on every rank that has the step's samples."""
         if self.mesh.sizes[self.mesh.stage_axis] == 1:
             return outputs
-        return from_last_stage(outputs, self.mesh, self.device)
+        return from_last_stage(outputs, part.layout.output_place, self.mesh, self.device)
 
     @property
     def all_go_back(self) -> bool:

@@ -208,7 +208,8 @@ class Stages:
         lone = {name: p for name, p in here.items() if name in self.unused | apart}
         self.module: PieceModules = PieceModules(pieces, lone, template, split)
         self.engine = Engine(assignment.orders, self.links, self.module.run, self._weights)
-        self.has_output, self.statistics = ranks[-1] == place, use.statistics
+        self.output_place, self.statistics = ranks[-1], use.statistics
+        self.has_output = self.output_place == place
         self.ties = [(name, places) for name, places in holders.items() if len(places) > 1]
         self.groups = {
             members: _group(mesh, axis, members)

@@ -54,7 +54,7 @@ class ModelPart:
 class NamedLayouts:
     """This rank's parts of several models; see `Layout`. The models run one at a time, by name."""
 
-    has_output = True
+    has_output, output_place = True, 0
 
     def __init__(self, layouts: Mapping[str, Layout], models: NamedModels) -> None:
         self.layouts = dict(layouts)

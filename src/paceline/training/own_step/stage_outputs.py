@@ -19,16 +19,20 @@ from paceline.checkpoint.dtypes import DTYPE_NAMES, DTYPES
 from paceline.strategies.mesh import Mesh
 
 
-def from_last_stage(outputs: Sequence[Any], mesh: Mesh, device: torch.device) -> list[Any]:
-    """Return the outputs of the last rank along the axis of stages. The other ranks' arguments are
-    ignored. Collective along it.
+def from_last_stage(
+    outputs: Sequence[Any], place: int, mesh: Mesh, device: torch.device
+) -> list[Any]:
+    """Return the outputs of the rank that runs the last stage. The other ranks' arguments are
+    ignored. Collective along the axis of stages.
+
+    place: of that rank along this axis.
 
     Raises:
         PlanRefused: an output is more than tensors, numbers and text in tuples, lists, mappings and
             dataclasses.
     """
     axis = mesh.stage_axis
-    group, source = mesh.group(axis), mesh.ranks_along(axis)[-1]
+    group, source = mesh.group(axis), mesh.ranks_along(axis)[place]
     is_source, tensors = mesh.rank == source, list[torch.Tensor]()
     text = (
         json.dumps([described(output, tensors) for output in outputs]).encode()
