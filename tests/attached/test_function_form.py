@@ -194,6 +194,12 @@ FUNCTION = ATTACHED.replace(
 ).replace("tell()", "tell(torch.nn.Linear(1, 1))")
 REFUSED = {
     "a loss that is computed": (ATTACHED, "", "", "run.backward(function, batch)"),
+    "rows of all ranks": (
+        ATTACHED,
+        "        loss = F",
+        "        run.gather(x)\n        loss = F",
+        "data=N and shard=N plans gather rows",
+    ),
     "rows inside of the function": (
         FUNCTION,
         "batch[1])",
@@ -250,6 +256,20 @@ def test_what_a_split_model_can_not_run_is_refused_before_an_update(tmp_path, re
     assert message in str(error.value)
     metrics = tmp_path / "run-tensor=2" / "metrics.jsonl"
     assert not metrics.exists() or not lines(metrics.parent, "loss")
+
+
+def test_micro_batches_of_other_lengths_are_refused(tmp_path):
+    padded = FUNCTION.replace(
+        "run = pl.attach(",
+        "def collate(rows):\n    long = torch.stack([x for x, _ in rows])\n"
+        "    return long[:, : 4 - len(rows) % 2], torch.stack([y for _, y in rows])\n\n\n"
+        "loader = torch.utils.data.DataLoader(data, batch_size=5, collate_fn=collate)\nrun = pl.attach(",
+    )
+
+    with pytest.raises(PacelineError, match=r"(?s)of several shapes.*pad all samples") as error:
+        told(tmp_path, padded, "pipeline=2 microbatches=2")
+
+    assert "2 micro-batches" in str(error.value)
 
 
 def test_lambdas_that_compute_alike_are_one_function():

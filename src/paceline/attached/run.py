@@ -20,7 +20,7 @@ from paceline.attached.given import Given, trained_tensors
 from paceline.attached.logged import Logged
 from paceline.attached.session import ScriptProcess
 from paceline.attached.turn import Loss, Turn
-from paceline.base.errors import CallbackError, JobError, TrainingError
+from paceline.base.errors import CallbackError, JobError, PlanRefused, TrainingError
 from paceline.base.streams import drawing, kept_streams, seed_streams
 from paceline.checkpoint.values import can_pack
 from paceline.job import Job
@@ -428,7 +428,12 @@ class AttachedRun:
         turn, sums = self._turn("run.gather"), self._sums
         if isinstance(turn, FirstTurn) and self.world_size == 1:
             return value
-        turn = self._trained(turn, "run.gather")
+        if isinstance(turn, FirstTurn):
+            raise PlanRefused(
+                f"plan '{self.session.plan}' splits the model over ranks, and run.gather is called before the "
+                "loss that it is laid out for",
+                hint="data=N and shard=N plans gather rows",
+            )
         assert sums is not None
         return turn.gather(value, sums)
 

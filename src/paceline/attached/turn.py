@@ -335,9 +335,20 @@ class Turn:
 
 def batch_of(pieces: Sequence[MicroBatch]) -> Any:
     """Return the rows of this rank's micro-batches as the loader yields them; the first row of the
-    batch if this rank has none."""
+    batch if this rank has none.
+
+    Raises:
+        PlanRefused: the loader gives micro-batches other shapes.
+    """
     real = [piece for piece in pieces if piece.samples] or pieces[:1]
-    return joined([piece.input[0] for piece in real], [max(p.samples, 1) for p in real])
+    try:
+        return joined([piece.input[0] for piece in real], [max(p.samples, 1) for p in real])
+    except TrainingError as error:
+        raise PlanRefused(
+            f"the plan runs each batch in {len(real)} micro-batches, and the loader makes them of several "
+            f"shapes: {error.args[0]}",
+            hint="pad all samples to one length, or take a plan with one micro-batch a step",
+        ) from error
 
 
 class _Computed:
