@@ -112,9 +112,9 @@ def test_who_is_done_first_may_write_for_the_next(
 ) -> None:
     """Before a slower rank has read."""
 
-    def slow_sum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    def slow_sum(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
         time.sleep(0.1)
-        return torch.add(a, b)
+        return torch.add(a, b, out=out)
 
     def body(context: Any) -> list[float]:
         if context.rank:
