@@ -181,6 +181,10 @@ ToFolder = Annotated[
 GoesOn = Annotated[
     bool, typer.Option("--resume", help="Go on from the run's newest valid checkpoint.")
 ]
+OnSpike = Annotated[
+    Literal["stop", "skip", "rewind"] | None,
+    typer.Option(help="What to do about a step whose loss is far above those before."),
+]
 YesOrNo = Literal["yes", "no"]
 _Texts = list[str] | None
 _AT = "RANK@STEP[:PHASE]"
@@ -283,10 +287,7 @@ def train(
     spares: Annotated[
         int, typer.Option(metavar="N", min=0, help="GPUs kept for the places of those that fail.")
     ] = 0,
-    on_spike: Annotated[
-        Literal["stop", "skip", "rewind"] | None,
-        typer.Option(help="What to do about a step whose loss is far above those before."),
-    ] = None,
+    on_spike: OnSpike = None,
     check: Annotated[
         YesOrNo, typer.Option(help="Hold the first update against one device before training.")
     ] = "yes",
@@ -357,6 +358,7 @@ def run_(
     run: ToFolder = None,
     resume: GoesOn = False,
     patience: Patience = 300.0,
+    on_spike: OnSpike = None,
     log: ToLoggers = None,
     check: Annotated[
         YesOrNo,
@@ -379,6 +381,7 @@ def run_(
             run=run,
             resume=resume,
             timeout_s=patience,
+            on_spike=on_spike,
             log=log,
             check=check == "yes",
         )

@@ -193,7 +193,7 @@ def test_train_hands_every_option_on(verb: Any, job_file: str):
     ("words", "said"),
     [
         ("s.py --keep 3", "--keep is one of paceline train"),
-        ("s.py --on-spke skip", "--on-spike is one of paceline train"),
+        ("s.py --on-spke skip", "did you mean --on-spike?"),
         ("--plam data=2 s.py", "did you mean --plan?"),
         ("--rate 2 s.py", "paceline run has no option --rate. "),
     ],

@@ -56,3 +56,20 @@ def test_a_loss_that_is_computed_is_not_checked_and_the_run_says_so(tmp_path, ca
     assert error.count("not checked against one device") == 1
     assert "paceline verify" in error and "--plan 'data=2'" in error
     assert ended["figures"]["check"]["verdict"] == "unchecked"
+
+
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize(
+    ("before", "why"),
+    [("run.log(rate=0.1)", None), ("run.gather(x)", "the script calls run.gather")],
+)
+def test_what_a_loop_does_before_its_loss_is_no_failure(tmp_path, before, why):
+    text = FUNCTION.replace(
+        "        loss = run.backward", f"        {before}\n        loss = run.backward"
+    )
+
+    ended = told(tmp_path, text, "data=2", check=True)
+
+    check = ended["figures"]["check"]
+    assert check["verdict"] == ("unchecked" if why else "passed")
+    assert (why or "") in (check["reason"] or "")

@@ -192,3 +192,39 @@ def test_hooks_and_optimizers_that_a_job_has_not_are_refused():
 
     with pytest.raises(JobError, match="returns 2 optimizers and 0 schedules"):
         job_of(Several)
+
+
+def plateau(**more: Any) -> Any:
+    class Monitored(digits(nn.Module)):  # type: ignore[misc]
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = F.cross_entropy(self.net(batch[0]), batch[1])
+            self.log("val_loss", loss)
+            return {"val_loss": loss}
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), 0.1)
+            schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+            return {"optimizer": optimizer, "lr_scheduler": schedule, **more}
+
+    return Monitored
+
+
+def test_a_schedule_of_a_figure_and_a_loss_in_a_mapping(tmp_path: Path):
+    """The forms that Lightning takes beside the usual ones."""
+    run = pl.train(
+        job_of(plateau(monitor="val_loss"), epochs=1), "single", run=tmp_path / "run", table=False
+    )
+    assert run.metrics["val_loss"] > 0
+
+
+def test_fields_that_the_module_decides_are_refused():
+    with pytest.raises(JobError, match="monitor=None"):
+        job_of(plateau())
+    with pytest.raises(JobError, match="takes validate from the module"):
+        job_of(digits(nn.Module), validate=lambda model, batch: 0.0)
+
+    class Fed(digits(nn.Module)):  # type: ignore[misc]
+        def val_dataloader(self) -> Any: ...
+
+    with pytest.raises(JobError, match=r"Fed\.val_dataloader is not called"):
+        job_of(Fed, validation=None)

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -33,6 +32,7 @@ from paceline.launch.hosts.environment import Environment
 from paceline.launch.process.context import RankContext
 from paceline.launch.process.heartbeats import HeartbeatTable
 from paceline.model.cost import cache
+from paceline.model.forward_state import state_kept
 from paceline.model.tensors import tensors_in
 from paceline.planner.resolve import Resolved
 from paceline.proof.first_update import FirstUpdate
@@ -122,6 +122,8 @@ def _look(run: AttachedRun, loss: Any, batch: Any, *, resolved: Resolved, timeou
     Raises:
         PacelineError: see `check_script`. It leaves the script, too.
     """
+    if isinstance(loss, str):
+        raise _Seen(FirstUpdate("unchecked", f"the script calls {loss}, which needs all ranks"))
     if not callable(loss):
         raise _Seen(FirstUpdate("unchecked", OF_TENSOR))
     if run.given.is_named:
@@ -129,6 +131,10 @@ def _look(run: AttachedRun, loss: Any, batch: Any, *, resolved: Resolved, timeou
     if not forks_can_use_cuda():
         why = "the script uses a GPU before its first update: run.device says where a rank computes"
         raise _Seen(FirstUpdate("unchecked", why))
+    assert run.turn is not None
+    (model,) = run.given.models.values()
+    with torch.no_grad(), state_kept(model):
+        loss(run.turn.batch if batch is None else batch)  # which may call such a verb
     try:
         job = _job_of(run, loss, batch)
         update = first_update(job, None, resolved, environment=None, timeout_s=timeout_s)
@@ -149,7 +155,6 @@ def _job_of(run: AttachedRun, function: Callable[[Any], Any], batch: Any) -> Job
     """Return the job of one step with this batch."""
     assert run.first is not None and run.turn is not None
     job, rows = run.first.run.job, run.turn.rows
-    run.logged = SimpleNamespace(add=lambda figures, **rows: None)  # type: ignore[assignment]
     given = run.turn.batch if batch is None else batch
     return Job(
         model=job.model,

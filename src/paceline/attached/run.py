@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from paceline.checkpoint.values import can_pack
 from paceline.job import Job
 from paceline.job.callback import Callback
 from paceline.job.order import Order
+from paceline.model.tensors import tensors_in
 from paceline.strategies.compose import may_be_elsewhere
 from paceline.training.feed import is_stream
 from paceline.training.loop import Loop
@@ -265,6 +267,7 @@ class AttachedRun:
         given, rows = self.turn.batch if batch is None else batch, max(self.turn.rows, 1)
         if batch is not None:
             cut(batch, self.turn.pieces)  # refuses one with other rows
+        self._refuse_other_shapes(given)
         with shown.showing(given, rows, called):
             first.begins(
                 partial(self._build, self.functions.recorded(first.run.job, called, shown))
@@ -274,6 +277,22 @@ class AttachedRun:
         fed = loop.fetch()
         assert fed is not None
         return Turn(loop, fed, reads_ahead=self._reads_ahead(fed))
+
+    def _refuse_other_shapes(self, batch: Any) -> None:
+        """Refuse a first batch whose rows have other shapes than rank 0's, of which replicas would lay out other parts.
+        Collective.
+
+        Raises:
+            PlanRefused: they have.
+        """
+        shapes = [tuple(tensor.shape[1:]) for tensor in tensors_in(batch)]
+        digest = crc32(repr(shapes).encode())
+        if self.world_size > 1 and self.session.of_first_rank(digest) != digest:
+            raise PlanRefused(
+                f"plan '{self.session.plan}' lays the model out by the first batch, and rows of this rank have the "
+                f"shapes {shapes}, which are not those of rank 0",
+                hint="pad all samples to one length, or take a plan without replicas",
+            )
 
     @property
     def _here(self) -> Loop | FirstBatch:
@@ -413,9 +432,9 @@ class AttachedRun:
         """
         refuse_recording("run.log")
         turn = self._turn("run.log")
-        if self.session.look is None:
-            self._trained(turn, "run.log")
-        self.logged.add(figures, rows=turn.rows, whole=turn.fed.window.count)
+        if self.session.look is None:  # otherwise nobody reads them
+            turn = self._trained(turn, "run.log")
+            self.logged.add(figures, rows=turn.rows, whole=turn.fed.window.count)
 
     def gather(self, value: Any) -> Any:
         """Return the rows of all ranks, in the order of the batch of all ranks, with gradients. Collective.
@@ -426,8 +445,8 @@ class AttachedRun:
         """
         refuse_recording("run.gather")
         turn, sums = self._turn("run.gather"), self._sums
-        if isinstance(turn, FirstTurn) and self.world_size == 1:
-            return value
+        if self.session.look is not None:
+            self.session.look(self, "run.gather", None)
         if isinstance(turn, FirstTurn):
             raise PlanRefused(
                 f"plan '{self.session.plan}' splits the model over ranks, and run.gather is called before the "
@@ -447,6 +466,8 @@ class AttachedRun:
                 (sum, count), or a mapping of names to these.
             data: A `DataLoader` without a sampler of its own, or a data set.
         """
+        if self.session.look is not None:
+            self.session.look(self, "run.evaluate", None)
         if self.loop is None:
             raise TrainingError(
                 "run.evaluate is called before the run has begun",
@@ -474,7 +495,14 @@ class AttachedRun:
 
         Any rank may ask for it.
         """
-        self._trained(self._turn("run.stop"), "run.stop").loop.run.wants_end = True
+        if self.session.look is not None:
+            return
+        if self.loop is None:
+            raise TrainingError(
+                "run.stop is called before the run has begun to train",
+                hint="call it in the loop; under a plan that splits the model, after run.backward(function)",
+            )
+        self.loop.run.wants_end = True
 
     @contextmanager
     def alike(self) -> Iterator[None]:

@@ -17,7 +17,7 @@ _HINT = "docs/from-lightning.md says what a job has in its place"
 _KNOWN = {
     *("forward", "configure_optimizers", "training_step", "validation_step", "test_step"),
     *("predict_step", "train_dataloader", "val_dataloader", "test_dataloader"),
-    *("predict_dataloader", "prepare_data"),
+    "predict_dataloader",
 }
 _logged: dict[str, Any] = {}  # by the step of a module that runs
 
@@ -34,6 +34,11 @@ def from_lightning(build: Callable[[], Any], **fields: Any) -> Job:
     Raises:
         JobError: the module has hooks that would not be called, or optimizers that a job can't have.
     """
+    if own := sorted({"model", "compute", "validate", "optimizer", "lr_schedule"} & fields.keys()):
+        raise JobError(
+            f"from_lightning takes {', '.join(own)} from the module, and is given it as a field, too",
+            hint=f"leave it out, or change the job: dataclasses.replace(job, {own[0]}=...)",
+        )
     job = Job(model=build, compute=_Step("training_step"), optimizer=lambda _: None, **fields)
     trainer = _Absent(
         "trainer",
@@ -50,6 +55,11 @@ def from_lightning(build: Callable[[], Any], **fields: Any) -> Job:
     module = built()
     if problems := list(_problems(module)):
         raise JobError("; ".join(problems), hint=_HINT)
+    if job.validation is None and "val_dataloader" in _names(_users(module)):
+        raise JobError(
+            f"{type(module).__name__}.val_dataloader is not called",
+            hint="validation=, see " + _HINT,
+        )
     is_validated = job.validation is not None and "validation_step" in _names(_users(module))
     return replace(
         job,
@@ -71,8 +81,12 @@ class _Step:
         takes_index = len(signature(step).parameters) > 1
         loss = step(batch, *[_Absent("batch_idx")] * takes_index)
         figures = dict(_logged)
-        loss = loss["loss"] if isinstance(loss, Mapping) else loss
-        return figures.get("val_loss") if loss is None else loss, figures
+        if isinstance(loss, Mapping):
+            loss = loss.get("loss", loss.get("val_loss"))
+        loss = figures.get("val_loss") if loss is None else loss
+        if loss is None:
+            raise JobError(f"{self.name} returns no loss", hint=_HINT)
+        return loss, figures
 
 
 def _log(name: str, value: Any, *_: Any, **__: Any) -> None:
@@ -112,6 +126,7 @@ def _optimized(module: Any, job: Job) -> dict[str, Any]:
     if not isinstance(given, Mapping):
         several = given if isinstance(given, tuple | list) else [given]
         optimizers, schedules = several if isinstance(several[0], list) else (several, [])
+        schedules = schedules if isinstance(schedules, list | tuple) else [schedules]
         if len(optimizers) != 1 or len(schedules) > 1:
             raise JobError(
                 f"configure_optimizers returns {len(optimizers)} optimizers and {len(schedules)} schedules",
@@ -129,7 +144,14 @@ def _optimized(module: Any, job: Job) -> dict[str, Any]:
         return remade_schedule(schedule, optimizer)
 
     if isinstance(schedule, ReduceLROnPlateau):
-        return fields | {"lr_schedule": monitored(planned["monitor"], remade)}
+        monitor = planned.get("monitor", given.get("monitor"))
+        if monitor is None or every != 1 or planned.get("interval", "epoch") != "epoch":
+            raise JobError(
+                f"a ReduceLROnPlateau moves at each evaluation by a figure, and is given monitor={monitor!r}, "
+                f"frequency={every} and interval={planned.get('interval', 'epoch')!r}",
+                hint='{"scheduler": ..., "monitor": "val_loss"}; or leave it out, and give the job lr_schedule=',
+            )
+        return fields | {"lr_schedule": monitored(monitor, remade)}
     if planned.get("interval", "epoch") == "epoch":
         if job.steps_per_epoch is None:
             raise JobError(
