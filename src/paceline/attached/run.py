@@ -134,11 +134,7 @@ class AttachedRun:
                     module.to(self.device)
             if self.world_size > 1:  # scripts may draw other weights on each rank
                 seed = session.of_first_rank(seed)
-                for tensor in tensors:
-                    on_device = tensor.to(self.device)
-                    dist.broadcast(on_device, 0)
-                    tensor.copy_(on_device)
-                    del on_device  # before the next one comes
+                _give_values_of_first_rank(tensors, self.device)
         self.seed = seed & (2**63 - 1)
 
     # --- The loop ---------------------------------------------------------------------------------------------------
@@ -580,6 +576,25 @@ class AttachedRun:
             assert self.loop is not None
             self.loop.saves.save_before(error)
             raise
+
+
+def _give_values_of_first_rank(tensors: Sequence[torch.Tensor], device: torch.device) -> None:
+    """Give tensors the values that they have on rank 0. Collective.
+
+    Those that are not on the device travel through one tensor there, for each type: the group may
+    hold on to a tensor after it was sent.
+    """
+    elsewhere = [tensor for tensor in tensors if tensor.device.type != device.type]
+    sizes = {t.dtype: max(e.numel() for e in elsewhere if e.dtype == t.dtype) for t in elsewhere}
+    rooms = {dtype: torch.empty(size, dtype=dtype, device=device) for dtype, size in sizes.items()}
+    for tensor in tensors:
+        if tensor.device.type == device.type:
+            dist.broadcast(tensor, 0)
+            continue
+        on_device = rooms[tensor.dtype][: tensor.numel()].view(tensor.shape)
+        on_device.copy_(tensor)
+        dist.broadcast(on_device, 0)
+        tensor.copy_(on_device)
 
 
 def _kept_as(name: str, value: Any) -> Any:
