@@ -70,10 +70,10 @@ real_label, fake_label = 1.0, 0.0
 optimizerD = optim.Adam(netD.parameters(), lr=lr, betas=(beta1, 0.999))
 optimizerG = optim.Adam(netG.parameters(), lr=lr, betas=(beta1, 0.999))
 
-run = pl.attach({"G": netG, "D": netD}, {"G": optimizerG, "D": optimizerD}, dataloader)
+run = dataloader = pl.attach({"G": netG, "D": netD}, {"G": optimizerG, "D": optimizerD}, dataloader)
 
 for epoch in run.epochs(niter):
-    for i, data in enumerate(run, 0):
+    for i, data in enumerate(dataloader, 0):
         # (1) Update D network: maximize log(D(x)) + log(1 - D(G(z)))
         real_cpu = data[0].to(device)
         batch_size = real_cpu.size(0)
