@@ -182,6 +182,12 @@ def test_an_output_comes_from_the_part_that_has_it(tmp_path: Path):
     assert cell.verdict == EXACT, cell.reason
 
 
+def test_rows_of_all_workers_are_gathered_by_servers(tmp_path: Path):
+    """A step's own `ctx.gather` sums a matrix: server 0 took lists of numbers alone, and the worker was lost."""
+    (cell,) = Sweep(tmp_path).run(entries("simclr"), ["server=1 workers=2"])
+    assert cell.verdict == EXACT, cell.reason
+
+
 def test_the_page(tmp_path: Path):
     """Signs, shares and reasons."""
     jobs = entries("adamw,lbfgs")

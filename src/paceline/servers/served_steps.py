@@ -47,9 +47,9 @@ class ServedSteps(SyncEveryStep):
 
     def all_reduce_figures(self, figures: torch.Tensor) -> torch.Tensor:
         number, self.meeting = self.meeting, self.meeting + 1
-        self.control.send_message({"figures": number, "values": figures.tolist()})
+        self.control.send_message({"figures": number, "values": figures.flatten().tolist()})
         self.met_bytes += figures.nbytes
-        return figures.new_tensor(self.met(number))
+        return figures.new_tensor(self.met(number)).view_as(figures)
 
     def update(self, optimizer: str, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         """Have servers take the step of an optimizer. parameters: that it updates."""
