@@ -19,6 +19,7 @@ ENV PATH=/opt/paceline/bin:$PATH PYTHONUNBUFFERED=1
 WORKDIR /src
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY src src
+COPY docs docs
 # A torch of the base stays, so it isn't pinned.
 RUN if python3 -c "import torch"; then sed -i '/^torch==/d' constraints.txt; fi; \
     pip install --no-cache-dir --constraint constraints.txt ".[$EXTRAS]" && rm -rf /src/*

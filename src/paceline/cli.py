@@ -1063,6 +1063,23 @@ def doctor(
         raise typer.Exit(1)
 
 
+@_command()
+def docs(
+    page: Annotated[
+        str | None, typer.Argument(metavar="PAGE", help="Such as job; without it, all are listed.")
+    ] = None,
+) -> None:
+    """Say where a page of the documentation is: a file of this installation."""
+    with _reported():
+        from paceline.api import pages
+
+        if page is None:
+            text = table({name: pages.title(path) for name, path in pages.pages().items()})
+        else:
+            text = str(pages.page(page))
+    _say(text)
+
+
 def _parse_settings(words: Iterable[str] | None, option: str = "--set") -> dict[str, str]:
     settings: dict[str, str] = {}
     for word in words or ():

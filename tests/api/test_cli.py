@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from later import needed
 from typer.testing import CliRunner
 
 import paceline
+from paceline.api import pages
 from paceline.base.errors import (
     ClusterError,
     MissingPackage,
@@ -730,7 +732,27 @@ def test_help_loads_no_torch():
         "replay",
         "launch",
         "doctor",
+        "docs",
     ]
+
+
+def test_docs_says_where_a_page_is():
+    """Messages name pages in this way; all pages are listed with their titles."""
+    found = call("docs", "job")
+    assert Path(found.stdout.strip()).read_text(encoding="utf-8").startswith("# ")
+    assert call("docs", "docs/strategies/data.md").stdout.strip().endswith("strategies/data.md")
+    assert re.search(r"^job  +\S", call("docs").stdout, re.MULTILINE)
+    unknown = call("docs", "own-stepp")
+    assert unknown.exit_code == 2 and "did you mean 'own-step'?" in unknown.stderr
+
+
+def test_docs_of_a_wheel_are_in_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """An installation without pages says so."""
+    monkeypatch.setattr(pages, "_PLACES", (tmp_path / "docs",))
+    assert "has no pages" in call("docs", "job").stderr
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "index.md").write_text("# Get started\n")
+    assert call("docs", "index").stdout.strip() == str(tmp_path / "docs" / "index.md")
 
 
 def test_the_version_is_printed():

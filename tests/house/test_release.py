@@ -48,7 +48,7 @@ def test_a_wheel_trains_in_an_empty_environment(tmp_path: Path):
         "paceline",
         f"paceline-{paceline.__version__}.dist-info",
     }
-    assert set(READ) <= set(names)
+    assert {*READ, "paceline/docs/index.md"} <= set(names)
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "empty")], check=True, timeout=100)
     python = tmp_path / "empty" / "bin" / "python"
     subprocess.run(
@@ -77,6 +77,16 @@ def test_a_wheel_trains_in_an_empty_environment(tmp_path: Path):
             env={"PATH": "/usr/bin:/bin"},
         )
         assert completed.stdout == f"paceline {paceline.__version__}\n"
+    page = subprocess.run(
+        [python.with_name("paceline"), "docs", "job"],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path / "work",
+        env={"PATH": "/usr/bin:/bin"},
+    ).stdout.strip()
+    assert Path(page).is_relative_to(tmp_path / "empty") and Path(page).is_file()
     subprocess.run(
         [
             python,

@@ -43,7 +43,7 @@ PARAMETER = nn.Parameter(torch.zeros(1))
     ("changes", "message"),
     [
         ({"model": Lit()}, "model is a LightningModule"),
-        ({"model": Lit, "loss": None}, "from-lightning.md"),
+        ({"model": Lit, "loss": None}, "paceline docs coming-from"),
         ({"optimizer": Lit().configure_optimizers}, "configure_optimizers knows a model's own"),
         (
             {"optimizer": torch.optim.AdamW([PARAMETER])},
@@ -91,7 +91,7 @@ def test_what_to_write_instead(changes: dict[str, Any], message: str):
     [
         (of_keras("Adam")(), "torch.optim.Adam(named"),
         ([1, 2], "parameter groups"),
-        (Lit(), "from-lightning.md"),
+        (Lit(), "paceline docs coming-from"),
         (None, "return one of torch.optim"),
     ],
 )

@@ -171,7 +171,7 @@ def _language_model(config: Any) -> Any:
             return kind
     raise UsageError(
         f"{type(config).__name__} is of no language model",
-        hint="write a job file with the model and its data: docs/job.md",
+        hint="write a job file with the model and its data: `paceline docs job`",
     )
 
 

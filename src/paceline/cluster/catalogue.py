@@ -74,7 +74,7 @@ def accelerator(name: str) -> Accelerator:
     if match is None:
         raise ClusterError(
             f"unknown accelerator '{name}', {nearest(name, [a.name for a in _listed()])}",
-            hint="a TOML file describes any other: see docs/planning.md",
+            hint="a TOML file describes any other: see `paceline docs planning`",
         )
     return match
 

@@ -145,7 +145,7 @@ def open_job(job: AnyJob) -> tuple[JobFile | None, Job]:
     if not isinstance(job, Job):
         raise UsageError(
             f"a job is a paceline.Job or a Python file that makes one, got {type(job).__name__}",
-            hint="docs/job.md shows one"
+            hint="`paceline docs job` names the page that shows one"
             if not callable(job)
             else "call the function: it returns the Job",
         )

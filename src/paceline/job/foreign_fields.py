@@ -10,7 +10,7 @@ from typing import Any
 
 from paceline.base.errors import JobError, nearest
 
-LIGHTNING = "docs/from-lightning.md shows both side by side"
+LIGHTNING = "`paceline docs coming-from` names the page that shows both side by side"
 _RATE = "the learning rate is the optimizer's: optimizer=lambda named: torch.optim.AdamW(named, lr=1e-3)"
 _PIECES = 'batch is what an optimizer step takes, and a plan says in how many pieces: "data=2 accumulate=4"'
 _WHERE = 'a job knows no devices: pl.train(job, "data=2", devices="cuda:0-1")'
@@ -180,10 +180,13 @@ def model_hint(returned: object) -> str:
     return _MODELS
 
 
-_MODELS = "model= builds one module; several by name are models={...} with a step of your own, see docs/own-step.md"
+_MODELS = (
+    "model= builds one module; several by name are models={...} with a step of your own, "
+    "see `paceline docs own-step`"
+)
 _SEVERAL = (
     "a job has one optimizer of torch, whose parameter groups may differ in learning rate and weight decay; "
-    'several by name: models={"net": build} and optimizers={...}, see docs/own-step.md'
+    'several by name: models={"net": build} and optimizers={...}, see `paceline docs own-step`'
 )
 
 

@@ -12,7 +12,7 @@ from paceline.base.errors import JobError, TrainingError
 from paceline.job.job import Job
 from paceline.job.phases import monitored
 
-_HINT = "docs/from-lightning.md says what a job has in its place"
+_HINT = "`paceline docs coming-from` names the page on what a job has in its place"
 # Methods that are called here, or that no training needs.
 _KNOWN = {
     *("forward", "configure_optimizers", "training_step", "validation_step", "test_step"),
@@ -130,7 +130,7 @@ def _optimized(module: Any, job: Job) -> dict[str, Any]:
         if len(optimizers) != 1 or len(schedules) > 1:
             raise JobError(
                 f"configure_optimizers returns {len(optimizers)} optimizers and {len(schedules)} schedules",
-                hint='models={"net": build} and optimizers={...} with a step of your own, see docs/own-step.md',
+                hint='models={"net": build} and optimizers={...} with a step of your own, see `paceline docs own-step`',
             )
         given = {"optimizer": optimizers[0], "lr_scheduler": next(iter(schedules), None)}
     fields = {"optimizer": Recipe.of(given["optimizer"], module)}

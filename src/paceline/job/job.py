@@ -89,7 +89,7 @@ class Job:
         init: Pretrained weights in place of the seed's: a state dict, a function that returns one,
             or the path of a safetensors file, of a folder of Transformers, or of a run; or
             `pl.weights(...)` of one of these where names differ. Each rank reads the parts that it
-            holds. See docs/phases.md.
+            holds. See docs/recipes.md.
         seed: Of initial weights, data order and random layers; at least 0. `pl.like_torch(seed)`
             begins with the weights and the order of a script that seeds torch.
         drop_last: Leave out the short last batch of an epoch.
@@ -97,7 +97,7 @@ class Job:
         callbacks: Objects that watch the run and control it, in the process that started it; see
             docs/callbacks.md.
         parts: Functions that make a part of the run, on each rank: subclasses of `pl.RunPart`, or
-            functions of the run that return one; see docs/parts.md.
+            functions of the run that return one; see docs/callbacks.md.
 
     Raises:
         JobError: a field has a value it can't have; the message names all of them.

@@ -239,7 +239,7 @@ class _Check:
                 "the mean of their states or with each other's",
                 hint="plans that don't cut the batch (tensor=N, place=auto parts=N) run the model as it is. In a step "
                 "of one's own a module without parameters keeps the state of all samples; see "
-                '"what samples share" in docs/own-step.md. --check no trains all the same',
+                '"what samples share" of `paceline docs own-step`. --check no trains all the same',
             )
 
     def _watched(self, reference: dict[str, Any]) -> list[dict[str, Any]]:

@@ -58,7 +58,7 @@ def no_mean(
                     f"{name} is no mean over samples: {words}, one after the other; plans cut the data "
                     "differently, so it would depend on the plan",
                     hint="return (sum, count), which add up over samples, or give pl.whole(metric), which is "
-                    "called once with the outputs and targets of all samples; see docs/data.md",
+                    "called once with the outputs and targets of all samples; see `paceline docs data`",
                 )
     return None
 

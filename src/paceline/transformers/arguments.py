@@ -107,7 +107,8 @@ def refuse_model(trainer: Any) -> None:
 def _raise(problems: list[str]) -> None:
     if problems:
         raise UsageError(
-            "; ".join(problems), hint="docs/transformers.md lists what this Trainer takes"
+            "; ".join(problems),
+            hint="`paceline docs transformers` names the page on what this Trainer takes",
         )
 
 

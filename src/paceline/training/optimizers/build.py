@@ -280,7 +280,7 @@ def _built(
         raise JobError(
             f"the optimizer holds {strangers} parameters that are not the model's",
             hint="build it from the (name, parameter) pairs it is given. A loss with weights of its own is "
-            "a second model, and a step of one's own trains both: see docs/own-step.md",
+            "a second model, and a step of one's own trains both: see `paceline docs own-step`",
         )
     if left_out := set(name_of.values()) - {name_of[id(p)] for p in used}:
         warnings.warn(
@@ -297,7 +297,7 @@ def _built(
         warnings.warn(
             f"the loss has trainable weights of its own, such as '{untrained[0]}', and they will not change: "
             "the optimizer is given the model's. A step of one's own trains the loss as a second model, see "
-            "docs/own-step.md; requires_grad_(False) says that they are to stay",
+            "`paceline docs own-step`; requires_grad_(False) says that they are to stay",
             stacklevel=2,
         )
     names = [[name_of[id(p)] for p in group["params"]] for group in optimizer.param_groups]

@@ -177,7 +177,7 @@ class WindowDraws(OperatorMode):
                 "samples is permuted in `with ctx.alike():`"
                 if self.is_step
                 else "a data set can mix an item with another one that it draws; a step of one's own mixes whole "
-                "batches, see docs/own-step.md",
+                "batches, see `paceline docs own-step`",
             )
         self._seed()
         self.number += 1
