@@ -26,7 +26,7 @@ slow: $(VENV)/installed  ## The longer sweeps that the suite holds a smaller for
 corpus: $(VENV)/installed  ## Every job of the corpus under every plan, and the page that says what works under what
 	$(BIN)/python -m tests.corpus --write docs/what-works.md
 
-check: $(VENV)/installed  ## Linter, import order, types
+check: $(VENV)/docs-installed  ## Linter, import order, types, the site
 	scripts/check
 
 bench: $(VENV)/bench-installed  ## Throughput and start-up beside other tools

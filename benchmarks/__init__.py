@@ -1,1 +1,1 @@
-"""Speed beside other tools, measured in turns. See docs/benchmarks.md."""
+"""Speed beside other tools, measured in turns. See benchmarks/README.md."""

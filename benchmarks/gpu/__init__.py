@@ -1,1 +1,1 @@
-"""What a machine with GPUs shows of Paceline: `scripts/gpu-check`, explained in docs/gpu-checklist.md."""
+"""What a machine with GPUs shows of Paceline: `scripts/gpu-check`, explained in docs/gpu.md."""

@@ -2,7 +2,7 @@
 
     scripts/gpu-check [--minutes 55] [--only PART...] [--output gpu-check.json]
 
-docs/gpu-checklist.md says what each part shows. Each command has a process of its own; one that fails stops no other.
+docs/gpu.md says what each part shows. Each command has a process of its own; one that fails stops no other.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The document for people: Markdown, as it goes into docs/gpu-checklist.md."""
+"""The document for people: Markdown, as it goes into docs/gpu.md."""
 
 from __future__ import annotations
 

@@ -223,9 +223,9 @@ def test_what_counts():
     ) == [3, 3, 3, 3, 3, 3, 6, 6, 7, 7]
 
 
-def test_what_the_glossary_names_is_there():
+def test_what_the_words_of_the_tour_name_is_there():
     for name in re.findall(
-        r"\| `([a-z_.]+(?:\.[A-Z]\w+)?)`", (SRC.parents[1] / "docs" / "glossary.md").read_text()
+        r"\| `([a-z_.]+(?:\.[A-Z]\w+)?)`", (SRC.parents[1] / "docs" / "tour.md").read_text()
     ):
         *folders, last = name.split(".")
         module = SRC.joinpath(*folders) if last[0].isupper() else SRC.joinpath(*folders, last)

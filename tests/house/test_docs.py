@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import csv
 import doctest
 import re
@@ -29,6 +30,8 @@ from paceline.simulate.device import THREAD_EFFICIENCY
 from paceline.simulate.play import Player
 from paceline.simulate.program import Collective, Compute
 from paceline.strategies.plan import Plan
+
+from . import cli_page
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -147,13 +150,33 @@ def test_pages_that_the_code_names_are_there():
         path for folder in ("src", "benchmarks", "tests") for path in (ROOT / folder).rglob("*.py")
     ]
     named = {
-        name
+        f"{in_files or by_command}.md"
         for path in files
-        for name in re.findall(r"docs/([\w/-]+\.md)", path.read_text(encoding="utf-8"))
+        for in_files, by_command in re.findall(
+            r"docs/([\w/-]+)\.md|`paceline docs ([\w/-]+)`", path.read_text(encoding="utf-8")
+        )
     }
     assert {name for name in named if not (ROOT / "docs" / name).exists()} <= {
         page.name for page in GENERATED
     }
+
+
+def test_messages_name_pages_that_an_installation_has():
+    """Whoever installed a wheel has no folder docs/; `paceline docs PAGE` says where a page is."""
+    for path in (ROOT / "src").rglob("*.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        assert not [
+            node.value
+            for node in nodes
+            if isinstance(node, ast.Constant) and id(node) not in docstrings
+            if re.search(r"\bdocs/[\w/-]+\.md", str(node.value))
+        ], path
+
+
+def test_the_page_of_the_command_line_is_that_of_the_commands():
+    """`python tests/house/cli_page.py --write` writes it."""
+    assert cli_page.PAGE.read_text(encoding="utf-8") == cli_page.page()
 
 
 def test_the_page_that_the_dockerfile_names_says_how_to_build_it():

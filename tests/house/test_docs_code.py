@@ -65,6 +65,19 @@ def test_code_on_the_pages_uses_what_there_is(page: Path):
             assert {keyword.arg for keyword in node.keywords if keyword.arg} <= known, name
 
 
+# Their code is a module's, in 100 columns.
+OF_DEVELOPERS = ("prediction.md", "writing-a-strategy.md")
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.name not in OF_DEVELOPERS], ids=lambda page: page.stem
+)
+def test_code_fits_the_column_of_the_site(page: Path):
+    """At most 80 characters, which a reader sees without scrolling."""
+    fenced = re.findall(r"```\w*\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    assert [line for code in fenced for line in code.splitlines() if len(line) > 80] == []
+
+
 @pytest.fixture
 def names() -> dict[str, Any]:
     """What the pages suppose: a net of ten classes, its data, and the usual imports."""
@@ -91,7 +104,8 @@ def names() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("page", "number"), [("README.md", 0), ("docs/job.md", 0), ("docs/callbacks.md", 0)]
+    ("page", "number"),
+    [("README.md", 0), ("docs/index.md", 0), ("docs/job.md", 0), ("docs/callbacks.md", 0)],
 )
 def test_a_job_on_a_page_trains(page: str, number: int, names: dict[str, Any], tmp_path: Path):
     """Two steps on one device."""
@@ -102,15 +116,18 @@ def test_a_job_on_a_page_trains(page: str, number: int, names: dict[str, Any], t
 
 
 def test_the_step_of_its_own_trains(names: dict[str, Any], tmp_path: Path):
-    """The GAN of docs/own-step.md, with models that suit its sizes."""
+    """The GAN of docs/own-step.md, with models that suit its sizes, and the smallest step."""
     names |= {
         "Generator": lambda: nn.Linear(64, 6),
         "Critic": lambda: nn.Linear(6, 1),
         "images": names["train_set"],
     }
-    exec(blocks(ROOT / "docs" / "own-step.md")[0], names)
-    job = names["job"]()
-    assert pl.train(job, "data=2", steps=2, run=tmp_path / "run", table=False)["steps"] == 2
+    smallest, gan = blocks(ROOT / "docs" / "own-step.md")[:2]
+    exec(gan, names)
+    exec(smallest, names)
+    for name in ("job", "average_job"):
+        result = pl.train(names[name](), "data=2", steps=2, run=tmp_path / name, table=False)
+        assert result["steps"] == 2
 
 
 def test_the_computation_of_its_own_trains(names: dict[str, Any], tmp_path: Path):
@@ -135,8 +152,10 @@ def test_the_computation_of_its_own_trains(names: dict[str, Any], tmp_path: Path
 def test_a_script_and_its_job_have_equal_losses(
     names: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    """The script and the job of docs/compare-a-script.md, whose batches of two epochs are the same."""
-    for block in blocks(ROOT / "docs" / "compare-a-script.md"):
+    """The script and the job that docs/coming-from.md compares, whose batches of two epochs are the same."""
+    page = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")
+    compared = page.partition("\n## Compare a script with its job\n")[2]
+    for block in re.findall(r"```python\n(.*?)```", compared, re.DOTALL):
         exec(block, names)
     losses = names["script"]()
     for plan, most in (("single", 0.0), ("data=2", 1e-14)):
@@ -150,7 +169,7 @@ def test_a_script_and_its_job_have_equal_losses(
 def test_the_verbs_run_as_the_pages_say(
     names: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """The commands from Python in docs/job.md, and the results of docs/after-training.md."""
+    """The commands from Python in docs/job.md, and the results of docs/running.md."""
     monkeypatch.chdir(tmp_path)
     job, _, _, verbs = blocks(ROOT / "docs" / "job.md")
     Path("job.py").write_text(

@@ -1,4 +1,4 @@
-"""Parts that a job gives: the example of docs/parts.md, under every kind of plan."""
+"""Parts that a job gives: the example of docs/callbacks.md, under every kind of plan."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from paceline.launch.process.failure import RankFailed
 from paceline.runs.metrics import read_history
 from paceline.training.run import TrainingRun
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "parts.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "callbacks.md"
 STEPS, RESUMED, CLIP = 6, 4, 0.05
 X = torch.randn(24, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 Y = torch.arange(24) % 10
@@ -36,7 +36,9 @@ def net() -> nn.Sequential:
 @pytest.fixture(scope="module")
 def example() -> pl.Job:
     """The page's job; in float64, with all samples in every step."""
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    (code,) = re.findall(
+        r"```python\n(class GradientNorms.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL
+    )
     assert len(code.splitlines()) <= 40
     torch.manual_seed(1)
     data = TensorDataset(X, Y)
