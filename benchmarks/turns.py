@@ -133,7 +133,7 @@ def measure(
     present: dict[str, Callable[[], Run]] = {}
     for name, (package, run) in contenders.items():
         if importlib.util.find_spec(package) is None:
-            records[name].skipped = f"{package} is not installed (pip install '.[bench]')"
+            records[name].skipped = f"{package} is not installed (pip install -e '.[bench]')"
         else:
             present[name] = run
     for number, name, result in take_turns(present, rounds=rounds):

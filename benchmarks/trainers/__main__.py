@@ -85,7 +85,7 @@ def main() -> None:
     if not options.page:
         missing = [name for name in options.trainers if name not in installed()]
         if missing:
-            parser.error(f"not installed: {', '.join(missing)} (pip install '.[bench,dev]')")
+            parser.error(f"not installed: {', '.join(missing)} (pip install -e '.[bench,dev]')")
         results = kept(options.trainers, options.jobs)
         for result in measure(options.trainers, options.jobs):
             print(

@@ -68,7 +68,7 @@ def page(document: Mapping[str, Any]) -> str:
             *overview(results, document["versions"]),
             "",
             f"Last measured on {document['date']} with `python -m benchmarks.trainers`"
-            " (`pip install '.[bench]'` installs the trainers).",
+            " (`pip install -e '.[bench]'` installs the trainers).",
             "",
             *(
                 line

@@ -6,7 +6,7 @@ import ast
 import inspect
 import re
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +147,28 @@ def test_the_computation_of_its_own_trains(names: dict[str, Any], tmp_path: Path
     result = pl.train(names["autoencoder"](), "data=2", steps=2, run=tmp_path / "run", table=False)
     assert set(result.metrics) == {"validation_loss", "divergence"}
     assert all(row["metrics"]["divergence"] > 0 for row in result.history if "loss" in row)
+
+
+@pytest.mark.parametrize("plan", ["single", "shard=2"])
+def test_the_recipes_train(plan: str, names: dict[str, Any], tmp_path: Path):
+    """A warm-up, groups of parameters, and an evaluation every other step, of docs/recipes.md."""
+    code = "\n".join(blocks(ROOT / "docs" / "recipes.md"))
+    for begin in ("import math\n", "def adamw(", "class Every("):
+        block = code[code.index(begin) :].partition("\n\npl.Job(")[0]
+        exec(re.split(r"\n(?=from |pl\.|job = )", block)[0], names)
+    job = replace(
+        names["job"](),
+        batch=8,
+        optimizer=names["adamw"],
+        validation=names["test_set"],
+        callbacks=[names["Every"](2)],
+    )
+    assert names["total"] == names["job"]().total_steps
+    result = pl.train(job, plan, steps=5, run=tmp_path / "run", table=False)
+    evaluated = [line["step"] for line in result.history if "validation_loss" in line]
+    assert len(evaluated) > 2
+    rates = [line["lr"] for line in result.history if "lr" in line]
+    assert rates == sorted(rates) and rates[0] < rates[-1]
 
 
 def test_a_script_and_its_job_have_equal_losses(

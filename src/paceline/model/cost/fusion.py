@@ -12,11 +12,11 @@ from paceline.model.cost.op_calls import MIB, OperatorCall
 # Sums down the columns of a matrix, as for the gradient of a bias, in code that torch 2.13 compiles for CPUs: it reads
 # 64 bytes of each row in turn. Beyond the pages that the processor finds at once (2048 of 4 KiB) that takes 2.1 ms for
 # 12 MiB and 4.1 ms for 16 MiB on an AVX-512 EPYC, where torch's own kernel takes 0.4 and 1.1; up to 6 MiB both are
-# equally fast. See docs/strategies/compile.md.
+# equally fast. See docs/strategies/recompute.md.
 COLUMN_SUM_BYTES_PER_S, LARGEST_AT_ONCE_BYTES = 5e9, 8 * MIB
 # Seconds of a value and a thread in the same code, of operators that it makes slower: random numbers are drawn one by
 # one, and masks of ReLU and dropout are written and read one by one. On an AVX-512 Xeon at 2.5 GHz a uniform number
-# takes 14 ns, a normal one 71, and a mask's value 16 ns to write and 3.5 to read. See docs/strategies/compile.md.
+# takes 14 ns, a normal one 71, and a mask's value 16 ns to write and 3.5 to read. See docs/strategies/recompute.md.
 _UNIFORM_S, _NORMAL_S, _MASK_S = 14e-9, 71e-9, 19.5e-9
 COMPILED_VALUE_S: Mapping[str, float] = {
     "bernoulli_": _UNIFORM_S + _MASK_S,
