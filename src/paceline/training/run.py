@@ -44,8 +44,8 @@ class RunPart:
     A job gives parts of its own as `parts=`, functions that make one of the run; see docs/callbacks.md. All ranks have
     the same parts in the same order. The constructor, `restored`, `settled`, `saving`, `finished` and `summary` come
     after the same step on all ranks, and may enter collectives of all. Replicas that take steps of their own
-    (`local=H`) may be in different steps otherwise: there `before_step` and `gradients` may enter those of the ranks of one replica,
-    and `stepped`, `before_update`, `document` and `figures` none.
+    (`local=H`) may be in different steps otherwise: there `before_step` and `gradients` may enter those
+    of the ranks of one replica, and `stepped`, `before_update`, `document` and `figures` none.
     """
 
     def restored(self, checkpoint: Checkpoint | None) -> None:
