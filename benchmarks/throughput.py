@@ -45,14 +45,12 @@ class Run:
     final_loss: float
 
 
-def run_ours(steps: int, job: str = "gpt") -> Run:
+def run_ours(steps: int, job: str = "gpt", plan: str = f"data={RANKS}") -> Run:
     """Through the public command. Steps are timed from line to line of its metrics, with all that is between them."""
     file, settings = JOBS[job]
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
         run, total = Path(folder) / "run", str(WARM_UP_STEPS + steps)
-        command = paceline(
-            "train", str(file), "--plan", f"data={RANKS}", "--steps", total, "--run", str(run)
-        )
+        command = paceline("train", str(file), "--plan", plan, "--steps", total, "--run", str(run))
         run_command(
             [*command, *(f"--set={name}={value}" for name, value in settings.items()), "--json"]
         )

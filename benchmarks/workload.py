@@ -21,6 +21,7 @@ SMALL = Path(__file__).parent / "contenders" / "small_job.py"
 # DistributedDataParallel takes.
 JOBS: dict[str, tuple[Path, dict[str, int]]] = {
     "gpt": (EXAMPLE, {}),
+    "wide": (SMALL, {"width": 9440, "batch": 32}),  # 268 million parameters
     "2ms": (SMALL, {"width": 128, "batch": 64}),
     "5ms": (SMALL, {"width": 256, "batch": 256}),
     "10ms": (SMALL, {"width": 384, "batch": 384}),

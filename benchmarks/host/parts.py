@@ -26,9 +26,9 @@ from benchmarks.small_steps import SMALL_JOBS
 from benchmarks.turns import warn_if_busy
 from benchmarks.workload import JOBS, WARM_UP_STEPS
 from paceline.job.order import Order
-from paceline.strategies.data.reduce import InSharedMemory
+from paceline.launch.collectives.barrier import SharedBarrier
+from paceline.strategies.data.reduce import Uncompressed
 from paceline.strategies.data.run import GradientBuckets
-from paceline.strategies.shared_barrier import SharedBarrier
 from paceline.training import feed, window
 from paceline.training.feed import MicroBatch
 from paceline.training.loop import Loop
@@ -53,7 +53,7 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
     "loss": [(WindowWork, "loss")],
     "backward": [(torch.Tensor, "backward")],
     "gradients to buckets": [(GradientBuckets, "begin"), (GradientBuckets, "_arrived")],
-    "sum of gradients": [(InSharedMemory, "finish"), (GradientBuckets, "finish")],
+    "sum of gradients": [(Uncompressed, "finish"), (GradientBuckets, "finish")],
     "waiting for other ranks": [(SharedBarrier, "wait")],
     "rest of the backward": [(TrainingStep, "backward")],
     "agreement of ranks": [(TrainingStep, "_ask")],

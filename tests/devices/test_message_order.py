@@ -27,11 +27,11 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.launch.local.ranks import run_local
+from paceline.launch.process import rank_process
 from paceline.model.graph import Capture, capture
 from paceline.planner.resolve import resolve
 from paceline.strategies.compose import load
 from paceline.strategies.compress import run as compress_run
-from paceline.strategies.data import reduce
 from paceline.strategies.data.run import GradientBuckets
 from paceline.strategies.mesh import Mesh
 from paceline.strategies.plan import Plan
@@ -235,7 +235,7 @@ def two_models_apart_job() -> paceline.Job:
 def sums_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compressed sums are launched as on GPUs, and buckets go over the network, as they do there."""
     monkeypatch.setattr(compress_run, "beside", compress_run.OnStream)
-    monkeypatch.setattr(reduce, "_share", lambda *args: None)
+    monkeypatch.setattr(rank_process, "register", lambda: "gloo")
 
 
 @cache

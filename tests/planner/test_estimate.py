@@ -90,10 +90,14 @@ def test_running_statistics_of_replicas_meet_twice(text, collectives):
 
 def test_replicas_on_cpus_meet_three_times_a_step():
     """Before and after they sum gradients, and over figures of the step: two hops of 5 ms each where nothing is known
-    of small all-reduces, and 2 ms each where they take that."""
+    of memory, and 2 ms each where they take that."""
     step_s = [
         guess("data=2", replace(cluster(10_000, 10_000, kind="cpu"), link=link)).step_s
-        for link in (Link(1e15, 0.0), Link(1e15, 5e-3), Link(1e15, 5e-3, small_s=2e-3))
+        for link in (
+            Link(1e15, 0.0),
+            Link(1e15, 5e-3),
+            Link(1e15, 5e-3, memory_wait_s=2e-3, memory_bytes_per_s=1e15),
+        )
     ]
 
     assert step_s[1] - step_s[0] == pytest.approx(3 * 2 * 5e-3)

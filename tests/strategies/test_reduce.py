@@ -9,8 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from paceline.strategies import shared_memory
-from paceline.strategies.data.reduce import InSharedMemory, OverNetwork, Reduction, reduction
+from paceline.strategies.data.reduce import Reduction, Uncompressed
 
 # Less than a block, several blocks and a rest, nothing at all, fewer elements than ranks.
 SIZES = (5, 3 * 2**16 + 7, 0, 1)
@@ -40,46 +39,10 @@ def test_shared_memory_sums_as_the_network_does(
 ) -> None:
     def body(context: Any) -> bool:
         like = [torch.zeros(0, dtype=dtype) for dtype in DTYPES]
-        shared = reduction(like, SIZES, dist.group.WORLD)
-        network = OverNetwork(like, SIZES, dist.group.WORLD)
-        assert isinstance(shared, InSharedMemory)
+        shared = Uncompressed(like, SIZES, dist.group.WORLD)
+        network = Uncompressed(like, SIZES, dist.new_group(backend="gloo"))
+        assert network.overlaps and not shared.overlaps
         pairs = zip(sums(shared, context.rank), sums(network, context.rank), strict=True)
         return all(torch.equal(a, b) for step in pairs for a, b in zip(*step, strict=True))
 
     assert run_ranks(body, ranks) == [True] * ranks
-
-
-def test_one_rank_without_shared_memory_sends_all_over_the_network(
-    run_ranks: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Such as one on another host: all agree on the way."""
-    create = shared_memory._create
-    monkeypatch.setattr(
-        shared_memory,
-        "_create",
-        lambda size, mark: None if dist.get_rank() == 1 else create(size, mark),
-    )
-
-    def body(context: Any) -> list[Any]:
-        made = reduction([torch.zeros(1)], [4], dist.group.WORLD)
-        made.memory[0].fill_(1.0)
-        made.start(0)
-        made.finish()
-        return [isinstance(made, OverNetwork), float(made.memory[0].sum())]
-
-    assert run_ranks(body, 2) == [[True, 8.0]] * 2
-
-
-def test_another_hosts_process_of_the_same_number_is_not_taken(
-    run_ranks: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The mark in the memory is another."""
-    create = shared_memory._create
-    monkeypatch.setattr(
-        shared_memory, "_create", lambda size, mark: create(size, mark + dist.get_rank())
-    )
-
-    def body(context: Any) -> bool:
-        return isinstance(reduction([torch.zeros(1)], [4], dist.group.WORLD), OverNetwork)
-
-    assert run_ranks(body, 2) == [True, True]

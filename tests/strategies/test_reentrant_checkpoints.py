@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from paceline.base.errors import TrainingError
-from paceline.strategies.data import reduce
+from paceline.launch.process import rank_process
 from paceline.strategies.data.arrivals import GradientArrivals
 from paceline.strategies.data.run import GradientBuckets
 
@@ -50,7 +50,7 @@ class Shared(nn.Module):
 )
 def test_replicas_over_a_network(plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """As between hosts: a bucket leaves while backward goes on."""
-    monkeypatch.setattr(reduce, "_share", lambda *args: None)
+    monkeypatch.setattr(rank_process, "register", lambda: "gloo")
     assert_alike(stateful_job(Shared, steps=4), plan, tmp_path)
 
 
@@ -75,7 +75,7 @@ def test_gradients_that_backward_leaves_outside_of_buckets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """As on GPUs: a bucket takes them when the last of them is there."""
-    monkeypatch.setattr(reduce, "_share", lambda *args: None)
+    monkeypatch.setattr(rank_process, "register", lambda: "gloo")
     made = GradientBuckets.__init__
 
     def copying(buckets: GradientBuckets, *args: Any, **options: Any) -> None:
@@ -93,7 +93,7 @@ def test_servers(tmp_path: Path):
 
 def test_stages_that_share_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Two stages of one rank add to it, the second after the last micro-batch of the first."""
-    monkeypatch.setattr(reduce, "_share", lambda *args: None)
+    monkeypatch.setattr(rank_process, "register", lambda: "gloo")
 
     def tied() -> nn.Module:
         net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)), nn.Linear(8, 4))

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from paceline.strategies.shard.exchange import Buffers, InPlaceReduceScatter
 
 CPU = torch.device("cpu")
+ALONE: Any = None  # a group that shares no memory
 
 
 def test_memory_is_given_out_again_once_nothing_uses_it():
     """A view keeps it, as FSDP2 keeps views of what it gathered."""
-    buffers = Buffers()
+    buffers = Buffers(ALONE)
     first = buffers.take(100, torch.float32)
     address, view = first.data_ptr(), first[10:20]
     del first
@@ -23,7 +26,7 @@ def test_memory_is_given_out_again_once_nothing_uses_it():
 
 def test_memory_that_is_too_small_is_given_back():
     """As many buffers stay as are used at a time, each of the size of the largest."""
-    buffers = Buffers()
+    buffers = Buffers(ALONE)
     for numbers in (10, 1000, 20, 500):
         taken = buffers.take(numbers, torch.float32)
         assert taken.shape == (numbers,) and taken.dtype == torch.float32
@@ -33,7 +36,7 @@ def test_memory_that_is_too_small_is_given_back():
 
 def test_gradients_have_memory_of_their_own():
     """FSDP2 asks for the whole tensor's buffer, and then for the part that becomes gradients."""
-    scatter = InPlaceReduceScatter(Buffers(), num_ranks=2)
+    scatter = InPlaceReduceScatter(Buffers(ALONE), num_ranks=2)
     for _ in range(2):
         whole = scatter.allocate((8,), dtype=torch.float32, device=CPU)
         part = scatter.allocate((4,), dtype=torch.float32, device=CPU)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -181,3 +182,26 @@ def test_a_sum_that_does_not_lie_in_one_piece(run_ranks: Callable[..., Any]) -> 
         return [total.unique().tolist(), turned.unique().tolist(), given.grad.unique().tolist()]  # type: ignore
 
     assert run_ranks(body, 2) == [[[3.0], [1.0], [1.0]], [[3.0], [2.0], [2.0]]]
+
+
+def test_what_is_scattered_stays_as_it_is(run_ranks: Callable[..., Any]) -> None:
+    """Whether its parts lie one after the other, where no copy is needed to send them, or not."""
+
+    def body(context: Any) -> list[Any]:
+        mesh = Mesh({"pipeline": 1, "data": 1, "shard": 1, "tensor": 2}, context.rank)
+        mesh.connect()
+        exchanges = Exchanges(mesh.devices("cpu")["tensor"])
+        results = []
+        for dim, mode in product((0, 1), (torch.no_grad, torch.inference_mode)):
+            with mode():
+                x = torch.arange(8.0).reshape(2, 4) * (context.rank + 1)
+                before = x.clone()
+                part = exchanges.scatter(Cut(dim))(x)
+            total = torch.arange(8.0).reshape(2, 4) * 3
+            results += [
+                torch.equal(x, before),
+                torch.equal(part, total.chunk(2, dim)[context.rank]),
+            ]
+        return results
+
+    assert run_ranks(body, 2) == [[True] * 8] * 2

@@ -306,11 +306,10 @@ class _Counted(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.exchanges, self.copies = 0.0, 0
+        self.exchanges, self.copies = 0, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":  # each of two ranks broadcasts what all gather
-            self.exchanges += 0.5 if "broadcast" in func.name() else 1
+        self.exchanges += func.namespace == "c10d_shared"
         self.copies += func is torch.ops.aten.clone.default
         return func(*args, **(kwargs or {}))
 

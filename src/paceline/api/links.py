@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.devices import DeviceKind
@@ -26,14 +26,18 @@ from paceline.launch.process.context import RankContext
 from paceline.launch.process.failure import RankFailed
 from paceline.model.cost import cache
 
+if TYPE_CHECKING:
+    import torch
+
 # The figures of a link that the cache keeps.
 FIGURES = (
     "bytes_per_s",
     "latency_s",
     "wait_s",
     "late_s",
-    "small_s",
-    "small_late_s",
+    "memory_wait_s",
+    "memory_late_s",
+    "memory_bytes_per_s",
 )
 CACHED = "links"  # cache document; keys are the number of CPU ranks, or the numbers of the GPUs
 MOST_RANKS = 8  # the most CPU ranks that are measured; larger numbers use this result
@@ -158,75 +162,96 @@ def _counts(num_devices: int) -> list[int]:
     return sorted({most, *(count for count in (2, 4, 8) if count <= most)})
 
 
-def _rank_times(context: RankContext) -> tuple[float, float, float, float, float, float, str]:
+def _rank_times(context: RankContext) -> tuple[Any, ...]:
     """Return a link's figures, as this rank sees them, and their source. Collective over the
     default group.
 
     Each figure is a mean, because a step has many collectives, and one in ten takes several times
     as long as the median. The faster of the rounds counts, because other users of the machine only
-    make them slower. The rate is that of consecutive gatherings: ranks that compute before them are
-    late by as much as a large one takes.
+    make them slower.
     """
     import torch
     import torch.distributed as dist
 
-    from paceline.strategies import host_all_reduce
-    from paceline.strategies.cpu_collectives import gather_in_place
+    from paceline.launch.collectives.group import all_gather, shares_memory
 
-    n, matrix = context.world_size, torch.ones(BUSY_SIDE, BUSY_SIDE)
-    small, whole = torch.zeros(SMALL_NUMBERS), torch.zeros(LARGE_BYTES // 4 // n * n)
-
-    def each_s(
-        times: int, collective: Callable[[], object], products: int = MANY_PRODUCTS
-    ) -> float:
-        """Return the mean seconds of a collective that follows matrix products; the slowest runs
-        are left out.
-        """
-        collective()
-        seconds = []
-        for _ in range(times):
-            for _ in range(products):
-                matrix @ matrix
-            began_s = time.perf_counter()
-            collective()
-            seconds.append(time.perf_counter() - began_s)
-        return statistics.mean(sorted(seconds)[: math.ceil((1 - SLOWEST) * times)])
-
-    def at_once_and_late_s(
-        collective: Callable[[], object], aside_s: float = 0.0
-    ) -> tuple[float, float]:
-        few_s, many_s = (
-            max(0.0, min(each_s(SMALL, collective, products) for _ in range(ROUNDS)) - aside_s)
-            for products in (FEW_PRODUCTS, MANY_PRODUCTS)
-        )
-        return few_s, max(0.0, many_s - few_s)
-
+    n, small = context.world_size, torch.zeros(SMALL_NUMBERS)
+    everyone: Any = dist.group.WORLD
+    over_gloo = dist.new_group(backend="gloo")
     began_s, began_cpu_s = time.perf_counter(), time.thread_time()
-    each_s(SMALL, lambda: None)
+    _each_s(SMALL, lambda: None, MANY_PRODUCTS)
     share = torch.tensor((time.thread_time() - began_cpu_s) / (time.perf_counter() - began_s))
     dist.all_reduce(share, dist.ReduceOp.MIN)
     is_quiet = float(share) >= QUIET_SHARE * min(1.0, usable_cores() / n)
-    wait_s, late_s = at_once_and_late_s(
-        lambda: dist.all_reduce(small), 2 * (n - 1) * LOOPBACK.latency_s
-    )
-    small_s, small_late_s = at_once_and_late_s(lambda: host_all_reduce.all_reduce(small))
-    group, tiny = dist.group.WORLD, torch.zeros(n)
-    assert group is not None
-    large_s, tiny_s = (
-        min(each_s(LARGE, partial(gather_in_place, tensor, group), 0) for _ in range(ROUNDS))
-        for tensor in (whole, tiny)
-    )
-    moving_s = max(0.0, large_s - tiny_s)
-    bytes_per_s = (n - 1) / n * whole.nbytes / moving_s if moving_s else LOOPBACK.bytes_per_s
+
+    def by_messages(whole: torch.Tensor) -> None:
+        for work in [
+            dist.broadcast(part, rank, group=over_gloo, async_op=True)
+            for rank, part in enumerate(whole.chunk(n))
+        ]:
+            work.wait()
+
+    def in_memory(whole: torch.Tensor) -> None:
+        all_gather(whole, whole.chunk(n)[context.rank])
+
+    wait_s, late_s = _waits_s(lambda: dist.all_reduce(small, group=over_gloo))
+    wait_s = max(0.0, wait_s - 2 * (n - 1) * LOOPBACK.latency_s)
+    memory: tuple[float | None, ...] = (None, 0.0, 0.0)
+    if shares_memory(everyone):
+        memory = (
+            *_waits_s(lambda: dist.all_reduce(small)),
+            _gathered_bytes_per_s(in_memory, everyone),
+        )
     return (
-        bytes_per_s,
+        _gathered_bytes_per_s(by_messages, over_gloo),
         LOOPBACK.latency_s,
         wait_s,
         late_s,
-        small_s,
-        small_late_s,
+        *memory,
         "measured" if is_quiet else BUSY,
     )
+
+
+def _each_s(times: int, collective: Callable[[], object], products: int) -> float:
+    """Return the mean seconds of a collective that follows matrix products; the slowest runs are
+    left out."""
+    import torch
+
+    matrix = torch.ones(BUSY_SIDE, BUSY_SIDE)
+    collective()
+    seconds = []
+    for _ in range(times):
+        for _ in range(products):
+            matrix @ matrix
+        began_s = time.perf_counter()
+        collective()
+        seconds.append(time.perf_counter() - began_s)
+    return statistics.mean(sorted(seconds)[: math.ceil((1 - SLOWEST) * times)])
+
+
+def _waits_s(collective: Callable[[], object]) -> tuple[float, float]:
+    """Return the seconds of a collective that follows little work, and what is added after much."""
+    few_s, many_s = (
+        min(_each_s(SMALL, collective, products) for _ in range(ROUNDS))
+        for products in (FEW_PRODUCTS, MANY_PRODUCTS)
+    )
+    return few_s, max(0.0, many_s - few_s)
+
+
+def _gathered_bytes_per_s(gather: Callable[[torch.Tensor], object], group: Any) -> float:
+    """Return the rate of consecutive gatherings, without the time of an empty one.
+
+    Ranks that compute before them are late by as much as a large one takes.
+    """
+    from paceline.launch.collectives.group import allocate
+
+    n = group.size()
+    large_s, tiny_s = (
+        min(_each_s(LARGE, partial(gather, whole), 0) for _ in range(ROUNDS))
+        for whole in (allocate(size, group) for size in (LARGE_BYTES // n * n, n))
+    )
+    moving_s = max(0.0, large_s - tiny_s)
+    return (n - 1) / n * LARGE_BYTES / moving_s if moving_s else LOOPBACK.bytes_per_s
 
 
 def _gpu_rank_times(context: RankContext) -> tuple[float, float, float]:
@@ -278,7 +303,9 @@ def _read(kind: DeviceKind) -> dict[str, Link]:
     return (
         links
         if all(
-            0 < link.bytes_per_s < math.inf and 0 <= sum(_waits(link)) < math.inf
+            0 < link.bytes_per_s < math.inf
+            and 0 <= link.memory_bytes_per_s < math.inf
+            and 0 <= sum(_waits(link)) < math.inf
             for link in links.values()
         )
         else {}
@@ -286,17 +313,24 @@ def _read(kind: DeviceKind) -> dict[str, Link]:
 
 
 def _link(
-    bytes_per_s: Any, latency_s: Any, wait_s: Any, late_s: Any, small_s: Any, small_late_s: Any
+    bytes_per_s: Any,
+    latency_s: Any,
+    wait_s: Any,
+    late_s: Any,
+    memory_wait_s: Any,
+    memory_late_s: Any,
+    memory_bytes_per_s: Any,
 ) -> Link:
     return Link(
         float(bytes_per_s),
         float(latency_s),
         float(wait_s),
         float(late_s),
-        None if small_s is None else float(small_s),
-        float(small_late_s),
+        None if memory_wait_s is None else float(memory_wait_s),
+        float(memory_late_s),
+        float(memory_bytes_per_s),
     )
 
 
 def _waits(link: Link) -> tuple[float, ...]:
-    return link.wait_s, link.late_s, link.small_s or 0.0, link.small_late_s
+    return link.wait_s, link.late_s, link.memory_wait_s or 0.0, link.memory_late_s

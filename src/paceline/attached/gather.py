@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 
 from paceline.base.errors import PeerLost, TrainingError
-from paceline.strategies.host_all_reduce import all_reduce
 
 
 class SumsOfRows:
@@ -31,7 +30,7 @@ class SumsOfRows:
         if self._group is None:
             self._group = dist.new_group(self._ranks, use_local_synchronization=True)
         try:
-            all_reduce(tensor, group=self._group)
+            dist.all_reduce(tensor, group=self._group)
         except PeerLost as error:
             if not getattr(error, "is_mismatch", False):
                 raise

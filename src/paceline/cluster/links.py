@@ -19,10 +19,11 @@ class Link:
     # collective, and so come at different times (`LATE_AFTER_S` of `simulate/collectives.py`). It
     # is proportionally less if they computed for less time.
     late_s: float = 0.0
-    # The same two times for a small all-reduce of CPU ranks (`strategies/host_all_reduce.py`), with
-    # its messages. If `small_s` is None they are not known, and it counts as any other collective.
-    small_s: float | None = None
-    small_late_s: float = 0.0
+    # The same figures for CPU ranks that exchange tensors in memory (`launch/collectives/group.py`).
+    # If `memory_wait_s` is None they are not known, and such exchanges count as messages.
+    memory_wait_s: float | None = None
+    memory_late_s: float = 0.0
+    memory_bytes_per_s: float = 0.0
     # The origin of the figures of a link between GPUs of this machine, for people to read.
     source: str = field(default="", compare=False)
 

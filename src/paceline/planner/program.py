@@ -265,11 +265,11 @@ class _OneDevice:
         (`training/replicas/buffers.py`)."""
         if self.step.plan.world_size > 1 and self.step.plan.outer_steps is None:
             figures = 3 + sum(p.trainable for p in self.profile.parameters)
-            yield small_all_reduce(self.step, 8 * figures, self.step.plan.world_size, name="meet")
+            yield small_all_reduce(8 * figures, self.step.plan.world_size, name="meet")
             replicas = self.step.plan.axes.num_ranks(lambda axis: axis.cuts_samples)
             if replicas > 1 and (values := self.profile.statistics_bytes / 4):
-                yield small_all_reduce(self.step, 3 * 8 * values, replicas, name="statistics")
-                yield small_all_reduce(self.step, 8 * values, replicas, name="statistics")
+                yield small_all_reduce(3 * 8 * values, replicas, name="statistics")
+                yield small_all_reduce(8 * values, replicas, name="statistics")
 
     def update(self, point: HookPoint) -> Iterable[Event]:
         part = self._updated_part()

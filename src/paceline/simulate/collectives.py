@@ -17,7 +17,7 @@ def collective_s(event: Collective, network: Network | Link, computed_s: float =
     """Seconds of a collective on a ring of equal links.
 
     Ranks first wait for each other, as far as they are known to: `Link.wait_s`, and `Link.late_s` where they have
-    computed since they met last. A small all-reduce in memory takes nothing beside such waits. Each of a
+    computed since they met last. Ranks that share memory have their own figures of waits and of the rate. Each of a
     collective's steps sends 1/n of the tensor to the next rank; contention is left out. Across nodes a group's
     members in a node each drive their own share of its network, so that the slower of the link in the node and
     these shares together sets the pace; each hop waits for its own link's latency, and an all-reduce crosses nodes
@@ -40,11 +40,12 @@ def collective_s(event: Collective, network: Network | Link, computed_s: float =
     together = network.in_a_node(event.group, event.stride)
     if across is None or together == event.group:
         late = min(event.times, computed_s / LATE_AFTER_S)
-        if event.is_small and inside.small_s is not None:
-            return late * inside.small_late_s + event.times * inside.small_s
+        part_bytes = event.num_bytes / event.group
+        if inside.memory_wait_s is not None and not event.is_compressed:
+            moving_s = steps * part_bytes / inside.memory_bytes_per_s
+            return late * inside.memory_late_s + event.times * (inside.memory_wait_s + moving_s)
         return late * inside.late_s + event.times * (
-            inside.wait_s
-            + steps * (inside.latency_s + event.num_bytes / event.group / inside.bytes_per_s)
+            inside.wait_s + steps * (inside.latency_s + part_bytes / inside.bytes_per_s)
         )
     bytes_per_s = across.bytes_per_s * together
     if together > 1:

@@ -56,7 +56,7 @@ class Collective:
     times: how often a step; below 1 for what is done every few steps.
     servers: that workers push to or pull from; `group` are the workers. is_colocated: whether they are in workers'
         processes.
-    is_small: whether CPU ranks of one host exchange it in memory that they share (`strategies/host_all_reduce.py`).
+    is_compressed: it then travels over the network also where ranks share memory (`launch/collectives/group.py`).
     """
 
     kind: CollectiveName
@@ -68,7 +68,7 @@ class Collective:
     stride: int = 1
     servers: int = 0
     is_colocated: bool = False
-    is_small: bool = False
+    is_compressed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

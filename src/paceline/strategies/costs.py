@@ -35,9 +35,8 @@ from paceline.model.cost.op_calls import OperatorCalls
 from paceline.model.cost.profile import Product, Profile, Segment, Work
 from paceline.simulate.allocator import ROUNDED_BYTES, ROUNDED_PART, Allocator, CpuHeap, CudaCaching
 from paceline.simulate.identity_cache import IdentityCache
-from paceline.simulate.program import COMPUTE, Collective, CollectiveName, Compute, Event, Part
+from paceline.simulate.program import COMPUTE, Collective, Compute, Event, Part
 from paceline.strategies.plan import Plan
-from paceline.strategies.shared_barrier import SLOT_BYTES
 
 # NCCL keeps buffers for each channel of each connection on which a rank receives: 4 MiB for large
 # messages, and 0.5 and 4.7 MiB for its two protocols of small messages (DEFAULT_BUFFSIZE,
@@ -103,9 +102,9 @@ def _nccl_connections(plan: Plan) -> int:
 
 
 def small_all_reduce(
-    step: Step, num_bytes: float, group: int, *, name: str = "", stride: int = 1
+    num_bytes: float, group: int, *, name: str = "", stride: int = 1
 ) -> Collective:
-    """Return the all-reduce of figures, counts and marks, as `host_all_reduce.py` runs it."""
+    """Return the all-reduce of figures, counts and marks."""
     return Collective(
         "all_reduce",
         num_bytes,
@@ -113,7 +112,6 @@ def small_all_reduce(
         name=name,
         stream=COMPUTE,
         stride=stride,
-        is_small=step.device_kind == "cpu" and num_bytes <= SLOT_BYTES,
     )
 
 
@@ -214,18 +212,6 @@ def compute(work: Work, samples: float, *, part: Part = "compute") -> Compute:
 def _grow(products: tuple[Product, ...], samples: float) -> tuple[Product, ...]:
     sides = [{p.grows: getattr(p, p.grows) * samples} for p in products]
     return tuple(replace(p, **side) for p, side in zip(products, sides, strict=True))
-
-
-def reduce_scatter_on(kind: DeviceKind) -> CollectiveName:
-    """Return the collective that a reduce-scatter costs as much as on a kind of device.
-
-    On CPUs, gloo copies the whole tensor and sums all of it on every rank; each rank then keeps its
-    part.
-
-    Source: `reduce_scatter_tensor_coalesced` in torch's ProcessGroupGloo.cpp. On two ranks of torch
-    2.13 it sends as many bytes as an all-reduce, and an all-gather sends half of them.
-    """
-    return "all_reduce" if kind == "cpu" else "reduce_scatter"
 
 
 _of_samples = IdentityCache(_grow)

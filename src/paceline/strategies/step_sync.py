@@ -10,9 +10,9 @@ from operator import attrgetter
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+import torch.distributed as dist
 
 from paceline.strategies.compress.size import all_reduce_bytes
-from paceline.strategies.host_all_reduce import all_reduce
 
 
 @dataclass(slots=True)
@@ -116,7 +116,7 @@ class SyncEveryStep:
 
     def all_reduce_figures(self, figures: torch.Tensor) -> torch.Tensor:
         if self.world_size > 1:
-            all_reduce(figures)
+            dist.all_reduce(figures)
             self.met_bytes += all_reduce_bytes(figures.nbytes, self.world_size)
         return figures
 

@@ -18,6 +18,7 @@ from paceline.base.logs import open_log, set_up_logging
 from paceline.base.long_work import long_work
 from paceline.cluster.cluster import threads_of_a_rank
 from paceline.cluster.devices import Device
+from paceline.launch.collectives.group import register
 from paceline.launch.process.context import RankContext
 from paceline.launch.process.failure import Failure
 from paceline.launch.process.fault_policy import FaultPolicy
@@ -136,7 +137,7 @@ def _process_group(context: RankContext, device: Device, fault_policy: FaultPoli
     if context.store is None or not fault_policy.uses_process_group:
         yield
         return
-    backend = "cpu:gloo,cuda:nccl" if device.kind == "cuda" else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if device.kind == "cuda" else register()
     if device.num_sharing > 1:
         from paceline.launch.process import shared_gpu
 

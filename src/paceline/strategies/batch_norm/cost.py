@@ -35,7 +35,6 @@ def sums(step: Step, segment: Segment) -> Iterator[Collective]:
             if call.name in _NAMES and call.arguments[_TRAINING]:
                 channels = call.arguments[0].shape[1]
                 collective = small_all_reduce(
-                    step,
                     8 * (2 * channels + 2),
                     step.plan.replicas,
                     name="batch norm",

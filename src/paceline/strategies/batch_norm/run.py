@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.base.errors import PeerLost, TrainingError
-from paceline.strategies.host_all_reduce import all_reduce
 from paceline.strategies.layout import Statistics
 from paceline.torch_private.dispatch import forget_kernels
 from paceline.torch_private.fake_tensors import is_fake
@@ -101,7 +100,7 @@ class JoinedStatistics(Statistics):
         if not self._counts:
             sums[:-1] = 0
         try:
-            all_reduce(sums, group=self._group)
+            dist.all_reduce(sums, group=self._group)
         except PeerLost as error:
             if not getattr(error, "is_mismatch", False):
                 raise

@@ -81,11 +81,11 @@ def enter(step: Step) -> Hooks:
                     segment, step.profile.segments[segment].repeat if segment >= 0 else 1
                 )
         if shared and gradient_bytes:
-            yield small_all_reduce(step, 4, replicas)  # wait until all ranks have arrived
+            yield small_all_reduce(4, replicas)  # wait until all ranks have arrived
             # For its part, a rank adds the values of all other ranks and copies the sum to each of
             # them.
             yield Compute(moved_bytes=(ADDED + COPIED) * (replicas - 1) / replicas * gradient_bytes)
-            yield small_all_reduce(step, 4, replicas)  # wait until all ranks are done
+            yield small_all_reduce(4, replicas)  # wait until all ranks are done
         yield Compute(
             moved_bytes=2 * gradient_bytes if copied else 0,
             after=("buckets",) if gradient_bytes and not shared else (),
@@ -154,6 +154,7 @@ def reduce(
         stream=stream,
         times=times,
         stride=stride,
+        is_compressed=True,
     )
 
 

@@ -22,7 +22,7 @@ from paceline.model.forward_effects import NOTHING, ForwardEffects
 from paceline.strategies.compress.run import Compressed
 from paceline.strategies.data.arrivals import GradientArrivals
 from paceline.strategies.data.buckets import assign
-from paceline.strategies.data.reduce import Reduction, reduction
+from paceline.strategies.data.reduce import Reduction, Uncompressed
 from paceline.strategies.data.sparse import SparseGradients, sparse_parameters
 from paceline.strategies.mesh import local_part
 from paceline.strategies.state_tensors import SavedState, StateTensor
@@ -277,7 +277,7 @@ def reduce_buckets(
     """
     like = [bucket[0] for bucket in buckets]
     if compress == "none":
-        return reduction(
+        return Uncompressed(
             like, [sum(tensor.numel() for tensor in bucket) for bucket in buckets], group
         )
     return Compressed(

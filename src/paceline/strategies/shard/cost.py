@@ -17,7 +17,6 @@ from paceline.strategies.costs import (
     HookPoint,
     Hooks,
     Step,
-    reduce_scatter_on,
     small_all_reduce,
 )
 from paceline.strategies.plan import Plan
@@ -263,10 +262,12 @@ class _Sharding:
 
     def _buffer_bytes(self) -> float:
         """Return the bytes of the buffers that a CPU rank reuses for gathers and reductions; see
-        `exchange.py`."""
+        `exchange.py`. Shared pages count for every rank that touches them, and a rank reads its part
+        of all ranks' buffers."""
         units = {ROOT, *self.units}
         gathered_bytes = max(self._gathered_bytes(unit)[0] for unit in units)
-        return gathered_bytes + max(self._sent_bytes(unit) for unit in units)
+        own_bytes = gathered_bytes + max(self._sent_bytes(unit) for unit in units)
+        return own_bytes * (1 + (self.ranks - 1) / self.ranks)
 
     def _sent_bytes(self, unit: str) -> float:
         """Return the bytes of a unit's gradients in the form in which they are reduced."""
@@ -302,7 +303,7 @@ class _Sharding:
         )
         name = f"reduce {unit}" if self.on_cpu else REDUCED
         yield Collective(
-            reduce_scatter_on(self.step.device_kind),
+            "reduce_scatter",
             sent_bytes,
             self.ranks,
             name=name,
@@ -320,9 +321,7 @@ class _Sharding:
         On GPUs only the first forwards have it.
         """
         if self.step.software.roll_call and self.on_cpu:
-            yield small_all_reduce(
-                self.step, ROLL_BYTES, self.ranks, name="roll", stride=self.stride
-            )
+            yield small_all_reduce(ROLL_BYTES, self.ranks, name="roll", stride=self.stride)
 
     def _is_gathered_here(self, point: HookPoint, *, backward: bool) -> bool:
         return not self.kept_whole and (self.zero == 3 or (point.microbatch == 0 and not backward))

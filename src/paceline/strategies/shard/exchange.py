@@ -1,8 +1,7 @@
-"""Gathers units and sums gradients of CPU ranks in place, in buffers that are reused.
+"""Gathers units and sums gradients of CPU ranks in shared memory, in buffers that are reused.
 
-gloo gathers into a buffer of its own, and sums a copy of the whole tensor. FSDP2 allocates new
-buffers for both. The C library's heap would then keep several times the bytes that are in use; see
-docs/memory.md.
+FSDP2 allocates new buffers for both. Ranks would copy them to shared memory, and the C library's
+heap would keep several times the bytes that are in use; see docs/memory.md.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from paceline.strategies.cpu_collectives import gather_in_place, reduce_scatter
+from paceline.launch.collectives.group import all_gather, allocate, reduce_scatter
 from paceline.torch_private.storage import num_references
 
 if TYPE_CHECKING:
@@ -24,7 +23,8 @@ if TYPE_CHECKING:
 class Buffers:
     """A pool of memory that is reused once nothing refers to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
         self._memory: list[torch.Tensor] = []
 
     def take(self, numbers: int, dtype: torch.dtype) -> torch.Tensor:
@@ -37,7 +37,7 @@ class Buffers:
                 memory for memory in self._memory if all(memory is not other for other in unused)
             ]
             del unused  # frees the memory first
-            memory = torch.empty(num_bytes, dtype=torch.uint8)
+            memory = allocate(num_bytes, self.group)
             self._memory.append(memory)
         return memory[:num_bytes].view(dtype)
 
@@ -46,8 +46,7 @@ _UNUSED = num_references(torch.empty(1))
 
 
 class InPlaceGather:
-    """An implementation of FSDP2's `AllGather` in which every rank broadcasts its part into the
-    output."""
+    """An implementation of FSDP2's `AllGather` with these buffers."""
 
     def __init__(self, buffers: Buffers) -> None:
         self.buffers = buffers
@@ -68,15 +67,11 @@ class InPlaceGather:
 
         Collective. input_tensor: this rank's part of output_tensor.
         """
-        gather_in_place(output_tensor, group)
+        all_gather(output_tensor, input_tensor, group)
 
 
 class InPlaceReduceScatter:
-    """An implementation of FSDP2's `ReduceScatter`: all ranks sum the whole tensor, and each keeps
-    its part.
-
-    gloo's own reduce-scatter also sums the whole tensor.
-    """
+    """An implementation of FSDP2's `ReduceScatter` with these buffers."""
 
     def __init__(self, buffers: Buffers, num_ranks: int) -> None:
         self.buffers, self.num_ranks, self._last = buffers, num_ranks, 0
@@ -100,18 +95,15 @@ class InPlaceReduceScatter:
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Sum the parts of all ranks.
-
-        Collective. Afterwards, `input_tensor` holds the sums of all parts.
-        """
-        reduce_scatter(output_tensor, input_tensor, group, op)
+        """Sum this rank's part of all ranks' tensors. Collective."""
+        reduce_scatter(output_tensor, input_tensor, op, group)
 
 
-def exchange_in_place(modules: Sequence[FSDPModule], num_ranks: int) -> None:
+def exchange_in_place(modules: Sequence[FSDPModule], group: dist.ProcessGroup) -> None:
     """Make modules with parameters on the CPU use the same buffers."""
-    buffers = Buffers()
+    buffers = Buffers(group)
     for module in modules:
         # These do not inherit from torch's base classes, which have no code, and whose import takes
         # as long as FSDP2's.
         module.set_custom_all_gather(InPlaceGather(buffers))  # type: ignore[arg-type]
-        module.set_custom_reduce_scatter(InPlaceReduceScatter(buffers, num_ranks))  # type: ignore[arg-type]
+        module.set_custom_reduce_scatter(InPlaceReduceScatter(buffers, group.size()))  # type: ignore[arg-type]

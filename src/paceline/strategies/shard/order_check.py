@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 from paceline.base.errors import TrainingError
 from paceline.base.waiting import waiting
-from paceline.strategies.host_all_reduce import all_reduce
 
 ALIKE = 3  # forwards after which ranks expect the next unit without asking
 # Most places that are kept; they need 3 MB. A model that skips blocks at random takes a different
@@ -76,7 +75,7 @@ class OrderCheck:
         if self.expects:
             self._meet(ends, unit, may_be_alone=may_be_alone)
         else:
-            all_reduce(ends, dist.ReduceOp.MAX, self.group)
+            dist.all_reduce(ends, dist.ReduceOp.MAX, self.group)
         if int(ends[0]) != -int(ends[1]):
             self._refuse(unit)
 

@@ -125,7 +125,7 @@ def prepare(
                 },
             )
     if kind == "cpu":
-        exchange_in_place(modules, along.size())
+        exchange_in_place(modules, along.get_group())
     if device is not None:
         _bring(device, [*(p for p in model.parameters() if not is_sharded(p)), *model.buffers()])
     running = _Running()

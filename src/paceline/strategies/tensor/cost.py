@@ -28,7 +28,7 @@ from paceline.model.cost.profile import (
 )
 from paceline.simulate.allocator import holes_of_exchanged
 from paceline.simulate.program import COMPUTE, Collective, CollectiveName, Event
-from paceline.strategies.costs import HookPoint, Hooks, Step, reduce_scatter_on
+from paceline.strategies.costs import HookPoint, Hooks, Step
 from paceline.strategies.plan import Plan
 
 # Part of the undivided tensors kept by a layer that are inputs of products: the results of two
@@ -162,9 +162,7 @@ def enter(step: Step) -> Hooks:
         if cut.counted is not None:
             counted = cut.counted[0 if ahead else 1]
             for exchange in counted[:-1] if but_last else counted:
-                is_scattered = exchange.kind == "reduce_scatter"
-                kind = reduce_scatter_on(step.device_kind) if is_scattered else exchange.kind
-                yield sent(kind, exchange.num_bytes, 1)
+                yield sent(exchange.kind, exchange.num_bytes, 1)
         elif (times := (cut.forward_exchanges if ahead else cut.backward_exchanges) - but_last) > 0:
             yield sent("all_reduce", cut.exchanged_bytes.at(samples), times)
 

@@ -17,10 +17,9 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from paceline.base.errors import PlanRefused
-from paceline.strategies.cpu_collectives import gather_in_place, reduce_scatter
+from paceline.launch.collectives.group import all_gather, reduce_scatter
 from paceline.strategies.tensor.cut import Cut
 from paceline.torch_private.dtensor import part_of, spec_of, with_spec
-from paceline.torch_private.storage import storage_key
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -36,11 +35,6 @@ class Sum:
 # How a tensor is distributed over the ranks; None if each rank has all of it.
 Placement = Cut | Sum | None
 Function = Callable[[torch.Tensor], torch.Tensor]
-
-
-# torch 2.13 renamed these functions, and warns of the old names.
-_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class _Exchange(torch.autograd.Function):
@@ -218,19 +212,10 @@ class Exchanges:
             work.wait()
 
     def all_gather(self, whole: torch.Tensor, part: torch.Tensor) -> None:
-        if whole.device.type != "cpu":
-            _gather(whole, part, group=self.group)
-            return
-        whole.chunk(self.size)[self.rank].copy_(part)
-        gather_in_place(whole, self.group)
+        all_gather(whole, part, self.group)
 
     def reduce_scatter(self, part: torch.Tensor, whole: torch.Tensor) -> None:
-        """Write this rank's part of the sum to `part`.
-
-        On CPUs, `whole` holds the sums of all parts afterwards.
-        """
-        scatter = reduce_scatter if whole.device.type == "cpu" else _scatter
-        scatter(part, whole, group=self.group)
+        reduce_scatter(part, whole, group=self.group)
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> None:
         dist.all_to_all_single(received, sent, group=self.group)
@@ -295,8 +280,6 @@ class Exchanges:
                 .movedim(cut.dim + 1, 0)
                 .contiguous()
             )
-            if x.device.type == "cpu" and _share_memory(parts, x):  # x must keep its values
-                parts = parts.clone()
             part = x.new_empty(parts.shape[1:])
             self.reduce_scatter(part, parts.flatten(0, 1))
             part = part.flatten(cut.dim, cut.dim + 1)
@@ -323,14 +306,6 @@ class Exchanges:
     def once(self, x: torch.Tensor) -> torch.Tensor:
         """Return the value on the first rank and zeros on all others, as terms of a sum."""
         return x.clone() if self.rank == 0 else torch.zeros_like(x)
-
-
-def _share_memory(x: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors share memory.
-
-    Works also in inference mode, where tensors don't show that they are views.
-    """
-    return storage_key(x) == storage_key(other)
 
 
 def _same(x: torch.Tensor) -> torch.Tensor:

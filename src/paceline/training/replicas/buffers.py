@@ -17,7 +17,6 @@ from paceline.base.logs import logger
 from paceline.model.attributes import OF_TORCH, is_plain, plain_attributes
 from paceline.model.copy_on_write import TensorSnapshot
 from paceline.model.forward_state import ForwardState, MappingSnapshot
-from paceline.strategies.host_all_reduce import all_reduce
 
 # The most elements of a tensor that a forward puts into a new attribute. A larger one is taken for
 # an activation that is kept for inspection, and not for state.
@@ -275,7 +274,7 @@ def _hashed(text: str) -> float:
 
 def _greatest(values: Sequence[float], group: dist.ProcessGroup) -> list[float]:
     together = torch.tensor(values, dtype=torch.float64)
-    all_reduce(together, dist.ReduceOp.MAX, group)
+    dist.all_reduce(together, dist.ReduceOp.MAX, group)
     return [float(value) for value in together.tolist()]
 
 
@@ -316,14 +315,14 @@ def _meet(
     )
     bits = values.view(torch.int64)
     ends = torch.cat([numbers, bits, ~bits])
-    all_reduce(ends, dist.ReduceOp.MAX, group)
+    dist.all_reduce(ends, dist.ReduceOp.MAX, group)
     numbers, most, least = ends.split([len(numbers), len(bits), len(bits)])
     differs = most != ~least
     if device.type != "cpu" or bool(differs.any()):
         shares = (
             values * weight if weight else torch.zeros_like(values)
         )  # an infinity times a share of 0 would be NaN
-        all_reduce(shares, group=group)
+        dist.all_reduce(shares, group=group)
         values = torch.where(differs, shares, values)
     for tensors, mixed in ((floats, values), (integers, numbers)):
         for tensor, part in zip(

@@ -18,23 +18,23 @@ from contextlib import suppress
 from paceline.base.errors import PeerLost
 from paceline.base.waiting import waiting
 
-# Size of the largest tensor that ranks exchange with such a barrier (`host_all_reduce.py`).
-SLOT_BYTES = 2**16
-# A waiting rank keeps its core awake for AWAKE_S. After that it reads the counters every
-# LOOK_EVERY_S, and checks its peers' processes every CHECK_EVERY_S.
-AWAKE_S, LOOK_EVERY_S, CHECK_EVERY_S = 5e-3, 1e-4, 0.1
+# Size of the largest tensor that is exchanged with one wait: each rank combines all of them.
+SMALL_BYTES = 2**16
+# A waiting rank that has a core of its own keeps it awake for AWAKE_S. After that it sleeps before it
+# reads the counters again, LOOK_EVERY_S at first and twice as long each time, up to LONGEST_S. It
+# checks its peers' processes every CHECK_EVERY_S.
+AWAKE_S, LOOK_EVERY_S, LONGEST_S, CHECK_EVERY_S = 5e-3, 1e-4, 2e-3, 0.1
 # Processors that show writes in order. Others may show a counter before the data that was written
 # earlier.
 _ORDERED = frozenset(("x86_64", "AMD64"))
 
 
-def stays_awake(num_ranks: int, num_cores: int) -> bool:
-    """Whether `num_ranks` ranks can wait for each other by polling counters.
+def is_possible() -> bool:
+    """Whether ranks of this machine can wait for each other by counters.
 
-    Each rank needs a core of its own. The machine must show writes in order, and must report when
-    another process ends.
+    The machine must show writes in order, and must report when another process ends.
     """
-    if num_ranks > num_cores or platform.machine() not in _ORDERED:
+    if platform.machine() not in _ORDERED:
         return False
     # This fails on an old kernel, in a container that forbids it, and outside Linux.
     with suppress(OSError, AttributeError):
@@ -50,13 +50,24 @@ class SharedBarrier:
         counters: One counter per rank: 8 bytes that every rank maps, zero at first.
         processes: The process number of each rank.
         rank: This rank's number among them.
+        awake_s: How long a waiting rank keeps its core awake.
+        timeout_s: How long it waits at most.
 
     Raises:
         PeerLost: the process of a rank ended.
     """
 
-    def __init__(self, counters: Sequence[memoryview], processes: Sequence[int], rank: int) -> None:
+    def __init__(
+        self,
+        counters: Sequence[memoryview],
+        processes: Sequence[int],
+        rank: int,
+        *,
+        awake_s: float,
+        timeout_s: float,
+    ) -> None:
         self._counters = [counter.cast("Q") for counter in counters]
+        self._awake_s, self._timeout_s = awake_s, timeout_s
         self._rank, self._arrivals = rank, 0
         self._processes: dict[int, int] = {}  # rank by the descriptor of its process
         for number, process in enumerate(processes):
@@ -70,25 +81,28 @@ class SharedBarrier:
         """Wait until all ranks have arrived. Collective.
 
         Raises:
-            PeerLost: the process of a rank ended before it arrived.
+            PeerLost: the process of a rank ended before it arrived, or it took too long.
         """
         self._arrivals += 1
         self._counters[self._rank][0] = self._arrivals
         if self._are_all_here():
             return
         with waiting:
-            awake_until_s = time.perf_counter() + AWAKE_S
-            while time.perf_counter() < awake_until_s:
+            began_s = time.perf_counter()
+            while time.perf_counter() < began_s + self._awake_s:
                 if self._are_all_here():
                     return
                 os.sched_yield()
                 time.sleep(0)  # releases the interpreter lock
-            check_s = 0.0
+            look_s, check_s = LOOK_EVERY_S, 0.0
             while not self._are_all_here():
-                if time.perf_counter() >= check_s:
+                if (now_s := time.perf_counter()) >= check_s:
                     self._check()
-                    check_s = time.perf_counter() + CHECK_EVERY_S
-                time.sleep(LOOK_EVERY_S)
+                    if now_s > began_s + self._timeout_s:
+                        raise self.loss(f"another rank did not come within {self._timeout_s:.0f} s")
+                    check_s = now_s + CHECK_EVERY_S
+                time.sleep(look_s)
+                look_s = min(2 * look_s, LONGEST_S)
 
     def _are_all_here(self) -> bool:
         return all(counter[0] >= self._arrivals for counter in self._counters)

@@ -1,0 +1,1 @@
+"""Collectives of CPU ranks, in memory that those on one host share."""
