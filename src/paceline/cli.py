@@ -509,7 +509,7 @@ def plan_(
         typer.Option(
             metavar="SECONDS",
             min=0,
-            help="For short runs that correct prices, 20 by default; 0 predicts alone.",
+            help="For trials of the best plans, 10 by default; 0 predicts alone.",
         ),
     ] = None,
     html: Annotated[

@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.api import auto, links
+from paceline.api.calibration import TRY_S
 from paceline.api.plan_choice import is_auto
 from paceline.base.errors import PlanError, UsageError
 from paceline.cluster.cluster import LOOPBACK
@@ -107,18 +108,21 @@ def test_nothing_that_fits_is_an_error_with_the_gap():
 
 
 def test_a_long_run_is_worth_trying_its_plans(monkeypatch: pytest.MonkeyPatch):
-    """A tenth of the predicted run, and no more than half a minute."""
+    """A tenth of the predicted run, and no more than ten seconds, but for compiled code."""
     budgets: list[float] = []
 
-    def calibrated(ranked_plans: Any, run: Any, *, budget_s: float, worth: float) -> Any:
+    def tried(problem: Any, plans: Any, cluster: Any, *, budget_s: float, **more: Any) -> Any:
         budgets.append(budget_s)
-        return ranked_plans
+        assert not budget_s or more["late_s"] > budget_s
+        return problem, plans
 
-    monkeypatch.setattr("paceline.api.auto.calibrate_best", calibrated)
+    monkeypatch.setattr("paceline.api.auto.try_best", tried)
     for steps in (3, 10_000_000):
-        auto.choose(a_job(steps=steps), None, **{**NOTHING, "devices": "cpu:0-1"})
+        choice = auto.choose(a_job(steps=steps), None, **{**NOTHING, "devices": "cpu:0-1"})
+        assert "(predicted, not tried)" in choice.why
+        assert choice.plan in [each.plan for each in choice.considered]
 
-    assert budgets == [auto.MOST_S]
+    assert budgets == [0.0, TRY_S]
 
 
 @pytest.mark.predicted_runs

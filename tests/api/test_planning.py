@@ -15,13 +15,17 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
+from paceline.api import planning
 from paceline.api.planning_table import Answer
 from paceline.base.errors import ClusterError, PlanError, UsageError
 from paceline.cluster.cluster import Cluster
+from paceline.planner.corrections import Calibration
+from paceline.planner.estimate import Estimate
 from paceline.planner.goodput import outlook
 from paceline.planner.problem import PlanningProblem
-from paceline.planner.search import RankedPlans
+from paceline.planner.search import Candidate, RankedPlans
 from paceline.planner.survival import FailureRates
+from paceline.simulate.device import DeviceRates
 from paceline.strategies.plan import Plan
 from paceline.strategies.server.keys import Servers
 
@@ -353,6 +357,27 @@ def test_what_ranks_leave_is_reckoned_with(answer: Answer):
         ways = outlook(problem, slower, cluster, FailureRates(mtbf_hours=1.0)).survivals
         assert ways[0].interval_s == back_s
     assert ways[0].interval_s > 1e-4
+
+
+def test_advice_is_priced_as_the_choice_is():
+    """A plan that took three times its price takes three times its price in another precision, too."""
+    cluster, plan = Cluster.local("cpu:0"), Plan()
+    problem = PlanningProblem.of(_job())
+    rates = DeviceRates(5e10, 1e11, 8e9, 4e9, 5e-6)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("paceline.planner.estimate.measured_rates", lambda *args, **more: rates)
+        predicted = problem.price(plan, cluster)
+        before = planning._advice(problem, Candidate(plan, predicted), cluster)
+        trial = Calibration(3 * predicted.step_s, predicted.peak_memory_bytes)
+        problem.corrections.add(plan, predicted, trial)
+        corrected = problem.price(plan, cluster)
+        after = planning._advice(problem, Candidate(plan, corrected), cluster)
+
+    assert corrected.step_s == 3 * predicted.step_s and corrected.is_measured
+    assert before is not None and isinstance(before.estimate, Estimate)
+    assert after is not None and isinstance(after.estimate, Estimate)
+    assert after.estimate.step_s == pytest.approx(3 * before.estimate.step_s, rel=0.05)
+    assert not after.estimate.is_measured
 
 
 @pytest.mark.slow

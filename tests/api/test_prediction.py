@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from paceline.api.prediction import miss
+from paceline.api import prediction
+from paceline.api.prediction import _look_again, miss
 
 MIB = 2**20
 
@@ -73,3 +75,47 @@ def test_without_a_prediction_nothing_is_compared():
     nothing = dict.fromkeys(("step_s", "step_s_low", "step_s_high", "peak_memory_bytes"))
 
     assert miss(figures(predicted=nothing), load=2.0) == ""
+
+
+def priced(*, kind: str = "cpu", tried_job: str = "") -> Any:
+    devices = [SimpleNamespace(kind=kind)]
+    return SimpleNamespace(
+        resolved=SimpleNamespace(cluster=SimpleNamespace(devices=devices)),
+        chosen=SimpleNamespace(tried_job=tried_job),
+    )
+
+
+@pytest.fixture
+def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is measured again, or forgotten."""
+    looked_at: list[str] = []
+    monkeypatch.setattr(
+        prediction, "refresh_device", lambda kind: looked_at.append(kind) or "its rates were off"
+    )
+    monkeypatch.setattr(prediction, "forget_trials", looked_at.append)
+    return looked_at
+
+
+def test_rates_are_measured_again_where_steps_contradict_them(looked_at: list[str]):
+    assert _look_again(figures(step_s=0.2), priced()) == "this CPU: its rates were off"
+    assert looked_at == ["cpu"]
+
+
+def test_plans_are_tried_again_where_steps_contradict_their_trials(looked_at: list[str]):
+    assert "tried again" in _look_again(figures(step_s=0.05), priced(tried_job="a job"))
+    assert looked_at == ["a job"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "more"),
+    [
+        ({"step_s": 0.13}, {}),
+        ({"step_s": 0.9, "steps": 5}, {}),
+        ({"step_s": 0.9}, {"kind": "cuda"}),
+    ],
+)
+def test_nothing_is_looked_at_again_without_a_contradiction(
+    looked_at: list[str], changes: dict[str, Any], more: dict[str, Any]
+):
+    """Half as long again, a run's start, and GPUs, whose rates are stated, are none."""
+    assert _look_again(figures(**changes), priced(**more)) == "" and not looked_at

@@ -48,7 +48,6 @@ BEYOND_LIMITS = {
     "cli.py: search",
     "cli.py: train",
     "job/job.py: _problems",
-    "model/cost/arena.py: prepared",
     "model/graph.py: __init__",
     "model/graph.py: _piece",
     "model/graph.py: read",

@@ -244,10 +244,11 @@ def test_a_plan_that_was_tried_and_rejected_is_not_advised(fails: bool):
     def tried(plan: Plan, expected_s: float) -> Calibration:
         if plan.axes.shard > 1 and fails:
             raise PlanError("no such luck")
-        return Calibration(expected_s * (30 if plan.axes.shard > 1 else 1), 100)
+        return Calibration(price(plan).step_s * (3 if plan.axes.shard > 1 else 1), 100)
 
     before = search(price, limits, EIGHT)
-    after = calibrate_best(before, tried, budget_s=10)
+    result = calibrate_best(before, tried, budget_s=60)
+    after, correct = result.plans, result.corrections.apply
     assert (
         before.chosen
         and before.chosen.kind == "shard"
@@ -257,7 +258,11 @@ def test_a_plan_that_was_tried_and_rejected_is_not_advised(fails: bool):
     flipped = flips(
         after,
         [
-            Change("faster links", partial(price, message_s=0.29), has_same_memory=same)
+            Change(
+                "faster links",
+                lambda plan: correct(plan, price(plan, message_s=0.29)),
+                has_same_memory=same,
+            )
             for same in (True, False)
         ],
         limits,

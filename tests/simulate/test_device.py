@@ -1,15 +1,21 @@
 """Rates of a device and their cache."""
 
 import json
-import os
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 
 from paceline.model.cost.profile import Product
 from paceline.simulate import device
-from paceline.simulate.device import DeviceRates, measure_device
+from paceline.simulate.device import (
+    MOST_NOISE,
+    NOISY_S,
+    DeviceRates,
+    measure_device,
+    refresh_device,
+)
 from paceline.simulate.program import Compute
 
 RATES = DeviceRates(4e9, 8e9, 2e9, 1e9, 5e-6)
@@ -20,8 +26,18 @@ def measured(monkeypatch, tmp_path):
     """Counts measurements, which answer at once, in a cache of its own."""
     calls = []
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(device, "_measure", lambda kind: calls.append(kind) or RATES)
+    monkeypatch.setattr(
+        device,
+        "_measure",
+        lambda kind: calls.append(kind) or replace(RATES, measured_at=time.time()),
+    )
     return calls
+
+
+def aged(path, seconds, **changes):
+    """The file of rates, as if it had been written so long ago."""
+    rates = json.loads(path.read_text())
+    path.write_text(json.dumps({**rates, "measured_at": rates["measured_at"] - seconds, **changes}))
 
 
 def test_rates_are_measured_once(measured, tmp_path):
@@ -35,7 +51,7 @@ def test_old_rates_are_measured_again_where_that_is_asked_for(measured, tmp_path
     """A process that may not measure takes old ones."""
     measure_device("cpu")
     (path,) = (tmp_path / "paceline").iterdir()
-    os.utime(path, (time.time() - 100,) * 2)
+    aged(path, 100)
     measure_device("cpu", oldest_s=200)
     measure_device("cpu")
     assert len(measured) == 1
@@ -43,6 +59,40 @@ def test_old_rates_are_measured_again_where_that_is_asked_for(measured, tmp_path
     measure_device("cpu", oldest_s=50)
     measure_device("cpu", oldest_s=50)
     assert len(measured) == 2
+
+
+def test_rates_that_other_work_disturbed_are_measured_again_soon(measured, tmp_path):
+    """But not by who may not measure, beside ranks at work."""
+    measure_device("cpu")
+    (path,) = (tmp_path / "paceline").iterdir()
+    aged(path, NOISY_S + 1, noise=MOST_NOISE + 0.1)
+    measure_device("cpu")
+    assert len(measured) == 1
+    measure_device("cpu", oldest_s=1000)
+    measure_device("cpu", oldest_s=1000)
+    assert len(measured) == 2
+
+
+@pytest.mark.parametrize(
+    ("age_s", "factor", "is_told"), [(100, 2.0, True), (100, 1.1, False), (5, 2.0, False)]
+)
+def test_rates_that_a_step_contradicts_are_measured_again(
+    measured, tmp_path, age_s, factor, is_told
+):
+    """Unless they are new. A line says how old and how noisy they were, if they have changed."""
+    measure_device("cpu")
+    (path,) = (tmp_path / "paceline").iterdir()
+    before = json.loads(path.read_text())
+    slower = {name: before[name] / factor for name in device.SPEEDS}
+    aged(path, age_s, noise=0.07, **slower)
+    said = refresh_device("cpu")
+
+    assert len(measured) == (2 if age_s == 100 else 1)
+    assert bool(said) == is_told
+    if is_told:
+        assert (
+            "(noise 7 %)" in said and time.strftime("%d %B") in said and "2 times as high" in said
+        )
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"flops_per_s": 1}', "null"])
@@ -81,17 +131,16 @@ def test_a_slow_device_is_not_given_large_products(monkeypatch, flops_per_s, sid
     """A dtype that a device has no kernel for takes minutes for what others do in milliseconds."""
     multiplied = []
 
-    def seconds(run, _):
+    def seconds(watch, run):
         (a,) = run.args
         multiplied.append(a.shape[0])
         return 3 * 2 * a.shape[0] ** 3 / flops_per_s
 
-    monkeypatch.setattr(device, "_seconds", seconds)
+    monkeypatch.setattr(device._Stopwatch, "seconds", seconds)
     monkeypatch.setitem(device.MATRIX_SIDES, "meta", device.MATRIX_SIDES["cuda"])
 
-    assert device._matrix_flops_per_s(torch.device("meta"), torch.bfloat16) == pytest.approx(
-        flops_per_s
-    )
+    watch = device._Stopwatch(torch.device("meta"))
+    assert device._matrix_flops_per_s(watch, torch.bfloat16) == pytest.approx(flops_per_s)
     assert multiplied == sides
 
 
@@ -104,7 +153,7 @@ def test_threads_add_up_but_for_launching(measured):
 
 
 def test_a_real_measurement_gives_positive_rates():
-    """Seven kernels, on one thread, whose number is put back."""
+    """Eight kernels, on one thread, whose number is put back."""
     import torch
 
     before = torch.get_num_threads()
@@ -114,6 +163,8 @@ def test_a_real_measurement_gives_positive_rates():
     assert rates.flops_per_s > 1e8
     assert rates.memory_bytes_per_s > 1e8
     assert 1e-7 < rates.operator_s < 1e-2
+    assert 0 <= rates.new_page_s < 1e-6 and rates.noise >= 0
+    assert rates.measured_at == pytest.approx(time.time(), abs=60)
 
 
 def test_a_product_of_few_rows_waits_for_its_weights():

@@ -5,9 +5,9 @@ time.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
-from paceline.api.calibration import calibrate, calibrate_best
+from paceline.api.calibration import TRY_S, try_best
+from paceline.api.known_trials import fingerprint
 from paceline.api.links import with_links
 from paceline.api.plan_choice import PlanChoice
 from paceline.api.planning import nothing_fits
@@ -20,12 +20,11 @@ from paceline.launch.hosts.environment import Environment
 from paceline.planner.problem import PlanningProblem
 from paceline.planner.remedies import remedies
 from paceline.planner.resolve import default_plan
-from paceline.planner.search import Candidate, reason
+from paceline.planner.search import Candidate, best_of_each_kind, reason
 from paceline.strategies.plan import Plan
 
 PART = 0.1  # part of a run's predicted length that finding its plan may take
-LEAST_S, MOST_S = 1.0, 30.0  # seconds for calibrations; fewer are not worth the effort
-WORTH = 1.5  # plans are not tried if they look slower than this many times the best plan
+LEAST_S = 1.0  # seconds for trials; fewer are not worth the effort
 # The model may only be cut if there are this many seconds: finding out how to cut it takes time,
 # and so do trials.
 CUTTING_S = 6.0
@@ -95,27 +94,41 @@ def _search(problem: PlanningProblem, cluster: Cluster) -> PlanChoice:
     enough, a second one also considers plans that split the model. If there is time, the best plans
     are then tried.
     """
-    plans = replace(problem, may_split=False, times_operators=False).search(cluster)
-    budget_s = _budget_s(problem.job, plans.chosen)
-    if plans.chosen is None or budget_s >= CUTTING_S:
-        plans = replace(problem, times_operators=budget_s >= CUTTING_S).search(cluster)
+    plans = replace(problem, may_split=False).search(cluster)
+    part_s = _part_s(problem.job, plans.chosen)
+    if plans.chosen is None or part_s >= CUTTING_S:
+        plans = problem.search(cluster)
     # otherwise this process uses CUDA by now, and its forks can't
-    if budget_s >= LEAST_S and not has_gpus():
-        plans = calibrate_best(
-            plans, partial(calibrate, problem.job, cluster), budget_s=budget_s, worth=WORTH
+    if not has_gpus():
+        problem, plans = try_best(
+            problem,
+            plans,
+            cluster,
+            budget_s=min(TRY_S, part_s) if part_s >= LEAST_S else 0.0,
+            late_s=part_s,
         )
-    if plans.chosen is None:
+    chosen = plans.chosen
+    if chosen is None and plans.failed:  # the run itself reports what is wrong with the job
+        return PlanChoice(
+            default_plan(problem.job, len(cluster.devices)),
+            f"every plan that was tried failed: {next(iter(plans.refused.values()))}",
+        )
+    if chosen is None:
         raise nothing_fits(plans, "these devices", remedies(problem, cluster))
+    exact = [candidate for candidate in plans.ranked if candidate.plan.relaxed is None]
+    how = "tried" if chosen.estimate.is_measured else "predicted, not tried"
     return PlanChoice(
-        plans.chosen.plan,
-        reason(plans.chosen, plans.chosen),
-        plans.chosen.estimate,
+        chosen.plan,
+        f"{reason(chosen, chosen)} ({how})",
+        chosen.estimate,
         problem.profile,
+        tuple(best_of_each_kind(exact)),
+        fingerprint(problem, cluster) if chosen.estimate.is_measured else "",
     )
 
 
-def _budget_s(job: Job, best: Candidate | None) -> float:
-    """Return the seconds that calibrations may take."""
+def _part_s(job: Job, best: Candidate | None) -> float:
+    """Return the seconds that finding a plan may take, as a part of the run."""
     if best is None or job.total_steps is None:
-        return MOST_S
-    return min(MOST_S, PART * job.total_steps * best.estimate.step_s)
+        return TRY_S
+    return PART * job.total_steps * best.estimate.step_s

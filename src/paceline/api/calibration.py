@@ -1,11 +1,13 @@
-"""Calibrate plans: run some of them briefly on the devices here, and correct their prices."""
+"""Try plans: run the best ones for a few steps on the devices here, and correct all prices by the
+results.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import io
-import math
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +24,7 @@ from paceline.api.ab_timing import (
     more_pairs,
     start_s,
 )
+from paceline.api.known_trials import KnownTrials
 from paceline.base.errors import PacelineError
 from paceline.base.logs import Tee
 from paceline.cluster.cluster import Cluster
@@ -29,12 +32,16 @@ from paceline.job import Job
 from paceline.launch.process.context import RankContext
 from paceline.launch.process.failure import RankFailed
 from paceline.planner.corrections import Calibration, Corrections
-from paceline.planner.search import Candidate, RankedPlans
+from paceline.planner.problem import PlanningProblem
+from paceline.planner.search import Candidate, RankedPlans, predicted_gain
+from paceline.planner.space import uncompiled_variant
+from paceline.simulate.device import refresh_device
 from paceline.strategies.plan import Plan
 
-FEWEST_STEPS, MOST_STEPS = 12, 300
+TRY_S = 10.0  # seconds for all trials together
+FEWEST_STEPS, MOST_STEPS = 4, 300
 MOST_TRIALS = 3  # trials of a plan, while there is time
-TURN_S = 1.0  # seconds of steps in one calibration, if the prediction is right
+TURN_S = 0.5  # seconds of steps in one trial, if the prediction is right
 # The same for a plan that starts late, whose steps run in turns with and without the late part.
 FEWEST_IN_TURNS, IN_TURNS_S, MOST_IN_TURNS_S = 30, 10.0, 60.0
 # Memory that a CPU rank holds in a run and not in a calibration, because a run writes figures and a
@@ -42,6 +49,95 @@ FEWEST_IN_TURNS, IN_TURNS_S, MOST_IN_TURNS_S = 30, 10.0, 60.0
 # put together.
 RUN_FOLDER_BYTES = 2 * 2**20
 TIMEOUT_S = 300.0  # seconds without a sign of life, for example while a block is compiled
+# The rates are looked at again if a first step takes so many times as long as they say, or as
+# little.
+FAR_OFF = 1.5
+
+
+def try_best(
+    problem: PlanningProblem,
+    plans: RankedPlans,
+    cluster: Cluster,
+    *,
+    budget_s: float,
+    late_s: float = 0.0,
+) -> tuple[PlanningProblem, RankedPlans]:
+    """Try the most promising plans on this machine's CPUs, and correct all prices by the results.
+
+    Trials of the same job that this machine has run in the last day count as if they were run now.
+    A line on stderr says which plan is tried. If the first step shows that the devices' rates are
+    out of date, these are measured again, all plans are priced again, and a line says so.
+
+    Args:
+        budget_s: See `calibrate_best`.
+        late_s: See `calibrate_best`.
+
+    Returns:
+        The problem, which from now on gives corrected prices, and its plans in their new order.
+    """
+    known = KnownTrials.read(problem, cluster)
+    spent_s, began_s = known.spent_s, time.monotonic()
+
+    def run(plan: Plan, expected_s: float) -> Calibration:
+        tried_s = spent_s + time.monotonic() - began_s
+        with _progress(f"trying '{plan}' ({tried_s:.0f} of {budget_s:.0f} s)"):
+            return calibrate(problem.job, cluster, plan, expected_s)
+
+    tried = calibrate_best(
+        plans,
+        run,
+        budget_s=budget_s - spent_s,
+        late_s=late_s,
+        known=known,
+    )
+    known.spent_s = spent_s + time.monotonic() - began_s
+    if len(known.trials) > known.num_read:
+        known.write()
+        if (off := _off(plans, *known.trials[known.num_read])) and (
+            changed := refresh_device(cluster.devices[-1].kind)
+        ):
+            print(f"note: {off}: {changed}", file=sys.stderr, flush=True)
+            return try_best(
+                problem,
+                problem.search(cluster, may_relax=plans.may_relax),
+                cluster,
+                budget_s=budget_s,
+                late_s=late_s,
+            )
+    return replace(problem, corrections=tried.corrections), tried.plans
+
+
+def _off(plans: RankedPlans, plan: Plan, calibration: Calibration) -> str:
+    """Say by how much a first real step differs from its price; empty if not by much."""
+    predicted = next((each.estimate for each in plans.ranked if each.plan == plan), None)
+    if predicted is None:
+        return ""
+    times = calibration.step_s / predicted.step_s
+    if 1 / FAR_OFF < times < FAR_OFF:
+        return ""
+    return f"a step of '{plan}' took {times:.2g} times as long as this CPU's rates say"
+
+
+@contextlib.contextmanager
+def _progress(text: str) -> Iterator[None]:
+    """Show a text on stderr meanwhile, if that is a terminal."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    width = shutil.get_terminal_size().columns - 1
+    print(text[:width], end="", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """Plans with corrected prices."""
+
+    plans: RankedPlans
+    corrections: Corrections
 
 
 def calibrate_best(
@@ -49,30 +145,42 @@ def calibrate_best(
     run: Callable[[Plan, float], Calibration],
     *,
     budget_s: float,
-    worth: float = math.inf,
-) -> RankedPlans:
+    late_s: float = 0.0,
+    known: KnownTrials | None = None,
+) -> Tried:
     """Try the most promising plans and correct the prices of all plans by the results.
 
     The plan that looks best is calibrated and all others are corrected by it, again and again,
     until the best plan was itself calibrated. The next candidates are plans of other kinds that may
     be as fast. Then the best ones run again, because on an uneven machine one trial may say little,
-    and the spread of the trials widens all intervals. Last come plans of kinds that look slower,
-    and plans that have many more or fewer micro-batches than a calibrated plan of their kind.
+    and the spread of the trials widens all intervals. Nothing else is tried.
+
+    A plan that starts late and was not tried is left out of the ranking: what compiled code gains
+    is less than prices know.
 
     Args:
         run: Takes a plan and its predicted step in seconds. If a plan fails, it is refused with its
             error.
-        budget_s: Seconds that the trials may take.
-        worth: Plans are not tried if their predicted step is more than this many times the best
-            plan's step.
+        budget_s: Seconds that the trials may take. A plan is not tried if its steps are so long
+            that its trial takes more than what is left.
+        late_s: Seconds that the trial of a plan that starts late may take in addition.
+        known: What was tried before; what is tried now is added.
 
     Raises:
         RankFailed: a calibration was asked to stop.
     """
     corrections, began_s = Corrections(), time.monotonic()
     predicted = {candidate.plan: candidate for candidate in (*plans.ranked, *plans.too_large)}
-    while time.monotonic() - began_s < budget_s:
-        candidate = _next(plans, corrections, worth)
+    known = known or KnownTrials()
+    for plan in [plan for plan in predicted if str(plan) in known.failed]:
+        plans = _without(plans, predicted.pop(plan), known.failed[str(plan)])
+    for plan, calibration in known.trials:
+        if plan in predicted:
+            corrections.add(plan, predicted[plan].estimate, calibration)
+    if corrections:
+        plans = _corrected(plans, predicted, corrections)
+    while (left_s := budget_s - (time.monotonic() - began_s)) > 0:
+        candidate = _next(plans, corrections, left_s, late_s)
         if candidate is None:
             break
         try:
@@ -82,15 +190,50 @@ def calibrate_best(
                 else _calibrated(candidate, run)
             )
             corrections.add(candidate.plan, predicted[candidate.plan].estimate, calibration)
+            known.trials.append((candidate.plan, calibration))
         except PacelineError as error:
             if isinstance(error, RankFailed) and error.failure.is_stop:
                 raise
-            plans.refused[str(candidate.plan)] = (
-                f"it failed when it was tried: {str(error).partition(chr(10))[0]}"
-            )
-            predicted.pop(candidate.plan)
-        plans = _corrected(plans, predicted, corrections)
-    return plans
+            why = known.failed[str(candidate.plan)] = str(error).partition("\n")[0]
+            plans = _without(plans, predicted.pop(candidate.plan), why)
+        if corrections:
+            plans = _corrected(plans, predicted, corrections)
+    plans = replace(
+        plans,
+        ranked=[
+            candidate
+            for candidate in plans.ranked
+            if candidate.estimate.is_measured or not candidate.estimate.start_s
+        ],
+    )
+    return Tried(plans, corrections)
+
+
+def with_trials(plans: RankedPlans, known: KnownTrials) -> RankedPlans:
+    """Correct the prices of plans by trials that were run before."""
+
+    def nothing(plan: Plan, expected_s: float) -> Calibration:
+        raise AssertionError("there is no time for trials")
+
+    return calibrate_best(plans, nothing, budget_s=0.0, known=known).plans
+
+
+def _without(plans: RankedPlans, candidate: Candidate, why: str) -> RankedPlans:
+    """Leave out a plan that failed."""
+    return replace(
+        plans,
+        ranked=[other for other in plans.ranked if other.plan != candidate.plan],
+        failed=(*plans.failed, candidate.plan),
+        refused={**plans.refused, str(candidate.plan): f"it failed when it was tried: {why}"},
+    )
+
+
+def _trial_s(candidate: Candidate) -> float:
+    """Return the seconds that a trial takes, by price."""
+    step_s = candidate.estimate.step_s
+    if candidate.estimate.start_s:
+        return candidate.estimate.start_s + max(IN_TURNS_S, FEWEST_IN_TURNS * step_s)
+    return max(FEWEST_STEPS * step_s, min(TURN_S, MOST_STEPS * step_s))
 
 
 def _calibrated(candidate: Candidate, run: Callable[[Plan, float], Calibration]) -> Calibration:
@@ -105,49 +248,41 @@ def _calibrated(candidate: Candidate, run: Callable[[Plan, float], Calibration])
     return min(first, second, key=lambda each: each.step_s)
 
 
-def _next(plans: RankedPlans, corrections: Corrections, worth: float) -> Candidate | None:
-    """Return the plan to try next; None if no trial is left.
+def _next(
+    plans: RankedPlans, corrections: Corrections, left_s: float, late_s: float
+) -> Candidate | None:
+    """Return the plan to try next; None if no trial is left for which there is time.
 
     The order is:
 
-    1. the fastest exact plan, until it was calibrated;
-    2. exact plans that may be as fast as it: one of each other kind, then calibrated ones again;
-    3. all plans, exact ones first: one of each other kind, then those that are far from any
-       calibrated plan, then the calibrated ones again.
+    1. the fastest plan that may be chosen, until it was calibrated;
+    2. plans that may be as fast as it: one of each other kind, then calibrated ones again.
 
     A plan that starts late, because its code is compiled, is only tried if it is the fastest one.
     """
-    exact = [candidate for candidate in plans.ranked if candidate.plan.relaxed is None]
     fastest = min(
-        (candidate.estimate for candidate in exact if candidate.plan in corrections),
+        (rival.estimate for rival in plans.rivals if rival.plan in corrections),
         default=None,
         key=lambda estimate: estimate.step_s,
     )
-    if (
-        exact
-        and exact[0].plan not in corrections
-        and (fastest is None or exact[0].estimate.step_s < fastest.step_s)
-    ):
-        return exact[0]
-    worthy = [
-        candidate
-        for candidate in (*exact, *plans.ranked)
-        if not candidate.estimate.start_s
-        and (fastest is None or candidate.estimate.step_s <= worth * fastest.step_s)
-    ]
     rivals = [
-        candidate
-        for candidate in worthy
-        if candidate.plan.relaxed is None
-        and (fastest is None or candidate.estimate.low_s <= fastest.high_s)
+        rival
+        for rival in plans.rivals
+        if _trial_s(rival) <= max(left_s, late_s if rival.estimate.start_s else 0.0)
     ]
-    return (
-        _of_another_kind(rivals, corrections)
-        or _again(rivals, corrections)
-        or _of_another_kind(worthy, corrections)
-        or next((candidate for candidate in worthy if corrections.is_far(candidate.plan)), None)
-        or _again(worthy, corrections)
-    )
+    if (
+        rivals
+        and rivals[0].plan not in corrections
+        and (fastest is None or rivals[0].estimate.step_s < fastest.step_s)
+    ):
+        return rivals[0]
+    as_fast = [
+        rival
+        for rival in rivals
+        if not rival.estimate.start_s
+        and (fastest is None or rival.estimate.low_s <= fastest.high_s)
+    ]
+    return _of_another_kind(as_fast, corrections) or _again(as_fast, corrections)
 
 
 def _of_another_kind(candidates: Sequence[Candidate], corrections: Corrections) -> Candidate | None:
@@ -173,16 +308,31 @@ def _again(candidates: Sequence[Candidate], corrections: Corrections) -> Candida
 def _corrected(
     plans: RankedPlans, predicted: dict[Plan, Candidate], corrections: Corrections
 ) -> RankedPlans:
-    corrected = [
-        replace(candidate, estimate=corrections.apply(plan, candidate.estimate))
-        for plan, candidate in predicted.items()
-    ]
-    ranked = sorted(
-        (candidate for candidate in corrected if candidate.estimate.fits),
-        key=lambda candidate: (candidate.step_cost, str(candidate.plan)),
+    def corrected(candidate: Candidate) -> Candidate:
+        return replace(candidate, estimate=corrections.apply(candidate.plan, candidate.estimate))
+
+    new = {plan: corrected(candidate) for plan, candidate in predicted.items()}
+    return replace(
+        plans,
+        ranked=sorted(
+            (candidate for candidate in new.values() if candidate.estimate.fits),
+            key=lambda candidate: (candidate.step_cost, str(candidate.plan)),
+        ),
+        too_large=[candidate for candidate in new.values() if not candidate.estimate.fits],
+        compiled=tuple(
+            _with_gain(corrected(candidate), new.get(uncompiled_variant(candidate.plan)))
+            for candidate in plans.compiled
+        ),
     )
-    too_large = [candidate for candidate in corrected if not candidate.estimate.fits]
-    return replace(plans, ranked=ranked, too_large=too_large)
+
+
+def _with_gain(compiled: Candidate, plain: Candidate | None) -> Candidate:
+    """Return a plan with compiled blocks and its gain by corrected prices, unless that is
+    measured."""
+    if compiled.estimate.is_measured or plain is None:
+        return compiled
+    gain = predicted_gain(plain.estimate, compiled.estimate)
+    return replace(compiled, estimate=replace(compiled.estimate, gain=gain))
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from paceline.strategies.plan import Plan
 if TYPE_CHECKING:
     from paceline.model.cost.profile import Profile
     from paceline.planner.estimate import Estimate
+    from paceline.planner.search import Candidate
 
 AUTO = "auto"
 
@@ -22,6 +23,9 @@ class PlanChoice:
     why: str = ""  # a line for people
     estimate: Estimate | None = None  # as far as it is known
     profile: Profile | None = None  # the job's
+    # the best plan of each kind that was considered, by the same prices
+    considered: tuple[Candidate, ...] = ()
+    tried_job: str = ""  # see `known_trials.fingerprint`; empty if nothing was tried
 
 
 def is_auto(plan: str | Plan | None) -> bool:

@@ -7,9 +7,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 
-from paceline.api.calibration import calibrate, calibrate_best
+from paceline.api.calibration import TRY_S, try_best
 from paceline.api.fine_tuning import FineTuning
 from paceline.api.links import with_links
 from paceline.api.planning_table import Advice, Answer
@@ -30,7 +29,6 @@ from paceline.planner.search import Candidate, RankedPlans, reason
 from paceline.planner.survival import REPAIR_HOURS, FailureRates
 from paceline.simulate.failures import CHECKPOINT_BYTES_PER_S
 
-CALIBRATE_S = 20.0
 NEAREST = 3  # plans that are named if none fits
 OTHER_PRECISION: Mapping[Precision, Precision] = {"float32": "bf16", "bf16": "float32"}
 
@@ -61,7 +59,7 @@ def plan(
     mtbf_hours: float | None = None,
     repair_hours: float = REPAIR_HOURS,
     checkpoint_bytes_per_s: float = CHECKPOINT_BYTES_PER_S,
-    calibrate_s: float = CALIBRATE_S,
+    calibrate_s: float = TRY_S,
 ) -> Answer:
     """Rank the plans that a job allows on a cluster by predicted speed, or by cost.
 
@@ -76,9 +74,8 @@ def plan(
             checkpoints, and what each way to survive costs.
         repair_hours: Hours until a host or a GPU that failed is back.
         checkpoint_bytes_per_s: Bytes of a checkpoint that a device writes per second.
-        calibrate_s: Seconds after which no further plan is tried on devices that are here. A few
-            steps of the most promising plans, and of one of each kind, correct the prediction; 0
-            only predicts.
+        calibrate_s: Seconds for trials on this machine's CPUs: a few steps of the most promising
+            plans correct all prices. Trials of the last day count; 0 only predicts.
 
     Raises:
         JobError: the job makes no sense.
@@ -135,10 +132,10 @@ def _answer(
     loaded = planned.job
     problem = PlanningProblem.of(loaded, price_per_hour, device=cluster.first_here)
     ranking = problem.search(cluster, may_relax=relaxed)
+    if not cluster.nodes and not has_gpus():
+        problem, ranking = try_best(problem, ranking, cluster, budget_s=calibrate_s)
     if not ranking.ranked and not ranking.too_large:
         raise _nothing_priced(problem, ranking, cluster)
-    if not cluster.nodes and not has_gpus():
-        ranking = calibrate_best(ranking, partial(calibrate, loaded, cluster), budget_s=calibrate_s)
     chosen = ranking.chosen
     notes = list(
         dict.fromkeys(
@@ -158,10 +155,11 @@ def _answer(
         notes.append(f"plans that split the model are left out: {problem.pieces.problem}")
     notes += _of_devices((*ranking.ranked, *ranking.too_large), chosen)
     if (link := cluster.link_of_all).source:
-        notes.append(f"links between GPUs: {link.bytes_per_s / 1e9:.3g} GB/s, {link.source}")
-    if not cluster.nodes and has_gpus():
+        between = "GPUs" if cluster.devices[-1].kind == "cuda" else "ranks"
+        notes.append(f"links between {between}: {link.bytes_per_s / 1e9:.3g} GB/s, {link.source}")
+    if not cluster.nodes and not any(each.estimate.is_measured for each in ranking.ranked):
         notes.append(
-            "no plan was tried: where there are GPUs, plans are compared by prediction alone"
+            f"no plan was tried, so all times are predicted from this machine's rates: {_untried(calibrate_s)}"
         )
     return Answer(
         named,
@@ -174,6 +172,14 @@ def _answer(
         _advice(problem, chosen, cluster),
         None if rates is None or chosen is None else outlook(problem, chosen, cluster, rates),
     )
+
+
+def _untried(calibrate_s: float) -> str:
+    if has_gpus():
+        return "where there are GPUs, nothing is tried"
+    if not calibrate_s:
+        return "--calibrate 0 tries none"
+    return f"steps are too long for trials of {calibrate_s:.0f} s; --calibrate SECONDS allows more"
 
 
 def _nothing_priced(problem: PlanningProblem, ranking: RankedPlans, cluster: Cluster) -> PlanError:
@@ -230,9 +236,7 @@ def nothing_fits(ranking: RankedPlans, cluster: str, changes: Sequence[Remedy] =
 def _advice(problem: PlanningProblem, chosen: Candidate | None, cluster: Cluster) -> Advice | None:
     """Return advice on the precision of the chosen plan.
 
-    Forward and backward are traced again, because their tensors have other sizes. If calibration
-    found the plan slower than predicted, the other precision is assumed to be slower by the same
-    factor.
+    Forward and backward are traced again, because their tensors have other sizes.
     """
     precision = OTHER_PRECISION.get(problem.job.precision)
     if chosen is None or precision is None:
@@ -241,13 +245,6 @@ def _advice(problem: PlanningProblem, chosen: Candidate | None, cluster: Cluster
         other_problem = PlanningProblem.of(
             replace(problem.job, precision=precision), device=cluster.first_here, like=problem
         )
-        other = other_problem.price(chosen.plan, cluster)
-        off = chosen.estimate.step_s / problem.price(chosen.plan, cluster).step_s
+        return Advice(precision, other_problem.price(chosen.plan, cluster))
     except (PlanError, NotPriced) as error:
         return Advice(precision, str(error).partition("\n")[0])
-    return Advice(
-        precision,
-        replace(
-            other, step_s=off * other.step_s, low_s=off * other.low_s, high_s=off * other.high_s
-        ),
-    )

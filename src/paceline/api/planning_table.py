@@ -207,6 +207,7 @@ class Answer:
         )
         return {
             "plan": str(candidate.plan),
+            "kind": candidate.kind,
             "fits": estimate.fits,
             "step_s": estimate.step_s,
             "step_s_low": estimate.low_s,

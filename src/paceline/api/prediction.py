@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -11,6 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.api.calibration import FAR_OFF
+from paceline.api.known_trials import forget_trials
 from paceline.api.links import with_links
 from paceline.base.errors import PacelineError, PlanError, in_words
 from paceline.base.fork import in_a_fork
@@ -20,6 +23,7 @@ from paceline.cluster.gpu_use import apart_from_cuda
 from paceline.job import Job
 from paceline.planner.resolve import Resolved
 from paceline.runs import folder
+from paceline.simulate.device import refresh_device
 
 if TYPE_CHECKING:
     from paceline.api.plan_choice import PlanChoice
@@ -46,7 +50,7 @@ class Priced:
     snapshot: bool
     profile: Profile | None = None
     split: SplitPrices | None = None
-    estimate: Estimate | None = None  # if the planner has made one
+    chosen: PlanChoice | None = None  # if the planner has made the choice
     problem: str = ""  # why there is no price
 
 
@@ -60,7 +64,7 @@ def price(job: Job, resolved: Resolved, chosen: PlanChoice, *, snapshot: bool) -
         PlanError: a rank needs more memory than its device has; with the ledger and the plans that
             fit.
     """
-    priced = Priced(job, resolved, snapshot, chosen.profile, estimate=chosen.estimate)
+    priced = Priced(job, resolved, snapshot, chosen.profile, chosen=chosen)
     if not any(device.is_limit or device.kind == "cuda" for device in resolved.cluster.devices):
         return priced
     if not has_gpus():
@@ -138,7 +142,8 @@ def predict_once_started(board: HeartbeatTable, priced: Priced, run_dir: Path) -
 
     The prediction waits because it measures a device's rates.
     """
-    while priced.estimate is None and board.read(0).step < 2:
+    is_predicted = priced.chosen is not None and priced.chosen.estimate is not None
+    while not is_predicted and board.read(0).step < 2:
         if board.over:
             return
         time.sleep(0.05)
@@ -154,7 +159,8 @@ def _predict(priced: Priced, run_dir: Path) -> None:
     """Write the predicted figures into the run folder."""
     from paceline.base.files import write_json
 
-    estimate = priced.estimate or _estimate(priced)
+    chosen = priced.chosen
+    estimate = (chosen and chosen.estimate) or _estimate(priced)
     if estimate is None:
         write_json(run_dir / folder.PREDICTED, {"step_s": None, "peak_memory_bytes": None})
         return
@@ -173,12 +179,21 @@ def _predict(priced: Priced, run_dir: Path) -> None:
             "ledger": dict(estimate.ledger),
             "breakdown": dict(estimate.breakdown),
             "ranks": [{"rank": need.name, "ledger": dict(need.ledger)} for need in estimate.needs],
+            "considered": [
+                {
+                    "plan": str(each.plan),
+                    "step_s": each.estimate.step_s,
+                    "peak_memory_bytes": each.estimate.peak_memory_bytes,
+                }
+                for each in (chosen.considered if chosen else ())
+            ],
         },
     )
 
 
 def _estimate(priced: Priced) -> Estimate | None:
     from paceline.planner.estimate import estimate
+    from paceline.planner.rank_kinds import measured_rates
 
     if priced.profile is None and not priced.problem:
         priced = _profiled(priced)
@@ -192,9 +207,11 @@ def _estimate(priced: Priced) -> Estimate | None:
             with_links(resolved.cluster, measure=False),
             batch=job.batch,
             precision=job.precision,
+            rates=measured_rates(
+                resolved.cluster, waiting=resolved.plan.splits_model, oldest_s=math.inf
+            ),
             split=priced.split,
             snapshot=priced.snapshot,
-            times_operators=False,
         )
     except Exception as error:  # as above
         _without_price(priced, error)
@@ -217,8 +234,28 @@ def sum_up(run_dir: Path, figures: dict[str, Any], priced: Priced) -> dict[str, 
     }
     if missed := miss(figures, load=os.getloadavg()[0]):
         print(missed, file=sys.stderr, flush=True)
+    if corrected := _look_again(figures, priced):
+        print(corrected, file=sys.stderr, flush=True)
     write_json(run_dir / folder.SUMMARY, figures)
     return figures
+
+
+def _look_again(figures: Mapping[str, Any], priced: Priced) -> str:
+    """Measure again, or try plans again next time, if steps took far more or less than predicted.
+
+    Returns what changed, for people; empty if nothing did.
+    """
+    predicted_s, took_s = figures["predicted"]["step_s"], figures["step_s"]
+    kind = priced.resolved.cluster.devices[-1].kind
+    if predicted_s is None or not took_s or figures["steps"] <= FEW_STEPS or kind != "cpu":
+        return ""
+    if 1 / FAR_OFF < took_s / predicted_s < FAR_OFF:
+        return ""
+    if priced.chosen is not None and priced.chosen.tried_job:
+        forget_trials(priced.chosen.tried_job)
+        return "steps differ from those of the trials: plans are tried again next time"
+    changed = refresh_device(kind)
+    return f"this CPU: {changed}" if changed else ""
 
 
 def miss(figures: Mapping[str, Any], *, load: float) -> str:

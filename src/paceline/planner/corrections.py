@@ -17,6 +17,7 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from paceline.planner.break_even import Gain
@@ -30,21 +31,18 @@ from paceline.strategies.plan import Plan
 # Half the width of an 80 % interval around a step's time, as a natural logarithm: for a calibrated
 # plan, for a plan of a calibrated kind, and for others. Fitted on `benchmarks.regret`; see
 # docs/formulas.md.
-SPREAD = {"itself": 0.075, "kind": 0.13, "nothing": 0.25}
+SPREAD = {"itself": 0.075, "kind": 0.13, "nothing": 0.5}
 # The standard deviation of the logarithm of a calibrated step in the runs of that fit, including
 # that of a second run. It counts as many trials as `NOISE_TRIALS`, beside those of plans that were
 # tried again.
 NOISE = SPREAD["itself"] / 1.28 / math.sqrt(2)
 NOISE_TRIALS = 4
-# A plan is worth its own calibration if it has this many times more, or fewer, micro-batches than
-# calibrated plans of its kind.
-FAR = 4
 UNEXPLAINED = "unexplained"  # part of a breakdown: measured time beyond all parts together
-# Spreads, as parts of the half width of the prices' intervals: of a part's factor around 1; of its
-# factor in plans of one or several ranks around that; of its factor in compiled code; and of a step
-# around the sum of its parts. Fitted on `benchmarks.regret`, each plan corrected by the others of
-# its job; the value for compiled code is assumed.
-FACTOR_SPREAD, RANKS_SPREAD, COMPILED_SPREAD, STEP_SPREAD = 0.25, 0.05, 0.5, 0.1
+# Spreads of a part's factor around 1; of its factor in plans of one or several ranks around that; of
+# its factor in compiled code; and of a step around the sum of its parts. Fitted on
+# `benchmarks.regret`, each plan corrected by the others of its job; the value for compiled code is
+# assumed.
+FACTOR_SPREAD, RANKS_SPREAD, COMPILED_SPREAD, STEP_SPREAD = 1.0, 0.2, 0.5, 0.1
 LEAST_FACTOR = 0.2
 MEASURED = "unaccounted"  # entry of a ledger: measured memory beyond all other entries
 
@@ -78,6 +76,10 @@ class Corrections:
     def __contains__(self, plan: Plan) -> bool:
         return plan in self._calibrations
 
+    def __bool__(self) -> bool:
+        """Whether any plan was calibrated."""
+        return bool(self._calibrations)
+
     def add(self, plan: Plan, predicted: Estimate, calibration: Calibration) -> None:
         """Add a calibration. If a plan has several trials, the median of their steps counts.
 
@@ -98,8 +100,7 @@ class Corrections:
             [
                 (causes_s(calibrated, self._predicted[calibrated].breakdown), each.step_s)
                 for calibrated, each in self._calibrations.items()
-            ],
-            prices_spread=statistics.fmean(map(_spread_of, self._predicted.values())),
+            ]
         )
 
     def num_trials(self, plan: Plan) -> int:
@@ -129,24 +130,23 @@ class Corrections:
         """Whether a plan was calibrated that runs the same code on as many ranks."""
         return _likenesses(plan)[0] in self._plans_by_likeness
 
-    def is_far(self, plan: Plan) -> bool:
-        """Whether all calibrated plans of its kind have many more or many fewer micro-batches."""
-        calibrated = self._plans_by_likeness.get(_likenesses(plan)[0], ())
-        return all(
-            max(
-                plan.num_microbatches / other.num_microbatches,
-                other.num_microbatches / plan.num_microbatches,
-            )
-            >= FAR
-            for other in calibrated
-        )
-
     def apply(self, plan: Plan, predicted: Estimate) -> Estimate:
-        """Return the corrected estimate, with an interval that says how certain it is."""
+        """Return the corrected estimate, with an interval that says how certain it is.
+
+        Args:
+            predicted: The estimate without any correction. A calibrated plan may be predicted for
+                other conditions than those of its calibration, such as other links: its error is
+                assumed to stay the same.
+        """
         spread = self._spread(plan)
         explained_s = self._explained_s(plan, predicted)
-        error = self._error_of(plan, predicted) if plan in self else self._of_the_nearest(plan)
-        step_s = self._step_s(plan) if plan in self else explained_s * error.factor
+        error = (
+            self._error_of(plan, self._predicted[plan])
+            if plan in self
+            else self._of_the_nearest(plan)
+        )
+        is_measured = plan in self and predicted == self._predicted[plan]
+        step_s = self._step_s(plan) if is_measured else explained_s * error.factor
         return replace(
             predicted,
             step_s=step_s,
@@ -155,7 +155,7 @@ class Corrections:
             peak_memory_bytes=predicted.peak_memory_bytes + error.num_bytes,
             ledger=_with(predicted.ledger, error),
             breakdown=self._breakdown(plan, predicted, step_s),
-            is_measured=plan in self,
+            is_measured=is_measured,
             start_s=self._start_s(plan, predicted),
             gain=self._calibrations[plan].gain if plan in self else predicted.gain,
             needs=tuple(
@@ -214,7 +214,7 @@ class Corrections:
         """Return the rest of a calibrated plan's error that its corrected parts do not explain."""
         calibration = self._calibrations[plan]
         return _Error(
-            calibration.step_s / self._explained_s(plan, predicted),
+            self._step_s(plan) / self._explained_s(plan, predicted),
             calibration.peak_memory_bytes - predicted.peak_memory_bytes,
         )
 
@@ -231,10 +231,8 @@ class Corrections:
                 if nearness == 0:
                     return _between(errors, plan)
                 factor = statistics.geometric_mean(error.factor for error in errors.values())
-                # The more certain prices are, the less one plan's error says about another kind.
-                part = min(1.0, FACTOR_SPREAD * _spread_of(self._predicted[next(iter(errors))]))
                 return _Error(
-                    factor**part,
+                    factor,
                     round(statistics.median(error.num_bytes for error in errors.values()))
                     if nearness < 3
                     else 0,
@@ -258,11 +256,6 @@ class Cause(NamedTuple):
     among: Literal["all", "alone", "beside others", "compiled"] = "all"
 
 
-def _spread_of(predicted: Estimate) -> float:
-    """Return half the width of an estimate's interval, as a logarithm."""
-    return math.log(predicted.high_s / predicted.low_s) / 2
-
-
 def causes_s(plan: Plan, breakdown: Mapping[str, float]) -> dict[Cause, float]:
     """Return the predicted seconds of a plan's step that each cause would change."""
     seconds_by_cause: dict[Cause, float] = {}
@@ -280,9 +273,7 @@ def _causes(plan: Plan, part: str) -> Iterator[Cause]:
         yield Cause(part, "compiled")
 
 
-def cause_changes(
-    steps: Sequence[tuple[Mapping[Cause, float], float]], *, prices_spread: float
-) -> dict[Cause, float]:
+def cause_changes(steps: Sequence[tuple[Mapping[Cause, float], float]]) -> dict[Cause, float]:
     """Return by which part of itself each cause changes the predicted seconds, to come nearest to
     the measured steps.
 
@@ -292,22 +283,20 @@ def cause_changes(
     Args:
         steps: Pairs of the predicted seconds that each cause would change, and the measured
             seconds.
-        prices_spread: Half the width of the prices' intervals. The more certain prices are, the
-            less the steps change them.
 
     >>> compute, messages = Cause("compute"), Cause("communication")
     >>> steps = [({compute: 2.0}, 3.0), ({compute: 1.0, messages: 1.0}, 2.5)]
-    >>> [[round(changes[cause], 2) for cause in (compute, messages)]
-    ...  for changes in (cause_changes(steps, prices_spread=spread) for spread in (4.0, 0.4))]
-    [[0.49, 0.01], [0.18, 0.04]]
+    >>> changes = cause_changes(steps)
+    >>> [round(changes[cause], 2) for cause in (compute, messages)]
+    [0.49, 0.01]
     """
     import numpy as np
 
     spreads = {
-        "all": FACTOR_SPREAD * prices_spread,
+        "all": FACTOR_SPREAD,
         "compiled": COMPILED_SPREAD,
-        "alone": RANKS_SPREAD * prices_spread,
-        "beside others": RANKS_SPREAD * prices_spread,
+        "alone": RANKS_SPREAD,
+        "beside others": RANKS_SPREAD,
     }
 
     causes = sorted({cause for seconds_by_cause, _ in steps for cause in seconds_by_cause})
@@ -362,6 +351,7 @@ def _between(errors: Mapping[Plan, _Error], plan: Plan) -> _Error:
     )
 
 
+@lru_cache(maxsize=4096)  # asked for each plan after each trial
 def _likenesses(plan: Plan) -> tuple[tuple[object, ...], ...]:
     """Return the groups of similar plans that a plan belongs to, from plans that run the same code
     to all plans.

@@ -25,7 +25,6 @@ from paceline.planner.rank_kinds import (
     measured_rates,
     rank_kinds,
     rates_of,
-    time_operators,
 )
 from paceline.simulate.device import DeviceRates
 from paceline.simulate.play import Rates, play_together
@@ -37,8 +36,6 @@ from paceline.strategies.stages.cost import RankCost
 # Half the width of an 80 % interval around a step that is predicted from this machine's rates alone, as a natural
 # logarithm. Fitted on `benchmarks.regret`; see docs/formulas.md.
 RATES_SPREAD = 1.05
-# The same where the job's own operators were timed one by one.
-TIMED_SPREAD = 0.25
 # The same on GPUs of this machine: five of six steps on an H200 lie within it; see docs/formulas.md.
 GPU_SPREAD = 0.35
 
@@ -102,7 +99,6 @@ def estimate(
     split: SplitPrices | None = None,
     snapshot: bool = True,
     software: Software = PACELINE,
-    times_operators: bool = True,
 ) -> Estimate:
     """Play the plan's step on the cluster.
 
@@ -112,8 +108,6 @@ def estimate(
         split: The model in pieces, for plans that split it.
         snapshot: Whether checkpoints are written while training goes on, from a copy of the state.
         software: The program that trains, on a cluster that is described.
-        times_operators: Whether operators that this machine's CPU has not timed yet are timed: a second or two for each
-            number of samples and of ranks. Not while ranks are at work.
 
     Raises:
         PlanError: the plan's ranks don't fit the devices, accumulate=auto finds nothing that fits, or a plan splits
@@ -123,10 +117,8 @@ def estimate(
     if cluster.nodes and (profile.by_dimensions or not plan.splits_model):
         spread, rates = software.spread, None
     else:
-        rates = rates or measured_rates(
-            cluster, waiting=plan.splits_model, times_operators=times_operators
-        )
-        spread = _spread(profile, rates)
+        rates = rates or measured_rates(cluster, waiting=plan.splits_model)
+        spread = RATES_SPREAD if isinstance(rates, DeviceRates) else GPU_SPREAD
     if rates is None and plan.has_schedule:
         step_s, played = play_pipeline(
             profile, plan, cluster, batch=batch, precision=precision, software=software
@@ -213,7 +205,6 @@ def _play_split(
         stage_program(cost, plan, device.kind, snapshot=snapshot)
         for cost, device in zip(costs, places, strict=True)
     ]
-    time_operators(programs, rates)
     timelines = play_together(
         programs,
         [rates_of(device, rates) for device in places],
@@ -235,17 +226,3 @@ def _work_s(played: Sequence[Played], plan: Plan) -> float:
         rank.timeline.breakdown["compute"] + rank.timeline.breakdown["optimizer"] for rank in played
     )
     return busy_s * plan.world_size / len(played) / usable_cores()
-
-
-def _spread(profile: Profile, rates: Rates) -> float:
-    """Half the width of the interval around a step of such work."""
-    if not isinstance(rates, DeviceRates):
-        return GPU_SPREAD
-    is_timed = (
-        rates.timed is not None
-        and rates.timed.measures
-        and all(
-            segment.forward.calls.first for segment in profile.segments if segment.forward.operators
-        )
-    )
-    return TIMED_SPREAD if is_timed else RATES_SPREAD

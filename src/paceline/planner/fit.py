@@ -112,9 +112,7 @@ def _other_than_plans(job: Job, cluster: Cluster, profile: Profile) -> str:
         return (
             "devices with more memory, or a smaller model; paceline plan FILE lists what would fit"
         )
-    changes = remedies(
-        PlanningProblem(job, profile, LazyPieces(job, profile), times_operators=False), cluster
-    )
+    changes = remedies(PlanningProblem(job, profile, LazyPieces(job, profile)), cluster)
     if not changes:
         return (
             "devices with more memory, or a smaller model: none of the plans that were tried fits"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 from paceline.cluster.cluster import Cluster
@@ -12,6 +12,7 @@ from paceline.cluster.links import Link, Network
 from paceline.cluster.software import PACELINE
 from paceline.job import Job, Precision
 from paceline.model.cost.profile import Profile, folded
+from paceline.planner.corrections import Corrections
 from paceline.planner.estimate import Estimate, NotPriced, estimate
 from paceline.planner.pieces import LazyPieces
 from paceline.planner.pipelines import least_missing_bytes
@@ -40,7 +41,8 @@ class PlanningProblem:
     price_per_hour: float | None = None
     may_be_fewer: bool = True  # whether plans may leave out devices that are here
     may_split: bool = True  # whether the model may be cut; finding out how takes seconds
-    times_operators: bool = True
+    # What trials have shown of prices on this machine; corrects every price.
+    corrections: Corrections = field(default_factory=Corrections)
 
     @classmethod
     def of(
@@ -55,7 +57,8 @@ class PlanningProblem:
 
         Args:
             device: See `profile_job`.
-            like: The problem of the same job in another precision with the same weights.
+            like: The problem of the same job in another precision with the same weights. Its
+                corrections hold for this one, too.
         """
         from paceline.model.cost import profile_job
         from paceline.model.cost.trace import fake_model
@@ -66,7 +69,9 @@ class PlanningProblem:
         profile = profile_job(
             job, device=device, like=None if like is None else like.profile, built=built
         )
-        return cls(job, profile, LazyPieces(job, profile, built), price_per_hour)
+        corrections = Corrections() if like is None else like.corrections
+        pieces = LazyPieces(job, profile, built)
+        return cls(job, profile, pieces, price_per_hour, corrections=corrections)
 
     @cached_property
     def folded(self) -> Profile:
@@ -139,7 +144,7 @@ class PlanningProblem:
         return rent_of
 
     def price(self, plan: Plan, cluster: Cluster) -> Estimate:
-        """Predict the step of a plan.
+        """Predict the step of a plan, corrected by the trials.
 
         Raises:
             PlanError: the plan can't be on this cluster.
@@ -162,7 +167,7 @@ class PlanningProblem:
             if cluster.nodes or plan.world_size >= len(cluster.devices)
             else replace(cluster, devices=cluster.devices[: plan.world_size])
         )
-        return estimate(
+        predicted = estimate(
             profile,
             plan,
             used,
@@ -170,8 +175,8 @@ class PlanningProblem:
             precision=self.computes_in,
             split=self.pieces,
             snapshot=False,
-            times_operators=self.times_operators,
         )
+        return self.corrections.apply(plan, predicted) if self.corrections else predicted
 
     def least_missing_bytes(self, plan: Plan, enough_bytes: float, *, cluster: Cluster) -> int:
         """Return the least bytes by which a plan exceeds memory; see `planner.pipelines`."""

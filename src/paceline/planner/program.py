@@ -282,9 +282,6 @@ class _OneDevice:
             operators=work.operators,
             fixed_s=self.step.software.step_s,
             part="optimizer",
-            calls=tuple((call, count * part) for call, count in work.calls)
-            if part != 1
-            else work.calls,
         )
         yield free("optimizer", self.profile.update_peak_bytes * part)
 

@@ -6,8 +6,7 @@ rates that were measured, or described, with rates that are stated.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import get_args
@@ -23,15 +22,12 @@ from paceline.cluster.software import PACELINE, Software
 from paceline.job import Precision
 from paceline.job.order import split
 from paceline.launch.process.malloc import GIVEN_BACK_BLOCK_BYTES, KEPT_BLOCK_BYTES
-from paceline.model.cost.cache import OLD_S
-from paceline.model.cost.operators import operator_times
 from paceline.model.cost.profile import Profile
 from paceline.planner.devices import devices_of
 from paceline.planner.program import step_program
 from paceline.simulate.accelerator import AcceleratorRates
-from paceline.simulate.device import DeviceRates, measure_device
+from paceline.simulate.device import OLD_S, DeviceRates, measure_device
 from paceline.simulate.play import Rates, Timeline, play
-from paceline.simulate.program import Compute, Program, Repeat
 from paceline.strategies.costs import allocator_of
 from paceline.strategies.plan import Plan
 
@@ -107,7 +103,6 @@ class RankKind:
             program = step_program(
                 profile, plan, self.device.kind, sizes, snapshot=snapshot, software=software
             )
-            time_operators([program], self.rates)
             return play(program, self.rates, self.network, precision=precision)
 
         if len(sizes) <= 3:
@@ -253,45 +248,20 @@ def gpu_rates(gpu: Device) -> AcceleratorRates:
     )
 
 
-def measured_rates(cluster: Cluster, *, waiting: bool, times_operators: bool) -> Rates:
+def measured_rates(cluster: Cluster, *, waiting: bool = False, oldest_s: float = OLD_S) -> Rates:
     """This machine's rates for a rank, with as many threads as it runs with; more ranks than cores take turns.
 
-    waiting: ranks wait for each other, so that who works has a core.
+    waiting: ranks wait for each other, so that who works has a core. oldest_s: of a CPU's rates in the cache; infinite
+        while ranks are at work, beside which nothing is measured well.
     """
     num_ranks, num_cores = len(cluster.devices), usable_cores()
     last = cluster.devices[-1]  # of the ranks that run the model: servers come first
     if last.kind == "cuda":
         return gpu_rates(last)
-    rates = measure_device(
-        "cpu", threads_of_a_rank(num_ranks), oldest_s=OLD_S if times_operators else math.inf
-    )
+    rates = measure_device("cpu", threads_of_a_rank(num_ranks), oldest_s=oldest_s)
     keeps = not any(device.is_limit for device in cluster.devices)
-    timed = operator_times(num_ranks, measures=times_operators, keeps_heap=keeps)
-    rates = replace(
-        rates,
-        timed=timed,
-        memory_bytes_per_s=timed.memory_bytes_per_s or rates.memory_bytes_per_s,
-        new_page_s=timed.new_page_s,
-        page_block_bytes=KEPT_BLOCK_BYTES if keeps else GIVEN_BACK_BLOCK_BYTES,
-    )
-    turns = 1.0 if waiting else max(1.0, num_ranks / num_cores)
-    return replace(rates.slowed(turns), turns=turns)
-
-
-def time_operators(programs: Iterable[Program], rates: Rates) -> None:
-    """Those of steps that the device has not timed yet."""
-    if isinstance(rates, DeviceRates) and rates.timed is not None:
-        rates.timed.measure(
-            call for program in programs for event in _computed(program) for call, _ in event.calls
-        )
-
-
-def _computed(program: Program) -> Iterator[Compute]:
-    for event in program:
-        if isinstance(event, Compute):
-            yield event
-        elif isinstance(event, Repeat):
-            yield from _computed(event.events)
+    rates = replace(rates, page_block_bytes=KEPT_BLOCK_BYTES if keeps else GIVEN_BACK_BLOCK_BYTES)
+    return rates.slowed(1.0 if waiting else max(1.0, num_ranks / num_cores))
 
 
 def split_shares(plan: Plan, cluster: Cluster) -> tuple[int, ...]:

@@ -5,10 +5,8 @@ the answer.
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 from paceline.base.errors import PlanError
 from paceline.planner.break_even import Gain
@@ -83,11 +81,11 @@ class RankedPlans:
     may_relax: bool = False  # whether a relaxed plan may be chosen
     # for every way to split: the first exact plan that fits
     ways: tuple[Plan, ...] = ()
-    # plans that fit, with their prices before any was tried
-    fitting: dict[Plan, Candidate] = field(default_factory=dict)
     over: tuple[Plan, ...] = ()  # plans that don't fit or have no price
-    # the gain of compiled blocks for the best plan, by price; empty if not asked for
-    compiling: str = ""
+    failed: tuple[Plan, ...] = ()  # plans that failed when they were tried
+    # The best plan of each kind with compiled blocks and its gain, whether it pays or not; none if
+    # not asked for.
+    compiled: tuple[Candidate, ...] = ()
 
     @property
     def rivals(self) -> list[Candidate]:
@@ -100,11 +98,11 @@ class RankedPlans:
 
     @property
     def chosen(self) -> Candidate | None:
-        """The best plan that may be chosen, or None.
+        """The best plan that may be chosen, or None. If any was tried, it is one that was tried.
 
         Among plans that tie with the first one, an exact plan with the fewest keys is chosen.
         """
-        rivals = self.rivals
+        rivals = [rival for rival in self.rivals if rival.estimate.is_measured] or self.rivals
         tied = [candidate for candidate in rivals if ties(candidate, rivals[0])]
         return min(
             tied,
@@ -180,8 +178,8 @@ def search(
     for plan in list(cuts.values())[:most_refined]:
         _refine(prices, plan, limits)
     ranking.ways = tuple(candidate.plan for candidate in first if candidate.plan.relaxed is None)
-    ranking.compiling = _compile(prices, limits)
-    ranking.fitting, ranking.over = prices.fitting, tuple(prices.over)
+    ranking.compiled = tuple(_compile(prices, limits))
+    ranking.over = tuple(prices.over)
     ranking.ranked = sorted(prices.fitting.values(), key=_cost)
     ranking.too_large = sorted(
         prices.too_large.values(), key=lambda candidate: candidate.missing_bytes
@@ -293,15 +291,15 @@ def _refine(prices: _PriceTable, plan: Plan, limits: Limits) -> None:
                 break  # more micro-batches take longer
 
 
-def _compile(prices: _PriceTable, limits: Limits) -> str:
-    """Add the best exact plan of each kind with compiled blocks, if compiling pays.
+def _compile(prices: _PriceTable, limits: Limits) -> Iterator[Candidate]:
+    """Yield the best exact plan of each kind with compiled blocks, and add it to the prices if
+    compiling pays.
 
     It pays if the gain is certain, and if the run is so long that its steps gain more than
-    compiling takes. Returns a text about the gain of the first of these plans.
+    compiling takes.
     """
     if limits.compiled_steps is None:
-        return ""
-    texts: list[str] = []
+        return
     exact = [candidate for candidate in prices.fitting.values() if candidate.plan.relaxed is None]
     for plain in best_of_each_kind(sorted(exact, key=_cost)):
         compiled = compiled_variant(plain.plan)
@@ -312,10 +310,9 @@ def _compile(prices: _PriceTable, limits: Limits) -> str:
         candidate = replace(
             candidate, steps=limits.compiled_steps, estimate=replace(candidate.estimate, gain=gain)
         )
-        texts.append(f"'{compiled}' {gain.describe(candidate.estimate.start_s)}")
         if gain.is_sure and candidate.step_cost < plain.step_cost:
             prices.fitting[compiled] = candidate
-    return texts[0] if texts else ""
+        yield candidate
 
 
 def predicted_gain(plain: Estimate, compiled: Estimate) -> Gain:
@@ -328,17 +325,18 @@ def predicted_gain(plain: Estimate, compiled: Estimate) -> Gain:
 
 
 def compiling(plans: RankedPlans) -> str:
-    """Return a text about the gain of compiled blocks, as measured if it was tried; empty if not
-    asked for.
+    """Return a text about the gain of compiled blocks, of a plan that was tried if there is one;
+    empty if not asked for.
     """
     tried = [
         candidate
         for candidate in plans.ranked
         if candidate.estimate.gain is not None and candidate.estimate.is_measured
     ]
-    if not tried or (gain := tried[0].estimate.gain) is None:
-        return plans.compiling
-    return f"'{tried[0].plan}' {gain.describe(tried[0].estimate.start_s)}"
+    for candidate in (*tried, *plans.compiled):
+        if (gain := candidate.estimate.gain) is not None:
+            return f"'{candidate.plan}' {gain.describe(candidate.estimate.start_s)}"
+    return ""
 
 
 def kind_of(plan: Plan) -> str:
@@ -393,7 +391,10 @@ def reason(candidate: Candidate, chosen: Candidate) -> str:
         return f"costs {100 * dearer:.0f} % more, {100 * abs(slower):.0f} % {'slower' if slower > 0 else 'faster'}"
     name = max(more, key=lambda key: more[key])
     if slower < 0:
-        return f"{-100 * slower:.0f} % faster{', and relaxed' if candidate.plan.relaxed else ''}"
+        untried = ", by its price: there was no time to try it"
+        return (
+            f"{-100 * slower:.0f} % faster{', and relaxed' if candidate.plan.relaxed else untried}"
+        )
     return _share(name, estimate)
 
 
@@ -457,17 +458,12 @@ def flips(
     plan.
 
     The other plan must be faster by more than a tie. Every way to split is priced again, but not
-    with all of its schedules; the best plan of each kind keeps the schedule that was found. The
-    measured error of a calibrated plan's price is assumed to stay the same after a change.
+    with all of its schedules; the best plan of each kind keeps the schedule that was found.
     """
     chosen = ranking.chosen
     if chosen is None:
         return []
-    factors = {
-        candidate.plan: candidate.estimate.step_s / ranking.fitting[candidate.plan].estimate.step_s
-        for candidate in ranking.ranked
-        if candidate.plan in ranking.fitting
-    }
+    unchanged_prices = {candidate.plan: candidate for candidate in ranking.ranked}
     best_plans = [
         candidate.plan
         for candidate in best_of_each_kind(ranking.ranked)
@@ -475,21 +471,11 @@ def flips(
     ]
     flipped: list[tuple[str, Candidate]] = []
     for change in changes:
-        prices = _PriceTable(
-            partial(_as_found, change.price, factors),
-            RankedPlans(),
-            change.least,
-            rent,
-            wants_nearest=False,
-        )
-        prices.over |= set(ranking.over) if change.has_same_memory else set()
-        known = {
-            each.plan
-            for each in (*ranking.ranked, *(() if change.has_same_memory else ranking.too_large))
-        }
-        # The other plans failed when they were tried, or needed more memory than predicted.
-        prices.over |= ranking.fitting.keys() - known
-        prices.fitting |= ranking.fitting if change.has_same_speed else {}
+        prices = _PriceTable(change.price, RankedPlans(), change.least, rent, wants_nearest=False)
+        prices.over |= {*ranking.failed, *(ranking.over if change.has_same_memory else ())}
+        if change.has_same_memory:  # these needed more memory than predicted
+            prices.over |= {each.plan for each in ranking.too_large}
+        prices.fitting |= unchanged_prices if change.has_same_speed else {}
         ways: Iterable[Plan] = ranking.ways
         if not change.has_same_memory:
             every_way = (*splits(limits, shape), *offered(limits, shape))
@@ -497,7 +483,7 @@ def flips(
             ways = [candidate.plan for candidate in _first(prices, exact_ways, limits)]
         unchanged = prices(chosen.plan)
         best = _fastest(
-            prices, dict.fromkeys((*ways, *best_plans)), ranking, change, unchanged, factors
+            prices, dict.fromkeys((*ways, *best_plans)), unchanged_prices, change, unchanged
         )
         if (
             best is not None
@@ -508,29 +494,12 @@ def flips(
     return flipped
 
 
-def _as_found(price: Price, factors: Mapping[Plan, float], plan: Plan) -> Estimate:
-    """Return a price, corrected by the measured error of the plan's price, or by the median if it
-    has none.
-    """
-    estimate, factor = (
-        price(plan),
-        factors.get(plan) or statistics.median(factors.values() or [1.0]),
-    )
-    return replace(
-        estimate,
-        step_s=factor * estimate.step_s,
-        low_s=factor * estimate.low_s,
-        high_s=factor * estimate.high_s,
-    )
-
-
 def _fastest(
     prices: _PriceTable,
     plans: Iterable[Plan],
-    ranking: RankedPlans,
+    unchanged_prices: Mapping[Plan, Candidate],
     change: Change,
     unchanged: Candidate | None,
-    factors: Mapping[Plan, float],
 ) -> Candidate | None:
     """Return the best of some plans under a change.
 
@@ -538,11 +507,11 @@ def _fastest(
     """
 
     def least_cost(plan: Plan) -> float:
-        candidate = ranking.fitting.get(plan)
+        candidate = unchanged_prices.get(plan)
         return (
             0.0
             if candidate is None or not change.has_same_memory
-            else (change.least_s(candidate.estimate) * factors.get(plan, 0.0) * prices.rent(plan))
+            else (change.least_s(candidate.estimate) * prices.rent(plan))
         )
 
     best = unchanged

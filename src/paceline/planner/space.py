@@ -5,6 +5,7 @@ work in the same way.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 from paceline.base.errors import PlanError
 from paceline.strategies import conflicts
@@ -94,6 +95,7 @@ def _composes(plan: Plan) -> bool:
     return True
 
 
+@lru_cache(maxsize=4096)  # asked for each part of each plan after each trial
 def uncompiled_variant(plan: Plan) -> Plan:
     """Return the plan that runs the blocks' own code."""
     return plan.with_(compile="none")

@@ -94,6 +94,14 @@ class RankMemoryDocument(TypedDict, total=False):
     ledger: Required[dict[str, Real]]
 
 
+class ConsideredDocument(TypedDict, total=False):
+    """A plan that was considered when the run's plan was chosen."""
+
+    plan: Required[str]
+    step_s: Required[Real]
+    peak_memory_bytes: Required[Real]
+
+
 class PredictedDocument(TypedDict, total=False):
     """The content of predicted.json."""
 
@@ -104,6 +112,7 @@ class PredictedDocument(TypedDict, total=False):
     breakdown: dict[str, Real] | None
     ledger: dict[str, Real] | None
     ranks: list[RankMemoryDocument] | None
+    considered: list[ConsideredDocument]
 
 
 class StepRow(TypedDict, total=False):

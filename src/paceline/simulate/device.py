@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import mmap
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,13 +16,10 @@ from paceline.cluster.gpu_use import apart_from_cuda
 from paceline.job import AUTOCAST, Precision
 from paceline.launch.process.malloc import KEPT_BLOCK_BYTES
 from paceline.model.cost import cache
-from paceline.model.cost.fusion import saved_s
 
 if TYPE_CHECKING:
     import torch
 
-    from paceline.model.cost.op_calls import OperatorCall
-    from paceline.model.cost.operators import OperatorTimes
     from paceline.model.cost.profile import Product
     from paceline.simulate.program import Compute
 
@@ -33,23 +32,27 @@ MATRIX_SIDES = {"cpu": (256,), "cuda": (256, 1024, 4096)}
 STREAM_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
 # A tensor of this many values costs nothing but its operator's launch.
 TINY = 64
-MEASURED_S = 0.04  # of each of the seven kernels that are timed
+MEASURED_S = 0.04  # of each of the eight kernels that are timed
+# Rates are good for an hour, after which a CPU may have another pace: power modes, what runs beside a virtual machine.
+# Those whose noise is above the limit are good for a minute. On two quiet cores the noise is 0.02 to 0.1, and beside
+# other work on both 0.3 to 1.
+OLD_S, NOISY_S, MOST_NOISE = 3600.0, 60.0, 0.2
+OTHER_PACE = 1.25  # rates that changed by more than this factor are of another pace
 LARGER_BELOW_S = (
     0.005  # of products after which larger ones, of 64 times the arithmetic, are tried too
 )
 # What a second thread brings of what a first one does; see docs/formulas.md.
 THREAD_EFFICIENCY = 0.9
-# Of operators in a step by the same ones in turns, and seconds a step beside operators: a batch is put together,
-# gradients are let go of, figures are read. The first was fitted on `single` of eight jobs of 4 to 160 ms a step, the
-# second on six nets of 1 to 8 ms; see docs/formulas.md.
-IN_A_STEP, BESIDE_OPERATORS_S = 1.06, 1.2e-3
-FIGURES = (
+# What is kept of them, with when and how they were measured.
+RATES = (
     "flops_per_s",
     "bf16_flops_per_s",
     "memory_bytes_per_s",
     "function_bytes_per_s",
     "operator_s",
-)  # kept
+)
+SPEEDS = RATES[:4]
+OTHER_FIGURES = ("new_page_s", "noise", "measured_at")
 ITEM_BYTES: Mapping[Precision, int] = {
     "float32": 4,
     "tf32": 4,
@@ -69,10 +72,9 @@ class DeviceRates:
     memory_bytes_per_s: Read and written by plain arithmetic, such as an optimizer's.
     function_bytes_per_s: Read and written by activation functions, norms and the like.
     operator_s: Seconds that launching one operator takes, with its part of autograd's bookkeeping.
-    timed: Operators of the job that were timed one by one; those count where they are known.
-    turns: Ranks that take turns on one core.
     new_page_s: Of a byte in pages that are new to the process.
     page_block_bytes: From which on a block of memory has pages of its own.
+    noise: See `_Stopwatch`. measured_at: When that was, in seconds since 1970; 0 of rates that are stated.
     """
 
     flops_per_s: float
@@ -80,10 +82,10 @@ class DeviceRates:
     memory_bytes_per_s: float
     function_bytes_per_s: float
     operator_s: float
-    timed: OperatorTimes | None = field(default=None, compare=False)
-    turns: float = 1.0
     new_page_s: float = 0.0
     page_block_bytes: float = KEPT_BLOCK_BYTES
+    noise: float = field(default=0.0, compare=False)
+    measured_at: float = field(default=0.0, compare=False)
 
     def matrix_flops_per_s(self, precision: Precision) -> float:
         """The rate of matrix products under a job's precision; float64 has half the lanes of float32.
@@ -106,9 +108,7 @@ class DeviceRates:
 
     def seconds(self, event: Compute, precision: Precision) -> tuple[float, float]:
         """Of some operators: each waits for the arithmetic, for memory or for its launch, one after another. A product
-        of few rows waits for its weights. Operators that were timed take as long as they did then."""
-        if self.timed is not None and event.calls:
-            return self._timed_s(event, precision), 0.0
+        of few rows waits for its weights."""
         return (
             event.flops / self.matrix_flops_per_s(precision)
             + self._starved_s(event.products, precision)
@@ -119,42 +119,6 @@ class DeviceRates:
             * sum(block for block in event.new_blocks if block >= self.page_block_bytes)
             + event.fixed_s
         ), 0.0
-
-    def _timed_s(self, event: Compute, precision: Precision) -> float:
-        """Of operators one by one, and of autograd beside each."""
-        assert self.timed is not None
-        timed = [
-            (call, count, self._call_s(call, self.timed, precision)) for call, count in event.calls
-        ]
-        total_s = sum(count * seconds for _, count, seconds in timed)
-        beside_s = max(0.0, self.operator_s - self.timed.launch_s)
-        least_s = 0.0
-        if event.is_compiled:
-            total_s -= saved_s(
-                timed,
-                event.spared_bytes,
-                memory_bytes_per_s=self.memory_bytes_per_s,
-                threads=self.timed.threads,
-            )
-            total_s -= event.spared_operators * self.timed.launch_s
-            least_s = event.flops / self.matrix_flops_per_s(precision)
-        once_s = BESIDE_OPERATORS_S if event.part == "optimizer" else 0.0
-        return (
-            event.fixed_s
-            + once_s
-            + max(self.turns * IN_A_STEP * total_s + event.operators * beside_s, least_s)
-        )
-
-    def _call_s(self, call: OperatorCall, times: OperatorTimes, precision: Precision) -> float:
-        """One that was not timed takes as long as what it computes and moves."""
-        seconds = times.seconds(call)
-        if seconds is not None:
-            return seconds
-        return (
-            call.flops / self.matrix_flops_per_s(precision)
-            if call.flops
-            else call.num_bytes / self.function_bytes_per_s
-        )
 
     def _starved_s(self, products: Sequence[Product], precision: Precision) -> float:
         """By how much products take longer than their arithmetic: each of their matrices is read or written once.
@@ -194,15 +158,46 @@ def measure_device(
 ) -> DeviceRates:
     """This machine's rates for a rank with so many threads, from the cache if they are there and at most so old.
 
-    Takes about 0.3 s the first time. A CPU is measured on one thread, whatever `num_threads` says: kernels on
-    several would leave threads behind that children forked later wait for without end. The rates are those of a
-    rank alone; ranks that share a memory bus or a power limit are slower. On a machine with GPUs a fork measures.
+    Takes about 0.4 s the first time. Rates that other work disturbed are good for a minute, unless any age is good. A
+    CPU is measured on one thread, whatever `num_threads` says: kernels on several would leave threads behind that
+    children forked later wait for without end. The rates are those of a rank alone; ranks that share a memory bus or a
+    power limit are slower. On a machine with GPUs a fork measures.
     """
     rates = _read(kind)
-    if rates is None or cache.age_s("device", kind) > oldest_s:
+    is_noisy = rates is not None and rates.noise > MOST_NOISE
+    if is_noisy and oldest_s < math.inf and rates.measured_at not in _measured_here:
+        oldest_s = min(oldest_s, NOISY_S)
+    if rates is None or time.time() - rates.measured_at > oldest_s:
         rates = _rates(apart_from_cuda(lambda: _figures(_measure(kind))))
+        _measured_here.add(rates.measured_at)
         cache.write("device", kind, _figures(rates))
     return rates.with_threads(num_threads) if kind == "cpu" else rates
+
+
+# When this process measured rates: all of its prices come from the same ones, however noisy.
+_measured_here: set[float] = set()
+
+
+def refresh_device(kind: DeviceKind) -> str:
+    """Measure again, where a step took far more or less than the rates say.
+
+    Returns:
+        What changed, for people; empty if the rates were new, or are much the same.
+    """
+    before = _read(kind)
+    if before is None or time.time() - before.measured_at < NOISY_S:
+        return ""
+    now = measure_device(kind, oldest_s=0.0)
+    faster = statistics.geometric_mean(
+        getattr(now, name) / getattr(before, name) for name in SPEEDS
+    )
+    if max(faster, 1 / faster) < OTHER_PACE:
+        return ""
+    when = time.strftime("%d %B %H:%M", time.localtime(before.measured_at))
+    return (
+        f"its rates of {when} (noise {100 * before.noise:.0f} %) were off, and were measured again: they are "
+        f"{faster:.2g} times as high (noise {100 * now.noise:.0f} %)"
+    )
 
 
 def _measure(kind: DeviceKind) -> DeviceRates:
@@ -211,26 +206,60 @@ def _measure(kind: DeviceKind) -> DeviceRates:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        device = torch.device(kind)
+        watch = _Stopwatch(torch.device(kind))
+        memory_bytes_per_s, new_page_s = _memory(watch)
         return DeviceRates(
-            flops_per_s=_matrix_flops_per_s(device, torch.float32),
-            bf16_flops_per_s=_matrix_flops_per_s(device, torch.bfloat16),
-            memory_bytes_per_s=_memory_bytes_per_s(device),
-            function_bytes_per_s=_function_bytes_per_s(device),
-            operator_s=_operator_s(device),
+            flops_per_s=_matrix_flops_per_s(watch, torch.float32),
+            bf16_flops_per_s=_matrix_flops_per_s(watch, torch.bfloat16),
+            memory_bytes_per_s=memory_bytes_per_s,
+            function_bytes_per_s=_function_bytes_per_s(watch),
+            operator_s=_operator_s(watch),
+            new_page_s=new_page_s,
+            noise=watch.noise,
+            measured_at=time.time(),
         )
     finally:
         torch.set_num_threads(before)
 
 
-def _matrix_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
+class _Stopwatch:
+    """Times kernels on a device.
+
+    noise: by how much the median call of a kernel was slower than its fastest one, as a part; of the kernel where it
+        was most.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.noise = device, 0.0
+
+    def seconds(self, run: Callable[[], object]) -> float:
+        """Seconds of the fastest of some calls: whatever else uses the machine only makes one slower."""
+        self._once(run)  # allocates, and compiles what is compiled when first used
+        taken, deadline = [self._once(run)], time.perf_counter() + MEASURED_S
+        while time.perf_counter() < deadline:
+            taken.append(self._once(run))
+        fastest = min(taken)
+        self.noise = max(self.noise, statistics.median(taken) / fastest - 1)
+        return fastest
+
+    def _once(self, run: Callable[[], object]) -> float:
+        import torch
+
+        started = time.perf_counter()
+        run()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter() - started
+
+
+def _matrix_flops_per_s(watch: _Stopwatch, dtype: torch.dtype) -> float:
     """Of a linear layer's three products: forward, the gradient of its input, the gradient of its weight."""
     import torch
 
     flops_per_s = 0.0
-    for side in MATRIX_SIDES[device.type]:
-        a = torch.ones(side, side, device=device, dtype=dtype)
-        seconds = _seconds(partial(_products, a), device)
+    for side in MATRIX_SIDES[watch.device.type]:
+        a = torch.ones(side, side, device=watch.device, dtype=dtype)
+        seconds = watch.seconds(partial(_products, a))
         flops_per_s = 3 * 2 * side**3 / seconds
         if seconds > LARGER_BELOW_S:
             break
@@ -241,30 +270,42 @@ def _products(a: torch.Tensor) -> None:
     a @ a.t(), a @ a, a.t() @ a
 
 
-def _memory_bytes_per_s(device: torch.device) -> float:
-    """Of out = a + b: two tensors read and one written."""
+def _memory(watch: _Stopwatch) -> tuple[float, float]:
+    """The rate of out = a + b, which reads two tensors and writes one; and by how many seconds a byte takes longer in
+    pages that are new, on a CPU."""
     import torch
 
-    a = torch.ones(STREAM_BYTES[device.type] // 4, device=device)
+    a = torch.ones(STREAM_BYTES[watch.device.type] // 4, device=watch.device)
     b, out = torch.ones_like(a), torch.empty_like(a)
-    return 3 * a.nbytes / _seconds(lambda: torch.add(a, b, out=out), device)
+    in_place_s = watch.seconds(lambda: torch.add(a, b, out=out))
+    new_page_s = 0.0
+    if watch.device.type == "cpu":
+        made_s = watch.seconds(lambda: torch.add(a, b, out=_in_new_pages(a.nbytes)))
+        new_page_s = max(0.0, made_s - in_place_s) / a.nbytes
+    return 3 * a.nbytes / in_place_s, new_page_s
 
 
-def _function_bytes_per_s(device: torch.device) -> float:
+def _in_new_pages(num_bytes: int) -> torch.Tensor:
+    import torch
+
+    return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.float32)
+
+
+def _function_bytes_per_s(watch: _Stopwatch) -> float:
     """Of a GELU, a layer norm and a softmax, each reading one tensor and writing one."""
     import torch
     import torch.nn.functional as F
 
-    a = torch.ones(STREAM_BYTES[device.type] // 4, device=device).view(-1, 256)
+    a = torch.ones(STREAM_BYTES[watch.device.type] // 4, device=watch.device).view(-1, 256)
     functions = (lambda: F.gelu(a), lambda: F.layer_norm(a, (256,)), lambda: F.softmax(a, -1))
-    return 2 * a.nbytes * len(functions) / sum(_seconds(function, device) for function in functions)
+    return 2 * a.nbytes * len(functions) / sum(map(watch.seconds, functions))
 
 
-def _operator_s(device: torch.device) -> float:
+def _operator_s(watch: _Stopwatch) -> float:
     """Of a chain of tiny operators, forward and backward: four operators a link of the chain."""
     import torch
 
-    leaf = torch.ones(TINY, device=device, requires_grad=True)
+    leaf = torch.ones(TINY, device=watch.device, requires_grad=True)
     links = 10
 
     def chain() -> None:
@@ -274,25 +315,7 @@ def _operator_s(device: torch.device) -> float:
         x.backward(torch.ones_like(x), inputs=[leaf])
         leaf.grad = None
 
-    return _seconds(chain, device) / (4 * links)
-
-
-def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds of the fastest of some calls: whatever else uses the machine only makes one slower."""
-    import torch
-
-    def once() -> float:
-        started = time.perf_counter()
-        run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter() - started
-
-    once()  # allocates, and compiles what is compiled when first used
-    fastest, deadline = once(), time.perf_counter() + MEASURED_S
-    while time.perf_counter() < deadline:
-        fastest = min(fastest, once())
-    return fastest
+    return watch.seconds(chain) / (4 * links)
 
 
 def _read(kind: DeviceKind) -> DeviceRates | None:
@@ -302,17 +325,16 @@ def _read(kind: DeviceKind) -> DeviceRates | None:
         rates = _rates(stored)
     except (ValueError, KeyError, TypeError):
         return None
-    return rates if all(0 < value < math.inf for value in _figures(rates).values()) else None
+    figures = _figures(rates)
+    make_sense = all(0 <= value < math.inf for value in figures.values()) and all(
+        figures[name] for name in RATES
+    )
+    return rates if make_sense else None
 
 
 def _figures(rates: DeviceRates) -> dict[str, float]:
-    return {name: getattr(rates, name) for name in FIGURES}
+    return {name: getattr(rates, name) for name in (*RATES, *OTHER_FIGURES)}
 
 
 def _rates(figures: Mapping[str, float]) -> DeviceRates:
-    flops_per_s, bf16_flops_per_s, memory_bytes_per_s, function_bytes_per_s, operator_s = (
-        float(figures[name]) for name in FIGURES
-    )
-    return DeviceRates(
-        flops_per_s, bf16_flops_per_s, memory_bytes_per_s, function_bytes_per_s, operator_s
-    )
+    return DeviceRates(**{name: float(figures[name]) for name in (*RATES, *OTHER_FIGURES)})

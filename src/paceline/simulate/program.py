@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from paceline.model.cost.op_calls import OperatorCall
 from paceline.model.cost.profile import Product
 
 # HOST launches what the device computes.
@@ -23,8 +22,7 @@ class Compute:
     part: of the step, for its breakdown.
     after: names of collectives that must have ended; one that is in no step has.
     products: what `flops` consists of, where shapes are known: of all samples.
-    calls: the operators, and how often each, where a device may have timed them. is_compiled: whether they are fused,
-        which spares spared_bytes and spared_operators of them.
+    is_compiled: whether operators are fused.
     """
 
     flops: float = 0.0
@@ -35,10 +33,7 @@ class Compute:
     part: Part = "compute"
     after: tuple[str, ...] = ()
     products: tuple[Product, ...] = ()
-    calls: tuple[tuple[OperatorCall, float], ...] = ()
     is_compiled: bool = False
-    spared_bytes: float = 0.0
-    spared_operators: float = 0.0
     new_blocks: tuple[float, ...] = ()
 
 

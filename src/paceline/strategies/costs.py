@@ -31,7 +31,6 @@ from typing import Literal
 
 from paceline.cluster.devices import Device, DeviceKind
 from paceline.cluster.software import PACELINE, Software
-from paceline.model.cost.op_calls import OperatorCalls
 from paceline.model.cost.profile import Product, Profile, Segment, Work
 from paceline.simulate.allocator import ROUNDED_BYTES, ROUNDED_PART, Allocator, CpuHeap, CudaCaching
 from paceline.simulate.identity_cache import IdentityCache
@@ -202,10 +201,7 @@ def compute(work: Work, samples: float, *, part: Part = "compute") -> Compute:
         operators=work.operators,
         part=part,
         products=_of_samples(work.products, samples) if work.products else (),
-        calls=_calls_of_samples(work.calls, samples) if work.calls.first else (),
         is_compiled=work.spared.kernels > 0,
-        spared_bytes=work.spared.spared_bytes.at(samples),
-        spared_operators=work.spared.spared_operators,
     )
 
 
@@ -215,7 +211,6 @@ def _grow(products: tuple[Product, ...], samples: float) -> tuple[Product, ...]:
 
 
 _of_samples = IdentityCache(_grow)
-_calls_of_samples = IdentityCache(OperatorCalls.at)
 
 
 Hook = Callable[[HookPoint], Iterable[Event]]

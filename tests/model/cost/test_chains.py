@@ -132,17 +132,11 @@ def planned(job: Job, *, leave_out: bool) -> PlanningProblem:
 def test_the_price_is_that_of_the_whole_list(
     model: Callable[[], nn.Module], chains: tuple[Chain, ...], precision: str
 ):
-    """To the byte and FLOP: whole, cut, by operator, and what a plan costs."""
+    """To the byte and FLOP: whole, cut, and what a plan costs."""
     job = make_job(model, precision=precision)
     short, whole = (planned(job, leave_out=leave_out) for leave_out in (True, False))
     assert short.pieces.built is not None and short.pieces.built.chains == chains
     same(short.profile, whole.profile)
-    for mine, other in zip(short.profile.segments, whole.profile.segments, strict=True):
-        assert (mine.forward.calls, mine.backward.calls) == (
-            other.forward.calls,
-            other.backward.calls,
-        )
-    assert short.profile.update.calls == whole.profile.update.calls
     same(short.pieces.layers(), whole.pieces.layers())
     assert short.pieces.count(each=False) == whole.pieces.count(each=False)
     assert short.pieces.count() == whole.pieces.count()

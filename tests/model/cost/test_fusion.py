@@ -10,8 +10,7 @@ from torch.utils.data import TensorDataset
 
 from paceline.job import Job
 from paceline.model.cost import profile_job
-from paceline.model.cost.fusion import COLUMN_SUM_BYTES_PER_S, Fusion, SparedByFusion, saved_s
-from paceline.model.cost.op_calls import Operand, OperatorCall
+from paceline.model.cost.fusion import Fusion, SparedByFusion
 
 X, Y, Z, W, V = range(5)  # storages
 SIZE = 100
@@ -110,69 +109,3 @@ def test_a_block_s_profile_says_what_fusing_it_spares(batch: int):
             assert segment.forward.fused.spared_operators == 1
     last = profile_job(job).segments[-2]
     assert last.unit == "1" and last.backward.fused.spared_bytes.per_sample >= 4 * tensor_bytes
-
-
-def test_what_is_spared_goes_as_fast_as_the_plain_operators_around_it():
-    """100 bytes in 10 s, 2 times; a function's 50 bytes in 50 s, and a product, say nothing of memory."""
-    timed = [
-        (OperatorCall("aten.add.Tensor", num_bytes=100.0), 2.0, 10.0),
-        (OperatorCall("aten.gelu.default", num_bytes=50.0), 1.0, 50.0),
-        (OperatorCall("aten.mm.default", flops=9.0, num_bytes=10.0), 1.0, 1.0),
-    ]
-    assert saved_s(timed, 80.0, memory_bytes_per_s=1.0, threads=1) == pytest.approx(8.0)
-    assert saved_s(timed[1:], 80.0, memory_bytes_per_s=4.0, threads=1) == pytest.approx(20.0)
-
-
-@pytest.mark.parametrize(
-    ("rows", "dims", "is_slower"),
-    [
-        (4096, (0,), True),
-        (4096, (-2,), True),
-        (1024, (0,), False),
-        (4096, (1,), False),
-        (4096, (0, 1), False),
-    ],
-)
-def test_long_columns_are_summed_slowly_by_compiled_code(
-    rows: int, dims: tuple[int, ...], is_slower: bool
-):
-    """Of 16 MiB, not of 4, and no rows."""
-    num_bytes = 4.0 * rows * 1024
-    call = OperatorCall(
-        "aten.sum.dim_IntList",
-        (Operand((rows, 1024), (1024, 1), "float32"), dims, True),
-        num_bytes=num_bytes,
-    )
-    lost_s = num_bytes / COLUMN_SUM_BYTES_PER_S - 1e-3
-    saved = saved_s([(call, 3.0, 1e-3)], 0.0, memory_bytes_per_s=1.0, threads=1)
-    assert saved == pytest.approx(-3 * lost_s if is_slower else 0)
-
-
-@pytest.mark.parametrize(
-    ("name", "value_s"),
-    [
-        ("bernoulli_.float", 33.5e-9),
-        ("rand_like.default", 14e-9),
-        ("threshold_backward.default", 19.5e-9),
-        ("gelu.default", 0.0),
-    ],
-)
-@pytest.mark.parametrize("threads", [1, 2])
-def test_random_numbers_and_masks_are_slow_in_compiled_code(
-    name: str, value_s: float, threads: int
-):
-    """Threads share the values."""
-    call = OperatorCall(
-        f"aten.{name}", (Operand((1000, 1000), (1000, 1), "float32"), 0.9), num_bytes=8e6
-    )
-    slower_s = max(0.0, 1e6 * value_s / threads - 1e-3)
-    assert saved_s(
-        [(call, 4.0, 1e-3)], 0.0, memory_bytes_per_s=1.0, threads=threads
-    ) == pytest.approx(-4 * slower_s)
-
-
-def test_a_size_in_place_of_a_tensor_counts_values_too():
-    call = OperatorCall("aten.rand.default", ((1000, 1000),))
-    assert saved_s([(call, 1.0, 1e-3)], 0.0, memory_bytes_per_s=1.0, threads=1) == pytest.approx(
-        -13e-3
-    )

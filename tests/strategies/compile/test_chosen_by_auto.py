@@ -90,7 +90,7 @@ def test_a_long_run_is_planned_and_trained_with_compiled_blocks(
             return Calibration(0.03, 10, start_s=1.0)
         return Calibration(0.02, 10, start_s=20.0, gain=Gain(0.01, 0.009, 0.011, 15))
 
-    monkeypatch.setattr(auto, "calibrate", calibrated)
+    monkeypatch.setattr(calibration, "calibrate", calibrated)
     monkeypatch.setattr(search, "GAIN_SPREAD", 0.0)
     chosen = auto.choose(
         a_job(LONG), None, devices="cpu:0-1", procs=None, memory=None, environment=None

@@ -46,7 +46,6 @@ class SparedBySelective(Selective):
         work.function_bytes += spared_work.function_bytes
         work.operators += spared_work.operators
         work.products += spared_work.products
-        work.calls += spared_work.calls
         for argument in pytree.tree_leaves((step.args, step.kwargs)):
             if isinstance(argument, Made):
                 self._add_work(argument.step, work)

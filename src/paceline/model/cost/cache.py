@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import platform
-import time
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -17,8 +15,7 @@ from paceline.cluster.accelerators import identity
 from paceline.cluster.devices import DeviceKind
 from paceline.cluster.limits import usable_cores
 
-VERSION = 6
-OLD_S = 3600.0  # after which a CPU may have another pace: power modes, what runs beside a virtual machine
+VERSION = 7
 
 
 def read(what: str, kind: DeviceKind) -> Any:
@@ -27,14 +24,6 @@ def read(what: str, kind: DeviceKind) -> Any:
         return json.loads(_path(what, kind).read_text())
     except (OSError, ValueError):
         return None
-
-
-def age_s(what: str, kind: DeviceKind) -> float:
-    """Seconds since a document was written; infinite if there is none."""
-    try:
-        return time.time() - _path(what, kind).stat().st_mtime
-    except OSError:
-        return math.inf
 
 
 def write(what: str, kind: DeviceKind, document: Any) -> None:

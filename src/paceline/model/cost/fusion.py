@@ -2,32 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-
-from paceline.model.cost.op_calls import MIB, OperatorCall
-
-# Sums down the columns of a matrix, as for the gradient of a bias, in code that torch 2.13 compiles for CPUs: it reads
-# 64 bytes of each row in turn. Beyond the pages that the processor finds at once (2048 of 4 KiB) that takes 2.1 ms for
-# 12 MiB and 4.1 ms for 16 MiB on an AVX-512 EPYC, where torch's own kernel takes 0.4 and 1.1; up to 6 MiB both are
-# equally fast. See docs/strategies/recompute.md.
-COLUMN_SUM_BYTES_PER_S, LARGEST_AT_ONCE_BYTES = 5e9, 8 * MIB
-# Seconds of a value and a thread in the same code, of operators that it makes slower: random numbers are drawn one by
-# one, and masks of ReLU and dropout are written and read one by one. On an AVX-512 Xeon at 2.5 GHz a uniform number
-# takes 14 ns, a normal one 71, and a mask's value 16 ns to write and 3.5 to read. See docs/strategies/recompute.md.
-_UNIFORM_S, _NORMAL_S, _MASK_S = 14e-9, 71e-9, 19.5e-9
-COMPILED_VALUE_S: Mapping[str, float] = {
-    "bernoulli_": _UNIFORM_S + _MASK_S,
-    "bernoulli": _UNIFORM_S + _MASK_S,
-    "native_dropout": _UNIFORM_S + _MASK_S,
-    "rand": _UNIFORM_S,
-    "rand_like": _UNIFORM_S,
-    "randn": _NORMAL_S,
-    "randn_like": _NORMAL_S,
-    "threshold_backward": _MASK_S,
-}
 
 
 @dataclass(slots=True)
@@ -143,62 +120,3 @@ def _join(operator: _Operator, other: _Operator) -> None:
     kernel, first = operator.first(), other.first()
     if kernel is not first:
         kernel.kernel = first
-
-
-def saved_s(
-    timed: Sequence[tuple[OperatorCall, float, float]],
-    spared_bytes: float,
-    *,
-    memory_bytes_per_s: float,
-    threads: int,
-) -> float:
-    """Seconds that compiled code takes less than operators that were timed, launches left out.
-
-    What is neither read nor written any more saves time at the rate at which these operators' own plain arithmetic
-    moves bytes: that includes how far away memory is. Sums down long columns, random numbers and masks take longer.
-
-    Args:
-        timed: Each operator, how often it runs, and its seconds.
-        memory_bytes_per_s: Where no plain operator is among them.
-        threads: That share the values of random numbers and masks.
-    """
-    plain = [
-        (count * call.num_bytes, count * seconds)
-        for call, count, seconds in timed
-        if call.is_plain and not _column_bytes(call)
-    ]
-    moved_bytes, plain_s = (
-        (sum(figures) for figures in zip(*plain, strict=True)) if plain else (0.0, 0.0)
-    )
-    bytes_per_s = moved_bytes / plain_s if plain_s else memory_bytes_per_s
-    slower_s = sum(
-        count * max(0.0, num_bytes / COLUMN_SUM_BYTES_PER_S - seconds)
-        for call, count, seconds in timed
-        if (num_bytes := _column_bytes(call)) > LARGEST_AT_ONCE_BYTES
-    )
-    slower_s += sum(
-        count * max(0.0, _compiled_s(call) / threads - seconds) for call, count, seconds in timed
-    )
-    return spared_bytes / bytes_per_s - slower_s
-
-
-def _compiled_s(call: OperatorCall) -> float:
-    """Of an operator whose compiled code is slow, on one thread; 0 of others."""
-    value_s = COMPILED_VALUE_S.get(call.name)
-    if value_s is None:
-        return 0.0
-    operand = next(iter(call.operands()), None)
-    shape = operand.shape if operand is not None else call.arguments[0]
-    return value_s * math.prod(shape)
-
-
-def _column_bytes(call: OperatorCall) -> float:
-    """That an operator sums down the columns of a matrix; 0 of other operators."""
-    if call.operator != "aten.sum.dim_IntList":
-        return 0.0
-    dims, operand = call.arguments[1], next(iter(call.operands()))
-    last = len(operand.shape) - 1
-    is_down = (
-        isinstance(dims, tuple) and last not in {dim % (last + 1) for dim in dims} and dims != ()
-    )
-    return call.num_bytes if is_down else 0.0

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
-from paceline.model.cost.op_calls import NO_CALLS, OperatorCalls
-
 Side = Literal["rows", "columns", "inner", "count"]
 ProductKind = Literal[
     "linear", "attention", "full attention", "convolution", "small convolution", "recurrent"
@@ -171,8 +169,8 @@ class Work:
     operators: launched, however many samples there are; views are not counted.
     products: what `flops` consists of, where shapes are known.
     fused: what is different where operators are fused.
-    calls: the operators, where they can be timed one by one.
-    spared: of the calls, by fusing what they do.
+    normed_channels: of each batch norm that takes its batch's own statistics.
+    spared: what fusing has spared, which the other figures leave out.
     """
 
     flops: Affine = Affine()
@@ -181,7 +179,7 @@ class Work:
     operators: float = 0.0
     products: tuple[Product, ...] = ()
     fused: Fused = Fused()
-    calls: OperatorCalls = field(default=NO_CALLS, compare=False)
+    normed_channels: tuple[int, ...] = field(default=(), compare=False)
     spared: Fused = Fused()
 
     @classmethod
@@ -191,11 +189,6 @@ class Work:
         def line(small: Affine, large: Affine) -> Affine:
             return Affine.through((samples[0], small.fixed), (samples[1], large.fixed))
 
-        calls = (
-            OperatorCalls(first.calls.first, second.calls.first, samples)
-            if first.calls.first
-            else NO_CALLS
-        )
         return cls(
             line(first.flops, second.flops),
             line(first.moved_bytes, second.moved_bytes),
@@ -205,7 +198,7 @@ class Work:
             replace(
                 first.fused, spared_bytes=line(first.fused.spared_bytes, second.fused.spared_bytes)
             ),
-            calls,
+            first.normed_channels,
         )
 
     def times(self, factor: float) -> Work:
@@ -219,7 +212,7 @@ class Work:
             self.operators * factor,
             tuple(replace(p, count=p.count * factor) for p in self.products),
             self.fused.times(factor),
-            self.calls.times(factor),
+            self.normed_channels,
             self.spared.times(factor),
         )
 
@@ -440,19 +433,12 @@ class Profile:
 
 
 def folded(profile: Profile) -> Profile:
-    """The same cost with segments of units that are alike and follow each other as one that repeats. Operators and the
-    count of kept tensors are left out: devices that are described have timed none, and need no time for hooks."""
+    """The same cost with segments of units that are alike and follow each other as one that repeats. The sums of batch
+    norms and the count of kept tensors are left out: devices that are described need no time for them."""
     profile = replace(
         profile,
-        update=_without_calls(profile.update),
         segments=tuple(
-            replace(
-                s,
-                forward=_without_calls(s.forward),
-                backward=_without_calls(s.backward),
-                again=s.again and _without_calls(s.again),
-                kept_tensors=0,
-            )
+            replace(s, forward=replace(s.forward, normed_channels=()), kept_tensors=0)
             for s in profile.segments
         ),
     )
@@ -485,10 +471,6 @@ def folded(profile: Profile) -> Profile:
         if counts.get(p.unit, 1)
     )
     return replace(profile, parameters=parameters, segments=tuple(segments))
-
-
-def _without_calls(work: Work) -> Work:
-    return replace(work, calls=NO_CALLS) if work.calls.first else work
 
 
 def _shape(profile: Profile, segment: Segment) -> tuple[object, ...]:

@@ -14,14 +14,6 @@ from torch import nn
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from paceline.model.cost.fusion import Fusion, SparedByFusion
-from paceline.model.cost.op_calls import (
-    NO_CALLS,
-    UNKNOWN,
-    Operand,
-    OperatorCall,
-    OperatorCalls,
-    is_plain,
-)
 from paceline.model.cost.products import products_of
 from paceline.model.cost.profile import Affine, Core, Fused, Product, Segment, Work
 from paceline.torch_private.dispatch import OperatorMode, is_writing, schema_of
@@ -29,7 +21,58 @@ from paceline.torch_private.pytree import tensor_leaves, tree_leaves
 from paceline.torch_private.storage import key_of, storage_key
 
 aten = torch.ops.aten
+# On CPUs and on GPUs, and the index of their argument `training`.
+_BATCH_NORMS, _TRAINING = (aten.native_batch_norm, aten.cudnn_batch_norm), 5
 Direction = Literal["forward", "backward", "update"]
+# Operators that wait for memory on every device.
+PLAIN = frozenset(
+    (
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "neg",
+        "addcmul",
+        "addcdiv",
+        "lerp",
+        "sqrt",
+        "relu",
+        "threshold_backward",
+        "copy",
+        "clone",
+        "cat",
+        "stack",
+        "fill",
+        "zero",
+        "zeros_like",
+        "ones_like",
+        "new_zeros",
+        "full_like",
+        "_to_copy",
+        "sum",
+        "_foreach_add",
+        "_foreach_mul",
+        "_foreach_div",
+        "_foreach_lerp",
+        "_foreach_addcmul",
+        "_foreach_addcdiv",
+        "_foreach_sqrt",
+        "_foreach_norm",
+        "linalg_vector_norm",
+        "_fused_adamw",
+        "_fused_adam",
+        "_fused_sgd",
+    )
+)
+
+
+def is_plain(name: str) -> bool:
+    """Whether an operator, by its name in aten, waits for memory on every device.
+
+    >>> is_plain("add_"), is_plain("gelu")
+    (True, False)
+    """
+    return name.rstrip("_") in PLAIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +85,10 @@ class StepPosition:
 
 @dataclass(slots=True)
 class Tallied:
-    """Work counted so far. What fusing operators spares of it is known in the end."""
+    """Work counted so far. What fusing operators spares of it is known in the end.
+
+    normed_channels: of each batch norm that takes its batch's own statistics.
+    """
 
     flops: float = 0.0
     moved_bytes: float = 0.0
@@ -50,10 +96,9 @@ class Tallied:
     operators: int = 0
     spared: SparedByFusion = field(default_factory=SparedByFusion)
     products: list[Product] = field(default_factory=list)
-    calls: list[OperatorCall] = field(default_factory=list)
+    normed_channels: list[int] = field(default_factory=list)
 
-    def work(self, step_bytes: float) -> Work:
-        """step_bytes: that a step touches, which lie between two uses of a tensor in different passes."""
+    def work(self) -> Work:
         return Work(
             Affine(self.flops),
             Affine(self.moved_bytes),
@@ -61,9 +106,7 @@ class Tallied:
             self.operators,
             tuple(self.products),
             Fused(Affine(self.spared.num_bytes), self.spared.operators, self.spared.kernels),
-            OperatorCalls(tuple(call.across(step_bytes) for call in self.calls))
-            if self.calls
-            else NO_CALLS,
+            tuple(self.normed_channels),
         )
 
 
@@ -89,7 +132,6 @@ class WorkRecorder(OperatorMode):
     """Counts what runs inside `with recorder:`, on fake or on real tensors alike.
 
     Tensors that exist before (parameters, buffers, the batch) are not counted when they are given to `ignore`.
-    batches: such as the one that it sees, until the data come again.
     The storages of gradients are left out of all levels, from their first moment on: who holds gradients, and how
     long, is the strategies' business.
     """
@@ -98,7 +140,6 @@ class WorkRecorder(OperatorMode):
     work: dict[StepPosition, Tallied] = field(default_factory=lambda: defaultdict(Tallied))
     outputs: dict[int, int] = field(default_factory=dict)
     gradients: dict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
-    batches: float = math.inf
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -108,10 +149,9 @@ class WorkRecorder(OperatorMode):
         # place, serial of the storage, bytes (negative when it goes)
         self._log: list[tuple[StepPosition, int, int]] = []
         self._serial = 0
-        self._until_kept: dict[StepPosition, tuple[Tallied, int, int]] = {}
+        self._until_kept: dict[StepPosition, tuple[Tallied, int]] = {}
         self._kept_tensors: Counter[StepPosition] = Counter()
         self._fusion = Fusion()
-        self._distances = Distances()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
@@ -127,15 +167,6 @@ class WorkRecorder(OperatorMode):
         self.place = place
         self._log.append((place, -1, 0))  # a place where no memory comes or goes has levels too
 
-    @property
-    def touched_bytes(self) -> float:
-        """By all operators until now."""
-        return self._distances.touched
-
-    def pass_over(self, num_bytes: float) -> None:
-        """Count what blocks would touch here that are left out of the model."""
-        self._distances.touched += num_bytes
-
     def complete_gradient(self, name: str, gradient: torch.Tensor | None) -> None:
         """A parameter's gradient is made: it belongs to the segment whose backward is running."""
         self.gradients[self.place.segment].append(name)
@@ -143,24 +174,17 @@ class WorkRecorder(OperatorMode):
             serial, _ = self._alive.get(storage_key(gradient), (-1, None))
             self._gradient_serials.add(serial)
 
-    def note_state(self, gradient: torch.Tensor | None, state: Iterable[torch.Tensor]) -> None:
-        """What an optimizer keeps of a gradient is zero where the gradient always is."""
-        if gradient is not None and _has_storage(gradient):
-            for tensor in state:
-                if tensor.shape == gradient.shape:
-                    self._distances.note_zeros(tensor, self._distances.zero_part(gradient))
-
     def note_kept(self) -> None:
         """Autograd keeps a tensor now: what was counted here so far is done again where a forward runs twice."""
         tallied = self.work[self.place]
         self._kept_tensors[self.place] += 1
-        self._until_kept[self.place] = replace(tallied), len(tallied.products), len(tallied.calls)
+        self._until_kept[self.place] = replace(tallied), len(tallied.products)
 
     def _again(self, place: StepPosition) -> Tallied | None:
         if place not in self._until_kept:
             return None
-        tallied, products, calls = self._until_kept[place]
-        return replace(tallied, products=tallied.products[:products], calls=tallied.calls[:calls])
+        tallied, products = self._until_kept[place]
+        return replace(tallied, products=tallied.products[:products])
 
     def levels(self) -> dict[StepPosition, Levels]:
         """Levels of every place that was entered, counted from an empty device."""
@@ -178,13 +202,12 @@ class WorkRecorder(OperatorMode):
         number: int,
         levels: Mapping[StepPosition, Levels],
         *,
-        step_bytes: float,
         spared: SparedScores | None,
     ) -> Segment:
-        """What a segment does and keeps, with the samples that it ran with. step_bytes: see `Tallied.work`."""
+        """What a segment does and keeps, with the samples that it ran with."""
         places = StepPosition(number, "forward"), StepPosition(number, "backward")
         ahead, back = (levels.get(place, Levels(0, 0, 0)) for place in places)
-        forward, backward = (self.work.get(place, Tallied()).work(step_bytes) for place in places)
+        forward, backward = (self.work.get(place, Tallied()).work() for place in places)
         again = self._again(places[0])
         return Segment(
             forward=forward,
@@ -193,10 +216,8 @@ class WorkRecorder(OperatorMode):
             output_bytes=Affine(self.outputs.get(number, 0)),
             forward_peak_bytes=Affine(ahead.peak - ahead.start),
             backward_peak_bytes=Affine(max(0, back.peak - ahead.end)),
-            core=None
-            if spared is None
-            else Core(spared.work.work(step_bytes), Affine(spared.num_bytes)),
-            again=None if again is None else again.work(step_bytes),
+            core=None if spared is None else Core(spared.work.work(), Affine(spared.num_bytes)),
+            again=None if again is None else again.work(),
             kept_tensors=self._kept_tensors[places[0]],
         )
 
@@ -211,7 +232,6 @@ class WorkRecorder(OperatorMode):
             self._track(result[-1], kept(*args))
         fresh = [t for t in outputs if self._track(t)]
         if fresh or is_writing(func):
-            self._distances.forget(fresh)
             self.count(func, args, kwargs, result, outputs)
         return result
 
@@ -227,10 +247,8 @@ class WorkRecorder(OperatorMode):
         )
         num_bytes = sum(_num_bytes(t) for t in (*inputs, *outputs))
         flops = 0.0 if formula is None else formula(*args, **kwargs, out_val=result)
-        tallied.calls.append(self._distances.call(self.place, func, args, kwargs, flops, num_bytes))
-        self._distances.touch(self.place, (*inputs, *outputs))
-        if func.overloadpacket == aten.embedding_dense_backward:
-            self._distances.note_zeros(result, 1 - self.batches * args[1].numel() / result.shape[0])
+        if func.overloadpacket in _BATCH_NORMS and args[_TRAINING]:
+            tallied.normed_channels.append(int(args[0].shape[1]))
         if formula is not None:
             tallied.flops += flops
             tallied.products += products_of(func.overloadpacket, args, kwargs, result)
@@ -265,87 +283,6 @@ class WorkRecorder(OperatorMode):
         self._log.append((self.place, serial, num_bytes))
         self._alive[key] = (serial, weakref.ref(storage, freed))
         return True
-
-
-# Factors of an update that kernels know; others, which differ from step to step, take as long as any.
-SPECIAL, ORDINARY = (0.0, 0.5, 1.0, 2.0, 3.0, -1.0), 0.25
-
-
-class Distances:
-    """What is touched between two uses of a tensor: how far away it is when an operator asks for it."""
-
-    def __init__(self) -> None:
-        self.touched = 0.0
-        self._last: dict[int, tuple[float, Direction]] = {}
-        self._zero_parts: dict[int, float] = {}
-
-    def note_zeros(self, tensor: torch.Tensor, part: float) -> None:
-        """This part of its values is zero and stays so, if all samples have as many tokens as those that are seen; in
-        eighths, so that few operators are timed."""
-        if part >= 1 / 8:
-            self._zero_parts[storage_key(tensor)] = math.floor(8 * part) / 8
-
-    def zero_part(self, tensor: torch.Tensor) -> float:
-        return self._zero_parts.get(storage_key(tensor), 0.0)
-
-    def forget(self, made: Iterable[torch.Tensor]) -> None:
-        """Of storages that are new, at addresses where others may have been."""
-        for t in made:
-            self._last.pop(storage_key(t), None)
-            self._zero_parts.pop(storage_key(t), None)
-
-    def touch(self, place: StepPosition, tensors: Iterable[torch.Tensor]) -> None:
-        """In one operator."""
-        for t in tensors:
-            self.touched += _num_bytes(t)
-        for t in tensors:
-            self._last[storage_key(t)] = self.touched, place.direction
-
-    def call(
-        self, place: StepPosition, func: Any, args: Any, kwargs: Any, flops: float, num_bytes: float
-    ) -> OperatorCall:
-        """An operator as it is called in a place. What a forward makes is in memory that the last step let go of."""
-        try:
-            arguments = tuple(self._noted(argument, place) for argument in args)
-            options = tuple(
-                (name, self._noted(argument, place)) for name, argument in kwargs.items()
-            )
-        except TypeError:
-            return OperatorCall(UNKNOWN, flops=float(flops), num_bytes=float(num_bytes))
-        return OperatorCall(
-            str(func),
-            arguments,
-            options,
-            float(flops),
-            float(num_bytes),
-            None if place.direction == "forward" else 0.0,
-        )
-
-    def _noted(self, value: Any, place: StepPosition) -> Any:
-        """
-        Raises:
-            TypeError: it is nothing that can be noted.
-        """
-        if _has_storage(value):
-            touched, direction = self._last.get(storage_key(value), (0.0, None))
-            return Operand(
-                tuple(map(int, value.shape)),
-                tuple(map(int, value.stride())),
-                str(value.dtype).removeprefix("torch."),
-                self.touched - touched if direction == place.direction else None,
-                self.zero_part(value),
-            )
-        if isinstance(value, tuple | list):
-            return tuple(self._noted(part, place) for part in value)
-        if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
-            return str(value)
-        if isinstance(value, torch.device):
-            return None
-        if isinstance(value, float) and value not in SPECIAL and place.direction == "update":
-            return ORDINARY
-        if value is None or isinstance(value, bool | int | float | str):
-            return value
-        raise TypeError(type(value).__name__)
 
 
 def follow(recorder: WorkRecorder, pieces: dict[str, nn.Module], model: nn.Module) -> list[str]:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import logging
-import math
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
@@ -31,7 +29,6 @@ from paceline.model.casts import cast_alone
 from paceline.model.cost.attention import SparedBySelective
 from paceline.model.cost.blocks import CalledAgain, NotStoodFor, Repeats, unit_of
 from paceline.model.cost.fakes import FakeModel, convertible
-from paceline.model.cost.op_calls import NO_CALLS, OperatorCall, OperatorCalls
 from paceline.model.cost.profile import Affine, Parameter, Profile, Segment, Work
 from paceline.model.cost.recorder import (
     Levels,
@@ -42,7 +39,6 @@ from paceline.model.cost.recorder import (
     follow,
 )
 from paceline.model.cost.repeated_layers import Chain, left_out
-from paceline.model.cost.shaped_samples import step_of
 from paceline.model.cost.updates import let_fuse
 from paceline.model.forward_effects import sparsely_trained
 from paceline.model.graph import without_cache
@@ -430,16 +426,11 @@ def _trace(
 
     inputs, target = mapped(taken, batch)
     units = find_units(model)
-    recorder = WorkRecorder(
-        batches=len(job.data) / samples
-        if isinstance(job.data, Sized) and step_of(job) is None
-        else math.inf
-    )
+    recorder = WorkRecorder()
     model.train()
     repeats = Repeats(units if whole else {}, lambda: recorder.place.segment)
     chains = whole.chains or () if whole else ()
     pieces = follow(recorder, {**units, **_outer_pieces(model, units)}, model)
-    _pass_over_left_out(recorder, model, chains)
     recorder.ignore([*model.parameters(), *model.buffers(), *tree_leaves((inputs, target))])
     spared = SparedBySelective(recorder)
     with recorder, repeats.standing_in():
@@ -471,43 +462,6 @@ def _trace(
         state_bytes,
         spared.spared,
     )
-
-
-def _pass_over_left_out(recorder: WorkRecorder, model: nn.Module, chains: Sequence[Chain]) -> None:
-    """Let the distance between two uses of a tensor, one before a chain and one after it, be that of the whole model:
-    what a period touches is touched once more for each one that is left out, between two blocks that are not run."""
-    for chain in chains:
-        marks: dict[str, float] = {}
-        times = (chain.total - chain.kept) // chain.period
-
-        def mark(way: str, marks: dict[str, float] = marks) -> None:
-            marks[way] = recorder.touched_bytes
-
-        def repeat(way: str, marks: dict[str, float] = marks, times: int = times) -> None:
-            recorder.pass_over(times * (recorder.touched_bytes - marks[way]))
-
-        first, middle, last = (
-            model.get_submodule(chain.unit(chain.kept - 1 - periods * chain.period))
-            for periods in (2, 1, 0)
-        )
-        first.register_forward_hook(_at_output(ahead=mark))
-        middle.register_forward_hook(_at_output(ahead=repeat, back=repeat))
-        last.register_forward_hook(_at_output(back=mark))
-
-
-def _at_output(
-    ahead: Callable[[str], None] | None = None, back: Callable[[str], None] | None = None
-) -> Any:
-    """A hook that tells when a module's output is made, and when its gradient is."""
-
-    def hook(module: nn.Module, args: Any, output: Any) -> None:
-        if ahead is not None:
-            ahead("forward")
-        for tensor in [t for t in tensor_leaves(output) if t.requires_grad][:1]:
-            if back is not None:
-                tensor.register_hook(lambda gradient: back("backward"))
-
-    return hook
 
 
 def _course(pieces: Sequence[str], chains: Sequence[Chain]) -> list[tuple[int, str]]:
@@ -561,11 +515,6 @@ def _trace_update(
         let_fuse(optimizer)
         with _gradients_of_more(named, repeats, [units[0] for units in repeats.kinds.values()]):
             optimizer.step()
-        for p in _zero_where_gradients_are(optimizer):
-            recorder.note_state(
-                p.grad,
-                tensor_leaves(optimizer.state.get(p, {})),
-            )
         for number, more in enumerate([[], *([units[0]] for units in repeats.kinds.values())]):
             with _gradients_of_more(named, repeats, more):
                 recorder.move_to(StepPosition(number, "update"))
@@ -577,20 +526,6 @@ def _trace_update(
         return None
     parameter_of = dict(named)
     return {name: _state_bytes(optimizer, parameter_of[repeats.traced(name)]) for name, _ in named}
-
-
-def _zero_where_gradients_are(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
-    """Parameters of which the optimizer's state stays zero where the gradient does: of Adam's two moments, unless decay
-    is added to the gradient."""
-    for group in (
-        optimizer.param_groups
-        if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW)
-        else ()
-    ):
-        if not group["weight_decay"] or group.get(
-            "decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)
-        ):
-            yield from group["params"]
 
 
 @contextmanager
@@ -681,14 +616,10 @@ def _fit(
             f"the optimizer could not be run on fake tensors: {ASSUMED_STATE_FACTOR} bytes of state a byte",
         )
     sides, samples = [_Side(run) for run in runs], (first.samples, second.samples)
-    step_bytes = [_step_bytes(side, state_bytes) for side in sides]
 
     @cache
     def segment(number: int) -> Segment:
-        small, large = (
-            side.segment(number, num_bytes)
-            for side, num_bytes in zip(sides, step_bytes, strict=True)
-        )
+        small, large = (side.segment(number) for side in sides)
         return Segment.through(small, large, samples=samples)
 
     segments = (
@@ -705,7 +636,7 @@ def _fit(
         buffer_bytes=_buffer_bytes(first.model),
         statistics_bytes=_statistics_bytes(first.model),
         batch_bytes=Affine.through(*((run.samples, run.batch_bytes) for run in runs)),
-        update=_update(sides[0], step_bytes[0]) if like is None else like.update,
+        update=_update(sides[0]) if like is None else like.update,
         update_peak_bytes=(
             round(_of_all_blocks(sides[0], _Side.update_peak_bytes))
             if like is None
@@ -733,26 +664,8 @@ def _gradients(run: _Run, number: int, unit: str) -> tuple[str, ...]:
     )
 
 
-def _step_bytes(side: _Side, state_bytes: Mapping[str, int] | None) -> float:
-    """That a step touches: what lies between two uses of a tensor in different passes."""
-    weight_bytes = sum(
-        p.numel() * p.element_size() * (2 if p.requires_grad else 1)
-        for p in side.run.model.parameters()
-    )
-    state_and_weight_bytes = (
-        weight_bytes if state_bytes is None else weight_bytes + sum(state_bytes.values())
-    )
-    places = [
-        StepPosition(side.run.repeats.traced_of.get(number, number), "forward")
-        for number, _ in side.run.course
-    ]
-    return state_and_weight_bytes + sum(
-        max(0, side.levels(place).end - side.levels(place).start) for place in places
-    )
-
-
-def _update(side: _Side, step_bytes: float) -> Work:
-    """Of all parameters. step_bytes: see `_step_bytes`."""
+def _update(side: _Side) -> Work:
+    """Of all parameters."""
 
     def whole(figure: Callable[[Tallied], float]) -> float:
         return _of_all_blocks(side, lambda s, place: figure(s.work(place)))
@@ -762,31 +675,6 @@ def _update(side: _Side, step_bytes: float) -> Work:
         Affine(whole(lambda w: w.moved_bytes)),
         Affine(whole(lambda w: w.function_bytes)),
         whole(lambda w: w.operators),
-        calls=_calls_of_all_blocks(side, step_bytes),
-    )
-
-
-def _calls_of_all_blocks(side: _Side, step_bytes: float) -> OperatorCalls:
-    """Operators of the update, each as often as in all blocks. One that takes a list is called with a longer one in
-    place of a shorter one where there is one more block, and so the shorter one counts less."""
-
-    def counted(number: int) -> Counter[OperatorCall]:
-        return Counter(
-            call.across(step_bytes) for call in side.work(StepPosition(number, "update")).calls
-        )
-
-    base = counted(0)
-    counts: Counter[OperatorCall] = base.copy()
-    for number, units in enumerate(side.run.repeats.kinds.values(), 1):
-        more = counted(number)
-        more.subtract(base)
-        for call, times in more.items():
-            counts[call] += len(units) * times
-    counts = Counter({call: times for call, times in counts.items() if times})
-    return (
-        OperatorCalls(tuple(counts), counts=tuple(map(float, counts.values())))
-        if counts
-        else NO_CALLS
     )
 
 
@@ -808,11 +696,10 @@ class _Side:
     def work(self, place: StepPosition) -> Tallied:
         return self.run.recorder.work.get(place, Tallied())
 
-    def segment(self, number: int, step_bytes: float) -> Segment:
+    def segment(self, number: int) -> Segment:
         return self.run.recorder.segment(
             number,
             self._levels,
-            step_bytes=step_bytes,
             spared=self.run.spared.get(StepPosition(number, "forward")),
         )
 

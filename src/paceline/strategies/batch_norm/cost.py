@@ -4,16 +4,12 @@ do."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from paceline.model.cost.profile import Segment
 from paceline.simulate.program import Collective
 from paceline.strategies.costs import Step, small_all_reduce
 from paceline.strategies.plan import Plan
 from paceline.strategies.plan_fields import AllReduce
-
-# torch's names of the operator on CPUs and on GPUs, and the index of its argument `training`.
-_NAMES, _TRAINING = ("native_batch_norm", "cudnn_batch_norm"), 5
 
 
 def joins_statistics(plan: Plan) -> bool:
@@ -30,14 +26,10 @@ def sums(step: Step, segment: Segment) -> Iterator[Collective]:
     Each batch norm sums two figures of each channel, and two more.
     """
     if joins_statistics(step.plan):
-        calls = segment.forward.calls
-        for call, count in zip(calls.first, calls.counts or [1.0] * len(calls.first), strict=True):
-            if call.name in _NAMES and call.arguments[_TRAINING]:
-                channels = call.arguments[0].shape[1]
-                collective = small_all_reduce(
-                    8 * (2 * channels + 2),
-                    step.plan.replicas,
-                    name="batch norm",
-                    stride=step.plan.axes.tensor,
-                )
-                yield replace(collective, times=count)
+        for channels in segment.forward.normed_channels:
+            yield small_all_reduce(
+                8 * (2 * channels + 2),
+                step.plan.replicas,
+                name="batch norm",
+                stride=step.plan.axes.tensor,
+            )

@@ -417,7 +417,7 @@ class SplitJob:
                 torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
         except Exception:  # a function that reads values of fake tensors
             return self._guess(piece, capture)
-        segment = _segment(piece.key, recorder, self._step_bytes(samples), spared)
+        segment = _segment(piece.key, recorder, spared)
         if program is None:
             return segment
         sent = tuple(program[1].sent)
@@ -452,13 +452,7 @@ class SplitJob:
             loss = loss[0] if isinstance(loss, tuple | list) else loss
             recorder.move_to(StepPosition(0, "backward"))
             loss.backward()
-        return _segment(LOSS, recorder, self._step_bytes(samples))
-
-    def _step_bytes(self, samples: int) -> float:
-        """Return the bytes that a step touches; see `model.cost.trace`."""
-        whole = self.whole
-        model_bytes = sum(p.num_bytes + p.gradient_bytes + p.state_bytes for p in whole.parameters)
-        return model_bytes + sum(max(0.0, s.kept_bytes.at(samples)) for s in whole.segments)
+        return _segment(LOSS, recorder)
 
 
 def _inputs(piece: Piece, capture: Capture) -> list[torch.Tensor]:
@@ -488,12 +482,10 @@ def _like(traced: Segment, unit: str) -> Segment:
     )
 
 
-def _segment(
-    unit: str, recorder: WorkRecorder, step_bytes: float, spared: SparedBySelective | None = None
-) -> Segment:
+def _segment(unit: str, recorder: WorkRecorder, spared: SparedBySelective | None = None) -> Segment:
     scores = None if spared is None else spared.spared.get(StepPosition(0, "forward"))
     return replace(
-        recorder.segment(0, recorder.levels(), step_bytes=step_bytes, spared=scores),
+        recorder.segment(0, recorder.levels(), spared=scores),
         unit=unit,
         gradients=tuple(recorder.gradients[0]),
     )
