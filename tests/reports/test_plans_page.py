@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from paceline.base.errors import UsageError
-from paceline.reports import plans
+from paceline.reports import charts, plans
 
-ROW = {
+ROW: dict[str, Any] = {
+    "kind": "data",
     "fits": True,
     "step_s": 0.010,
     "step_s_low": 0.008,
@@ -37,7 +38,7 @@ ANSWER: dict[str, Any] = {
     "compiling": None,
     "plans": [
         {"plan": "data=2", **ROW},
-        {"plan": "single", **ROW, "breakdown": {}, "reason": "twice as slow"},
+        {**ROW, "plan": "single", "kind": "single", "breakdown": {}, "reason": "twice as slow"},
     ],
 }
 
@@ -63,18 +64,39 @@ def test_the_chosen_plan_comes_first_and_the_others_have_reasons(tmp_path: Path)
     assert inside is not None and json.loads(inside[1]) == ANSWER
 
 
-def test_charts_have_the_chosen_plan_among_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Relaxed plans, which could not be chosen, may all be faster."""
-    drawn: list[list[str]] = []
-    monkeypatch.setattr(
-        "paceline.reports.charts.stacked", lambda rows, x: drawn.append(list(rows)) or "<svg/>"
-    )
-    rows = [{"plan": f"data=2 local={steps}", **ROW, "relaxed": True} for steps in range(2, 20)]
-    text(tmp_path, {**ANSWER, "plans": [*rows, {"plan": "shard=2", **ROW}, *ANSWER["plans"]]})
-    assert (
-        all(plans[:4] == ["data=2", "single", "shard=2", "data=2 local=2"] for plans in drawn)
-        and len(drawn) == 2
-    )
+def test_charts_have_the_chosen_plan_one_device_replicas_and_the_best_of_each_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Relaxed plans, which could not be chosen, may all be faster: they are grey, and come last."""
+    drawn: list[tuple[list[str], Any, Any]] = []
+
+    def stacked(rows: Any, *, x: str, intervals: Any = None, grey: Any = ()) -> str:
+        drawn.append((list(rows), intervals, grey))
+        return "<svg/>"
+
+    monkeypatch.setattr("paceline.reports.charts.stacked", stacked)
+    others = [
+        {**ROW, "plan": f"data=2 local={steps}", "kind": "local", "relaxed": True}
+        for steps in range(2, 20)
+    ]
+    others += [
+        {**ROW, "plan": plan, "kind": kind}
+        for plan, kind in [("shard=2", "shard"), ("shard=2 zero=1", "shard"), ("data=4", "data")]
+    ]
+    text(tmp_path, {**ANSWER, "plans": [*others, *ANSWER["plans"]]})
+    expected = ["data=2", "single", "data=4", "shard=2", "data=2 local=2"]
+    assert [names for names, _, _ in drawn] == [expected] * 2
+    assert drawn[0][1]["single"] == (8.0, 12.0) and drawn[1][1] is None
+    assert all(grey == {"data=2 local=2"} for _, _, grey in drawn)
+
+
+def test_relaxed_plans_are_grey_and_intervals_are_drawn():
+    bars = {"single": {"compute": 2.0}, "data=2 local=9": {"compute": 1.0}}
+    plain = charts.stacked(bars, x="ms")
+    drawn = charts.stacked(bars, x="ms", intervals={"single": (1.0, 3.0)}, grey={"data=2 local=9"})
+    assert "var(--quiet)" in drawn and "var(--quiet)" not in plain
+    line = "stroke: var(--ink); stroke-linecap"
+    assert line in drawn and line not in plain
 
 
 def test_where_nothing_fits_the_least_change_is_the_next_thing(tmp_path: Path):

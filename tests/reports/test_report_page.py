@@ -17,6 +17,10 @@ import pytest
 import paceline
 from paceline.api.summary_table import card
 from paceline.base.errors import UsageError
+from paceline.cluster.devices import Device
+from paceline.planner.estimate import Estimate
+from paceline.planner.rank_kinds import MemoryNeed
+from paceline.planner.search import Candidate, RankedPlans
 from paceline.reports import charts
 from paceline.reports.diagnosis import CORES, DATA, MESSAGES, SAVES, diagnose, step_parts
 from paceline.reports.page import Alternatives, write
@@ -250,29 +254,57 @@ def test_a_faster_plan_is_the_next_thing_to_try(tmp_path: Path):
     assert "of the plans priced for these devices, none is predicted to be 5 % faster" in none
 
 
-def test_other_exact_plans_are_listed_however_many_relaxed_ones_are_faster(
+def test_plans_that_were_considered_are_listed(tmp_path: Path):
+    """They are known where the run's plan was chosen, also of a job that was made in Python."""
+    run = written(tmp_path)
+    considered = [
+        {"plan": plan, "step_s": step_s, "peak_memory_bytes": 1 << 20}
+        for plan, step_s in [("data=2", 0.04), ("shard=2", 0.06)]
+    ]
+    predicted = {"step_s": 0.04, "considered": considered}
+    (run / "predicted.json").write_text(json.dumps(predicted))
+    text = paceline.report(run, price=False).read_text()
+    assert 'row">shard=2</th><td>1.50 of' in text
+
+
+def test_other_exact_plans_are_priced_by_what_the_run_took(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    def candidate(text: str, step_s: float) -> Any:
-        estimate = SimpleNamespace(step_s=step_s, peak_memory_bytes=1 << 20)
-        return SimpleNamespace(plan=Plan.parse(text), estimate=estimate)
+    """The run's own plan is compared whether or not the search has it; relaxed plans, of which any number may be
+    faster, are left out."""
+
+    def estimate(step_s: float) -> Estimate:
+        need = MemoryNeed("each rank", Device("cpu", 0, 1 << 30), {"parameters": 1 << 20})
+        return Estimate(
+            step_s, 1 << 20, need.ledger, {"compute": step_s}, (), (need,), step_s / 2, 2 * step_s
+        )
+
+    def candidate(text: str, step_s: float) -> Candidate:
+        return Candidate(Plan.parse(text), estimate(step_s))
 
     ranked = [
         *(candidate(f"data=2 local={steps}", 0.001 * steps) for steps in range(2, 20)),
         candidate("shard=2", 0.02),
-        candidate("data=2", 0.04),
     ]
-    monkeypatch.setattr(
-        "paceline.api.report.plan",
-        lambda *args, **options: SimpleNamespace(ranking=SimpleNamespace(ranked=ranked)),
+    problem = SimpleNamespace(
+        search=lambda cluster: RankedPlans(list(ranked)),
+        price=lambda plan, cluster: estimate(0.04),
+        profile=None,
+        job=SimpleNamespace(batch=8, precision="float32"),
     )
+    monkeypatch.setattr(
+        "paceline.api.report.PlanningProblem", SimpleNamespace(of=lambda *args, **options: problem)
+    )
+    monkeypatch.setattr("paceline.api.report.open_job", lambda file: (file, None))
+    monkeypatch.setattr("paceline.api.report.with_links", lambda cluster: cluster)
     run = written(
         tmp_path,
         job={"path": "job.py", "function": "job", "settings": {}},
         origin={"host": platform.node()},
     )
     text = paceline.report(run).read_text()
-    assert 'row">shard=2</th><td>0.50 of' in text and "local=" not in text
+    assert 'row">data=2</th><td>1.00 of' in text
+    assert 'row">shard=2</th><td>0.5' in text and "local=" not in text
 
 
 @pytest.mark.parametrize("name", ["run/summary.json", "run", "job.py", "run/plan.json/page.html"])

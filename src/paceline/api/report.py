@@ -6,16 +6,23 @@ import platform
 from collections.abc import Sequence
 from pathlib import Path
 
-from paceline.api.planning import plan
-from paceline.base.errors import PacelineError
+from paceline.api.calibration import MOST_TRIALS, with_trials
+from paceline.api.known_trials import KnownTrials
+from paceline.api.links import with_links
+from paceline.base.errors import PacelineError, PlanError
 from paceline.cluster.cluster import Cluster
-from paceline.job.file import JobFile
+from paceline.cluster.gpu_use import apart_from_cuda
+from paceline.job.file import JobFile, open_job
+from paceline.planner.corrections import Calibration
+from paceline.planner.problem import PlanningProblem
+from paceline.planner.search import Candidate, best_of_each_kind
 from paceline.reports.comparison import Comparison, Condition
 from paceline.reports.comparison import compare as compared
 from paceline.reports.page import Alternatives, prepare, write
 from paceline.reports.record import RunRecord
 from paceline.runs import folder
 from paceline.runs.provenance import note_edits
+from paceline.strategies.plan import Plan
 
 MOST_PLANS = 8  # plans that the page lists
 
@@ -26,7 +33,8 @@ def report(run: str | Path, *, to: str | Path | None = None, price: bool = True)
     Args:
         run: A run folder, or that of a search or a verification.
         to: The file; by default `report.html` in the folder.
-        price: Whether other plans are priced on this machine, without trying them. This loads the run's job.
+        price: Whether other plans are priced on this machine, without trying them, unless the run knows them because
+            its plan was chosen. This loads the run's job.
 
     Raises:
         UsageError: the folder is none of these, the package that draws is missing, or the file can't be written.
@@ -37,7 +45,7 @@ def report(run: str | Path, *, to: str | Path | None = None, price: bool = True)
     return write(
         path,
         to=None if to is None else Path(to),
-        alternatives=_alternatives(path) if price else None,
+        alternatives=_considered(path) or (_alternatives(path) if price else None),
     )
 
 
@@ -55,8 +63,25 @@ def compare(first: str | Path, second: str | Path, *, fail_if: Sequence[str] = (
     return compared(RunRecord.read(first), RunRecord.read(second), conditions)
 
 
+def _considered(path: Path) -> Alternatives | None:
+    """Return the plans that were considered when the run's plan was chosen; None if none were."""
+    if not (path / folder.PLAN).exists():
+        return None
+    predicted = RunRecord.read(path).predicted
+    considered, step_s = predicted.get("considered"), predicted.get("step_s")
+    if not considered or not step_s:
+        return None
+    return Alternatives(
+        [
+            (each["plan"], each["step_s"] / step_s, each["peak_memory_bytes"])
+            for each in considered[:MOST_PLANS]
+        ],
+        "The best plan of each kind, by the prices from which this run's plan was chosen.",
+    )
+
+
 def _alternatives(path: Path) -> Alternatives | None:
-    """Predict the step time of other plans on this machine."""
+    """Return other plans that this machine allows."""
     if not (path / folder.PLAN).exists():
         return None
     record = RunRecord.read(path)
@@ -69,24 +94,41 @@ def _alternatives(path: Path) -> Alternatives | None:
         )
     note_edits(path)
     try:
-        answer = plan(JobFile.from_dict(dict(record.job)), Cluster.local(), calibrate_s=0.0)
+        plans = [tuple(each) for each in apart_from_cuda(lambda: _priced(record))]
     except (PacelineError, OSError) as error:
         return Alternatives(note=f"Other plans were not priced: {str(error).partition(chr(10))[0]}")
-    step_s = next(
-        (
-            each.estimate.step_s
-            for each in answer.ranking.ranked
-            if str(each.plan) == record.plan["plan"]
-        ),
-        None,
-    )
-    if step_s is None:
-        return Alternatives(note="This run's own plan is not among those that were priced.")
-    exact = [each for each in answer.ranking.ranked if each.plan.relaxed is None]
     return Alternatives(
-        [
-            (str(each.plan), each.estimate.step_s / step_s, each.estimate.peak_memory_bytes)
-            for each in exact[:MOST_PLANS]
-        ],
-        "Priced for all devices of this machine, without trying them.",
+        plans,
+        "Priced for all devices of this machine, without trying them; prices are corrected by what "
+        "this run took.",
     )
+
+
+def _priced(record: RunRecord) -> list[tuple[str, float, int]]:
+    """Return the best exact plan of each kind, with its step by this run's and its memory.
+
+    Raises:
+        PacelineError: the run's own plan has no price here, or does not fit.
+    """
+    _, job = open_job(JobFile.from_dict(dict(record.job)))
+    cluster, own = with_links(Cluster.local()), Plan.read(record.plan["plan"])
+    problem = PlanningProblem.of(job, device=cluster.first_here)
+    ranking = problem.search(cluster)
+    if all(candidate.plan != own for candidate in ranking.ranked):
+        ranking.ranked.append(Candidate(own, problem.price(own, cluster)))
+    known = KnownTrials.read(problem, cluster)
+    step_s, peak_bytes = record.summary.get("step_s"), record.summary.get("peak_memory_bytes")
+    if step_s and peak_bytes:
+        known.trials = [
+            *known.trials,
+            *[(own, Calibration(step_s, round(peak_bytes)))] * MOST_TRIALS,
+        ]
+    plans = with_trials(ranking, known)
+    own_s = next((each.estimate.step_s for each in plans.ranked if each.plan == own), None)
+    if own_s is None:
+        raise PlanError(f"'{own}', this run's plan, does not fit here")
+    exact = [each for each in plans.ranked if each.plan.relaxed is None]
+    return [
+        (str(each.plan), each.estimate.step_s / own_s, each.estimate.peak_memory_bytes)
+        for each in best_of_each_kind(exact)[:MOST_PLANS]
+    ]

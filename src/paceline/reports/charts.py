@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -19,11 +19,12 @@ _GREATEST = 1e300  # the largest value that can be drawn; beyond it sums are inf
 _SIZE_INCHES = (4.6, 2.6)  # text is readable at the width of a phone
 # Colours that represent the page's style variables: matplotlib draws them, and `_styled` replaces
 # them.
-INK, GRID = "#010203", "#010204"
+INK, GRID, QUIET = "#010203", "#010204", "#01020d"
 SERIES = ("#010205", "#010206", "#010207", "#010208", "#010209", "#01020a", "#01020b", "#01020c")
 _VARIABLES = {
     INK: "--ink",
     GRID: "--grid",
+    QUIET: "--quiet",
     **{colour: f"--series-{place}" for place, colour in enumerate(SERIES)},
 }
 _STYLE: Any = {
@@ -96,15 +97,26 @@ def lines(
     return _drawn(draw)
 
 
-def stacked(bars: Mapping[str, Mapping[str, float]], *, x: str) -> str:
-    """Draw a horizontal bar of parts for each name, the first at the top."""
+def stacked(
+    bars: Mapping[str, Mapping[str, float]],
+    *,
+    x: str,
+    intervals: Mapping[str, tuple[float, float]] | None = None,
+    grey: Collection[str] = (),
+) -> str:
+    """Draw a horizontal bar of parts for each name, the first at the top.
+
+    Args:
+        intervals: Where a bar's end may really be, as a line.
+        grey: Names of bars that are drawn in grey.
+    """
 
     def draw(axes: Axes) -> None:
         parts = list(dict.fromkeys(part for bar in bars.values() for part in bar))
         ends = dict.fromkeys(bars, 0.0)
         for place, part in enumerate(parts):
             widths = [bar.get(part, 0.0) for bar in bars.values()]
-            axes.barh(
+            patches = axes.barh(
                 list(bars),
                 widths,
                 left=list(ends.values()),
@@ -113,9 +125,14 @@ def stacked(bars: Mapping[str, Mapping[str, float]], *, x: str) -> str:
                 color=SERIES[place % len(SERIES)],
                 hatch=None if place < len(SERIES) else "//",
             )
+            for name, patch in zip(bars, patches, strict=True):
+                if name in grey:
+                    patch.set(facecolor=QUIET, alpha=0.8 / (1 + place))
             ends = {
                 name: end + width for (name, end), width in zip(ends.items(), widths, strict=True)
             }
+        for name, interval in (intervals or {}).items():
+            axes.plot(interval, (name, name), color=INK, linewidth=1.0, marker="|", markersize=5)
         axes.invert_yaxis()
         axes.set(xlabel=x)
         axes.grid(alpha=0.6, axis="x")

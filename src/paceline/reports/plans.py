@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -56,11 +57,9 @@ def _verdict(answer: Mapping[str, Any], command: str) -> dict[str, str]:
 def _sections(answer: Mapping[str, Any]) -> Iterator[Section]:
     from paceline.reports import charts
 
-    # The chosen plan and one device come first, then the plans that could have been chosen.
-    drawn = sorted(
-        answer["plans"],
-        key=lambda row: (row["plan"] != answer["chosen"], row["plan"] != "single", row["relaxed"]),
-    )[:MOST_DRAWN]
+    drawn = _drawn(answer)
+    intervals = {row["plan"]: (1e3 * row["step_s_low"], 1e3 * row["step_s_high"]) for row in drawn}
+    grey = {row["plan"] for row in drawn if row["relaxed"]}
     times = {
         row["plan"]: {
             PREDICTED_PARTS.get(name, name): 1e3 * seconds
@@ -74,9 +73,17 @@ def _sections(answer: Mapping[str, Any]) -> Iterator[Section]:
     }
     yield Section(
         "Predicted step and memory",
+        "The chosen plan, one device, replicas on all devices, and the best plan of each other kind."
+        + (
+            " Grey plans are relaxed: they don't compute exactly what one device computes."
+            * bool(grey)
+        ),
         charts=[
-            Chart(charts.stacked(times, x="ms of a step"), "where a step's time goes"),
-            Chart(charts.stacked(memory, x="MiB"), "memory of the fullest rank"),
+            Chart(
+                charts.stacked(times, x="ms of a step", intervals=intervals, grey=grey),
+                "where a step's time goes, with the interval of 80 % of cases",
+            ),
+            Chart(charts.stacked(memory, x="MiB", grey=grey), "memory of the fullest rank"),
         ],
     )
     yield Section(
@@ -106,3 +113,21 @@ def _sections(answer: Mapping[str, Any]) -> Iterator[Section]:
             "What is rough",
             rows=[(str(number), note) for number, note in enumerate(answer["notes"], 1)],
         )
+
+
+def _drawn(answer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the plans of the charts: the chosen one, `single`, as many replicas as possible, and
+    the best of each kind, the exact ones first."""
+    plans = [row for row in answer["plans"] if row["fits"]] or answer["plans"]
+    replicas = {
+        int(match[1]): row["plan"]
+        for row in plans
+        if (match := re.fullmatch(r"data=(\d+)", row["plan"]))
+    }
+    named = [answer["chosen"], "single", *[replicas[count] for count in sorted(replicas)[-1:]]]
+    first = [row for name in named for row in plans if row["plan"] == name]
+    kinds: dict[str, Mapping[str, Any]] = {}
+    for row in sorted(plans, key=lambda row: row["relaxed"]):
+        kinds.setdefault(row["kind"], row)
+    rows = {row["plan"]: row for row in (*first, *kinds.values())}
+    return list(rows.values())[:MOST_DRAWN]
