@@ -171,14 +171,14 @@ def calibrate_best(
     """
     corrections, began_s = Corrections(), time.monotonic()
     predicted = {candidate.plan: candidate for candidate in (*plans.ranked, *plans.too_large)}
-    known = known or KnownTrials()
+    known, compiled = known or KnownTrials(), plans.compiled
     for plan in [plan for plan in predicted if str(plan) in known.failed]:
         plans = _without(plans, predicted.pop(plan), known.failed[str(plan)])
     for plan, calibration in known.trials:
         if plan in predicted:
             corrections.add(plan, predicted[plan].estimate, calibration)
     if corrections:
-        plans = _corrected(plans, predicted, corrections)
+        plans = _corrected(plans, predicted, compiled, corrections)
     while (left_s := budget_s - (time.monotonic() - began_s)) > 0:
         candidate = _next(plans, corrections, left_s, late_s)
         if candidate is None:
@@ -197,7 +197,7 @@ def calibrate_best(
             why = known.failed[str(candidate.plan)] = str(error).partition("\n")[0]
             plans = _without(plans, predicted.pop(candidate.plan), why)
         if corrections:
-            plans = _corrected(plans, predicted, corrections)
+            plans = _corrected(plans, predicted, compiled, corrections)
     plans = replace(
         plans,
         ranked=[
@@ -306,8 +306,13 @@ def _again(candidates: Sequence[Candidate], corrections: Corrections) -> Candida
 
 
 def _corrected(
-    plans: RankedPlans, predicted: dict[Plan, Candidate], corrections: Corrections
+    plans: RankedPlans,
+    predicted: dict[Plan, Candidate],
+    compiled: Sequence[Candidate],
+    corrections: Corrections,
 ) -> RankedPlans:
+    """Return the plans with corrected prices, given the prices without any correction."""
+
     def corrected(candidate: Candidate) -> Candidate:
         return replace(candidate, estimate=corrections.apply(candidate.plan, candidate.estimate))
 
@@ -321,7 +326,7 @@ def _corrected(
         too_large=[candidate for candidate in new.values() if not candidate.estimate.fits],
         compiled=tuple(
             _with_gain(corrected(candidate), new.get(uncompiled_variant(candidate.plan)))
-            for candidate in plans.compiled
+            for candidate in compiled
         ),
     )
 

@@ -164,9 +164,9 @@ def measure_device(
     power limit are slower. On a machine with GPUs a fork measures.
     """
     rates = _read(kind)
-    is_noisy = rates is not None and rates.noise > MOST_NOISE
-    if is_noisy and oldest_s < math.inf and rates.measured_at not in _measured_here:
-        oldest_s = min(oldest_s, NOISY_S)
+    if rates is not None and rates.measured_at not in _measured_here:
+        is_disturbed = rates.noise > MOST_NOISE and oldest_s < math.inf
+        oldest_s = min(oldest_s, NOISY_S) if is_disturbed else oldest_s
     if rates is None or time.time() - rates.measured_at > oldest_s:
         rates = _rates(apart_from_cuda(lambda: _figures(_measure(kind))))
         _measured_here.add(rates.measured_at)
