@@ -18,10 +18,7 @@ PACKAGE = Path(paceline.__file__).parent
 FOLDER = PACKAGE / "torch_private"
 TESTS = Path(__file__).parents[1] / "torch_private"
 # Private names outside of the folder that are left, each with its reason. None may be added.
-LEFT = {
-    # An agent overrides it, and calls torch's; see tests/torch_private/test_rendezvous.py.
-    ("launch/hosts/elastic.py", "_rendezvous"),
-}
+LEFT = set[tuple[str, str]]()
 
 
 @cache

@@ -75,7 +75,11 @@ def test_every_way_has_its_options_and_is_played(problem: PlanningProblem):
     text = " ".join(failure_outlook.lines())
     assert "(--hosts 3:4), under data=24 with one less" in text and "(--hosts 4, on 5)" in text
     assert ways["copies"]["restart_s"] == pytest.approx(REPLACED_S, abs=0.01)
-    assert ways["fewer"]["restart_s"] == pytest.approx(SILENCE_S + LEFT_S, abs=0.01)
+    # Three of four hosts; without the first one the run begins again at a checkpoint.
+    resumed_s = ways["resume"]["restart_s"] + ways["resume"]["interval_s"] / 2
+    assert ways["fewer"]["restart_s"] == pytest.approx(
+        0.75 * (SILENCE_S + LEFT_S) + 0.25 * resumed_s, abs=0.1
+    )
 
 
 def test_hosts_that_are_back_at_once_and_those_that_never_come(problem: PlanningProblem):
@@ -88,7 +92,7 @@ def test_hosts_that_are_back_at_once_and_those_that_never_come(problem: Planning
         return {survival.name: survival.goodput for survival in failure_outlook.survivals}
 
     at_once, late = ways(1e-6), ways(500.0)
-    assert at_once["fewer"] == pytest.approx(at_once["copies"], rel=1e-4)
+    assert at_once["fewer"] == pytest.approx(at_once["copies"], rel=1e-3)
     assert late["copies"] == at_once["copies"] and late["fewer"] < 0.95 * at_once["fewer"]
 
 

@@ -44,7 +44,7 @@ def test_a_handlers_heartbeats_can_be_stopped():
 
 def test_agents_override_methods_that_torch_calls():
     """By the same arguments; that of `_shutdown` for a timeout is new in torch 2.13."""
-    for name in ("_rendezvous", "_start_workers", "_stop_workers", "_shutdown", "_monitor_workers"):
+    for name in ("_start_workers", "_stop_workers", "_shutdown", "_monitor_workers"):
         theirs, ours = (
             [*inspect.signature(getattr(kind, name)).parameters]
             for kind in (SimpleElasticAgent, _Agent)
@@ -52,5 +52,5 @@ def test_agents_override_methods_that_torch_calls():
         assert ours[: len(theirs)] == theirs, name
     code = inspect.getsource(SimpleElasticAgent)
     assert "self._shutdown(" in code
-    for name in ("_rendezvous", "_start_workers", "_stop_workers", "_monitor_workers"):
+    for name in ("_start_workers", "_stop_workers", "_monitor_workers"):
         assert f"self.{name}(" in code, name

@@ -33,7 +33,7 @@ def train_on_hosts(
 ) -> dict[str, Any] | None:
     """Train as this host's part of a run, until the run has ended.
 
-    Returns the run's figures on the host that keeps the meeting place by then.
+    Returns the run's figures on the first host, None on the others.
 
     Args:
         plan: For all hosts. With fewer hosts the run goes on under `resized` plans, which are known
@@ -52,7 +52,7 @@ def train_on_hosts(
         )
     from paceline.cluster.accelerators import gpus
     from paceline.launch.hosts.elastic import run_host
-    from paceline.launch.hosts.rendezvous_server import MeetingPlace
+    from paceline.launch.hosts.keeper import MeetingPlace
 
     settled = None if plan is None or is_auto(plan) else Plan.read(plan)
     num_ranks = place.ranks(settled.world_size if settled is not None else procs, len(gpus()))
@@ -72,7 +72,7 @@ def train_on_hosts(
     def body() -> None:
         train(plans[int(os.environ["WORLD_SIZE"])])
 
-    meeting = MeetingPlace(place, Path(run), patience_s=patience_s)
+    meeting = MeetingPlace(place, patience_s=patience_s)
     try:
         run_host(
             meeting,

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from paceline.base.errors import PlanError
@@ -112,7 +112,8 @@ class _Hosts:
     def lost(self) -> tuple[Failures, float]:
         """The figures of a run that loses hosts, and how many seconds it goes back at most.
 
-        It goes back to copies, or to a checkpoint if that is newer.
+        It goes back to copies, or to a checkpoint if that is newer. Without the first host it goes
+        back to the newest checkpoint: a restart takes the mean over the hosts.
         """
         every_s = (
             max(self.copies_every_s, self.sent_s / TIME_SHARE)
@@ -121,15 +122,19 @@ class _Hosts:
         )
         saving, saved_every_s = self.run.saving(SILENCE_S + LEFT_S)
         if saved_every_s < every_s:
-            return saving, saved_every_s
+            return replace(saving, restart_s=self._mean_s(saving.restart_s)), saved_every_s
         # For all copies until the next one that is sent.
         waited_s = self.copied_s * every_s / self.copies_every_s
         return Failures(
             self.run.mtbf_s,
             waited_s + self.is_sent * self.sent_s,
-            SILENCE_S + LEFT_S + self.sent_s,
+            self._mean_s(SILENCE_S + LEFT_S + self.sent_s),
             blocked_s=waited_s,
         ), every_s
+
+    def _mean_s(self, restart_s: float) -> float:
+        """Return the mean seconds of a restart, if each host but the first costs `restart_s`."""
+        return restart_s + (self.run.resumed_s - restart_s) / self.count
 
     def check_alike(self) -> None:
         """Check that the loss of any host has the same effect.
@@ -142,9 +147,7 @@ class _Hosts:
                 "the hosts are not alike, and how fast the others are depends on which one is lost"
             )
         if self.count == 2:
-            raise NoSurvival(
-                "of two hosts, only the one that keeps the meeting place goes on alone"
-            )
+            raise NoSurvival("of two hosts, only the first goes on alone")
 
 
 def ways(run: FailingRun) -> Iterator[tuple[SurvivalName, Callable[[], Survival]]]:

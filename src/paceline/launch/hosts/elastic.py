@@ -1,4 +1,5 @@
-"""Ranks of several hosts that go on with fewer hosts if one is lost, and take it back.
+"""Ranks of several hosts that go on with fewer hosts if one is lost, and take it back. The first host keeps the store
+where they meet, and they can't go on without it.
 
 torch's elastic agent runs in each host's process: its rendezvous decides which hosts take part, its loop starts the
 ranks again when that changes. The ranks are forks of the process, which has imported everything.
@@ -42,7 +43,7 @@ from paceline.base.errors import PacelineError, PeerLost, Preempted
 from paceline.base.waiting import waiting
 from paceline.launch.hosts.copy_service import CopyAddress
 from paceline.launch.hosts.host_copies import HostCopies
-from paceline.launch.hosts.rendezvous_server import FolderUnusable, MeetingPlace, RunOver
+from paceline.launch.hosts.keeper import MeetingPlace
 from paceline.launch.hosts.rendezvous_state import JsonBackend
 from paceline.launch.process import host_context
 from paceline.launch.process.failure import Failure, RankFailed, cause_of, failure_of, killed
@@ -58,9 +59,12 @@ _SOON_S = 3.0  # for other hosts, after enough of them are there and the run has
 _MONITOR_S = 0.1  # between looks at the ranks; torch's own default
 _HEARD_S = 1.5  # for a host to say what its ranks ended of, if others only heard
 _RETRY_S = 0.5  # between attempts to reach the meeting place
-_PARTED_S = 5.0  # the host with the store leaves after the others have
+_PARTED_S = 5.0  # the keeper leaves after the others have
 _RUN = "paceline"
-_ENDED = (RunOver, RendezvousClosedError, RendezvousGracefulExitError)
+_END, _STARTS = (
+    f"{_RUN}/end",
+    f"{_RUN}/starts",
+)  # keys of the store: the failure that ended the run, and a number
 _UNREACHED = (RendezvousConnectionError, dist.DistError)
 
 
@@ -162,7 +166,8 @@ class _Timeouts(RendezvousTimeout):
 class _ElasticHost:
     """This host in a run, over all times that it joins it.
 
-    interrupted: signals that asked it to leave. lost_s: since when it finds no meeting place; None once ranks start.
+    interrupted: signals that asked it to leave. lost_s: since when it can't meet the others; None once ranks start.
+    num_starts: of the run's ranks, as far as this host took part.
     """
 
     def __init__(
@@ -184,17 +189,13 @@ class _ElasticHost:
         self.timeouts = _Timeouts(self.silence_s)
         self.interrupted: list[int] = []
         self.lost_s: float | None = None
+        self.num_starts = 0
 
     def run(self) -> None:
-        with signals.handled(signals.STOPPING, self._forward), self.meeting.watched():
+        with signals.handled(signals.STOPPING, self._forward):
             while True:
                 try:
                     self._be_agent(self.meeting.meet())
-                    return
-                except _ENDED:
-                    print(
-                        f"host {self.place.index}: the run has ended", file=sys.stderr, flush=True
-                    )
                     return
                 except _UNREACHED as error:
                     self._note_unreached(error)
@@ -209,7 +210,7 @@ class _ElasticHost:
         Raises:
             PeerLost: for too long. Preempted: this host was asked to leave.
         """
-        why = str(error) if isinstance(error, FolderUnusable) else self.meeting.why_not()
+        why = str(error) if self.meeting.is_kept_here else self.meeting.why_not()
         if self.interrupted:
             raise Preempted(f"stopped by {signal.Signals(self.interrupted[0]).name}: {why}")
         now_s = time.monotonic()
@@ -222,10 +223,9 @@ class _ElasticHost:
             )
         if now_s - self.lost_s > JOIN_S:
             raise PeerLost(
-                f"host {self.place.index} found no meeting place for {JOIN_S:g} s: {why}",
-                hint="the same command on the host that is lost, or on this one, joins the run again; if a "
-                "host is lost for good, --resume on those that are left, numbered from 0, goes on from "
-                "the newest checkpoint",
+                f"host {self.place.index} could not meet the others for {JOIN_S:g} s: {why}",
+                hint="the same command with --resume on all hosts goes on from the newest checkpoint; if host 0 "
+                "is lost for good, number the others from 0, and PET_MASTER_ADDR is the new first host",
             ) from error
         time.sleep(_RETRY_S)
 
@@ -235,7 +235,7 @@ class _ElasticHost:
         handler = DynamicRendezvousHandler.from_backend(
             _RUN,
             store,
-            JsonBackend(store, self.meeting.check, timeout_s=self.meeting.answer_s),
+            JsonBackend(store, timeout_s=self.meeting.answer_s),
             least_hosts,
             self.place.num_hosts,
             self.meeting.address,
@@ -253,25 +253,36 @@ class _ElasticHost:
                 monitor_interval=_MONITOR_S,
             ),
             self,
+            store,
         )
         try:
-            result = agent.run(_RUN)
-            ends_run = not result.is_failed() or not agent.may_go_on_without
-            self.meeting.leave(ends_run=ends_run)
-            if ends_run:
-                with suppress(RendezvousConnectionError):  # the log says it too
+            cause = agent.cause if agent.run(_RUN).is_failed() else None
+            if cause is None or self.meeting.is_kept_here or not self.interrupted:
+                with suppress(RendezvousConnectionError, RuntimeError):
+                    store.set(_END, "" if cause is None else cause.to_json())
                     handler.set_closed()
-            self._part(store, agent.num_hosts)
-            if result.is_failed():
-                assert agent.cause is not None
-                raise RankFailed(agent.cause)
         except RendezvousTimeoutError as error:
             raise PeerLost(
-                f"fewer than {agent.least_hosts} hosts have come within {JOIN_S:g} s",
+                f"fewer than {least_hosts} hosts have come within {JOIN_S:g} s",
                 hint="each host runs the same command",
             ) from error
+        except (RendezvousClosedError, RendezvousGracefulExitError):
+            text = self._ended_by(store)
+            cause = Failure.from_json(text) if text else None
+            print(f"host {self.place.index}: the run has ended", file=sys.stderr, flush=True)
         finally:
             stop_heartbeats(handler)  # what torch has for it ends the run
+        self._part(store, agent.num_hosts)
+        if cause is not None:
+            raise RankFailed(cause)
+
+    def _ended_by(self, store: Any) -> str:
+        """Return the failure that ended the run, which other hosts left in the store; "" if there was none."""
+        ask = partial(store.check, [_END])
+        has_end = within(self.meeting.answer_s, ask)
+        return (
+            within(self.meeting.answer_s, lambda: store.get(_END).decode()) or "" if has_end else ""
+        )
 
     def _part(self, store: Any, num_hosts: int) -> None:
         """Keep the store until the others need it no more."""
@@ -287,12 +298,12 @@ class _ElasticHost:
 class _Agent(SimpleElasticAgent):
     """torch's agent over forks of this process.
 
-    cause: why ranks ended last. num_hosts: that take part.
+    shared_store: of all starts. cause: why ranks ended last. num_hosts: that take part.
     """
 
-    def __init__(self, spec: WorkerSpec, host: _ElasticHost) -> None:
+    def __init__(self, spec: WorkerSpec, host: _ElasticHost, shared_store: Any) -> None:
         super().__init__(spec)
-        self.host = host
+        self.host, self.shared_store = host, shared_store
         self.cause: Failure | None = None
         self.num_hosts = 1
         self._failures: dict[int, Failure] = {}
@@ -302,30 +313,12 @@ class _Agent(SimpleElasticAgent):
         self._has_told = False
         self._furthest, self._fruitless = -1, 0
 
-    @property
-    def may_go_on_without(self) -> bool:
-        """Whether the others go on though this host leaves."""
-        return bool(self.host.interrupted)
-
-    @property
-    def least_hosts(self) -> int:
-        """With which the run goes on."""
-        place = self.host.place
-        return max(place.least_hosts or place.num_hosts, self.host.meeting.standing.least_hosts)
-
-    def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        settings = worker_group.spec.rdzv_handler.settings  # type: ignore[attr-defined]
-        object.__setattr__(
-            settings, "min_nodes", self.least_hosts
-        )  # frozen, and each start has a majority of its own
-        super()._rendezvous(worker_group)
-
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         host, store, place = self.host, worker_group.store, self.host.place
         assert store is not None and worker_group.group_rank is not None
         self.num_hosts = worker_group.group_world_size or 1
-        number = self._begin_start(store, worker_group.group_rank)
-        standing, address = host.meeting.standing, host.meeting.address or place.address
+        host.num_starts = number = self._begin_start(store, worker_group.group_rank)
+        address = host.meeting.address or place.address
         self._failures, self._finished, self._stopping_s, self._has_told = {}, set(), None, False
         self._first_rank = worker_group.workers[0].global_rank
         host.timeouts.has_begun, host.lost_s = True, None
@@ -358,8 +351,8 @@ class _Agent(SimpleElasticAgent):
                                 "LOCAL_RANK": str(slot),
                                 "LOCAL_WORLD_SIZE": str(host.num_ranks),
                                 "GROUP_RANK": str(worker_group.group_rank),
-                                "MASTER_ADDR": standing.address,
-                                "MASTER_PORT": str(standing.port),
+                                "MASTER_ADDR": place.address,
+                                "MASTER_PORT": str(place.port),
                                 "TORCHELASTIC_USE_AGENT_STORE": str(True),
                                 "TORCHELASTIC_RESTART_COUNT": str(number - 1),
                             },
@@ -372,23 +365,16 @@ class _Agent(SimpleElasticAgent):
         return pids
 
     def _begin_start(self, store: Any, group_rank: int) -> int:
-        """The number of a start of the ranks on all hosts that are here.
-
-        Raises:
-            RendezvousConnectionError: they are no majority.
-        """
-        store.set(f"host/{group_rank}", str(self.host.place.index))
+        """Return the number of this start. No earlier one of the hosts that are here has it, nor one in this store."""
+        store.set(f"host/{group_rank}", str(self.host.num_starts))
         if group_rank == 0:
-            host_indices = [
-                int(text)
-                for text in store.multi_get([f"host/{rank}" for rank in range(self.num_hosts)])
-            ]
-            store.set("start", str(self.host.meeting.start(host_indices)))
-        if not (number := int(store.get("start"))):
-            raise RendezvousConnectionError(
-                f"{self.num_hosts} hosts are here, and may not go on without the others"
+            keys = [f"host/{rank}" for rank in range(self.num_hosts)]
+            latest, counted = (
+                max(map(int, store.multi_get(keys))),
+                self.shared_store.add(_STARTS, 0),
             )
-        return number
+            store.set("start", str(self.shared_store.add(_STARTS, max(1, latest + 1 - counted))))
+        return int(store.get("start"))
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         """Ranks that work save at their step's end, because a host joins the run; others have lost one, and end."""

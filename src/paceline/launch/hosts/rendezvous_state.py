@@ -4,7 +4,6 @@ to the store could have every host run what they like."""
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
 from datetime import datetime
 from functools import partial
 from typing import Any
@@ -95,18 +94,15 @@ class JsonBackend(RendezvousBackend):
     torch hands its state over as a pickle and takes it back so; both are made and read in this process alone.
 
     Raises:
-        RendezvousConnectionError: from each method, the store can't be reached, or is that of the hosts no more.
+        RendezvousConnectionError: from each method, the store can't be reached.
     """
 
-    def __init__(
-        self, store: Store, check: Callable[[], None] = lambda: None, *, timeout_s: float
-    ) -> None:
+    def __init__(self, store: Store, *, timeout_s: float) -> None:
         """
         Args:
-            check: Called before each question to the store, to raise where hosts have another one by now.
             timeout_s: For an answer of the store. A connection whose other end has vanished gives none for minutes.
         """
-        self._store, self._check, self._timeout_s = store, check, timeout_s
+        self._store, self._timeout_s = store, timeout_s
         self._call("compare_set", _KEY, "", _NOTHING)
 
     @property
@@ -128,7 +124,6 @@ class JsonBackend(RendezvousBackend):
         return None if text == _NOTHING else (pickle.dumps(from_json(text)), text)
 
     def _call(self, operation: str, *arguments: str) -> Any:
-        self._check()
         answer = within(self._timeout_s, partial(getattr(self._store, operation), *arguments))
         if answer is None:
             raise RendezvousConnectionError(
