@@ -370,7 +370,7 @@ def test_what_is_missing_on_a_host_is_told_by_it(
     of_the_second = {"WORLD_SIZE": "4", "RANK": str(2 + int(local_rank)), "LOCAL_RANK": local_rank}
     for name, value in {**JOINED, **of_the_second}.items():
         monkeypatch.setenv(name, value)
-    verb("train", MissingPackage("PACELINE_TLS=1", "cryptography", install="it"))
+    verb("train", MissingPackage("--log mlflow", "mlflow", install="it"))
     result = call("train", job_file)
     assert (result.exit_code, bool(result.stderr)) == (2, told)
 

@@ -55,13 +55,13 @@ def test_two_hosts_reach_the_weights_of_one(hosts: Sequence[NetworkHost], tmp_pa
 @pytest.mark.root
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("plan", "tls_environment"),
-    [("data=2", {}), ("server=1 workers=1", {"PACELINE_TLS": "1", "PACELINE_SECRET": "ab" * 32})],
+    ("plan", "secret"),
+    [("data=2", {}), ("server=1 workers=1", {"PACELINE_SECRET": "ab" * 32})],
 )
 def test_two_hosts_under_torchrun_reach_the_weights_of_one(
-    hosts: Sequence[NetworkHost], tmp_path: Path, plan: str, tls_environment: dict[str, str]
+    hosts: Sequence[NetworkHost], tmp_path: Path, plan: str, secret: dict[str, str]
 ) -> None:
-    """Also encrypted."""
+    """Also where all hosts have a secret."""
     arguments = [str(EXAMPLE), "--plan", plan, "--steps", "10", "--set", "width=8", "--check", "no"]
     # One thread a rank on both sides: another number of threads sums in another order.
     environ = {
@@ -96,7 +96,7 @@ def test_two_hosts_under_torchrun_reach_the_weights_of_one(
                 "--run",
                 str(tmp_path / "two"),
             ],
-            env={**environ, **tls_environment},
+            env={**environ, **secret},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -266,11 +266,7 @@ def node(tmp_path: Path, **changed: Any) -> subprocess.Popen[str]:
         bufsize=1,
     )
     with marked(FILE, tmp_path) as shared:
-        greeting = {
-            "shared": {**asdict(shared), **changed},
-            "folder": str(tmp_path),
-            "encrypts": False,
-        }
+        greeting = {"shared": {**asdict(shared), **changed}, "folder": str(tmp_path)}
         assert started.stdin is not None and started.stdout is not None
         started.stdin.write(json.dumps(greeting) + "\n")
         assert json.loads(started.stdout.readline()) == STARTED

@@ -22,7 +22,6 @@ from conditions import PATIENCE_S, until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.launch.hosts.tls import Identity
 from paceline.servers import shared as servers_shared
 from paceline.servers import wire
 from paceline.servers.acceptor import Acceptor
@@ -75,8 +74,7 @@ def _kept(sock: socket.socket) -> Connection:
 class Served:
     """A server with what it says on queues."""
 
-    def __init__(self, num_parts: int = 1, identity: Identity | None = None) -> None:
-        self.identity = identity
+    def __init__(self, num_parts: int = 1) -> None:
         self.completed: queue.Queue[tuple[int, float]] = queue.Queue()
         self.lost: queue.Queue[tuple[Peer, WireError]] = queue.Queue()
         self.failed: queue.Queue[Exception] = queue.Queue()
@@ -96,7 +94,6 @@ class Served:
             partial(serve, self.exchange),
             secret=SECRET,
             layout=LAYOUT,
-            identity=identity,
         )
         for view in self.exchange.views.values():
             view.fill_(1.5)
@@ -111,7 +108,6 @@ class Served:
                 secret=secret,
                 layout=layout,
                 timeout_s=PATIENCE_S,
-                encrypts=self.identity is not None,
             )
         )
         return _OPEN[-1]
@@ -132,29 +128,17 @@ class Served:
         self.exchange.close()
 
 
-@pytest.fixture(scope="module")
-def identity() -> Identity:
-    return Identity.make()
-
-
-@pytest.fixture(params=["plain", "tls"])
-def served(request: pytest.FixtureRequest, identity: Identity) -> Iterator[Served]:
-    server = Served(identity=identity if request.param == "tls" else None)
-    yield server
-    server.close()
-
-
 @pytest.fixture
-def plain() -> Iterator[Served]:
+def served() -> Iterator[Served]:
     server = Served()
     yield server
     server.close()
 
 
-@pytest.fixture(scope="module", params=["plain", "tls"])
-def shared(request: pytest.FixtureRequest, identity: Identity) -> Iterator[Served]:
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Served]:
     """One server for many strangers."""
-    server = Served(identity=identity if request.param == "tls" else None)
+    server = Served()
     yield server
     server.close()
 
@@ -305,11 +289,11 @@ def test_a_server_that_does_not_know_the_secret():
     sock.close()
 
 
-def test_another_version(plain: Served):
+def test_another_version(served: Served):
     """Named on both sides."""
     head = bytearray(Header(Kind.HELLO).pack())
     struct.pack_into(">H", head, 4, wire.VERSION + 1)
-    with plain.stranger() as sock:
+    with served.stranger() as sock:
         sock.sendall(head)
         reply = b"".join(iter(lambda: sock.recv(4096), b""))
     assert f"version {wire.VERSION + 1}".encode() in reply
@@ -427,22 +411,22 @@ def test_versions_are_waited_for(served: Served):
     connection.close()
 
 
-def test_a_worker_that_is_given_up_as_it_is_let_in(plain: Served, monkeypatch: pytest.MonkeyPatch):
+def test_a_worker_that_is_given_up_as_it_is_let_in(served: Served, monkeypatch: pytest.MonkeyPatch):
     """What else is done to its connection is done before anybody may close it."""
-    plain.exchange.terms = replace(plain.exchange.terms, keeps_sending=False)
+    served.exchange.terms = replace(served.exchange.terms, keeps_sending=False)
     server_end, worker_end = _pair()
     prioritise = server_end.prioritise
 
     def give_up(priority: int) -> None:
-        plain.exchange.dismiss(WORKER.number, WORKER.incarnation, keeps=[])
+        served.exchange.dismiss(WORKER.number, WORKER.incarnation, keeps=[])
         prioritise(priority)
 
     monkeypatch.setattr(server_end, "prioritise", give_up)
-    serve(plain.exchange, server_end, WORKER)
+    serve(served.exchange, server_end, WORKER)
     worker_end.sock.settimeout(PATIENCE_S)
     with pytest.raises(Closed):
         worker_end.receive()
-    assert not plain.exchange.connections
+    assert not served.exchange.connections
 
 
 class Slowly(list[int]):
@@ -453,10 +437,10 @@ class Slowly(list[int]):
         return super().__getitem__(index)
 
 
-def test_a_worker_that_asks_anew_before_it_has_all(plain: Served):
+def test_a_worker_that_asks_anew_before_it_has_all(served: Served):
     """It gets chunks anew, and what it says while one is chosen does the server no harm."""
-    plain.exchange.versions = Slowly(plain.exchange.versions)
-    connection = plain.reach()
+    served.exchange.versions = Slowly(served.exchange.versions)
+    connection = served.reach()
     connection.sock.settimeout(PATIENCE_S)
     for _ in range(10):
         connection.send(Header(Kind.PULL))
@@ -464,7 +448,7 @@ def test_a_worker_that_asks_anew_before_it_has_all(plain: Served):
         assert header.kind == Kind.WEIGHTS
         connection.read_into(memoryview(bytearray(header.length)))
     connection.close()
-    assert plain.loses()[0] == WORKER and plain.failed.empty()
+    assert served.loses()[0] == WORKER and served.failed.empty()
 
 
 (TABLED,) = assign(MODEL, 1, chunk_bytes=32, tables=[ServedParameter("t", (9, 2), "float32", 4)])

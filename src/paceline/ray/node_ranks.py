@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from paceline.base.errors import PacelineError, UsageError
-from paceline.launch.hosts import tls
 from paceline.launch.hosts.nodes import STARTED, write_line
 from paceline.launch.hosts.shared_files import SharedFiles
 from paceline.launch.process.messages import Message
@@ -39,25 +38,18 @@ class TrainingGreeting:
 
     shared: SharedFiles
     folder: str  # where the ranks work
-    encrypts: bool  # whether connections between nodes must be encrypted
 
     @classmethod
     def decode(cls, line: bytes) -> TrainingGreeting:
         document = json.loads(line)
-        return cls(SharedFiles(**document["shared"]), document["folder"], document["encrypts"])
+        return cls(SharedFiles(**document["shared"]), document["folder"])
 
     def check(self) -> None:
         """Check that this node can run ranks of the training.
 
         Raises:
-            UsageError: this node does not see the files or the folder, or does not know that it
-                must encrypt.
+            UsageError: this node does not see the files or the folder.
         """
-        if self.encrypts and not tls.is_asked_for():
-            raise UsageError(
-                "PACELINE_TLS=1 is set where the command runs, and not on this node",
-                hint="start Ray on every node with PACELINE_TLS and PACELINE_SECRET in its environment",
-            )
         self.shared.check()
         if not Path(self.folder).is_dir():
             raise UsageError(

@@ -33,7 +33,8 @@ from paceline.base.errors import (
 from paceline.base.fork import value_of
 from paceline.job import Job
 from paceline.job.file import JobFile
-from paceline.launch.hosts import host_process, tls
+from paceline.launch.hosts import host_process
+from paceline.launch.hosts.environment import refuse_tls
 from paceline.launch.hosts.nodes import NodeTransport, answers_to_greetings
 from paceline.launch.hosts.shared_files import marked
 from paceline.launch.process.failure import Failure, cause_of, ended_by
@@ -93,6 +94,7 @@ class RayRun:
             ClusterError: no cluster answers, or it has too few devices.
         """
         address = _address(on)
+        refuse_tls()
         if source is None:
             raise UsageError(
                 f"on='{on}' needs the job's file, which the nodes load; a job can't be sent to them",
@@ -270,7 +272,7 @@ class _Attempts:
         """Start the ranks; return None if a node is lost meanwhile."""
         run, each = self.run, self.run.plan.world_size // len(places)
         with marked(run.source, run.run_dir) as shared:
-            greeting = asdict(TrainingGreeting(shared, str(Path.cwd()), tls.is_asked_for()))
+            greeting = asdict(TrainingGreeting(shared, str(Path.cwd())))
             for node in range(len(places)):
                 wire.tell(node, json.dumps(greeting))
             answers = answers_to_greetings(wire, _START_S, expected="port")

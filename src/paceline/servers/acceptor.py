@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 from paceline.launch.hosts.pending_peers import PendingPeers
-from paceline.launch.hosts.tls import Identity
 from paceline.servers.wire import Connection, Peer, Role, WireError, accept
 
 _REST_S = 0.05  # when the system has no connection to give
@@ -24,7 +23,6 @@ class Acceptor:
 
     Args:
         check: Raises a WireError for a peer that knows the secret and has no business here; it is told why.
-        identity: With which connections are encrypted; None if they are not.
     """
 
     def __init__(
@@ -35,10 +33,9 @@ class Acceptor:
         secret: bytes,
         layout: bytes,
         check: Callable[[Peer], None] = lambda peer: None,
-        identity: Identity | None = None,
     ) -> None:
         self.sock, self.welcome = sock, welcome
-        self.accept = partial(accept, secret=secret, layout=layout, check=check, identity=identity)
+        self.accept = partial(accept, secret=secret, layout=layout, check=check)
         self.refused = 0
         self.is_closed = False
         self.unproven = PendingPeers()

@@ -19,7 +19,6 @@ from paceline.base.waiting import waiting
 from paceline.checkpoint.read import Checkpoint
 from paceline.job.order import Order
 from paceline.job.own_step import spec
-from paceline.launch.hosts.tls import Identity
 from paceline.servers.acceptor import Acceptor, listen_to
 from paceline.servers.history import History
 from paceline.servers.roles import RankTask, Rendezvous, servers_of
@@ -151,7 +150,6 @@ class Server(ABC):
             secret=context.secret,
             layout=self.layout,
             check=self.check,
-            identity=Identity.make() if context.encrypts else None,
         )
         rendezvous.announce(self.number, self.door.address)
         if self.settings.observer is not None:
@@ -331,7 +329,6 @@ class Follower(Server):
             secret=self.context.secret,
             layout=self.layout,
             timeout_s=60.0,
-            encrypts=self.context.encrypts,
         )
         self.is_over = threading.Event()
         threading.Thread(target=self._tell_alive, name="paceline-alive", daemon=True).start()

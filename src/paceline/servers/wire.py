@@ -1,9 +1,7 @@
 """Messages between workers and servers: framed, checked, with a version, over TCP between peers that know a secret.
 
 A connection begins with a challenge in each direction, answered by an HMAC of the run's secret, so neither side talks
-to a stranger. With TLS all of this is inside of it, and the answers hold for this server's certificate alone; without
-it frames are not encrypted, and the network is trusted not to change them. Who connects speaks first, so that a side
-with TLS and one without notice at once.
+to a stranger. Frames are not encrypted, and the network is trusted not to change them.
 
 A frame is a header of fixed size and a payload, whose length is checked against what may come before anything is
 allocated for it. Payloads are JSON or the bare elements of tensors; nothing is ever unpickled.
@@ -27,7 +25,6 @@ from typing import Any
 
 from paceline.base.errors import PeerLost
 from paceline.base.waiting import waiting
-from paceline.launch.hosts.tls import Identity, PlainPeer, TlsSocket
 
 MAGIC = b"PLps"
 VERSION = 2
@@ -45,7 +42,6 @@ INTERACTIVE, BULK = (
 )  # what goes first and last of a host's queue, as Linux's own scheduler of packets sorts it
 _NONCE_BYTES = _PROOF_BYTES = 32
 _GREETING_BYTES = 8 + _NONCE_BYTES + 32 + _PROOF_BYTES
-_SAME_ON_ALL = "PACELINE_TLS must be equal on all hosts"
 
 
 class Kind(IntEnum):
@@ -192,8 +188,6 @@ class Uplink:
 class Connection:
     """A stream of frames. One thread at a time receives; any thread may send."""
 
-    sock: socket.socket | TlsSocket
-
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self.is_within_host = sock.getpeername()[0] == sock.getsockname()[0]  # nothing queues there
@@ -203,27 +197,6 @@ class Connection:
         self.deadline_s: float | None = None
         self.sent_bytes = self.received_bytes = 0
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-    def encrypt(self, identity: Identity | None = None) -> bytes:
-        """From now on all is under TLS. Returns the hash of the certificate of the side that listens.
-
-        identity: of this side, if it is that one.
-
-        Raises:
-            WireError: it can't be. PlainPeer: the peer speaks without.
-        """
-        assert isinstance(self.sock, socket.socket)
-        sock = TlsSocket(self.sock, identity)
-        try:
-            if self.deadline_s is not None:
-                sock.settimeout(max(1e-3, self.deadline_s - time.monotonic()))
-            fingerprint = sock.handshake()
-        except PlainPeer:
-            raise
-        except OSError as error:
-            raise Closed(f"TLS can't begin: {error}") from error
-        self.sock = sock
-        return fingerprint
 
     def send(self, header: Header, *parts: memoryview | bytes) -> None:
         """One frame; `header.length` must be that of the parts.
@@ -346,12 +319,10 @@ def connect(
     secret: bytes,
     layout: bytes,
     timeout_s: float,
-    encrypts: bool = False,
 ) -> Connection:
     """Reach a server and prove to each other that both know the secret.
 
     layout: 32 bytes that both sides must share, of how the model is cut.
-    encrypts: whether this is done, and all that follows, under TLS.
 
     Raises:
         WireError: it can't be reached, refuses this peer, or can't prove itself.
@@ -363,26 +334,18 @@ def connect(
         raise WireError(f"{where} can't be reached: {error}") from error
     try:
         connection.limit(HANDSHAKE_S)
-        certificate = connection.encrypt() if encrypts else b""
         connection.send(Header(Kind.HELLO))
         challenge = _expect(connection, Kind.CHALLENGE, _NONCE_BYTES)
         nonce = secrets.token_bytes(_NONCE_BYTES)
         claim = struct.pack(">HHI", peer.role, peer.number, peer.incarnation) + nonce + layout
-        greeting = claim + _proof(secret, b"client", challenge, claim + certificate)
+        greeting = claim + _proof(secret, b"client", challenge, claim)
         connection.send(Header(Kind.GREETING, len(greeting)), greeting)
         answer = _expect(connection, Kind.WELCOME, _PROOF_BYTES)
-        if not hmac.compare_digest(
-            answer, _proof(secret, b"server", challenge, claim + certificate)
-        ):
+        if not hmac.compare_digest(answer, _proof(secret, b"server", challenge, claim)):
             raise WireError(f"{where} does not know the run's secret")
         connection.limit(None)
         if peer.role != Role.DATA:
             connection.prioritise(INTERACTIVE)
-    except PlainPeer as error:
-        connection.close()
-        raise WireError.of_this_rank(
-            f"{where} does not encrypt, and this rank does (PACELINE_TLS=1)", hint=_SAME_ON_ALL
-        ) from error
     except BaseException:
         connection.close()
         raise
@@ -395,12 +358,10 @@ def accept(
     secret: bytes,
     layout: bytes,
     check: Callable[[Peer], None] = lambda peer: None,
-    identity: Identity | None = None,
 ) -> tuple[Connection, Peer]:
     """Let a peer prove itself on a fresh connection.
 
     check: raises a WireError for a peer that has no business here.
-    identity: with which this is done, and all that follows, under TLS.
 
     Raises:
         WireError: it can't; it was told why, and the connection is closed.
@@ -408,37 +369,29 @@ def accept(
     connection = Connection(sock)
     try:
         connection.limit(HANDSHAKE_S)
-        certificate = b"" if identity is None else connection.encrypt(identity)
         challenge = secrets.token_bytes(_NONCE_BYTES)
         connection.send(Header(Kind.CHALLENGE, len(challenge)), challenge)
         _expect(connection, Kind.HELLO, 0)
         greeting = _expect(connection, Kind.GREETING, _GREETING_BYTES)
         claim, proof = greeting[:-_PROOF_BYTES], greeting[-_PROOF_BYTES:]
-        if not hmac.compare_digest(
-            proof, _proof(secret, b"client", challenge, claim + certificate)
-        ):
+        if not hmac.compare_digest(proof, _proof(secret, b"client", challenge, claim)):
             raise WireError(
                 "a peer does not know the run's secret",
-                hint="PACELINE_SECRET must be equal on all hosts"
-                + (", and nothing between them may end TLS" if identity else ""),
+                hint="PACELINE_SECRET must be equal on all hosts",
             )
         peer = _peer(claim, layout)
         check(peer)
-        welcome = _proof(secret, b"server", challenge, claim + certificate)
+        welcome = _proof(secret, b"server", challenge, claim)
         connection.send(Header(Kind.WELCOME, len(welcome)), welcome)
         connection.limit(None)
         if peer.role != Role.DATA:
             connection.prioritise(INTERACTIVE)
-    except (WireError, PlainPeer) as error:
-        if isinstance(error, PlainPeer):
-            error = WireError(
-                "it does not encrypt, and the server does (PACELINE_TLS=1)", hint=_SAME_ON_ALL
-            )
+    except WireError as error:
         with suppress(WireError):
             why = str(error).encode(errors="backslashreplace")
             connection.send(Header(Kind.REFUSED, len(why)), why)
         connection.close()
-        raise error
+        raise
     return connection, peer
 
 

@@ -73,7 +73,6 @@ class Worker:
                 secret=context.secret,
                 layout=layout,
                 timeout_s=_CONNECT_S,
-                encrypts=context.encrypts,
             )
 
         self.control = reach(0, Role.CONTROL)

@@ -521,8 +521,8 @@ IMPATIENT = "from paceline.launch.hosts import elastic; elastic.JOIN_S = 8.0; fr
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_the_first_host_is_gone_for_good(tmp_path: Path, job_file: Path, number: signal.Signals):
-    """The run ends on all hosts, with a code for which schedulers start it again: at once where the first host says that
-    it leaves, which saves."""
+    """The run ends on all hosts, with a code for which schedulers start it again; at once, with a checkpoint, where the
+    first host says that it leaves."""
     paceline = [sys.executable, "-c", IMPATIENT, "train"]
     with Hosts(tmp_path, job_file, "data=2", "2:2", steps=60, paceline=paceline) as hosts:
         hosts.train_together()

@@ -48,6 +48,16 @@ def test_by_hand():
     assert current({**SLURM, "SLURM_NTASKS": "1"}) is None  # an interactive shell of one task
 
 
+@pytest.mark.parametrize("launched", [TORCHRUN, SLURM])
+def test_encryption_that_is_gone(launched: dict[str, str]):
+    """Who asks for it is told, and never trains without it unaware."""
+    with pytest.raises(UsageError, match="PACELINE_TLS=1: Paceline encrypts nothing") as raised:
+        current({**launched, "PACELINE_TLS": "1"})
+    assert "WireGuard" in str(raised.value)
+    assert current({**launched, "PACELINE_TLS": "0"}) == current(launched)
+    assert current({"PACELINE_TLS": "1"}) is None  # nothing leaves this machine
+
+
 def test_torchrun():
     """torchrun's variables are taken as they are."""
     assert current(TORCHRUN) == Environment("torchrun", 5, 8, 1, 4, "gpu03", 29500)

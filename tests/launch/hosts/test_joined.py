@@ -8,21 +8,16 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch.distributed as dist
 from conditions import until
 
-from paceline.base.errors import ClusterError, PeerLost, UsageError
-from paceline.launch.hosts import launcher_rank, tls
+from paceline.base.errors import ClusterError, PeerLost
+from paceline.launch.hosts import launcher_rank
 from paceline.launch.hosts.environment import Environment
 from paceline.launch.hosts.launcher_rank import agree, join
-from paceline.launch.local.launcher import Launcher
-from paceline.launch.process.fault_policy import FaultPolicy
-from paceline.ray.node_ranks import TrainingGreeting
 
 
 def _environment(port: int, *, launcher: str = "torchrun", rank: int = 0) -> Environment:
@@ -128,69 +123,3 @@ def test_what_rank_0_refuses_ends_the_others():
     with pytest.raises(SystemExit) as left:
         agree(store, _environment(1, rank=1), "key", make, timeout_s=1)
     assert left.value.code == 2
-
-
-APART, TOGETHER = FaultPolicy(uses_process_group=False), FaultPolicy()
-
-
-def _request_tls(
-    monkeypatch: pytest.MonkeyPatch, *, secret: str | None = "s" * 64, text: str = "1"
-) -> None:
-    monkeypatch.setenv("PACELINE_TLS", text)
-    monkeypatch.delenv("PACELINE_SECRET", raising=False)
-    if secret:
-        monkeypatch.setenv("PACELINE_SECRET", secret)
-
-
-def _host_of(local_world_size: int) -> Environment:
-    return Environment("torchrun", 0, 3, 0, local_world_size, "127.0.0.1", 1)
-
-
-def test_connections_are_encrypted_between_hosts_alone(monkeypatch: pytest.MonkeyPatch):
-    _request_tls(monkeypatch)
-    assert tls.is_used(_host_of(1), APART)
-    assert not tls.is_used(_host_of(3), TOGETHER)
-    _request_tls(monkeypatch, text="0")
-    assert not tls.is_used(_host_of(1), TOGETHER)
-
-
-def test_a_host_that_others_may_join_counts_as_several(monkeypatch: pytest.MonkeyPatch):
-    """The run that begins alone is refused, and not when another host comes."""
-    _request_tls(monkeypatch)
-    monkeypatch.setattr("paceline.launch.process.host_context.this_rank", lambda: object())
-    assert tls.is_used(_host_of(3), APART)
-    with pytest.raises(UsageError, match="gloo or NCCL"):
-        tls.is_used(_host_of(3), TOGETHER)
-
-
-@pytest.mark.parametrize(
-    ("secret", "fault_policy", "why"),
-    [
-        (
-            "s" * 64,
-            TOGETHER,
-            r"gloo or NCCL here, which encrypt nothing(.|\n)*server=S(.|\n)*WireGuard",
-        ),
-        (None, APART, r"no PACELINE_SECRET: whoever reaches (.|\n)*openssl rand -hex 32"),
-    ],
-)
-def test_encryption_that_is_asked_for_and_can_not_be_had(
-    monkeypatch: pytest.MonkeyPatch, secret: str | None, fault_policy: FaultPolicy, why: str
-):
-    """The run is refused before ranks meet, and never goes on without."""
-    _request_tls(monkeypatch, secret=secret)
-    with pytest.raises(UsageError, match=why):
-        Launcher(_host_of(1), [], timeout_s=1, fault_policy=fault_policy)
-
-
-def test_a_node_that_was_not_told_to_encrypt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """Ray's nodes have an environment of their own."""
-    files: Any = SimpleNamespace(check=lambda: None)
-    greeting = TrainingGreeting(files, str(tmp_path), encrypts=True)
-    monkeypatch.delenv("PACELINE_TLS", raising=False)
-    with pytest.raises(
-        UsageError, match=r"PACELINE_TLS=1 is set where the command runs, and not on this node"
-    ):
-        greeting.check()
-    _request_tls(monkeypatch)
-    greeting.check()

@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from paceline.base.errors import ClusterError
+from paceline.base.errors import ClusterError, UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +32,32 @@ def current(environ: Mapping[str, str] = os.environ) -> Environment | None:
 
     Raises:
         ClusterError: the launcher's variables are incomplete or contradict each other.
+        UsageError: see `refuse_tls`.
     """
     if "RANK" in environ and "WORLD_SIZE" in environ:
+        refuse_tls(environ)
         return _checked(_of_torchrun(environ))
     if (
         environ.get("SLURM_STEP_ID", "").isdigit()
         and whole_number(environ, "SLURM_NTASKS", "1") > 1
     ):
+        refuse_tls(environ)
         return _checked(_of_slurm(environ))
     return None
+
+
+def refuse_tls(environ: Mapping[str, str] = os.environ) -> None:
+    """
+    Raises:
+        UsageError: PACELINE_TLS asks for encryption, which this version does not do.
+    """
+    if environ.get("PACELINE_TLS", "") not in ("", "0"):
+        raise UsageError(
+            f"PACELINE_TLS={environ['PACELINE_TLS']}: Paceline encrypts nothing between hosts any more, as gloo, "
+            "NCCL and the store where ranks meet never were encrypted",
+            hint="a network that encrypts, such as WireGuard or your cloud's own, covers all of them; then unset "
+            "PACELINE_TLS",
+        )
 
 
 def _of_torchrun(environ: Mapping[str, str]) -> Environment:

@@ -17,7 +17,6 @@ from typing import Any
 from paceline.base.errors import ClusterError, PacelineError, PeerLost
 from paceline.base.waiting import waiting
 from paceline.cluster.devices import Device
-from paceline.launch.hosts import tls
 from paceline.launch.hosts.environment import Environment, address_towards, interface_towards
 from paceline.launch.hosts.liveness import Hub, Liveness, Spoke
 from paceline.launch.hosts.run_keys import run_key
@@ -149,7 +148,6 @@ def run_joined(
 
     Raises:
         RankFailed: on the rank whose failure the others follow from; the others leave with its exit code.
-        UsageError: connections between hosts must be encrypted, and can't be.
     """
     joined = JoinedRank(
         environment,
@@ -173,11 +171,7 @@ def run_joined(
 
 
 class JoinedRank:
-    """This process among the ranks that a launcher started, from their meeting to its end.
-
-    Raises:
-        UsageError: connections between hosts must be encrypted, and can't be.
-    """
+    """This process among the ranks that a launcher started, from their meeting to its end."""
 
     def __init__(
         self,
@@ -189,7 +183,6 @@ class JoinedRank:
         timeout_s: float,
         fault_policy: FaultPolicy = ALL_NEEDED,
     ) -> None:
-        encrypts = tls.is_used(environment, fault_policy)
         self.environment, self.store = environment, store
         self.terminal, self.hosted_rank = sys.stderr, host_context.this_rank()
         hosted_rank = self.hosted_rank
@@ -226,7 +219,6 @@ class JoinedRank:
             attempt,
             timeout_s=timeout_s,
             secret=run_key("servers", nonce),
-            encrypts=encrypts,
             host=address_towards(environment.master_address) or "127.0.0.1",
             num_starts=environment.num_starts,
             deaths=(0,) * environment.world_size,

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.base.errors import UsageError
 from paceline.cluster.devices import Device
-from paceline.launch.hosts import tls
 from paceline.launch.hosts.environment import Environment
 from paceline.launch.process.fault_policy import ALL_NEEDED, FaultPolicy
 from paceline.launch.process.heartbeats import HeartbeatTable
@@ -25,9 +24,6 @@ class Launcher:
 
     environment: what a launcher said, or None.
     devices: one a rank that is started here; inside a launcher, one a local rank.
-
-    Raises:
-        UsageError: connections between hosts must be encrypted, and can't be.
     """
 
     def __init__(
@@ -40,10 +36,6 @@ class Launcher:
     ) -> None:
         self.environment, self.devices, self.timeout_s = environment, devices, timeout_s
         self.fault_policy = fault_policy
-        if environment is not None:
-            tls.is_used(
-                environment, fault_policy
-            )  # every rank finds out by itself, before they meet
         self._store: Any = None
 
     @property

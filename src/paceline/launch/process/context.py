@@ -38,7 +38,6 @@ class RankContext:
     board, slot: where it leaves its signs of life.
     attempt: names this launch; the same on all ranks, another at every start.
     secret: known to the ranks of this launch and to nobody else.
-    encrypts: whether connections between ranks are under TLS.
     host: the address of this host at which the other ranks reach it.
     timeout_s: how long a rank may give no sign of life.
     num_trained: trainings that this launch has begun; tells apart what they leave in the store.
@@ -67,7 +66,6 @@ class RankContext:
     step: int = 0
     stop_signal: int | None = field(default=None)
     secret: bytes = field(default=b"", repr=False)
-    encrypts: bool = False
     host: str = "127.0.0.1"
     timeout_s: float = 300.0
     num_trained: int = 0
