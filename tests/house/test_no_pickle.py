@@ -155,11 +155,11 @@ def test_a_pickle_as_a_copy_of_another_host(planted: bytes, trap: Path):
     host.memory.write(0, 1, [], planted)
     with pytest.raises(PacelineError, match="is none"):
         open_copies(1, [(host.memory, 0)])
-    host.serve()
+    host.serve("127.0.0.1")
     with socket.create_connection(("127.0.0.1", host.address.port)) as stranger:
-        stranger.sendall(planted.ljust(48))
+        stranger.sendall(planted.ljust(64))
         with suppress(ConnectionError):  # it is closed with what was sent unread
-            assert len(stranger.recv(100)) == 16 and not stranger.recv(100)
+            assert len(stranger.recv(100)) == 36 and not stranger.recv(100)
     host.close()
     host.memory.close()
     assert not trap.exists()

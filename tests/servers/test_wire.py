@@ -9,7 +9,6 @@ import queue
 import secrets
 import socket
 import struct
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,9 +21,10 @@ from conditions import PATIENCE_S, until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.base.sockets import listen
 from paceline.servers import shared as servers_shared
 from paceline.servers import wire
-from paceline.servers.acceptor import Acceptor
+from paceline.servers.acceptor import open_door
 from paceline.servers.connection import Pusher, ServerConnection
 from paceline.servers.lazy_weights import WeightArrivals
 from paceline.servers.serve import ShardEvents, ShardService, ShardTerms
@@ -40,7 +40,6 @@ from paceline.servers.wire import (
     Uplink,
     WireError,
     connect,
-    listen,
 )
 from paceline.strategies.server.shards import ServedParameter, assign, fingerprint
 
@@ -89,7 +88,7 @@ class Served:
             ),
             Uplink(),
         )
-        self.door = Acceptor(
+        self.door = open_door(
             listen("127.0.0.1"),
             partial(serve, self.exchange),
             secret=SECRET,
@@ -112,11 +111,6 @@ class Served:
         )
         return _OPEN[-1]
 
-    def stranger(self) -> socket.socket:
-        sock = socket.create_connection(self.door.address, timeout=PATIENCE_S)
-        sock.settimeout(PATIENCE_S)
-        return sock
-
     def loses(self) -> tuple[Peer, WireError]:
         """Who is gone next, once it may come back: that is a moment after it was told."""
         peer, error = self.lost.get(timeout=PATIENCE_S)
@@ -130,14 +124,6 @@ class Served:
 
 @pytest.fixture
 def served() -> Iterator[Served]:
-    server = Served()
-    yield server
-    server.close()
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Served]:
-    """One server for many strangers."""
     server = Served()
     yield server
     server.close()
@@ -260,7 +246,7 @@ def test_parts_are_summed_in_their_order():
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"secret": b"x" * 32}, "does not know the run's secret"),
+        ({"secret": b"x" * 32}, "PACELINE_SECRET must be equal on all hosts"),
         ({"layout": b"y" * 32}, "cuts the model in another way"),
     ],
 )
@@ -269,54 +255,14 @@ def test_a_peer_that_does_not_belong(served: Served, changes: dict[str, Any], wh
     with pytest.raises(WireError, match=why):
         served.reach(**changes)
     _works(served)
-    assert served.door.refused == 1
 
 
-def test_a_server_that_does_not_know_the_secret():
-    """A worker does not talk to whoever took the port."""
-    sock = listen("127.0.0.1")
-
-    def impostor() -> None:
-        connection = _kept(sock.accept()[0])
-        connection.send(Header(Kind.CHALLENGE, 32), b"c" * 32)
-        header = connection.receive()
-        connection.read_into(memoryview(bytearray(header.length)))
-        connection.send(Header(Kind.WELCOME, 32), b"w" * 32)
-
-    threading.Thread(target=impostor, daemon=True).start()
-    with pytest.raises(WireError, match="does not know the run's secret"):
-        connect(sock.getsockname()[:2], WORKER, secret=SECRET, layout=LAYOUT, timeout_s=PATIENCE_S)
-    sock.close()
-
-
-def test_another_version(served: Served):
-    """Named on both sides."""
-    head = bytearray(Header(Kind.HELLO).pack())
+def test_another_version():
+    """Of the frames, which is named."""
+    head = bytearray(Header(Kind.PULL).pack())
     struct.pack_into(">H", head, 4, wire.VERSION + 1)
-    with served.stranger() as sock:
-        sock.sendall(head)
-        reply = b"".join(iter(lambda: sock.recv(4096), b""))
-    assert f"version {wire.VERSION + 1}".encode() in reply
     with pytest.raises(WireError, match=f"version {wire.VERSION + 1}"):
         Header.unpack(bytes(head))
-
-
-@given(st.binary(max_size=300) | st.binary(max_size=300).map(b"\x16\x03\x01".__add__))
-@settings(max_examples=30)
-def test_bytes_of_a_stranger(shared: Served, data: bytes):
-    """Any bytes at all are heard to their end and answered by an end."""
-    with shared.stranger() as sock:
-        sock.sendall(data)
-        sock.shutdown(socket.SHUT_WR)
-        while sock.recv(4096):
-            pass
-
-
-def test_the_server_after_all_that(shared: Served):
-    """No thread of a stranger is left, and a worker is served."""
-    _works(shared)
-    until(lambda: all(thread.name != "paceline-admit" for thread in threading.enumerate()))
-    assert shared.door.refused >= 1
 
 
 _CHUNK = SHARD.chunks[0]
@@ -476,7 +422,7 @@ class Attacked:
         )
         for view in self.exchange.views.values():
             view.fill_(1.0)
-        self.door = Acceptor(
+        self.door = open_door(
             listen("127.0.0.1"),
             partial(serve, self.exchange),
             secret=SECRET,
@@ -604,68 +550,6 @@ def _send_anything(attacked: Attacked, data: st.DataObject) -> None:
         assert not isinstance(error, TimeoutError)
     connection.close()
     attacked.works(10**15 + incarnation)
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 139), st.integers(0, 255)), min_size=1, max_size=3),
-    st.integers(1, 140),
-)
-def test_a_greeting_that_is_changed(
-    attacked: Attacked, changes: list[tuple[int, int]], length: int
-):
-    """Answered or refused, and never waited for when there is an end."""
-    with socket.create_connection(attacked.door.address, timeout=PATIENCE_S) as sock:
-        greeting = bytearray(
-            Header(Kind.GREETING, 104).pack() + struct.pack(">HHI", Role.DATA, 0, 10**8) + bytes(96)
-        )
-        for place, value in changes:
-            greeting[place] = value
-        try:
-            sock.sendall(Header(Kind.HELLO).pack() + greeting[:length])
-            sock.shutdown(socket.SHUT_WR)
-            while sock.recv(4096):
-                pass
-        except OSError as error:  # it has hung up already
-            assert not isinstance(error, TimeoutError)
-
-
-def test_no_error_of_a_greeting_leaves_its_thread(monkeypatch: pytest.MonkeyPatch, served: Served):
-    """One that did would end the server's rank, and whoever greets has proved nothing."""
-
-    def fail(sock: socket.socket) -> None:
-        raise struct.error("not enough bytes")
-
-    raised: list[Any] = []
-    monkeypatch.setattr(threading, "excepthook", raised.append)
-    with monkeypatch.context() as patch:
-        patch.setattr(served.door, "accept", fail)
-        with served.stranger() as sock:
-            assert not sock.recv(1)
-    _works(served)
-    assert served.door.refused == 1 and not raised
-
-
-def test_a_stranger_that_drips_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, served: Served):
-    """A byte now and then does not prolong the time in which a peer must prove itself; nor does leaving at once."""
-    monkeypatch.setattr(wire, "HANDSHAKE_S", 0.5)
-    for _ in range(5):
-        leaving = served.stranger()
-        leaving.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        leaving.close()
-    with served.stranger() as sock, pytest.raises(OSError):
-        for _ in range(600):
-            sock.sendall(b"P")
-            time.sleep(0.1)
-    _works(served)
-
-
-def test_strangers_that_say_nothing_keep_no_worker_out(served: Served):
-    """They take each other's places, and a worker is served at once."""
-    strangers = [served.stranger() for _ in range(150)]
-    _works(served)
-    assert len(served.door.unproven) <= 64
-    for sock in strangers:
-        sock.close()
 
 
 def test_what_is_left_of_a_worker_that_is_given_up(served: Served):

@@ -17,13 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.contenders.wires.rounds import ELEMENTS, PATIENCE_S, PushPull, Seat, echo, main
-from paceline.servers.acceptor import Acceptor
+from paceline.base.sockets import listen
+from paceline.servers.acceptor import open_door
 from paceline.servers.connection import Outgoing, ServerConnection, served_parameters
 from paceline.servers.lazy_weights import WeightArrivals
 from paceline.servers.serve import ShardEvents, ShardService, ShardTerms
 from paceline.servers.session import serve
 from paceline.servers.shard_memory import bytes_of
-from paceline.servers.wire import Peer, Role, Uplink, connect, listen
+from paceline.servers.wire import Peer, Role, Uplink, connect
 from paceline.strategies.server.shards import Shard, assign, fingerprint
 
 SUM = "sum"
@@ -77,7 +78,7 @@ def server(seat: Seat) -> Iterator[None]:
     if sums:
         exchange.open(0, 1.0)
     secret = secrets.token_bytes(32)
-    door = Acceptor(
+    door = open_door(
         listen("127.0.0.1"), partial(serve, exchange), secret=secret, layout=fingerprint([shard])
     )
     store = seat.store()

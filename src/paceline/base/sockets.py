@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import weakref
+
+_open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
-def listen() -> socket.socket:
-    """Listen on a free port of all addresses of this host."""
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(
-            ("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024
-        )
-    return socket.create_server(("", 0), backlog=1024)
+def _close_in_fork() -> None:
+    for sock in list(_open):
+        sock.close()
+
+
+os.register_at_fork(after_in_child=_close_in_fork)
+
+
+def closed_in_forks(sock: socket.socket) -> socket.socket:
+    """Close a socket in forks of this process, which may outlive it, as a loader's workers may.
+
+    Only then does the other side notice at once that this process is gone. Returns the socket.
+    """
+    _open.add(sock)
+    return sock
+
+
+def listen(host: str) -> socket.socket:
+    """Listen on one address of this host, at a free port."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, 0), family=family, backlog=1024)
 
 
 def read_into(sock: socket.socket, target: memoryview) -> None:

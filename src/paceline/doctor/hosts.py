@@ -14,7 +14,6 @@ import platform
 import secrets
 import socket
 import statistics
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
@@ -26,6 +25,7 @@ import paceline
 from paceline.base import sockets
 from paceline.base.errors import ClusterError, PeerLost
 from paceline.base.fork import in_a_fork
+from paceline.base.secure import Acceptor, Proven, connect
 from paceline.doctor.machine import Finding
 from paceline.launch.hosts import environment, host_process
 from paceline.launch.hosts.environment import address_towards, interface_towards
@@ -211,14 +211,9 @@ def _refusal(meet: Callable[[str], Any], address: str, timeout_s: float) -> str 
 def _examined(place: HostPlace, store: Any, meets_at: str, timeout_s: float) -> list[Finding]:
     own_report = _report(place, meets_at)
     nonce = secrets.token_hex(16)
-    listener = socket.create_server((own_report.address or "", 0))
-    with closing(listener):
-        threading.Thread(
-            target=_answer_all, args=(listener, run_key("links", nonce)), daemon=True
-        ).start()
-        store.set(
-            f"at/{place.index}", json.dumps([own_report.address, listener.getsockname()[1], nonce])
-        )
+    listener = sockets.listen(own_report.address or "")
+    with closing(Acceptor(listener, _answer, secret=run_key("links", nonce))) as acceptor:
+        store.set(f"at/{place.index}", json.dumps([own_report.address, acceptor.address[1], nonce]))
         everyone = range(place.num_hosts)
         _await(store, [f"at/{index}" for index in everyone], timeout_s)
         doors = {index: json.loads(store.get(f"at/{index}")) for index in everyone}
@@ -329,39 +324,28 @@ def _address_of(interface: str | None) -> str | None:
 # --- A pair -----------------------------------------------------------------------------------------------------
 
 
-def _answer_all(listener: socket.socket, key: bytes) -> None:
-    """Answer the hosts that connect, one at a time, until the listener is closed."""
-    while True:
-        try:
-            other, _ = listener.accept()
-        except OSError:
-            return
-        with other, suppress(OSError):
-            other.settimeout(CONNECT_S)
-            other.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            _answer(other, key)
-
-
-def _answer(other: socket.socket, key: bytes) -> None:
+def _answer(proven: Proven) -> None:
     """Send back each byte of a ping, then receive data until it ends, and send the number of bytes
     that came.
     """
-    if not secrets.compare_digest(sockets.read(other, len(key)), key):
-        return
-    for _ in range(PINGS):
-        other.sendall(sockets.read(other, 1))
-    count, chunk = 0, bytearray(CHUNK_BYTES)
-    while size := other.recv_into(chunk):
-        count += size
-    other.sendall(count.to_bytes(8, "big"))
+    with proven.sock as other, suppress(OSError):
+        other.settimeout(CONNECT_S)
+        other.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for _ in range(PINGS):
+            other.sendall(sockets.read(other, 1))
+        count, chunk = 0, bytearray(CHUNK_BYTES)
+        while size := other.recv_into(chunk):
+            count += size
+        other.sendall(count.to_bytes(8, "big"))
 
 
 def measured(other: int, address: str | None, port: int, nonce: str) -> PairLink:
     """Measure the link to another host."""
     try:
-        with socket.create_connection((address or "", port), timeout=CONNECT_S) as there:
+        key = run_key("links", nonce)
+        with connect((address or "", port), key, timeout_s=CONNECT_S).sock as there:
+            there.settimeout(CONNECT_S)
             there.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            there.sendall(run_key("links", nonce))
             times_s = [_ping_s(there) for _ in range(PINGS)]
             begin_s, sent, chunk = time.perf_counter(), 0, bytes(CHUNK_BYTES)
             while time.perf_counter() - begin_s < SEND_S and sent < SEND_MOST_BYTES:

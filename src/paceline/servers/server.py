@@ -15,18 +15,20 @@ import torch
 
 from paceline.base.errors import JobError, TrainingError
 from paceline.base.logs import logger
+from paceline.base.secure import Acceptor
+from paceline.base.sockets import listen
 from paceline.base.waiting import waiting
 from paceline.checkpoint.read import Checkpoint
 from paceline.job.order import Order
 from paceline.job.own_step import spec
-from paceline.servers.acceptor import Acceptor, listen_to
+from paceline.servers.acceptor import listen_to, open_door
 from paceline.servers.history import History
 from paceline.servers.roles import RankTask, Rendezvous, servers_of
 from paceline.servers.serve import ShardEvents, ShardService, ShardTerms
 from paceline.servers.server_state import ServerState
 from paceline.servers.session import serve
 from paceline.servers.update_order import UpdateOrder
-from paceline.servers.wire import Connection, Event, Peer, Role, WireError, connect, listen
+from paceline.servers.wire import Connection, Event, Peer, Role, WireError, connect
 from paceline.strategies.server.shards import Shard, fingerprint
 from paceline.training import state
 from paceline.training.cores import CoreWait
@@ -144,7 +146,7 @@ class Server(ABC):
         self.exchange.begin_at(self.version)
         if self.copier is not None:
             self.copier.begin(self.version, is_copied=run.is_copied)
-        self.door = Acceptor(
+        self.door = open_door(
             listen(context.host),
             self.welcome,
             secret=context.secret,

@@ -1,7 +1,7 @@
 """Messages between workers and servers: framed, checked, with a version, over TCP between peers that know a secret.
 
-A connection begins with a challenge in each direction, answered by an HMAC of the run's secret, so neither side talks
-to a stranger. Frames are not encrypted, and the network is trusted not to change them.
+Both sides have proved themselves (`base/secure.py`) before the first frame. Frames are not encrypted, and the network
+is trusted not to change them.
 
 A frame is a header of fixed size and a payload, whose length is checked against what may come before anything is
 allocated for it. Payloads are JSON or the bare elements of tensors; nothing is ever unpickled.
@@ -9,10 +9,7 @@ allocated for it. Payloads are JSON or the bare elements of tensors; nothing is 
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import json
-import secrets
 import socket
 import struct
 import threading
@@ -23,6 +20,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
+from paceline.base import secure
 from paceline.base.errors import PeerLost
 from paceline.base.waiting import waiting
 
@@ -35,20 +33,19 @@ DOCUMENT_BYTES = 16 * 2**20  # most of a JSON payload
 # What the system takes of a connection ahead of the network: nothing urgent can pass it any more. With a round trip of
 # 0.1 ms it lets a connection carry 1 GB/s. With 10 ms it would be 10 MB/s, but links that long are for local=H.
 _BUFFER_BYTES = 64 * 2**10
-HANDSHAKE_S = 10.0  # for a peer to prove itself
 INTERACTIVE, BULK = (
     6,
     2,
 )  # what goes first and last of a host's queue, as Linux's own scheduler of packets sorts it
-_NONCE_BYTES = _PROOF_BYTES = 32
-_GREETING_BYTES = 8 + _NONCE_BYTES + 32 + _PROOF_BYTES
+_CLAIM = struct.Struct(
+    ">HHI32s"
+)  # a peer's role, number and incarnation, and how it cuts the model
+CLAIM_BYTES = _CLAIM.size
 
 
 class Kind(IntEnum):
     """What a frame is. PUSH_REST: a chunk of a gradient that backward did not complete, with zeros for what it left."""
 
-    CHALLENGE = 1
-    GREETING = 2
     WELCOME = 3
     REFUSED = 4
     MESSAGE = 5
@@ -62,7 +59,6 @@ class Kind(IntEnum):
     OFFER = 13
     TAKEN = 14
     DECLINED = 15
-    HELLO = 16
 
 
 class Role(IntEnum):
@@ -305,20 +301,8 @@ class Connection:
         self.sock.close()
 
 
-def listen(host: str) -> socket.socket:
-    """A socket that listens on one address and a free port."""
-    return socket.create_server(
-        (host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=128
-    )
-
-
 def connect(
-    address: tuple[str, int],
-    peer: Peer,
-    *,
-    secret: bytes,
-    layout: bytes,
-    timeout_s: float,
+    address: tuple[str, int], peer: Peer, *, secret: bytes, layout: bytes, timeout_s: float
 ) -> Connection:
     """Reach a server and prove to each other that both know the secret.
 
@@ -328,21 +312,23 @@ def connect(
         WireError: it can't be reached, refuses this peer, or can't prove itself.
     """
     where = f"the server at {address[0]}:{address[1]}"
+    claim = _CLAIM.pack(peer.role, peer.number, peer.incarnation, layout)
     try:
-        connection = Connection(socket.create_connection(address, timeout=timeout_s))
+        proven = secure.connect(address, secret, claim=claim, timeout_s=timeout_s)
     except OSError as error:
         raise WireError(f"{where} can't be reached: {error}") from error
+    connection = Connection(proven.sock)
     try:
-        connection.limit(HANDSHAKE_S)
-        connection.send(Header(Kind.HELLO))
-        challenge = _expect(connection, Kind.CHALLENGE, _NONCE_BYTES)
-        nonce = secrets.token_bytes(_NONCE_BYTES)
-        claim = struct.pack(">HHI", peer.role, peer.number, peer.incarnation) + nonce + layout
-        greeting = claim + _proof(secret, b"client", challenge, claim)
-        connection.send(Header(Kind.GREETING, len(greeting)), greeting)
-        answer = _expect(connection, Kind.WELCOME, _PROOF_BYTES)
-        if not hmac.compare_digest(answer, _proof(secret, b"server", challenge, claim)):
-            raise WireError(f"{where} does not know the run's secret")
+        connection.limit(secure.HANDSHAKE_S)
+        header = connection.receive()
+        if header.kind == Kind.REFUSED:
+            why = bytearray(connection.checked(header, 0, 4096))
+            connection.read_into(memoryview(why))
+            raise WireError.of_this_rank(
+                f"the server refused this rank: {why.decode(errors='replace')}"
+            )
+        if header.kind != Kind.WELCOME:
+            raise WireError(f"a peer sent {header.kind.name} where a welcome was due")
         connection.limit(None)
         if peer.role != Role.DATA:
             connection.prioritise(INTERACTIVE)
@@ -353,37 +339,20 @@ def connect(
 
 
 def accept(
-    sock: socket.socket,
-    *,
-    secret: bytes,
-    layout: bytes,
-    check: Callable[[Peer], None] = lambda peer: None,
+    proven: secure.Proven, *, layout: bytes, check: Callable[[Peer], None] = lambda peer: None
 ) -> tuple[Connection, Peer]:
-    """Let a peer prove itself on a fresh connection.
+    """Let in a peer that has proved itself.
 
     check: raises a WireError for a peer that has no business here.
 
     Raises:
-        WireError: it can't; it was told why, and the connection is closed.
+        WireError: it has none; it was told why, and the connection is closed.
     """
-    connection = Connection(sock)
+    connection = Connection(proven.sock)
     try:
-        connection.limit(HANDSHAKE_S)
-        challenge = secrets.token_bytes(_NONCE_BYTES)
-        connection.send(Header(Kind.CHALLENGE, len(challenge)), challenge)
-        _expect(connection, Kind.HELLO, 0)
-        greeting = _expect(connection, Kind.GREETING, _GREETING_BYTES)
-        claim, proof = greeting[:-_PROOF_BYTES], greeting[-_PROOF_BYTES:]
-        if not hmac.compare_digest(proof, _proof(secret, b"client", challenge, claim)):
-            raise WireError(
-                "a peer does not know the run's secret",
-                hint="PACELINE_SECRET must be equal on all hosts",
-            )
-        peer = _peer(claim, layout)
+        peer = _peer(proven.claim, layout)
         check(peer)
-        welcome = _proof(secret, b"server", challenge, claim)
-        connection.send(Header(Kind.WELCOME, len(welcome)), welcome)
-        connection.limit(None)
+        connection.send(Header(Kind.WELCOME))
         if peer.role != Role.DATA:
             connection.prioritise(INTERACTIVE)
     except WireError as error:
@@ -401,8 +370,8 @@ def _peer(claim: bytes, layout: bytes) -> Peer:
     Raises:
         WireError: nobody of this run.
     """
-    role, number, incarnation = struct.unpack(">HHI", claim[:8])
-    if claim[-32:] != layout:
+    role, number, incarnation, its_layout = _CLAIM.unpack(claim)
+    if its_layout != layout:
         raise WireError(
             "a peer cuts the model in another way: its job, plan or version differs",
             hint="start every rank with the same job file and plan",
@@ -410,23 +379,3 @@ def _peer(claim: bytes, layout: bytes) -> Peer:
     if role not in _ROLES:
         raise WireError(f"a peer asks for a connection of unknown kind {role}")
     return Peer(Role(role), number, incarnation)
-
-
-def _expect(connection: Connection, kind: Kind, length: int) -> bytes:
-    """The payload of the next frame, which must be of this kind and length."""
-    header = connection.receive()
-    if header.kind == Kind.REFUSED:
-        why = bytearray(connection.checked(header, 0, 4096))
-        connection.read_into(memoryview(why))
-        raise WireError.of_this_rank(
-            f"the server refused this rank: {why.decode(errors='replace')}"
-        )
-    if header.kind != kind:
-        raise WireError(f"a peer sent {header.kind.name} where {kind.name} was due")
-    data = bytearray(connection.checked(header, length, length))
-    connection.read_into(memoryview(data))
-    return bytes(data)
-
-
-def _proof(secret: bytes, side: bytes, challenge: bytes, claim: bytes) -> bytes:
-    return hmac.new(secret, side + challenge + claim, hashlib.sha256).digest()

@@ -11,8 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, suppress
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,10 +20,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from conditions import until
-from hypothesis import given
-from hypothesis import strategies as st
 
 from paceline.base.errors import OutOfMemory, PeerLost, Preempted
+from paceline.base.secure import Proven
 from paceline.cluster.cluster import Cluster
 from paceline.launch.hosts import launcher_rank, liveness
 from paceline.launch.hosts.environment import Environment
@@ -40,7 +38,7 @@ SECRET = b"the secret of a run"
 
 @pytest.fixture
 def hub() -> Iterator[Hub]:
-    opened = Hub(secret=SECRET)
+    opened = Hub("127.0.0.1", secret=SECRET)
     yield opened
     with suppress(OSError):
         opened.close(farewell=True)
@@ -89,54 +87,6 @@ def test_rank_0_is_lost(hub: Hub, join: Any):
     until(lambda: first.lost == [0])
 
 
-@given(data=st.binary(max_size=64), is_one_by_one=st.booleans())
-def test_strangers_are_no_ranks(data: bytes, is_one_by_one: bool):
-    """Who doesn't know the secret is neither a member nor, when it goes, a loss."""
-    with closing(_Closing(Hub(secret=SECRET))) as opened:
-        hub = opened.hub
-        member = Spoke(1, ("127.0.0.1", hub.port), secret=SECRET)
-        with (
-            socket.create_connection(("127.0.0.1", hub.port), timeout=100) as stranger,
-            suppress(OSError),
-        ):
-            assert len(stranger.recv(16)) == 16
-            for part in struct.unpack(f"{len(data)}c", data) if is_one_by_one else [data]:
-                stranger.sendall(part)
-        until(lambda: hub._members.keys() == {1})
-        member.close(farewell=True)
-        assert hub.lost == []
-
-
-def test_strangers_that_say_nothing_keep_no_rank_out(hub: Hub, join: Any):
-    """They have so many places and no more, and a rank always finds one."""
-    with ExitStack() as strangers:
-        for _ in range(150):
-            strangers.enter_context(socket.create_connection(("127.0.0.1", hub.port), timeout=100))
-        member = join(1)
-        until(lambda: len(hub._unproven) == 63)  # the rank's place is free again
-        assert hub._members.keys() == {1}
-    until(lambda: not len(hub._unproven))
-    assert hub.lost == [] and member.lost == []
-
-
-def test_rank_0_proves_itself_too():
-    """Whoever has its port and not the secret is no rank 0."""
-    with closing(_Closing(Hub(secret=b"another"))) as opened, pytest.raises(ConnectionError):
-        Spoke(1, ("127.0.0.1", opened.hub.port), secret=SECRET)
-    with socket.create_server(("127.0.0.1", 0)) as impostor, ThreadPoolExecutor(1) as pool:
-
-        def answers() -> None:
-            with impostor.accept()[0] as sock:
-                sock.sendall(bytes(16))
-                sock.recv(100)
-                sock.sendall(struct.pack(">i", -2) + bytes(32))
-                sock.recv(1)
-
-        pool.submit(answers)
-        with pytest.raises(ConnectionError, match="not signed by the other rank"):
-            Spoke(1, impostor.getsockname(), secret=SECRET)
-
-
 WORD_BYTES = 4 + 32
 
 
@@ -153,7 +103,7 @@ def test_who_is_between_two_can_only_part_them(change: Callable[[bytes], bytes])
     with hub, peer:
         peer.setblocking(False)
         says, hears = (
-            liveness._Link(sock, b"key", is_hub=is_hub)
+            liveness._Link(Proven(sock, b"", b"key"), is_hub=is_hub)
             for sock, is_hub in ((hub, True), (peer, False))
         )
         for number in (5, 6):
@@ -165,14 +115,6 @@ def test_who_is_between_two_can_only_part_them(change: Callable[[bytes], bytes])
         peer.sendall(liveness._NUMBER.pack(5) + says._proof(b"hub", 0, liveness._NUMBER.pack(5)))
         with pytest.raises(ConnectionError, match="not signed"):  # its own word, sent back
             says.hear()
-
-
-class _Closing:
-    def __init__(self, hub: Hub) -> None:
-        self.hub = hub
-
-    def close(self) -> None:
-        self.hub.close(farewell=True)
 
 
 # --- Ranks --------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,8 +36,7 @@ def hosts() -> Iterator[list[HostCopies]]:
     """Three hosts with one rank each."""
     made = [HostCopies(1) for _ in range(3)]
     for host in made:
-        host.serve()
-        host.address = replace(host.address, host="127.0.0.1")
+        host.serve("127.0.0.1")
     yield made
     _opened.clear()
     for host in made:

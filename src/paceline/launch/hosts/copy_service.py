@@ -1,15 +1,12 @@
 """Copies of ranks' state that hosts read from each other's memory.
 
-Each host's process serves what is in its memory. A peer proves that it knows the host's key, and so does the host;
-then the peer asks for parts of copies, in requests and answers of fixed forms. Nothing is written at a peer's word but
-the two numbers that say what the peer has taken over.
+Each host's process serves what is in its memory. A peer that has proved itself asks for parts of copies, in requests
+and answers of fixed forms. Nothing is written at a peer's word but the two numbers that say what the peer has taken
+over.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-import secrets
 import socket
 import struct
 import threading
@@ -17,17 +14,14 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 
 from paceline.base import sockets
 from paceline.base.errors import PeerLost
 from paceline.base.long_work import long_work
-from paceline.launch.hosts.pending_peers import PendingPeers
+from paceline.base.secure import Acceptor, Proven, connect
 from paceline.launch.hosts.run_keys import run_key
 from paceline.launch.process.memory_store import NOTHING, PIECE_BYTES, StateCopies
 
-_NONCE_BYTES, _PROOF_BYTES = 16, 32
-_HANDSHAKE_S = 10.0
 _INDEX_BYTES = 2**28  # of an index, at most
 _REQUEST = struct.Struct(">Bqqqq")  # what is asked, slot, step, offset, count
 _NUMBERS = struct.Struct(">qq")
@@ -50,6 +44,7 @@ class CopyAddress:
 class CopyServer:
     """Serves the slots of this host until it is closed, a thread a peer.
 
+    host: the address of this host at which others find it.
     offered: gives the step of the copies that another host may take over; NOTHING if there are none. taken: is told
     that the other host has those of a step, and how many microseconds it needs for such copies; 0 if that is not known
     yet.
@@ -60,56 +55,21 @@ class CopyServer:
         slots: StateCopies,
         key: bytes,
         *,
+        host: str,
         offered: Callable[[], int],
         taken: Callable[[int, int], None],
     ) -> None:
-        self._slots, self._key, self._offered, self._taken = slots, key, offered, taken
-        self._listener = sockets.listen()
-        self.port: int = self._listener.getsockname()[1]
-        self._unproven = PendingPeers()
-        _started(self._accept)
+        self._slots, self._offered, self._taken = slots, offered, taken
+        self._acceptor = Acceptor(sockets.listen(host), self._serve, secret=key)
+        self.port, self.close = self._acceptor.address[1], self._acceptor.close
 
-    def close(self) -> None:
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                sock = self._listener.accept()[0]
-            except OSError:
-                return
-            self._unproven.add(
-                sock
-            )  # who loses a place for it is shut down, and its thread closes it
-            _started(partial(self._serve, sock))
-
-    def _serve(self, sock: socket.socket) -> None:
-        with sock, suppress(OSError):
-            try:
-                sock.settimeout(_HANDSHAKE_S)
-                is_peer = self._proves(sock)
-            finally:
-                has_place = self._unproven.remove(sock)
-            if is_peer and has_place:
-                sock.settimeout(None)
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                while (
-                    answer := self._answer(*_REQUEST.unpack(sockets.read(sock, _REQUEST.size)))
-                ) is not None:
-                    sock.sendall(answer)
-
-    def _proves(self, sock: socket.socket) -> bool:
-        nonce = secrets.token_bytes(_NONCE_BYTES)
-        sock.sendall(nonce)
-        peer_nonce = sockets.read(sock, _NONCE_BYTES)
-        if not hmac.compare_digest(
-            sockets.read(sock, _PROOF_BYTES), _proof(self._key, b"peer", nonce, peer_nonce)
-        ):
-            return False
-        sock.sendall(_proof(self._key, b"host", nonce, peer_nonce))
-        return True
+    def _serve(self, proven: Proven) -> None:
+        with proven.sock as sock, suppress(OSError):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            while (
+                answer := self._answer(*_REQUEST.unpack(sockets.read(sock, _REQUEST.size)))
+            ) is not None:
+                sock.sendall(answer)
 
     def _answer(
         self, request: int, slot: int, step: int, offset: int, count: int
@@ -147,16 +107,11 @@ class CopyReader:
     def __init__(self, address: CopyAddress, *, timeout_s: float, rank: int | None = None) -> None:
         self._address, self._rank, self._lock = address, rank, threading.Lock()
         with self._told():
-            self._sock = socket.create_connection((address.host, address.port), timeout=timeout_s)
+            self._sock = connect(
+                (address.host, address.port), address.key, timeout_s=timeout_s
+            ).sock
+            self._sock.settimeout(timeout_s)
             weakref.finalize(self, self._sock.close)
-            key, nonce = address.key, secrets.token_bytes(_NONCE_BYTES)
-            host_nonce = sockets.read(self._sock, _NONCE_BYTES)
-            self._sock.sendall(nonce + _proof(key, b"peer", host_nonce, nonce))
-            proof = sockets.read(self._sock, _PROOF_BYTES)
-            if not hmac.compare_digest(proof, _proof(key, b"host", host_nonce, nonce)):
-                raise ConnectionError(
-                    f"what answers at {address.host}:{address.port} is no host of this run"
-                )
 
     @contextmanager
     def _told(self) -> Iterator[None]:
@@ -219,11 +174,3 @@ def index_of(memory: HostMemory, slot: int, step: int) -> bytes:
     index = bytearray(end - start)
     memory.read_into(slot, step, start, memoryview(index))
     return bytes(index)
-
-
-def _proof(key: bytes, side: bytes, of_host: bytes, of_peer: bytes) -> bytes:
-    return hmac.new(key, b"copies " + side + of_host + of_peer, hashlib.sha256).digest()
-
-
-def _started(work: Callable[[], None]) -> None:
-    threading.Thread(target=work, name="paceline-copies", daemon=True).start()

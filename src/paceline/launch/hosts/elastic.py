@@ -101,7 +101,7 @@ def run_host(
             closing(Supervisor(partial(_be_rank, body, shared, watch, interface)))
         )
         if shared.copies is not None:
-            shared.copies.serve()
+            shared.copies.serve(meeting.address or meeting.place.address)
             stack.callback(shared.copies.close)
         _ElasticHost(
             meeting, num_ranks, shared, watch, processes, patience_s=patience_s, restarts=restarts
@@ -329,7 +329,7 @@ class _Agent(SimpleElasticAgent):
             file=sys.stderr,
             flush=True,
         )
-        copies = host.copies and asdict(replace(host.copies.address, host=address))
+        copies = host.copies and asdict(host.copies.address)
         pids: dict[int, Any] = {}
         with signals.blocked():
             for worker in worker_group.workers:

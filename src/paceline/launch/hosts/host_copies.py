@@ -40,7 +40,7 @@ class HostCopies:
     """What this host keeps, made before its process forks ranks.
 
     memory: for copies; this host's ranks have the first slots, and the neighbour's the others.
-    address: where it serves them; the host's part is left to who knows how others reach this one.
+    address: where it serves them.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -61,12 +61,12 @@ class HostCopies:
 
     # --- In the host's process --------------------------------------------------------------------------------------
 
-    def serve(self) -> None:
-        """Begin to serve copies, and to keep those of the neighbour."""
+    def serve(self, host: str) -> None:
+        """Begin to serve copies at an address of this host, and to keep those of the neighbour."""
         self._server = CopyServer(
-            self.memory, self.address.key, offered=self.offered, taken=self.taken
+            self.memory, self.address.key, host=host, offered=self.offered, taken=self.taken
         )
-        self.address = replace(self.address, port=self._server.port)
+        self.address = replace(self.address, host=host, port=self._server.port)
         threading.Thread(target=self._keep, name="paceline-keep", daemon=True).start()
 
     def close(self) -> None:

@@ -291,13 +291,9 @@ def _join_liveness(
     hubs: list[Hub] = []
 
     def make() -> str:
-        hubs.append(Hub(secret=run_key("liveness", nonce), patience_s=timeout_s))
-        return json.dumps(
-            [
-                address_towards(environment.master_address) or environment.master_address,
-                hubs[0].port,
-            ]
-        )
+        host = address_towards(environment.master_address) or environment.master_address
+        hubs.append(Hub(host, secret=run_key("liveness", nonce), patience_s=timeout_s))
+        return json.dumps([host, hubs[0].port])
 
     address, port = json.loads(
         agree(store, environment, f"liveness/{attempt}", make, timeout_s=timeout_s)

@@ -11,37 +11,21 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import os
-import secrets
 import selectors
 import socket
 import struct
 import threading
-import weakref
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Protocol
 
-from paceline.base import sockets
-from paceline.launch.hosts.pending_peers import PendingPeers
+from paceline.base.secure import HANDSHAKE_S, Acceptor, Proven, connect
+from paceline.base.sockets import closed_in_forks, listen
 
-_NONCE_BYTES, _PROOF_BYTES, _NUMBER = 16, 32, struct.Struct(">i")
-_CLAIM_BYTES = _NUMBER.size + _NONCE_BYTES  # a rank, and what its peer's proofs must be made for
+_PROOF_BYTES, _NUMBER = 32, struct.Struct(">i")
 _FAREWELL = -1  # in either direction: this process is about to end, and all is well
-_WELCOME = -2  # the first word of rank 0, by which it proves that it is
-_HANDSHAKE_S = 10.0
 MOST_SILENCE_S = 60.0  # of a host's kernel, which answers whatever its processes do
-
-_open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-
-
-def _close_in_fork() -> None:
-    """A rank's forks, such as a loader's workers, may outlive it: they must not keep its connections open."""
-    for sock in list(_open):
-        sock.close()
-
-
-os.register_at_fork(after_in_child=_close_in_fork)
 
 
 def silence_s(patience_s: float) -> float:
@@ -64,11 +48,10 @@ class _Link:
     """Numbers between two that have proved themselves. Each is signed with its place in its direction: whoever is
     between them can end the connection, and can't change, repeat or leave out what is said.
 
-    key: of this connection alone.
     """
 
-    def __init__(self, sock: socket.socket, key: bytes, *, is_hub: bool) -> None:
-        self.sock, self._key = sock, key
+    def __init__(self, proven: Proven, *, is_hub: bool) -> None:
+        self.sock, self._key = proven.sock, proven.key
         self._sends_as, self._receives_from = (b"hub", b"spoke") if is_hub else (b"spoke", b"hub")
         self._num_sent = self._num_received = 0
         self._partial_word = b""
@@ -119,37 +102,47 @@ class Hub:
     """Rank 0's end: hears of all ranks, and tells them.
 
     Args:
+        host: The address of this host at which ranks find it.
         secret: Peers prove with it that they belong to the run.
         patience_s: See `silence_s`.
     """
 
-    def __init__(self, *, secret: bytes, patience_s: float = MOST_SILENCE_S) -> None:
+    def __init__(self, host: str, *, secret: bytes, patience_s: float = MOST_SILENCE_S) -> None:
         self.lost: list[int] = []
         self.unreachable: list[int] = []
-        self._secret, self._silence_s = secret, silence_s(patience_s)
-        self._listener = _registered(sockets.listen())
-        self.port: int = self._listener.getsockname()[1]
-        self._wake, self._woken = map(_registered, socket.socketpair())
+        self._silence_s = silence_s(patience_s)
+        self._wake, self._woken = map(closed_in_forks, socket.socketpair())
+        self._joined: deque[Proven] = deque()  # a byte tells of each
         self._members: dict[int, _Link] = {}
-        self._unproven = PendingPeers()
         self._farewell = False
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._selector.register(self._woken, selectors.EVENT_READ, None)
+        self._acceptor = Acceptor(listen(host), self._join, secret=secret, claim_bytes=_NUMBER.size)
+        self.port = self._acceptor.address[1]
         self._thread = _started_thread(self._serve)
 
     def close(self, *, farewell: bool) -> None:
         self._farewell = farewell
+        self._acceptor.close()
         self._wake.close()
         self._thread.join()
+
+    def _join(self, proven: Proven) -> None:
+        """Have the hub's own thread take a rank."""
+        self._joined.append(proven)
+        with suppress(OSError):
+            self._wake.send(b".")
 
     def _serve(self) -> None:
         while True:
             for key, _ in self._selector.select():
-                if key.data is None:
+                if key.data is not None:
+                    key.data()
+                elif self._woken.recv(1):
+                    self._welcome(self._joined.popleft())
+                else:
                     self._end()
                     return
-                key.data()
 
     def _end(self) -> None:
         for member in self._members.values():
@@ -159,40 +152,13 @@ class Hub:
             key.fileobj.close()  # type: ignore[union-attr]
         self._selector.close()
 
-    def _accept(self) -> None:
-        with suppress(OSError):
-            sock = _registered(self._listener.accept()[0])
-            sock.setblocking(False)
-            nonce, claim = secrets.token_bytes(_NONCE_BYTES), bytearray()
-            sock.send(nonce)  # into an empty buffer
-            if (loser := self._unproven.add(sock)) is not None:
-                self._drop(loser)
-            self._selector.register(
-                sock, selectors.EVENT_READ, lambda: self._greet(sock, nonce, claim)
-            )
-
-    def _greet(self, sock: socket.socket, nonce: bytes, claim: bytearray) -> None:
-        """Take what a peer says of itself, as far as it has come."""
-        if sock.fileno() < 0:
-            return  # it lost its place in this very round
-        data = _received(sock, _CLAIM_BYTES + _PROOF_BYTES - len(claim))
-        claim += data
-        if data and len(claim) < _CLAIM_BYTES + _PROOF_BYTES:
-            return
-        self._unproven.remove(sock)
-        statement = bytes(claim[:_CLAIM_BYTES])
-        if not data or not hmac.compare_digest(
-            bytes(claim[_CLAIM_BYTES:]), _keyed(self._secret, b"liveness", nonce, statement)
-        ):
-            self._drop(sock)
-            return
-        (number,) = _NUMBER.unpack(statement[: _NUMBER.size])
-        _watch_host(sock, self._silence_s)
-        self._members[number] = link = _Link(
-            sock, _keyed(self._secret, b"words", nonce, statement), is_hub=True
-        )
-        self._selector.modify(sock, selectors.EVENT_READ, lambda: self._hear(number, link))
-        for word in (_WELCOME, *self.lost):
+    def _welcome(self, proven: Proven) -> None:
+        (number,) = _NUMBER.unpack(proven.claim)
+        proven.sock.setblocking(False)
+        _watch_host(proven.sock, self._silence_s)
+        self._members[number] = link = _Link(proven, is_hub=True)
+        self._selector.register(proven.sock, selectors.EVENT_READ, lambda: self._hear(number, link))
+        for word in self.lost:
             link.say(word)
 
     def _hear(self, number: int, link: _Link) -> None:
@@ -204,17 +170,14 @@ class Hub:
         except OSError as error:
             word, is_unreachable = None, _is_silence(error)
         del self._members[number]
-        self._drop(link.sock)
+        self._selector.unregister(link.sock)
+        link.sock.close()
         if word != _FAREWELL:
             if is_unreachable:
                 self.unreachable.append(number)
             self.lost.append(number)
             for member in self._members.values():
                 member.say(number)
-
-    def _drop(self, sock: socket.socket) -> None:
-        self._selector.unregister(sock)
-        sock.close()
 
 
 class Spoke:
@@ -237,13 +200,8 @@ class Spoke:
     ) -> None:
         self.lost: list[int] = []
         self.unreachable: list[int] = []
-        self._sock = _registered(socket.create_connection(address, timeout=_HANDSHAKE_S))
-        try:
-            self._link = self._joined(rank, secret)
-        except BaseException:
-            self._sock.close()
-            raise
-        self._sock.settimeout(None)
+        proven = connect(address, secret, claim=_NUMBER.pack(rank), timeout_s=HANDSHAKE_S)
+        self._sock, self._link = proven.sock, _Link(proven, is_hub=False)
         _watch_host(self._sock, silence_s(patience_s))
         self._thread = _started_thread(self._listen)
 
@@ -255,15 +213,6 @@ class Spoke:
         self._thread.join()
         self._sock.close()
 
-    def _joined(self, rank: int, secret: bytes) -> _Link:
-        nonce = sockets.read(self._sock, _NONCE_BYTES)
-        statement = _NUMBER.pack(rank) + secrets.token_bytes(_NONCE_BYTES)
-        self._sock.sendall(statement + _keyed(secret, b"liveness", nonce, statement))
-        link = _Link(self._sock, _keyed(secret, b"words", nonce, statement), is_hub=False)
-        if link.next() != _WELCOME:
-            raise ConnectionError("rank 0 did not welcome this rank")
-        return link
-
     def _listen(self) -> None:
         try:
             while (word := self._link.next()) != _FAREWELL:
@@ -272,11 +221,6 @@ class Spoke:
             if _is_silence(error):
                 self.unreachable.append(0)
             self.lost.append(0)
-
-
-def _registered(sock: socket.socket) -> socket.socket:
-    _open.add(sock)
-    return sock
 
 
 def _started_thread(work: Callable[[], Any]) -> threading.Thread:
@@ -304,16 +248,3 @@ def _watch_host(sock: socket.socket, silence_s: float) -> None:
 def _is_silence(error: OSError) -> bool:
     """Whether a connection ended because the other host gave no answer, and not because a process closed it."""
     return not isinstance(error, ConnectionError)
-
-
-def _received(sock: socket.socket, size: int) -> bytes:
-    """What has come, up to a size; nothing from a peer that is gone."""
-    try:
-        return sock.recv(size)
-    except OSError:
-        return b""
-
-
-def _keyed(secret: bytes, purpose: bytes, nonce: bytes, claim: bytes) -> bytes:
-    """What nobody without the secret can make, for one connection and one purpose."""
-    return hmac.new(secret, purpose + nonce + claim, hashlib.sha256).digest()
