@@ -29,7 +29,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline as pl
-from paceline.launch.process.faults import ON_ONE_HOST, Fault, Kind, draw
+from paceline.launch.process.faults import KINDS, Fault, Kind, draw
+from tests.rehearsal_on_hosts import Cut, rehearse_on_hosts
 
 PLANS = (
     "single",
@@ -78,7 +79,7 @@ def drawn(seed: int, *, num_faults: int, cuts: bool) -> tuple[str, list[Fault]]:
     """The plan and the faults of a run."""
     plans = PLANS_OF_HOSTS if cuts else PLANS
     plan, source = plans[seed % len(plans)], random.Random(seed)
-    kinds = KINDS_ON_HOSTS if cuts else ON_ONE_HOST
+    kinds = KINDS_ON_HOSTS if cuts else tuple(KINDS)
     if not cuts and plan not in COMPARED:
         kinds = tuple(kind for kind in kinds if kind != "flip")
     if not cuts or not num_faults:
@@ -90,11 +91,11 @@ def drawn(seed: int, *, num_faults: int, cuts: bool) -> tuple[str, list[Fault]]:
             kinds=kinds,
         )
     is_back = source.random() < 0.5
-    cut = Fault(
-        "cut",
-        source.randint(0, 2),
+    # Without the first host the others can't go on: it is back in each case.
+    cut = Cut.of(
+        source.randint(0 if is_back else 1, 2),
         source.randint(2, STEPS - 4),
-        heals_s=BACK_S if is_back else None,
+        BACK_S if is_back else None,
     )
     rest = draw(num_faults - 1, seed=seed, world_size=2, steps=STEPS, kinds=kinds)
     return plan, [cut, *rest]
@@ -104,7 +105,7 @@ def rehearsed(seed: int, *, num_faults: int, cuts: bool) -> dict[str, Any]:
     """One run of the campaign; "named": whether each message of a launch that failed names a rank that was struck."""
     plan, faults = drawn(seed, num_faults=num_faults, cuts=cuts)
     with tempfile.TemporaryDirectory() as where, contextlib.redirect_stderr(sys.stdout):
-        outcome = pl.rehearse(
+        outcome = (rehearse_on_hosts if cuts else pl.rehearse)(
             job(),
             plan,
             faults,
@@ -112,7 +113,7 @@ def rehearsed(seed: int, *, num_faults: int, cuts: bool) -> dict[str, Any]:
             save_every=SAVE_EVERY,
             timeout_s=TIMEOUT_S,
         )
-    ranks = {fault.rank for fault in faults}
+    ranks = {fault.host if isinstance(fault, Cut) else fault.rank for fault in faults}
     told = [
         message
         for message in outcome.messages

@@ -15,7 +15,7 @@ from typing import Any
 
 from conditions import PATIENCE_S
 
-from paceline.launch.hosts.namespaces import NetworkHost
+from tests.namespaces import NetworkHost
 
 
 class Command:

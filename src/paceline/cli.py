@@ -876,12 +876,6 @@ def rehearse(
     kill_launcher: Annotated[
         _Texts, typer.Option(metavar=_AT, help="SIGKILL what started ranks.")
     ] = None,
-    cut: Annotated[
-        _Texts,
-        typer.Option(
-            metavar="HOST@STEP[+SECONDS]", help="A host's network; each rank has a host then."
-        ),
-    ] = None,
     random: Annotated[
         int, typer.Option(metavar="N", min=0, help="So many random faults more.")
     ] = 0,
@@ -924,7 +918,6 @@ def rehearse(
         "preempt": preempt,
         "tear": tear,
         "kill_launcher": kill_launcher,
-        "cut": cut,
     }
     with _reported():
         from paceline.launch.process.faults import Fault, Kind

@@ -11,10 +11,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline as pl
-from paceline.api.rehearsal_on_hosts import HostsRehearsal
-from paceline.launch.hosts.namespaces import NoNamespaces
 from paceline.launch.process.faults import KINDS, Fault, Kind
 from paceline.runs.folder import read_failure
+from tests.namespaces import NoNamespaces
+from tests.rehearsal_on_hosts import Cut, rehearse_on_hosts
 
 SURVIVED: tuple[Kind, ...] = tuple(
     kind for kind in KINDS if kind != "flip"
@@ -101,34 +101,22 @@ def test_random_faults(tmp_path, seed: int):
     assert outcome.passed, outcome.describe()
 
 
-@pytest.mark.parametrize(
-    ("plan", "faults"), [("data=2", "cut 0@5"), ("data=4", "cut 1@3, cut 0@5, cut 2@9")]
-)
-def test_cuts_that_leave_no_majority_are_refused(tmp_path, plan: str, faults: str):
-    """Of two hosts the first can't be lost; of four, the last cut leaves one of two, without the host that went on."""
-    parsed_faults = tuple(map(Fault.read, faults.split(", ")))
-    with pytest.raises(
-        pl.PacelineError, match=f"'{parsed_faults[-1]}' leaves 1 of 2 hosts, which is no majority"
-    ):
-        HostsRehearsal(
-            pl.Plan.parse(plan), lambda *_: None, tmp_path, parsed_faults, 4.0, None
-        ).launch()
-
-
 @pytest.mark.slow
+@pytest.mark.root
 @pytest.mark.parametrize(
     ("plan", "faults"),
     [
-        ("data=3", ["cut 2@6"]),
-        ("data=3", ["cut 0@6"]),
-        ("shard=3", ["cut 1@6+8", "kill 0@9"]),
-        ("shard=3", ["cut 0@6+12"]),
+        ("data=3", [Cut.of(2, 6)]),
+        ("shard=3", [Cut.of(1, 6, 8.0), Fault.read("kill 0@9")]),
+        ("shard=3", [Cut.of(0, 6, 12.0)]),
     ],
 )
-def test_hosts_that_are_cut_off(tmp_path, plan: str, faults: list[str]):
-    """The others go on, under a plan for fewer ranks until the host is back."""
+def test_hosts_that_are_cut_off(tmp_path, plan: str, faults: list[Fault]):
+    """The others go on under a plan for fewer ranks, or wait for the first host."""
     try:
-        outcome = pl.rehearse(job(), plan, faults, run=tmp_path / "run", save_every=3, timeout_s=4)
+        outcome = rehearse_on_hosts(
+            job(), plan, faults, run=tmp_path / "run", save_every=3, timeout_s=4.0
+        )
     except NoNamespaces as error:
         pytest.skip(str(error))
-    assert outcome.passed, outcome.describe()
+    assert outcome.passed and outcome.effects[0].step == 6, outcome.describe()

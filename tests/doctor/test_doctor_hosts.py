@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing
 from dataclasses import asdict, replace
 from itertools import chain, permutations
 from multiprocessing import get_context
@@ -14,6 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.base.errors import ClusterError, PeerLost
+from paceline.base.secure import Acceptor
+from paceline.base.sockets import listen
 from paceline.doctor import hosts as doctor_hosts
 from paceline.doctor.hosts import (
     HostPlace,
@@ -141,14 +144,12 @@ def test_what_has_no_address_and_what_does_not_answer(monkeypatch: pytest.Monkey
     assert "Connection refused" in str(measured(1, "127.0.0.1", free_port(), "00" * 16).error)
 
 
-def test_a_stranger_is_sent_nothing_back():
-    """A connection without the key is closed."""
-    server_end, stranger_end = socket.socketpair()
-    with server_end, stranger_end:
-        server_end.sendall(b"x" * 32)
-        doctor_hosts._answer(stranger_end, b"y" * 32)
-        stranger_end.close()
-        assert server_end.recv(10) == b""
+def test_hosts_with_other_secrets_are_told():
+    """The link is not measured, and its report says what to look at."""
+    listener = listen("127.0.0.1")
+    with closing(Acceptor(listener, doctor_hosts._answer, secret=b"another")) as acceptor:
+        link = measured(1, *acceptor.address, "00" * 16)
+    assert "PACELINE_SECRET must be equal on all hosts" in str(link.error)
 
 
 def test_what_reports_show():

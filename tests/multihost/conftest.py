@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from later import needed
 
-from paceline.launch.hosts.namespaces import NetworkHost, NoNamespaces, network_hosts
+from tests.namespaces import NetworkHost, NoNamespaces, network_hosts
 
 
 @pytest.fixture

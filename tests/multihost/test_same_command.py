@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from test_slurm import submit, wait_for
 
 from paceline.api.launch_files import LaunchRequest
-from paceline.launch.hosts.namespaces import NetworkHost
+from tests.namespaces import NetworkHost
 
 pytestmark = [
     pytest.mark.slow,

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 
 import paceline
 from paceline.job.file import JobFile
-from paceline.launch.hosts.namespaces import NetworkHost
 from tests.commands import as_ranks
+from tests.namespaces import NetworkHost
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "01_digits.py"
 PACELINE = [sys.executable, "-P", "-m", "paceline"]

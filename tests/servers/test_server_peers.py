@@ -169,7 +169,7 @@ def _job() -> paceline.Job:
 class Run:
     """Server 0 on a thread of this process, and peers that are played here."""
 
-    def __init__(self, plan: str, *, timeout_s: float = PATIENCE_S, encrypts: bool = False) -> None:
+    def __init__(self, plan: str, *, timeout_s: float = PATIENCE_S) -> None:
         self.plan, self.job, store = Plan.parse(plan), _job(), dist.HashStore()
         world = self.plan.world_size
         self.shares = (1,) * self.plan.sync.num_replicas(self.plan.axes)
@@ -184,7 +184,6 @@ class Run:
                 0,
                 "try",
                 secret=SECRET,
-                encrypts=encrypts,
                 timeout_s=timeout_s,
                 deaths=(0,) * world,
                 restarts=3,
@@ -258,12 +257,15 @@ def started() -> Iterator[Callable[[str], Run]]:
         run.close()
 
 
-def test_encrypted_runs_reach_the_same_weights(monkeypatch: pytest.MonkeyPatch):
-    """All elements travel in frames, as between hosts."""
-    monkeypatch.setattr(shared, "_reach", lambda process, descriptor, mark, chunk_bytes: None)
+def test_runs_across_hosts_reach_the_same_weights(monkeypatch: pytest.MonkeyPatch):
+    """All elements travel in frames, as between hosts, or through shared memory."""
     weights = []
-    for encrypts in (False, True):
-        run = Run("server=1 workers=2", encrypts=encrypts)
+    for is_apart in (False, True):
+        if is_apart:
+            monkeypatch.setattr(
+                shared, "_reach", lambda process, descriptor, mark, chunk_bytes: None
+            )
+        run = Run("server=1 workers=2")
         run.work(0)
         run.work(1)
         assert run.end()["steps"] == STEPS
@@ -271,9 +273,9 @@ def test_encrypted_runs_reach_the_same_weights(monkeypatch: pytest.MonkeyPatch):
             {name: view.clone() for name, view in run.coordinator.exchange.views.items()}
         )
         run.close()
-    plain, encrypted = weights
-    assert plain.keys() == encrypted.keys()
-    assert all(torch.equal(plain[name], encrypted[name]) for name in plain)
+    together, apart = weights
+    assert together.keys() == apart.keys()
+    assert all(torch.equal(together[name], apart[name]) for name in together)
 
 
 def _hears(connection: Connection) -> dict[str, Any]:

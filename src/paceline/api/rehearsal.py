@@ -184,9 +184,6 @@ def rehearse(
     """Train a job undisturbed, then under faults. A launch that ends too early is resumed as a user
     would resume it.
 
-    If a fault cuts a host off, each rank of both runs has a host of its own: a network namespace
-    (Linux, root).
-
     Args:
         plan: As in `train`.
         faults: Faults that strike the second run, each once: values, or texts such as "kill 1@50".
@@ -229,23 +226,19 @@ def rehearse(
     for fault in script:
         if fault.rank >= world_size:
             raise UsageError(
-                f"'{fault}' names {'host' if fault.kind == 'cut' else 'rank'} {fault.rank}, and the plan "
-                f"{train_request.resolved.plan} has {world_size} ranks, from 0"
+                f"'{fault}' names rank {fault.rank}, and the plan {train_request.resolved.plan} has "
+                f"{world_size} ranks, from 0"
             )
     base_dir = (
         Path(run)
         if run is not None
         else folder.fresh_name(f"rehearse-{source.path.stem if source else 'job'}")
     )
-    cuts = any(fault.kind == "cut" for fault in script)
-    plan_of_run = train_request.resolved.plan
-    launch: Launch = (
-        partial(_launch_on_hosts, ask, plan_of_run) if cuts else partial(_launch, train_request)
-    )
-    return _rehearsed(plan_of_run, launch, ask, base_dir, script, options)
+    launch = partial(_launch, train_request)
+    return rehearsed(train_request.resolved.plan, launch, ask, base_dir, script, options)
 
 
-def _rehearsed(
+def rehearsed(
     plan: Plan,
     launch: Launch,
     ask: Callable[[Plan], TrainRequest],
@@ -334,27 +327,10 @@ def _rounding(request: TrainRequest, base_dir: Path, number: int, options: dict[
     return _compared(base_dir / "undisturbed", other)[1] or 0.0
 
 
-def _launch_on_hosts(
-    ask: Callable[[Plan], TrainRequest], plan: Plan, run_dir: Path, options: dict[str, Any]
-) -> tuple[int, str]:
-    """Train with a host for each rank; see `_launch`."""
-    from paceline.api.rehearsal_on_hosts import HostsRehearsal
-
-    options = dict(options)
-    restarts, faults = options.pop("restarts"), options.pop("faults", ())
-
-    def train(resized: Plan, striking: Sequence[Fault]) -> Any:
-        return ask(resized).train(run_dir, **options, faults=tuple(striking))
-
-    return HostsRehearsal(plan, train, run_dir, faults, options["timeout_s"], restarts).launch()
-
-
 def _launch(request: TrainRequest, run_dir: Path, options: dict[str, Any]) -> tuple[int, str]:
     """Train in a separate process, because faults may kill it. Return its exit code and what it
     ended with.
     """
-    from paceline.api.rehearsal_on_hosts import ending_of
-
     prepare_to_fork()
     parent_end, child_end = multiprocessing.Pipe(duplex=False)
     process: Any = multiprocessing.get_context("fork").Process(
@@ -363,6 +339,16 @@ def _launch(request: TrainRequest, run_dir: Path, options: dict[str, Any]) -> tu
     process.start()
     child_end.close()
     return ending_of(process, parent_end)
+
+
+def ending_of(process: Any, answer: Connection) -> tuple[int, str]:
+    """Return a process's exit code, and what it ended with."""
+    try:
+        message: str = json.loads(answer.recv_bytes())
+    except EOFError:
+        message = ""
+    process.join()
+    return process.exitcode, message or f"it was ended by signal {-process.exitcode}"
 
 
 def _be_launcher(

@@ -24,10 +24,10 @@ from conditions import until
 import paceline as pl
 from paceline.checkpoint.dtypes import load_tensors
 from paceline.job.file import JobFile
-from paceline.launch.hosts import namespaces
-from paceline.launch.hosts.namespaces import NetworkHost, NoNamespaces, network_hosts
 from paceline.training.parts.memory_checkpoint import Copier
+from tests import namespaces
 from tests.commands import Command, free_port
+from tests.namespaces import NetworkHost, NoNamespaces, network_hosts
 
 JOB = """
 import os, signal, time, torch, paceline as pl

@@ -11,7 +11,6 @@ import os
 import random
 import re
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +23,7 @@ from paceline.base.errors import UsageError, nearest
 
 FOLDER = "faults"
 Kind = Literal[
-    "kill", "stop", "slow", "raise", "flip", "disk_full", "preempt", "tear", "kill_launcher", "cut"
+    "kill", "stop", "slow", "raise", "flip", "disk_full", "preempt", "tear", "kill_launcher"
 ]
 
 # What each does to its rank.
@@ -39,15 +38,13 @@ KINDS: Mapping[Kind, str] = {
     "tear": "a file of the newest checkpoint loses its second half, if there is an older one, and the process that "
     "started the ranks is killed",
     "kill_launcher": "the process that started the ranks is killed",
-    "cut": "the network of the rank's host is cut, for good or for so many seconds",
 }
-ON_ONE_HOST: tuple[Kind, ...] = tuple(kind for kind in KINDS if kind != "cut")
 PHASES = ("input", "forward", "backward", "reduce", "optimizer", "save")  # in which faults strike
 _GRADIENTS = "gradients"  # in the place of a flip's phase: what its next backward computes
 _STRIKES_IN: dict[str | None, str | None] = {_GRADIENTS: "forward"}
 _AT_REST = ("input", "save")  # when nothing writes to the weights that a thread updates
 _OWN_WORK = ("input", "forward", "backward", "optimizer")
-_AT = re.compile(r"(\d+)@(\d+)(?::([a-z]+))?(?:\+(\d+(?:\.\d+)?))?")
+_AT = re.compile(r"(\d+)@(\d+)(?::([a-z]+))?")
 _TIMES = re.compile(r"(\d+):(\d+(?:\.\d+)?)x")
 
 
@@ -57,8 +54,7 @@ class Fault:
 
     step: from 1; the first of the rank's steps that is not before it counts. phase: of the step; None is its begin, and
     "gradients" says what flips.
-    times: of a rank that is slow. heals_s: after which a network that was cut is there again; None if never. Of a cut,
-    `rank` is the host's number.
+    times: of a rank that is slow.
     """
 
     kind: Kind
@@ -66,18 +62,16 @@ class Fault:
     step: int = 1
     phase: str | None = None
     times: float = 1.0
-    heals_s: float | None = None
 
     @classmethod
     def parse(cls, kind: Kind, text: str) -> Fault:
-        """RANK@STEP, RANK@STEP:PHASE, either with +SECONDS for a network, RANK@STEP:gradients of a flip, or RANK:TIMESx
-        of a rank that is slow.
+        """RANK@STEP, RANK@STEP:PHASE, RANK@STEP:gradients of a flip, or RANK:TIMESx of a rank that is slow.
 
         Raises:
             UsageError: it is none of these.
 
         >>> Fault.parse("kill", "2@50:save")
-        Fault(kind='kill', rank=2, step=50, phase='save', times=1.0, heals_s=None)
+        Fault(kind='kill', rank=2, step=50, phase='save', times=1.0)
         """
         if kind == "slow":
             if (match := _TIMES.fullmatch(text)) and float(match[2]) >= 1:
@@ -86,30 +80,15 @@ class Fault:
                 f"--slow {text} is not RANK:TIMESx with at least 1x", hint="--slow 0:3x"
             )
         match = _AT.fullmatch(text)
-        is_cut, phases = kind == "cut", (*PHASES, *([_GRADIENTS] if kind == "flip" else []))
-        if (
-            match is None
-            or int(match[2]) < 1
-            or match[3] not in (None, *phases)
-            or (match[4] and not is_cut)
-        ):
-            option, target, more = (
-                kind.replace("_", "-"),
-                "HOST" if is_cut else "RANK",
-                "+SECONDS" if is_cut else "",
-            )
+        phases = (*PHASES, *([_GRADIENTS] if kind == "flip" else []))
+        if match is None or int(match[2]) < 1 or match[3] not in (None, *phases):
+            option = kind.replace("_", "-")
             raise UsageError(
-                f"--{option} {text} is not {target}@STEP or {target}@STEP:PHASE"
-                f"{more and f', or with {more}'}; steps begin with 1, and phases are {', '.join(phases)}",
-                hint=f"--{option} 1@50, or --{option} 1@50:save{more and f', or --{option} 1@50+20'}",
+                f"--{option} {text} is not RANK@STEP or RANK@STEP:PHASE; steps begin with 1, and phases are "
+                f"{', '.join(phases)}",
+                hint=f"--{option} 1@50, or --{option} 1@50:save",
             )
-        return cls(
-            kind,
-            int(match[1]),
-            int(match[2]),
-            match[3],
-            heals_s=float(match[4]) if match[4] else None,
-        )
+        return cls(kind, int(match[1]), int(match[2]), match[3])
 
     @classmethod
     def read(cls, text: str) -> Fault:
@@ -128,14 +107,11 @@ class Fault:
     def __str__(self) -> str:
         if self.kind == "slow":
             return f"slow {self.rank}:{self.times:g}x"
-        return (
-            f"{self.kind} {self.rank}@{self.step}{f':{self.phase}' if self.phase else ''}"
-            f"{f'+{self.heals_s:g}' if self.heals_s is not None else ''}"
-        )
+        return f"{self.kind} {self.rank}@{self.step}{f':{self.phase}' if self.phase else ''}"
 
 
 def draw(
-    count: int, *, seed: int, world_size: int, steps: int, kinds: Sequence[Kind] = ON_ONE_HOST
+    count: int, *, seed: int, world_size: int, steps: int, kinds: Sequence[Kind] = tuple(KINDS)
 ) -> list[Fault]:
     """So many random faults, each of any kind, on any rank, in any phase of a step after the first."""
     source = random.Random(seed)
@@ -228,8 +204,6 @@ class FaultInjector:
             _at_forward(_flip_gradient)
         elif fault.kind == "flip":
             self._flip_weight(step)
-        elif fault.kind == "cut":
-            _cut(fault.heals_s)
         elif fault.kind == "disk_full":
             import resource
 
@@ -337,17 +311,6 @@ def _flip(tensor: Any, place: int) -> None:
         {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     )
     words[place] ^= 1 << (8 * tensor.element_size() - 4)
-
-
-def _cut(heals_s: float | None) -> None:
-    """Take down this host's link to the others, and have it up again after so many seconds."""
-    from paceline.launch.hosts.namespaces import NIC, ip
-
-    ip("link", "set", NIC, "down")
-    if heals_s is not None:  # this rank does not live as long
-        subprocess.Popen(
-            ["sh", "-c", f"sleep {heals_s:g}; exec ip link set {NIC} up"], start_new_session=True
-        )
 
 
 def _tear(run_dir: Path) -> None:
