@@ -24,6 +24,7 @@ from conditions import until
 import paceline as pl
 from paceline.checkpoint.dtypes import load_tensors
 from paceline.job.file import JobFile
+from paceline.launch.hosts import elastic
 from paceline.training.parts.memory_checkpoint import Copier
 from tests import namespaces
 from tests.commands import Command, free_port
@@ -354,7 +355,10 @@ def test_a_host_is_cut_off_and_comes_back(
 
 
 class Hosts:
-    """The same command on several hosts: namespaces, or processes of this one."""
+    """The same command on several hosts: namespaces, or processes of this one. Processes are forks of this one.
+
+    codes: of those that have ended, by host.
+    """
 
     def __init__(
         self,
@@ -365,12 +369,11 @@ class Hosts:
         *,
         steps: int,
         networks: Sequence[NetworkHost] = (),
-        paceline: Sequence[str] = PACELINE,
     ) -> None:
         self.tmp_path, self.run, self.networks = tmp_path, tmp_path / "run", networks
         self.count = int(hosts[-1])
-        self.command = [
-            *paceline,
+        self.words = [
+            "train",
             str(job_file),
             "--run",
             str(self.run),
@@ -386,7 +389,8 @@ class Hosts:
             "pause_s=0.1",
         ]
         self.port = free_port()
-        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+        self.commands: list[tuple[int, Command]] = []  # with their hosts
+        self.codes: dict[int, int] = {}
 
     def __enter__(self) -> Hosts:
         for index in range(self.count):
@@ -394,25 +398,52 @@ class Hosts:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in self.processes.values():
-            process.kill()
-            process.wait()
+        self._poll()
+        for index in range(self.count):
+            if index not in self.codes:
+                self.signal(index, signal.SIGKILL)
+                self.codes[index] = self._newest(index).wait()
 
     def start(self, index: int) -> None:
-        enter = ["ip", "netns", "exec", self.networks[index].name] if self.networks else []
         address = self.networks[0].address if self.networks else "127.0.0.1"
-        with self.path(index).open("a") as stderr:
-            self.processes[index] = subprocess.Popen(
-                [*enter, *self.command],
-                stderr=stderr,
-                env=environ(index, self.count, address, self.port),
-            )
+        command = Command(
+            self.words,
+            environ(index, self.count, address, self.port),
+            self.tmp_path / f"command-{len(self.commands)}",
+            host=self.networks[index] if self.networks else None,
+        )
+        self.commands.append((index, command))
+        self.codes.pop(index, None)
 
-    def path(self, index: int) -> Path:
-        return self.tmp_path / f"host-{index}"
+    def signal(self, index: int, number: signal.Signals) -> None:
+        os.kill(self._newest(index).pid, number)
+
+    def _newest(self, index: int) -> Command:
+        return [command for host, command in self.commands if host == index][-1]
+
+    def _poll(self) -> None:
+        for index in {*range(self.count)} - self.codes.keys():
+            pid, status = os.waitpid(self._newest(index).pid, os.WNOHANG)
+            if pid:
+                self.codes[index] = os.waitstatus_to_exitcode(status)
+
+    def has_ended(self, index: int) -> bool:
+        self._poll()
+        return index in self.codes
+
+    def texts(self) -> list[str]:
+        """What each host has said."""
+        return [
+            "".join(
+                each.stderr.read_text()
+                for host, each in self.commands
+                if host == index and each.stderr.exists()  # a fork makes it
+            )
+            for index in range(self.count)
+        ]
 
     def stderr_texts(self) -> list[str]:
-        return [self.path(index).read_text()[-3000:] for index in range(self.count)]
+        return [text[-3000:] for text in self.texts()]
 
     def recorded(self) -> int:
         metrics = self.run / "metrics.jsonl"
@@ -429,17 +460,15 @@ class Hosts:
         self.wait(lambda: self.recorded() >= count + 12)
 
     def ended(self) -> dict[int, int]:
-        self.wait(lambda: all(process.poll() is not None for process in self.processes.values()))
-        return {index: process.returncode for index, process in self.processes.items()}
+        self.wait(lambda: self._poll() or len(self.codes) == self.count)
+        return dict(self.codes)
 
     @property
     def members(self) -> list[list[int]]:
         """Hosts of each start, by what they say."""
         starts: dict[int, list[int]] = {}
-        for index in range(self.count):
-            for number in re.findall(
-                rf"host {index} \(.*: start (\d+) of the run", self.path(index).read_text()
-            ):
+        for index, text in enumerate(self.texts()):
+            for number in re.findall(rf"host {index} \(.*: start (\d+) of the run", text):
                 starts.setdefault(int(number), []).append(index)
         return [starts[number] for number in sorted(starts)]
 
@@ -502,31 +531,30 @@ def test_the_process_of_the_first_host_is_lost(
     checkpoint."""
     with Hosts(tmp_path, job_file, "data=3", "3:3", steps=80) as hosts:
         hosts.train_together()
-        hosts.processes[0].send_signal(number)
+        hosts.signal(0, number)
         hosts.wait(lambda: all(LOST in text for text in hosts.stderr_texts()[1:]))
         if number == signal.SIGKILL:
-            hosts.processes[0].wait()
+            hosts.wait(lambda: hosts.has_ended(0))
             hosts.start(0)
         else:
-            hosts.processes[0].send_signal(signal.SIGCONT)
+            hosts.signal(0, signal.SIGCONT)
         assert hosts.ended() == {0: 0, 1: 0, 2: 0}, hosts.stderr_texts()
     assert hosts.members == [[0, 1, 2], [0, 1, 2]], hosts.stderr_texts()
     assert starts(hosts.run)[1][0] > 0, hosts.stderr_texts()
     hosts.check(tmp_path, job_file, "data=3", steps=80, within=0.0)
 
 
-IMPATIENT = "from paceline.launch.hosts import elastic; elastic.JOIN_S = 8.0; from paceline.cli import main; main()"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_the_first_host_is_gone_for_good(tmp_path: Path, job_file: Path, number: signal.Signals):
+def test_the_first_host_is_gone_for_good(
+    tmp_path: Path, job_file: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+):
     """The run ends on all hosts, with a code for which schedulers start it again; at once, with a checkpoint, where the
     first host says that it leaves."""
-    paceline = [sys.executable, "-c", IMPATIENT, "train"]
-    with Hosts(tmp_path, job_file, "data=2", "2:2", steps=60, paceline=paceline) as hosts:
+    monkeypatch.setattr(elastic, "JOIN_S", 60.0)  # for the start, too
+    with Hosts(tmp_path, job_file, "data=2", "2:2", steps=60) as hosts:
         hosts.train_together()
-        hosts.processes[0].send_signal(number)
+        hosts.signal(0, number)
         ended = hosts.ended()
         said = hosts.stderr_texts()[1]
     assert hosts.members == [[0, 1]], hosts.stderr_texts()
@@ -542,7 +570,7 @@ def test_another_host_leaves(tmp_path: Path, job_file: Path):
     """It saves and ends, and the first one goes on without it."""
     with Hosts(tmp_path, job_file, "data=2", "1:2", steps=60) as hosts:
         hosts.train_together()
-        hosts.processes[1].send_signal(signal.SIGTERM)
+        hosts.signal(1, signal.SIGTERM)
         assert hosts.ended() == {0: 0, 1: 5}, hosts.stderr_texts()
     assert hosts.members[-2:] == [[0, 1], [0]], hosts.stderr_texts()
     hosts.check(tmp_path, job_file, "data=2", steps=60, within=1e-9)

@@ -44,7 +44,7 @@ class CopyAddress:
 class CopyServer:
     """Serves the slots of this host until it is closed, a thread a peer.
 
-    host: the address of this host at which others find it.
+    host: the address at which it listens; "" for all of them.
     offered: gives the step of the copies that another host may take over; NOTHING if there are none. taken: is told
     that the other host has those of a step, and how many microseconds it needs for such copies; 0 if that is not known
     yet.

@@ -101,7 +101,7 @@ def run_host(
             closing(Supervisor(partial(_be_rank, body, shared, watch, interface)))
         )
         if shared.copies is not None:
-            shared.copies.serve(meeting.address or meeting.place.address)
+            shared.copies.serve(meeting.address or meeting.place.address, meeting.listens_at)
             stack.callback(shared.copies.close)
         _ElasticHost(
             meeting, num_ranks, shared, watch, processes, patience_s=patience_s, restarts=restarts
@@ -278,11 +278,11 @@ class _ElasticHost:
 
     def _ended_by(self, store: Any) -> str:
         """Return the failure that ended the run, which other hosts left in the store; "" if there was none."""
-        ask = partial(store.check, [_END])
-        has_end = within(self.meeting.answer_s, ask)
-        return (
-            within(self.meeting.answer_s, lambda: store.get(_END).decode()) or "" if has_end else ""
-        )
+
+        def ask() -> str:
+            return str(store.get(_END).decode()) if store.check([_END]) else ""
+
+        return within(self.meeting.answer_s, ask) or ""
 
     def _part(self, store: Any, num_hosts: int) -> None:
         """Keep the store until the others need it no more."""

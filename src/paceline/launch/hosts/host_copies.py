@@ -61,12 +61,21 @@ class HostCopies:
 
     # --- In the host's process --------------------------------------------------------------------------------------
 
-    def serve(self, host: str) -> None:
-        """Begin to serve copies at an address of this host, and to keep those of the neighbour."""
+    def serve(self, address: str, listens_at: str | None = None) -> None:
+        """Begin to serve copies, and to keep those of the neighbour.
+
+        Args:
+            address: At which others find this host.
+            listens_at: The address here, if it is another one; "" for all of them.
+        """
         self._server = CopyServer(
-            self.memory, self.address.key, host=host, offered=self.offered, taken=self.taken
+            self.memory,
+            self.address.key,
+            host=address if listens_at is None else listens_at,
+            offered=self.offered,
+            taken=self.taken,
         )
-        self.address = replace(self.address, host=host, port=self._server.port)
+        self.address = replace(self.address, host=address, port=self._server.port)
         threading.Thread(target=self._keep, name="paceline-keep", daemon=True).start()
 
     def close(self) -> None:

@@ -35,6 +35,15 @@ class MeetingPlace:
         self._kept_store: Any = None
 
     @property
+    def listens_at(self) -> str:
+        """The address at which this host listens for others: the one that faces the keeper.
+
+        It is "", for all addresses, where the keeper's own name leads it to loopback, as on Debian.
+        """
+        here = address_towards(self.place.address) or ""
+        return here if not here.startswith("127.") or here == self.place.address else ""
+
+    @property
     def answer_s(self) -> float:
         """The seconds in which the store must answer."""
         return max(self.silence_s, _CONNECT_S)

@@ -47,7 +47,6 @@ class Liveness(Protocol):
 class _Link:
     """Numbers between two that have proved themselves. Each is signed with its place in its direction: whoever is
     between them can end the connection, and can't change, repeat or leave out what is said.
-
     """
 
     def __init__(self, proven: Proven, *, is_hub: bool) -> None:
