@@ -928,29 +928,6 @@ def test_an_epoch_is_drawn_as_accelerate_draws_it(tmp_path: Path):
     assert list(job_of(grouped, loader, steps=4).sampler) == drawn
 
 
-def test_values_travel_without_pickle():
-    """Tensors of any shape and dtype, in tuples, lists and mappings, come back as they were."""
-    from paceline.base.wire import decode, encode
-
-    value = {
-        "a": (torch.arange(6).reshape(2, 3).T, [torch.tensor(1.5, dtype=torch.bfloat16), None]),
-        "b": "text",
-        "c": [1, 2.5, True],
-        "none": {},
-    }
-    told = decode(encode(value))
-    assert torch.equal(told["a"][0], value["a"][0]) and told["a"][0].dtype == torch.int64
-    assert told["a"][1][0].dtype == torch.bfloat16 and told["a"][1][1] is None
-    assert (told["b"], told["c"], told["none"], type(told["a"])) == (
-        "text",
-        [1, 2.5, True],
-        {},
-        tuple,
-    )
-    with pytest.raises(TypeError, match="object"):
-        encode({"a": object()})
-
-
 def test_a_replaced_forward_is_of_the_copy():
     """A copy of a model whose forward was replaced by a function that holds the one before runs its own weights."""
     from paceline.transformers.copies import copied

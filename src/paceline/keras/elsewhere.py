@@ -13,9 +13,10 @@ from typing import Any, Protocol
 import torch
 
 from paceline.api.train import train
+from paceline.base.codec import receive
 from paceline.job.callback import Callback, EpochReport, EvaluationReport, RunHandle
 from paceline.keras.copies import unpacked
-from paceline.keras.wire import receive, send
+from paceline.keras.wire import send
 from paceline.launch.process.subprocess_call import in_a_fresh_process
 
 

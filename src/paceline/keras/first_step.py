@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from paceline.base.codec import receive
 from paceline.base.errors import PacelineError, PlanRefused, in_words
 from paceline.keras.computation import Computation, joined, rows_of
 from paceline.keras.draws import ORDERS, several
@@ -26,7 +27,7 @@ from paceline.keras.forks import Fork, Forks
 from paceline.keras.group import RankGroup
 from paceline.keras.part import Part
 from paceline.keras.state import set_random_state
-from paceline.keras.wire import receive, send, tensors_of
+from paceline.keras.wire import send, tensors_of
 from paceline.proof.compare import Furthest, off_by
 from paceline.proof.reference_loop import greatest
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from paceline.base.codec import receive
 from paceline.base.errors import DriftError, UsageError
 from paceline.base.fork import forks_can_use_cuda
 from paceline.base.temporary import temporary_folder
@@ -32,7 +33,7 @@ from paceline.keras.forks import Fork, Forks, ForkServer, OwnForks
 from paceline.keras.group import RankGroup
 from paceline.keras.part import Part
 from paceline.keras.state import checksums, random_state, structure, variables, versions
-from paceline.keras.wire import receive, send, tensors_of
+from paceline.keras.wire import send, tensors_of
 from paceline.keras.worker import be_worker
 from paceline.launch.process.failure import Failure, RankFailed, cause_of, killed
 from paceline.launch.process.heartbeats import Heartbeat

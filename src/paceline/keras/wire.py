@@ -1,8 +1,7 @@
-"""Batches and variables on their way to another process of this host: JSON and the bytes of tensors, no pickle."""
+"""Tensors, arrays and variables in nested values, and their way to another process of this host."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
@@ -10,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 from keras import Variable
+
+from paceline.base import codec
 
 _PLAIN = (bool, int, float, str, type(None))
 _TENSORS = (torch.Tensor, np.ndarray, np.generic, Variable)
@@ -47,66 +48,5 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 
 
 def send(connection: Connection, value: Any) -> None:
-    """
-    Raises:
-        TypeError: something in the value can't be sent. OSError: nobody reads.
-    """
-    tensors = [tensor.detach().cpu().contiguous() for tensor in tensors_of(value)]
-    heads = [
-        [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), given.is_cuda]
-        for tensor, given in zip(tensors, tensors_of(value), strict=True)
-    ]
-    connection.send_bytes(json.dumps([_document(value, iter(range(len(tensors)))), heads]).encode())
-    for tensor in tensors:
-        if tensor.numel():
-            connection.send_bytes(tensor.reshape(-1).view(torch.uint8).numpy().data)
-
-
-def receive(connection: Connection) -> Any:
-    """What was sent. Tensors of a GPU are on this process's own.
-
-    Raises:
-        EOFError: the other end is closed.
-    """
-    document, heads = json.loads(connection.recv_bytes())
-    return _value(
-        document,
-        [
-            _tensor(connection, dtype, shape).to("cuda" if is_cuda else "cpu")
-            for dtype, shape, is_cuda in heads
-        ],
-    )
-
-
-def _tensor(connection: Connection, dtype: str, shape: list[int]) -> torch.Tensor:
-    kind = getattr(torch, dtype)
-    if 0 in shape:
-        return torch.empty(shape, dtype=kind)
-    return torch.frombuffer(bytearray(connection.recv_bytes()), dtype=kind).reshape(shape)
-
-
-def _document(value: Any, numbers: Any) -> Any:
-    """What JSON can say: containers with their kind, tensors by number."""
-    if isinstance(value, _TENSORS):
-        return {"tensor": next(numbers)}
-    if isinstance(value, dict):
-        return {"dict": [[key, _document(item, numbers)] for key, item in value.items()]}
-    if isinstance(value, tuple | list):
-        return {
-            "tuple" if isinstance(value, tuple) else "list": [
-                _document(item, numbers) for item in value
-            ]
-        }
-    return value
-
-
-def _value(document: Any, tensors: list[torch.Tensor]) -> Any:
-    if not isinstance(document, dict):
-        return document
-    ((kind, content),) = document.items()
-    if kind == "tensor":
-        return tensors[content]
-    if kind == "dict":
-        return {key: _value(item, tensors) for key, item in content}
-    items = [_value(item, tensors) for item in content]
-    return tuple(items) if kind == "tuple" else items
+    """Send a value; see `base/codec.py`. Variables arrive as tensors."""
+    codec.send(connection, map_tensors(lambda tensor: tensor, value))

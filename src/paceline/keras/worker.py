@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
+from paceline.base.codec import receive
 from paceline.keras.computation import Computation
 from paceline.keras.group import RankGroup
 from paceline.keras.part import Part
 from paceline.keras.state import checksums, set_random_state, variables
-from paceline.keras.wire import receive, send
+from paceline.keras.wire import send
 from paceline.launch.process.failure import failure_of
 from paceline.launch.process.heartbeats import Heartbeat
 from paceline.launch.process.rank_process import use_threads

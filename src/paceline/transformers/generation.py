@@ -8,8 +8,8 @@ from typing import Any
 
 from transformers import GenerationConfig
 
+from paceline.base.codec import encode
 from paceline.base.errors import UsageError
-from paceline.base.wire import encode
 
 _CONFIG = "__generation_config__"
 

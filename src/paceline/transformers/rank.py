@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from paceline.base.codec import decode, encode
 from paceline.base.errors import PeerLost
 from paceline.base.waiting import waiting
-from paceline.base.wire import decode, encode
 from paceline.checkpoint.write import Writer
 from paceline.job.order import Order
 from paceline.training import state

@@ -11,8 +11,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.base.codec import decode, encode
 from paceline.base.fork import forks_can_use_cuda
-from paceline.base.wire import decode, encode
 from paceline.launch.hosts.environment import current
 from paceline.launch.local.launcher import Launcher
 from paceline.launch.process.subprocess_call import in_a_fresh_process

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from paceline.base.codec import decode, encode
 from paceline.base.errors import (
     JobError,
     PacelineError,
@@ -23,7 +24,6 @@ from paceline.base.errors import (
 from paceline.base.fork import in_a_fork
 from paceline.base.streams import kept_streams
 from paceline.base.user_code import user_frames
-from paceline.base.wire import decode, encode
 from paceline.job import Job
 from paceline.job.named_models import NamedModels
 from paceline.job.own_step import BackwardResult
