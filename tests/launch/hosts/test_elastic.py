@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from conditions import until
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 import paceline as pl
 from paceline.checkpoint.dtypes import load_tensors
@@ -55,6 +56,13 @@ def job(mark: str = "", pause_s: float = 0.0):
 PACELINE = [sys.executable, "-m", "paceline", "train"]
 CHECKED = pytest.mark.checked_runs
 SECRET = "known to hosts alone"
+
+
+@pytest.fixture(autouse=True)
+def quick_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch looks up the source of its own frames in all modules at each step of a rendezvous, for its log. In forks of
+    this process, which has thousands, that takes seconds."""
+    monkeypatch.setattr(dynamic_rendezvous, "get_method_name", lambda depth=2: "")
 
 
 @pytest.fixture
