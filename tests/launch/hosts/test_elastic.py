@@ -23,6 +23,7 @@ from conditions import until
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 import paceline as pl
+from paceline.base.sockets import closed_in_forks
 from paceline.checkpoint.dtypes import load_tensors
 from paceline.job.file import JobFile
 from paceline.launch.hosts import elastic
@@ -589,7 +590,7 @@ def test_the_port_of_the_meeting_place_is_taken(tmp_path: Path, job_file: Path):
     """The first host says so at once, and opens it when it is free."""
     with contextlib.ExitStack() as stack:
         hosts = Hosts(tmp_path, job_file, "data=2", "2:2", steps=8)
-        taken = stack.enter_context(socket.create_server(("", hosts.port)))
+        taken = stack.enter_context(closed_in_forks(socket.create_server(("", hosts.port))))
         stack.enter_context(hosts)
         hosts.wait(lambda: f"port {hosts.port}, where the hosts meet" in hosts.stderr_texts()[0])
         taken.close()
