@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline.api import prediction
+from paceline.api import known_trials, prediction
 from paceline.api.prediction import _look_again, miss
 
 MIB = 2**20
@@ -92,7 +92,7 @@ def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(
         prediction, "refresh_device", lambda kind: looked_at.append(kind) or "its rates were off"
     )
-    monkeypatch.setattr(prediction, "forget_trials", looked_at.append)
+    monkeypatch.setattr(known_trials, "forget_trials", looked_at.append)
     return looked_at
 
 

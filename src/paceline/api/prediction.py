@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.api.calibration import FAR_OFF
-from paceline.api.known_trials import forget_trials
 from paceline.api.links import with_links
 from paceline.base.errors import PacelineError, PlanError, in_words
 from paceline.base.fork import in_a_fork
@@ -245,6 +243,9 @@ def _look_again(figures: Mapping[str, Any], priced: Priced) -> str:
 
     Returns what changed, for people; empty if nothing did.
     """
+    from paceline.api.calibration import FAR_OFF
+    from paceline.api.known_trials import forget_trials
+
     predicted_s, took_s = figures["predicted"]["step_s"], figures["step_s"]
     kind = priced.resolved.cluster.devices[-1].kind
     if predicted_s is None or not took_s or figures["steps"] <= FEW_STEPS or kind != "cpu":
