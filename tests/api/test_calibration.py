@@ -201,16 +201,12 @@ def test_a_plan_that_was_tried_is_chosen():
 
 
 def test_what_was_tried_before_counts():
-    """Its measured steps, and that a plan failed."""
-    known = KnownTrials(
-        "a job", [(Plan.parse("data=2"), Calibration(4.0, 100))] * 3, {"shard=2": "it broke"}
-    )
-    plans = ranked_plans(data_2=1.0, shard_2=0.5, single=1.4)
+    known = KnownTrials("a job", [(Plan.parse("data=2"), Calibration(4.0, 100))] * 3)
+    plans = ranked_plans(data_2=1.0, single=1.4)
     after = with_trials(plans, known)
 
     assert [str(each.plan) for each in after.ranked] == ["data=2", "single"]
     assert after.ranked[0].estimate.step_s == 4.0 and after.ranked[0].estimate.is_measured
-    assert after.refused == {"shard=2": "it failed when it was tried: it broke"}
     machine = Machine(single=3.0)
     calibrate_best(plans, machine, budget_s=60, known=known)
     assert set(machine.tried) == {"single"}

@@ -172,8 +172,6 @@ def calibrate_best(
     corrections, began_s = Corrections(), time.monotonic()
     predicted = {candidate.plan: candidate for candidate in (*plans.ranked, *plans.too_large)}
     known, compiled = known or KnownTrials(), plans.compiled
-    for plan in [plan for plan in predicted if str(plan) in known.failed]:
-        plans = _without(plans, predicted.pop(plan), known.failed[str(plan)])
     for plan, calibration in known.trials:
         if plan in predicted:
             corrections.add(plan, predicted[plan].estimate, calibration)
@@ -194,7 +192,7 @@ def calibrate_best(
         except PacelineError as error:
             if isinstance(error, RankFailed) and error.failure.is_stop:
                 raise
-            why = known.failed[str(candidate.plan)] = str(error).partition("\n")[0]
+            why = str(error).partition("\n")[0]
             plans = _without(plans, predicted.pop(candidate.plan), why)
         if corrections:
             plans = _corrected(plans, predicted, compiled, corrections)

@@ -22,14 +22,13 @@ MOST_JOBS = 50
 
 @dataclass(slots=True)
 class KnownTrials:
-    """What is known from trials of a job's plans.
+    """What is known from trials of a job's plans. A plan that failed is tried again the next time.
 
     Equal jobs have the same work, batch and precision, and are tried on the same devices.
     """
 
     job: str = ""  # its fingerprint
     trials: list[tuple[Plan, Calibration]] = field(default_factory=list)
-    failed: dict[str, str] = field(default_factory=dict)  # plans, and why they failed
     spent_s: float = 0.0  # by all trials together
     num_read: int = 0  # trials that the cache had
 
@@ -42,8 +41,7 @@ class KnownTrials:
             trials = [
                 (Plan.parse(plan), _calibration(figures)) for plan, figures in document["trials"]
             ]
-            failed = {str(plan): str(why) for plan, why in document["failed"].items()}
-            return cls(job, trials, failed, float(document["spent_s"]), len(trials))
+            return cls(job, trials, float(document["spent_s"]), len(trials))
         except (KeyError, TypeError, ValueError, AttributeError):
             return cls(job)
 
@@ -52,7 +50,6 @@ class KnownTrials:
         document = {
             "written_at": time.time(),
             "trials": [(str(plan), asdict(calibration)) for plan, calibration in self.trials],
-            "failed": self.failed,
             "spent_s": self.spent_s,
         }
         kept = [(job, other) for job, other in _jobs().items() if job != self.job]
