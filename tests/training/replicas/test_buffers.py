@@ -16,7 +16,6 @@ from paceline.job import Job
 from paceline.strategies.compose import load
 from paceline.strategies.plan import Plan
 from paceline.training.loop import train_rank
-from paceline.training.replicas import buffers as replicas_buffers
 from paceline.training.replicas.buffers import ChangingBuffers
 from paceline.training.settings import Settings
 
@@ -66,11 +65,8 @@ def test_many_buffers_meet_together(run_ranks: Callable[..., Any]):
         model = nn.Sequential(*(Counting() for _ in range(5)))
         buffers = ChangingBuffers(model)
         counts = []
-        reduce = replicas_buffers.all_reduce
-        replicas_buffers.all_reduce = lambda *args, **kwargs: (
-            counts.append(1),
-            reduce(*args, **kwargs),
-        )[1]
+        reduce = dist.all_reduce
+        dist.all_reduce = lambda *args, **kwargs: (counts.append(1), reduce(*args, **kwargs))[1]
         for has_unsynced in (True, False):  # the stepper's own all-reduce tells
             for module in model:
                 module.see(2.0 + context.rank)

@@ -74,10 +74,11 @@ def _create(given: Any, options: Any) -> SharedMemoryGroup:
 
 
 # What modes see of exchanges in memory; see `SharedMemoryGroup._exchanging`.
-_OPERATORS = torch.library.Library("c10d_shared", "DEF")
+_OPERATORS = torch.library.Library("c10d_shared", "FRAGMENT")
 for _name in ("allreduce_", "allgather_", "reduce_scatter_"):
-    _OPERATORS.define(f"{_name}(Tensor tensor) -> ()")
-    _OPERATORS.impl(_name, lambda tensor: None, "CompositeExplicitAutograd")
+    if not hasattr(torch.ops.c10d_shared, _name):  # a process may import this module twice
+        _OPERATORS.define(f"{_name}(Tensor tensor) -> ()")
+        _OPERATORS.impl(_name, lambda tensor: None, "CompositeExplicitAutograd")
 
 
 class SharedMemoryGroup(_ProcessGroup):
