@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -21,12 +22,15 @@ def loaded(job: pl.Job) -> Iterator[Any]:
         yield from loader
 
 
-def main(batches: Callable[[pl.Job], Iterator[Any]]) -> None:
+def main(
+    batches: Callable[[pl.Job], Iterator[Any]],
+    distributed: Callable[[nn.Module], nn.Module] = DistributedDataParallel,
+) -> None:
     options = arguments()
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     job = load_job(options.job)
-    model = DistributedDataParallel(job.model())
+    model = distributed(job.model())
     optimizer = job.optimizer(model.named_parameters())
     meter = Meter(options.steps)
     for input, target in batches(job):
