@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
-import runpy
+import subprocess
 import sys
-import traceback
 
 import pytest
 from commands import as_ranks, free_port
@@ -22,49 +20,32 @@ def own(tmp_path_factory):
     return told(tmp_path_factory.mktemp("own"), OWN)
 
 
-def process_of(script, environment, log):
-    """A process in which Python runs a script from its first line to what it does at its end."""
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        out = os.open(log, os.O_CREAT | os.O_WRONLY)
-        os.dup2(out, 1)
-        os.dup2(out, 2)
-        os.environ.update(environment)
-        sys.argv = [str(script)]
-        atexit._clear()
-        runpy.run_path(str(script), run_name="__main__")
-        atexit._run_exitfuncs()
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        os._exit(code)
-
-
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_script_that_python_or_torchrun_starts(tmp_path, own, num_ranks):
     script, text = tmp_path / "script.py", tmp_path / "told.json"
     script.write_text(ATTACHED)
-    common = {"TOLD": str(text)}
+    common = {**os.environ, "TOLD": str(text)}
     if num_ranks > 1:
         common |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
         common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [
         {"RANK": str(r), "LOCAL_RANK": str(r)} if num_ranks > 1 else {} for r in range(num_ranks)
     ]
-    logs = [tmp_path / f"log-{rank}" for rank in range(num_ranks)]
 
+    # A process of its own, not a fork: a fork has the state that earlier tests left in this one.
     started = [
-        process_of(script, common | own_place, log)
-        for own_place, log in zip(ranks, logs, strict=True)
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            env=common | own_place,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for own_place in ranks
     ]
 
-    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in started]
-    assert codes == [0] * num_ranks, "\n".join(log.read_text() for log in logs)
+    told_by = [process.communicate()[0] for process in started]
+    assert [process.returncode for process in started] == [0] * num_ranks, "\n".join(told_by)
     assert_alike(json.loads(text.read_text())["weights"], own["weights"])
 
 
