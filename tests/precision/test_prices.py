@@ -96,7 +96,7 @@ def test_rounding_to_float8_is_paid_for() -> None:
 
 
 def test_float8_without_compiling_is_bound_by_the_host() -> None:
-    """An H200 took 1.92 ms longer for each layer and step, of which two products are in float8 (docs/gpu.md)."""
+    """An H200 took 1.92 ms longer for each layer and step, of which two products are in float8 (docs/precision.md)."""
     rates = accelerator_rates(accelerator("H200"), PLAIN)
     products = (
         Product(rows=8192, columns=4096, inner=1024, kind="linear", grows="rows"),
