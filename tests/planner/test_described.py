@@ -347,7 +347,7 @@ print("torch" in sys.modules)
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     ).stdout.split()
 
-    # Functions called for a plan; docs/planning.md has the milliseconds that they take on a quiet machine.
+    # Functions called for a plan.
     assert float(done[0]) < 25_000
     assert int(done[1]) < 500_000
     assert done[2] == "False"
