@@ -106,7 +106,12 @@ def test_every_strategy_has_a_page():
 
     `stages/` has two.
     """
-    families = {"place": "pipeline", "compress": "local", "compile": "recompute"}
+    families = {
+        "shard": "data",
+        "place": "pipeline",
+        "compress": "local",
+        "compile": "recompute",
+    }
     folders = {
         path.parent.name for path in (ROOT / "src/paceline/strategies").glob("*/strategy.py")
     }

@@ -27,7 +27,7 @@ TIE = 0.02
 MOST_REFINED = 12
 # Half the width of a 95 % interval around the predicted gain of compiled blocks, as a part of the
 # step: kernels that torch compiles are that much slower or faster than others. See
-# docs/strategies/recompute.md.
+# docs/formulas.md.
 GAIN_SPREAD = 0.03
 Price = Callable[[Plan], Estimate]
 # Returns the least bytes by which a plan exceeds its devices' memory; must be cheap. It may stop

@@ -12,7 +12,7 @@ from paceline.strategies.plan import Plan
 
 # FIRST_S: core seconds that a machine's first compilation takes in addition: g++ tries the
 # processor's instructions, and compiles torch's headers. KERNEL_S: core seconds of each kernel,
-# from tracing to g++. See docs/strategies/recompute.md.
+# from tracing to g++. See docs/formulas.md.
 FIRST_S = 14.5
 KERNEL_S = 0.85
 NOTHING_COMPILED = "torch.compile takes no nn.RNN, nn.GRU or nn.LSTM, and the model, or each of its blocks, holds one"
