@@ -298,10 +298,9 @@ def test_job_fields_on_the_page_exist():
 
 def commands(page: Path) -> list[str]:
     """The `paceline` commands in a page's indented code, without comments."""
+    text = re.sub(r" +\\\n +", " ", page.read_text(encoding="utf-8"))  # a command in several lines
     lines = re.findall(
-        r"^ {4}(?:\$ |srun .*?|torchrun .*?-- )?paceline (.*)$",
-        page.read_text(encoding="utf-8"),
-        flags=re.MULTILINE,
+        r"^ {4}(?:\$ |srun .*?|torchrun .*?-- )?paceline (.*)$", text, flags=re.MULTILINE
     )
     return [line.partition("   #")[0] for line in lines if "[" not in line]
 

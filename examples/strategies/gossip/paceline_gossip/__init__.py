@@ -38,7 +38,8 @@ def enter(step: Step) -> Hooks:
         yield Allocate("communication", BUFFERS * weights_bytes)
 
     def update(point: HookPoint) -> Iterable[Event]:
-        # A ring's all-reduce of B bytes sends 2 B (N - 1) / N from each rank; two neighbours are sent 2 B.
+        # A ring's all-reduce of B bytes sends 2 B (N - 1) / N from each rank;
+        # two neighbours are sent 2 B.
         yield Collective(
             "all_reduce",
             weights_bytes * replicas / (replicas - 1),
@@ -46,7 +47,10 @@ def enter(step: Step) -> Hooks:
             name="gossip",
             stream=COMPUTE,
         )
-        yield Compute(moved_bytes=2 * (BUFFERS + 1) * weights_bytes, part="optimizer")
+        yield Compute(
+            moved_bytes=2 * (BUFFERS + 1) * weights_bytes,
+            part="optimizer",
+        )
 
     return {"start": start, "update": update}
 
@@ -60,8 +64,9 @@ def problems(plan: Plan) -> list[str]:
     if not others:
         return []
     return [
-        f"gossip={num_replicas(plan)} and {' '.join(others)} don't compose: a step is taken by one rank, which "
-        "holds the whole model and averages all of it"
+        f"gossip={num_replicas(plan)} and {' '.join(others)} don't compose: "
+        "a step is taken by one rank, which holds the whole model and averages "
+        "all of it"
     ]
 
 
@@ -71,7 +76,8 @@ def plans(limits: Limits, shape: DeviceCounts) -> Iterator[Plan]:
 
 def exact(plan: Plan) -> Plan:
     """Replicas whose gradients meet in every step."""
-    return replace(plan, axes=replace(plan.axes, others=(), data=num_replicas(plan)))
+    axes = replace(plan.axes, others=(), data=num_replicas(plan))
+    return replace(plan, axes=axes)
 
 
 STRATEGY = Strategy(

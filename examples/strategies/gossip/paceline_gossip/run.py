@@ -20,7 +20,8 @@ from . import AXIS
 
 def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, **_: Any) -> Ring:
     """Leaves the model as it is."""
-    return Ring({name: p for name, p in model.named_parameters() if p.requires_grad}, mesh)
+    parameters = model.named_parameters()
+    return Ring({name: p for name, p in parameters if p.requires_grad}, mesh)
 
 
 class Ring:
@@ -104,7 +105,10 @@ class Ring:
         yield StateTensor("gossip/replicas", torch.tensor([self.num_replicas]))
         for name, p in self.parameters.items():
             yield StateTensor(
-                f"replicas/{self.place}/parameters/{name}", p.detach(), like=name, replica=True
+                f"replicas/{self.place}/parameters/{name}",
+                p.detach(),
+                like=name,
+                replica=True,
             )
 
     def restore(self, saved: SavedState) -> list[str]:
