@@ -216,9 +216,9 @@ def test_tests_that_the_pages_name_are_there():
 
 
 def test_the_worked_example_gives_its_figures():
-    """The code in docs/prediction.md prints what the page says, and its table has the simulator's times."""
-    page = (ROOT / "docs" / "prediction.md").read_text(encoding="utf-8")
-    example = doctest.DocTestParser().get_doctest(page, {}, "prediction.md", "prediction.md", 0)
+    """The code in docs/formulas.md prints what the page says, and its table has the simulator's times."""
+    page = (ROOT / "docs" / "formulas.md").read_text(encoding="utf-8")
+    example = doctest.DocTestParser().get_doctest(page, {}, "formulas.md", "formulas.md", 0)
     assert len(example.examples) > 10
     runner = doctest.DocTestRunner()
     runner.run(example, clear_globs=False)
