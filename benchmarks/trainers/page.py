@@ -30,9 +30,8 @@ Each script trains on {RANKS} CPU ranks with gloo, one thread a rank, in float32
 plain PyTorch loop on one device starts from the same weights and takes the same samples in the same order. The page
 compares both:
 
-- **weights** is the greatest difference of a final weight, **buffers** that of a running statistic, and **loss** that
-  of a step's training loss (averaged over the ranks). **off by** gives the greatest of the three. The size of the
-  weights is about 0.3.
+- **off by** gives the greatest difference of a final weight, a running statistic, or a step's training loss (averaged
+  over the ranks). The size of the weights is about 0.3. `benchmarks/trainers/results.json` has all three.
 - **exact** means that no difference is above {EXACT:.0e}, which rounding in float32 can cause, and that the trainer
   took as many steps as one device.
 - **mended** means that the job as documented differs or fails, and that a setting or a few lines make it exact. The
@@ -127,29 +126,23 @@ def figures(row: Result) -> list[float]:
 
 
 def section(job: str, rows: Sequence[Result]) -> Iterator[str]:
-    """A job: what it is, the figures of every run, and the reasons for those that are not exact."""
-    has_buffers = any(row.buffers is not None for row in rows)
+    """A job: what it is, the outcome of every run, and the reasons for those that are not exact."""
     yield f"## {JOBS[job].title[0].upper()}{JOBS[job].title[1:]}"
     yield ""
     yield wrapped(DESCRIPTIONS[job].format(stop_after=STOP_AFTER))
     yield ""
-    yield f"| trainer | how | | weights | {'buffers | ' if has_buffers else ''}loss |"
-    yield "|---" * (5 + has_buffers) + "|"
+    yield "| trainer | how | |"
+    yield "|---|---|---|"
     for row in rows:
         how = (
             "as documented"
             if row.setting == AS_DOCUMENTED
             else CONTENDERS[row.trainer].settings[job][row.setting]
         )
-        numbers = [row.weights, *([row.buffers] if has_buffers else []), row.loss]
-        yield f"| {row.trainer} | {how} | {in_short(row)} | {' | '.join(map(_number, numbers))} |"
+        yield f"| {row.trainer} | {how} | {in_short(row)} |"
     yield ""
     yield from reasons(rows)
     yield ""
-
-
-def _number(figure: float | None) -> str:
-    return "" if figure is None else f"{figure:.1e}"
 
 
 def reasons(rows: Sequence[Result]) -> Iterator[str]:
