@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from later import needed
-from torch.utils.data import DataLoader
 
 import paceline as pl
 from paceline.attached.launch import run as run_attached
@@ -27,9 +26,64 @@ LOOP, DDP, ACCELERATE, LIGHTNING, DEEPSPEED = (
     "Lightning",
     "DeepSpeed",
 )
-ATTACHED = "pl.attach("  # in scripts that keep their loop
-AS_IT_IS = "pl.from_lightning("  # in scripts that keep their module
-IN_ORDER = "for inputs, targets in DataLoader(samples, batch_size=60):"  # in place of a loader that shuffles by itself
+IN_ORDER = "for inputs, targets in train_loader:"  # in place of a loader that shuffles by itself
+# The loop's body as a function, which returns what the loop averaged beside the loss.
+BODY = """
+def body(model, batch):                 # for batch in train_loader:
+    inputs, targets = batch             #     the lines of the loop
+    output = model(inputs)
+    loss = F.cross_entropy(output, targets)
+    right = (output.argmax(1) == targets).float()
+    return loss, {"accuracy": right.mean()}     # loss.backward() and so on
+
+def job_of_body(lr: float = 1e-3) -> pl.Job:
+    steps = 5 * len(train_loader)
+    schedule = lambda optimizer: CosineAnnealingLR(optimizer, steps)
+    return pl.Job(model=net, data=train_loader, compute=body, epochs=5,
+                  validation=test_loader, lr_schedule=schedule, clip=1.0,
+                  optimizer=lambda named: torch.optim.AdamW(named, lr=lr))
+"""
+# A kept loop with what the table about Accelerate names.
+FEATURES = """
+import paceline as pl
+
+held_out = DataLoader(TensorDataset(*samples[1500:]), batch_size=100)
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+training = TensorDataset(*samples[:1500])
+loader = DataLoader(training, batch_size=4 * 50, shuffle=True)
+seen = {"epochs": 0}
+stopping = pl.EarlyStopping("accuracy", patience=1, min_delta=0.03)
+run = pl.attach(
+    model, optimizer, loader, state={"seen": seen}, callbacks=[stopping]
+)
+
+def loss_of(batch):
+    inputs, targets = batch
+    with torch.autocast(run.device.type, torch.bfloat16):
+        loss = F.cross_entropy(model(inputs), targets)
+    run.log(loss=loss)
+    return loss
+
+def figures_of(batch):
+    inputs, targets = batch
+    output = model(inputs)
+    right = (output.argmax(1) == targets).float().mean()
+    return {"loss": F.cross_entropy(output, targets), "accuracy": right}
+
+for epoch in run.epochs(40):
+    for batch in run:
+        run.backward(loss_of)
+        if not all(p.grad.isfinite().all() for p in model.parameters()):
+            run.stop()
+        run.update()
+    seen["epochs"] += 1
+    figures = run.evaluate(figures_of, held_out)
+    if run.is_main:
+        print(epoch, figures["accuracy"], seen["epochs"])
+"""
 
 
 def section(tool: str) -> str:
@@ -42,21 +96,22 @@ def code(tool: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", section(tool), re.DOTALL)
 
 
-def scripts(tool: str) -> tuple[str, str]:
-    """The script before and the job after, which Accelerate and DeepSpeed have in common with DDP."""
-    kept = (ATTACHED, AS_IT_IS)
-    blocks = [block for block in code(tool) if not any(word in block for word in kept)]
-    return blocks[0], code(DDP)[1] if tool in (ACCELERATE, DEEPSPEED) else blocks[1]
+def beginning() -> str:
+    """The lines that the scripts have in common."""
+    return re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)[0]
 
 
 def run_script(script: str, **names: Any) -> dict[str, Any]:
     """What a script defines, run with the samples in their own order, which a loop and a job can share."""
-    script = script.replace("shuffle=True", "shuffle=False").replace(
+    names |= {"seed_model": seed_model}
+    exec(compile(in_order(beginning() + script), "script", "exec"), names)
+    return names
+
+
+def in_order(script: str) -> str:
+    return script.replace("shuffle=True", "shuffle=False").replace(
         "torch.manual_seed(0)", "seed_model(0)"
     )
-    names |= {"seed_model": seed_model}
-    exec(compile(script, "script", "exec"), names)
-    return names
 
 
 def assert_equal_weights(run: Path, model: torch.nn.Module) -> None:
@@ -92,7 +147,7 @@ def leave_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_ten_lines_change():
     """Of the loop's script nothing is edited; few lines are new."""
-    before, after = scripts(LOOP)
+    before, after = code(LOOP)
     changes = list(difflib.ndiff(before.splitlines(), after.splitlines()))
     assert len([line for line in changes if line.startswith("+ ") and line[2:].strip()]) <= 13
 
@@ -102,14 +157,13 @@ def test_the_job_ends_where_the_loop_ends(tmp_path: Path, capsys: pytest.Capture
     loop's body; jobs begin like the loop.
     """
     needed("sklearn", "scikit-learn")
-    before, after = scripts(LOOP)
+    before, after = code(LOOP)
     loop: dict[str, Any] = {}
-    exec(compile(before, "script", "exec"), loop)
+    exec(compile(beginning() + before, "script", "exec"), loop)
     accuracy = float(re.findall(r"epoch 4: accuracy (\S+)", capsys.readouterr().out)[0])
     script = {"__name__": "script"}
-    exec(after.replace("pl.Job(", "pl.Job(seed=pl.like_torch(0), "), script)
-    body = code(LOOP)[2]
-    exec(body.replace("pl.Job(", "pl.Job(seed=pl.like_torch(0), "), script)
+    for block in (beginning(), after, BODY):
+        exec(block.replace("pl.Job(", "pl.Job(seed=pl.like_torch(0), "), script)
     for name, plan in (
         ("job", "single"),
         ("job", "data=2 accumulate=2"),
@@ -125,7 +179,7 @@ def test_the_job_ends_where_the_loop_ends(tmp_path: Path, capsys: pytest.Capture
     [
         (DDP, "torch", "model.module"),
         (ACCELERATE, "accelerate", "model"),
-        pytest.param(LIGHTNING, "lightning", "model.net", marks=pytest.mark.slow),
+        pytest.param(LIGHTNING, "lightning", "model", marks=pytest.mark.slow),
         pytest.param(DEEPSPEED, "deepspeed", "engine.module", marks=pytest.mark.slow),
     ],
 )
@@ -141,20 +195,17 @@ def test_the_job_ends_where_the_script_of_another_tool_ends(
     """The other tool runs in one process, where it computes what one device computes."""
     needed("sklearn", "scikit-learn")
     needed(package)
-    before, after = scripts(tool)
+    before = code(tool)[0]
     if tool == DEEPSPEED:  # its own loader shuffles whatever it is told
         before = before.replace("for inputs, targets in loader:", IN_ORDER)
-    names = run_script(before, DataLoader=DataLoader)
+    names = run_script(before)
     if package == "accelerate":
         names["accelerator"].state._reset_state(True)
     leave_the_launcher(monkeypatch)
-    pl.train(run_script(after, __name__="script")["job"](), "single", run=tmp_path / "run")
+    after = code(LIGHTNING if tool == LIGHTNING else DDP)[1]
+    script = run_script(after, __name__="script", Digits=names.get("Digits"))
+    pl.train(script["job"](), "single", run=tmp_path / "run")
     assert_equal_weights(tmp_path / "run", eval(model, names))
-    if tool == LIGHTNING:  # its module as it is, in the same script
-        names |= {"__name__": "script"}
-        exec(code(LIGHTNING)[1], names)
-        pl.train(names["job"](), "single", run=tmp_path / "module")
-        assert_equal_weights(tmp_path / "module", names["model"])
 
 
 @pytest.mark.filterwarnings("ignore")  # of the other tool
@@ -162,16 +213,12 @@ def test_the_kept_loop_ends_where_that_of_accelerate_ends(tmp_path: Path):
     """On two ranks, with the lines that the page changes."""
     needed("sklearn", "scikit-learn")
     needed("accelerate")
-    before, _ = scripts(ACCELERATE)
-    kept, _ = (block for block in code(ACCELERATE) if ATTACHED in block)
+    before, kept = code(ACCELERATE)
     names = run_script(before)
     names["accelerator"].state._reset_state(True)
     script = tmp_path / "script.py"
     script.write_text(
-        "from paceline.base.streams import seed_model\n"
-        + kept.replace("shuffle=True", "shuffle=False").replace(
-            "torch.manual_seed(0)", "seed_model(0)"
-        ),
+        "from paceline.base.streams import seed_model\n" + in_order(beginning() + kept),
         encoding="utf-8",
     )
     run_attached(script, "data=2", devices="cpu:0-1", run=tmp_path / "run")
@@ -179,17 +226,15 @@ def test_the_kept_loop_ends_where_that_of_accelerate_ends(tmp_path: Path):
 
 
 def test_each_feature_of_accelerate_in_a_kept_loop_runs(tmp_path: Path):
-    """What the table names is in the script, its commands or its other plan; ranks end where one device does."""
+    """The script has what the table names, but plans and options; ranks end where one device does."""
     needed("sklearn", "scikit-learn")
-    features = section(ACCELERATE).partition("features in a kept loop")[2].partition("\n### ")[0]
-    _, script = (block for block in code(ACCELERATE) if ATTACHED in block)
-    cells = [row.split(" | ")[1] for row in features.splitlines() if row.startswith("| ")]
-    text = features.partition("\n|")[0]
+    cells = [row.split(" | ")[1] for row in section(ACCELERATE).splitlines() if row[:2] == "| "]
     named = {name for cell in cells for name in re.findall("`(.+?)`", cell)}
-    assert named - {name for name in named if name in text} == {"break", "data=2 local=8"}
+    options_and_plans = {"--save-every", "--resume", "--log tensorboard", "accumulate=4", "shard=N"}
+    assert {name for name in named if name not in FEATURES} == options_and_plans
 
     # bfloat16 would hide what differs.
-    script = script.replace("torch.bfloat16)", "torch.bfloat16, enabled=False)")
+    script = beginning() + FEATURES.replace("torch.bfloat16)", "torch.bfloat16, enabled=False)")
     path, log, run = tmp_path / "script.py", f"tensorboard:{tmp_path / 'events'}", tmp_path / "run"
     path.write_text(script, encoding="utf-8")
     whole = run_attached(path, "single", devices="cpu:0", run=tmp_path / "whole")
