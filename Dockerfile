@@ -2,8 +2,16 @@
 #     docker build --tag paceline .
 # For GPUs, on a base that has torch for them:
 #     docker build --tag paceline --build-arg BASE=pytorch/pytorch:2.13.0-cuda13.0-cudnn9-runtime .
-# The base needs Python 3.11 or later with venv; docs/clusters.md says how to build without
-# Docker or without a registry.
+# The base needs Python 3.11 or later with venv.
+#
+# Without Docker and without a registry, buildah builds it on a base of Debian packages. pip takes its packages from a
+# folder that was filled before with a Python of the base's version (3.11):
+#     mmdebstrap --variant=minbase --include=python3,python3-venv,ca-certificates bookworm rootfs.tar
+#     container=$(buildah from scratch) && buildah add $container rootfs.tar / && buildah commit $container debian-python
+#     pip download --constraint constraints.txt --dest wheels '.[examples,report]' hatchling
+#     buildah build --isolation chroot --tag paceline --build-arg BASE=localhost/debian-python \
+#         --build-arg PIP_NO_INDEX=1 --build-arg PIP_FIND_LINKS=/wheels --volume $PWD/wheels:/wheels:ro .
+# podman then runs the image, and `podman-compose --file docker/compose.yaml up` starts the services.
 ARG BASE=python:3.11-slim
 FROM ${BASE}
 
