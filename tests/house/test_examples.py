@@ -51,7 +51,7 @@ def test_every_example_is_run_and_numbered():
         text = (EXAMPLES / name).read_text(encoding="utf-8")
         assert f"examples/{name}" in text.split('"""')[1]
         assert len(text.splitlines()) <= 110
-        assert f"| `{name}` |" in (EXAMPLES.parent / "docs" / "examples.md").read_text(
+        assert f"| `{name}` |" in (EXAMPLES.parent / "docs" / "index.md").read_text(
             encoding="utf-8"
         )
 
@@ -73,7 +73,7 @@ def test_commands_that_train_an_example_run_on_any_machine():
             r"^(?: {4})?(?:\$ )?paceline train (examples/\S+.*)$", text, re.MULTILINE
         )
     ]
-    assert len(lines) > 15
+    assert len(lines) > 8
     for line in lines:
         given = re.search(r"--devices cpu:(?:0|0-(\d))(?: |$)", line)
         plan = re.search(r"--plan (?:\"(.*?)\"|(\S+))", line)
