@@ -57,8 +57,8 @@ class Figures:
 
 
 def the_job(form: str, batch: int) -> pl.Job:
-    from paceline.cluster.sizes import DecoderSize
-    from paceline.model.reference.decoder import Decoder
+    from benchmarks.models.decoder import Decoder
+    from benchmarks.models.sizes import DecoderSize
 
     job = pl.load(str(EXAMPLE), {"batch": batch})
     if form == "gpt":

@@ -6,7 +6,7 @@ He et al. 2016 (residual nets).
 
 from __future__ import annotations
 
-from paceline.model.reference.convolution import Conv, ConvNetSize, Stretch, stretches
+from benchmarks.models.convolution import Conv, ConvNetSize, Stretch, stretches
 
 ALEXNET = [
     Stretch((Conv(3, 64, (11, 11), 55, 4, has_norm=False),), pool=2),

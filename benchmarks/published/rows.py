@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
+from benchmarks.models import DecoderSize, Formats, Kernels, decoder_profile
+from benchmarks.models.convolution import convnet_profile
 from benchmarks.published.nets import NETS
 from benchmarks.published.sources import SOURCES, Source
 from paceline.base.errors import PacelineError
@@ -24,8 +26,6 @@ from paceline.cluster.links import Link, Network
 from paceline.cluster.software import Software
 from paceline.job import Precision
 from paceline.model.cost.profile import Profile
-from paceline.model.reference import DecoderSize, Formats, Kernels, decoder_profile
-from paceline.model.reference.convolution import convnet_profile
 from paceline.strategies.plan import Plan
 
 GIB = 2**30

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from paceline.model.reference import DecoderSize
+from benchmarks.models import DecoderSize
 
 FlopsOf = Callable[[DecoderSize, float, int], float]
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import paceline as pl
-from paceline.cluster.sizes import DecoderSize
-from paceline.model.reference.convnet import ConvNet
-from paceline.model.reference.convolution import ConvNetSize
-from paceline.model.reference.decoder import Decoder
+from benchmarks.models.convnet import ConvNet
+from benchmarks.models.convolution import ConvNetSize
+from benchmarks.models.decoder import Decoder
+from benchmarks.models.sizes import DecoderSize
 
 STEPS = 1_000_000  # a run says itself how many it takes
 

@@ -51,7 +51,6 @@ BEYOND_LIMITS = {
     "model/graph.py: __init__",
     "model/graph.py: _piece",
     "model/graph.py: read",
-    "model/reference/transformer.py: _layer",
     "planner/estimate.py: estimate",
     "planner/pipelines.py: play_pipeline",
     "searches/begin.py: open_study",

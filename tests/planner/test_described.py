@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.models import DecoderSize, decoder_profile
 from paceline.base.errors import PlanError
 from paceline.cluster.catalogue import accelerator, software
 from paceline.cluster.cluster import Cluster
@@ -16,7 +17,6 @@ from paceline.cluster.links import Link, Network
 from paceline.cluster.sizes import Formats
 from paceline.cluster.software import PACELINE, Software
 from paceline.model.cost.profile import Affine, Parameter, Profile, Segment, TensorCut, Work
-from paceline.model.reference import DecoderSize, decoder_profile
 from paceline.planner.estimate import Estimate, estimate
 from paceline.planner.search import search
 from paceline.strategies.limits import DeviceCounts, Limits
@@ -326,7 +326,7 @@ def note(frame, event, argument):
     count += event == "call"
 from paceline.cluster.catalogue import software
 from paceline.cluster.cluster import Cluster
-from paceline.model.reference import DecoderSize, decoder_profile
+from benchmarks.models import DecoderSize, decoder_profile
 from paceline.strategies.plan import Plan
 from paceline.planner.estimate import estimate
 program = software("megatron-core")

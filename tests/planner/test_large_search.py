@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.models import DecoderSize, decoder_profile
 from paceline.cluster.catalogue import software
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.links import Link
 from paceline.cluster.software import PACELINE
 from paceline.model.cost.profile import Profile
-from paceline.model.reference import DecoderSize, decoder_profile
 from paceline.planner import pipelines
 from paceline.planner.estimate import Estimate, estimate
 from paceline.planner.pipelines import least_missing_bytes

@@ -15,9 +15,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.cluster.sizes import DecoderSize
+from benchmarks.models.decoder import Decoder
+from benchmarks.models.sizes import DecoderSize
 from paceline.model.cost.trace import cast_parameters, cast_parameters_of_rank, profile_job
-from paceline.model.reference.decoder import Decoder
 from paceline.strategies.shard import strategy
 from paceline.strategies.shard.exchange import InPlaceGather
 

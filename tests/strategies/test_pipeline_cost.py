@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.models import DecoderSize, decoder_profile
 from paceline.base.errors import PlanError
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.links import Network
 from paceline.cluster.sizes import Formats, Kernels
 from paceline.cluster.software import Software
-from paceline.model.reference import DecoderSize, decoder_profile
 from paceline.planner.pipelines import play_pipeline
 from paceline.planner.program import stage_program
 from paceline.planner.rank_kinds import accelerator_rates

@@ -1,8 +1,7 @@
 """The profile of a captured model as repeated layers. It can be cut anywhere without another
 capture.
 
-Consecutive equal pieces are one segment, as in a profile by dimensions
-(`model/reference/transformer.py`), so that a plan for thousands of devices is priced in
+Consecutive equal pieces are one segment, so that a plan for thousands of devices is priced in
 milliseconds. Figures are lines through two captures.
 """
 
@@ -26,8 +25,8 @@ from paceline.strategies.stages.price import LOSS, SplitJob
 
 SAMPLES = (EXAMPLE_SAMPLES, 2 * EXAMPLE_SAMPLES)  # of the two captures
 # Each rank of a tensor axis is assumed to keep 4x and to move 10x a transformer layer's output
-# without splitting it: norms, sums and their inputs. Counted for `model/reference/transformer.py`;
-# a rough figure for other layers.
+# without splitting it: norms, sums and their inputs. Counted for
+# `benchmarks/models/transformer.py`; a rough figure for other layers.
 WHOLE_KEPT, WHOLE_MOVED = 4, 10
 TENSOR_NOTE = (
     "tensor=N: every matrix that can be is taken to be split, and a layer to exchange its output once, or "

@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch.utils.data import TensorDataset
 
 import paceline as pl
+from benchmarks.models import Decoder, DecoderSize, decoder_profile
+from benchmarks.models.convnet import ConvNet
+from benchmarks.models.convolution import ConvNetSize, convnet_profile
+from benchmarks.models.decoder import next_token_loss
 from paceline.base.errors import JobError
 from paceline.cluster.sizes import Formats, Kernels
 from paceline.model.cost import Profile, profile_job
-from paceline.model.reference import Decoder, DecoderSize, decoder_profile
-from paceline.model.reference.convnet import ConvNet
-from paceline.model.reference.convolution import ConvNetSize, convnet_profile
-from paceline.model.reference.decoder import next_token_loss
 
 GPT = DecoderSize(2, 64, 4, 256, 96, sequence=128)
 LLAMA = DecoderSize(3, 64, 4, 160, 96, sequence=128, kv_heads=2, form="llama")

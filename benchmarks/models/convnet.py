@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.model.reference.convolution import Conv, ConvNetSize, blocks
+from benchmarks.models.convolution import Conv, ConvNetSize, blocks
 
 
 class ResidualBlock(nn.Module):

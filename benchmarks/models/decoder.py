@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.cluster.sizes import DecoderSize
+from benchmarks.models.sizes import DecoderSize
 
 ROTARY_BASE = 10_000.0
 LORA_SCALE = 2.0  # alpha over rank, of NeMo's recipes: alpha 16 with rank 8

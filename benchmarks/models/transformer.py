@@ -7,7 +7,9 @@ of the MLP ffn.
 
 from __future__ import annotations
 
-from paceline.cluster.sizes import EAGER, FLOAT32, DecoderSize, Formats, Kernels
+from benchmarks.models.adapters import with_adapters
+from benchmarks.models.sizes import DecoderSize
+from paceline.cluster.sizes import EAGER, FLOAT32, Formats, Kernels
 from paceline.model.cost.profile import (
     Affine,
     Core,
@@ -18,7 +20,6 @@ from paceline.model.cost.profile import (
     TensorCut,
     Work,
 )
-from paceline.model.reference.adapters import with_adapters
 
 TOKEN_BYTES = 8  # a token's number
 STATISTIC_BYTES = 4  # norms and attention keep statistics in float32

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from paceline.cluster.sizes import DecoderSize, Formats, Kernels
+from benchmarks.models.sizes import DecoderSize
+from paceline.cluster.sizes import Formats, Kernels
 from paceline.model.cost.profile import (
     Affine,
     Parameter,
